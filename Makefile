@@ -1,0 +1,47 @@
+# Tessella. `make` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test check format gpu bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+quickstart: $(VENV)/installed  ## install, then folder → dataset → network → plan → served, on real digits
+	$(BIN)/tessella quickstart
+
+test: $(VENV)/installed-dev  ## install, then every CPU test, the browser's included
+	@.ci/browser
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: $(VENV)/installed-dev  ## format, lint, types, import contract
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/installed-dev  ## let ruff format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+gpu:  ## the tests of tests/gpu, with the machine's own python3 (an H100 or H200)
+	PYTHONPATH=src $(PYTHON) -m pytest -o addopts= tests/gpu -ra
+
+bench: $(VENV)/installed-dev  ## the benchmarks behind the README's numbers that run without a GPU
+	$(BIN)/python -m benchmarks.engine --target cpu
+
+clean:  ## remove the virtual environment and what tools left
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Tessella needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) -e '.[dev]'
+	touch $@

@@ -1,0 +1,172 @@
+"""checkpoint/: a network with its weights, how its inputs are made, and what it takes to go on training.
+
+``checkpoint.json`` is written last in a folder that is renamed into place, so a checkpoint is complete
+or absent. Weights and optimizer state are safetensors; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tessella.artifacts.files import (
+    Member,
+    check_member,
+    member,
+    read_document,
+    to_document,
+    write_folder,
+)
+from tessella.core.errors import CorruptArtifact
+from tessella.core.preprocess import Preprocess
+from tessella.core.record import parse_json
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Which network, as ``nn.zoo.build`` takes it.
+
+    Attributes:
+        name: a zoo name (``resnet50``), ``timm/NAME``, ``file.py:Class``, or ``net.prototxt``.
+        classes: number of outputs.
+        channels, height, width: of the input.
+        options: further keyword arguments of the network, JSON scalars.
+        source: the text of the user's own file (Python or prototxt), so that the checkpoint is whole.
+    """
+
+    name: str
+    classes: int
+    channels: int
+    height: int
+    width: int
+    options: dict[str, str | int | float | bool | None]
+    source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where in training the checkpoint stands: finished steps, and epochs as a fraction."""
+
+    step: int
+    epoch: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """What ``checkpoint.json`` says. ``preprocess_hash`` must equal ``preprocess.hash``."""
+
+    network: Network
+    preprocess: Preprocess
+    preprocess_hash: str
+    labels: tuple[str, ...]
+    metrics: dict[str, float]
+    position: Position
+    precision: str
+    dataset_hash: str
+    files: dict[str, Member]
+
+
+class Checkpoint:
+    """A checkpoint on disk, read-only; every file is checked against its hash when it is read."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.info = read_document(
+            self.path / "checkpoint.json", CheckpointInfo, kind="checkpoint", version=VERSION
+        )
+        if self.info.preprocess.hash != self.info.preprocess_hash:
+            raise CorruptArtifact(
+                "the preprocessing record does not match its hash",
+                seen=self.path,
+                fix="restore the checkpoint; a changed record would change every answer",
+            )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The network's state dict, on the CPU."""
+        return self._tensors("model.safetensors")
+
+    def training_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Tensors and JSON values that the trainer saved to go on (see ``train.state``)."""
+        values = self._checked("training_state/state.json").read_bytes()
+        return (
+            self._tensors("training_state/tensors.safetensors"),
+            parse_json(values, where=str(self.path / "training_state/state.json")),
+        )
+
+    def _checked(self, name: str) -> Path:
+        if name not in self.info.files:
+            raise CorruptArtifact(
+                f"the checkpoint has no {name}", seen=self.path, fix="use another checkpoint"
+            )
+        check_member(self.path / name, self.info.files[name])
+        return self.path / name
+
+    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
+        path = self._checked(name)
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise CorruptArtifact(f"{name} is not valid safetensors", seen=path) from error
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{k} {v:.4g}" for k, v in self.info.metrics.items())
+        return f"<Checkpoint {self.info.network.name} @ step {self.info.position.step}: {metrics}>"
+
+
+def save_checkpoint(
+    path: Path,
+    *,
+    network: Network,
+    preprocess: Preprocess,
+    labels: tuple[str, ...],
+    weights: Mapping[str, torch.Tensor],
+    metrics: Mapping[str, float],
+    position: Position,
+    precision: str = "fp32",
+    dataset_hash: str = "",
+    state_tensors: Mapping[str, torch.Tensor] | None = None,
+    state_values: bytes | None = None,
+) -> Checkpoint:
+    """Write a checkpoint folder, atomically and durably.
+
+    Args:
+        state_tensors, state_values: the trainer's state (JSON text in bytes); without them the
+            checkpoint can be used but not resumed.
+    """
+
+    def fill(folder: Path) -> None:
+        names = ["model.safetensors"]
+        save_file(_plain_tensors(weights), folder / names[0])
+        if state_tensors is not None and state_values is not None:
+            (folder / "training_state").mkdir()
+            names += ["training_state/tensors.safetensors", "training_state/state.json"]
+            save_file(_plain_tensors(state_tensors), folder / names[1])
+            (folder / names[2]).write_bytes(state_values)
+        info = CheckpointInfo(
+            network=network,
+            preprocess=preprocess,
+            preprocess_hash=preprocess.hash,
+            labels=labels,
+            metrics=dict(metrics),
+            position=position,
+            precision=precision,
+            dataset_hash=dataset_hash,
+            files={name: member(folder / name) for name in names},
+        )
+        (folder / "checkpoint.json").write_bytes(to_document("checkpoint", VERSION, info))
+
+    write_folder(path, fill)
+    return Checkpoint(path)
+
+
+def _plain_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """On the CPU, contiguous and without shared storage, as safetensors want them."""
+    return {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}

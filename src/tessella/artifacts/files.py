@@ -1,0 +1,149 @@
+"""How our files reach the disk and come back: atomically, durably, and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tessella.core.errors import ArtifactError, CorruptArtifact, UnknownVersion
+from tessella.core.record import from_plain, parse_json, to_plain
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A file that a manifest vouches for."""
+
+    sha256: str
+    nbytes: int
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def member(path: Path) -> Member:
+    return Member(sha256=sha256(path), nbytes=path.stat().st_size)
+
+
+def check_member(path: Path, expected: Member, *, deep: bool = True) -> None:
+    """Raise ``CorruptArtifact`` unless the file has the size (and, if ``deep``, the bytes) it had."""
+    size = path.stat().st_size if path.is_file() else None
+    if size is None:
+        raise CorruptArtifact("a file is missing", seen=path, fix="restore it or make it again")
+    if size != expected.nbytes:
+        raise CorruptArtifact(
+            f"{path.name} was truncated or changed",
+            seen=f"{size} bytes instead of {expected.nbytes} in {path}",
+            fix="restore it or make it again",
+        )
+    if deep and sha256(path) != expected.sha256:
+        raise CorruptArtifact(
+            f"{path.name} does not match its hash: some bytes changed",
+            seen=path,
+            fix="restore it or make it again",
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write beside and rename: after a crash the file is the old one or the new one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ArtifactError(
+            f"{path.name} could not be written",
+            seen=f"{error.strerror}: {path.parent}",
+            fix="free some disk space or write elsewhere",
+        ) from error
+    _sync_folder(path.parent)
+
+
+def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
+    """Make a folder artifact: ``fill`` writes it beside, every file is fsync'd, then it is renamed.
+
+    An existing folder of that name is replaced only when the new one is complete.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        fill(temporary)
+        for file in sorted(temporary.rglob("*")):
+            if file.is_file():
+                with file.open("rb+") as handle:
+                    os.fsync(handle.fileno())
+        retired = path.with_name(f".{path.name}.{os.getpid()}.old")
+        if path.exists():
+            os.replace(path, retired)
+        os.replace(temporary, path)
+        shutil.rmtree(retired, ignore_errors=True)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ArtifactError(
+                f"{path.name} could not be written",
+                seen=f"{error.strerror}: {path.parent}",
+                fix="free some disk space or write elsewhere",
+            ) from error
+        raise
+    _sync_folder(path.parent)
+
+
+def to_document(kind: str, version: int, record: Any) -> bytes:
+    """The JSON text of a record under its kind and version."""
+    plain = {"kind": f"tessella.{kind}", "version": version, **to_plain(record)}
+    return (json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def from_document(
+    content: bytes, cls: type[R], *, kind: str, version: int, where: str
+) -> R:
+    """The record in a document; refuses other kinds and versions that this code does not read."""
+    data = parse_json(content, where=where)
+    if not isinstance(data, dict) or data.get("kind") != f"tessella.{kind}":
+        raise CorruptArtifact(
+            f"{where} is not a Tessella {kind}",
+            seen=data.get("kind") if isinstance(data, dict) else type(data).__name__,
+            fix=f"give the path of a {kind}",
+        )
+    if data.get("version") != version:
+        raise UnknownVersion(
+            f"{where} has a version that this Tessella does not read",
+            seen=f"version {data.get('version')!r}, read here: {version}",
+            fix=f"make the {kind} again, or use the Tessella that wrote it",
+        )
+    plain = {k: v for k, v in data.items() if k not in ("kind", "version")}
+    return from_plain(cls, plain, where=where)
+
+
+def read_document(path: Path, cls: type[R], *, kind: str, version: int) -> R:
+    """``from_document`` of a file; a missing one is an ``ArtifactError`` that names the path."""
+    if not path.is_file():
+        raise ArtifactError(
+            f"there is no {kind} here", seen=path, fix=f"give the path of a {kind}"
+        )
+    return from_document(path.read_bytes(), cls, kind=kind, version=version, where=str(path))

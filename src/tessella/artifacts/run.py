@@ -1,0 +1,228 @@
+"""run/: one training, from its recipe to its checkpoints.
+
+``run.json`` holds the whole recipe, ``events.jsonl`` what happened, ``checkpoints/step-NNNNNNNN/`` the
+checkpoints. The trainer writes; the studio, the CLI and the API read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tessella.artifacts.checkpoint import Checkpoint, Network
+from tessella.artifacts.files import read_document, to_document, write_atomic
+from tessella.core.errors import ArtifactError, UsageError
+from tessella.core.events import Event, read_events
+from tessella.core.policies import Policy
+from tessella.core.preprocess import Preprocess
+
+VERSION = 1
+
+SolverName = Literal["sgd", "nesterov", "adagrad", "adadelta", "adam", "adamw", "rmsprop"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """Which optimizer, with the settings that people change."""
+
+    name: SolverName = "nesterov"
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and 0 <= self.momentum < 1 and self.weight_decay >= 0):
+            raise UsageError(
+                "a solver needs lr > 0, 0 ≤ momentum < 1 and weight decay ≥ 0",
+                seen=f"lr={self.lr}, momentum={self.momentum}, weight_decay={self.weight_decay}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """Random changes to the training images. Everything is off by default but the random crop,
+    which follows from the preprocessing record.
+
+    Attributes:
+        flip, flip_vertical: mirror with probability one half.
+        rotation: up to this many degrees either way.
+        scale: zoom by a factor from 1 − scale to 1 + scale.
+        noise: standard deviation of added Gaussian noise, as a fraction of full scale.
+        color: strength of random brightness, contrast and saturation, 0 to 1.
+    """
+
+    flip: bool = False
+    flip_vertical: bool = False
+    rotation: float = 0.0
+    scale: float = 0.0
+    noise: float = 0.0
+    color: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.rotation <= 180 and 0 <= self.scale < 1):
+            raise UsageError(
+                "rotation is 0 to 180 degrees and scale 0 to 1", seen=f"{self.rotation}, {self.scale}"
+            )
+        if not (0 <= self.noise <= 1 and 0 <= self.color <= 1):
+            raise UsageError("noise and color are 0 to 1", seen=f"{self.noise}, {self.color}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides a training. The same recipe and dataset give the same run.
+
+    Attributes:
+        network: a zoo name, ``timm/NAME``, ``file.py:Class`` or ``net.prototxt``.
+        dataset: path of the dataset's folder.
+        epochs: passes over the training split; may be a fraction.
+        batch_size: images a step, over all processes together.
+        gpus: processes, each on a GPU of its own (on the CPU: each with a share of the cores).
+        val_interval, snapshot_interval: epochs between validations and checkpoints; may be fractions.
+        patience: stop after this many validations without a better accuracy.
+        keep_last: how many of the newest checkpoints stay, besides the best.
+        class_weights: ``balanced`` weighs the loss by the inverse class frequency.
+        init: ``random``, ``pretrained`` (the network's library, online) or a checkpoint's path.
+        workers: processes that load images (0: in the training process).
+    """
+
+    network: str
+    dataset: str
+    epochs: float = 30.0
+    batch_size: int = 64
+    solver: Solver = Solver()
+    policy: Policy = Policy()
+    augment: Augment = Augment()
+    precision: Precision = "fp32"
+    gpus: int = 1
+    seed: int = 0
+    val_interval: float = 1.0
+    snapshot_interval: float = 1.0
+    patience: int | None = None
+    keep_last: int = 2
+    class_weights: Literal["none", "balanced"] = "none"
+    init: str = "random"
+    workers: int = 0
+    network_options: dict[str, str | int | float | bool | None] | None = None
+
+    def __post_init__(self) -> None:
+        positive = {
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
+            "gpus": self.gpus,
+            "val_interval": self.val_interval,
+            "snapshot_interval": self.snapshot_interval,
+            "keep_last": self.keep_last,
+        }
+        for name, value in positive.items():
+            if value <= 0:
+                raise UsageError(f"{name} must be positive", seen=value)
+        if self.batch_size % self.gpus:
+            raise UsageError(
+                "the batch size must be a multiple of the number of GPUs",
+                seen=f"batch_size={self.batch_size}, gpus={self.gpus}",
+                fix=f"use batch_size={math.ceil(self.batch_size / self.gpus) * self.gpus}",
+            )
+        if self.patience is not None and self.patience < 1:
+            raise UsageError("patience counts validations, at least 1", seen=self.patience)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What ``run.json`` says: the recipe, and what it was applied to."""
+
+    recipe: Recipe
+    network: Network
+    preprocess: Preprocess
+    labels: tuple[str, ...]
+    dataset_hash: str
+    created: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """Values measured at one step."""
+
+    step: int
+    epoch: float
+    values: dict[str, float]
+    time: float
+
+
+class Run:
+    """A training on disk, finished or not, read-only."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.info = read_document(self.path / "run.json", RunInfo, kind="run", version=VERSION)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.info.recipe
+
+    def events(self) -> list[Event]:
+        return read_events(self.path / "events.jsonl")[0]
+
+    def metrics(self) -> list[Metric]:
+        """The loss curve: one entry a step, in order; steps that a resumed run repeats count once."""
+        return metrics_of(self.events())
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Complete checkpoints, oldest first."""
+        folder = self.path / "checkpoints"
+        return [Checkpoint(p) for p in sorted(folder.glob("step-*")) if (p / "checkpoint.json").exists()]
+
+    def latest(self) -> Checkpoint:
+        if not (found := self.checkpoints()):
+            raise ArtifactError(
+                "the run has no checkpoint yet",
+                seen=self.path,
+                fix="wait for the first one, or train with a shorter snapshot interval",
+            )
+        return found[-1]
+
+    def best(self, metric: str = "val/accuracy") -> Checkpoint:
+        """The checkpoint with the highest ``metric`` (the lowest where its name ends in ``loss``)."""
+        scored = [c for c in self.checkpoints() if metric in c.info.metrics]
+        if not scored:
+            known = sorted({name for c in self.checkpoints() for name in c.info.metrics})
+            raise ArtifactError(
+                f"no checkpoint of the run has {metric!r}",
+                seen=", ".join(known) or "no metrics",
+                fix="choose one of these, or use run.latest()",
+            )
+        sign = -1.0 if metric.endswith("loss") else 1.0
+        return max(scored, key=lambda c: (sign * c.info.metrics[metric], c.info.position.step))
+
+    def __repr__(self) -> str:
+        return f"<Run {self.recipe.network} on {self.recipe.dataset}: {self.path}>"
+
+
+def metrics_of(events: list[Event]) -> list[Metric]:
+    """Metrics of an event log, merged by step; a ``resume`` phase drops what came after its step."""
+    merged: dict[int, Metric] = {}
+    for event in events:
+        if event.kind == "phase" and event.name == "resume" and event.step is not None:
+            merged = {step: m for step, m in merged.items() if step <= event.step}
+        if event.kind == "metric" and event.step is not None:
+            before = merged[event.step].values if event.step in merged else {}
+            merged[event.step] = Metric(
+                step=event.step,
+                epoch=event.epoch or 0.0,
+                values={**before, **event.values},
+                time=event.time,
+            )
+    return [merged[step] for step in sorted(merged)]
+
+
+def write_run(path: Path, info: RunInfo) -> None:
+    """Begin a run: write ``run.json``. Refuses a folder that already holds a run."""
+    if (path / "run.json").exists():
+        raise UsageError(
+            "this folder already holds a run",
+            seen=path,
+            fix="choose another folder, or go on with resume=True (--resume)",
+        )
+    write_atomic(path / "run.json", to_document("run", VERSION, info))

@@ -1,0 +1,96 @@
+"""Every error that Tessella raises on purpose, in one tree. The number is the exit code of the CLI.
+
+    TessellaError          1
+    ├── UsageError         2   an argument or a setting that cannot work
+    ├── DataError          3   images or lists that cannot be used
+    ├── ArtifactError      4   a file of ours that cannot be trusted
+    │   ├── UnknownVersion     written by a version that this one does not read
+    │   ├── CorruptArtifact    truncated, changed, or not what its manifest says
+    │   └── WrongDevice        a plan for another device
+    ├── TrainError         5   training cannot start or go on
+    │   └── OutOfMemory        with settings that fit
+    ├── CompileError       6   a network that cannot become a plan
+    ├── InputError         7   a tensor or request that does not match a plan
+    └── JobError           8   the queue cannot do what was asked
+"""
+
+from __future__ import annotations
+
+
+class TessellaError(Exception):
+    """An error that names what is wrong, what was seen and what to do.
+
+    Args:
+        wrong: one sentence: what is wrong.
+        seen: what was found instead (a value, a shape, a path).
+        fix: what the user can do, as an instruction.
+    """
+
+    exit_code = 1
+
+    def __init__(self, wrong: str, *, seen: object = None, fix: str | None = None) -> None:
+        self.wrong = wrong
+        self.seen = None if seen is None else str(seen)
+        self.fix = fix
+        super().__init__(wrong, self.seen, fix)
+
+    def __str__(self) -> str:
+        parts = [self.wrong.rstrip(".") + "."]
+        if self.seen is not None:
+            parts.append(f"Seen: {self.seen.rstrip('.')}.")
+        if self.fix is not None:
+            parts.append(f"To do: {self.fix.rstrip('.')}.")
+        return " ".join(parts)
+
+    def to_json(self) -> dict[str, str | None]:
+        """The same as data: ``{"error", "wrong", "seen", "fix"}``."""
+        return {
+            "error": type(self).__name__,
+            "wrong": self.wrong,
+            "seen": self.seen,
+            "fix": self.fix,
+        }
+
+
+class UsageError(TessellaError):
+    exit_code = 2
+
+
+class DataError(TessellaError):
+    exit_code = 3
+
+
+class ArtifactError(TessellaError):
+    exit_code = 4
+
+
+class UnknownVersion(ArtifactError):
+    pass
+
+
+class CorruptArtifact(ArtifactError):
+    pass
+
+
+class WrongDevice(ArtifactError):
+    pass
+
+
+class TrainError(TessellaError):
+    exit_code = 5
+
+
+class OutOfMemory(TrainError):
+    pass
+
+
+class CompileError(TessellaError):
+    exit_code = 6
+
+
+class InputError(TessellaError):
+    exit_code = 7
+
+
+class JobError(TessellaError):
+    exit_code = 8

@@ -1,0 +1,321 @@
+"""The preprocessing record, and the one implementation that training, verification and serving call.
+
+An image goes through four stages, each a function of the record::
+
+    decode  file bytes      → HWC uint8 or uint16, the record's channels and depth
+    fit     any size        → the record's height × width        (what a dataset stores)
+    crop    height × width  → the centre crop, if the record has one
+    normalize  HWC integers → CHW float32, (x / full scale − mean) / std
+
+Because there is one implementation and the record's hash travels from dataset to checkpoint to plan,
+training and serving cannot differ.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import tifffile
+from PIL import Image, ImageOps
+
+from tessella.core.errors import DataError, InputError, UsageError
+from tessella.core.record import digest
+
+Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+ResizeMode = Literal["squash", "crop", "fill", "half_crop"]
+
+MAX_PIXELS = 1 << 28  # 16,384 × 16,384: a larger header is refused before a pixel is decoded
+_BILINEAR = Image.Resampling.BILINEAR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocess:
+    """How a file becomes a network's input. All sizes in pixels.
+
+    Attributes:
+        height, width: the size that every image is brought to.
+        channels: 1 (grey), 3 (RGB), or as many as the files have.
+        depth: bits per sample, 8 or 16; full scale is 2**depth − 1.
+        resize: ``squash`` ignores the aspect ratio; ``crop`` covers and cuts the centre; ``fill`` fits
+            inside and pads with the middle grey; ``half_crop`` goes half way between the two.
+        crop: height and width of the network's input if it is smaller than the stored image: the
+            centre of it when evaluating and serving, a random part when training.
+        mean, std: per channel, in units of full scale (0 to 1).
+    """
+
+    height: int
+    width: int
+    channels: int = 3
+    depth: int = 8
+    resize: ResizeMode = "squash"
+    crop: tuple[int, int] | None = None
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if len(values) == 1:
+                object.__setattr__(self, name, values * self.channels)
+            elif len(values) != self.channels:
+                raise UsageError(f"{name} needs one value a channel", seen=len(values))
+        if min(self.height, self.width, self.channels) < 1 or self.depth not in (8, 16):
+            raise UsageError(
+                "a preprocessing record needs positive sizes and a depth of 8 or 16",
+                seen=f"{self.height}×{self.width}×{self.channels}, depth {self.depth}",
+            )
+        if self.height * self.width > MAX_PIXELS:
+            raise UsageError("the image size is too large", seen=f"{self.height}×{self.width}")
+        if min(self.std) <= 0:
+            raise UsageError("std must be positive", seen=self.std)
+        if self.crop and (self.crop[0] > self.height or self.crop[1] > self.width):
+            raise UsageError(
+                "the crop is larger than the image",
+                seen=f"crop {self.crop}, image {(self.height, self.width)}",
+                fix="make the crop smaller or the image larger",
+            )
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the record: equal hashes, equal inputs to the network."""
+        return digest(self)
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of what the network receives."""
+        return (self.channels, *(self.crop or (self.height, self.width)))
+
+    def __call__(self, content: bytes, *, name: str = "image") -> npt.NDArray[np.float32]:
+        """File bytes to the network's input, CHW float32: decode, fit, crop, normalize.
+
+        Raises:
+            DataError: the bytes are not an image that can be decoded.
+        """
+        return normalize(centre_crop(fit(decode(content, self, name=name), self), self), self)
+
+
+def full_scale(depth: int) -> int:
+    return (1 << depth) - 1
+
+
+# --- decode -------------------------------------------------------------------------------------
+
+
+def decode(content: bytes, record: Preprocess, *, name: str = "image") -> Pixels:
+    """File bytes (PNG, JPEG, BMP, TIFF, WebP, GIF, PPM) as HWC in the record's channels and depth.
+
+    The picture is turned upright as its EXIF tag says. Grey becomes RGB by repetition, RGB becomes
+    grey by the ITU-R 601 luma; an alpha channel is dropped.
+    """
+    return to_depth(to_channels(read_pixels(content, name=name), record, name=name), record.depth)
+
+
+def read_pixels(content: bytes, *, name: str = "image") -> Pixels:
+    """File bytes as HWC uint8 or uint16 with the channels that the file has.
+
+    Raises:
+        DataError: empty, not an image, truncated, or larger than ``MAX_PIXELS``.
+    """
+    if not content:
+        raise DataError(f"{name} is empty (0 bytes)", fix="remove it or copy it again")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(content)) as image:
+                return _read_opened(image, content, name)
+    except DataError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise _too_large(name, error) from error
+    except Exception as error:  # decoders raise SyntaxError, struct.error, zlib.error and others
+        if content[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+            return _read_tiff(content, name)
+        raise DataError(
+            f"{name} is not an image that can be read",
+            seen=f"{len(content)} bytes, {type(error).__name__}: {str(error)[:100]}",
+            fix="use PNG, JPEG, BMP, TIFF or WebP, and check that the file is complete",
+        ) from error
+
+
+def _too_large(name: str, seen: object) -> DataError:
+    return DataError(
+        f"{name} has more than {MAX_PIXELS:,} pixels", seen=seen, fix="cut or shrink it first"
+    )
+
+
+def _read_opened(image: Image.Image, content: bytes, name: str) -> Pixels:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise _too_large(name, f"{width}×{height}")
+    if image.format == "TIFF" and image.mode not in ("L", "RGB", "RGBA", "P", "1"):
+        return _read_tiff(content, name)
+    if image.format == "PNG" and content[24:25] == b"\x10":  # IHDR bit depth 16
+        return _read_png16(content, name)
+    turned = ImageOps.exif_transpose(image)
+    if turned.mode == "I;16" or turned.mode.startswith("I;16"):
+        return np.asarray(turned, dtype=np.uint16)[:, :, None]
+    if turned.mode in ("1", "LA", "La"):
+        turned = turned.convert("L")
+    elif turned.mode not in ("L", "RGB"):
+        turned = turned.convert("RGB")
+    pixels = np.asarray(turned)
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def _read_png16(content: bytes, name: str) -> Pixels:
+    pixels = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
+    if pixels is None:
+        raise DataError(f"{name} is not a complete 16-bit PNG", fix="copy the file again")
+    if pixels.ndim == 2:
+        return pixels[:, :, None]
+    return np.ascontiguousarray(pixels[:, :, 2::-1])  # BGR(A) to RGB
+
+
+def _read_tiff(content: bytes, name: str) -> Pixels:
+    try:
+        with tifffile.TiffFile(io.BytesIO(content)) as tiff:
+            series = tiff.series[0]
+            shape, axes = series.shape, series.axes
+            if int(np.prod(shape)) > 4 * MAX_PIXELS:
+                raise _too_large(name, shape)
+            pixels = series.asarray()
+    except DataError:
+        raise
+    except Exception as error:  # a hostile TIFF can fail in any of the decoder's layers
+        raise DataError(
+            f"{name} is not a TIFF that can be read",
+            seen=f"{type(error).__name__}: {str(error)[:100]}",
+            fix="save it uncompressed or with deflate",
+        ) from error
+    if pixels.ndim == 2:
+        pixels = pixels[:, :, None]
+    elif pixels.ndim == 3 and axes[-1] in "XY" and shape[0] < min(shape[1:]):
+        pixels = np.moveaxis(pixels, 0, -1)  # planar: channels first
+    if pixels.ndim != 3 or pixels.dtype not in (np.uint8, np.uint16):
+        raise DataError(
+            f"{name} is not an 8- or 16-bit picture",
+            seen=f"{pixels.dtype}, shape {pixels.shape}",
+            fix="convert it to 8- or 16-bit unsigned samples, one page",
+        )
+    return np.ascontiguousarray(pixels)
+
+
+def to_channels(pixels: Pixels, record: Preprocess, *, name: str = "image") -> Pixels:
+    """HWC with the record's number of channels."""
+    have, want = pixels.shape[2], record.channels
+    if have == want:
+        return pixels
+    if want == 3 and have == 1:
+        return np.repeat(pixels, 3, axis=2)
+    if want == 1 and have in (3, 4):
+        luma = pixels[:, :, :3].astype(np.float32) @ np.float32([0.299, 0.587, 0.114])
+        return np.rint(luma).astype(pixels.dtype)[:, :, None]
+    if want == 3 and have == 4:
+        return np.ascontiguousarray(pixels[:, :, :3])
+    raise DataError(
+        f"{name} has {have} channels, the record wants {want}",
+        fix="use images with one number of channels, or set channels to 1 or 3",
+    )
+
+
+def to_depth(pixels: Pixels, depth: int) -> Pixels:
+    """HWC at 8 or 16 bits a sample; full scale maps to full scale."""
+    if depth == 8 and pixels.dtype == np.uint16:
+        return np.rint(pixels * np.float32(1 / 257)).astype(np.uint8)
+    if depth == 16 and pixels.dtype == np.uint8:
+        return pixels.astype(np.uint16) * np.uint16(257)
+    return pixels
+
+
+# --- fit ----------------------------------------------------------------------------------------
+
+
+def fit(pixels: Pixels, record: Preprocess) -> Pixels:
+    """HWC of any size to the record's height × width, in its resize mode (bilinear, antialiased)."""
+    height, width = pixels.shape[:2]
+    want_h, want_w = record.height, record.width
+    if (height, width) == (want_h, want_w):
+        return pixels
+    if record.resize == "squash":
+        return _resize(pixels, want_h, want_w)
+    cover, inside = (
+        choose(want_h / height, want_w / width) for choose in (max, min)
+    )
+    scale = {"crop": cover, "fill": inside, "half_crop": (cover + inside) / 2}[record.resize]
+    resized = _resize(pixels, max(1, round(height * scale)), max(1, round(width * scale)))
+    return _place(resized, want_h, want_w, record.depth)
+
+
+def _resize(pixels: Pixels, height: int, width: int) -> Pixels:
+    if pixels.dtype == np.uint8 and pixels.shape[2] in (1, 3):
+        image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+        out = np.asarray(image.resize((width, height), _BILINEAR))
+        return out[:, :, None] if out.ndim == 2 else out
+    planes = [
+        np.asarray(
+            Image.fromarray(pixels[:, :, c].astype(np.float32)).resize((width, height), _BILINEAR)
+        )
+        for c in range(pixels.shape[2])
+    ]
+    return np.rint(np.stack(planes, axis=2)).astype(pixels.dtype)
+
+
+def _place(pixels: Pixels, height: int, width: int, depth: int) -> Pixels:
+    """Cut the centre where the picture is larger, pad with the middle grey where it is smaller."""
+    have_h, have_w = pixels.shape[:2]
+    top, left = max(0, (have_h - height) // 2), max(0, (have_w - width) // 2)
+    cut = pixels[top : top + height, left : left + width]
+    if cut.shape[:2] == (height, width):
+        return np.ascontiguousarray(cut)
+    out = np.full((height, width, pixels.shape[2]), (full_scale(depth) + 1) // 2, pixels.dtype)
+    top, left = (height - cut.shape[0]) // 2, (width - cut.shape[1]) // 2
+    out[top : top + cut.shape[0], left : left + cut.shape[1]] = cut
+    return out
+
+
+# --- crop and normalize -------------------------------------------------------------------------
+
+
+def centre_crop(pixels: Pixels, record: Preprocess) -> Pixels:
+    """The centre that the network sees; the whole picture where the record has no crop."""
+    if record.crop is None:
+        return pixels
+    height, width = record.crop
+    top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
+    return pixels[top : top + height, left : left + width]
+
+
+def normalize(pixels: Pixels, record: Preprocess) -> npt.NDArray[np.float32]:
+    """HWC (or NHWC) integers to CHW (NCHW) float32: ``x · a + b``, one a and b a channel.
+
+    ``a = 1 / (full scale · std)``, ``b = −mean / std``, both rounded to float32 once: the same two
+    roundings everywhere, so that every caller gets the same bits.
+    """
+    std = np.asarray(record.std, np.float64)
+    gain = (1.0 / (full_scale(record.depth) * std)).astype(np.float32)
+    offset = (-np.asarray(record.mean, np.float64) / std).astype(np.float32)
+    scaled = pixels.astype(np.float32)
+    scaled *= gain
+    scaled += offset
+    return np.ascontiguousarray(np.moveaxis(scaled, -1, -3))
+
+
+def encode(pixels: Pixels) -> bytes:
+    """HWC to lossless file bytes: PNG for 1 or 3 channels, TIFF for any other number."""
+    if pixels.shape[2] not in (1, 3):
+        out = io.BytesIO()
+        tifffile.imwrite(
+            out, pixels, photometric="minisblack", planarconfig="contig", compression="zlib"
+        )
+        return out.getvalue()
+    bgr = pixels[:, :, ::-1] if pixels.shape[2] == 3 else pixels
+    done, content = cv2.imencode(".png", np.ascontiguousarray(bgr), [cv2.IMWRITE_PNG_COMPRESSION, 1])
+    if not done:
+        raise InputError("a picture could not be encoded", seen=f"{pixels.dtype} {pixels.shape}")
+    return content.tobytes()

@@ -1,0 +1,169 @@
+"""Frozen dataclasses to JSON and back, strictly: what a file says is checked before it is believed.
+
+All our files hold records. A record is a frozen dataclass whose fields are ``str``, ``int``, ``float``,
+``bool``, ``None``, ``Literal``, tuples, dicts with string keys, unions of these, and other records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import types
+import typing
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from tessella.core.errors import ArtifactError, CorruptArtifact
+
+R = TypeVar("R")
+
+
+def to_plain(value: Any) -> Any:
+    """A record as plain dicts, lists and scalars, ready for ``json.dumps``."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [to_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {k: to_plain(v) for k, v in value.items()}
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    raise TypeError(f"a record cannot hold {type(value).__name__}: {value!r}")
+
+
+def canonical_json(value: Any) -> str:
+    """One text per value: sorted keys, no spaces. What hashes and byte-for-byte rebuilds rest on."""
+    return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of ``canonical_json``, as 64 hexadecimal characters."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def parse_json(text: str | bytes, *, where: str) -> Any:
+    """``json.loads`` that refuses duplicate keys, NaN and absurd nesting, naming the file."""
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            names = [k for k, _ in pairs]
+            twice = sorted({n for n in names if names.count(n) > 1})
+            raise ValueError(f"key given twice: {twice}")
+        return out
+
+    def no_constant(name: str) -> float:
+        raise ValueError(f"{name} is not a JSON number")
+
+    try:
+        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptArtifact(
+            f"{where} is not valid JSON",
+            seen=str(error)[:200],
+            fix="restore the file from a backup or make it again",
+        ) from error
+
+
+def from_plain(cls: type[R], data: Any, *, where: str) -> R:
+    """The record of type ``cls`` that ``data`` (parsed JSON) describes.
+
+    Raises:
+        CorruptArtifact: a field is missing, unknown, or of another type; the message has its path.
+    """
+    return typing.cast(R, _convert(cls, data, where))
+
+
+@functools.cache
+def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
+    hints = typing.get_type_hints(cls)
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    required = frozenset(
+        f.name
+        for f in fields
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    )
+    return {f.name: hints[f.name] for f in fields}, required
+
+
+def _wrong(where: str, expected: str, seen: Any) -> CorruptArtifact:
+    return CorruptArtifact(
+        f"{where} is not {expected}", seen=repr(seen)[:120], fix="make the file again"
+    )
+
+
+def _convert(hint: Any, data: Any, where: str) -> Any:
+    origin = get_origin(hint)
+    if dataclasses.is_dataclass(hint):
+        return _convert_record(typing.cast(type, hint), data, where)
+    if hint is Any:
+        return data
+    if origin in (Union, types.UnionType):
+        return _convert_union(get_args(hint), data, where)
+    if origin is Literal:
+        if data in get_args(hint):
+            return data
+        raise _wrong(where, f"one of {list(get_args(hint))}", data)
+    if origin is tuple:
+        return _convert_tuple(get_args(hint), data, where)
+    if origin is dict:
+        if not isinstance(data, dict):
+            raise _wrong(where, "an object", data)
+        return {k: _convert(get_args(hint)[1], v, f"{where}.{k}") for k, v in data.items()}
+    if hint is float:
+        if isinstance(data, int | float) and not isinstance(data, bool) and math.isfinite(data):
+            return float(data)
+        raise _wrong(where, "a finite number", data)
+    if hint is None or hint is type(None):
+        if data is None:
+            return None
+        raise _wrong(where, "null", data)
+    if hint in (int, str, bool):
+        if type(data) is hint:
+            return data
+        raise _wrong(where, {int: "an integer", str: "a string", bool: "a boolean"}[hint], data)
+    raise TypeError(f"{where}: a record cannot hold a field of type {hint!r}")
+
+
+def _convert_record(cls: type, data: Any, where: str) -> Any:
+    hints, required = _fields(cls)
+    if not isinstance(data, dict):
+        raise _wrong(where, f"an object ({cls.__name__})", data)
+    if unknown := sorted(set(data) - set(hints)):
+        raise _wrong(where, f"a {cls.__name__} with known fields", unknown)
+    if missing := sorted(required - set(data)):
+        raise _wrong(where, f"a complete {cls.__name__}: {', '.join(missing)} missing", sorted(data))
+    try:
+        return cls(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
+    except ArtifactError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise _wrong(where, f"a valid {cls.__name__}", error) from error
+
+
+def _convert_tuple(args: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(data, list | tuple):
+        raise _wrong(where, "a list", data)
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(_convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(data))
+    if len(data) != len(args):
+        raise _wrong(where, f"a list of {len(args)}", data)
+    return tuple(
+        _convert(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, data, strict=True))
+    )
+
+
+def _convert_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
+    failures = []
+    for option in options:
+        try:
+            return _convert(option, data, where)
+        except CorruptArtifact as error:
+            failures.append(error)
+    records = [f for o, f in zip(options, failures, strict=True) if dataclasses.is_dataclass(o)]
+    if isinstance(data, dict) and records:
+        raise records[0]
+    names = " or ".join(getattr(o, "__name__", str(o)) for o in options)
+    raise _wrong(where, names, data)
