@@ -1,7 +1,7 @@
-"""checkpoint/: a network with its weights, how its inputs are made, and what it takes to go on training.
+"""checkpoint/: a network, its weights, how its inputs are made, and the state to train on.
 
-``checkpoint.json`` is written last in a folder that is renamed into place, so a checkpoint is complete
-or absent. Weights and optimizer state are safetensors; nothing is pickled.
+``checkpoint.json`` is written last in a folder that is renamed into place, so a checkpoint is
+complete or absent. Weights and optimizer state are safetensors; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Network:
         classes: number of outputs.
         channels, height, width: of the input.
         options: further keyword arguments of the network, JSON scalars.
-        source: the text of the user's own file (Python or prototxt), so that the checkpoint is whole.
+        source: the text of the user's own file (Python or prototxt), so that the checkpoint is
+            whole.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""dataset/: ``dataset.json`` and Arrow shards, memory-mapped, that Hugging Face ``datasets`` open too.
+"""dataset/: ``dataset.json`` and memory-mapped Arrow shards, which HF ``datasets`` open too.
 
-The images lie in the shards as lossless file bytes, already brought to the record's size (the ``fit``
-stage), so that training only decodes, crops and normalizes.
+The images lie in the shards as lossless file bytes, already brought to the record's size (the
+``fit`` stage), so that training only decodes, crops and normalizes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Example:
 
 
 class Split:
-    """A split, memory-mapped: ``len``, ``split[i]``, ``labels``. Safe to share between processes."""
+    """A split, memory-mapped: ``len``, ``split[i]``, ``labels``; processes may share it."""
 
     def __init__(self, folder: Path, name: str, info: SplitInfo, *, deep: bool) -> None:
         self.name, self.info, self._folder = name, info, folder
@@ -202,7 +202,7 @@ def _read_shard(path: Path) -> pa.Table:
 
 
 class SplitWriter:
-    """Writes one split in shards of at most ``BYTES_PER_SHARD``; holds one record batch in memory."""
+    """Writes one split in shards; holds one record batch in memory."""
 
     def __init__(self, folder: Path, name: str, classes: tuple[str, ...]) -> None:
         self._folder, self._name, self._classes = folder, name, classes
@@ -236,9 +236,7 @@ class SplitWriter:
         if self._writer is None:
             shard = f"{self._name}-{len(self._shards):05d}.arrow"
             self._shards.append(shard)
-            self._writer = pa.ipc.new_stream(
-                str(self._folder / shard), _schema_for(self._classes)
-            )
+            self._writer = pa.ipc.new_stream(str(self._folder / shard), _schema_for(self._classes))
         images = [{"bytes": e.content, "path": e.path} for e in self._rows]
         batch = pa.record_batch(
             [pa.array(images, SCHEMA.field("image").type), pa.array([e.label for e in self._rows])],

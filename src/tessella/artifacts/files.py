@@ -35,7 +35,7 @@ def member(path: Path) -> Member:
 
 
 def check_member(path: Path, expected: Member, *, deep: bool = True) -> None:
-    """Raise ``CorruptArtifact`` unless the file has the size (and, if ``deep``, the bytes) it had."""
+    """Raise ``CorruptArtifact`` unless the file has the size (if ``deep``: the bytes) it had."""
     size = path.stat().st_size if path.is_file() else None
     if size is None:
         raise CorruptArtifact("a file is missing", seen=path, fix="restore it or make it again")
@@ -119,9 +119,7 @@ def to_document(kind: str, version: int, record: Any) -> bytes:
     return (json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def from_document(
-    content: bytes, cls: type[R], *, kind: str, version: int, where: str
-) -> R:
+def from_document(content: bytes, cls: type[R], *, kind: str, version: int, where: str) -> R:
     """The record in a document; refuses other kinds and versions that this code does not read."""
     data = parse_json(content, where=where)
     if not isinstance(data, dict) or data.get("kind") != f"tessella.{kind}":
@@ -143,7 +141,5 @@ def from_document(
 def read_document(path: Path, cls: type[R], *, kind: str, version: int) -> R:
     """``from_document`` of a file; a missing one is an ``ArtifactError`` that names the path."""
     if not path.is_file():
-        raise ArtifactError(
-            f"there is no {kind} here", seen=path, fix=f"give the path of a {kind}"
-        )
+        raise ArtifactError(f"there is no {kind} here", seen=path, fix=f"give the path of a {kind}")
     return from_document(path.read_bytes(), cls, kind=kind, version=version, where=str(path))

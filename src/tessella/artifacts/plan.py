@@ -1,7 +1,8 @@
 """plan: the optimized network as one file, data and nothing else.
 
 A ZIP of stored (not compressed), 64-byte-aligned members. ``manifest.json`` vouches for every other
-member by SHA-256; nothing is unpickled, evaluated or extracted. A plan is hostile until it is checked.
+member by SHA-256; nothing is unpickled, evaluated or extracted. A plan is hostile until it is
+checked.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MAX_MEMBERS = 4096
 MAX_JSON_BYTES = 256 << 20
 MANIFEST = "manifest.json"
 
-Format = Literal["contiguous", "channels_last"]
+Format = Literal["contiguous", "channels_last", "strided"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Buffer:
 
     Attributes:
         shape: concrete, for the bucket's batch.
-        format: memory format; strides follow from it.
+        format: memory format; strides follow from it, except from ``strided``: a view with any.
         offset: byte offset in the arena, or None if the kernel that makes it allocates it.
     """
 
@@ -95,7 +96,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """``program.json``: straight-line steps, one list a bucket. Constants are shared by all buckets."""
+    """``program.json``: straight-line steps, one list a bucket; buckets share the constants."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -198,7 +199,7 @@ def _add_aligned(archive: zipfile.ZipFile, out: io.BytesIO, name: str, content: 
     archive.writestr(info, content)
 
 
-# --- reading ----------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -263,7 +264,7 @@ def _not_a_plan(where: str, seen: object) -> CorruptArtifact:
 
 
 def _members(content: bytes, where: str) -> dict[str, bytes]:
-    """The members by name: only stored ones, each once, plain names, sizes that the file can hold."""
+    """The members by name: only stored ones, each once, plainly named, of honest size."""
     try:
         archive = zipfile.ZipFile(io.BytesIO(content))
         infos = archive.infolist()
@@ -330,14 +331,16 @@ def _check_program(manifest: Manifest, program: Program, weights: set[str], wher
                 size *= dim
             offset = buffer.offset
             if offset is not None and not (
-                offset % ALIGNMENT == 0 and 0 <= offset and offset + size <= bucket.arena_bytes
+                offset % ALIGNMENT == 0 and offset >= 0 and offset + size <= bucket.arena_bytes
             ):
                 raise wrong(bucket.batch, f"buffer {buffer.name} lies outside the arena")
         live = set(program.inputs)
         for step in bucket.steps:
             read = {n for n in step.inputs if n is not None}
             if missing := read - live - weights:
-                raise wrong(bucket.batch, f"{step.kernel} reads {sorted(missing)} before it is made")
+                raise wrong(
+                    bucket.batch, f"{step.kernel} reads {sorted(missing)} before it is made"
+                )
             if unknown := set(step.outputs) - set(buffers):
                 raise wrong(bucket.batch, f"{step.kernel} writes {sorted(unknown)}, not a buffer")
             live |= set(step.outputs)

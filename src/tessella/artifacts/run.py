@@ -1,13 +1,13 @@
 """run/: one training, from its recipe to its checkpoints.
 
-``run.json`` holds the whole recipe, ``events.jsonl`` what happened, ``checkpoints/step-NNNNNNNN/`` the
-checkpoints. The trainer writes; the studio, the CLI and the API read.
+``run.json`` holds the whole recipe, ``events.jsonl`` what happened, ``checkpoints/step-NNNNNNNN/``
+the checkpoints. The trainer writes; the studio, the CLI and the API read.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -64,7 +64,8 @@ class Augment:
     def __post_init__(self) -> None:
         if not (0 <= self.rotation <= 180 and 0 <= self.scale < 1):
             raise UsageError(
-                "rotation is 0 to 180 degrees and scale 0 to 1", seen=f"{self.rotation}, {self.scale}"
+                "rotation is 0 to 180 degrees and scale 0 to 1",
+                seen=f"{self.rotation}, {self.scale}",
             )
         if not (0 <= self.noise <= 1 and 0 <= self.color <= 1):
             raise UsageError("noise and color are 0 to 1", seen=f"{self.noise}, {self.color}")
@@ -80,7 +81,8 @@ class Recipe:
         epochs: passes over the training split; may be a fraction.
         batch_size: images a step, over all processes together.
         gpus: processes, each on a GPU of its own (on the CPU: each with a share of the cores).
-        val_interval, snapshot_interval: epochs between validations and checkpoints; may be fractions.
+        val_interval, snapshot_interval: epochs between validations and checkpoints; may be
+            fractions.
         patience: stop after this many validations without a better accuracy.
         keep_last: how many of the newest checkpoints stay, besides the best.
         class_weights: ``balanced`` weighs the loss by the inverse class frequency.
@@ -92,9 +94,9 @@ class Recipe:
     dataset: str
     epochs: float = 30.0
     batch_size: int = 64
-    solver: Solver = Solver()
-    policy: Policy = Policy()
-    augment: Augment = Augment()
+    solver: Solver = field(default_factory=Solver)
+    policy: Policy = field(default_factory=Policy)
+    augment: Augment = field(default_factory=Augment)
     precision: Precision = "fp32"
     gpus: int = 1
     seed: int = 0
@@ -166,13 +168,15 @@ class Run:
         return read_events(self.path / "events.jsonl")[0]
 
     def metrics(self) -> list[Metric]:
-        """The loss curve: one entry a step, in order; steps that a resumed run repeats count once."""
+        """The loss curve: one entry a step, in order; steps that a resume repeats count once."""
         return metrics_of(self.events())
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
         folder = self.path / "checkpoints"
-        return [Checkpoint(p) for p in sorted(folder.glob("step-*")) if (p / "checkpoint.json").exists()]
+        return [
+            Checkpoint(p) for p in sorted(folder.glob("step-*")) if (p / "checkpoint.json").exists()
+        ]
 
     def latest(self) -> Checkpoint:
         if not (found := self.checkpoints()):
@@ -184,7 +188,7 @@ class Run:
         return found[-1]
 
     def best(self, metric: str = "val/accuracy") -> Checkpoint:
-        """The checkpoint with the highest ``metric`` (the lowest where its name ends in ``loss``)."""
+        """The checkpoint with the highest ``metric`` (lowest where its name ends in ``loss``)."""
         scored = [c for c in self.checkpoints() if metric in c.info.metrics]
         if not scored:
             known = sorted({name for c in self.checkpoints() for name in c.info.metrics})
@@ -201,7 +205,7 @@ class Run:
 
 
 def metrics_of(events: list[Event]) -> list[Metric]:
-    """Metrics of an event log, merged by step; a ``resume`` phase drops what came after its step."""
+    """Metrics of an event log, merged by step; a ``resume`` drops what came after its step."""
     merged: dict[int, Metric] = {}
     for event in events:
         if event.kind == "phase" and event.name == "resume" and event.step is not None:

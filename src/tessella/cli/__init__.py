@@ -1,0 +1,65 @@
+"""The command line: one file a verb, each parses its arguments, calls the API and prints.
+
+Only the verb that is asked for is imported, so that ``tessella --help`` needs neither torch nor
+NumPy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+
+import typer
+
+from tessella import __version__
+
+# In the order in which data flows.
+VERBS: dict[str, str] = {
+    "quickstart": "The whole way on real digits: folder, dataset, network, plan, served.",
+    "data": "Import images into a dataset, or browse one.",
+    "train": "Train a network on a dataset.",
+    "compile": "Turn a checkpoint or an ONNX file into a plan: fused, tuned, one file.",
+    "verify": "Compare a plan with its checkpoint, sample by sample.",
+    "run": "Classify images, or evaluate a whole split, with a checkpoint or a plan.",
+    "bench": "Measure a plan's latency and throughput.",
+    "profile": "Measure each step of a plan.",
+    "show": "Describe a dataset, run, checkpoint, plan, or network; draw layers.",
+    "serve": "Serve plans over HTTP (Open Inference Protocol).",
+    "studio": "Open the studio: data, train, monitor, explore, plan, in the browser.",
+    "kernels": "List the kernels that plans are made of.",
+    "doctor": "Check this machine: GPU, libraries, disk, what works and what to do.",
+}
+
+
+def main() -> None:
+    """Entry point of the ``tessella`` command."""
+    app = typer.Typer(
+        name="tessella",
+        help="From a folder of examples to a tuned, served network, on your own GPUs.\n\n"
+        "Example: tessella data import flowers/ --out datasets/flowers",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    asked = next((a for a in sys.argv[1:] if not a.startswith("-")), None)
+    for name, summary in VERBS.items():
+        if name == asked:
+            importlib.import_module(f"tessella.cli.{name}").register(app)
+        else:
+            app.command(name, help=summary)(_not_loaded)
+    app()
+
+
+def _options(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    if version:
+        print(f"tessella {__version__}")
+        raise typer.Exit
+
+
+def _not_loaded() -> None:
+    """Stands in for a verb that was not asked for, so that ``--help`` lists it."""
+
+
+Register = Callable[[typer.Typer], None]

@@ -1,17 +1,17 @@
 """Every error that Tessella raises on purpose, in one tree. The number is the exit code of the CLI.
 
-    TessellaError          1
-    ├── UsageError         2   an argument or a setting that cannot work
-    ├── DataError          3   images or lists that cannot be used
-    ├── ArtifactError      4   a file of ours that cannot be trusted
-    │   ├── UnknownVersion     written by a version that this one does not read
-    │   ├── CorruptArtifact    truncated, changed, or not what its manifest says
-    │   └── WrongDevice        a plan for another device
-    ├── TrainError         5   training cannot start or go on
-    │   └── OutOfMemory        with settings that fit
-    ├── CompileError       6   a network that cannot become a plan
-    ├── InputError         7   a tensor or request that does not match a plan
-    └── JobError           8   the queue cannot do what was asked
+TessellaError          1
+├── UsageError         2   an argument or a setting that cannot work
+├── DataError          3   images or lists that cannot be used
+├── ArtifactError      4   a file of ours that cannot be trusted
+│   ├── UnknownVersion     written by a version that this one does not read
+│   ├── CorruptArtifact    truncated, changed, or not what its manifest says
+│   └── WrongDevice        a plan for another device
+├── TrainError         5   training cannot start or go on
+│   └── OutOfMemory        with settings that fit
+├── CompileError       6   a network that cannot become a plan
+├── InputError         7   a tensor or request that does not match a plan
+└── JobError           8   the queue cannot do what was asked
 """
 
 from __future__ import annotations

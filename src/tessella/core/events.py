@@ -1,7 +1,7 @@
 """What a long piece of work tells while it runs: one event a line, appended, never rewritten.
 
-Every engine takes ``emit``, a function of one ``Event``. The CLI turns events into progress bars, a run
-writes them to ``events.jsonl``, and the studio reads them there.
+Every engine takes ``emit``, a function of one ``Event``. The CLI turns events into progress bars,
+a run writes them to ``events.jsonl``, and the studio reads them there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Event:
     """One thing that happened.
 
     ``phase``: a stage began (``name``). ``progress``: ``values = {"done", "total"}`` of ``name``.
-    ``metric``: ``values`` by name, at ``step`` and ``epoch``. ``warning``, ``error``: ``text`` for people.
-    ``result``: the outcome (``values``).
+    ``metric``: ``values`` by name, at ``step`` and ``epoch``. ``warning``, ``error``: ``text`` for
+    people. ``result``: the outcome (``values``).
     """
 
     kind: EventKind
@@ -63,7 +63,7 @@ def warning(text: str, **values: Any) -> Event:
 
 
 class EventLog:
-    """Appends events to a file, a line each, so that a kill loses at most the line being written."""
+    """Appends events to a file, a line each; a kill loses at most the line being written."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Learning-rate policies: what the learning rate is at a point of training, as pure functions.
 
 They lie in core because two rooms need the same curve: training follows it and the studio draws it.
-The names and formulas of the first seven are Caffe's (``caffe.proto``, SolverParameter.lr_policy), with
-progress instead of iterations: ``t`` runs from 0 (start) to 1 (end of training).
+The names and formulas of the first seven are Caffe's (``caffe.proto``, SolverParameter.lr_policy),
+with progress for iterations: ``t`` runs from 0 (start) to 1 (end of training).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Policy:
     Attributes:
         name: fixed · step · multistep · exponential · inverse · polynomial · sigmoid · cosine.
         gamma: step, multistep: factor at each step. exponential: factor reached at the end.
-            inverse: ``(1 + gamma·t) ** −power``. sigmoid: steepness, ``1 / (1 + exp(gamma·(t − 0.5)))``.
+            inverse: ``(1 + gamma·t) ** −power``.
+            sigmoid: steepness, ``1 / (1 + exp(gamma·(t − 0.5)))``.
         power: exponent of inverse and polynomial.
         steps: step: how many steps in all. multistep: see ``at``.
         at: multistep: the fractions at which the rate is multiplied by gamma.

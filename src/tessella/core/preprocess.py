@@ -1,4 +1,4 @@
-"""The preprocessing record, and the one implementation that training, verification and serving call.
+"""The preprocessing record, and the one implementation that training and serving both call.
 
 An image goes through four stages, each a function of the record::
 
@@ -7,8 +7,8 @@ An image goes through four stages, each a function of the record::
     crop    height × width  → the centre crop, if the record has one
     normalize  HWC integers → CHW float32, (x / full scale − mean) / std
 
-Because there is one implementation and the record's hash travels from dataset to checkpoint to plan,
-training and serving cannot differ.
+Because there is one implementation and the record's hash travels from dataset to checkpoint to
+plan, training and serving cannot differ.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Preprocess:
         height, width: the size that every image is brought to.
         channels: 1 (grey), 3 (RGB), or as many as the files have.
         depth: bits per sample, 8 or 16; full scale is 2**depth − 1.
-        resize: ``squash`` ignores the aspect ratio; ``crop`` covers and cuts the centre; ``fill`` fits
-            inside and pads with the middle grey; ``half_crop`` goes half way between the two.
+        resize: ``squash`` ignores the aspect ratio; ``crop`` covers and cuts the centre; ``fill``
+            fits inside and pads with the middle grey; ``half_crop`` goes half way between the two.
         crop: height and width of the network's input if it is smaller than the stored image: the
             centre of it when evaluating and serving, a random part when training.
         mean, std: per channel, in units of full scale (0 to 1).
@@ -237,16 +237,14 @@ def to_depth(pixels: Pixels, depth: int) -> Pixels:
 
 
 def fit(pixels: Pixels, record: Preprocess) -> Pixels:
-    """HWC of any size to the record's height × width, in its resize mode (bilinear, antialiased)."""
+    """HWC of any size to the record's height × width in its resize mode; bilinear, antialiased."""
     height, width = pixels.shape[:2]
     want_h, want_w = record.height, record.width
     if (height, width) == (want_h, want_w):
         return pixels
     if record.resize == "squash":
         return _resize(pixels, want_h, want_w)
-    cover, inside = (
-        choose(want_h / height, want_w / width) for choose in (max, min)
-    )
+    cover, inside = (choose(want_h / height, want_w / width) for choose in (max, min))
     scale = {"crop": cover, "fill": inside, "half_crop": (cover + inside) / 2}[record.resize]
     resized = _resize(pixels, max(1, round(height * scale)), max(1, round(width * scale)))
     return _place(resized, want_h, want_w, record.depth)
@@ -315,7 +313,9 @@ def encode(pixels: Pixels) -> bytes:
         )
         return out.getvalue()
     bgr = pixels[:, :, ::-1] if pixels.shape[2] == 3 else pixels
-    done, content = cv2.imencode(".png", np.ascontiguousarray(bgr), [cv2.IMWRITE_PNG_COMPRESSION, 1])
+    done, content = cv2.imencode(
+        ".png", np.ascontiguousarray(bgr), [cv2.IMWRITE_PNG_COMPRESSION, 1]
+    )
     if not done:
         raise InputError("a picture could not be encoded", seen=f"{pixels.dtype} {pixels.shape}")
     return content.tobytes()

@@ -1,7 +1,8 @@
 """Frozen dataclasses to JSON and back, strictly: what a file says is checked before it is believed.
 
-All our files hold records. A record is a frozen dataclass whose fields are ``str``, ``int``, ``float``,
-``bool``, ``None``, ``Literal``, tuples, dicts with string keys, unions of these, and other records.
+All our files hold records. A record is a frozen dataclass whose fields are ``str``, ``int``,
+``float``, ``bool``, ``None``, ``Literal``, tuples, dicts with string keys, unions of these, and
+other records.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def to_plain(value: Any) -> Any:
 
 
 def canonical_json(value: Any) -> str:
-    """One text per value: sorted keys, no spaces. What hashes and byte-for-byte rebuilds rest on."""
+    """One text per value: sorted keys, no spaces. Hashes and exact rebuilds rest on it."""
     return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -134,7 +135,9 @@ def _convert_record(cls: type, data: Any, where: str) -> Any:
     if unknown := sorted(set(data) - set(hints)):
         raise _wrong(where, f"a {cls.__name__} with known fields", unknown)
     if missing := sorted(required - set(data)):
-        raise _wrong(where, f"a complete {cls.__name__}: {', '.join(missing)} missing", sorted(data))
+        raise _wrong(
+            where, f"a complete {cls.__name__}: {', '.join(missing)} missing", sorted(data)
+        )
     try:
         return cls(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
     except ArtifactError:

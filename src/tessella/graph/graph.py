@@ -1,7 +1,8 @@
 """Graph, Node, Value: a network as data, between capture and the compiler.
 
-A graph is a list of nodes in an order in which they can run. Every value is a graph input, a constant, or
-the output of exactly one node. Operations carry torch.nn.functional's names (``graph.ops``).
+A graph is a list of nodes in an order in which they can run. Every value is a graph input, a
+constant, or the output of exactly one node. Operations carry torch.nn.functional's names
+(``graph.ops``).
 Shapes may depend on the batch: such a dimension is a ``Dim``.
 """
 

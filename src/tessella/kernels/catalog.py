@@ -6,8 +6,9 @@ A kernel is a module with two functions and a flag::
     def bind(problem: Problem, constants: Mapping[int, Tensor]) -> Call: ...
     WRITES_OUT = False                                   # True: call(*inputs, out=buffer)
 
-``bind`` packs the constants (by their position among the inputs) once and returns the function that runs
-the kernel on the remaining inputs, in order. ``fits`` must be cheap and must not touch a GPU.
+``bind`` packs the constants (by their position among the inputs) once and returns the function
+that runs the kernel on the remaining inputs, in order. ``fits`` must be cheap and must not touch a
+GPU.
 Ids are never reused: plans name them.
 """
 
@@ -20,7 +21,6 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from tessella.core.errors import CompileError
 from tessella.kernels.problem import Problem
 
 Call = Callable[..., Any]  # tensors in, a tensor or a tuple of tensors out

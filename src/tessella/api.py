@@ -1,0 +1,372 @@
+"""train · compile · verify · load · serve: each a few lines that compose the rooms below."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tessella import compiler, graph, nn, runtime, server
+from tessella import train as training
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.dataset import Dataset, Split
+from tessella.artifacts.plan import Plan, load_plan
+from tessella.artifacts.run import Recipe, Run
+from tessella.core.device import default_target, torch_device
+from tessella.core.errors import ArtifactError, UsageError
+from tessella.core.events import Emit, silent
+from tessella.core.preprocess import Preprocess
+from tessella.core.record import from_plain, to_plain
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.runtime.engine import Engine
+from tessella.train.evaluate import Evaluation, evaluate
+
+Batch = int | Sequence[int] | DimRange
+Model = Checkpoint | Engine
+
+
+def train(
+    network: str,
+    dataset: Dataset | str | Path,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    emit: Emit = silent,
+    **settings: Any,
+) -> Run:
+    """Train a network on a dataset.
+
+    Args:
+        network: a zoo name, ``timm/NAME``, ``file.py:Class`` or ``net.prototxt``.
+        dataset: a dataset or its folder.
+        out: the run's folder; by default ``runs/NETWORK-DATE``.
+        resume: go on where the run in ``out`` stopped; the loss curve is that of an unbroken run.
+        emit: told what happens.
+        settings: fields of ``Recipe`` (epochs, batch_size, solver, policy, precision, gpus, …).
+
+    Returns:
+        The run; ``run.best("val/accuracy")`` is its best checkpoint.
+    """
+    folder = dataset.path if isinstance(dataset, Dataset) else Path(dataset)
+    recipe = recipe_from({"network": network, "dataset": str(folder), **settings})
+    if out is None:
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        out = Path("runs") / f"{network.replace('/', '-')}-{stamp}"
+    return training.train(recipe, Path(out), resume=resume, emit=emit)
+
+
+def recipe_from(settings: Mapping[str, Any]) -> Recipe:
+    """A recipe from keyword settings; nested records may be given as dicts."""
+    known = Recipe.__dataclass_fields__
+    if unknown := sorted(set(settings) - set(known)):
+        raise UsageError(
+            "unknown training setting", seen=", ".join(unknown), fix=f"use {', '.join(known)}"
+        )
+    plain = {name: to_plain(value) for name, value in settings.items()}
+    for name in ("epochs", "val_interval", "snapshot_interval"):
+        if isinstance(plain.get(name), int):
+            plain[name] = float(plain[name])
+    try:
+        return from_plain(Recipe, plain, where="recipe")
+    except ArtifactError as error:
+        raise UsageError(error.wrong, seen=error.seen, fix="correct the setting") from error
+
+
+def compile(
+    source: Checkpoint | Run | torch.nn.Module | str | Path,
+    *,
+    batch: Batch = (1, 8, 32),
+    target: str | None = None,
+    precision: str = "fp32",
+    inputs: Sequence[TensorSpec] | None = None,
+    cache: str | Path | None = None,
+    trust_code: bool = False,
+    emit: Emit = silent,
+) -> Plan:
+    """Turn a network into a plan: fused, laid out, every kernel chosen by measurement.
+
+    Args:
+        source: a checkpoint, a run (its best checkpoint), a path of one of these or of an ONNX
+            file, or a torch module (then ``inputs`` says what it takes).
+        batch: one size, or the smallest, the usual and the largest.
+        target: ``cpu``, ``sm_90`` or ``reference``; by default what this machine has.
+        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        cache: timing cache file, read and added to.
+        trust_code: let a checkpoint of a user's own Python network run the code that it brings.
+    """
+    target = target or default_target()
+    span = batch_range(batch)
+    network, built_from, details = _as_graph(source, span, inputs, trust_code)
+    sizes = ",".join(str(n) for n in dict.fromkeys((span.min, span.opt, span.max)))
+    if not isinstance(source, torch.nn.Module):
+        built_from = str(source.path if isinstance(source, Checkpoint | Run) else source)
+    return compiler.compile_graph(
+        network,
+        target=target,
+        batch=span,
+        precision=precision,
+        built_from=built_from,
+        rebuild=f"tessella compile {built_from} --target {target} --precision {precision}"
+        f" --batch {sizes}",
+        cache=None if cache is None else Path(cache),
+        emit=emit,
+        **details,
+    )
+
+
+def batch_range(batch: Batch) -> DimRange:
+    """``8`` or ``(1, 8, 32)`` as a range."""
+    if isinstance(batch, DimRange):
+        return batch
+    sizes = (batch,) if isinstance(batch, int) else tuple(batch)
+    if len(sizes) not in (1, 3):
+        raise UsageError(
+            "a batch is one size, or the smallest, the usual and the largest",
+            seen=sizes,
+            fix="write batch=8 or batch=(1, 8, 32)",
+        )
+    return DimRange(min=sizes[0], opt=sizes[len(sizes) // 2], max=sizes[-1])
+
+
+def _as_graph(
+    source: Checkpoint | Run | torch.nn.Module | str | Path,
+    batch: DimRange,
+    inputs: Sequence[TensorSpec] | None,
+    trust_code: bool,
+) -> tuple[graph.Graph, str, dict[str, Any]]:
+    """The captured network, its name, and what a plan should know besides."""
+    if isinstance(source, torch.nn.Module):
+        if inputs is None:
+            raise UsageError(
+                "a module does not say what it takes",
+                seen=type(source).__name__,
+                fix="pass inputs=[TensorSpec(name='image', dtype='float32', "
+                "shape=(1, 3, 224, 224))]",
+            )
+        specs = tuple(replace(s, shape=(batch, *s.shape[1:])) for s in inputs)
+        return graph.capture(source, specs), type(source).__name__, {}
+    if isinstance(source, str | Path) and Path(source).suffix == ".onnx":
+        return graph.onnx.read(Path(source), batch=batch), str(source), {}
+    checkpoint = open_checkpoint(source)
+    info = checkpoint.info
+    image = TensorSpec(name="image", dtype="float32", shape=(batch, *info.preprocess.input_shape))
+    module = nn.load(checkpoint, trust_code=trust_code)
+    captured = graph.capture(module, (image,), name=info.network.name, outputs=("scores",))
+    details = {
+        "preprocess": info.preprocess,
+        "labels": info.labels,
+        "accuracy": dict(info.metrics),
+    }
+    return captured, info.network.name, details
+
+
+def open_checkpoint(source: Checkpoint | Run | str | Path) -> Checkpoint:
+    """A checkpoint from itself, from a run (its best, else its latest), or from a path of either."""
+    if isinstance(source, Checkpoint):
+        return source
+    if isinstance(source, str | Path):
+        if not (Path(source) / "run.json").exists():
+            return Checkpoint(source)
+        source = Run(source)
+    scored = any("val/accuracy" in c.info.metrics for c in source.checkpoints())
+    return source.best("val/accuracy") if scored else source.latest()
+
+
+def load(path: str | Path | Plan) -> Engine:
+    """A plan, ready to run; needs neither model code nor compiler.
+
+    >>> engine = load("flowers.plan")
+    >>> scores = engine(image=images)["scores"]
+    """
+    return runtime.load(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flip:
+    """A sample for which plan and checkpoint disagree."""
+
+    path: str
+    truth: str
+    checkpoint: str
+    plan: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """A plan beside its checkpoint, on the same samples.
+
+    Attributes:
+        agreement: fraction of samples with the same answer.
+        max_abs_diff: largest difference between two scores.
+        flips: samples with another answer.
+    """
+
+    samples: int
+    checkpoint_accuracy: float
+    plan_accuracy: float
+    agreement: float
+    max_abs_diff: float
+    preprocess_hash: str
+    flips: tuple[Flip, ...]
+
+
+def verify(
+    plan: Plan | Engine | str | Path,
+    *,
+    against: Checkpoint | Run | str | Path,
+    data: Dataset | Split | str | Path,
+    split: str = "val",
+    batch_size: int = 32,
+    trust_code: bool = False,
+    emit: Emit = silent,
+) -> Verification:
+    """Run a plan and the checkpoint that it came from on a split, and compare sample by sample.
+
+    Raises:
+        ArtifactError: the two do not prepare their inputs in the same way.
+    """
+    engine = plan if isinstance(plan, Engine) else load(plan)
+    checkpoint = open_checkpoint(against)
+    record = checkpoint.info.preprocess
+    if engine.preprocess is None or engine.preprocess.hash != record.hash:
+        raise ArtifactError(
+            "plan and checkpoint prepare their inputs differently",
+            seen=f"{engine.preprocess} and {record}",
+            fix="compile the plan from this checkpoint",
+        )
+    samples = data if isinstance(data, Split) else _dataset(data).split(split)
+    labels = checkpoint.info.labels
+    eager = eager_predictor(checkpoint, trust_code=trust_code)
+    kwargs: dict[str, Any] = {"labels": labels, "batch_size": batch_size, "emit": emit}
+    a = evaluate(eager, samples, record, **kwargs)
+    b = evaluate(engine_predictor(engine), samples, record, **kwargs)
+    first, second = a.scores.argmax(1), b.scores.argmax(1)
+    differ = np.flatnonzero(first != second)
+    return Verification(
+        samples=len(samples),
+        checkpoint_accuracy=a.accuracy,
+        plan_accuracy=b.accuracy,
+        agreement=1.0 - len(differ) / len(samples),
+        max_abs_diff=float(np.abs(a.scores - b.scores).max()),
+        preprocess_hash=record.hash,
+        flips=tuple(
+            Flip(
+                path=samples[int(i)].path,
+                truth=labels[samples[int(i)].label],
+                checkpoint=labels[int(first[i])],
+                plan=labels[int(second[i])],
+            )
+            for i in differ
+        ),
+    )
+
+
+def _dataset(data: Dataset | str | Path) -> Dataset:
+    return data if isinstance(data, Dataset) else Dataset(data)
+
+
+def eager_predictor(
+    checkpoint: Checkpoint, *, trust_code: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The checkpoint's network in plain torch, on the GPU where there is one; scores on the CPU."""
+    device = torch_device(default_target())
+    module = nn.load(checkpoint, trust_code=trust_code).to(device)
+
+    def predict(images: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return module(images.to(device)).float().cpu()
+
+    return predict
+
+
+def engine_predictor(engine: Engine) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A classifier's engine as a function from images to scores."""
+    (image,), (scores, *_) = engine.inputs, engine.outputs
+
+    def predict(images: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(engine(**{image.name: images.numpy()})[scores.name])
+
+    return predict
+
+
+def open_model(path: str | Path) -> Model:
+    """A checkpoint (folder, or the best of a run) or a plan (file)."""
+    path = Path(path)
+    return load(path) if path.is_file() else open_checkpoint(path)
+
+
+def predictor(
+    model: Model, *, trust_code: bool = False
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Preprocess, tuple[str, ...]]:
+    """How a model predicts, how its inputs are made, and what its outputs are called."""
+    if isinstance(model, Checkpoint):
+        info = model.info
+        return eager_predictor(model, trust_code=trust_code), info.preprocess, info.labels
+    if model.preprocess is None:
+        raise UsageError(
+            "this plan does not say how images become its input",
+            seen=", ".join(str(s) for s in model.inputs),
+            fix="compile it from a checkpoint, or call the engine with arrays",
+        )
+    return engine_predictor(model), model.preprocess, model.labels
+
+
+def classify(
+    model: Model, images: Sequence[str | Path], *, top: int = 5, trust_code: bool = False
+) -> list[list[tuple[str, float]]]:
+    """The ``top`` labels of each image file with their probabilities (softmax of the scores)."""
+    predict, record, labels = predictor(model, trust_code=trust_code)
+    answers = []
+    for image in images:
+        path = Path(image)
+        if not path.is_file():
+            raise UsageError("there is no image here", seen=path)
+        pixels = record(path.read_bytes(), name=path.name)
+        probabilities = predict(torch.from_numpy(pixels[None])).float().softmax(1)[0]
+        best = probabilities.topk(min(top, len(labels)))
+        answers.append(
+            [(labels[int(i)], float(p)) for p, i in zip(best.values, best.indices, strict=True)]
+        )
+    return answers
+
+
+def evaluate_split(
+    model: Model,
+    data: Dataset | Split | str | Path,
+    *,
+    split: str = "val",
+    batch_size: int = 32,
+    trust_code: bool = False,
+    emit: Emit = silent,
+) -> Evaluation:
+    """Accuracy, confusion matrix and per-class figures of a checkpoint or a plan on a split."""
+    predict, record, labels = predictor(model, trust_code=trust_code)
+    samples = data if isinstance(data, Split) else _dataset(data).split(split)
+    return evaluate(predict, samples, record, labels=labels, batch_size=batch_size, emit=emit)
+
+
+def serve(
+    models: Mapping[str, str | Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: str | None = None,
+    max_delay_us: int = 0,
+) -> None:
+    """Serve plans over HTTP (Open Inference Protocol) until the process is told to stop.
+
+    >>> serve({"flowers": "flowers.plan"}, port=8000)
+    """
+    paths = {name: Path(path) for name, path in models.items()}
+    server.serve(paths, host=host, port=port, token=token, max_delay_us=max_delay_us)
+
+
+__all__ = [
+    "Verification", "classify", "compile", "evaluate_split", "load", "load_plan", "serve", "train",
+    "verify",
+]  # fmt: skip

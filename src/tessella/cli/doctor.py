@@ -1,0 +1,76 @@
+"""``tessella doctor``: what this machine has, what works, and what to do about the rest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import typer
+
+from tessella import telemetry
+from tessella.cli.output import Json, grid, output
+from tessella.core.device import default_target, fingerprint
+from tessella.core.record import to_plain
+
+LIBRARIES = (
+    "torch", "torchvision", "triton", "timm", "onnx", "safetensors", "pyarrow", "numpy", "pillow",
+    "opencv-python-headless", "tifffile", "fastapi", "nicegui", "sqlalchemy", "nvidia-ml-py",
+)  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor")(doctor)
+
+
+def doctor(json: Json = False) -> None:
+    """Check this machine: GPU, libraries, disk; say what to do where something is missing.
+
+    Example: tessella doctor
+    """
+    with output(json_only=json) as out:
+        target = default_target()
+        here = fingerprint(target)
+        free_gb = shutil.disk_usage(Path.cwd()).free / 1e9
+        versions = {name: _version(name) for name in LIBRARIES}
+        readings = telemetry.readings()
+        advice = _advice(target, free_gb, versions)
+        plain = {
+            "target": target,
+            "fingerprint": to_plain(here),
+            "python": sys.version.split()[0],
+            "libraries": versions,
+            "free_disk_gb": round(free_gb, 1),
+            "telemetry": to_plain(readings),
+            "advice": advice,
+        }
+        rows = [
+            ("target", f"{target}: {here.name}, {here.arch}, {here.units} units"),
+            ("python", sys.version.split()[0]),
+            *((name, version or "missing") for name, version in versions.items()),
+            ("free disk", f"{free_gb:.1f} GB"),
+            *(("GPU", f"{g.index}: {g.name}") for g in readings.gpus),
+            *(("to do", line) for line in advice),
+        ]
+        out.result(plain, grid(("", ""), rows))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _advice(target: str, free_gb: float, versions: dict[str, str | None]) -> list[str]:
+    advice = []
+    if missing := [name for name, version in versions.items() if version is None]:
+        advice.append(f"install what is missing: pip install {' '.join(missing)}")
+    if torch.cuda.is_available() and target == "cpu":
+        name = torch.cuda.get_device_name()
+        advice.append(f"{name} is not a Hopper GPU: training uses it, plans run on the CPU")
+    if free_gb < 5:
+        advice.append("less than 5 GB of disk are free: checkpoints need room")
+    return advice

@@ -1,0 +1,169 @@
+"""What a verb prints: progress bars on a terminal, plain lines elsewhere, JSON where it is asked
+for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from tessella.core.errors import TessellaError
+from tessella.core.events import Event, EventLog
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+Events = Annotated[
+    Path | None,
+    typer.Option("--events", help="Append what happens to this file, a JSON line each."),
+]
+
+PLAIN_INTERVAL_S = 2.0  # a progress line at most this often where there is no terminal
+
+
+class Output:
+    """Where a verb's events and its result go.
+
+    Results go to standard output, everything that happens on the way to standard error.
+    """
+
+    def __init__(self, *, json_only: bool, events: Path | None) -> None:
+        self.json_only = json_only
+        self._log = None if events is None else EventLog(events)
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._bars: Progress | None = None
+        self._tasks: dict[str, Any] = {}
+        self._last_line: dict[str, float] = {}
+
+    def emit(self, event: Event) -> None:
+        """Take one event: write it to the log, show it to the person."""
+        if self._log is not None:
+            self._log(event)
+        if self.json_only:
+            return
+        if event.kind == "phase":
+            self.close_bars()
+            self.note(event.text or event.name)
+        elif event.kind == "progress":
+            self._progress(event)
+        elif event.kind == "metric" and any(k.startswith("val/") for k in event.values):
+            values = "  ".join(f"{k} {v:.4g}" for k, v in event.values.items())
+            self.note(f"epoch {event.epoch or 0:.4g}  {values}")
+        elif event.kind == "warning":
+            self.note(f"warning: {event.text}", style="yellow")
+        elif event.kind == "error":
+            self.note(f"error: {event.text}", style="red")
+
+    def note(self, text: str, style: str = "") -> None:
+        """A line for the person, above the bars."""
+        if not self.json_only:
+            target = self._bars.console if self._bars is not None else self._console
+            target.print(Text(text, style=style))
+
+    def _progress(self, event: Event) -> None:
+        done, total = event.values["done"], event.values["total"]
+        if not self._console.is_terminal:
+            now = time.monotonic()
+            if done == total or now - self._last_line.get(event.name, 0.0) > PLAIN_INTERVAL_S:
+                self._last_line[event.name] = now
+                self.note(f"{event.name} {done}/{total}")
+            return
+        if self._bars is None:
+            self._bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._bars.start()
+        if event.name not in self._tasks:
+            self._tasks[event.name] = self._bars.add_task(event.name, total=total)
+        self._bars.update(self._tasks[event.name], completed=done, total=total)
+
+    def close_bars(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+        self._bars, self._tasks = None, {}
+
+    def result(self, plain: Any, text: str | Table | None = None) -> None:
+        """The outcome: ``plain`` as JSON where asked for, ``text`` for people otherwise."""
+        self.close_bars()
+        if self._log is not None and isinstance(plain, dict):
+            self._log(Event(kind="result", values={k: v for k, v in plain.items() if _small(v)}))
+        if self.json_only:
+            print(json.dumps(plain, indent=1, ensure_ascii=False))
+        elif isinstance(text, Table):
+            Console(highlight=False).print(text)
+        elif text is not None:
+            print(text)
+
+    def failed(self, error: TessellaError) -> None:
+        self.close_bars()
+        if self._log is not None:
+            self._log(Event(kind="error", text=str(error), values=error.to_json()))
+        if self.json_only:
+            print(json.dumps(error.to_json(), ensure_ascii=False))
+        self._console.print(Text(f"error: {error}", style="red"))
+
+    def close(self) -> None:
+        self.close_bars()
+        if self._log is not None:
+            self._log.close()
+
+
+def _small(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+@contextmanager
+def output(*, json_only: bool = False, events: Path | None = None) -> Iterator[Output]:
+    """The frame of a verb: errors that we raise become one line and an exit code."""
+    out = Output(json_only=json_only, events=events)
+    try:
+        yield out
+    except TessellaError as error:
+        out.failed(error)
+        raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt:
+        out.note("stopped")
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away, as `head` does
+        raise typer.Exit(0) from None
+    finally:
+        out.close()
+
+
+def grid(
+    head: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None
+) -> Table:
+    """A plain table; columns of numbers are aligned to the right."""
+    numeric = [
+        bool(rows) and all(isinstance(r[c], int | float) or r[c] is None for r in rows)
+        for c in range(len(head))
+    ]
+    table = Table(title=title, box=None, title_justify="left", header_style="bold", pad_edge=False)
+    for name, right in zip(head, numeric, strict=True):
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_cell(v)) for v in row))
+    return table
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

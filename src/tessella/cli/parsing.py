@@ -1,0 +1,27 @@
+"""How sizes and ranges are written on the command line."""
+
+from __future__ import annotations
+
+from tessella.core.errors import UsageError
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """``224`` or ``224x320`` (height × width) as (height, width)."""
+    parts = text.lower().replace("×", "x").split("x")
+    if len(parts) in (1, 2) and all(p.strip().isdigit() for p in parts):
+        return int(parts[0]), int(parts[-1])
+    raise UsageError(
+        "a size is one number or height x width", seen=text, fix="write 224 or 224x320"
+    )
+
+
+def parse_batch(text: str) -> tuple[int, ...]:
+    """``8`` or ``1,8,32`` (min, opt, max)."""
+    parts = text.split(",")
+    if len(parts) in (1, 3) and all(p.strip().isdigit() for p in parts):
+        return tuple(int(p) for p in parts)
+    raise UsageError(
+        "a batch is one size, or the smallest, the usual and the largest",
+        seen=text,
+        fix="write 8 or 1,8,32",
+    )

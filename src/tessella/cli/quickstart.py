@@ -1,0 +1,51 @@
+"""``tessella quickstart``: the whole way on real digits, and a table of what came out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from tessella.cli.output import Events, Json, grid, output
+from tessella.core.record import to_plain
+from tessella.quickstart import quickstart as run_quickstart
+
+
+def register(app: typer.Typer) -> None:
+    app.command("quickstart")(quickstart)
+
+
+def quickstart(
+    workspace: Annotated[Path, Option(help="Where everything lies afterwards.")] = Path(
+        "quickstart"
+    ),
+    json: Json = False,
+    events: Events = None,
+) -> None:
+    """Folder of digits → dataset → network → plan → served over HTTP, in about a minute.
+
+    Example: tessella quickstart --workspace quickstart
+    """
+    with output(json_only=json, events=events) as out:
+        report = run_quickstart(workspace, emit=out.emit)
+        rows = [
+            ("accuracy of the checkpoint", f"{report.val_accuracy:.4f}"),
+            ("accuracy of the plan over HTTP", f"{report.http_accuracy:.4f}"),
+            ("agreement, sample by sample", f"{report.top1_agreement:.4f} of {report.images}"),
+            ("largest difference of a probability", f"{report.max_abs_diff:.2e}"),
+            ("one image in torch", f"{report.eager_ms:.3f} ms"),
+            (
+                "one image with the plan",
+                f"{report.plan_ms:.3f} ms ({report.eager_ms / report.plan_ms:.2f}×)",
+            ),
+            ("size of the plan", f"{report.plan_bytes:,} bytes"),
+            ("time", f"{report.seconds:.1f} s (training {report.train_seconds:.1f} s)"),
+            ("dataset", str(workspace / "datasets" / "digits")),
+            ("run", str(workspace / "runs" / "digits")),
+            ("plan", str(workspace / "plans" / "digits.plan")),
+            ("report", str(workspace / "report.json")),
+        ]
+        out.result(to_plain(report), grid(("quick start", report.target), rows))
+        out.note(f"\nNext: tessella studio {workspace} --open")

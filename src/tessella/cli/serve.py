@@ -1,0 +1,62 @@
+"""``tessella serve``: plans over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from tessella import api
+from tessella.cli.output import Events, output
+from tessella.core.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve")(serve)
+
+
+def serve(
+    models: Annotated[list[str], Argument(help="NAME=FILE.plan, or FILE.plan.")],
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port; 0 takes a free one.")] = 8000,
+    token_file: Annotated[
+        Path | None, Option(help="File with a token that clients must send (Bearer).")
+    ] = None,
+    max_delay_us: Annotated[
+        int, Option(help="How long a request may wait for others to share its batch.")
+    ] = 0,
+    events: Events = None,
+) -> None:
+    """Serve plans (Open Inference Protocol: /v2/models/NAME/infer), with /metrics and /docs.
+
+    Example: tessella serve flowers=flowers.plan --port 8000
+    """
+    with output(events=events):
+        api.serve(
+            parse_models(models),
+            host=host,
+            port=port,
+            token=None if token_file is None else read_token(token_file),
+            max_delay_us=max_delay_us,
+        )
+
+
+def parse_models(models: list[str]) -> dict[str, Path]:
+    """``NAME=FILE`` or ``FILE`` (its stem is the name) as paths by name."""
+    paths: dict[str, Path] = {}
+    for model in models:
+        name, found, path = model.rpartition("=")
+        name = name if found else Path(path).stem
+        if name in paths:
+            raise UsageError("two models have the same name", seen=name, fix="write NAME=FILE")
+        paths[name] = Path(path)
+    return paths
+
+
+def read_token(path: Path) -> str:
+    """The token in a file, which only its owner may read."""
+    if not path.is_file() or not (token := path.read_text().strip()):
+        raise UsageError("there is no token here", seen=path, fix="write one line into the file")
+    return token

@@ -1,0 +1,116 @@
+"""The house's contract, held by tests: where imports may point, what files may be called, what is
+told.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from tessella.cli import VERBS
+from tessella.core import errors
+
+SOURCE = Path(__file__).parent.parent / "src" / "tessella"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+# From the top down; rooms on one line are siblings and do not know each other.
+LAYERS = (
+    ("cli",),
+    ("quickstart",),
+    ("api",),
+    ("studio", "server"),
+    ("jobs",),
+    ("train", "compiler", "runtime"),
+    ("nn", "data", "graph"),
+    ("kernels", "collectives", "telemetry", "artifacts"),
+    ("core",),
+)
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+ENGINES = {"train", "compiler", "runtime", "nn", "graph", "kernels"}
+FORBIDDEN = {
+    "runtime": {"graph", "nn", "data", "train", "compiler"},
+    "server": {"graph", "nn", "data", "train", "compiler"},
+    "studio": ENGINES,
+    "jobs": ENGINES,
+}
+VAGUE = {"util", "utils", "helper", "helpers", "misc", "common", "manager", "base", "new"}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def own_imports(tree: ast.AST) -> list[tuple[ast.stmt, str]]:
+    """Every import of our own code with the room that it reaches for."""
+    found: list[tuple[ast.stmt, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            if node.module == "tessella":
+                names = [f"tessella.{a.name}" for a in node.names]
+            else:
+                names = [node.module or ""]
+        else:
+            continue
+        found += [(node, n.split(".")[1]) for n in names if n.startswith("tessella.")]
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_down_and_none_hide_in_functions(path: Path) -> None:
+    room = room_of(path)
+    tree = ast.parse(path.read_text())
+    inside = {
+        id(child)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.walk(function)
+    }
+    for node, target in own_imports(tree):
+        where = f"{path.relative_to(SOURCE)}:{node.lineno}"
+        assert id(node) not in inside, f"{where} hides an import inside a function"
+        if room in LEVEL and target in LEVEL:
+            assert target == room or LEVEL[target] > LEVEL[room], (
+                f"{where}: {room} may not import {target}"
+            )
+        assert target not in FORBIDDEN.get(room, set()), f"{where}: {room} must not know {target}"
+
+
+def test_every_room_has_its_level() -> None:
+    rooms = {room_of(p) for p in MODULES} - {"__init__", "__main__"}
+    assert rooms == set(LEVEL)
+
+
+def test_no_file_has_a_name_that_explains_nothing() -> None:
+    assert [str(p) for p in MODULES if p.stem in VAGUE or re.search(r"[a-z]2$", p.stem)] == []
+
+
+def test_every_module_says_its_place() -> None:
+    silent = [
+        str(p.relative_to(SOURCE))
+        for p in MODULES
+        if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
+    ]
+    assert silent == []
+
+
+def test_the_error_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
+    classes = {
+        name
+        for name, c in vars(errors).items()
+        if inspect.isclass(c) and issubclass(c, errors.TessellaError)
+    }
+    assert errors.__doc__ is not None
+    drawn = set(re.findall(r"\b([A-Z]\w+)\b(?=\s{2,})|[├└]── (\w+)", errors.__doc__))
+    assert classes == {a or b for a, b in drawn}
+
+
+def test_every_verb_has_its_file() -> None:
+    files = {p.stem for p in (SOURCE / "cli").glob("*.py")} - {"__init__", "output", "parsing"}
+    assert files == set(VERBS)

@@ -1,0 +1,104 @@
+"""The small story: the whole way on the CPU in seconds, in the order in which data flows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+import tessella as ts
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Run
+from tessella.core.preprocess import encode
+from tessella.server import Server
+
+
+def write_stripes(folder: Path, *, images: int = 24) -> None:
+    """Two classes that a small network tells apart at once: stripes lying and standing."""
+    noise = np.random.default_rng(0)
+    for name, axis in (("lying", 0), ("standing", 1)):
+        for index in range(images):
+            wave = 127 + 100 * np.sin(np.arange(16) * noise.uniform(1.2, 1.8) + noise.uniform(0, 6))
+            image = np.expand_dims(wave, 1 - axis) + noise.normal(0, 8, (16, 16))
+            path = folder / name / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encode(np.clip(image, 0, 255).astype(np.uint8)[:, :, None]))
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_stripes(folder / "stripes")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(workspace: Path) -> Dataset:
+    return ts.data.images(
+        workspace / "stripes", size=16, channels=1, holdout=0.25, out=workspace / "dataset"
+    )
+
+
+@pytest.fixture(scope="module")
+def run(workspace: Path, dataset: Dataset) -> Run:
+    return ts.train(
+        "lenet", dataset, out=workspace / "run", epochs=6, batch_size=12, solver={"lr": 0.02}
+    )
+
+
+@pytest.fixture(scope="module")
+def plan_path(workspace: Path, run: Run) -> Path:
+    plan = ts.compile(run, batch=(1, 2, 4), target="cpu")
+    return plan.save(workspace / "stripes.plan")
+
+
+def test_a_folder_becomes_a_dataset(dataset: Dataset) -> None:
+    assert dataset.classes == ("lying", "standing")
+    assert (len(dataset.train), len(dataset.val)) == (36, 12)
+
+
+def test_a_dataset_becomes_a_run(run: Run) -> None:
+    losses = [m.values["loss"] for m in run.metrics() if "loss" in m.values]
+    assert len(losses) == 6 * 3
+    assert losses[-1] < losses[0] / 4
+    assert run.best("val/accuracy").info.metrics["val/accuracy"] == 1.0
+
+
+def test_a_run_becomes_a_plan_that_agrees(plan_path: Path, run: Run, dataset: Dataset) -> None:
+    report = ts.verify(plan_path, against=run, data=dataset)
+    assert report.agreement == 1.0
+    assert report.max_abs_diff < 1e-4
+    assert report.plan_accuracy == report.checkpoint_accuracy == 1.0
+
+
+def test_a_plan_runs_any_batch(plan_path: Path) -> None:
+    engine = ts.load(plan_path)
+    images = np.random.default_rng(1).normal(size=(7, 1, 16, 16)).astype(np.float32)
+    together = engine(image=images)["scores"]
+    alone = np.concatenate([engine(image=images[i : i + 1])["scores"] for i in range(7)])
+    np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_served_plan_gives_the_same_answers(plan_path: Path, dataset: Dataset) -> None:
+    engine = ts.load(plan_path)
+    record = dataset.preprocess
+    images = np.stack([record(example.content) for example in dataset.val])
+    expected = engine(image=images)["scores"]
+    with Server({"stripes": plan_path}, port=0) as server:
+        body = {
+            "inputs": [
+                {
+                    "name": "image",
+                    "datatype": "FP32",
+                    "shape": list(images.shape),
+                    "data": images.ravel().tolist(),
+                }
+            ]
+        }
+        answer = httpx.post(f"{server.url}/v2/models/stripes/infer", json=body)
+    assert answer.status_code == 200, answer.text
+    scores = np.array(answer.json()["outputs"][0]["data"], np.float32).reshape(expected.shape)
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
+    assert (scores.argmax(1) == dataset.val.labels).all()
