@@ -14,23 +14,27 @@ plan, training and serving cannot differ.
 from __future__ import annotations
 
 import io
-import warnings
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 import numpy.typing as npt
 import tifffile
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 
 from tessella.core.errors import DataError, InputError, UsageError
 from tessella.core.record import digest
 
-Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+Pixels = npt.NDArray[Any]  # uint8 or uint16
 ResizeMode = Literal["squash", "crop", "fill", "half_crop"]
 
 MAX_PIXELS = 1 << 28  # 16,384 × 16,384: a larger header is refused before a pixel is decoded
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # Pillow checks before we can, at a third of this by default
+# Only these decoders see foreign bytes: some of Pillow's others start programs (EPS).
+FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP", "GIF", "PPM")
+_TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _BILINEAR = Image.Resampling.BILINEAR
 
 
@@ -60,11 +64,12 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):
-            values = getattr(self, name)
-            if len(values) == 1:
-                object.__setattr__(self, name, values * self.channels)
-            elif len(values) != self.channels:
-                raise UsageError(f"{name} needs one value a channel", seen=len(values))
+            # Floats always: 0 and 0.0 are equal but would be hashed differently.
+            values = tuple(float(v) for v in getattr(self, name))
+            values = values * self.channels if len(values) == 1 else values
+            object.__setattr__(self, name, values)
+            if len(values) != self.channels or not all(map(math.isfinite, values)):
+                raise UsageError(f"{name} needs one finite value a channel", seen=values)
         if min(self.height, self.width, self.channels) < 1 or self.depth not in (8, 16):
             raise UsageError(
                 "a preprocessing record needs positive sizes and a depth of 8 or 16",
@@ -74,9 +79,11 @@ class Preprocess:
             raise UsageError("the image size is too large", seen=f"{self.height}×{self.width}")
         if min(self.std) <= 0:
             raise UsageError("std must be positive", seen=self.std)
-        if self.crop and (self.crop[0] > self.height or self.crop[1] > self.width):
+        if self.crop is not None:
+            object.__setattr__(self, "crop", tuple(self.crop))
+        if self.crop and not (0 < self.crop[0] <= self.height and 0 < self.crop[1] <= self.width):
             raise UsageError(
-                "the crop is larger than the image",
+                "the crop is empty or larger than the image",
                 seen=f"crop {self.crop}, image {(self.height, self.width)}",
                 fix="make the crop smaller or the image larger",
             )
@@ -125,16 +132,14 @@ def read_pixels(content: bytes, *, name: str = "image") -> Pixels:
     if not content:
         raise DataError(f"{name} is empty (0 bytes)", fix="remove it or copy it again")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content)) as image:
-                return _read_opened(image, content, name)
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            return _read_opened(image, content, name)
     except DataError:
         raise
-    except Image.DecompressionBombError as error:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(name, error) from error
     except Exception as error:  # decoders raise SyntaxError, struct.error, zlib.error and others
-        if content[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        if content[:4] in _TIFF_MAGIC:
             return _read_tiff(content, name)
         raise DataError(
             f"{name} is not an image that can be read",
@@ -149,42 +154,95 @@ def _too_large(name: str, seen: object) -> DataError:
     )
 
 
+def _not_integers(name: str, seen: object) -> DataError:
+    return DataError(
+        f"{name} is not an 8- or 16-bit picture",
+        seen=seen,
+        fix="convert it to 8- or 16-bit unsigned samples, grey or RGB, one page",
+    )
+
+
 def _read_opened(image: Image.Image, content: bytes, name: str) -> Pixels:
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise _too_large(name, f"{width}×{height}")
-    if image.format == "TIFF" and image.mode not in ("L", "RGB", "RGBA", "P", "1"):
+    if isinstance(image, TiffImagePlugin.TiffImageFile) and not _pillow_keeps_all(image):
         return _read_tiff(content, name)
-    if image.format == "PNG" and content[24:25] == b"\x10":  # IHDR bit depth 16
-        return _read_png16(content, name)
+    if image.format == "PNG" and content[24:25] == b"\x10":  # IHDR: 16 bits a sample
+        return _read_png16(image, content, name)
     turned = ImageOps.exif_transpose(image)
-    if turned.mode == "I;16" or turned.mode.startswith("I;16"):
+    if turned.mode.startswith("I;16"):
         return np.asarray(turned, dtype=np.uint16)[:, :, None]
+    if turned.mode in ("I", "F"):
+        wide = np.asarray(turned)
+        if turned.mode == "F" or wide.min() < 0 or wide.max() > full_scale(16):
+            raise _not_integers(name, f"samples of {wide.dtype}, {wide.min()} to {wide.max()}")
+        return wide.astype(np.uint16)[:, :, None]
     if turned.mode in ("1", "LA", "La"):
         turned = turned.convert("L")
+    elif turned.mode == "P" and "transparency" in turned.info:
+        turned = turned.convert("RGBA").convert("RGB")  # straight to RGB, Pillow warns
     elif turned.mode not in ("L", "RGB"):
         turned = turned.convert("RGB")
     pixels = np.asarray(turned)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
-def _read_png16(content: bytes, name: str) -> Pixels:
+def _read_png16(image: Image.Image, content: bytes, name: str) -> Pixels:
+    image.load()  # raises where the file is incomplete; the decoder below may only print it
+    orientation = image.getexif().get(_ORIENTATION, 1)
     pixels = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
     if pixels is None:
         raise DataError(f"{name} is not a complete 16-bit PNG", fix="copy the file again")
-    if pixels.ndim == 2:
-        return pixels[:, :, None]
-    return np.ascontiguousarray(pixels[:, :, 2::-1])  # BGR(A) to RGB
+    return _upright(_from_bgr(pixels), orientation)
+
+
+def _from_bgr(pixels: Pixels) -> Pixels:
+    """OpenCV's order (HW, BGR or BGRA) as HWC, RGB, without alpha."""
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels[:, :, 2::-1]
+
+
+def _upright(pixels: Pixels, orientation: int) -> Pixels:
+    """Turned as the EXIF (and TIFF) orientation 1 to 8 says."""
+    if orientation in (5, 6, 7, 8):  # stored on its side: mirror along the diagonal first
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)
+
+
+# --- TIFF ---------------------------------------------------------------------------------------
+
+_ORIENTATION, _BITS, _PHOTOMETRIC, _EXTRA_SAMPLES, _SAMPLE_FORMAT = 274, 258, 262, 338, 339
+_MIN_IS_BLACK, _RGB = 1, 2
+
+
+def _pillow_keeps_all(image: TiffImagePlugin.TiffImageFile) -> bool:
+    """Pillow silently drops a TIFF's further pages and planes, and half the bits of 16-bit RGB."""
+    tags = image.tag_v2
+    unsigned = set(tags.get(_SAMPLE_FORMAT, (1,))) == {1}
+    only_alpha = set(tags.get(_EXTRA_SAMPLES, ())) <= {1, 2}
+    grey16 = image.mode.startswith("I;16") and tags.get(_PHOTOMETRIC) == _MIN_IS_BLACK
+    narrow = max(tags.get(_BITS, (1,))) <= 8 or grey16
+    return unsigned and only_alpha and narrow and getattr(image, "n_frames", 1) == 1
 
 
 def _read_tiff(content: bytes, name: str) -> Pixels:
+    """Any number of planes: interleaved, planar, or as pages of one size."""
     try:
         with tifffile.TiffFile(io.BytesIO(content)) as tiff:
-            series = tiff.series[0]
+            series, page = tiff.series[0], tiff.pages.first
             shape, axes = series.shape, series.axes
-            if int(np.prod(shape)) > 4 * MAX_PIXELS:
+            alpha = 1 in page.extrasamples or 2 in page.extrasamples
+            tag = page.tags.get(_ORIENTATION)
+            orientation = 1 if tag is None else int(tag.value)
+            if math.prod(shape) > 4 * MAX_PIXELS:
                 raise _too_large(name, shape)
-            pixels = series.asarray()
+            if page.photometric not in (_MIN_IS_BLACK, _RGB) or page.dtype not in _INTEGERS:
+                raise _not_integers(name, f"{page.dtype}, photometric {page.photometric}")
+            pixels = _tiff_planes(series, content)
     except DataError:
         raise
     except Exception as error:  # a hostile TIFF can fail in any of the decoder's layers
@@ -195,15 +253,33 @@ def _read_tiff(content: bytes, name: str) -> Pixels:
         ) from error
     if pixels.ndim == 2:
         pixels = pixels[:, :, None]
-    elif pixels.ndim == 3 and axes[-1] in "XY" and shape[0] < min(shape[1:]):
-        pixels = np.moveaxis(pixels, 0, -1)  # planar: channels first
-    if pixels.ndim != 3 or pixels.dtype not in (np.uint8, np.uint16):
-        raise DataError(
-            f"{name} is not an 8- or 16-bit picture",
-            seen=f"{pixels.dtype}, shape {pixels.shape}",
-            fix="convert it to 8- or 16-bit unsigned samples, one page",
+    elif pixels.ndim == 3 and axes.endswith("YX"):
+        pixels = np.moveaxis(pixels, 0, -1)  # planes or pages first
+    if pixels.ndim != 3:
+        raise _not_integers(name, f"shape {shape}, axes {axes}")
+    return _upright(pixels[:, :, :-1] if alpha else pixels, orientation)
+
+
+_INTEGERS = (np.uint8, np.uint16)
+
+
+def _tiff_planes(series: tifffile.TiffPageSeries, content: bytes) -> Pixels:
+    """The samples, in the axes of the series; LZW by OpenCV (tifffile needs a plug-in for it)."""
+    pixels: Pixels | None
+    if series.keyframe.compression == tifffile.COMPRESSION.LZW and len(series.pages) == 1:
+        pixels = cv2.imdecode(
+            np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
         )
-    return np.ascontiguousarray(pixels)
+        if pixels is not None and pixels.dtype == series.dtype:
+            if pixels.ndim == 3:
+                pixels = pixels[:, :, [2, 1, 0, 3][: pixels.shape[2]]]
+            if pixels.shape == series.shape:
+                return pixels
+    pixels = series.asarray()
+    return pixels
+
+
+# --- channels and depth ---------------------------------------------------------------------------
 
 
 def to_channels(pixels: Pixels, record: Preprocess, *, name: str = "image") -> Pixels:
@@ -214,8 +290,9 @@ def to_channels(pixels: Pixels, record: Preprocess, *, name: str = "image") -> P
     if want == 3 and have == 1:
         return np.repeat(pixels, 3, axis=2)
     if want == 1 and have in (3, 4):
-        luma = pixels[:, :, :3].astype(np.float32) @ np.float32([0.299, 0.587, 0.114])
-        return np.rint(luma).astype(pixels.dtype)[:, :, None]
+        red, green, blue = (pixels[:, :, c].astype(np.uint32) for c in range(3))
+        luma = (299 * red + 587 * green + 114 * blue + 500) // 1000  # integers: the same everywhere
+        return luma.astype(pixels.dtype)[:, :, None]
     if want == 3 and have == 4:
         return np.ascontiguousarray(pixels[:, :, :3])
     raise DataError(
@@ -243,37 +320,48 @@ def fit(pixels: Pixels, record: Preprocess) -> Pixels:
     if (height, width) == (want_h, want_w):
         return pixels
     if record.resize == "squash":
-        return _resize(pixels, want_h, want_w)
+        return _resize(pixels, want_h, want_w, (0.0, 0.0, width, height))
     cover, inside = (choose(want_h / height, want_w / width) for choose in (max, min))
     scale = {"crop": cover, "fill": inside, "half_crop": (cover + inside) / 2}[record.resize]
-    resized = _resize(pixels, max(1, round(height * scale)), max(1, round(width * scale)))
-    return _place(resized, want_h, want_w, record.depth)
+    full_h, full_w = max(1, round(height * scale)), max(1, round(width * scale))
+    # Only what stays visible is resized: a picture of 1 × 60,000 pixels would grow to gigabytes.
+    show_h, show_w = min(full_h, want_h), min(full_w, want_w)
+    top, left = (full_h - show_h) // 2, (full_w - show_w) // 2
+    y, x = height / full_h, width / full_w
+    box = (left * x, top * y, (left + show_w) * x, (top + show_h) * y)
+    return _pad(_resize(pixels, show_h, show_w, box), want_h, want_w, record.depth)
 
 
-def _resize(pixels: Pixels, height: int, width: int) -> Pixels:
+def _resize(
+    pixels: Pixels, height: int, width: int, box: tuple[float, float, float, float]
+) -> Pixels:
+    """The part ``box`` (left, top, right, bottom) of HWC pixels, brought to height × width."""
+    right, bottom = min(box[2], pixels.shape[1]), min(box[3], pixels.shape[0])  # rounding errors
+    box = (box[0], box[1], right, bottom)
     if pixels.dtype == np.uint8 and pixels.shape[2] in (1, 3):
         image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-        out = np.asarray(image.resize((width, height), _BILINEAR))
+        out = np.asarray(image.resize((width, height), _BILINEAR, box))
         return out[:, :, None] if out.ndim == 2 else out
     planes = [
         np.asarray(
-            Image.fromarray(pixels[:, :, c].astype(np.float32)).resize((width, height), _BILINEAR)
+            Image.fromarray(pixels[:, :, c].astype(np.float32)).resize(
+                (width, height), _BILINEAR, box
+            )
         )
         for c in range(pixels.shape[2])
     ]
-    return np.rint(np.stack(planes, axis=2)).astype(pixels.dtype)
+    stacked: Pixels = np.rint(np.stack(planes, axis=2)).astype(pixels.dtype)
+    return stacked
 
 
-def _place(pixels: Pixels, height: int, width: int, depth: int) -> Pixels:
-    """Cut the centre where the picture is larger, pad with the middle grey where it is smaller."""
+def _pad(pixels: Pixels, height: int, width: int, depth: int) -> Pixels:
+    """The picture in the middle of height × width of middle grey."""
     have_h, have_w = pixels.shape[:2]
-    top, left = max(0, (have_h - height) // 2), max(0, (have_w - width) // 2)
-    cut = pixels[top : top + height, left : left + width]
-    if cut.shape[:2] == (height, width):
-        return np.ascontiguousarray(cut)
+    if (have_h, have_w) == (height, width):
+        return pixels
     out = np.full((height, width, pixels.shape[2]), (full_scale(depth) + 1) // 2, pixels.dtype)
-    top, left = (height - cut.shape[0]) // 2, (width - cut.shape[1]) // 2
-    out[top : top + cut.shape[0], left : left + cut.shape[1]] = cut
+    top, left = (height - have_h) // 2, (width - have_w) // 2
+    out[top : top + have_h, left : left + have_w] = pixels
     return out
 
 
@@ -281,12 +369,12 @@ def _place(pixels: Pixels, height: int, width: int, depth: int) -> Pixels:
 
 
 def centre_crop(pixels: Pixels, record: Preprocess) -> Pixels:
-    """The centre that the network sees; the whole picture where the record has no crop."""
+    """The centre of HWC (or NHWC) that the network sees; all of it where the record has no crop."""
     if record.crop is None:
         return pixels
     height, width = record.crop
-    top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
-    return pixels[top : top + height, left : left + width]
+    top, left = (pixels.shape[-3] - height) // 2, (pixels.shape[-2] - width) // 2
+    return pixels[..., top : top + height, left : left + width, :]
 
 
 def normalize(pixels: Pixels, record: Preprocess) -> npt.NDArray[np.float32]:
