@@ -82,7 +82,7 @@ def fingerprint(target: str) -> Fingerprint:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         libraries["cuda"] = str(torch.version.cuda)
-        libraries["cudnn"] = str(torch.backends.cudnn.version())
+        libraries["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
         return Fingerprint(
             target=target,
             arch=f"sm_{properties.major}{properties.minor}",

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tessella.core.errors import CorruptArtifact
+
 EventKind = Literal["phase", "progress", "metric", "warning", "error", "result"]
 
 
@@ -69,7 +71,8 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _drop_partial_line(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        # A file name that is not UTF-8 has lone surrogates: written as \\udcXX, which is JSON.
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
 
     def __call__(self, event: Event) -> None:
         self._file.write(event.to_json() + "\n")
@@ -101,13 +104,20 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
         file.seek(offset)
         content = file.read()
     end = content.rfind(b"\n") + 1
-    return list(_parse(content[:end])), offset + end
+    return list(_parse(content[:end], path)), offset + end
 
 
-def _parse(content: bytes) -> Iterator[Event]:
+def _parse(content: bytes, path: Path) -> Iterator[Event]:
     for line in content.splitlines():
-        plain = json.loads(line)
-        yield Event(**{k: v for k, v in plain.items() if k in Event.__dataclass_fields__})
+        try:
+            plain = json.loads(line)
+            yield Event(**{k: v for k, v in plain.items() if k in Event.__dataclass_fields__})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CorruptArtifact(
+                "a line of the event log is not an event",
+                seen=f"{line[:80]!r} in {path}",
+                fix="remove the line: the others are not touched by it",
+            ) from error
 
 
 def both(*targets: Emit) -> Emit:

@@ -8,6 +8,7 @@ with progress for iterations: ``t`` runs from 0 (start) to 1 (end of training).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +54,7 @@ class Policy:
 
     def factor(self, t: float) -> float:
         """The learning rate at progress ``t`` (0 to 1), as a multiple of the base rate."""
+        t = min(max(t, 0.0), 1.0)
         factor = _FORMULAS[self.name](self, t)
         if self.warmup and t < self.warmup:
             factor *= t / self.warmup
@@ -67,9 +69,14 @@ def _sigmoid(p: Policy, t: float) -> float:
     return 1.0 / (1.0 + math.exp(min(500.0, p.gamma * (t - 0.5))))
 
 
-_FORMULAS = {
+def _steps_done(p: Policy, t: float) -> int:
+    """Whole steps at ``t``. Iteration 29 of 100 is 0.29, and 0.29 · 100 is less than 29."""
+    return min(p.steps - 1, math.floor(t * p.steps + 1e-9))
+
+
+_FORMULAS: dict[str, Callable[[Policy, float], float]] = {
     "fixed": lambda p, t: 1.0,
-    "step": lambda p, t: p.gamma ** min(p.steps - 1, math.floor(t * p.steps)),
+    "step": lambda p, t: p.gamma ** _steps_done(p, t),
     "multistep": lambda p, t: p.gamma ** sum(t >= point for point in p.at),
     "exponential": lambda p, t: p.gamma**t,
     "inverse": lambda p, t: (1.0 + p.gamma * t) ** -p.power,

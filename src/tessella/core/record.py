@@ -16,7 +16,7 @@ import types
 import typing
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from tessella.core.errors import ArtifactError, CorruptArtifact
+from tessella.core.errors import ArtifactError, CorruptArtifact, TessellaError
 
 R = TypeVar("R")
 
@@ -104,7 +104,7 @@ def _convert(hint: Any, data: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(get_args(hint), data, where)
     if origin is Literal:
-        if data in get_args(hint):
+        if any(data == value and type(data) is type(value) for value in get_args(hint)):
             return data
         raise _wrong(where, f"one of {list(get_args(hint))}", data)
     if origin is tuple:
@@ -114,9 +114,7 @@ def _convert(hint: Any, data: Any, where: str) -> Any:
             raise _wrong(where, "an object", data)
         return {k: _convert(get_args(hint)[1], v, f"{where}.{k}") for k, v in data.items()}
     if hint is float:
-        if isinstance(data, int | float) and not isinstance(data, bool) and math.isfinite(data):
-            return float(data)
-        raise _wrong(where, "a finite number", data)
+        return _convert_float(data, where)
     if hint is None or hint is type(None):
         if data is None:
             return None
@@ -126,6 +124,15 @@ def _convert(hint: Any, data: Any, where: str) -> Any:
             return data
         raise _wrong(where, {int: "an integer", str: "a string", bool: "a boolean"}[hint], data)
     raise TypeError(f"{where}: a record cannot hold a field of type {hint!r}")
+
+
+def _convert_float(data: Any, where: str) -> float:
+    try:
+        if isinstance(data, int | float) and not isinstance(data, bool) and math.isfinite(data):
+            return float(data)
+    except OverflowError:  # an integer of more than 308 digits
+        pass
+    raise _wrong(where, "a finite number", data)
 
 
 def _convert_record(cls: type, data: Any, where: str) -> Any:
@@ -142,7 +149,7 @@ def _convert_record(cls: type, data: Any, where: str) -> Any:
         return cls(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
     except ArtifactError:
         raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, TessellaError) as error:  # what its __post_init__ refuses
         raise _wrong(where, f"a valid {cls.__name__}", error) from error
 
 
