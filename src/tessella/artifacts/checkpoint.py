@@ -6,6 +6,7 @@ complete or absent. Weights and optimizer state are safetensors; nothing is pick
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,7 @@ def save_checkpoint(
     """Write a checkpoint folder, atomically and durably.
 
     Args:
+        metrics: those that are not finite (a diverged loss) are left out: JSON has no NaN.
         state_tensors, state_values: the trainer's state (JSON text in bytes); without them the
             checkpoint can be used but not resumed.
     """
@@ -156,7 +158,7 @@ def save_checkpoint(
             preprocess=preprocess,
             preprocess_hash=preprocess.hash,
             labels=labels,
-            metrics=dict(metrics),
+            metrics={name: v for name, v in metrics.items() if math.isfinite(v)},
             position=position,
             precision=precision,
             dataset_hash=dataset_hash,

@@ -18,11 +18,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tessella.artifacts.files import Member, check_member, member, read_document, to_document
-from tessella.core.errors import DataError, UsageError
+from tessella.core.errors import CorruptArtifact, DataError, UsageError
 from tessella.core.preprocess import Preprocess
 
 VERSION = 1
 ROWS_PER_BATCH = 256
+BYTES_PER_BATCH = 16 << 20  # what a writer holds in memory, and less than Arrow's 2 GiB
 BYTES_PER_SHARD = 256 << 20
 
 SplitName = Literal["train", "val", "test"]
@@ -54,9 +55,10 @@ class DatasetInfo:
         content_hash: SHA-256 over the rows of all splits, in order: equal hashes, equal examples.
         skipped: files that could not be read, with the reason (the first 1,000).
         skipped_count: how many there were in all.
-        duplicates: pairs of paths with equal pixels in different splits (the first 1,000).
+        duplicates: pairs of ``split:path`` with equal pixels in different splits (the first 1,000).
         duplicate_count: how many there were in all.
         notes: what a person should know: class imbalance, tiny classes.
+        import_hash: SHA-256 over the import's settings and what it found: paths, sizes, times.
     """
 
     name: str
@@ -71,11 +73,14 @@ class DatasetInfo:
     duplicates: tuple[tuple[str, str], ...] = ()
     duplicate_count: int = 0
     notes: tuple[str, ...] = ()
+    import_hash: str = ""
 
     @property
     def total_counts(self) -> list[int]:
         """Images of each class over all splits."""
-        return [int(n) for n in np.sum([s.class_counts for s in self.splits.values()], axis=0)]
+        return [
+            sum(s.class_counts[c] for s in self.splits.values()) for c in range(len(self.classes))
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +93,26 @@ class Example:
 
 
 class Split:
-    """A split, memory-mapped: ``len``, ``split[i]``, ``labels``; processes may share it."""
+    """A split, memory-mapped: ``len``, ``split[i]``, ``labels``; processes may share it.
+
+    Raises:
+        CorruptArtifact: a shard is missing, has another size or (if ``deep``) other bytes, or its
+            labels are not those that ``info`` counts.
+    """
 
     def __init__(self, folder: Path, name: str, info: SplitInfo, *, deep: bool) -> None:
         self.name, self.info, self._folder = name, info, folder
         for shard, expected in info.shards.items():
             check_member(folder / shard, expected, deep=deep)
+        self.labels: npt.NDArray[np.int64]
         tables = [_read_shard(folder / shard) for shard in info.shards]
         table = pa.concat_tables(tables) if tables else SCHEMA.empty_table()
         image = table.column("image")
         self._content = [chunk.field("bytes") for chunk in image.chunks]
         self._paths = [chunk.field("path") for chunk in image.chunks]
         self._starts = np.cumsum([0, *(len(c) for c in self._content)])
-        self.labels: npt.NDArray[np.int64] = table.column("label").to_numpy()
+        self.labels = table.column("label").to_numpy()
+        _check_labels(self.labels, info, folder / name)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -131,10 +143,11 @@ class Dataset:
 
     Args:
         path: the dataset's folder.
-        deep: check every shard's hash and not only its size (slower: it reads every byte).
+        deep: check the hash of a split's shards when it is opened, and not only their sizes. It
+            reads every byte once; leave it out to look at a few examples.
     """
 
-    def __init__(self, path: str | Path, *, deep: bool = False) -> None:
+    def __init__(self, path: str | Path, *, deep: bool = True) -> None:
         self.path = Path(path)
         self.info = read_document(
             self.path / "dataset.json", DatasetInfo, kind="dataset", version=VERSION
@@ -198,7 +211,29 @@ def _schema_for(classes: tuple[str, ...]) -> pa.Schema:
 
 
 def _read_shard(path: Path) -> pa.Table:
-    return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+    try:
+        table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+        table.validate()
+        if not table.schema.equals(SCHEMA):
+            raise pa.ArrowInvalid(f"columns {table.schema.names}")
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptArtifact(
+            f"{path.name} is not a shard of a dataset",
+            seen=f"{str(error)[:100]} in {path}",
+            fix="restore it or import again",
+        ) from error
+    return table
+
+
+def _check_labels(labels: npt.NDArray[np.int64], info: SplitInfo, where: Path) -> None:
+    classes = len(info.class_counts)
+    inside = len(labels) == 0 or (labels.min() >= 0 and labels.max() < classes)
+    if not inside or np.bincount(labels, minlength=classes).tolist() != list(info.class_counts):
+        raise CorruptArtifact(
+            "the labels in the shards are not those that dataset.json counts",
+            seen=where,
+            fix="restore the dataset or import again",
+        )
 
 
 class SplitWriter:
@@ -207,6 +242,7 @@ class SplitWriter:
     def __init__(self, folder: Path, name: str, classes: tuple[str, ...]) -> None:
         self._folder, self._name, self._classes = folder, name, classes
         self._rows: list[Example] = []
+        self._pending = 0
         self._counts = [0] * len(classes)
         self._shards: list[str] = []
         self._writer: pa.ipc.RecordBatchStreamWriter | None = None
@@ -218,7 +254,8 @@ class SplitWriter:
         self._counts[example.label] += 1
         row = hashlib.sha256(example.content).digest() + example.label.to_bytes(8, "little")
         self.row_hashes.update(row)
-        if len(self._rows) == ROWS_PER_BATCH:
+        self._pending += len(example.content)
+        if len(self._rows) == ROWS_PER_BATCH or self._pending >= BYTES_PER_BATCH:
             self._write_rows()
 
     def close(self) -> SplitInfo:
@@ -243,8 +280,8 @@ class SplitWriter:
             schema=_schema_for(self._classes),
         )
         self._writer.write_batch(batch)
-        self._written += sum(len(e.content) for e in self._rows)
-        self._rows = []
+        self._written += self._pending
+        self._rows, self._pending = [], 0
         if self._written >= BYTES_PER_SHARD:
             self._close_shard()
 

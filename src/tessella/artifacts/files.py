@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,54 +65,81 @@ def _sync_folder(folder: Path) -> None:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Write beside and rename: after a crash the file is the old one or the new one, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ArtifactError(
-            f"{path.name} could not be written",
-            seen=f"{error.strerror}: {path.parent}",
-            fix="free some disk space or write elsewhere",
-        ) from error
-    _sync_folder(path.parent)
+    temporary = _beside(path, "tmp")
+    with _write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     """Make a folder artifact: ``fill`` writes it beside, every file is fsync'd, then it is renamed.
 
-    An existing folder of that name is replaced only when the new one is complete.
+    An existing folder of that name is replaced only when the new one is complete, and put back if
+    that fails.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        fill(temporary)
-        for file in sorted(temporary.rglob("*")):
-            if file.is_file():
-                with file.open("rb+") as handle:
-                    os.fsync(handle.fileno())
-        retired = path.with_name(f".{path.name}.{os.getpid()}.old")
-        if path.exists():
-            os.replace(path, retired)
-        os.replace(temporary, path)
-        shutil.rmtree(retired, ignore_errors=True)
-    except BaseException as error:
+    temporary, retired = _beside(path, "tmp"), _beside(path, "old")
+    with _write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise ArtifactError(
-                f"{path.name} could not be written",
-                seen=f"{error.strerror}: {path.parent}",
-                fix="free some disk space or write elsewhere",
-            ) from error
+        temporary.mkdir()
+        try:
+            fill(temporary)
+            _sync_tree(temporary)
+            _swap(temporary, path, retired)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _sync_folder(path.parent)
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+def _swap(new: Path, path: Path, retired: Path) -> None:
+    if not path.exists():
+        os.replace(new, path)
+        return
+    os.replace(path, retired)
+    try:
+        os.replace(new, path)
+    except BaseException:
+        os.replace(retired, path)
         raise
-    _sync_folder(path.parent)
+
+
+def _sync_tree(folder: Path) -> None:
+    for entry in sorted(folder.rglob("*")):
+        if entry.is_dir():
+            _sync_folder(entry)
+        else:
+            with entry.open("rb+") as handle:
+                os.fsync(handle.fileno())
+    _sync_folder(folder)
+
+
+def _beside(path: Path, ending: str) -> Path:
+    """A hidden name in the same folder that no other process or thread uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.{ending}")
+
+
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """What the system says when it cannot write, as an ``ArtifactError`` that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise ArtifactError(
+            f"{path.name} could not be written",
+            seen=f"{error.strerror or error}: {path.parent}",
+            fix="free some disk space or write elsewhere",
+        ) from error
 
 
 def to_document(kind: str, version: int, record: Any) -> bytes:
@@ -128,7 +157,7 @@ def from_document(content: bytes, cls: type[R], *, kind: str, version: int, wher
             seen=data.get("kind") if isinstance(data, dict) else type(data).__name__,
             fix=f"give the path of a {kind}",
         )
-    if data.get("version") != version:
+    if type(data.get("version")) is not int or data["version"] != version:
         raise UnknownVersion(
             f"{where} has a version that this Tessella does not read",
             seen=f"version {data.get('version')!r}, read here: {version}",

@@ -23,7 +23,7 @@ from safetensors.torch import save as save_tensors
 
 from tessella.artifacts.files import Member, from_document, to_document, write_atomic
 from tessella.core.device import Fingerprint
-from tessella.core.dtype import dtype
+from tessella.core.dtype import DTYPES
 from tessella.core.errors import ArtifactError, CorruptArtifact
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain, parse_json
@@ -33,6 +33,7 @@ VERSION = 1
 ALIGNMENT = 64
 MAX_MEMBERS = 4096
 MAX_JSON_BYTES = 256 << 20
+MAX_ARENA_BYTES = 1 << 40
 MANIFEST = "manifest.json"
 
 Format = Literal["contiguous", "channels_last", "strided"]
@@ -323,8 +324,12 @@ def _check_program(manifest: Manifest, program: Program, weights: set[str], wher
         buffers = {b.name: b for b in bucket.buffers}
         if len(buffers) != len(bucket.buffers) or set(buffers) & weights:
             raise wrong(bucket.batch, "a buffer's name is used twice")
+        if bucket.batch < 1 or not 0 <= bucket.arena_bytes <= MAX_ARENA_BYTES:
+            raise wrong(bucket.batch, f"an arena of {bucket.arena_bytes} bytes")
         for buffer in bucket.buffers:
-            size = dtype(buffer.dtype).itemsize
+            if buffer.dtype not in DTYPES:
+                raise wrong(bucket.batch, f"element type {buffer.dtype!r} of {buffer.name}")
+            size = DTYPES[buffer.dtype].itemsize
             for dim in buffer.shape:
                 if dim < 0:
                     raise wrong(bucket.batch, f"shape of {buffer.name}: {buffer.shape}")
@@ -336,6 +341,8 @@ def _check_program(manifest: Manifest, program: Program, weights: set[str], wher
                 raise wrong(bucket.batch, f"buffer {buffer.name} lies outside the arena")
         live = set(program.inputs)
         for step in bucket.steps:
+            if not step.outputs:
+                raise wrong(bucket.batch, f"{step.kernel} makes nothing")
             read = {n for n in step.inputs if n is not None}
             if missing := read - live - weights:
                 raise wrong(
