@@ -1,0 +1,8 @@
+"""Networks as data: captured from torch or ONNX, checked, shown, interpreted."""
+
+from tessella.graph.capture import capture, capture_at
+from tessella.graph.check import check
+from tessella.graph.graph import Dim, Graph, Node, Value
+from tessella.graph.interpret import interpret
+
+__all__ = ["Dim", "Graph", "Node", "Value", "capture", "capture_at", "check", "interpret"]

@@ -1,0 +1,544 @@
+"""torch's operators become ours: one function for each group of overloads that says the same.
+
+An overload without a translation here, and without a row that shares its arguments (``ops.BY_ATEN``), becomes
+a ``fallback`` node, if ``kernels.fallback.aten`` lets it run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tessella.core.errors import CompileError
+from tessella.graph.build import Builder
+from tessella.graph.graph import Dim, Shape, Value
+from tessella.graph.ops import BY_ATEN, Op, is_attribute
+from tessella.kernels.fallback.aten import refusal
+
+Result = Value | tuple[Value, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCall:
+    """One call in torch's graph.
+
+    Attributes:
+        operator: the overload.
+        args, kwargs: as in torch's graph; tensors are ``Value``, symbolic sizes ``Dim``.
+        arguments: all of them by the schema's names, with its defaults.
+        shapes: what torch says of the results: one shape for each, None for what is not a tensor.
+        dtypes: likewise.
+        read: which of the results something reads.
+        name: torch's name for the node.
+    """
+
+    operator: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+    shapes: tuple[Shape | None, ...]
+    dtypes: tuple[str | None, ...]
+    read: frozenset[int]
+    name: str
+
+    @property
+    def overload(self) -> str:
+        """``conv2d.default``."""
+        return str(self.operator).split(".", 1)[1]
+
+    @property
+    def target(self) -> str:
+        """The name in a fallback: ``aten::topk``, ``aten::max.dim``."""
+        return self.operator._schema.name + (
+            f".{o}" if (o := self.operator._schema.overload_name) else ""
+        )
+
+    @property
+    def input(self) -> Value:
+        """The first tensor."""
+        return self.arguments["self" if "self" in self.arguments else "input"]
+
+
+def translate(call: OperatorCall, build: Builder) -> Result:
+    """Append what ``call`` does to the graph.
+
+    Raises:
+        CompileError: the operator has no operation of ours and may not run as a fallback.
+    """
+    if call.operator.namespace == "aten":
+        translator = TRANSLATORS.get(call.overload)
+        if translator is not None and (made := translator(call, build)) is not None:
+            return made
+        row = BY_ATEN.get(call.overload)
+        if row is not None and (made := _same_arguments(call, build, row)) is not None:
+            return made
+    return _fallback(call, build)
+
+
+# Arguments that cannot change what an inference computes.
+_IGNORED = frozenset({"cudnn_enable", "cudnn_enabled", "memory_format", "non_blocking", "copy"})
+
+# Rank of the input of operations whose kernels want a batch axis; torch takes samples without one too.
+_RANKS = {"conv1d": 3, "conv2d": 4, "conv3d": 5, "conv_transpose2d": 4}
+_RANKS |= {"max_pool2d": 4, "avg_pool2d": 4, "adaptive_avg_pool2d": 4}
+
+# Attributes that torch lets be one number, or empty for "like the kernel", for every axis.
+_PER_AXIS = frozenset(
+    {"stride", "padding", "dilation", "output_padding", "kernel_size", "output_size"}
+)
+
+
+def _same_arguments(call: OperatorCall, build: Builder, row: Op) -> Result:
+    """A row whose inputs and attributes are the overload's arguments of the same names."""
+    arguments = dict(call.arguments)
+    if "self" in arguments:
+        arguments["input"] = arguments.pop("self")
+    inputs = [arguments.pop(i, None) for i in row.inputs]
+    attrs = {a: arguments.pop(a) for a in row.attrs if a in arguments}
+    defaults = {a.name: a.default_value for a in call.operator._schema.arguments}
+    changed = {
+        a for a, v in arguments.items() if a not in _IGNORED and v not in (None, defaults.get(a))
+    }
+    first = inputs[0]
+    if changed or not isinstance(first, Value):
+        return None
+    if row.name in _RANKS and len(first.shape) != _RANKS[row.name]:
+        return None
+    attrs = _canonical(attrs, first)
+    if not is_attribute(attrs):
+        return None
+    return build.one(row.name, inputs, name=call.name, **attrs)
+
+
+def _canonical(attrs: dict[str, Any], first: Value) -> dict[str, Any]:
+    """Attributes in the one form that kernels see: axes counted from 0, a size for every axis."""
+    rank = len(first.shape)
+    canonical: dict[str, Any] = {}
+    for name, attr in attrs.items():
+        if name == "dim":
+            attr = _axes(attr, rank)
+        elif name == "dtype" and attr is not None:
+            attr = dtype_name(attr)
+        elif name in _PER_AXIS:
+            values = tuple(attr) if isinstance(attr, list | tuple) else (attr,)
+            attr = values * (rank - 2) if len(values) == 1 else values
+        canonical[name] = attr
+    if canonical.get("stride") == ():
+        canonical["stride"] = canonical["kernel_size"]
+    return canonical
+
+
+def _axes(dim: Any, rank: int) -> Any:
+    if isinstance(dim, list | tuple):
+        return tuple(sorted(_axis(d, rank) for d in dim)) or None
+    return None if dim is None else _axis(dim, rank)
+
+
+def _axis(dim: int, rank: int) -> int:
+    return dim % rank if rank else 0
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fallback(call: OperatorCall, build: Builder) -> Result:
+    """The operator itself, its arguments as templates with numbered tensors."""
+    if (reason := refusal(call.target)) is not None:
+        raise CompileError(
+            "the network uses an operator that cannot be part of a plan",
+            seen=f"{reason} (in {build.layer or 'the network itself'})",
+            fix="write this layer with other operators",
+        )
+    tensors: list[Value] = []
+
+    def template(arg: Any) -> Any:
+        if isinstance(arg, Value):
+            if arg not in tensors:
+                tensors.append(arg)
+            return {"input": tensors.index(arg)}
+        if isinstance(arg, list | tuple):
+            return tuple(template(a) for a in arg)
+        if isinstance(arg, float) and not math.isfinite(arg):
+            return {"float": str(arg)}
+        for kind in (torch.dtype, torch.memory_format, torch.layout):
+            if isinstance(arg, kind):
+                return {kind.__name__: str(arg).removeprefix("torch.")}
+        if isinstance(arg, torch.device):
+            return None  # a plan decides where it runs
+        if is_attribute(arg):
+            return arg
+        raise CompileError(
+            f"an argument of {call.target} cannot be written to a plan",
+            seen=f"{arg!r} ({type(arg)})",
+        )
+
+    args = tuple(template(a) for a in call.args)
+    kwargs = {k: template(v) for k, v in call.kwargs.items() if k not in ("device", "pin_memory")}
+    outputs = build.node(
+        "fallback", tensors, name=call.name, target=call.target, args=args, kwargs=kwargs
+    )
+    several = len(call.shapes) > 1 or str(call.operator._schema.returns[0].type) != "Tensor"
+    return outputs if several else outputs[0]
+
+
+# ── what is not there at inference ────────────────────────────────────────────────────────────────
+
+
+def _identity(call: OperatorCall, build: Builder) -> Result:
+    return call.input
+
+
+def _dropout(call: OperatorCall, build: Builder) -> Result:
+    if call.arguments["train"] and call.arguments["p"] > 0:
+        raise CompileError(
+            "the network drops values at random even in evaluation mode",
+            seen=f"{call.overload}(p={call.arguments['p']}, train=True) in {build.layer or 'the network'}",
+            fix="use nn.Dropout, or pass training=self.training to F.dropout",
+        )
+    return call.input
+
+
+def _to(call: OperatorCall, build: Builder) -> Result:
+    """A change of element type; to another device or layout is nothing at inference."""
+    dtype = call.dtypes[0]
+    if dtype is None or dtype == call.input.dtype:
+        return call.input
+    return build.one("to", [call.input], name=call.name, dtype=dtype)
+
+
+# ── views ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _reshape(call: OperatorCall, build: Builder) -> Result:
+    """Everything whose result is the input's elements, in order, in another shape."""
+    if call.shapes[0] == call.input.shape:
+        return call.input
+    return build.one("reshape", [call.input], name=call.name, shape=call.shapes[0])
+
+
+def _expand(call: OperatorCall, build: Builder) -> Result:
+    if call.shapes[0] == call.input.shape:
+        return call.input
+    return build.one("expand", [call.input], name=call.name, shape=call.shapes[0])
+
+
+def _permute(call: OperatorCall, build: Builder) -> Result:
+    rank = len(call.input.shape)
+    order = list(range(rank))
+    arguments = call.arguments
+    if "dims" in arguments:
+        order = [_axis(d, rank) for d in arguments["dims"]]
+    elif "dim0" in arguments:
+        a, b = _axis(arguments["dim0"], rank), _axis(arguments["dim1"], rank)
+        order[a], order[b] = order[b], order[a]
+    elif "source" in arguments:
+        source, destination = (
+            [_axis(d, rank) for d in (v if isinstance(v, list | tuple) else [v])]
+            for v in (arguments["source"], arguments["destination"])
+        )
+        rest = iter(d for d in range(rank) if d not in source)
+        place = dict(zip(destination, source, strict=True))
+        order = [place[d] if d in place else next(rest) for d in range(rank)]
+    else:  # t, mT: the last two axes
+        order[-2:] = order[:-3:-1] if rank >= 2 else order
+    if order == list(range(rank)):
+        return call.input
+    return build.one("permute", [call.input], name=call.name, dims=order)
+
+
+def _slice(call: OperatorCall, build: Builder) -> Result:
+    arguments, shape = call.arguments, call.input.shape
+    dim = _axis(arguments["dim"], len(shape))
+    size, start, end, step = (
+        shape[dim],
+        arguments["start"] or 0,
+        arguments["end"],
+        arguments["step"],
+    )
+    if end is not None and isinstance(end, int) and isinstance(size, int):
+        end = min(end, size)
+    whole = end is None or end == size or (isinstance(end, int) and end >= 2**31)
+    if start == 0 and whole and step == 1:
+        return call.input
+    return build.one(
+        "slice",
+        [call.input],
+        name=call.name,
+        dim=dim,
+        start=start,
+        end=None if whole else end,
+        step=step,
+    )
+
+
+def _split(call: OperatorCall, build: Builder) -> Result:
+    """split, chunk: the sizes are in torch's shapes of the results."""
+    dim = _axis(call.arguments["dim"], len(call.input.shape))
+    sizes = [s[dim] for s in call.shapes if s is not None]
+    return build.node("split", [call.input], name=call.name, sizes=sizes, dim=dim)
+
+
+def _unbind(call: OperatorCall, build: Builder) -> Result:
+    dim = _axis(call.arguments["dim"], len(call.input.shape))
+    return tuple(
+        build.one("select", [call.input], name=f"{call.name}.{i}", dim=dim, index=i)
+        for i in range(len(call.shapes))
+    )
+
+
+def _cat(call: OperatorCall, build: Builder) -> Result:
+    tensors = call.arguments["tensors"]
+    dim = _axis(call.arguments["dim"], len(tensors[0].shape))
+    if len(tensors) == 1:
+        return tensors[0]
+    return build.one("cat", tensors, name=call.name, dim=dim)
+
+
+def _stack(call: OperatorCall, build: Builder) -> Result:
+    tensors = call.arguments["tensors"]
+    shape = tensors[0].shape
+    dim = _axis(call.arguments["dim"], len(shape) + 1)
+    wide = (*shape[:dim], 1, *shape[dim:])
+    columns = [build.one("reshape", [t], shape=wide) for t in tensors]
+    return build.one("cat", columns, name=call.name, dim=dim)
+
+
+# ── element by element ────────────────────────────────────────────────────────────────────────────
+
+
+def _binary(op: str) -> Callable[[OperatorCall, Builder], Result]:
+    def translator(call: OperatorCall, build: Builder) -> Result:
+        left = call.input
+        right = call.arguments["exponent" if op == "pow" else "other"]
+        attrs = {"alpha": call.arguments.get("alpha", 1)} if op in ("add", "sub") else {}
+        if not isinstance(left, Value):
+            return None
+        if isinstance(right, Value):
+            return build.one(op, [left, right], name=call.name, **attrs)
+        if not is_attribute(right):
+            return None
+        return build.one(op, [left], name=call.name, scalar=right, **attrs)
+
+    return translator
+
+
+def _rsub(call: OperatorCall, build: Builder) -> Result:
+    """``other − alpha · input`` for a number ``other``."""
+    other, alpha = call.arguments["other"], call.arguments["alpha"]
+    if isinstance(other, Value):
+        return build.one("sub", [other, call.input], name=call.name, alpha=alpha)
+    negative = (
+        build.one("neg", [call.input])
+        if alpha == 1
+        else build.one("mul", [call.input], scalar=-alpha)
+    )
+    return build.one("add", [negative], name=call.name, scalar=other, alpha=1)
+
+
+def _clamp(call: OperatorCall, build: Builder) -> Result:
+    arguments = call.arguments
+    low = arguments.get("min", arguments.get("min_val"))
+    high = arguments.get("max", arguments.get("max_val"))
+    low = None if isinstance(low, float) and low == -math.inf else low
+    high = None if isinstance(high, float) and high == math.inf else high
+    if low is None and high is None:
+        return call.input
+    if not all(v is None or isinstance(v, int | float) for v in (low, high)):
+        return None
+    if (low, high) == (0, 6) and call.input.dtype in ("float32", "float64", "float16", "bfloat16"):
+        return build.one("relu6", [call.input], name=call.name)
+    return build.one("clamp", [call.input], name=call.name, min=low, max=high)
+
+
+def _square(call: OperatorCall, build: Builder) -> Result:
+    return build.one("mul", [call.input, call.input], name=call.name)
+
+
+# ── layers ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _convolution(call: OperatorCall, build: Builder) -> Result:
+    """The general operator, which some modules call directly."""
+    a = call.arguments
+    spatial = len(a["stride"])
+    inputs = [call.input, a["weight"], a["bias"]]
+    if len(call.input.shape) != spatial + 2:
+        return None
+    attrs = {k: a[k] for k in ("stride", "padding", "dilation", "groups")}
+    if not a["transposed"]:
+        return build.one(f"conv{spatial}d", inputs, name=call.name, **attrs)
+    if spatial != 2:
+        return None
+    attrs["output_padding"] = a["output_padding"]
+    return build.one("conv_transpose2d", inputs, name=call.name, **attrs)
+
+
+def _conv_padding_by_name(call: OperatorCall, build: Builder) -> Result:
+    """``padding="same"`` or ``"valid"``; an odd total puts the extra row or column after."""
+    a = call.arguments
+    spatial = call.overload[len("conv")]
+    kernel = a["weight"].shape[2:]
+    rank = len(kernel)
+    if len(call.input.shape) != rank + 2:
+        return None
+    stride, dilation = (
+        tuple(a[k]) * (rank if len(a[k]) == 1 else 1) for k in ("stride", "dilation")
+    )
+    total = (
+        [d * (k - 1) for d, k in zip(dilation, kernel)] if a["padding"] == "same" else [0] * rank
+    )
+    x, padding = call.input, [t // 2 for t in total]
+    if any(t % 2 for t in total):
+        after = [n for t in reversed(total) for n in (t // 2, t - t // 2)]
+        x, padding = build.one("pad", [x], pad=after, mode="constant", value=0.0), [0] * rank
+    return build.one(
+        f"conv{spatial}d",
+        [x, a["weight"], a["bias"]],
+        name=call.name,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=a["groups"],
+    )
+
+
+def _batch_norm(call: OperatorCall, build: Builder) -> Result:
+    a = call.arguments
+    if a.get("training") or a["running_mean"] is None:
+        raise CompileError(
+            "a batch normalization without running statistics mixes the images of a batch",
+            seen=build.layer or "the network itself",
+            fix="train it with track_running_stats=True",
+        )
+    inputs = [call.input, a["running_mean"], a["running_var"], a["weight"], a["bias"]]
+    made = build.one("batch_norm", inputs, name=call.name, eps=a["eps"])
+    return (made,) if len(call.shapes) > 1 else made
+
+
+def _max_pool_with_indices(call: OperatorCall, build: Builder) -> Result:
+    if call.read - {0}:
+        return None
+    made = _same_arguments(call, build, BY_ATEN["max_pool2d.default"])
+    return None if made is None else (made,)
+
+
+def _matmul(call: OperatorCall, build: Builder) -> Result:
+    return build.one("matmul", [call.input, call.arguments["mat2"]], name=call.name)
+
+
+def _embedding(call: OperatorCall, build: Builder) -> Result:
+    return build.one(
+        "embedding", [call.arguments["indices"], call.arguments["weight"]], name=call.name
+    )
+
+
+def _attention(call: OperatorCall, build: Builder) -> Result:
+    if call.arguments["dropout_p"]:
+        raise CompileError(
+            "an attention layer drops values at random even in evaluation mode",
+            seen=f"dropout_p={call.arguments['dropout_p']} in {build.layer or 'the network'}",
+            fix="pass dropout_p=self.p if self.training else 0.0",
+        )
+    return None  # the row shares its arguments
+
+
+def _mean_of_all(op: str) -> Callable[[OperatorCall, Builder], Result]:
+    def translator(call: OperatorCall, build: Builder) -> Result:
+        dtype = call.arguments.get("dtype")
+        name = None if dtype is None else dtype_name(dtype)
+        return build.one(op, [call.input], name=call.name, dim=None, keepdim=False, dtype=name)
+
+    return translator
+
+
+def _interpolate(mode: str) -> Callable[[OperatorCall, Builder], Result]:
+    def translator(call: OperatorCall, build: Builder) -> Result:
+        a = call.arguments
+        if len(call.input.shape) < 3 or not is_attribute([a["output_size"], a["scale_factors"]]):
+            return None
+        return build.one(
+            "interpolate",
+            [call.input],
+            name=call.name,
+            size=a["output_size"],
+            scale_factor=a["scale_factors"],
+            mode=mode,
+            align_corners=a.get("align_corners"),
+            antialias=call.overload.endswith("_aa.vec"),
+        )
+
+    return translator
+
+
+def _filled(call: OperatorCall, build: Builder) -> Result:
+    """zeros, ones, full and their like: one number, spread over the shape."""
+    shape, name = call.shapes[0], call.operator._schema.name.split("::")[1]
+    number = 0 if "zeros" in name or "empty" in name else 1 if "ones" in name else None
+    if number is None:
+        number = call.arguments["fill_value"]
+    if shape is None or isinstance(number, Value | Dim):
+        return None
+    static = [1 if isinstance(d, Dim) else d for d in shape]
+    filled = torch.full(static, number, dtype=getattr(torch, str(call.dtypes[0])))
+    constant = build.constant(call.name, filled)
+    return constant if constant.shape == shape else build.one("expand", [constant], shape=shape)
+
+
+Translator = Callable[[OperatorCall, Builder], Result]
+
+
+def _table(*groups: tuple[str, Translator]) -> dict[str, Translator]:
+    return {overload: function for overloads, function in groups for overload in overloads.split()}
+
+
+TRANSLATORS: dict[str, Translator] = _table(
+    ("alias.default contiguous.default clone.default detach.default detach_.default", _identity),
+    ("lift_fresh_copy.default lift_fresh.default positive.default", _identity),
+    ("dropout.default feature_dropout.default alpha_dropout.default", _dropout),
+    ("feature_alpha_dropout.default", _dropout),
+    ("_to_copy.default to.dtype to.device to.dtype_layout to.other type_as.default", _to),
+    ("view.default reshape.default _unsafe_view.default view_as.default", _reshape),
+    ("reshape_as.default flatten.using_ints unflatten.int ravel.default", _reshape),
+    ("squeeze.default squeeze.dim squeeze.dims unsqueeze.default", _reshape),
+    ("expand.default expand_as.default broadcast_to.default", _expand),
+    ("permute.default transpose.int swapaxes.default movedim.int movedim.intlist", _permute),
+    ("moveaxis.int moveaxis.intlist t.default mT.default", _permute),
+    ("slice.Tensor", _slice),
+    ("split.Tensor split.sizes split_with_sizes.default chunk.default", _split),
+    ("unbind.int", _unbind),
+    ("cat.default concat.default concatenate.default", _cat),
+    ("stack.default", _stack),
+    ("add.Tensor add.Scalar", _binary("add")),
+    ("sub.Tensor sub.Scalar", _binary("sub")),
+    ("mul.Tensor mul.Scalar", _binary("mul")),
+    ("div.Tensor div.Scalar", _binary("div")),
+    ("pow.Tensor_Scalar pow.Tensor_Tensor", _binary("pow")),
+    ("maximum.default max.other", _binary("maximum")),
+    ("minimum.default min.other", _binary("minimum")),
+    ("rsub.Scalar rsub.Tensor", _rsub),
+    ("clamp.default clamp_min.default clamp_max.default hardtanh.default", _clamp),
+    ("square.default", _square),
+    ("convolution.default", _convolution),
+    ("conv1d.padding conv2d.padding conv3d.padding", _conv_padding_by_name),
+    ("batch_norm.default _native_batch_norm_legit_no_training.default", _batch_norm),
+    ("max_pool2d_with_indices.default", _max_pool_with_indices),
+    ("mm.default bmm.default", _matmul),
+    ("embedding.default", _embedding),
+    ("scaled_dot_product_attention.default", _attention),
+    ("mean.default", _mean_of_all("mean")),
+    ("sum.default", _mean_of_all("sum")),
+    ("upsample_nearest1d.vec upsample_nearest2d.vec", _interpolate("nearest")),
+    ("upsample_nearest3d.vec", _interpolate("nearest")),
+    ("upsample_linear1d.vec", _interpolate("linear")),
+    ("upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec", _interpolate("bilinear")),
+    ("upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec", _interpolate("bicubic")),
+    ("upsample_trilinear3d.vec", _interpolate("trilinear")),
+    ("zeros.default ones.default full.default zeros_like.default ones_like.default", _filled),
+    ("full_like.default new_zeros.default new_ones.default new_full.default", _filled),
+    ("empty.memory_format empty_like.default new_empty.default", _filled),
+)

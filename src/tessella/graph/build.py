@@ -1,0 +1,124 @@
+"""Writing a graph: values get unique names and inferred shapes. What capture and the ONNX reader share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tessella.core.errors import CompileError
+from tessella.core.spec import TensorSpec
+from tessella.graph import infer
+from tessella.graph.graph import Dim, Graph, Node, Value
+from tessella.graph.ops import op as row_of
+
+
+class Builder:
+    """A graph that grows node by node.
+
+    ``reserved``: names that are kept for the graph's inputs and outputs.
+    """
+
+    def __init__(self, name: str, reserved: Sequence[str] = ()) -> None:
+        self.graph = Graph(name)
+        self.layer = ""
+        self._taken = set(reserved)
+        self._constants: dict[str, Value] = {}
+
+    def fresh(self, like: str) -> str:
+        """A name like ``like`` that nothing else has, taken from now on."""
+        name, count = like, 0
+        while name in self._taken:
+            count += 1
+            name = f"{like}.{count}"
+        self._taken.add(name)
+        return name
+
+    def input(self, spec: TensorSpec, *, dynamic: bool) -> Value:
+        """A graph input; dimension 0 is the batch if ``dynamic``."""
+        first = Dim() if dynamic else spec.batch.opt
+        value = Value(spec.name, spec.dtype, (first, *spec.at(1)[1:]))
+        self.graph.inputs.append(value)
+        return value
+
+    def constant(self, name: str, tensor: torch.Tensor) -> Value:
+        """A constant; the name is changed if it is taken."""
+        tensor = tensor.detach().cpu().contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        value = Value(self.fresh(name), dtype, tuple(tensor.shape))
+        self.graph.constants[value] = tensor
+        return value
+
+    def node(
+        self,
+        op: str,
+        inputs: Sequence[Value | None],
+        *,
+        name: str | None = None,
+        **attrs: Any,
+    ) -> tuple[Value, ...]:
+        """Append an operation and return its outputs, with the shapes that its reference gives.
+
+        Inputs that are left out at the end may be missing, and ``activation`` where it is None.
+        """
+        row = row_of(op)
+        if not row.variadic:
+            inputs = (*inputs, *[None] * (len(row.inputs) - len(inputs)))
+        attrs = {a: freeze(attrs.get(a)) for a in row.attrs}
+        kinds = infer.outputs(op, inputs, attrs)
+        like = name or op
+        names = [like] if len(kinds) == 1 else [f"{like}.{i}" for i in range(len(kinds))]
+        outputs = tuple(
+            Value(self.fresh(n), dtype, shape)
+            for n, (dtype, shape) in zip(names, kinds, strict=True)
+        )
+        self.graph.nodes.append(Node(op, tuple(inputs), outputs, attrs, self.layer))
+        return outputs
+
+    def one(
+        self, op: str, inputs: Sequence[Value | None], *, name: str | None = None, **attrs: Any
+    ) -> Value:
+        """``node`` for an operation with one output."""
+        (output,) = self.node(op, inputs, name=name, **attrs)
+        return output
+
+    def finish(self, outputs: Sequence[Value], names: Sequence[str]) -> Graph:
+        """The graph with its outputs named, without what they do not need."""
+        if len(set(names)) != len(names) or {v.name for v in self.graph.inputs} & set(names):
+            raise CompileError(
+                "the outputs of a network need names of their own",
+                seen=", ".join(names),
+                fix="give each output another name, different from the inputs' names",
+            )
+        owned = set(self.graph.inputs) | set(self.graph.constants)
+        for value, name in zip(outputs, names, strict=True):
+            if value in owned:  # an input, a constant, or an output under another name
+                self.layer = ""
+                value = self.one("clone", [value])
+            value.name = name
+            owned.add(value)
+            self.graph.outputs.append(value)
+        drop_unused(self.graph)
+        return self.graph
+
+
+def drop_unused(graph: Graph) -> None:
+    """Remove the nodes and constants that no output depends on."""
+    needed = set(graph.outputs)
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if needed.intersection(node.outputs):
+            kept.append(node)
+            needed.update(v for v in node.inputs if v is not None)
+    graph.nodes = kept[::-1]
+    graph.constants = {v: t for v, t in graph.constants.items() if v in needed}
+
+
+def freeze(attr: Any) -> Any:
+    """Lists as tuples, all the way down."""
+    if isinstance(attr, list | tuple):
+        return tuple(freeze(a) for a in attr)
+    if isinstance(attr, Mapping):
+        return {k: freeze(a) for k, a in attr.items()}
+    return attr

@@ -1,0 +1,326 @@
+"""A torch module becomes a graph, through torch.export: functional, but not decomposed.
+
+The batch is symbolic: one capture serves every batch size in the inputs' range.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sympy
+import torch
+from torch.export import Dim as ExportDim
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from tessella.core.errors import CompileError, TessellaError, UsageError
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph.aten import TRANSLATORS, OperatorCall, dtype_name, translate
+from tessella.graph.build import Builder
+from tessella.graph.check import check
+from tessella.graph.graph import Dim, Graph, Shape, Value
+
+# torch takes 0 and 1 as known at once, so the example that it traces has two.
+_EXAMPLE_BATCH = 2
+
+# Checks and hints that torch.export leaves in a graph, which compute nothing.
+_NO_COMPUTATION = ("_assert", "sym_", "_check", "_functional_sym", "_functional_assert")
+
+
+def capture(
+    module: torch.nn.Module,
+    inputs: Sequence[TensorSpec],
+    *,
+    name: str = "",
+    outputs: Sequence[str] | None = None,
+) -> Graph:
+    """The graph of ``module`` in evaluation mode.
+
+    Args:
+        inputs: what ``forward`` takes, by position. Dimension 0 is symbolic where it is a range
+            of more than one size. Every other dimension is fixed.
+        name: the graph's name; by default the class of the module.
+        outputs: names of the results, in order (dicts and tuples flattened); by default
+            ``output``, ``output_1``, …
+
+    The constants share memory with the module's parameters and have their names in the state dict.
+
+    Raises:
+        CompileError: the module cannot be exported, or its shapes do not follow the batch linearly:
+            then ``capture_at`` captures it for one batch size.
+    """
+    for spec in inputs:
+        if any(isinstance(d, DimRange) and d.min != d.max for d in spec.shape[1:]):
+            raise UsageError(
+                "only dimension 0, the batch, may have a range",
+                seen=spec,
+                fix="fix the other sizes",
+            )
+    dynamic = [s.batch.min != s.batch.max for s in inputs]
+    exported = _export(module, inputs, dynamic)
+    graph = _Reader(exported, inputs, dynamic, name or type(module).__name__).read(outputs)
+    check(graph)
+    return graph
+
+
+def capture_at(
+    module: torch.nn.Module,
+    inputs: Sequence[TensorSpec],
+    batch: int,
+    *,
+    name: str = "",
+    outputs: Sequence[str] | None = None,
+) -> Graph:
+    """``capture`` for exactly one batch size: for modules whose shapes do not follow the batch linearly."""
+    fixed = [TensorSpec(name=s.name, dtype=s.dtype, shape=s.at(batch)) for s in inputs]
+    return capture(module, fixed, name=name, outputs=outputs)
+
+
+def _export(
+    module: torch.nn.Module, inputs: Sequence[TensorSpec], dynamic: Sequence[bool]
+) -> torch.export.ExportedProgram:
+    """torch's own graph of the module, on example inputs."""
+    device = next((p.device for p in (*module.parameters(), *module.buffers())), None)
+    example = tuple(
+        torch.zeros(
+            s.at(_EXAMPLE_BATCH if d else s.batch.opt), dtype=getattr(torch, s.dtype), device=device
+        )
+        for s, d in zip(inputs, dynamic, strict=True)
+    )
+    batch = ExportDim("batch", min=1, max=2**16)
+    shapes = tuple({0: batch} if d else {} for d in dynamic)
+    with _evaluation_mode(module), torch.no_grad():
+        try:
+            exported = torch.export.export(
+                module, example, dynamic_shapes=_star(module, shapes), strict=False
+            )
+            return exported.run_decompositions({})
+        except TessellaError:
+            raise
+        except Exception as error:  # torch.export runs the user's code: anything may come out of it
+            raise CompileError(
+                f"{type(module).__name__} cannot be captured",
+                seen=_relevant(error),
+                fix="see whether torch.export takes the module; where only its batch is the "
+                "matter, compile it for one batch size",
+            ) from error
+
+
+def _star(module: torch.nn.Module, shapes: tuple[dict[int, Any], ...]) -> tuple[Any, ...]:
+    """``shapes`` as torch.export wants them: nested once more where forward takes ``*args``."""
+    code = module.forward.__code__ if hasattr(module.forward, "__code__") else None
+    variadic = code is not None and code.co_flags & 0x04 and code.co_argcount <= 1
+    return (shapes,) if variadic else shapes
+
+
+@contextmanager
+def _evaluation_mode(module: torch.nn.Module) -> Iterator[None]:
+    """``module.eval()``, undone afterwards."""
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+def _relevant(error: Exception) -> str:
+    """The lines of torch's message that say what is wrong, without traces and advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    noise = (
+        "File ",
+        "Traceback",
+        "For more information",
+        "To debug",
+        "Set TORCH",
+        "The following call",
+    )
+    kept = [line for line in lines if not line.startswith(noise)]
+    return f"{type(error).__name__}: " + " · ".join(kept[:4])[:500]
+
+
+class _Reader:
+    """Walks torch's graph once and writes ours."""
+
+    def __init__(
+        self,
+        exported: torch.export.ExportedProgram,
+        inputs: Sequence[TensorSpec],
+        dynamic: Sequence[bool],
+        name: str,
+    ) -> None:
+        self.exported = exported
+        self.inputs = inputs
+        self.dynamic = dynamic
+        self.build = Builder(name, reserved=[s.name for s in inputs])
+        self.symbol: sympy.Symbol | None = None
+        self.known: dict[torch.fx.Node, Any] = {}  # Value, tuple of Value, Dim or number
+
+    def read(self, outputs: Sequence[str] | None) -> Graph:
+        self._refuse_changed_buffers()
+        self._placeholders()
+        for node in self.exported.graph.nodes:
+            if node.op == "call_function":
+                self.build.layer = _layer(node)
+                self.known[node] = self._call(node)
+        return self._outputs(outputs)
+
+    def _refuse_changed_buffers(self) -> None:
+        kept = {OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION}
+        changed = [s for s in self.exported.graph_signature.output_specs if s.kind not in kept]
+        if changed:
+            raise CompileError(
+                "the network changes its own buffers while it runs",
+                seen=", ".join(str(s.target) for s in changed),
+                fix="keep state out of forward in evaluation mode",
+            )
+
+    def _placeholders(self) -> None:
+        """Inputs and constants."""
+        nodes = [n for n in self.exported.graph.nodes if n.op == "placeholder"]
+        specs = self.exported.graph_signature.input_specs
+        user = iter(zip(self.inputs, self.dynamic, strict=True))
+        tensors = {**self.exported.state_dict, **self.exported.constants}
+        for node, spec in zip(nodes, specs, strict=True):
+            if spec.kind is InputKind.USER_INPUT:
+                tensor_spec, dynamic = next(user)
+                if dynamic:
+                    self.symbol = node.meta["val"].shape[0].node.expr
+                self.known[node] = self.build.input(tensor_spec, dynamic=dynamic)
+            elif isinstance(tensor := tensors.get(spec.target), torch.Tensor):
+                self.known[node] = self.build.constant(spec.target, tensor)
+            else:
+                raise CompileError(
+                    "the network holds something that is not a tensor",
+                    seen=f"{spec.target} ({spec.kind.name})",
+                )
+
+    def _call(self, node: torch.fx.Node) -> Any:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
+            return self._dim(value)
+        if node.target is operator.getitem:
+            return self.known[node.args[0]][node.args[1]]  # type: ignore[index]
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            raise CompileError(
+                "the network calls something that is not an operator on tensors",
+                seen=f"{target} in {self.build.layer or 'the network itself'}",
+                fix="write control flow over sizes, not over values, and no arithmetic on numbers of data",
+            )
+        if target._schema.name.split("::")[1].startswith(_NO_COMPUTATION):
+            return None
+        made = list(value) if isinstance(value, list | tuple) else [value]
+        if not any(isinstance(t, torch.Tensor) for t in made):
+            return None
+        args, kwargs = pytree.tree_map(self._argument, (tuple(node.args), dict(node.kwargs)))
+        call = OperatorCall(
+            operator=target,
+            args=args,
+            kwargs=kwargs,
+            arguments=_by_name(target, args, kwargs),
+            shapes=tuple(self._shape(t) for t in made),
+            dtypes=tuple(dtype_name(t.dtype) if _is_tensor(t) else None for t in made),
+            read=frozenset(u.args[1] for u in node.users if u.target is operator.getitem),
+            name=node.name,
+        )
+        if any(isinstance(a, Value) for a in pytree.tree_leaves((args, kwargs))):
+            return translate(call, self.build)
+        return self._create(call)
+
+    def _create(self, call: OperatorCall) -> Any:
+        """An operator without tensor arguments makes a constant: it runs now."""
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        if call.overload in TRANSLATORS:
+            return translate(call, self.build)
+        if any(isinstance(a, Dim) for a in leaves):
+            raise CompileError(
+                "a tensor is made from the batch size alone",
+                seen=f"{call.target} in {self.build.layer or 'the network itself'}",
+                fix="make it from a tensor's shape otherwise, or compile for one batch size",
+            )
+        if torch.Tag.nondeterministic_seeded in call.operator.tags:
+            raise CompileError(
+                "the network draws random numbers",
+                seen=f"{call.target} in {self.build.layer or 'the network itself'}",
+                fix="draw them outside, and pass them as an input",
+            )
+        kwargs = {k: v for k, v in call.kwargs.items() if k not in ("device", "pin_memory")}
+        return self.build.constant(call.name, call.operator(*call.args, **kwargs))
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, torch.fx.Node):
+            return self.known[arg]
+        return self._dim(arg) if isinstance(arg, torch.SymInt) else arg
+
+    def _shape(self, tensor: Any) -> Shape | None:
+        return tuple(self._dim(d) for d in tensor.shape) if _is_tensor(tensor) else None
+
+    def _dim(self, size: int | torch.SymInt) -> int | Dim:
+        """A symbolic size as a multiple of the batch plus a constant."""
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        if expression.is_number:
+            return int(expression)
+        if self.symbol is not None and expression.free_symbols == {self.symbol}:
+            offset = expression.subs(self.symbol, 0)
+            factor = expression.subs(self.symbol, 1) - offset
+            if sympy.expand(expression - factor * self.symbol - offset) == 0:
+                return Dim(int(factor), int(offset))
+        raise CompileError(
+            "a size in the network is not a multiple of the batch plus a constant",
+            seen=f"{expression} in {self.build.layer or 'the network itself'}",
+            fix="compile for one fixed batch size",
+        )
+
+    def _outputs(self, names: Sequence[str] | None) -> Graph:
+        """The results that are tensors, flattened in order."""
+        (node,) = (n for n in self.exported.graph.nodes if n.op == "output")
+        specs = self.exported.graph_signature.output_specs
+        user = [
+            result
+            for result, spec in zip(node.args[0], specs, strict=True)
+            if spec.kind is OutputKind.USER_OUTPUT and result is not None
+        ]
+        results = [self.known.get(r) if isinstance(r, torch.fx.Node) else r for r in user]
+        if not results or not all(isinstance(r, Value) for r in results):
+            raise CompileError(
+                "a network must return tensors",
+                seen=", ".join("a tensor" if isinstance(r, Value) else repr(r) for r in results)
+                or "nothing",
+                fix="return a tensor, or a tuple or dict of tensors",
+            )
+        if names is None:
+            names = ["output", *(f"output_{i}" for i in range(1, len(results)))]
+        if len(names) != len(results):
+            raise UsageError(
+                "the number of output names is not the number of outputs",
+                seen=f"{len(names)} names, {len(results)} outputs",
+            )
+        return self.build.finish(results, names)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _by_name(
+    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """All arguments by their names in the schema."""
+    schema = target._schema.arguments
+    named = {a.name: a.default_value for a in schema if a.has_default_value()}
+    named.update(zip((a.name for a in schema), args))
+    return named | kwargs
+
+
+def _layer(node: torch.fx.Node) -> str:
+    """The path of the innermost module that the node came from."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return "" if path.startswith("_empty") else path

@@ -1,0 +1,114 @@
+"""Run a graph on the reference kernels: the slow, plain meaning that everything else is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tessella.core.errors import InputError
+from tessella.graph.graph import Dim, Graph, Value, shape_at
+from tessella.kernels import reference
+
+
+@torch.no_grad()
+def interpret(
+    graph: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    upcast: torch.dtype | None = None,
+) -> dict[str, torch.Tensor]:
+    """The outputs of ``graph`` by name.
+
+    Args:
+        inputs: a tensor for each graph input, on one device, of its element type and shape.
+        upcast: compute everything that floats in this type instead (``torch.float64`` for a reference).
+
+    Raises:
+        InputError: an input is missing, unknown, or of another shape or element type.
+    """
+    batch = _batch(graph, inputs)
+    device = next((t.device for t in inputs.values()), torch.device("cpu"))
+    live: dict[Value, torch.Tensor] = {v: _cast(inputs[v.name], upcast) for v in graph.inputs}
+    concrete = graph.at_batch(batch)
+    attrs_of = [
+        n.attrs if upcast is None else _upcast_attrs(n.attrs, upcast) for n in concrete.nodes
+    ]
+    frees = _last_uses(graph)
+    for index, (node, attrs) in enumerate(zip(graph.nodes, attrs_of, strict=True)):
+        tensors = [
+            None
+            if v is None
+            else live[v]
+            if v in live
+            else _cast(graph.constants[v].to(device), upcast)
+            for v in node.inputs
+        ]
+        live.update(zip(node.outputs, reference.call(node.op, tensors, attrs), strict=True))
+        for value in frees[index]:
+            del live[value]
+    return {v.name: live[v] for v in graph.outputs}
+
+
+def _batch(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> int:
+    """The batch size that the inputs have; refuses inputs that do not fit the graph."""
+    names = {v.name for v in graph.inputs}
+    if set(inputs) != names:
+        raise InputError(
+            "the inputs do not have the network's names",
+            seen=", ".join(sorted(inputs)) or "none",
+            fix=f"give {', '.join(sorted(names))}",
+        )
+    batch = next(
+        (
+            (size - dim.offset) // dim.factor
+            for v in graph.inputs
+            for dim, size in zip(v.shape, inputs[v.name].shape)
+            if isinstance(dim, Dim)
+        ),
+        1,
+    )
+    for value in graph.inputs:
+        tensor = inputs[value.name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (dtype, tuple(tensor.shape)) != (value.dtype, shape_at(value.shape, batch)):
+            raise InputError(
+                f"input {value.name!r} does not fit",
+                seen=f"{dtype}{list(tensor.shape)}",
+                fix=f"give {value}",
+            )
+    return batch
+
+
+def _last_uses(graph: Graph) -> list[list[Value]]:
+    """For each node, the values that nothing reads after it."""
+    last = {
+        v: i for i, n in enumerate(graph.nodes) for v in (*n.inputs, *n.outputs) if v is not None
+    }
+    frees: list[list[Value]] = [[] for _ in graph.nodes]
+    for value, index in last.items():
+        if value not in graph.outputs and value not in graph.constants:
+            frees[index].append(value)
+    return frees
+
+
+def _cast(tensor: torch.Tensor, upcast: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(upcast) if upcast is not None and tensor.is_floating_point() else tensor
+
+
+def _upcast_attrs(attr: Any, upcast: torch.dtype) -> Any:
+    """Attributes with every floating element type in them replaced."""
+    if isinstance(attr, dict):
+        wide = str(upcast).removeprefix("torch.")
+        return {
+            k: wide if k == "dtype" and _floats(a) else _upcast_attrs(a, upcast)
+            for k, a in attr.items()
+        }
+    if isinstance(attr, tuple | list):
+        return tuple(_upcast_attrs(a, upcast) for a in attr)
+    return attr
+
+
+def _floats(dtype: Any) -> bool:
+    return isinstance(dtype, str) and getattr(torch, dtype).is_floating_point

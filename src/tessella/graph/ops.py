@@ -1,0 +1,181 @@
+"""The operations that a graph may hold: names, inputs, attributes. A static table.
+
+Names and attributes are torch.nn.functional's. What an operation means is its reference,
+``kernels.reference``; how torch's operators become these is ``graph.aten``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tessella.core.errors import CompileError
+from tessella.graph.graph import Dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One row.
+
+    Attributes:
+        name: the operation.
+        inputs: names of its tensor inputs, in order. A node has exactly as many, None where left out.
+        optional: those of the inputs that may be left out.
+        attrs: names of its attributes. A node has exactly these.
+        aten: torch's overloads whose arguments of the same names say the same.
+        variadic: takes any number of tensors instead of ``inputs``.
+        elementwise: each element of the result depends on one element of each input (broadcast).
+        view: only reinterprets shape or strides; the elements need not move.
+        many: makes one or more outputs, by its attributes.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    attrs: tuple[str, ...] = ()
+    aten: tuple[str, ...] = ()
+    variadic: bool = False
+    elementwise: bool = False
+    view: bool = False
+    many: bool = False
+
+
+def _op(name: str, inputs: str, attrs: str = "", aten: str = "", **flags: bool) -> Op:
+    """A row from words: an input that may be left out ends in ``?``."""
+    words = inputs.split()
+    return Op(
+        name=name,
+        inputs=tuple(w.removesuffix("?") for w in words),
+        optional=tuple(w.removesuffix("?") for w in words if w.endswith("?")),
+        attrs=tuple(attrs.split()),
+        aten=tuple(aten.split()),
+        **flags,
+    )
+
+
+def _unary(name: str, attrs: str = "", aten: str = "") -> Op:
+    return _op(name, "input", attrs, aten or f"{name}.default", elementwise=True)
+
+
+def _binary(name: str, attrs: str = "") -> Op:
+    """``other`` is left out where it is the number ``scalar``."""
+    return _op(name, "input other?", f"scalar {attrs}", elementwise=True)
+
+
+_CONV = "stride padding dilation groups activation"
+
+_ROWS = (
+    # convolution and matrix products: activation(… + bias + residual)
+    _op("conv1d", "input weight bias? residual?", _CONV, "conv1d.default"),
+    _op("conv2d", "input weight bias? residual?", _CONV, "conv2d.default"),
+    _op("conv3d", "input weight bias? residual?", _CONV, "conv3d.default"),
+    _op(
+        "conv_transpose2d",
+        "input weight bias?",
+        "stride padding output_padding groups dilation",
+        "conv_transpose2d.input",
+    ),
+    _op("linear", "input weight bias? residual?", "activation", "linear.default"),
+    _op("matmul", "input other", aten="matmul.default"),
+    # normalization
+    _op("batch_norm", "input running_mean running_var weight? bias?", "eps"),
+    _op("layer_norm", "input weight? bias?", "normalized_shape eps", "layer_norm.default"),
+    _op("group_norm", "input weight? bias?", "num_groups eps", "group_norm.default"),
+    _op("rms_norm", "input weight?", "normalized_shape eps", "rms_norm.default"),
+    _op("local_response_norm", "input", "size alpha beta k"),
+    # pooling
+    _op(
+        "max_pool2d", "input", "kernel_size stride padding dilation ceil_mode", "max_pool2d.default"
+    ),
+    _op(
+        "avg_pool2d",
+        "input",
+        "kernel_size stride padding ceil_mode count_include_pad divisor_override",
+        "avg_pool2d.default",
+    ),
+    _op("adaptive_avg_pool2d", "input", "output_size", "adaptive_avg_pool2d.default"),
+    # softmax, attention, reductions
+    _op("softmax", "input", "dim dtype", "softmax.int"),
+    _op("log_softmax", "input", "dim dtype", "log_softmax.int"),
+    _op(
+        "scaled_dot_product_attention",
+        "query key value attn_mask?",
+        "is_causal scale enable_gqa",
+        "scaled_dot_product_attention.default",
+    ),
+    _op("mean", "input", "dim keepdim dtype", "mean.dim"),
+    _op("sum", "input", "dim keepdim dtype", "sum.dim_IntList"),
+    _op("amax", "input", "dim keepdim", "amax.default"),
+    _op("amin", "input", "dim keepdim", "amin.default"),
+    # element by element, one input
+    _unary("relu"),
+    _unary("relu6"),
+    _unary("sigmoid"),
+    _unary("tanh"),
+    _unary("silu"),
+    _unary("gelu", "approximate"),
+    _unary("hardswish"),
+    _unary("hardsigmoid"),
+    _unary("mish"),
+    _unary("leaky_relu", "negative_slope"),
+    _unary("elu", "alpha scale input_scale"),
+    _unary("softplus", "beta threshold"),
+    _unary("clamp", "min max"),
+    _unary("exp"),
+    _unary("log"),
+    _unary("sqrt"),
+    _unary("rsqrt"),
+    _unary("reciprocal"),
+    _unary("neg"),
+    _unary("abs"),
+    _unary("erf"),
+    _unary("to", "dtype", "to.dtype"),
+    # element by element, two inputs
+    _op("prelu", "input weight", aten="prelu.default"),
+    _binary("add", "alpha"),
+    _binary("sub", "alpha"),
+    _binary("mul"),
+    _binary("div"),
+    _binary("pow"),
+    _binary("maximum"),
+    _binary("minimum"),
+    # moving, cutting and joining
+    _op("reshape", "input", "shape", view=True),
+    _op("permute", "input", "dims", view=True),
+    _op("expand", "input", "shape", view=True),
+    _op("slice", "input", "dim start end step", view=True),
+    _op("select", "input", "dim index", "select.int", view=True),
+    _op("split", "input", "sizes dim", view=True, many=True),
+    _op("cat", "", "dim", variadic=True),
+    _op("pad", "input", "pad mode value", "pad.default"),
+    _op("interpolate", "input", "size scale_factor mode align_corners antialias"),
+    _op("embedding", "input weight"),
+    _op("clone", "input"),
+    # an operator of torch that has no row: args and kwargs are templates, see kernels.fallback.aten
+    _op("fallback", "", "target args kwargs", variadic=True, many=True),
+)
+
+OPS: dict[str, Op] = {row.name: row for row in _ROWS}
+
+# torch's overload, as in ``conv2d.default`` → the row whose arguments it shares
+BY_ATEN: dict[str, Op] = {overload: row for row in _ROWS for overload in row.aten}
+
+
+def op(name: str) -> Op:
+    """The row called ``name``; raises ``CompileError`` if there is none."""
+    if name not in OPS:
+        raise CompileError("unknown operation", seen=name, fix=f"use one of {', '.join(OPS)}")
+    return OPS[name]
+
+
+def is_attribute(value: Any) -> bool:
+    """Whether a node's attribute may hold ``value``: what JSON holds (no infinity), and ``Dim``."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Mapping):
+        return all(isinstance(k, str) and is_attribute(v) for k, v in value.items())
+    if isinstance(value, tuple | list):
+        return all(is_attribute(v) for v in value)
+    return value is None or isinstance(value, bool | int | str | Dim)

@@ -1,0 +1,24 @@
+"""Attention in plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """query [N, heads, L, E], key [N, heads, S, E], value [N, heads, S, V] → [N, heads, L, V]."""
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )

@@ -1,0 +1,137 @@
+"""fallback.aten: a torch operator without an operation of ours, called through the dispatcher.
+
+Only pure functions of tensors may run: a plan is data from a stranger, and must not reach an operator that
+writes files, changes its arguments, draws random numbers or trusts raw sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tessella.core.errors import CompileError
+from tessella.kernels.catalog import Call
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = False
+
+NAMESPACES = ("aten", "torchvision")
+
+# Operators with a leading underscore are torch's internals, and several trust their arguments blindly.
+# These are what torch.export itself leaves in a graph.
+INTERNAL_BUT_SAFE = frozenset({
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_log_softmax", "_softmax", "_to_copy",
+    "_unsafe_index", "_unsafe_view", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa",
+    "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
+    "_weight_norm",
+})  # fmt: skip
+
+# Functional by their schema, and yet they hand out memory that their arguments do not describe.
+UNSAFE = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter", "from_file", "set"})
+
+_TARGET = re.compile(r"([a-z]+)::(\w+)(?:\.(\w+))?")
+
+
+def refusal(target: str) -> str | None:
+    """Why ``target`` (``aten::roll`` or ``aten::topk.values``) may not run as a fallback, or None."""
+    match = _TARGET.fullmatch(target)
+    if match is None:
+        return f"{target!r} is not the name of an operator"
+    namespace, name, _ = match.groups()
+    if namespace not in NAMESPACES:
+        return f"{target}: only operators of {' and '.join(NAMESPACES)} may run"
+    if name in UNSAFE or (name.startswith("_") and name not in INTERNAL_BUT_SAFE):
+        return f"{target} is internal to torch and does not check its arguments"
+    operator = _find(target)
+    if operator is None:
+        return f"this torch ({torch.__version__}) has no operator {target}"
+    schema = operator._schema
+    if schema.is_mutable:
+        return f"{target} changes its arguments"
+    if not any("Tensor" in str(a.type) for a in schema.arguments):
+        return f"{target} takes no tensor"
+    returns = [str(r.type) for r in schema.returns]
+    if not returns or any(r not in ("Tensor", "List[Tensor]") for r in returns):
+        return f"{target} does not return tensors"
+    if torch.Tag.nondeterministic_seeded in operator.tags:
+        return f"{target} draws random numbers"
+    if torch.Tag.dynamic_output_shape in operator.tags:
+        return f"the shape of the result of {target} depends on the data"
+    return None
+
+
+def fits(problem: Problem) -> str | None:
+    if problem.op != "fallback":
+        return "runs the operation fallback only"
+    return refusal(str(problem.attrs.get("target")))
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    """A function of the inputs that are not constant, in order."""
+    function = resolve(problem.attrs["target"])
+    args, kwargs = problem.attrs["args"], problem.attrs["kwargs"]
+    free = [i for i, m in enumerate(problem.inputs) if m is not None and i not in constants]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        inputs = {**constants, **dict(zip(free, tensors, strict=True))}
+        filled_args, filled_kwargs = arguments(args, kwargs, inputs)
+        return function(*filled_args, **filled_kwargs)
+
+    return run
+
+
+def resolve(target: str) -> torch._ops.OpOverload:
+    """The operator, if it may run; raises ``CompileError`` with the reason otherwise."""
+    if (reason := refusal(target)) is not None:
+        raise CompileError("an operator cannot run as a fallback", seen=reason)
+    operator = _find(target)
+    assert operator is not None
+    return operator
+
+
+@functools.cache
+def _find(target: str) -> torch._ops.OpOverload | None:
+    namespace, name, overload = _TARGET.fullmatch(target).groups()  # type: ignore[union-attr]
+    if namespace == "torchvision":
+        importlib.import_module("torchvision")  # importing it registers its operators
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return None if packet is None else getattr(packet, overload or "default", None)
+
+
+def arguments(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Mapping[int, torch.Tensor] | Sequence[torch.Tensor | None],
+) -> tuple[list[Any], dict[str, Any]]:
+    """Templates of arguments with their tensors put in.
+
+    In a template, ``{"input": i}`` is the i-th tensor; ``{"dtype": "float32"}``, ``{"memory_format": …}`` and
+    ``{"layout": …}`` are torch's constants; ``{"float": "-inf"}`` is a number that JSON cannot hold.
+    """
+
+    def fill(template: Any) -> Any:
+        if isinstance(template, Mapping):
+            ((kind, value),) = template.items()
+            if kind == "input":
+                return inputs[value]
+            return float(value) if kind == "float" else _constant(kind, value)
+        if isinstance(template, list | tuple):
+            return [fill(t) for t in template]
+        return template
+
+    return [fill(t) for t in args], {name: fill(t) for name, t in kwargs.items()}
+
+
+_KINDS = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
+
+
+def _constant(kind: str, name: Any) -> Any:
+    found = getattr(torch, str(name), None)
+    if kind not in _KINDS or not isinstance(found, _KINDS[kind]):
+        raise CompileError(f"an operator's argument is not a {kind} of torch", seen=name)
+    return found

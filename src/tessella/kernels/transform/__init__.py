@@ -1,0 +1,1 @@
+"""Operations that move, cut, join or reinterpret elements."""

@@ -1,0 +1,80 @@
+"""Operations that move, cut, join or reinterpret elements, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+
+
+def reshape(input: Tensor, *, shape: Sequence[int]) -> Tensor:
+    return input.reshape(tuple(shape))
+
+
+def permute(input: Tensor, *, dims: Sequence[int]) -> Tensor:
+    return input.permute(tuple(dims))
+
+
+def expand(input: Tensor, *, shape: Sequence[int]) -> Tensor:
+    return input.expand(tuple(shape))
+
+
+def cat(*inputs: Tensor, dim: int) -> Tensor:
+    return torch.cat(inputs, dim)
+
+
+def split(input: Tensor, *, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
+    """One output for each of ``sizes``, which sum to the axis."""
+    return torch.split(input, list(sizes), dim)
+
+
+def slice(input: Tensor, *, dim: int, start: int, end: int | None, step: int) -> Tensor:
+    """Elements start, start + step, … before ``end`` (None: to the end of the axis)."""
+    return torch.ops.aten.slice.Tensor(input, dim, start, end, step)
+
+
+def select(input: Tensor, *, dim: int, index: int) -> Tensor:
+    return input.select(dim, index)
+
+
+def pad(input: Tensor, *, pad: Sequence[int], mode: str, value: float | None) -> Tensor:
+    """``pad``: (before, after) pairs, the last axis first. mode: constant, reflect, replicate, circular."""
+    return F.pad(input, list(pad), mode, value)
+
+
+def interpolate(
+    input: Tensor,
+    *,
+    size: Sequence[int] | None,
+    scale_factor: Sequence[float] | None,
+    mode: str,
+    align_corners: bool | None,
+    antialias: bool,
+) -> Tensor:
+    """Resize the spatial axes of [N, C, ...], to ``size`` or by ``scale_factor``."""
+    return F.interpolate(
+        input,
+        size=None if size is None else list(size),
+        scale_factor=None if scale_factor is None else list(scale_factor),
+        mode=mode,
+        align_corners=align_corners,
+        antialias=antialias,
+    )
+
+
+def embedding(input: Tensor, weight: Tensor) -> Tensor:
+    """input [...] of row numbers, weight [rows, E] → [..., E]."""
+    return F.embedding(input, weight)
+
+
+def to(input: Tensor, *, dtype: str) -> Tensor:
+    """The same numbers in another element type."""
+    return input.to(getattr(torch, dtype))
+
+
+def clone(input: Tensor) -> Tensor:
+    """A copy, contiguous."""
+    return input.clone(memory_format=torch.contiguous_format)
