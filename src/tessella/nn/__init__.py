@@ -1,0 +1,1 @@
+"""Networks as torch modules: the zoo that ``Network`` records name, Caffe's text, layer views."""

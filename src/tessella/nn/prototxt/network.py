@@ -1,0 +1,237 @@
+"""A Caffe net as a torch module: which layers lead to the logits, in what order, in which shapes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from tessella.core.errors import UsageError
+from tessella.nn.prototxt.definition import (
+    DATA_TYPES,
+    DEFAULT_INPUT,
+    TEST,
+    TRAIN,
+    Layer,
+    Net,
+    State,
+    read,
+)
+from tessella.nn.prototxt.layer_types import make
+
+# Layers after the logits. What they compute is the trainer's work.
+LOSSES = ("SoftmaxWithLoss", "SoftmaxLoss", "Accuracy", "Silence")
+WITH_OUTPUTS = ("InnerProduct", "Convolution")
+IMAGE = "image"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One layer at work. Values are blobs at one moment: an in-place layer makes a new one.
+
+    Attributes:
+        key: of the module in ``CaffeNet.layers``.
+        frees: values that no later step reads.
+    """
+
+    key: str
+    layer: Layer
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    frees: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The steps of one phase, and which value the logits are."""
+
+    steps: tuple[Step, ...]
+    logits: str
+
+
+class CaffeNet(nn.Module):
+    """A network from Caffe's text: ``[N, channels, height, width]`` to logits ``[N, classes]``.
+
+    Training mode runs the layers of phase TRAIN, evaluation mode those of phase TEST.
+    """
+
+    def __init__(self, layers: dict[str, nn.Module], training: Plan, inference: Plan) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+        self.training_plan, self.inference_plan = training, inference
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = self.training_plan if self.training else self.inference_plan
+        values = {IMAGE: x}
+        for step in plan.steps:
+            y = self.layers[step.key](*[values[name] for name in step.inputs])
+            values.update((name, y) for name in step.outputs)
+            for name in step.frees:
+                del values[name]
+        logits = values[plan.logits]
+        return logits.flatten(1) if logits.ndim > 2 else logits
+
+
+def build(text: str, *, classes: int, channels: int, height: int, width: int) -> CaffeNet:
+    """The network of a prototxt with fresh weights, drawn as its fillers say.
+
+    The last layer with weights is the classifier: its ``num_output`` becomes ``classes``, and may
+    be missing. Auxiliary classifiers and all else that the logits do not need are left out.
+
+    Raises:
+        UsageError: the text is not valid or not supported; the message names layer and line.
+    """
+    net = read(text)
+    _check_weights_unshared(net)
+    shape = torch.Size([1, channels, height, width])
+    keys: dict[int, str] = {}
+    modules: dict[str, nn.Module] = {}
+    plans = []
+    for state in (TRAIN, TEST):
+        plan = _plan(net, state, keys)
+        found = _make_modules(plan, modules, shape, classes)
+        if found.numel() != classes:
+            raise UsageError(
+                f"the network does not return {classes} logits (phase {state.phase})",
+                seen=f"{plan.steps[-1].layer} returns {list(found)}",
+                fix="end with an InnerProduct layer, or pool globally before the end",
+            )
+        plans.append(plan)
+    return CaffeNet(modules, *plans)
+
+
+def _check_weights_unshared(net: Net) -> None:
+    named = Counter(
+        name
+        for layer in net.layers
+        for param in layer.message.messages("param")
+        if (name := param.take("name", str)) is not None
+    )
+    if shared := sorted(name for name, count in named.items() if count > 1):
+        raise UsageError(
+            "layers that share their weights are not supported", seen=", ".join(shared)
+        )
+
+
+# --- which steps, in one phase ------------------------------------------------------------------
+
+
+def _plan(net: Net, state: State, keys: dict[int, str]) -> Plan:
+    """The steps that lead to the logits in ``state``; ``keys`` gathers the modules' names."""
+    current = {(net.inputs or (DEFAULT_INPUT,))[0]: IMAGE}
+    made: Counter[str] = Counter()
+    steps: list[Step] = []
+    losses: list[Step] = []
+    for layer in net.layers:
+        if not layer.exists_in(state):
+            continue
+        if layer.type in DATA_TYPES:
+            current.update(dict.fromkeys(layer.tops[:1], IMAGE))
+            continue
+        labels = layer.bottoms[1:] if layer.type in LOSSES else ()
+        if missing := [b for b in layer.bottoms if b not in current and b not in labels]:
+            raise layer.message.error(
+                "it reads a blob that no layer before it makes",
+                seen=", ".join(missing),
+                fix=f"correct its bottom (phase {state.phase})",
+            )
+        inputs = tuple(current[b] for b in layer.bottoms if b in current)
+        outputs = []
+        for top in layer.tops:
+            made[top] += 1
+            outputs.append(f"{top}#{made[top]}")
+            current[top] = outputs[-1]
+        step = Step(key="", layer=layer, inputs=inputs, outputs=tuple(outputs))
+        (losses if layer.type in LOSSES else steps).append(step)
+    logits = _logits(steps, losses, state)
+    needed = _needed(steps, logits)
+    return Plan(steps=_with_frees([_keyed(s, keys) for s in needed], logits), logits=logits)
+
+
+def _logits(steps: list[Step], losses: list[Step], state: State) -> str:
+    """What the last softmax loss reads, or the last softmax at the end, or the last value made."""
+    read_by_layers = {name for step in steps for name in step.inputs}
+    ends = [s for s in steps if not read_by_layers.intersection(s.outputs)]
+    scored = [s.inputs[0] for s in losses if s.layer.type in LOSSES[:2]]
+    softmax = [s for s in ends if s.layer.type == "Softmax"]
+    if scored:
+        return scored[-1]
+    if softmax:
+        return softmax[-1].inputs[0]
+    if not ends:
+        raise UsageError(
+            f"the network has no layer in phase {state.phase}", fix="check include and exclude"
+        )
+    return ends[-1].outputs[0]
+
+
+def _needed(steps: list[Step], logits: str) -> list[Step]:
+    wanted, needed = {logits}, []
+    for step in reversed(steps):
+        if wanted.intersection(step.outputs):
+            wanted.update(step.inputs)
+            needed.append(step)
+    return needed[::-1]
+
+
+def _with_frees(steps: list[Step], logits: str) -> tuple[Step, ...]:
+    """Note after each step what no later one reads, so that activations do not pile up."""
+    kept, freeing = {logits}, []
+    for step in reversed(steps):
+        frees = [v for v in dict.fromkeys(step.inputs + step.outputs) if v not in kept]
+        kept.update(frees)
+        freeing.append(replace(step, frees=tuple(frees)))
+    return tuple(freeing[::-1])
+
+
+def _keyed(step: Step, keys: dict[int, str]) -> Step:
+    """Name the step's module after its layer, once for both phases, as attributes may be called."""
+    identity = id(step.layer)
+    if identity not in keys:
+        name = re.sub(r"\W", "_", step.layer.name)
+        if hasattr(nn.ModuleDict, name) or name in keys.values():
+            name = f"{name}_{step.layer.message.line}"
+        keys[identity] = name
+    return replace(step, key=keys[identity])
+
+
+# --- modules and shapes -------------------------------------------------------------------------
+
+
+def _make_modules(
+    plan: Plan, modules: dict[str, nn.Module], image: torch.Size, classes: int
+) -> torch.Size:
+    """Add the plan's modules to ``modules``, made for their inputs; returns the logits' shape."""
+    shapes = {IMAGE: image}
+    with_outputs = [s for s in plan.steps if s.layer.type in WITH_OUTPUTS]
+    for step in plan.steps:
+        inputs = [shapes[name] for name in step.inputs]
+        if step.key not in modules:
+            is_classifier = bool(with_outputs) and step is with_outputs[-1]
+            modules[step.key] = make(step.layer, inputs, classes=classes if is_classifier else None)
+        shape = _output_shape(modules[step.key], step.layer, inputs)
+        shapes.update((name, shape) for name in step.outputs)
+    return shapes[plan.logits]
+
+
+def _output_shape(module: nn.Module, layer: Layer, inputs: list[torch.Size]) -> torch.Size:
+    """By running the module on tensors without memory."""
+    weights = {
+        name: torch.empty_like(tensor, device="meta")
+        for name, tensor in module.state_dict().items()
+    }
+    xs = tuple(torch.empty(shape, device="meta") for shape in inputs)
+    module.eval()
+    try:
+        shape = torch.func.functional_call(module, weights, xs).shape
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise layer.message.error(
+            "the layer cannot take its input",
+            seen=f"{[list(s) for s in inputs]}: {str(error).splitlines()[0][:200]}",
+            fix="use a larger input size, or correct the layers before it",
+        ) from error
+    module.train()
+    return shape
