@@ -1,0 +1,12 @@
+"""The networks that a name can mean: standard ones, every timm name, a user's own file, Caffe text.
+
+``network(name, classes=…)`` fills in a ``Network`` record, ``build(network)`` makes its module, and
+``load(checkpoint)`` the trained one. A module takes ``[N, channels, height, width]`` float32 and
+returns logits ``[N, classes]``.
+"""
+
+from tessella.nn.zoo.build import build, network
+from tessella.nn.zoo.catalog import Description, describe, names
+from tessella.nn.zoo.restore import init_from, load
+
+__all__ = ["Description", "build", "describe", "init_from", "load", "names", "network"]

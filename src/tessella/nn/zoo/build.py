@@ -1,0 +1,209 @@
+"""From a name to a ``Network`` record, and from the record to its module."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from tessella.artifacts.checkpoint import Network
+from tessella.core.errors import UsageError
+from tessella.nn import prototxt
+from tessella.nn.zoo import standard, timm_network, user_module
+from tessella.nn.zoo.catalog import STANDARD
+from tessella.nn.zoo.lenet import LeNet
+
+TIMM = "timm/"
+Scalar = str | int | float | bool | None
+
+
+def network(
+    name: str,
+    *,
+    classes: int,
+    channels: int | None = None,
+    size: int | tuple[int, int] | None = None,
+    options: dict[str, Scalar] | None = None,
+) -> Network:
+    """The record of a network; what is not given takes the network's usual value.
+
+    Args:
+        name: a standard name (``names()``), ``timm/NAME``, ``file.py:Class`` or ``net.prototxt``;
+            a file is read now and its text becomes part of the record.
+        classes: number of outputs.
+        channels: channels of the input.
+        size: height and width of the input in pixels, or one number for both.
+        options: further keyword arguments of the network.
+
+    Raises:
+        UsageError: an unknown name, a file that cannot be read, or an input that is too small.
+    """
+    source = _read_source(name)
+    usual = _usual_input(name, source)
+    height, width = usual[1:] if size is None else (size, size) if isinstance(size, int) else size
+    record = Network(
+        name=name,
+        classes=classes,
+        channels=usual[0] if channels is None else channels,
+        height=height,
+        width=width,
+        options=dict(options or {}),
+        source=source,
+    )
+    _check(record)
+    return record
+
+
+def build(network: Network, *, pretrained: bool = False, trust_code: bool = False) -> nn.Module:
+    """The module of a record, in training mode: ``[N, channels, height, width]`` to logits.
+
+    Logits are ``[N, classes]``. Its weights are drawn from torch's default generator, so ``torch.manual_seed`` decides them.
+
+    Args:
+        pretrained: start from the weights that the network's library publishes; a head of another
+            number of classes stays random.
+        trust_code: run the record's Python code although no file here has the same text.
+
+    Raises:
+        UsageError: the record names no network, its options or input do not fit, its code is not
+            trusted, or its pretrained weights cannot be had.
+    """
+    _check(network)
+    sizes = {"classes": network.classes, "channels": network.channels}
+    area = {"height": network.height, "width": network.width}
+    kind = _kind(network.name)
+    if pretrained and kind in ("python", "prototxt", "lenet"):
+        raise UsageError(
+            "nobody publishes weights for this network",
+            seen=network.name,
+            fix="start from random weights, or from one of your checkpoints",
+        )
+    if kind == "lenet":
+        return LeNet(**sizes, **area)
+    if kind == "standard":
+        options = network.options
+        return standard.build(network.name, **sizes, options=options, pretrained=pretrained)
+    if kind == "prototxt":
+        return prototxt.build(network.source or "", **sizes, **area)
+    if kind == "python":
+        module = user_module.build(network, trust_code=trust_code)
+    else:
+        name = network.name.removeprefix(TIMM)
+        options = network.options
+        module = timm_network.build(name, **sizes, **area, options=options, pretrained=pretrained)
+    _check_output(module, network)
+    return module
+
+
+def _kind(name: str) -> str:
+    if name == "lenet":
+        return "lenet"
+    if name in STANDARD:
+        return "standard"
+    if name.startswith(TIMM):
+        return "timm"
+    if name.endswith(".prototxt"):
+        return "prototxt"
+    if ".py:" in name or name.endswith(".py"):
+        return "python"
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> UsageError:
+    known = [*STANDARD, *(TIMM + n for n in timm.list_models())]
+    near = [TIMM + name] if timm.is_model(name) else []
+    near += difflib.get_close_matches(name.lower().replace("-", ""), known, n=4, cutoff=0.7)
+    return UsageError(
+        "there is no network of this name",
+        seen=name,
+        fix=f"use {' or '.join(list(dict.fromkeys(near))[:4])}"
+        if near
+        else f"use one of {', '.join(STANDARD)}, timm/NAME, file.py:Class or net.prototxt",
+    )
+
+
+def _read_source(name: str) -> str | None:
+    kind = _kind(name)
+    if kind not in ("python", "prototxt"):
+        return None
+    path = user_module.split_name(name)[0] if kind == "python" else Path(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            "the network's file cannot be read", seen=f"{path}: {error}", fix="give its path"
+        ) from error
+
+
+def _usual_input(name: str, source: str | None) -> tuple[int, int, int]:
+    """Channels, height and width where the user gives none."""
+    kind = _kind(name)
+    if kind == "timm":
+        timm_network.require_known(name.removeprefix(TIMM))
+        return timm_network.default_input(name.removeprefix(TIMM))
+    if kind == "prototxt":
+        return prototxt.input_shape(source or "") or (3, 224, 224)
+    if kind == "python":
+        return (3, 224, 224)
+    return (STANDARD[name].channels, STANDARD[name].size, STANDARD[name].size)
+
+
+def _check(network: Network) -> None:
+    if min(network.classes, network.channels, network.height, network.width) < 1:
+        raise UsageError(
+            "classes, channels and size of a network are at least 1",
+            seen=f"classes={network.classes}, channels={network.channels}, "
+            f"size={network.height}×{network.width}",
+        )
+    kind = _kind(network.name)
+    if kind in ("lenet", "standard"):
+        _check_standard(network)
+    elif kind == "prototxt" and network.options:
+        raise UsageError(
+            "a prototxt takes no options", seen=", ".join(network.options), fix="edit its text"
+        )
+
+
+def _check_standard(network: Network) -> None:
+    known = STANDARD[network.name]
+    if unknown := [o for o in network.options if o not in known.options]:
+        raise UsageError(
+            f"{known.title} does not take this option",
+            seen=", ".join(unknown),
+            fix=f"it takes {', '.join(known.options) or 'none'}",
+        )
+    if min(network.height, network.width) < known.smallest_size:
+        raise UsageError(
+            f"the input is too small for {known.title}",
+            seen=f"{network.height}×{network.width}",
+            fix=f"use at least {known.smallest_size}×{known.smallest_size}, or another network",
+        )
+
+
+def _check_output(module: nn.Module, network: Network) -> None:
+    """Run one black input through a module that we have not written: it must return logits."""
+    first = next(module.parameters(), None)
+    x = torch.zeros(1, network.channels, network.height, network.width)
+    x = x if first is None else x.to(first.device)
+    training = module.training
+    try:
+        with torch.no_grad():
+            y: Any = module.eval()(x)
+    except Exception as error:
+        raise UsageError(
+            f"{network.name} cannot take this input",
+            seen=f"{list(x.shape)}: {type(error).__name__}: {str(error)[:300]}",
+            fix="change the input's size or channels, or correct the network",
+        ) from error
+    module.train(training)
+    shape = list(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
+    if shape != [1, network.classes]:
+        raise UsageError(
+            f"{network.name} does not return logits of shape [N, {network.classes}]",
+            seen=f"{shape} for an input of shape {list(x.shape)}",
+            fix="return one number a class, without softmax",
+        )

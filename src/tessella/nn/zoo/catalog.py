@@ -1,0 +1,99 @@
+"""The standard networks as a table: what a person reads about them before choosing one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tessella.core.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A standard network.
+
+    Attributes:
+        title: what people call it.
+        year, paper: when it appeared, and where.
+        size: height and width of its usual input, in pixels.
+        channels: channels of its usual input.
+        smallest_size: the smallest height and width that its layers can take.
+        options: what ``Network.options`` may hold.
+    """
+
+    title: str
+    year: int
+    paper: str
+    size: int
+    channels: int
+    smallest_size: int
+    options: tuple[str, ...] = ()
+
+
+def _resnet(layers: int) -> Description:
+    return Description(
+        title=f"ResNet-{layers}",
+        year=2015,
+        paper="He et al., Deep residual learning for image recognition, arXiv:1512.03385",
+        size=224,
+        channels=3,
+        smallest_size=1,
+        options=("zero_init_residual",),
+    )
+
+
+STANDARD: dict[str, Description] = {
+    "lenet": Description(
+        title="LeNet",
+        year=1998,
+        paper="LeCun et al., Gradient-based learning applied to document recognition",
+        size=28,
+        channels=1,
+        smallest_size=8,
+    ),
+    "alexnet": Description(
+        title="AlexNet",
+        year=2014,
+        paper="Krizhevsky, One weird trick for parallelizing CNNs, arXiv:1404.5997",
+        size=224,
+        channels=3,
+        smallest_size=63,
+        options=("dropout",),
+    ),
+    "googlenet": Description(
+        title="GoogLeNet",
+        year=2014,
+        paper="Szegedy et al., Going deeper with convolutions, arXiv:1409.4842",
+        size=224,
+        channels=3,
+        smallest_size=15,
+        options=("dropout",),
+    ),
+    "vgg16": Description(
+        title="VGG-16",
+        year=2014,
+        paper="Simonyan and Zisserman, Very deep convolutional networks, arXiv:1409.1556",
+        size=224,
+        channels=3,
+        smallest_size=32,
+        options=("dropout",),
+    ),
+    "resnet18": _resnet(18),
+    "resnet50": _resnet(50),
+    "resnet152": _resnet(152),
+}
+
+
+def names() -> tuple[str, ...]:
+    """The standard networks, small to large."""
+    return tuple(STANDARD)
+
+
+def describe(name: str) -> Description:
+    """What is known of a standard network; raises ``UsageError`` with the known names."""
+    if name not in STANDARD:
+        raise UsageError(
+            "only the standard networks have a description",
+            seen=name,
+            fix=f"use one of {', '.join(STANDARD)}",
+        )
+    return STANDARD[name]

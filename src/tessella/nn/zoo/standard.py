@@ -1,0 +1,196 @@
+"""AlexNet, GoogLeNet, VGG and the ResNets: torchvision's, for any channels and classes."""
+
+from __future__ import annotations
+
+import urllib.error
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision import models
+
+from tessella.core.errors import UsageError
+
+Weights = dict[str, Tensor]
+
+# GoogLeNet's published weights expect (x − 0.5) / 0.5 of a pixel x; all others expect ImageNet's mean
+# and standard deviation. These bring the second to the first.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+def _kaiming(conv: nn.Conv2d) -> None:
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    if conv.bias is not None:
+        nn.init.zeros_(conv.bias)
+
+
+def _narrow(conv: nn.Conv2d) -> None:
+    nn.init.trunc_normal_(conv.weight, std=0.01, a=-2, b=2)
+
+
+def _torch_default(conv: nn.Conv2d) -> None:
+    """``nn.Conv2d`` has initialized itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How one of torchvision's networks is adapted.
+
+    Attributes:
+        make: the constructor.
+        first: path of the first convolution.
+        head: path of the last linear layer.
+        initialize: how the network initializes its convolutions, for a first one of other channels.
+        fixed: keyword arguments that we always pass.
+    """
+
+    make: Callable[..., nn.Module]
+    weights: Any
+    first: str
+    head: str
+    initialize: Callable[[nn.Conv2d], None]
+    fixed: dict[str, Any]
+
+
+def _architecture(make: Any, weights: Any, *, first: str, head: str, initialize: Any, **fixed: Any):
+    return Architecture(
+        make=make, weights=weights, first=first, head=head, initialize=initialize, fixed=fixed
+    )
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "alexnet": _architecture(
+        models.alexnet,
+        models.AlexNet_Weights.DEFAULT,
+        first="features.0",
+        head="classifier.6",
+        initialize=_torch_default,
+    ),
+    "googlenet": _architecture(
+        models.googlenet,
+        models.GoogLeNet_Weights.DEFAULT,
+        first="conv1.conv",
+        head="fc",
+        initialize=_narrow,
+        aux_logits=False,
+        transform_input=False,
+        init_weights=True,
+    ),
+    "vgg16": _architecture(
+        models.vgg16,
+        models.VGG16_Weights.DEFAULT,
+        first="features.0",
+        head="classifier.6",
+        initialize=_kaiming,
+    ),
+    **{
+        name: _architecture(make, weights.DEFAULT, first="conv1", head="fc", initialize=_kaiming)
+        for name, make, weights in (
+            ("resnet18", models.resnet18, models.ResNet18_Weights),
+            ("resnet50", models.resnet50, models.ResNet50_Weights),
+            ("resnet152", models.resnet152, models.ResNet152_Weights),
+        )
+    },
+}
+
+
+def build(
+    name: str, *, classes: int, channels: int, options: dict[str, Any], pretrained: bool
+) -> nn.Module:
+    """The network with fresh weights, or with torchvision's, the head aside where classes differ.
+
+    Raises:
+        UsageError: pretrained weights are wanted and cannot be fetched.
+    """
+    architecture = ARCHITECTURES[name]
+    module = architecture.make(num_classes=classes, **architecture.fixed, **options)
+    if channels != 3:
+        _replace_first(module, architecture, channels)
+    if pretrained:
+        _load_published(module, architecture, name)
+    return module
+
+
+def _replace_first(module: nn.Module, architecture: Architecture, channels: int) -> None:
+    old = module.get_submodule(architecture.first)
+    new = nn.Conv2d(
+        channels,
+        old.out_channels,
+        old.kernel_size,
+        stride=old.stride,
+        padding=old.padding,
+        bias=old.bias is not None,
+    )
+    architecture.initialize(new)
+    parent, _, attribute = architecture.first.rpartition(".")
+    setattr(module.get_submodule(parent), attribute, new)
+
+
+# --- published weights --------------------------------------------------------------------------
+
+
+def _load_published(module: nn.Module, architecture: Architecture, name: str) -> None:
+    published = fetch(architecture.weights, name)
+    if name == "googlenet":
+        published = fold_input_transform(published)
+    first = f"{architecture.first}.weight"
+    own = module.state_dict()
+    published[first] = spread_channels(published[first], own[first].shape[1])
+    fitting = {k: v for k, v in published.items() if k in own and v.shape == own[k].shape}
+    left_out = own.keys() - fitting.keys()
+    head = {f"{architecture.head}.weight", f"{architecture.head}.bias"}
+    # Files from before PyTorch 0.4.1 lack batch norm's step counter, which inference never reads.
+    if odd := {k for k in left_out - head if not k.endswith("num_batches_tracked")}:
+        raise UsageError(
+            f"the published weights of {name} do not fit this torchvision's {name}",
+            seen=", ".join(sorted(odd)[:5]),
+            fix="update torchvision, or train from random weights",
+        )
+    module.load_state_dict(fitting, strict=False)
+
+
+def fetch(weights: Any, name: str) -> Weights:
+    """torchvision's weights, from its cache or its server, without unpickling code."""
+    try:
+        return dict(weights.get_state_dict(progress=False, check_hash=True, weights_only=True))
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        raise UsageError(
+            f"the pretrained weights of {name} could not be fetched",
+            seen=f"{error} at {weights.url}",
+            fix=f"go online once, or put that file into {torch.hub.get_dir()}/checkpoints, "
+            "or start from random weights or one of your checkpoints",
+        ) from error
+
+
+def spread_channels(weight: Tensor, channels: int) -> Tensor:
+    """A first convolution's weights ``[O, 3, kh, kw]`` for other input channels.
+
+    One channel gets the sum, so that a grey image answers as its RGB repetition did; more repeat
+    the three in turn, scaled so that the response keeps its size.
+    """
+    if channels == weight.shape[1]:
+        return weight
+    if channels == 1:
+        return weight.sum(1, keepdim=True)
+    turn = torch.arange(channels) % weight.shape[1]
+    return weight[:, turn] * (weight.shape[1] / channels)
+
+
+def fold_input_transform(published: Weights) -> Weights:
+    """GoogLeNet's input transform ``a·x + b`` folded into its first convolution and batch norm.
+
+    Exact but for the three border pixels, where padding is zero before and after; and it spares a
+    checkpoint the flag that says whether its network transforms.
+    """
+    mean, std = torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)
+    weight = published["conv1.conv.weight"]
+    scale, shift = std / 0.5, (mean - 0.5) / 0.5
+    response = (weight * shift.view(1, 3, 1, 1)).sum((1, 2, 3))
+    return {
+        **published,
+        "conv1.conv.weight": weight * scale.view(1, 3, 1, 1),
+        "conv1.bn.running_mean": published["conv1.bn.running_mean"] - response,
+    }

@@ -1,0 +1,83 @@
+"""``timm/NAME``: any network of the timm library."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import httpx
+import timm
+from torch import nn
+
+from tessella.core.errors import UsageError
+
+# What we set ourselves, and what would make timm read (and unpickle) a file of someone's choice.
+RESERVED = ("num_classes", "in_chans", "img_size", "features_only", "checkpoint_path", "cache_dir")
+
+
+def require_known(name: str) -> None:
+    """Raise ``UsageError`` with near matches unless timm has a network of this name."""
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=5)
+        raise UsageError(
+            "timm has no network of this name",
+            seen=f"timm/{name}",
+            fix=f"use {' or '.join(f'timm/{n}' for n in near)}"
+            if near
+            else "see timm.list_models()",
+        )
+
+
+def default_input(name: str) -> tuple[int, int, int]:
+    """Channels, height and width that timm gives for a network; 3×224×224 where it gives none."""
+    config = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    return (3, 224, 224) if config is None else tuple(config.input_size)
+
+
+def build(
+    name: str,
+    *,
+    classes: int,
+    channels: int,
+    height: int,
+    width: int,
+    options: dict[str, Any],
+    pretrained: bool,
+) -> nn.Module:
+    """The network with fresh weights, or with timm's, the head aside where classes differ.
+
+    Raises:
+        UsageError: an unknown name or option, an input size that the network cannot take, or
+            pretrained weights that cannot be fetched.
+    """
+    require_known(name)
+    if bad := [o for o in options if o in RESERVED or o.startswith("pretrained")]:
+        raise UsageError(
+            f"timm/{name} does not take this as an option",
+            seen=", ".join(bad),
+            fix="leave it out; classes, channels, size and pretrained have arguments of their own",
+        )
+    wanted = {"num_classes": classes, "in_chans": channels, "pretrained": pretrained, **options}
+    try:
+        try:
+            return timm.create_model(name, **wanted, img_size=(height, width))
+        except TypeError as error:
+            if "'img_size'" not in str(error):
+                raise
+            return timm.create_model(name, **wanted)  # convolutional: takes any size
+    except (OSError, httpx.HTTPError) as error:
+        raise UsageError(
+            f"the pretrained weights of timm/{name} could not be fetched",
+            seen=_first_line(error),
+            fix="go online once (the file is cached), or start from random weights or a checkpoint",
+        ) from error
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise UsageError(
+            f"timm cannot build {name} like this",
+            seen=f"{_first_line(error)} (input {channels}×{height}×{width}, options {options})",
+            fix="change the input size or the options",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
