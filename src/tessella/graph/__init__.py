@@ -4,5 +4,17 @@ from tessella.graph.capture import capture, capture_at
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Node, Value
 from tessella.graph.interpret import interpret
+from tessella.graph.show import svg, text
 
-__all__ = ["Dim", "Graph", "Node", "Value", "capture", "capture_at", "check", "interpret"]
+__all__ = [
+    "Dim",
+    "Graph",
+    "Node",
+    "Value",
+    "capture",
+    "capture_at",
+    "check",
+    "interpret",
+    "svg",
+    "text",
+]

@@ -1,7 +1,7 @@
 """torch's operators become ours: one function for each group of overloads that says the same.
 
-An overload without a translation here, and without a row that shares its arguments (``ops.BY_ATEN``), becomes
-a ``fallback`` node, if ``kernels.fallback.aten`` lets it run.
+An overload without a translation here, and without a row that shares its arguments
+(``ops.BY_ATEN``), becomes a ``fallback`` node, if ``kernels.fallback.aten`` lets it run.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def translate(call: OperatorCall, build: Builder) -> Result:
 # Arguments that cannot change what an inference computes.
 _IGNORED = frozenset({"cudnn_enable", "cudnn_enabled", "memory_format", "non_blocking", "copy"})
 
-# Rank of the input of operations whose kernels want a batch axis; torch takes samples without one too.
+# Rank of the input of operations whose kernels want a batch axis; torch takes samples without one
+# too.
 _RANKS = {"conv1d": 3, "conv2d": 4, "conv3d": 5, "conv_transpose2d": 4}
 _RANKS |= {"max_pool2d": 4, "avg_pool2d": 4, "adaptive_avg_pool2d": 4}
 
@@ -197,7 +198,7 @@ def _dropout(call: OperatorCall, build: Builder) -> Result:
     if call.arguments["train"] and call.arguments["p"] > 0:
         raise CompileError(
             "the network drops values at random even in evaluation mode",
-            seen=f"{call.overload}(p={call.arguments['p']}, train=True) in {build.layer or 'the network'}",
+            seen=f"p={call.arguments['p']}, train=True in {build.layer or 'the network itself'}",
             fix="use nn.Dropout, or pass training=self.training to F.dropout",
         )
     return call.input

@@ -1,4 +1,4 @@
-"""Writing a graph: values get unique names and inferred shapes. What capture and the ONNX reader share."""
+"""Writing a graph, shared by capture and the ONNX reader: unique names, inferred shapes."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def capture_at(
     name: str = "",
     outputs: Sequence[str] | None = None,
 ) -> Graph:
-    """``capture`` for exactly one batch size: for modules whose shapes do not follow the batch linearly."""
+    """``capture`` for one batch size: for modules whose shapes do not follow the batch linearly."""
     fixed = [TensorSpec(name=s.name, dtype=s.dtype, shape=s.at(batch)) for s in inputs]
     return capture(module, fixed, name=name, outputs=outputs)
 
@@ -210,7 +210,7 @@ class _Reader:
             raise CompileError(
                 "the network calls something that is not an operator on tensors",
                 seen=f"{target} in {self.build.layer or 'the network itself'}",
-                fix="write control flow over sizes, not over values, and no arithmetic on numbers of data",
+                fix="let control flow depend on sizes, not on values",
             )
         if target._schema.name.split("::")[1].startswith(_NO_COMPUTATION):
             return None

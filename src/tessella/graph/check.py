@@ -15,10 +15,10 @@ _BATCHES = (1, 3)
 def check(graph: Graph) -> None:
     """Raise ``CompileError`` naming the node and the rule that it breaks.
 
-    The rules: names are unique, and every value has one producer; a value is made before it is read;
-    operations are known and have the inputs and attributes of their row; attributes can be written to
-    JSON; every shape and element type is what the reference kernels give; constants have the shape that
-    their value says; and the outputs exist.
+    The rules: names are unique, and every value has one producer; a value is made before it is
+    read; operations are known and have the inputs and attributes of their row; attributes can be
+    written to JSON; every shape and element type is what the reference kernels give; constants
+    have the shape that their value says; and the outputs exist.
     """
     _names(graph)
     made: set[Value] = {*graph.inputs, *graph.constants}
@@ -86,7 +86,7 @@ def _row(node: Node) -> None:
 
 
 def _shapes(graph: Graph) -> None:
-    """Every value's shape and element type are what the references give, at each of two batch sizes."""
+    """Shapes and element types are what the references give, at each of two batch sizes."""
     for batch in _BATCHES:
         for node in graph.nodes:
             try:

@@ -92,7 +92,7 @@ def _holds_dim(attr: Any) -> bool:
 
 
 def infer(graph: Graph, batch: int) -> dict[str, Kind]:
-    """Element type and shape of every computed value by name, for one batch size, from the inputs on.
+    """Element type and shape of every value by name, for one batch size, from the inputs on.
 
     Reads the graph's inputs and constants only: what the nodes' outputs claim is not looked at.
     """

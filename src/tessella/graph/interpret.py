@@ -1,4 +1,4 @@
-"""Run a graph on the reference kernels: the slow, plain meaning that everything else is compared with."""
+"""Run a graph on the reference kernels: the plain meaning that all else is compared with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def interpret(
 
     Args:
         inputs: a tensor for each graph input, on one device, of its element type and shape.
-        upcast: compute everything that floats in this type instead (``torch.float64`` for a reference).
+        upcast: compute everything that floats in this type instead (``torch.float64`` for a
+            reference).
 
     Raises:
         InputError: an input is missing, unknown, or of another shape or element type.

@@ -21,7 +21,8 @@ class Op:
 
     Attributes:
         name: the operation.
-        inputs: names of its tensor inputs, in order. A node has exactly as many, None where left out.
+        inputs: names of its tensor inputs, in order. A node has exactly as many, None where left
+            out.
         optional: those of the inputs that may be left out.
         attrs: names of its attributes. A node has exactly these.
         aten: torch's overloads whose arguments of the same names say the same.

@@ -1,6 +1,7 @@
 """The epilogue: what a convolution or a matrix product does to its result before storing it.
 
-``out = activation(product + bias + residual)``. The names are what the attribute ``activation`` may hold.
+``out = activation(product + bias + residual)``. The names are what the attribute ``activation``
+may hold.
 """
 
 from __future__ import annotations

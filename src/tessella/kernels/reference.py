@@ -1,7 +1,8 @@
 """What each operation means: a static table from its name to a plain torch function.
 
-A reference is called ``function(*inputs, **attrs)``: inputs in the operation's order, None where one is left out.
-It is right for every floating element type and on the meta device, where it gives shapes only.
+A reference is called ``function(*inputs, **attrs)``: inputs in the operation's order, None where
+one is left out. It is right for every floating element type and on the meta device, where it gives
+shapes only.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _FAMILIES: dict[str, str] = {
     "reduce": "mean sum amax amin",
     "attention": "scaled_dot_product_attention",
     "transform": "reshape permute expand cat split slice select pad interpolate embedding to clone",
-    "pointwise": "add sub mul div pow maximum minimum relu relu6 sigmoid tanh silu gelu hardswish"
-    " hardsigmoid mish leaky_relu prelu elu softplus clamp exp log sqrt rsqrt reciprocal neg abs erf",
+    "pointwise": "add sub mul div pow maximum minimum relu relu6 sigmoid tanh silu gelu"
+    " hardswish hardsigmoid mish leaky_relu prelu elu softplus clamp exp log sqrt rsqrt reciprocal"
+    " neg abs erf",
     "fallback": "fallback",
 }
 

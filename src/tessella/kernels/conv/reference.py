@@ -44,7 +44,7 @@ def conv2d(
     groups: int,
     activation: str | None = None,
 ) -> Tensor:
-    """input [N, C, H, W], weight [K, C / groups, R, S], residual like the result → [N, K, H', W']."""
+    """input [N, C, H, W], weight [K, C / groups, R, S], residual like the result [N, K, H', W']."""
     product = F.conv2d(input, weight, bias, stride, padding, dilation, groups)
     return finish(product, residual, activation)
 

@@ -1,7 +1,7 @@
 """fallback.aten: a torch operator without an operation of ours, called through the dispatcher.
 
-Only pure functions of tensors may run: a plan is data from a stranger, and must not reach an operator that
-writes files, changes its arguments, draws random numbers or trusts raw sizes.
+Only pure functions of tensors may run: a plan is data from a stranger, and must not reach an
+operator that writes files, changes its arguments, draws random numbers or trusts raw sizes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ WRITES_OUT = False
 
 NAMESPACES = ("aten", "torchvision")
 
-# Operators with a leading underscore are torch's internals, and several trust their arguments blindly.
-# These are what torch.export itself leaves in a graph.
+# Operators with a leading underscore are torch's internals, and several trust their arguments
+# blindly. These are what torch.export itself leaves in a graph.
 INTERNAL_BUT_SAFE = frozenset({
     "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_log_softmax", "_softmax", "_to_copy",
-    "_unsafe_index", "_unsafe_view", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa",
+    "_unsafe_view", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa",
     "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
     "_weight_norm",
 })  # fmt: skip
@@ -38,7 +38,7 @@ _TARGET = re.compile(r"([a-z]+)::(\w+)(?:\.(\w+))?")
 
 
 def refusal(target: str) -> str | None:
-    """Why ``target`` (``aten::roll`` or ``aten::topk.values``) may not run as a fallback, or None."""
+    """Why ``target`` (``aten::roll``, ``aten::max.dim``) may not run as a fallback, or None."""
     match = _TARGET.fullmatch(target)
     if match is None:
         return f"{target!r} is not the name of an operator"
@@ -60,7 +60,8 @@ def refusal(target: str) -> str | None:
         return f"{target} does not return tensors"
     if torch.Tag.nondeterministic_seeded in operator.tags:
         return f"{target} draws random numbers"
-    if torch.Tag.dynamic_output_shape in operator.tags:
+    # Indexing by numbers has a shape that follows from the arguments; only a mask's does not.
+    if torch.Tag.dynamic_output_shape in operator.tags and name != "index":
         return f"the shape of the result of {target} depends on the data"
     return None
 
@@ -110,8 +111,9 @@ def arguments(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Templates of arguments with their tensors put in.
 
-    In a template, ``{"input": i}`` is the i-th tensor; ``{"dtype": "float32"}``, ``{"memory_format": …}`` and
-    ``{"layout": …}`` are torch's constants; ``{"float": "-inf"}`` is a number that JSON cannot hold.
+    In a template, ``{"input": i}`` is the i-th tensor; ``{"dtype": "float32"}``,
+    ``{"memory_format": …}`` and ``{"layout": …}`` are torch's constants; ``{"float": "-inf"}`` is
+    a number that JSON cannot hold.
     """
 
     def fill(template: Any) -> Any:

@@ -59,5 +59,5 @@ def rms_norm(
 
 
 def local_response_norm(input: Tensor, *, size: int, alpha: float, beta: float, k: float) -> Tensor:
-    """input [N, C, ...]: divided by ``(k + alpha · mean of squares over size channels) ** beta``."""
+    """input [N, C, ...], over ``(k + alpha · mean of squares of size channels) ** beta``."""
     return F.local_response_norm(input, size, alpha, beta, k)

@@ -108,7 +108,7 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def elu(input: Tensor, *, alpha: float, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:
-    """``scale · x`` where x > 0, else ``scale · alpha · (exp(input_scale · x) − 1)``: ELU, SELU, CELU."""
+    """``scale · x`` where x > 0, else ``scale · alpha · (exp(input_scale · x) − 1)``."""
     return torch.where(input > 0, scale * input, scale * alpha * torch.expm1(input_scale * input))
 
 

@@ -41,7 +41,7 @@ def select(input: Tensor, *, dim: int, index: int) -> Tensor:
 
 
 def pad(input: Tensor, *, pad: Sequence[int], mode: str, value: float | None) -> Tensor:
-    """``pad``: (before, after) pairs, the last axis first. mode: constant, reflect, replicate, circular."""
+    """``pad``: (before, after) pairs, the last axis first. ``mode``: constant, reflect, …"""
     return F.pad(input, list(pad), mode, value)
 
 
