@@ -1,0 +1,323 @@
+"""A folder or a list of images becomes a dataset: list, hold out, read, count, write.
+
+The dataset is the same for any number of workers, and complete or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tessella.artifacts.dataset import (
+    Dataset,
+    DatasetInfo,
+    Example,
+    SkippedFile,
+    SplitInfo,
+    SplitWriter,
+    write_info,
+)
+from tessella.artifacts.files import write_folder
+from tessella.core.errors import DataError, UsageError
+from tessella.core.events import Emit, phase, progress, silent, warning
+from tessella.core.preprocess import Preprocess, ResizeMode, full_scale
+from tessella.core.record import digest
+from tessella.data.duplicates import Duplicates
+from tessella.data.listing import SPLIT_NAMES, Listing, fingerprint, list_images
+from tessella.data.moments import Moments
+from tessella.data.notes import notes_on
+from tessella.data.reading import Picture, read_all
+from tessella.data.sources import read_labels
+from tessella.data.splitting import TRAIN
+
+MAX_SKIPPED = 1000
+PROGRESS_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportSettings:
+    """How images become a dataset.
+
+    Attributes:
+        size: height and width to store, or one number for both.
+        channels, depth, resize: see ``core.preprocess.Preprocess``.
+        crop: size that the network sees, if smaller than ``size``.
+        holdout, test: fractions of each class that are held out for validation and for testing.
+        val_folder, test_folder: folders (or lists) to take these splits from instead.
+        labels: a list's class names, or a text file with one a line.
+        image_root: what a list's paths are relative to; the list's folder if None.
+        seed: decides which images are held out.
+        name: of the dataset; the source's if None.
+        workers: threads that read images; one a core if None. Decides nothing else.
+    """
+
+    size: int | tuple[int, int] = 256
+    channels: int = 3
+    depth: int = 8
+    resize: ResizeMode = "squash"
+    crop: int | tuple[int, int] | None = None
+    holdout: float = 0.1
+    test: float = 0.0
+    val_folder: str | Path | None = None
+    test_folder: str | Path | None = None
+    labels: tuple[str, ...] | str | Path | None = None
+    image_root: str | Path | None = None
+    seed: int = 0
+    name: str | None = None
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (min(self.holdout, self.test) >= 0 and self.holdout + self.test < 1):
+            raise UsageError(
+                "holdout and test are fractions that leave something to train on",
+                seen=f"holdout={self.holdout}, test={self.test}",
+                fix="for example holdout=0.1, test=0.1",
+            )
+        if self.workers is not None and self.workers < 1:
+            raise UsageError("an import needs at least one worker", seen=self.workers)
+        if self.resize not in ("squash", "crop", "fill", "half_crop"):
+            raise UsageError(
+                "unknown resize mode", seen=self.resize, fix="squash, crop, fill or half_crop"
+            )
+        self.record()
+
+    def record(self) -> Preprocess:
+        """The preprocessing record, with mean and std still to be measured."""
+        height, width = _pair(self.size)
+        return Preprocess(
+            height=height,
+            width=width,
+            channels=self.channels,
+            depth=self.depth,
+            resize=self.resize,
+            crop=None if self.crop is None else _pair(self.crop),
+        )
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def import_images(
+    source: str | Path, out: str | Path, settings: ImportSettings, *, emit: Emit = silent
+) -> Dataset:
+    """Make a dataset of a folder (class = subfolder) or of a text list (lines ``path label``).
+
+    Bad files are listed in the dataset's ``info.skipped``. Notes are emitted as warnings, too.
+
+    Args:
+        out: the dataset's folder, which must not exist yet.
+
+    Raises:
+        DataError: no source, no images, one class only, or none that can be read.
+        UsageError: ``out`` is there already.
+    """
+    source, out = Path(source), Path(out)
+    _refuse_existing(out)
+    emit(phase("find", f"looking for images in {source}"))
+    return _import_listing(source, out, settings, _list(source, settings), emit)
+
+
+def images(
+    source: str | Path,
+    *,
+    size: int | tuple[int, int] = 256,
+    holdout: float = 0.1,
+    out: str | Path | None = None,
+    emit: Emit = silent,
+    **settings: Any,
+) -> Dataset:
+    """``import_images`` in one line: the same call gives the dataset that is there already.
+
+    Args:
+        out: the dataset's folder; ``datasets/NAME`` if None.
+        settings: further fields of ``ImportSettings``.
+
+    Raises:
+        UsageError: ``out`` is there, but was made from other settings or files; and as
+            ``import_images``.
+    """
+    chosen = ImportSettings(size=size, holdout=holdout, **settings)
+    source = Path(source)
+    out = Path("datasets") / _file_name(_name(source, chosen)) if out is None else Path(out)
+    if not (out / "dataset.json").exists():
+        return import_images(source, out, chosen, emit=emit)
+    there, listing = Dataset(out), _list(source, chosen)
+    if there.info.import_hash != fingerprint(listing, _settings_hash(chosen)):
+        raise UsageError(
+            "this dataset was made from other files or settings",
+            seen=out,
+            fix="choose another out=, or remove that folder to import again",
+        )
+    return there
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(
+            "the dataset's folder exists already",
+            seen=out,
+            fix="choose another folder, or remove that one to import again",
+        )
+
+
+def _list(source: Path, settings: ImportSettings) -> Listing:
+    labels = settings.labels
+    val, test = settings.val_folder, settings.test_folder
+    return list_images(
+        source,
+        labels=read_labels(Path(labels)) if isinstance(labels, str | Path) else labels,
+        image_root=None if settings.image_root is None else Path(settings.image_root),
+        val=settings.holdout if val is None else Path(val),
+        test=settings.test if test is None else Path(test),
+        seed=settings.seed,
+    )
+
+
+def _settings_hash(settings: ImportSettings) -> str:
+    """Of what decides the dataset's content; the listing tells the rest."""
+    return digest(settings.record())
+
+
+def _name(source: Path, settings: ImportSettings) -> str:
+    return settings.name or source.resolve().stem or "images"
+
+
+def _file_name(name: str) -> str:
+    """A name as a file may be called: letters, digits, dot, dash and underscore."""
+    return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "images"
+
+
+# --- the pipeline -------------------------------------------------------------------------------
+
+
+@dataclass
+class _Tally:
+    """What is learnt on the way through the pictures."""
+
+    moments: Moments
+    duplicates: Duplicates = field(default_factory=Duplicates)
+    skipped: list[SkippedFile] = field(default_factory=list)
+    skipped_count: int = 0
+
+    def skip(self, file: SkippedFile) -> None:
+        self.skipped_count += 1
+        if len(self.skipped) < MAX_SKIPPED:
+            self.skipped.append(file)
+
+
+def _import_listing(
+    source: Path, out: Path, settings: ImportSettings, listing: Listing, emit: Emit
+) -> Dataset:
+    classes = len(listing.classes)
+    emit(phase("import", f"{len(listing.sources):,} images of {classes:,} classes"))
+
+    def fill(folder: Path) -> None:
+        writers = {
+            split: SplitWriter(folder, name, listing.classes)
+            for split, name in SPLIT_NAMES.items()
+            if (listing.splits == split).any()
+        }
+        tally = _write_pictures(writers, listing, settings, emit)
+        splits = {SPLIT_NAMES[split]: writer.close() for split, writer in writers.items()}
+        _check_enough(splits, listing, tally)
+        hashes = {SPLIT_NAMES[split]: w.row_hashes.hexdigest() for split, w in writers.items()}
+        write_info(folder, _describe(source, settings, listing, splits, hashes, tally))
+
+    write_folder(out, fill)
+    dataset = Dataset(out)
+    for note in dataset.info.notes:
+        emit(warning(note))
+    return dataset
+
+
+def _write_pictures(
+    writers: dict[int, SplitWriter], listing: Listing, settings: ImportSettings, emit: Emit
+) -> _Tally:
+    tally = _Tally(moments=Moments(settings.channels))
+    for file in listing.skipped:
+        tally.skip(file)
+    total, told = len(listing.sources), 0.0
+    workers = settings.workers or len(os.sched_getaffinity(0))
+    pictures = read_all(listing.sources, settings.record(), workers=workers)
+    for number, picture in enumerate(pictures):
+        source, split = listing.sources[number], int(listing.splits[number])
+        if isinstance(picture, Picture):
+            writers[split].add(
+                Example(content=picture.content, label=source.label, path=source.path)
+            )
+            tally.duplicates.add(picture.digest, split, number)
+            if split == TRAIN:
+                tally.moments.add(picture.count, picture.sums, picture.squares)
+        else:
+            tally.skip(picture)
+        if time.monotonic() - told > PROGRESS_SECONDS or number + 1 == total:
+            told = time.monotonic()
+            emit(progress("import", number + 1, total))
+    return tally
+
+
+def _check_enough(splits: dict[str, SplitInfo], listing: Listing, tally: _Tally) -> None:
+    first = (
+        f"; the first: {tally.skipped[0].path}: {tally.skipped[0].reason}" if tally.skipped else ""
+    )
+    trained = splits["train"].class_counts if "train" in splits else ()
+    if not sum(trained):
+        raise DataError(
+            "no image is left to train on",
+            seen=f"{tally.skipped_count} of {len(listing.sources)} files are bad{first}",
+            fix="check the files, or copy them again",
+        )
+    if sum(count > 0 for count in trained) < 2:
+        raise DataError(
+            "only one class has images that can be read",
+            seen=f"{tally.skipped_count} of {len(listing.sources)} files are bad{first}",
+            fix="check the files of the other classes",
+        )
+
+
+def _describe(
+    source: Path,
+    settings: ImportSettings,
+    listing: Listing,
+    splits: dict[str, SplitInfo],
+    hashes: dict[str, str],
+    tally: _Tally,
+) -> DatasetInfo:
+    """``hashes``: of each split's rows."""
+    mean, std = tally.moments.mean_std(full_scale(settings.depth))
+    splits = {name: split for name, split in splits.items() if split.count}
+    rows = "\n".join(f"{name} {value}" for name, value in hashes.items() if name in splits)
+
+    def place(number: int) -> str:
+        return f"{SPLIT_NAMES[int(listing.splits[number])]}:{listing.sources[number].path}"
+
+    return DatasetInfo(
+        name=_name(source, settings),
+        classes=listing.classes,
+        # A constant channel has nothing to scale by.
+        preprocess=replace(settings.record(), mean=mean, std=tuple(s or 1.0 for s in std)),
+        splits=splits,
+        source=os.fsencode(source).decode("utf-8", "backslashreplace"),
+        content_hash=hashlib.sha256(rows.encode()).hexdigest(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        skipped=tuple(tally.skipped),
+        skipped_count=tally.skipped_count,
+        duplicates=tuple((place(a), place(b)) for a, b in tally.duplicates.pairs),
+        duplicate_count=tally.duplicates.count,
+        notes=notes_on(
+            listing.classes,
+            splits,
+            std=std,
+            skipped=tally.skipped_count,
+            duplicates=tally.duplicates.count,
+            already=listing.notes,
+        ),
+        import_hash=fingerprint(listing, _settings_hash(settings)),
+    )

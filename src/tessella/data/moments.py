@@ -1,0 +1,42 @@
+"""Mean and standard deviation per channel over any number of images, exactly, holding none."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tessella.core.preprocess import Pixels
+
+
+class Moments:
+    """Sums of samples and of their squares, as integers that cannot overflow or lose a digit."""
+
+    def __init__(self, channels: int) -> None:
+        self._count = 0
+        self._sums = [0] * channels
+        self._squares = [0] * channels
+
+    def add(self, count: int, sums: list[int], squares: list[int]) -> None:
+        """Take what ``sums_of`` said of one image."""
+        self._count += count
+        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
+        self._squares = [a + b for a, b in zip(self._squares, squares, strict=True)]
+
+    def mean_std(self, full_scale: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Per channel, in units of full scale. The standard deviation is that of the population."""
+        n = self._count
+        mean = tuple(s / (n * full_scale) for s in self._sums)
+        std = tuple(
+            math.sqrt(n * q - s * s) / (n * full_scale)
+            for s, q in zip(self._sums, self._squares, strict=True)
+        )
+        return mean, std
+
+
+def sums_of(pixels: Pixels) -> tuple[int, list[int], list[int]]:
+    """Of HWC integers: samples a channel, and each channel's sum and sum of squares."""
+    flat = pixels.reshape(-1, pixels.shape[2])
+    sums = flat.sum(axis=0, dtype=np.uint64)
+    squares = np.einsum("nc,nc->c", flat, flat, dtype=np.uint64, casting="safe")
+    return len(flat), [int(v) for v in sums], [int(v) for v in squares]

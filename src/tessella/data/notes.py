@@ -1,0 +1,53 @@
+"""What a person should know of a dataset before training on it."""
+
+from __future__ import annotations
+
+from tessella.artifacts.dataset import SplitInfo
+
+IMBALANCE = 10  # times as many images in the largest class as in the smallest: worth a note
+NAMES_SHOWN = 10
+
+
+def notes_on(
+    classes: tuple[str, ...],
+    splits: dict[str, SplitInfo],
+    *,
+    std: tuple[float, ...],
+    skipped: int,
+    duplicates: int,
+    already: tuple[str, ...],
+) -> tuple[str, ...]:
+    """Notes, the most pressing first: no validation, lost classes, imbalance, leaks, bad files.
+
+    Args:
+        std: the measured standard deviation of each channel.
+        skipped, duplicates: how many files are bad, and how many images lie in two splits.
+        already: notes on what was found, which go last.
+    """
+    counts = splits["train"].class_counts
+    notes = []
+    if "val" not in splits:
+        notes.append("there is no validation split: training cannot tell how good the network is")
+    if untrained := [name for name, count in zip(classes, counts, strict=True) if not count]:
+        notes.append(f"{len(untrained):,} classes have no training image: {_some(untrained)}")
+    if "val" in splits:
+        held = splits["val"].class_counts
+        if unseen := [name for name, count in zip(classes, held, strict=True) if not count]:
+            notes.append(f"{len(unseen):,} classes have no validation image: {_some(unseen)}")
+    few, most = min(c for c in counts if c), max(counts)
+    if most >= IMBALANCE * few:
+        notes.append(
+            f"class imbalance: {classes[counts.index(most)]!r} has {most:,} training images, "
+            f"{classes[counts.index(few)]!r} has {few:,}; class_weights='balanced' evens it out"
+        )
+    if duplicates:
+        notes.append(f"{duplicates:,} images lie in two splits, pixel for pixel: results flatter")
+    notes += [f"channel {c} has the same value everywhere" for c, s in enumerate(std) if s == 0]
+    if skipped:
+        notes.append(f"{skipped:,} files could not be used and were skipped")
+    return (*notes, *already)
+
+
+def _some(names: list[str]) -> str:
+    more = ", …" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(repr(name) for name in names[:NAMES_SHOWN]) + more

@@ -1,0 +1,90 @@
+"""Files to stored pictures, in parallel: decode, fit, encode, in the order of the listing.
+
+Threads are enough: Pillow and OpenCV release the interpreter lock while they work. So a script
+needs no ``__main__`` guard, and no worker has to load the libraries again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tessella.artifacts.dataset import SkippedFile
+from tessella.core.errors import DataError
+from tessella.core.preprocess import Preprocess, decode, encode, fit
+from tessella.data.moments import sums_of
+from tessella.data.sources import Source
+
+MAX_FILE_BYTES = 1 << 30
+CHUNK_BYTES = 1 << 20  # of pixels: what a task reads, so that many small files cost few tasks
+MAX_CHUNK = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """A file as the dataset stores it.
+
+    Attributes:
+        content: lossless file bytes in the record's size.
+        digest: 16 bytes that tell its pixels from all others.
+        count, sums, squares: see ``moments.sums_of``.
+    """
+
+    content: bytes
+    digest: bytes
+    count: int
+    sums: list[int]
+    squares: list[int]
+
+
+def read_all(
+    sources: Sequence[Source], record: Preprocess, *, workers: int
+) -> Iterator[Picture | SkippedFile]:
+    """Each source's picture, or why there is none, in order; holds a few pictures a worker."""
+    nbytes = record.height * record.width * record.channels * record.depth // 8
+    size = min(MAX_CHUNK, max(1, CHUNK_BYTES // nbytes))
+    starts = iter(range(0, len(sources), size))
+    pending: deque[Future[list[Picture | SkippedFile]]] = deque()
+    with ThreadPoolExecutor(workers, thread_name_prefix="import") as pool:
+
+        def submit(count: int) -> None:
+            for start in itertools.islice(starts, count):
+                pending.append(pool.submit(_read_chunk, sources[start : start + size], record))
+
+        try:
+            submit(2 * workers)
+            while pending:
+                yield from pending.popleft().result()
+                submit(1)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _read_chunk(sources: Sequence[Source], record: Preprocess) -> list[Picture | SkippedFile]:
+    return [read(source, record) for source in sources]
+
+
+def read(source: Source, record: Preprocess) -> Picture | SkippedFile:
+    """One file, decoded, fitted and encoded; of a bad file a ``SkippedFile`` with the reason."""
+    try:
+        nbytes = os.stat(source.file).st_size
+        if nbytes > MAX_FILE_BYTES:
+            raise DataError("the file is too large", seen=f"{nbytes:,} bytes")
+        with open(source.file, "rb") as file:
+            content = file.read()
+        pixels = fit(decode(content, record, name="the file"), record)
+    except DataError as error:
+        seen = "" if error.seen is None else f" ({error.seen})"
+        return SkippedFile(path=source.path, reason=f"{error.wrong}{seen}")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in a listed path
+        reason = getattr(error, "strerror", None) or str(error)
+        return SkippedFile(path=source.path, reason=f"the file cannot be opened: {reason}")
+    shape = f"{pixels.dtype}{pixels.shape}".encode()
+    digest = hashlib.blake2b(pixels.tobytes(), digest_size=16, key=shape).digest()
+    count, sums, squares = sums_of(pixels)
+    return Picture(content=encode(pixels), digest=digest, count=count, sums=sums, squares=squares)
