@@ -11,7 +11,8 @@ TessellaError          1
 │   └── OutOfMemory        with settings that fit
 ├── CompileError       6   a network that cannot become a plan
 ├── InputError         7   a tensor or request that does not match a plan
-└── JobError           8   the queue cannot do what was asked
+├── JobError           8   the queue cannot do what was asked
+└── ServeError         9   a request that a server refuses, with its HTTP status
 """
 
 from __future__ import annotations
@@ -94,3 +95,19 @@ class InputError(TessellaError):
 
 class JobError(TessellaError):
     exit_code = 8
+
+
+class ServeError(TessellaError):
+    """A request that a server refuses or cannot carry out now.
+
+    Args:
+        status: the HTTP status that says so (401, 404, 413, 503, …).
+    """
+
+    exit_code = 9
+
+    def __init__(
+        self, wrong: str, *, status: int, seen: object = None, fix: str | None = None
+    ) -> None:
+        super().__init__(wrong, seen=seen, fix=fix)
+        self.status = status

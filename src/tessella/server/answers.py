@@ -1,0 +1,66 @@
+"""What goes back to a client: a status, a body and headers; errors as ``{"error": text}``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from tessella.core.errors import DataError, InputError, ServeError, TessellaError, UsageError
+from tessella.server.body import Headers, compress
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_JSON = (b"content-type", b"application/json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    status: int = 200
+    body: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = (_JSON,)
+
+
+def json_answer(document: Any, status: int = 200) -> Answer:
+    return Answer(status=status, body=json.dumps(document, separators=(",", ":")).encode())
+
+
+def error_answer(error: Exception) -> Answer:
+    """The answer to a request that raised; what is not of our tree is logged and not told."""
+    status = status_of(error)
+    if not isinstance(error, TessellaError):
+        log.error("a request failed", exc_info=error)
+        text = "The server failed to answer. To do: look into its log."
+        return json_answer({"error": text}, status)
+    headers = [_JSON]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
+    if status in (408, 413):  # the rest of the body is not waited for
+        headers.append((b"connection", b"close"))
+    body = json.dumps({"error": str(error)}).encode()
+    return Answer(status=status, body=body, headers=tuple(headers))
+
+
+def status_of(error: Exception) -> int:
+    """400 for what the client sent, 500 for what lies here, else what the error says."""
+    if isinstance(error, ServeError):
+        return error.status
+    return 400 if isinstance(error, UsageError | InputError | DataError) else 500
+
+
+async def reply(answer: Answer, request_headers: Headers, send: Send) -> None:
+    """Send an answer, compressed if the client accepts that."""
+    body, encoding = answer.body, None
+    if accepted := request_headers.get(b"accept-encoding"):
+        body, encoding = await compress(body, accepted)
+    headers = [*answer.headers, (b"content-length", str(len(body)).encode())]
+    if encoding is not None:
+        headers += [(b"content-encoding", encoding), (b"vary", b"Accept-Encoding")]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

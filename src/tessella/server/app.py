@@ -1,0 +1,270 @@
+"""The server as an ASGI application: the door, the inference routes, then FastAPI for the rest.
+
+The inference routes are plain functions of a request, since a framework costs more than a small
+network. Bodies are read within limits, and only a checked model name ever names a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from urllib.parse import parse_qs
+
+import numpy as np
+
+from tessella.core.errors import InputError, ServeError, TessellaError
+from tessella.server.answers import Answer, Send, error_answer, json_answer, log, reply, status_of
+from tessella.server.body import BodyReader, Disconnected, Headers, Receive, Scope
+from tessella.server.classification import best
+from tessella.server.descriptions import model_config, model_metadata, server_metadata
+from tessella.server.guard import Guard
+from tessella.server.images import ImageDecoder, files_of_form
+from tessella.server.limits import DEFAULT_LIMITS, Limits
+from tessella.server.management import management
+from tessella.server.metrics import Metrics
+from tessella.server.protocol import InferRequest, build_infer, parse_infer
+from tessella.server.repository import VERSION, Model, Repository
+
+MANAGEMENT_BODY_BYTES = 1 << 20
+DEFAULT_TOP = 5
+
+Handler = Callable[[Headers, Receive], Awaitable[Answer]]
+
+
+class App:
+    """ASGI application of one repository."""
+
+    def __init__(
+        self, repository: Repository, guard: Guard, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
+        self.repository = repository
+        self._guard = guard
+        self._limits = limits
+        self._bodies = BodyReader(limits)
+        self._images = ImageDecoder(limits.image_pixels)
+        self._management = management(repository, Metrics(repository))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        headers: Headers = dict(scope["headers"])
+        try:
+            self._guard.check(scope["method"], scope["path"], headers)
+            answer = await self._answer(scope, headers, receive)
+        except Disconnected:
+            return
+        except Exception as error:
+            answer = error_answer(error)
+        if answer is None:
+            await self._manage(scope, headers, receive, send)
+        else:
+            await reply(answer, headers, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                await self.repository.close()
+                self._images.close()
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+
+    # --- routes -------------------------------------------------------------------------------
+
+    async def _answer(self, scope: Scope, headers: Headers, receive: Receive) -> Answer | None:
+        """The answer of an inference route; None if the path is not one."""
+        match scope["path"].split("/")[1:]:
+            case ["v2", "models", name, "versions", version, *verb] if len(verb) <= 1:
+                pass
+            case ["v2", "models", "stats"]:
+                return _get(scope, self._all_statistics)
+            case ["v2", "models", name, *verb] if len(verb) <= 1:
+                version = None
+            case ["v2"] | ["v2", ""]:
+                return _get(scope, server_metadata)
+            case ["v2", "health", "live" | "ready"]:
+                return _get(scope, dict)
+            case _:
+                return None
+        return await self._answer_model(scope, headers, receive, name, version, verb)
+
+    async def _answer_model(
+        self,
+        scope: Scope,
+        headers: Headers,
+        receive: Receive,
+        name: str,
+        version: str | None,
+        verb: list[str],
+    ) -> Answer | None:
+        match verb:
+            case ["infer"]:
+                _require(scope, "POST")
+                return await self._infer(headers, receive, name, version)
+            case ["classify"]:
+                _require(scope, "POST")
+                top = _top(scope["query_string"])
+                return await self._classify(headers, receive, name, version, top)
+            case []:
+                return _get(scope, lambda: model_metadata(self.repository.get(name, version)))
+            case ["config"]:
+                return _get(scope, lambda: model_config(self.repository.get(name, version)))
+            case ["stats"]:
+                return _get(scope, lambda: _statistics([self.repository.get(name, version)]))
+            case ["ready"]:
+                _require(scope, "GET")
+                self.repository.get(name, version)
+                return json_answer({})
+        return None
+
+    def _all_statistics(self) -> dict[str, object]:
+        return _statistics(self.repository.models)
+
+    async def _infer(
+        self, headers: Headers, receive: Receive, name: str, version: str | None
+    ) -> Answer:
+        self.repository.get(name, version)  # do not read a body that nobody wants
+        most_bytes = self._limits.body_bytes
+        async with self._bodies.read(headers, receive, most_bytes=most_bytes) as body:
+            with self.repository.get(name, version).in_use() as model, _counted(model):
+                header_length = headers.get(b"inference-header-content-length")
+                request = parse_infer(body, header_length, model.signature, self._limits)
+                outputs = await self._run(model, request)
+                response = build_infer(
+                    request, outputs, model.signature, name=model.name, version=VERSION
+                )
+        if response.json_bytes is None:
+            return Answer(body=response.body)
+        length = str(response.json_bytes).encode()
+        return Answer(
+            body=response.body,
+            headers=(
+                (b"content-type", b"application/octet-stream"),
+                (b"inference-header-content-length", length),
+            ),
+        )
+
+    async def _run(self, model: Model, request: InferRequest) -> dict[str, np.ndarray]:
+        arrays = dict(request.arrays)
+        for name, files in request.images.items():
+            record = model.signature.preprocess
+            assert record is not None, "only a plan with a record has an image input"
+            arrays[name] = await self._images.decode(files, record, name=name)
+        return await model.batcher.infer(arrays)
+
+    async def _classify(
+        self, headers: Headers, receive: Receive, name: str, version: str | None, top: int
+    ) -> Answer:
+        """The best classes of image files, for people and scripts without a client library."""
+        self.repository.get(name, version)
+        most_bytes = self._limits.body_bytes
+        async with self._bodies.read(headers, receive, most_bytes=most_bytes) as body:
+            with self.repository.get(name, version).in_use() as model, _counted(model):
+                image_input = model.signature.image_input
+                if image_input is None or len(model.signature.inputs) != 1:
+                    raise InputError(
+                        f"model {model.name!r} does not take one image",
+                        seen=", ".join(str(s) for s in model.signature.inputs.values()),
+                        fix=f"send its inputs to /v2/models/{model.name}/infer",
+                    )
+                files = await _files(headers, body)
+                request = InferRequest(id=None, outputs=(), images={image_input: files})
+                outputs = await self._run(model, request)
+        scores = outputs[next(iter(model.signature.outputs))]
+        predictions = [_predictions(row, model.signature.labels, top) for row in scores]
+        return json_answer(
+            {"model_name": model.name, "model_version": VERSION, "predictions": predictions}
+        )
+
+    async def _manage(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        """Let FastAPI answer, with a body that has been read within limits."""
+        started = False
+
+        async def body_again() -> dict[str, object]:
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        async def watched(message: dict[str, object]) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            async with self._bodies.read(
+                headers, receive, most_bytes=MANAGEMENT_BODY_BYTES
+            ) as body:
+                await self._management(scope, body_again, watched)
+        except Disconnected:
+            return
+        except Exception as error:
+            if started:
+                log.exception("an answer could not be completed")
+                return
+            await reply(error_answer(error), headers, send)
+
+
+class _counted:
+    """Counts a request to a model as answered or failed, with the time it took."""
+
+    def __init__(self, model: Model) -> None:
+        self._statistics = model.statistics
+
+    def __enter__(self) -> None:
+        self._started_ns = time.perf_counter_ns()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        spent_ns = time.perf_counter_ns() - self._started_ns
+        if error is None:
+            self._statistics.succeeded(spent_ns)
+        else:
+            self._statistics.failed(spent_ns, _reason(error))
+
+
+def _reason(error: BaseException) -> str:
+    """Triton's word for why a request failed."""
+    if isinstance(error, asyncio.CancelledError):
+        return "CANCELED"
+    if isinstance(error, TessellaError):
+        return "REJECTED" if status_of(error) == 503 else "OTHER"
+    return "BACKEND"
+
+
+def _require(scope: Scope, method: str) -> None:
+    if scope["method"] != method and not (method == "GET" and scope["method"] == "HEAD"):
+        raise ServeError(
+            f"this route takes {method}", status=405, seen=scope["method"], fix=f"use {method}"
+        )
+
+
+def _get(scope: Scope, describe: Callable[[], dict[str, object]]) -> Answer:
+    _require(scope, "GET")
+    return json_answer(describe())
+
+
+def _statistics(models: list[Model]) -> dict[str, object]:
+    return {"model_stats": [m.statistics.to_json(m.name, VERSION) for m in models]}
+
+
+def _top(query: bytes) -> int:
+    text = parse_qs(query.decode("latin-1")).get("top", [str(DEFAULT_TOP)])[-1]
+    if not text.isdecimal() or not text.isascii() or not int(text[:9]) >= 1 or len(text) > 9:
+        raise InputError("top is not a number of classes", seen=text[:40], fix="use ?top=5")
+    return int(text)
+
+
+async def _files(headers: Headers, body: bytes | bytearray) -> list[bytes]:
+    content_type = headers.get(b"content-type", b"").decode("latin-1")
+    if content_type.lower().startswith("multipart/form-data"):
+        return await files_of_form(content_type, body)
+    return [bytes(body)]
+
+
+def _predictions(scores: np.ndarray, labels: tuple[str, ...], top: int) -> list[dict[str, object]]:
+    flat = scores.ravel()
+    named = len(labels) == len(flat)
+    return [
+        {"index": int(i), "label": labels[i] if named else None, "score": float(flat[i])}
+        for i in best(scores[None], top)[0]
+    ]

@@ -1,0 +1,182 @@
+"""Bodies in and out: read and decompressed within the limits, compressed if asked."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tessella.core.errors import InputError, ServeError
+from tessella.server.limits import Limits
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Headers = dict[bytes, bytes]
+
+# Below this, compressing costs more than sending; above it, (de)compressing would hold up the loop.
+SMALL_BYTES = 1 << 10
+BRIEF_BYTES = 64 << 10
+
+
+class Disconnected(Exception):
+    """The client went away in the middle of its request: there is nobody to answer."""
+
+
+class BodyReader:
+    """Reads bodies and counts what all of them hold together."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._expanding = asyncio.Semaphore(2)  # so that bombs cannot swell side by side
+        self.held_bytes = 0
+
+    @asynccontextmanager
+    async def read(
+        self, headers: Headers, receive: Receive, *, most_bytes: int
+    ) -> AsyncIterator[bytearray | bytes]:
+        """The whole decompressed body; its bytes count as held until the block ends.
+
+        Raises:
+            ServeError: 408 silent client, 413 too large, 415 unknown encoding, 503 too much held.
+            InputError: the body does not decompress.
+            Disconnected: the client went away.
+        """
+        account = _Account(self)
+        try:
+            body = await self._receive(headers, receive, most_bytes, account)
+            encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+            if encoding != b"identity":
+                async with self._expanding:
+                    body = await _decompress(body, encoding, most_bytes)
+                    account.hold(len(body))
+            yield body
+        finally:
+            self.held_bytes -= account.nbytes
+
+    async def _receive(
+        self, headers: Headers, receive: Receive, most_bytes: int, account: _Account
+    ) -> bytearray | bytes:
+        declared = headers.get(b"content-length")
+        if declared is not None and int(declared) > most_bytes:
+            raise _too_large(int(declared), most_bytes)
+        body: bytearray | bytes = b""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._limits.body_idle_s) as silence:
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Disconnected
+                    chunk = message.get("body", b"")
+                    if len(body) + len(chunk) > most_bytes:
+                        raise _too_large(len(body) + len(chunk), most_bytes)
+                    account.hold(len(chunk))
+                    if not message.get("more_body", False):
+                        return body + chunk if body else chunk
+                    if not isinstance(body, bytearray):
+                        body = bytearray()
+                    body += chunk
+                    silence.reschedule(loop.time() + self._limits.body_idle_s)
+        except TimeoutError as error:
+            raise ServeError(
+                "the body stopped coming",
+                status=408,
+                seen=f"{len(body):,} bytes, then {self._limits.body_idle_s:g} s of silence",
+                fix="send the request again",
+            ) from error
+
+
+class _Account:
+    """What one request holds."""
+
+    def __init__(self, reader: BodyReader) -> None:
+        self._reader = reader
+        self.nbytes = 0
+
+    def hold(self, nbytes: int) -> None:
+        limit = self._reader._limits.held_bytes
+        if self._reader.held_bytes + nbytes > limit:
+            raise ServeError(
+                "the server holds as many request bytes as it may",
+                status=503,
+                seen=f"{self._reader.held_bytes:,} of {limit:,} bytes",
+                fix="try again in a moment, or send smaller batches",
+            )
+        self._reader.held_bytes += nbytes
+        self.nbytes += nbytes
+
+
+def _too_large(nbytes: int, most_bytes: int) -> ServeError:
+    return ServeError(
+        f"the body is larger than {most_bytes:,} bytes",
+        status=413,
+        seen=f"{nbytes:,} bytes or more",
+        fix="send fewer samples in one request",
+    )
+
+
+async def _decompress(body: bytes | bytearray, encoding: bytes, most_bytes: int) -> bytes:
+    if encoding not in (b"gzip", b"x-gzip", b"deflate"):
+        raise ServeError(
+            "the body has an unknown Content-Encoding",
+            status=415,
+            seen=encoding.decode("latin-1")[:60],
+            fix="send it as gzip, deflate or uncompressed",
+        )
+    if len(body) < BRIEF_BYTES // 16:
+        return decompress(body, most_bytes)
+    return await asyncio.to_thread(decompress, body, most_bytes)
+
+
+def decompress(body: bytes | bytearray, most_bytes: int) -> bytes:
+    """The bytes of one gzip member or zlib stream; never more than ``most_bytes`` in memory.
+
+    Raises:
+        InputError: not compressed data, truncated, or followed by something else.
+        ServeError: 413, the result is larger than ``most_bytes``.
+    """
+    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # reads gzip's and zlib's header
+    try:
+        plain = stream.decompress(body, most_bytes + 1)
+    except zlib.error as error:
+        raise InputError(
+            "the body does not decompress",
+            seen=str(error),
+            fix="compress it again, or send it without Content-Encoding",
+        ) from error
+    if len(plain) > most_bytes:
+        raise _too_large(len(plain), most_bytes)
+    if not stream.eof or stream.unused_data:
+        raise InputError(
+            "the compressed body is not one complete stream",
+            seen="bytes after its end" if stream.eof else "it ends early",
+            fix="compress it again, or send it without Content-Encoding",
+        )
+    return plain
+
+
+async def compress(body: bytes, accept_encoding: bytes) -> tuple[bytes, bytes | None]:
+    """The body as the client asked for it in ``Accept-Encoding``, and the encoding's name."""
+    encoding = _accepted(accept_encoding)
+    if encoding is None or len(body) < SMALL_BYTES:
+        return body, None
+    if len(body) < BRIEF_BYTES:
+        return _compress(body, encoding), encoding
+    return await asyncio.to_thread(_compress, body, encoding), encoding
+
+
+def _compress(body: bytes, encoding: bytes) -> bytes:
+    wbits = zlib.MAX_WBITS | (16 if encoding == b"gzip" else 0)
+    stream = zlib.compressobj(level=1, wbits=wbits)  # tensors gain little from higher levels
+    return stream.compress(body) + stream.flush()
+
+
+def _accepted(accept_encoding: bytes) -> bytes | None:
+    for item in accept_encoding.lower().split(b","):
+        name, _, quality = item.strip().partition(b";")
+        refused = quality.strip().replace(b" ", b"").rstrip(b"0.") == b"q="
+        if name.strip() in (b"gzip", b"deflate") and not refused:
+            return name.strip()
+    return None

@@ -1,0 +1,75 @@
+"""What the server says about itself and its models, in the words of Triton's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tessella import __version__
+from tessella.core.dtype import dtype
+from tessella.core.spec import TensorSpec
+from tessella.server.repository import VERSION, Model
+
+PLATFORM = "tessella_plan"
+EXTENSIONS = (
+    "binary_tensor_data", "classification", "model_configuration", "model_repository",
+    "model_repository(unload_dependents)", "statistics",
+)  # fmt: skip
+
+
+def server_metadata() -> dict[str, Any]:
+    return {"name": "tessella", "version": __version__, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(model: Model) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "versions": [VERSION],
+        "platform": PLATFORM,
+        "inputs": [_tensor(s) for s in model.signature.inputs.values()],
+        "outputs": [_tensor(s) for s in model.signature.outputs.values()],
+    }
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": dtype(spec.dtype).wire, "shape": _shape(spec)}
+
+
+def _shape(spec: TensorSpec) -> list[int]:
+    """Sizes, −1 where they may vary."""
+    return [d if isinstance(d, int) else -1 for d in spec.shape]
+
+
+def model_config(model: Model) -> dict[str, Any]:
+    """The configuration in Triton's fields; what has none there is in ``parameters``."""
+    manifest = model.engine.manifest
+    facts = {
+        "plan_hash": model.plan_hash,
+        "target": manifest.fingerprint.target,
+        "precision": manifest.precision,
+        "built_from": manifest.built_from,
+        "preprocess_hash": manifest.preprocess_hash or "",
+        "image_input": model.signature.image_input or "",
+    }
+    on_gpu = manifest.fingerprint.target.startswith("sm_")
+    return {
+        "name": model.name,
+        "platform": PLATFORM,
+        "backend": "tessella",
+        "version_policy": {"latest": {"num_versions": 1}},
+        "max_batch_size": model.max_batch,
+        "input": [_config_tensor(s) for s in model.signature.inputs.values()],
+        "output": [_config_tensor(s) for s in model.signature.outputs.values()],
+        "instance_group": [
+            {"name": model.name, "kind": "KIND_GPU" if on_gpu else "KIND_CPU", "count": 1}
+        ],
+        "dynamic_batching": {"max_queue_delay_microseconds": model.max_delay_us},
+        "parameters": {name: {"string_value": value} for name, value in facts.items()},
+    }
+
+
+def _config_tensor(spec: TensorSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "data_type": f"TYPE_{dtype(spec.dtype).wire}",
+        "dims": _shape(spec)[1:],  # the batch is in max_batch_size
+    }

@@ -1,0 +1,119 @@
+"""The server's door: which requests are let in at all.
+
+A foreign ``Host`` is DNS rebinding, a foreign ``Origin`` another site's page using the browser of
+someone who may reach this server; both are refused with or without a token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from urllib.parse import urlsplit
+
+from tessella.core.errors import ServeError, UsageError
+from tessella.server.body import Headers
+
+SAFE_METHODS = ("GET", "HEAD")
+OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")  # probes know no token
+LEAST_TOKEN = 16
+
+
+class Guard:
+    """Checks every request before its body is read.
+
+    Args:
+        host: the address that the server listens on.
+        token: what clients must send as ``Authorization: Bearer TOKEN``; None lets all in.
+        names: further host names under which clients reach this server.
+
+    Raises:
+        UsageError: reachable by others without a token, or a token that protects nothing.
+    """
+
+    def __init__(self, *, host: str, token: str | None, names: tuple[str, ...] = ()) -> None:
+        self._is_local = is_loopback(host)
+        if token is None and not self._is_local:
+            raise UsageError(
+                "whoever reaches this address could use and reload the models",
+                seen=f"host {host!r} and no token",
+                fix="give a token, or listen on 127.0.0.1",
+            )
+        if token is not None and (len(token) < LEAST_TOKEN or not _is_plain(token)):
+            raise UsageError(
+                "the token protects nothing",
+                seen=f"{len(token)} characters",
+                fix=f"use at least {LEAST_TOKEN} random ASCII characters, for example from"
+                " python -c 'import secrets; print(secrets.token_urlsafe(32))'",
+            )
+        self._token = None if token is None else f"Bearer {token}".encode()
+        self._names = {n.lower() for n in (host, *names)}
+
+    def check(self, method: str, path: str, headers: Headers) -> None:
+        """Raise ``ServeError`` (401, 403, 421) unless the request may be answered."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not self._is_known(host):
+            raise ServeError(
+                "this server does not answer under that host name",
+                status=421,
+                seen=host[:140] or "no Host header",
+                fix="use the address that it printed when it started",
+            )
+        if method not in SAFE_METHODS:
+            self._check_origin(host, headers)
+        if self._token is not None and path not in OPEN_PATHS:
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._token):
+                raise ServeError(
+                    "the token is missing or wrong",
+                    status=401,
+                    fix="send the header Authorization: Bearer TOKEN",
+                )
+
+    def _is_known(self, host: str) -> bool:
+        try:
+            parts = urlsplit(f"//{host}")
+            name = (parts.hostname or "").lower()
+        except ValueError:
+            return False
+        if parts.netloc != host or "@" in host:
+            return False
+        if is_loopback(name) or name in self._names:
+            return True
+        # An address in the URL is no DNS name, so nobody can rebind it.
+        return not self._is_local and _address(name) is not None
+
+    def _check_origin(self, host: str, headers: Headers) -> None:
+        origin = headers.get(b"origin")
+        foreign = origin is not None and _host_of(origin) != host.lower()
+        if foreign or headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+            raise ServeError(
+                "another site's page sent this",
+                status=403,
+                seen=(origin or b"Sec-Fetch-Site").decode("latin-1")[:140],
+                fix="send it from a program, or from a page of this server",
+            )
+
+
+def _host_of(origin: bytes) -> str:
+    """Host and port of an origin; empty for ``null`` and for what is none."""
+    try:
+        return urlsplit(origin.decode("latin-1")).netloc.lower()
+    except ValueError:
+        return ""
+
+
+def _is_plain(token: str) -> bool:
+    return token.isascii() and token.isprintable()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on ``host``."""
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None

@@ -1,0 +1,34 @@
+"""How much a client may send and hold. The defaults serve images; none of them is a tuning knob."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server takes before it says no.
+
+    Attributes:
+        body_bytes: largest body, before and after decompression, and largest input tensor.
+        json_bytes: largest JSON text; parsing holds up every other request, so tensors that are
+            larger have to come as binary data.
+        held_bytes: what the bodies of all requests together may take.
+        image_pixels: largest picture to decode.
+        waiting: requests that may wait for one model.
+        body_idle_s: how long a client may be silent in the middle of a body.
+        head_bytes: largest request line and headers.
+        head_s: how long a client may take to send them.
+    """
+
+    body_bytes: int = 256 << 20
+    json_bytes: int = 16 << 20
+    held_bytes: int = 1 << 30
+    image_pixels: int = 1 << 26
+    waiting: int = 512
+    body_idle_s: float = 30.0
+    head_bytes: int = 64 << 10
+    head_s: float = 30.0
+
+
+DEFAULT_LIMITS = Limits()

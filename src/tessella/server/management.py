@@ -1,0 +1,101 @@
+"""The routes that are in no hurry, on FastAPI: the repository, metrics, the API's description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from tessella import __version__
+from tessella.core.errors import ServeError, TessellaError
+from tessella.server.answers import error_answer
+from tessella.server.metrics import Metrics
+from tessella.server.protocol import parse_object
+from tessella.server.repository import Repository
+
+# The routes that ``app`` answers itself, for the description: method, path, what it does.
+INFERENCE_ROUTES = (
+    ("get", "/v2/health/live", "Whether the process answers"),
+    ("get", "/v2/health/ready", "Whether it takes requests"),
+    ("get", "/v2", "Name, version and extensions of the server"),
+    ("get", "/v2/models/stats", "Statistics of all models"),
+    ("get", "/v2/models/{model}", "Inputs and outputs of a model"),
+    ("get", "/v2/models/{model}/ready", "Whether a model takes requests"),
+    ("get", "/v2/models/{model}/config", "Configuration of a model"),
+    ("get", "/v2/models/{model}/stats", "Statistics of a model"),
+    ("post", "/v2/models/{model}/infer", "Inference on tensors or encoded images"),
+    ("post", "/v2/models/{model}/classify", "The best classes of an image file (?top=5)"),
+)
+
+
+def management(repository: Repository, metrics: Metrics) -> FastAPI:
+    """The FastAPI application behind the inference routes."""
+    # FastAPI's own /docs page loads its scripts from a CDN, so there is only the description.
+    app = FastAPI(title="Tessella", version=__version__, docs_url=None, redoc_url=None)
+
+    @app.post("/v2/repository/index", summary="All models, their state and why")
+    async def index(request: Request) -> list[dict[str, Any]]:
+        document = await _document(request)
+        ready = document.get("ready", False)
+        return repository.index(ready=ready is True)
+
+    @app.post("/v2/repository/models/{name}/load", summary="Load a model, or load it again")
+    async def load(name: str, request: Request) -> dict[str, Any]:
+        parameters = (await _document(request)).get("parameters")
+        if parameters:  # Triton takes a configuration and files here: a way to write to the disk
+            raise ServeError(
+                "a model is loaded from its plan alone",
+                status=400,
+                seen=repr(parameters)[:80],
+                fix="send an empty body",
+            )
+        await repository.load(name)
+        return {}
+
+    @app.post("/v2/repository/models/{name}/unload", summary="Take a model out of service")
+    async def unload(name: str, request: Request) -> dict[str, Any]:
+        await _document(request)
+        await repository.unload(name)
+        return {}
+
+    @app.get("/metrics", summary="Metrics in Prometheus' text format")
+    async def metrics_text() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse(
+            {"error": f"{request.method} {request.url.path}: {error.detail}"},
+            error.status_code,
+            headers=error.headers,
+        )
+
+    @app.exception_handler(TessellaError)
+    async def failed(request: Request, error: TessellaError) -> Response:
+        answer = error_answer(error)
+        headers = {name.decode(): value.decode() for name, value in answer.headers}
+        return Response(answer.body, answer.status, headers)
+
+    app.openapi = lambda: _description(app)  # type: ignore[method-assign]
+    return app
+
+
+async def _document(request: Request) -> dict[str, Any]:
+    body = await request.body()
+    return parse_object(body, "the request") if body else {}
+
+
+def _description(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for method, path, summary in INFERENCE_ROUTES:
+            operation = {"summary": summary, "responses": {"200": {"description": "OK"}}}
+            if "{model}" in path:
+                name = {"name": "model", "in": "path", "required": True}
+                operation["parameters"] = [{**name, "schema": {"type": "string"}}]
+            schema["paths"].setdefault(path, {})[method] = operation
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,85 @@
+"""``/metrics`` for Prometheus: Triton's names for the models, and process, host and GPUs.
+
+The numbers are read from the models' statistics when they are asked for; nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from tessella.server.repository import VERSION, Repository
+from tessella.server.statistics import Statistics
+from tessella.telemetry.prometheus import TelemetryCollector
+
+_US = 1000
+
+# Triton's counters: name, meaning, how to read it. Durations add up; divide by a count for a mean.
+_COUNTERS: tuple[tuple[str, str, Callable[[Statistics], float]], ...] = (
+    ("nv_inference_request_success", "requests answered", lambda s: s.success.count),
+    ("nv_inference_count", "samples computed", lambda s: s.inference_count),
+    ("nv_inference_exec_count", "batches computed", lambda s: s.execution_count),
+    ("nv_inference_request_duration_us", "time of requests", lambda s: s.success.ns / _US),
+    ("nv_inference_queue_duration_us", "time spent waiting", lambda s: s.queue.ns / _US),
+    (
+        "nv_inference_compute_input_duration_us",
+        "time spent joining requests",
+        lambda s: s.compute.compute_input.ns / _US,
+    ),
+    (
+        "nv_inference_compute_infer_duration_us",
+        "time spent in the engine",
+        lambda s: s.compute.compute_infer.ns / _US,
+    ),
+    (
+        "nv_inference_compute_output_duration_us",
+        "time spent splitting outputs",
+        lambda s: s.compute.compute_output.ns / _US,
+    ),
+)
+FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+
+
+class Metrics:
+    """The metrics of one server, in a registry of its own."""
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._registry.register(TelemetryCollector())
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        # The library wants every counter to end in _total; Triton's do not.
+        return re.sub(
+            rb"(?m)^(# (?:HELP|TYPE) nv_\w+)_total ", rb"\1 ", generate_latest(self._registry)
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        models = self._repository.statistics
+        for name, meaning, read in _COUNTERS:
+            metric = Metric(name, meaning, "counter")
+            for model, statistics in models.items():
+                metric.add_sample(name, {"model": model, "version": VERSION}, read(statistics))
+            yield metric
+        failure = Metric("nv_inference_request_failure", "requests that got an error", "counter")
+        pending = GaugeMetricFamily(
+            "nv_inference_pending_request_count",
+            "requests that wait for the engine",
+            labels=("model", "version"),
+        )
+        for model, statistics in models.items():
+            labels = {"model": model, "version": VERSION}
+            for reason in FAILURE_REASONS:
+                failure.add_sample(
+                    failure.name, {**labels, "reason": reason}, statistics.failures[reason]
+                )
+            pending.add_metric((model, VERSION), statistics.waiting)
+        yield failure
+        yield pending

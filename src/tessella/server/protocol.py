@@ -1,0 +1,415 @@
+"""The Open Inference Protocol's infer request and response, with Triton's binary tensors.
+
+A body is JSON, or JSON and then the raw bytes of the tensors that name a ``binary_data_size``; the
+header ``Inference-Header-Content-Length`` says where the JSON ends. Nothing a client says is
+believed: sizes, shapes and names are checked against the body and the model's signature.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tessella.core.dtype import BY_WIRE, dtype
+from tessella.core.errors import InputError, ServeError
+from tessella.core.preprocess import Preprocess
+from tessella.core.spec import TensorSpec
+from tessella.server.classification import ranked
+from tessella.server.images import as_encoded_images
+from tessella.server.limits import Limits
+from tessella.server.tensors import (
+    from_binary,
+    from_json,
+    parse_shape,
+    strings_from_binary,
+    strings_to_binary,
+    to_binary,
+    to_json,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What requests to a model are checked against.
+
+    Attributes:
+        image_input: the input that also takes encoded images, if the plan has a record.
+    """
+
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+    labels: tuple[str, ...] = ()
+    preprocess: Preprocess | None = None
+    image_input: str | None = None
+
+
+def signature(
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    labels: tuple[str, ...],
+    preprocess: Preprocess | None,
+) -> Signature:
+    """The signature of an engine; the image input is the first of the record's shape."""
+    image_input = None
+    if preprocess is not None:
+        fits = [
+            s.name for s in inputs if s.dtype == "float32" and s.at(1)[1:] == preprocess.input_shape
+        ]
+        image_input = fits[0] if fits else None
+    return Signature(
+        inputs={s.name: s for s in inputs},
+        outputs={s.name: s for s in outputs},
+        labels=labels,
+        preprocess=preprocess,
+        image_input=image_input,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestedOutput:
+    """An output as the client wants it; ``classification`` is how many of the best classes."""
+
+    name: str
+    binary: bool
+    classification: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferRequest:
+    """A checked request: arrays and encoded images by input name, and what to answer."""
+
+    id: str | None
+    outputs: tuple[RequestedOutput, ...]
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    images: dict[str, list[bytes]] = field(default_factory=dict)
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+def parse_infer(
+    body: bytes | bytearray, header_length: bytes | None, model: Signature, limits: Limits
+) -> InferRequest:
+    """The request in a body.
+
+    Args:
+        header_length: value of ``Inference-Header-Content-Length``; None means that all is JSON, 0
+            that all is the one input's raw tensor.
+
+    Raises:
+        InputError: whatever does not fit, with what was seen and what to send.
+    """
+    json_bytes = _json_bytes(header_length, len(body))
+    if json_bytes == 0 and header_length is not None:
+        return _parse_raw(memoryview(body), model, limits)
+    if json_bytes > limits.json_bytes:
+        raise InputError(
+            f"the JSON text is larger than {limits.json_bytes:,} bytes",
+            seen=f"{json_bytes:,} bytes",
+            fix="send the tensors as binary data (Inference-Header-Content-Length)",
+        )
+    document = parse_object(body[:json_bytes], "the request")
+    parameters = _object(document, "parameters", "the request")
+    if parameters.get("sequence_id"):
+        raise ServeError("sequences are not supported", status=501, fix="send no sequence_id")
+    request_id = document.get("id")
+    if request_id is not None and not isinstance(request_id, str):
+        raise InputError("the request's id is not a string", seen=repr(request_id)[:60])
+    outputs = _parse_outputs(document, parameters, model)
+    arrays, images = _parse_inputs(document, memoryview(body)[json_bytes:], model, limits)
+    return InferRequest(id=request_id, outputs=outputs, arrays=arrays, images=images)
+
+
+def _json_bytes(header_length: bytes | None, body_bytes: int) -> int:
+    if header_length is None:
+        return body_bytes
+    if not header_length.isdigit() or len(header_length) > 12 or int(header_length) > body_bytes:
+        raise InputError(
+            "Inference-Header-Content-Length does not fit the body",
+            seen=f"{header_length[:40].decode('latin-1')!r}, the body has {body_bytes:,} bytes",
+            fix="send the number of bytes of the JSON at the start of the body",
+        )
+    return int(header_length)
+
+
+def parse_object(text: bytes | bytearray, what: str) -> dict[str, Any]:
+    """A JSON object, strictly: no NaN, no key twice, no absurd nesting."""
+    try:
+        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{what} is not valid JSON",
+            seen=str(error)[:120],
+            fix="send a JSON object, and name its length if tensors follow it",
+        ) from error
+    if not isinstance(document, dict):
+        raise InputError(f"{what} is not a JSON object", seen=type(document).__name__)
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        raise ValueError("a key is given twice")
+    return document
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _object(holder: dict[str, Any], key: str, what: str) -> dict[str, Any]:
+    value = holder.get(key, {})
+    if not isinstance(value, dict):
+        raise InputError(f"{key} of {what} is not an object", seen=repr(value)[:60])
+    return value
+
+
+def _list_of_objects(holder: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    value = holder.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        raise InputError(f"{key} is not a list of objects", seen=repr(value)[:60])
+    names = [v.get("name") for v in value]
+    if not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
+        raise InputError(f"{key} need names, each once", seen=repr(names)[:120])
+    return value
+
+
+def _parse_outputs(
+    document: dict[str, Any], parameters: dict[str, Any], model: Signature
+) -> tuple[RequestedOutput, ...]:
+    binary = _flag(parameters, "binary_data_output", False)
+    asked = _list_of_objects(document, "outputs")
+    if not asked:
+        return tuple(RequestedOutput(name=n, binary=binary) for n in model.outputs)
+    outputs = []
+    for entry in asked:
+        name = entry["name"]
+        if name not in model.outputs:
+            raise InputError(
+                f"the model has no output {name[:80]!r}", fix=f"ask for {', '.join(model.outputs)}"
+            )
+        own = _object(entry, "parameters", f"output {name!r}")
+        _refuse_shared_memory(own)
+        count = own.get("classification")
+        if count is not None and (type(count) is not int or count < 0):
+            raise InputError(
+                f"classification of output {name!r} is not a number of classes",
+                seen=repr(count)[:40],
+            )
+        outputs.append(
+            RequestedOutput(
+                name=name,
+                binary=_flag(own, "binary_data", binary),
+                classification=count or None,  # 0 is how some clients say "no"
+            )
+        )
+    return tuple(outputs)
+
+
+def _flag(parameters: dict[str, Any], key: str, default: bool) -> bool:
+    value = parameters.get(key, default)
+    if not isinstance(value, bool):
+        raise InputError(f"{key} is not true or false", seen=repr(value)[:40])
+    return value
+
+
+def _refuse_shared_memory(parameters: dict[str, Any]) -> None:
+    if "shared_memory_region" in parameters:
+        raise ServeError(
+            "shared memory is not supported", status=501, fix="send and ask for binary data"
+        )
+
+
+def _parse_inputs(
+    document: dict[str, Any], binary: memoryview, model: Signature, limits: Limits
+) -> tuple[dict[str, np.ndarray], dict[str, list[bytes]]]:
+    arrays: dict[str, np.ndarray] = {}
+    images: dict[str, list[bytes]] = {}
+    entries = _list_of_objects(document, "inputs")
+    if {e["name"] for e in entries} != set(model.inputs):
+        raise InputError(
+            "the request does not give the model's inputs",
+            seen=repr([e["name"] for e in entries])[:120],
+            fix=f"send {'; '.join(str(s) for s in model.inputs.values())}",
+        )
+    position = 0
+    for entry in entries:
+        name = entry["name"]
+        parameters = _object(entry, "parameters", f"input {name!r}")
+        _refuse_shared_memory(parameters)
+        content = None
+        if "binary_data_size" in parameters:
+            content = _binary_part(entry, parameters["binary_data_size"], binary[position:])
+            position += len(content)
+        value = _parse_tensor(entry, content, model, limits)
+        if isinstance(value, list):
+            images[name] = value
+        else:
+            arrays[name] = value
+    if position != len(binary):
+        raise InputError(
+            "the body holds bytes that belong to no input",
+            seen=f"{len(binary) - position:,} bytes after the last tensor",
+            fix="name every tensor's bytes in its binary_data_size",
+        )
+    _check_batch(arrays, images)
+    return arrays, images
+
+
+def _binary_part(entry: dict[str, Any], nbytes: Any, rest: memoryview) -> memoryview:
+    if type(nbytes) is not int or not 0 <= nbytes <= len(rest) or "data" in entry:
+        raise InputError(
+            f"binary_data_size of input {entry['name']!r} does not fit the body",
+            seen=f"{nbytes!r:.40}, {len(rest):,} bytes are left"
+            + (", and there is data in the JSON too" if "data" in entry else ""),
+            fix="append the tensors after the JSON in the order of the inputs and name each size",
+        )
+    return rest[:nbytes]
+
+
+def _parse_tensor(
+    entry: dict[str, Any], content: memoryview | None, model: Signature, limits: Limits
+) -> np.ndarray | list[bytes]:
+    name = entry["name"]
+    spec = model.inputs[name]
+    shape = parse_shape(entry.get("shape"), name=name)
+    datatype = entry.get("datatype")
+    if datatype == "BYTES":
+        return _parse_images(entry, content, shape, model, limits)
+    element = BY_WIRE.get(datatype) if isinstance(datatype, str) else None
+    if element is None:
+        raise InputError(
+            f"input {name!r} has an unknown datatype",
+            seen=repr(datatype)[:40],
+            fix=f"send {dtype(spec.dtype).wire}",
+        )
+    spec.check(shape=shape, dtype=element.name)
+    _check_tensor_bytes(name, spec, shape[0], limits)
+    if content is not None:
+        return from_binary(content, element, shape, name=name)
+    return from_json(entry.get("data"), element, shape, name=name)
+
+
+def _check_tensor_bytes(name: str, spec: TensorSpec, batch: int, limits: Limits) -> None:
+    if spec.nbytes(batch) > limits.body_bytes:
+        raise InputError(
+            f"input {name!r} is too large",
+            seen=f"batch {batch:,}: {spec.nbytes(batch):,} bytes",
+            fix=f"send at most {limits.body_bytes // spec.nbytes(1):,} samples in one request",
+        )
+
+
+def _parse_images(
+    entry: dict[str, Any],
+    content: memoryview | None,
+    shape: tuple[int, ...],
+    model: Signature,
+    limits: Limits,
+) -> list[bytes]:
+    """The files of a BYTES tensor of shape [n] or [n, 1]."""
+    name = entry["name"]
+    spec = model.inputs[name]
+    if name != model.image_input:
+        raise InputError(
+            f"input {name!r} takes no encoded images",
+            seen="BYTES",
+            fix=f"send {spec} as {dtype(spec.dtype).wire}",
+        )
+    if len(shape) > 2 or shape[1:] not in ((), (1,)):
+        raise InputError(
+            f"encoded images of input {name!r} have the wrong shape",
+            seen=list(shape),
+            fix="send shape [n], one file an element",
+        )
+    # Small files can unfold into large tensors: the tensor's size is what counts.
+    _check_tensor_bytes(name, spec, shape[0], limits)
+    if content is not None:
+        return strings_from_binary(content, shape[0], name=name)
+    return as_encoded_images(entry.get("data"), shape, name=name)
+
+
+def _check_batch(arrays: dict[str, np.ndarray], images: dict[str, list[bytes]]) -> None:
+    batches = {n: len(v) for n, v in {**arrays, **images}.items()}
+    if len(set(batches.values())) > 1:
+        raise InputError("the inputs have different batch sizes", seen=batches)
+
+
+def _parse_raw(content: memoryview, model: Signature, limits: Limits) -> InferRequest:
+    """A body that is nothing but the one input's bytes; all outputs are answered in binary."""
+    if len(model.inputs) != 1:
+        raise InputError(
+            "a raw body needs a model with one input",
+            seen=list(model.inputs),
+            fix="name the inputs in JSON (Inference-Header-Content-Length above 0)",
+        )
+    spec = next(iter(model.inputs.values()))
+    batch = max(1, len(content) // spec.nbytes(1))
+    _check_tensor_bytes(spec.name, spec, batch, limits)
+    shape = spec.at(batch)
+    spec.check(shape=shape, dtype=spec.dtype)
+    array = from_binary(content, dtype(spec.dtype), shape, name=spec.name)
+    outputs = tuple(RequestedOutput(name=n, binary=True) for n in model.outputs)
+    return InferRequest(id=None, outputs=outputs, arrays={spec.name: array})
+
+
+# --- responses ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferResponse:
+    """A body, and where its JSON ends if binary tensors follow it."""
+
+    body: bytes
+    json_bytes: int | None
+
+
+def build_infer(
+    request: InferRequest,
+    outputs: Mapping[str, np.ndarray],
+    model: Signature,
+    *,
+    name: str,
+    version: str,
+) -> InferResponse:
+    """The answer in the form that the request asked for."""
+    entries, parts = [], []
+    for wanted in request.outputs:
+        entry, part = _build_output(wanted, outputs[wanted.name], model)
+        entries.append(entry)
+        if part is not None:
+            parts.append(part)
+    document: dict[str, Any] = {"model_name": name, "model_version": version}
+    if request.id is not None:
+        document["id"] = request.id
+    document["outputs"] = entries
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    any_binary = any(o.binary for o in request.outputs)
+    return InferResponse(
+        body=b"".join([text, *parts]) if parts else text,
+        json_bytes=len(text) if any_binary else None,
+    )
+
+
+def _build_output(
+    wanted: RequestedOutput, array: np.ndarray, model: Signature
+) -> tuple[dict[str, Any], bytes | None]:
+    element = dtype(model.outputs[wanted.name].dtype)
+    entry: dict[str, Any] = {"name": wanted.name}
+    if wanted.classification is not None:
+        rows = ranked(array, wanted.classification, model.labels)
+        strings = [s for row in rows for s in row]
+        entry |= {"datatype": "BYTES", "shape": [len(rows), len(rows[0])]}
+        if not wanted.binary:
+            return entry | {"data": strings}, None
+        part = strings_to_binary([s.encode() for s in strings])
+    else:
+        entry |= {"datatype": element.wire, "shape": list(array.shape)}
+        if not wanted.binary:
+            return entry | {"data": to_json(array, name=wanted.name)}, None
+        part = to_binary(array, element)
+    return entry | {"parameters": {"binary_data_size": len(part)}}, part

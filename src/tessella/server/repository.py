@@ -1,0 +1,278 @@
+"""The repository: models by name, which of them are loaded, and why the others are not.
+
+A model's version is always "1": a name stands for one plan, and loading it again replaces it. Which
+plan that is says ``plan_hash`` in the model's configuration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tessella import runtime
+from tessella.core.errors import ServeError, UsageError
+from tessella.core.record import digest
+from tessella.server.batcher import Batcher
+from tessella.server.limits import DEFAULT_LIMITS, Limits
+from tessella.server.protocol import Signature, signature
+from tessella.server.statistics import Statistics
+
+log = logging.getLogger(__name__)
+
+VERSION = "1"
+SUFFIX = ".plan"
+State = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_RESERVED = (".", "..", "stats")  # /v2/models/stats is a route
+
+
+def check_name(name: str) -> str:
+    """The name, if it can be a model's; it is the only part of a request that may name a file.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if not _NAME.fullmatch(name) or name in _RESERVED:
+        raise UsageError(
+            "this cannot be the name of a model",
+            seen=repr(name)[:140],
+            fix="use 1 to 128 letters, digits, dots, dashes and underscores",
+        )
+    return name
+
+
+class Model:
+    """A loaded engine at work, with the requests that use it."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: runtime.Engine,
+        *,
+        statistics: Statistics,
+        max_delay_us: int,
+        limits: Limits,
+    ) -> None:
+        self.name = name
+        self.engine = engine
+        self.statistics = statistics
+        self.max_batch = min(s.batch.max for s in engine.inputs)
+        self.max_delay_us = max_delay_us
+        self.plan_hash = digest(engine.manifest)
+        self.signature: Signature = signature(
+            engine.inputs, engine.outputs, engine.labels, engine.preprocess
+        )
+        self.batcher = Batcher(
+            engine,
+            max_batch=self.max_batch,
+            max_delay_us=max_delay_us,
+            max_waiting=limits.waiting,
+            statistics=statistics,
+        )
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    @contextmanager
+    def in_use(self) -> Iterator[Model]:
+        """Keep the engine open for the length of the block."""
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield self
+        finally:
+            self._users -= 1
+            if self._users == 0:
+                self._unused.set()
+
+    async def retire(self) -> None:
+        """Close the engine once the requests that use it have their answers."""
+        await self._unused.wait()
+        await self.batcher.close(self.engine.close)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A name of the repository. ``statistics`` outlive the engines that a name has had."""
+
+    path: Path
+    model: Model | None = None
+    state: State = "UNAVAILABLE"
+    reason: str = "not loaded"
+    statistics: Statistics = field(default_factory=Statistics)
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Repository:
+    """Models by name.
+
+    Args:
+        models: the plans that may be served, by name.
+        folder: a folder whose ``NAME.plan`` may be loaded too, while the server runs.
+        max_delay_us: see ``Batcher``.
+        open_engine: what makes an engine of a plan's path.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Path],
+        *,
+        folder: Path | None = None,
+        max_delay_us: int = 0,
+        limits: Limits = DEFAULT_LIMITS,
+        open_engine: Callable[[Path], runtime.Engine] | None = None,
+    ) -> None:
+        if max_delay_us < 0:
+            raise UsageError("max_delay_us cannot be negative", seen=max_delay_us)
+        self._entries = {check_name(n): _Entry(path=Path(p)) for n, p in models.items()}
+        self._folder = None if folder is None else folder.resolve()
+        self._max_delay_us = max_delay_us
+        self._limits = limits
+        self._open_engine = open_engine or runtime.load
+
+    def load_all(self) -> None:
+        """Load every model that was given; called before the server starts.
+
+        Raises:
+            TessellaError: the first that cannot be loaded.
+        """
+        for name, entry in self._entries.items():
+            entry.model = self._open(name, entry)
+            entry.state, entry.reason = "READY", ""
+
+    async def load(self, name: str) -> None:
+        """Load a model, or load it again from its file; requests go to the old one until then.
+
+        Raises:
+            UsageError: not a name. ServeError: 404, no such model.
+            TessellaError: the plan cannot be used; a model loaded before goes on serving.
+        """
+        entry = self._find(name)
+        async with entry.changing:
+            before = entry.model
+            entry.state = "READY" if before else "LOADING"
+            try:
+                model = await asyncio.to_thread(self._open, name, entry)
+            except Exception as error:
+                if before is not None:
+                    entry.reason = f"loading it again failed, the earlier one serves: {error}"
+                else:
+                    entry.state, entry.reason = "UNAVAILABLE", str(error)
+                raise
+            entry.model, entry.state, entry.reason = model, "READY", ""
+            if before is not None:
+                await before.retire()
+
+    async def unload(self, name: str) -> None:
+        """Take a model out of service; returns when its last request has its answer.
+
+        Raises:
+            ServeError: 404, no such model.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise _unknown(name)
+        async with entry.changing:
+            model, entry.model = entry.model, None
+            if model is not None:
+                entry.state = "UNLOADING"
+                await model.retire()
+            entry.state, entry.reason = "UNAVAILABLE", "unloaded"
+
+    async def close(self) -> None:
+        """Unload all."""
+        await asyncio.gather(*(self.unload(name) for name in self._entries))
+
+    def get(self, name: str, version: str | None = None) -> Model:
+        """The loaded model.
+
+        Raises:
+            ServeError: 404 no such model or version, 503 not loaded.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise _unknown(name)
+        if version not in (None, "", VERSION):
+            raise ServeError(
+                f"model {name!r} has no such version",
+                status=404,
+                seen=repr(version)[:40],
+                fix=f"use version {VERSION} or leave it out",
+            )
+        if entry.model is None:
+            raise ServeError(
+                f"model {name!r} is not ready",
+                status=503,
+                seen=f"{entry.state}: {entry.reason}",
+                fix=f"load it: POST /v2/repository/models/{name}/load",
+            )
+        return entry.model
+
+    @property
+    def models(self) -> list[Model]:
+        """The loaded ones."""
+        return [e.model for e in self._entries.values() if e.model is not None]
+
+    @property
+    def statistics(self) -> dict[str, Statistics]:
+        """By name, of all models that were ever loaded."""
+        return {name: e.statistics for name, e in self._entries.items()}
+
+    def index(self, *, ready: bool = False) -> list[dict[str, Any]]:
+        """Name, version, state and reason of all models, or of the ready ones."""
+        known = {
+            name: {"name": name, "version": VERSION, "state": e.state, "reason": e.reason}
+            for name, e in self._entries.items()
+        }
+        for name in self._in_folder():
+            unloaded = {"version": VERSION, "state": "UNAVAILABLE", "reason": "not loaded"}
+            known.setdefault(name, {"name": name, **unloaded})
+        return [m for _, m in sorted(known.items()) if not ready or m["state"] == "READY"]
+
+    def _in_folder(self) -> list[str]:
+        if self._folder is None:
+            return []
+        names = [p.name.removesuffix(SUFFIX) for p in self._folder.glob(f"*{SUFFIX}")]
+        return [n for n in names if self._path_in_folder(n) is not None]
+
+    def _path_in_folder(self, name: str) -> Path | None:
+        """The plan of that name in the folder itself; a link that leads out of it is none."""
+        if self._folder is None or not _NAME.fullmatch(name) or name in _RESERVED:
+            return None
+        path = (self._folder / f"{name}{SUFFIX}").resolve()
+        return path if path.is_file() and path.is_relative_to(self._folder) else None
+
+    def _find(self, name: str) -> _Entry:
+        if check_name(name) not in self._entries:
+            path = self._path_in_folder(name)
+            if path is None:
+                raise _unknown(name)
+            self._entries[name] = _Entry(path=path)
+        return self._entries[name]
+
+    def _open(self, name: str, entry: _Entry) -> Model:
+        engine = self._open_engine(entry.path)
+        log.info("loaded %s from %s", name, entry.path)
+        return Model(
+            name,
+            engine,
+            statistics=entry.statistics,
+            max_delay_us=self._max_delay_us,
+            limits=self._limits,
+        )
+
+
+def _unknown(name: str) -> ServeError:
+    return ServeError(
+        "there is no such model",
+        status=404,
+        seen=repr(name)[:140],
+        fix="POST /v2/repository/index lists the models",
+    )

@@ -1,0 +1,211 @@
+"""Dynamic batching: who runs with whom, and what one request may do to another."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessella.core.errors import ServeError
+from tessella.server.batcher import Batcher
+from tessella.server.statistics import Statistics
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Doubler:
+    """``y = 2 · x``, held back by a gate; fails for negative numbers."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.batches: list[int] = []
+
+    def __call__(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        self.batches.append(len(x))
+        assert self.gate.wait(10)
+        if (x < 0).any():
+            raise ArithmeticError("negative")
+        return {"y": 2 * x}
+
+
+def batcher(engine: Callable[..., Any], **settings: int) -> Batcher:
+    given = {"max_batch": 8, "max_delay_us": 0, "max_waiting": 100, **settings}
+    return Batcher(engine, statistics=Statistics(), **given)
+
+
+def rows(value: float, count: int = 1, width: int = 2) -> dict[str, np.ndarray]:
+    return {"x": np.full((count, width), value, np.float32)}
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_what_waits_is_joined_and_split_again() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        engine.gate.clear()
+        joined = batcher(engine)
+        first = asyncio.create_task(joined.infer(rows(100)))
+        await until(lambda: engine.batches == [1])
+        others = [asyncio.create_task(joined.infer(rows(i, 1 + i % 3))) for i in range(6)]
+        await asyncio.sleep(0.01)
+        engine.gate.set()
+        assert (await first)["y"].tolist() == [[200, 200]]
+        for i, answer in enumerate(await asyncio.gather(*others)):
+            assert answer["y"].tolist() == [[2 * i, 2 * i]] * (1 + i % 3)
+        # sizes 1 2 3 1 2 3 in order of arrival, at most 8 together
+        assert engine.batches == [1, 7, 5]
+        await joined.close(lambda: None)
+
+    run(test())
+
+
+def test_a_delay_waits_for_company_but_not_when_full() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        patient = batcher(engine, max_batch=3, max_delay_us=10_000_000)
+        answers = [asyncio.create_task(patient.infer(rows(i))) for i in range(2)]
+        await asyncio.sleep(0.02)
+        assert engine.batches == []
+        answers.append(asyncio.create_task(patient.infer(rows(2))))
+        await asyncio.wait_for(asyncio.gather(*answers), 5)
+        assert engine.batches == [3]
+        brief = batcher(engine, max_batch=3, max_delay_us=1000)
+        await asyncio.wait_for(brief.infer(rows(1)), 5)
+        assert engine.batches == [3, 1]
+
+    run(test())
+
+
+def test_requests_of_different_shapes_are_not_joined() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        engine.gate.clear()
+        joined = batcher(engine)
+        tasks = [asyncio.create_task(joined.infer(rows(i, width=2 + i % 2))) for i in range(4)]
+        await until(lambda: len(engine.batches) == 1)
+        engine.gate.set()
+        for i, answer in enumerate(await asyncio.gather(*tasks)):
+            assert answer["y"].shape == (1, 2 + i % 2)
+        assert engine.batches == [1, 1, 1, 1]
+
+    run(test())
+
+
+def test_a_request_larger_than_the_largest_batch_runs_alone() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        joined = batcher(engine)
+        assert (await joined.infer(rows(1, 20)))["y"].shape == (20, 2)
+        assert engine.batches == [20]
+
+    run(test())
+
+
+def test_a_bad_request_spoils_no_other() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        engine.gate.clear()
+        joined = batcher(engine)
+        first = asyncio.create_task(joined.infer(rows(0)))
+        await until(lambda: engine.batches == [1])
+        tasks = [asyncio.create_task(joined.infer(rows(v))) for v in (1, -1, 2)]
+        await asyncio.sleep(0.01)
+        engine.gate.set()
+        await first
+        good, bad, fine = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(bad, ArithmeticError)
+        assert good["y"].tolist() == [[2, 2]]
+        assert fine["y"].tolist() == [[4, 4]]
+        assert (await joined.infer(rows(5)))["y"].tolist() == [[10, 10]]
+
+    run(test())
+
+
+def test_who_gave_up_is_not_computed() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        engine.gate.clear()
+        joined = batcher(engine)
+        running = asyncio.create_task(joined.infer(rows(1)))
+        await until(lambda: engine.batches == [1])
+        waiting = [asyncio.create_task(joined.infer(rows(v))) for v in (2, 3, 4)]
+        await asyncio.sleep(0.01)
+        running.cancel()
+        waiting[1].cancel()
+        await asyncio.sleep(0)
+        engine.gate.set()
+        answers = await asyncio.gather(waiting[0], waiting[2])
+        assert [a["y"][0, 0] for a in answers] == [4, 8]
+        assert engine.batches == [1, 2]
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    run(test())
+
+
+def test_a_full_queue_refuses_and_recovers() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        engine.gate.clear()
+        short = batcher(engine, max_waiting=2)
+        running = asyncio.create_task(short.infer(rows(1)))
+        await until(lambda: engine.batches == [1])
+        waiting = [asyncio.create_task(short.infer(rows(1))) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(ServeError, match="2 waiting") as caught:
+            await short.infer(rows(1))
+        assert caught.value.status == 503
+        engine.gate.set()
+        await asyncio.gather(running, *waiting)
+        await short.infer(rows(1))
+
+    run(test())
+
+
+def test_closing_finishes_what_waits() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        engine.gate.clear()
+        joined = batcher(engine, max_batch=1)
+        tasks = [asyncio.create_task(joined.infer(rows(i))) for i in range(3)]
+        await until(lambda: engine.batches == [1])
+        order: list[str] = []
+        closing = asyncio.create_task(joined.close(lambda: order.append("released")))
+        await asyncio.sleep(0.01)
+        assert order == []
+        engine.gate.set()
+        answers = await asyncio.gather(*tasks)
+        await closing
+        assert [a["y"][0, 0] for a in answers] == [0, 2, 4]
+        assert order == ["released"]
+
+    run(test())
+
+
+def test_outputs_that_cannot_be_split_are_computed_alone() -> None:
+    async def test() -> None:
+        gate = threading.Event()
+
+        def total(x: np.ndarray) -> dict[str, np.ndarray]:
+            assert gate.wait(10)
+            return {"sum": x.sum(keepdims=True)}  # one row, whatever the batch
+
+        joined = batcher(total)
+        tasks = [asyncio.create_task(joined.infer(rows(i))) for i in range(3)]
+        gate.set()
+        answers = await asyncio.gather(*tasks)
+        assert [a["sum"].item() for a in answers] == [0, 2, 4]
+
+    run(test())
