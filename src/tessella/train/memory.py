@@ -1,0 +1,64 @@
+"""Out of memory: recognize it, and find a batch size that fits by running smaller ones."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from tessella.core.errors import OutOfMemory
+
+_CPU_MESSAGES = ("DefaultCPUAllocator: can't allocate", "not enough memory: you tried to allocate")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a failed step failed for want of memory, on a GPU or in the host."""
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(m in str(error) for m in _CPU_MESSAGES)
+
+
+def largest_that_runs(step: Callable[[int], None], failed: int) -> int | None:
+    """The first of failed/2, failed/4, … images that ``step`` runs with; None if there is none."""
+    batch = failed // 2
+    while batch >= 1:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if _runs(step, batch):
+            return batch
+        batch //= 2
+    return None
+
+
+def _runs(step: Callable[[int], None], batch: int) -> bool:
+    try:
+        step(batch)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    except ValueError:  # batch normalization refuses to train on a single image
+        return False
+    return True
+
+
+def out_of_memory(
+    seen: str, *, batch_size: int, fits: int | None, device: torch.device
+) -> OutOfMemory:
+    """The error with settings that fit.
+
+    Args:
+        seen: what the allocator said; its first line is kept.
+        batch_size, fits: images a step over all processes: what failed, and what was seen to run.
+    """
+    if fits is None:
+        fix = "use smaller images, a smaller network, or precision bf16: one image does not fit"
+    else:
+        fix = f"use --batch-size {fits}: a step of that size was run here"
+    return OutOfMemory(
+        f"a step of {batch_size} images does not fit in the memory of {device}",
+        seen=seen.strip().splitlines()[0] if seen.strip() else "no memory",
+        fix=fix,
+    )

@@ -1,0 +1,44 @@
+"""When things happen in a training: its steps, their learning rates, validations and checkpoints.
+
+Pure functions of the recipe and the size of the training split: a resumed run decides the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tessella.artifacts.run import Recipe
+
+_HAIR = 1e-9  # what a product of fractions may miss a whole number by
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A recipe in steps. A step is counted when it is finished: the first one ends at step 1."""
+
+    recipe: Recipe
+    steps_per_epoch: int
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole training, at least one."""
+        return max(1, math.ceil(self.recipe.epochs * self.steps_per_epoch - _HAIR))
+
+    def epoch_at(self, step: int) -> float:
+        return step / self.steps_per_epoch
+
+    def rate(self, done: int) -> float:
+        """Learning rate of the step that follows ``done`` finished ones (Caffe's convention)."""
+        return self.recipe.solver.lr * self.recipe.policy.factor(done / self.total)
+
+    def validates(self, step: int) -> bool:
+        return step == self.total or self._crosses(step, self.recipe.val_interval)
+
+    def snapshots(self, step: int) -> bool:
+        return step == self.total or self._crosses(step, self.recipe.snapshot_interval)
+
+    def _crosses(self, step: int, epochs: float) -> bool:
+        """Whether a multiple of ``epochs`` lies in the step that ends at ``step``."""
+        period = epochs * self.steps_per_epoch
+        return math.floor(step / period + _HAIR) > math.floor((step - 1) / period + _HAIR)

@@ -1,0 +1,61 @@
+"""The optimizer that a recipe's ``Solver`` names, from ``torch.optim``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn, optim
+
+from tessella.artifacts.run import Solver
+from tessella.core.errors import TrainError, UsageError
+
+# What ``Solver.momentum`` means to each: the velocity's decay, Adam's first beta, AdaDelta's rho
+# (as in Caffe). AdaGrad has nothing of the kind.
+_OPTIMIZERS: dict[str, Callable[[Any, Solver], optim.Optimizer]] = {
+    "sgd": lambda p, s: optim.SGD(p, lr=s.lr, momentum=s.momentum),
+    "nesterov": lambda p, s: optim.SGD(p, lr=s.lr, momentum=s.momentum, nesterov=True),
+    "adagrad": lambda p, s: optim.Adagrad(p, lr=s.lr),
+    "adadelta": lambda p, s: optim.Adadelta(p, lr=s.lr, rho=s.momentum),
+    "adam": lambda p, s: optim.Adam(p, lr=s.lr, betas=(s.momentum, 0.999)),
+    "adamw": lambda p, s: optim.AdamW(p, lr=s.lr, betas=(s.momentum, 0.999)),
+    "rmsprop": lambda p, s: optim.RMSprop(p, lr=s.lr, momentum=s.momentum),
+}
+
+
+def optimizer_for(module: nn.Module, solver: Solver) -> optim.Optimizer:
+    """The optimizer over the parameters of ``module`` that want a gradient.
+
+    Weight decay applies to weights only: biases and the scales and shifts of normalizations (every
+    parameter of one dimension) have none. In ``adamw`` it is decoupled, elsewhere it joins the
+    gradient.
+
+    Raises:
+        UsageError: ``nesterov`` without momentum.
+        TrainError: nothing to train.
+    """
+    if solver.name == "nesterov" and solver.momentum == 0:
+        raise UsageError(
+            "nesterov needs momentum", seen="momentum=0", fix="use sgd, or momentum=0.9"
+        )
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        raise TrainError(
+            "the network has no parameters to train",
+            seen=type(module).__name__,
+            fix="use a network with weights whose requires_grad is on",
+        )
+    groups = [
+        {
+            "params": [p for p in parameters if p.ndim > 1],
+            "weight_decay": solver.weight_decay,
+        },
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return _OPTIMIZERS[solver.name]([g for g in groups if g["params"]], solver)
+
+
+def set_rate(optimizer: optim.Optimizer, rate: float) -> None:
+    """Use this learning rate from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

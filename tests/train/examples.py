@@ -1,0 +1,78 @@
+"""What the tests of this folder train on and with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tessella.artifacts.dataset import DatasetInfo, Example, SplitWriter, write_info
+from tessella.artifacts.run import Metric, Recipe, Run, Solver
+from tessella.core.preprocess import Preprocess, encode
+
+CLASSES = ("rows", "columns", "checks")
+SIZE = 12
+PREPROCESS = Preprocess(height=SIZE, width=SIZE, channels=1, mean=(0.5,), std=(0.25,))
+
+
+def picture(label: int, generator: np.random.Generator) -> np.ndarray:
+    """SIZE×SIZE×1 uint8: stripes along, across, or both, with a random phase and noise."""
+    y, x = np.mgrid[:SIZE, :SIZE] + generator.integers(0, 4, 2)[:, None, None]
+    pattern = (y // 2 % 2, x // 2 % 2, (x // 2 + y // 2) % 2)[label]
+    noisy = 64 + 128 * pattern + generator.normal(0, 40, (SIZE, SIZE))
+    return noisy.clip(0, 255).astype(np.uint8)[:, :, None]
+
+
+def write_dataset(folder: Path, *, labels=None, seed: int = 0, **counts: int) -> Path:
+    """A dataset with ``counts`` images in each split, labels in turn or as given for ``train``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(seed)
+    splits = {}
+    digest = ""
+    for name, count in counts.items():
+        writer = SplitWriter(folder, name, CLASSES)
+        for i in range(count):
+            label = labels[i] if labels is not None and name == "train" else i % len(CLASSES)
+            content = encode(picture(label, generator))
+            writer.add(Example(content=content, label=label, path=f"{name}/{i}.png"))
+        splits[name] = writer.close()
+        digest += writer.row_hashes.hexdigest()[: 64 // len(counts)]
+    write_info(
+        folder,
+        DatasetInfo(
+            name="stripes",
+            classes=CLASSES,
+            preprocess=PREPROCESS,
+            splits=splits,
+            source="generated",
+            content_hash=digest,
+            created="2026-01-01T00:00:00+00:00",
+        ),
+    )
+    return folder
+
+
+def recipe(dataset: Path, **changes) -> Recipe:
+    """LeNet for four epochs of four steps."""
+    settings = {
+        "network": "lenet",
+        "dataset": str(dataset),
+        "epochs": 4.0,
+        "batch_size": 10,
+        "solver": Solver(lr=0.01),
+        "seed": 7,
+    }
+    return Recipe(**{**settings, **changes})
+
+
+def curve(run: Run) -> list[tuple[int, float, dict[str, float]]]:
+    """All that a run measured, but for what depends on the clock."""
+    return [(m.step, m.epoch, timeless(m)) for m in run.metrics()]
+
+
+def timeless(measured: Metric) -> dict[str, float]:
+    return {k: v for k, v in measured.values.items() if k != "images_per_s"}
+
+
+def losses(run: Run) -> list[float]:
+    return [m.values["loss"] for m in run.metrics()]
