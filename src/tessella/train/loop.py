@@ -1,0 +1,237 @@
+"""Training: a recipe becomes a run. The story is ``train`` and, in each process, ``train_run``.
+
+A step is a function of (recipe, step): its batch, its learning rate and its random numbers. So a
+run that was killed goes on from its last checkpoint as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from tessella.artifacts.checkpoint import Position, save_checkpoint
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Recipe, Run
+from tessella.core.errors import TessellaError
+from tessella.core.events import (
+    Emit,
+    Event,
+    EventLog,
+    both,
+    metric,
+    phase,
+    progress,
+    silent,
+    warning,
+)
+from tessella.data.loading import Batch, batches, steps_per_epoch
+from tessella.train.evaluate import measure, predict_split
+from tessella.train.journal import Journal
+from tessella.train.meter import Meter
+from tessella.train.parallel import World, alone, launch
+from tessella.train.precision import arithmetic
+from tessella.train.prepare import begin, validates
+from tessella.train.schedule import Schedule
+from tessella.train.state import ACCURACY, pack, prune
+from tessella.train.trainer import Trainer
+
+
+def train(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silent) -> Run:
+    """Train as ``recipe`` says, into the folder ``out``.
+
+    Args:
+        out: the run's folder, which must not hold a run yet, unless ``resume``.
+        resume: go on from the newest complete checkpoint (from the start where there is none). On a
+            CPU the loss curve is identical, bit for bit, to that of an uninterrupted training.
+        emit: told of every phase, metric and warning, besides ``events.jsonl``.
+
+    Raises:
+        UsageError, DataError: see ``prepare.begin``.
+        TrainError: training diverged, or a process of it failed.
+        OutOfMemory: with a batch size that fits.
+    """
+    run, resumed = begin(recipe, Path(out), resume=resume)
+    try:
+        if recipe.gpus > 1:
+            launch(run.path, recipe.gpus, resumed=resumed, emit=emit)
+        else:
+            train_run(run, alone(), resumed=resumed, emit=emit)
+    except TessellaError as error:
+        failed = Event(kind="error", text=str(error), values=error.to_json())
+        log = EventLog(run.path / "events.jsonl")
+        both(log, emit)(failed)
+        log.close()
+        raise
+    return run
+
+
+def train_run(run: Run, world: World, *, resumed: bool, emit: Emit) -> None:
+    """This process's part in the training of a run that has begun. Rank 0 tells and saves."""
+    dataset = Dataset(run.recipe.dataset)
+    saved = run.checkpoints() if resumed else []
+    with arithmetic(run.recipe.precision):
+        trainer = Trainer(
+            run.info,
+            dataset.train.info.class_counts,
+            world,
+            start=saved[-1] if saved else None,
+        )
+        journal = Journal(
+            run.path,
+            after_step=trainer.standing.step if resumed else None,
+            emit=emit,
+            open=world.rank == 0,
+        )
+        with closing(journal):
+            Training(run, dataset, trainer, world, journal).go()
+
+
+class Training:
+    """The story of one process: steps, and what falls due between them."""
+
+    def __init__(
+        self, run: Run, dataset: Dataset, trainer: Trainer, world: World, journal: Journal
+    ) -> None:
+        self._run, self._recipe, self._dataset = run, run.recipe, dataset
+        self._trainer, self._world, self._journal = trainer, world, journal
+        self._standing = trainer.standing
+        self._schedule = Schedule(
+            recipe=run.recipe,
+            steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
+        )
+        self._meter = Meter(self._schedule, world, self._standing, journal)
+        self._validates = validates(dataset)
+        self._measured: dict[str, float] = {}  # at this very step: what a checkpoint may claim
+
+    def go(self) -> None:
+        self._open()
+        if not self._finished():
+            for batch in self._batches():
+                self._step(batch)
+                if self._finished():
+                    break
+        self._close()
+
+    def _step(self, batch: Batch) -> None:
+        standing, schedule = self._standing, self._schedule
+        rate = schedule.rate(standing.step)
+        loss = self._trainer.step(batch.images, batch.labels, done=standing.step, rate=rate)
+        standing.step += 1
+        self._measured = {}
+        self._meter.add(standing.step, rate, loss)
+        improved = schedule.validates(standing.step) and self._validate()
+        # The best is saved whatever the interval: a checkpoint claims only what it measured itself.
+        if schedule.snapshots(standing.step) or improved or self._finished():
+            self._snapshot()
+
+    def _batches(self) -> Iterator[Batch]:
+        """This process's slices of the batches from here on, epoch after epoch, without end."""
+        while True:
+            epoch, start = divmod(self._standing.step, self._schedule.steps_per_epoch)
+            yield from batches(
+                self._dataset.train,
+                self._run.info.preprocess,
+                batch_size=self._recipe.batch_size,
+                seed=self._recipe.seed,
+                epoch=epoch,
+                start=start,
+                rank=self._world.rank,
+                world=self._world.size,
+                augment=self._recipe.augment,
+                training=True,
+                workers=self._recipe.workers,
+            )
+
+    def _validate(self) -> bool:
+        """Measure the network as it is, and tell whether it is the most accurate so far.
+
+        All processes share the work and learn the same numbers.
+        """
+        standing, info, improved = self._standing, self._run.info, False
+        self._meter.flush()
+        values = {"train/loss": standing.loss_sum / max(1, standing.loss_count)}
+        standing.loss_sum, standing.loss_count = 0.0, 0
+        if self._validates:
+            self._world.share_buffers(self._trainer.module)
+            scores_NK = predict_split(
+                self._trainer.predict,
+                self._dataset.val,
+                info.preprocess,
+                len(info.labels),
+                batch_size=self._recipe.batch_size,
+                rank=self._world.rank,
+                world=self._world.size,
+                workers=self._recipe.workers,
+                emit=self._journal,
+            )
+            result = measure(self._world.join_rows(scores_NK), self._dataset.val, info.labels)
+            values |= {ACCURACY: result.accuracy, "val/loss": result.loss}
+            improved = self._improves(result.accuracy)
+        self._measured = values
+        self._journal(metric(standing.step, self._schedule.epoch_at(standing.step), **values))
+        self._meter.start_clock()
+        return improved
+
+    def _improves(self, accuracy: float) -> bool:
+        standing = self._standing
+        if standing.best_accuracy is None or accuracy > standing.best_accuracy:
+            standing.best_accuracy, standing.stale = accuracy, 0
+            return True
+        standing.stale += 1
+        return False
+
+    def _finished(self) -> bool:
+        return self._standing.step >= self._schedule.total or self._out_of_patience()
+
+    def _out_of_patience(self) -> bool:
+        patience = self._recipe.patience
+        return patience is not None and self._standing.stale >= patience
+
+    def _snapshot(self) -> None:
+        """Save a checkpoint, then remove the old ones: there is always a complete one."""
+        self._meter.flush()
+        if self._world.rank == 0:
+            self._journal.sync()
+            path = self._save()
+            prune(self._run, keep_last=self._recipe.keep_last)
+            self._journal(phase("snapshot", path.name))
+        self._meter.start_clock()
+
+    def _save(self) -> Path:
+        info, step = self._run.info, self._standing.step
+        trainer = self._trainer
+        tensors, values = pack(trainer.module, trainer.optimizer, trainer.mixed, self._standing)
+        return save_checkpoint(
+            self._run.path / "checkpoints" / f"step-{step:08d}",
+            network=info.network,
+            preprocess=info.preprocess,
+            labels=info.labels,
+            weights=trainer.module.state_dict(),
+            metrics=self._measured,
+            position=Position(step=step, epoch=self._schedule.epoch_at(step)),
+            precision=self._recipe.precision,
+            dataset_hash=info.dataset_hash,
+            state_tensors=tensors,
+            state_values=values,
+        ).path
+
+    def _open(self) -> None:
+        """Tell how the training begins, and what a person should know before it does."""
+        tell, recipe = self._journal, self._recipe
+        tell(phase("train", f"{recipe.network}, {self._schedule.total} steps"))
+        tell(progress("train", self._standing.step, self._schedule.total))
+        if kept := self._trainer.kept:
+            tell(warning(f"{len(kept)} weights start at random: {recipe.init} has none", **kept))
+        if not self._validates:
+            tell(warning("the dataset has no validation split: no accuracy, no best checkpoint"))
+        if recipe.precision == "fp16" and self._world.device.type == "cpu":
+            tell(warning("fp16 on a CPU is emulated and slow: bf16 or fp32 train faster here"))
+
+    def _close(self) -> None:
+        standing, total = self._standing, self._schedule.total
+        values: dict[str, float | bool] = {"steps": standing.step, "early": standing.step < total}
+        if standing.best_accuracy is not None:
+            values["best_accuracy"] = standing.best_accuracy
+        self._journal(progress("train", standing.step, total))
+        self._journal(Event(kind="result", name="train", values=values))

@@ -1,0 +1,68 @@
+"""The loss curve as it grows: one metric a step, without waiting for the GPU at each."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from tessella.core.events import Emit, metric, progress
+from tessella.train.loss import no_number
+from tessella.train.parallel import World
+from tessella.train.schedule import Schedule
+from tessella.train.state import Standing
+
+_GROUP = 16  # losses fetched from a GPU together: reading one waits for its step
+_REPORT_S = 1.0
+
+
+class Meter:
+    """Collects losses and tells them; the reported loss is the mean over all processes."""
+
+    def __init__(self, schedule: Schedule, world: World, standing: Standing, emit: Emit) -> None:
+        self._schedule, self._world, self._standing, self._emit = schedule, world, standing, emit
+        self._group = _GROUP if world.device.type == "cuda" else 1
+        self._pending: list[tuple[int, float, Tensor]] = []
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Count speed from here: what came before was no training."""
+        self._since, self._steps = time.perf_counter(), 0
+
+    def add(self, step: int, rate: float, loss: Tensor) -> None:
+        """The loss of this process at ``step``; it may still be computed."""
+        self._pending.append((step, rate, loss))
+        if len(self._pending) >= self._group:
+            self.flush()
+
+    def flush(self) -> None:
+        """Tell everything that was added.
+
+        Raises:
+            TrainError: a loss is NaN or infinite.
+        """
+        if not self._pending:
+            return
+        losses = self._world.mean(torch.stack([loss for *_, loss in self._pending])).tolist()
+        for (step, rate, _), loss in zip(self._pending, losses, strict=True):
+            if not math.isfinite(loss):
+                raise no_number(loss, step, rate, self._schedule.recipe)
+            self._emit(metric(step, self._schedule.epoch_at(step), loss=loss, lr=rate))
+            self._standing.loss_sum += loss
+            self._standing.loss_count += 1
+        self._steps += len(self._pending)
+        step = self._pending[-1][0]
+        self._pending.clear()
+        self._report_speed(step)
+
+    def _report_speed(self, step: int) -> None:
+        seconds = time.perf_counter() - self._since
+        if seconds < _REPORT_S:
+            return
+        images = self._steps * self._schedule.recipe.batch_size
+        epoch = self._schedule.epoch_at(step)
+        self._emit(metric(step, epoch, images_per_s=images / seconds))
+        self._emit(progress("train", step, self._schedule.total))
+        self.start_clock()

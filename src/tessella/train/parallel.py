@@ -1,0 +1,168 @@
+"""Training on several processes: what they share, and how torchrun starts them.
+
+Every process trains the same network on its slice of each batch; DistributedDataParallel averages
+the gradients over NCCL, or over gloo where there is no GPU. Rank 0 writes the run. Batch
+normalization takes the statistics of its own slice, and rank 0's running ones are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tessella.core import errors
+from tessella.core.errors import TessellaError, TrainError, UsageError
+from tessella.core.events import Emit, EventLog, read_events
+
+ERROR_FILE = "error.json"
+LOG_FILE = "workers.log"
+_POLL_S = 0.1
+_LAST_WORDS = 20  # lines of the workers' log that an unexplained end is reported with
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among the ``size`` that train together."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """The module whose backward pass averages the gradients over all processes."""
+        if self.size == 1:
+            return module
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(
+            module, device_ids=ids, gradient_as_bucket_view=True
+        )
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of ``values`` over all processes."""
+        if self.size > 1:
+            dist.all_reduce(values)
+            values /= self.size
+        return values
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Give every process rank 0's buffers (running statistics), those that checkpoints hold."""
+        if self.size > 1:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
+
+    def join_rows(self, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Rows that each process has of its own images, and zeros elsewhere, put together."""
+        if self.size == 1:
+            return rows
+        joined = torch.from_numpy(rows).to(self.device)
+        dist.all_reduce(joined)  # x + 0 = x: nothing is rounded
+        return joined.cpu().numpy()
+
+
+def alone() -> World:
+    """One process: on the GPU where there is one."""
+    return World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """The world that torchrun's environment variables describe."""
+    local = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    try:
+        yield World(device=device, rank=dist.get_rank(), size=dist.get_world_size())
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+# --- the parent's side ----------------------------------------------------------------------------
+
+
+def check_devices(processes: int) -> None:
+    """Raise ``UsageError`` where there are GPUs, but too few for one a process."""
+    count = torch.cuda.device_count()
+    if torch.cuda.is_available() and count < processes:
+        raise UsageError(
+            "there are too few GPUs for this recipe",
+            seen=f"gpus={processes}, {count} here",
+            fix=f"use gpus={count}, or set CUDA_VISIBLE_DEVICES to more of them",
+        )
+
+
+def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
+    """Train the run in ``out`` with torchrun, and pass its events on to ``emit``.
+
+    The environment goes on to the workers as it is. They hold the read end of a pipe whose write
+    end is here: when this process ends, however it ends, so do they.
+
+    Raises:
+        TessellaError: what a worker raised, or that one ended without saying why.
+    """
+    events = out / "events.jsonl"
+    EventLog(events).close()  # cuts the line that a killed worker did not finish
+    offset = events.stat().st_size
+    (out / ERROR_FILE).unlink(missing_ok=True)
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        share = max(1, len(os.sched_getaffinity(0)) // processes)
+        environment.setdefault("OMP_NUM_THREADS", str(share))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    worker = ["-m", "tessella.train.worker", str(out), *(["--resumed"] if resumed else [])]
+    with (out / LOG_FILE).open("ab") as log:
+        process = subprocess.Popen(
+            [*torchrun, f"--nproc-per-node={processes}", *worker],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=environment,
+        )
+    try:
+        running = True
+        while running:
+            running = process.poll() is None
+            found, offset = read_events(events, offset)
+            for event in found:
+                emit(event)
+            if running:
+                time.sleep(_POLL_S)
+    finally:
+        process.stdin.close()
+        process.wait()
+    if process.returncode != 0:
+        raise _failure(out, process.returncode)
+
+
+def _failure(out: Path, code: int) -> TessellaError:
+    """The error that ended the training: the first worker's that failed."""
+    path = out / ERROR_FILE
+    if path.exists():
+        plain = json.loads(path.read_bytes())
+        kind = getattr(errors, plain["error"])
+        return kind(plain["wrong"], seen=plain["seen"], fix=plain["fix"])
+    lines = (out / LOG_FILE).read_text(errors="replace").splitlines()
+    return TrainError(
+        "a training process ended without saying why",
+        seen=f"exit code {code}; last lines:\n" + "\n".join(lines[-_LAST_WORDS:]),
+        fix=f"read {out / LOG_FILE}; a process that was killed often means that the host's memory "
+        "is full: use fewer workers or a smaller batch, then resume",
+    )

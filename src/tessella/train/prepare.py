@@ -1,0 +1,111 @@
+"""Before the first step: the dataset is checked, and ``run.json`` written or compared."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Recipe, Run, RunInfo, write_run
+from tessella.core.errors import DataError, UsageError
+from tessella.core.record import to_plain
+from tessella.nn import zoo
+from tessella.train.loss import check_labels
+from tessella.train.parallel import check_devices
+from tessella.train.state import sweep_unfinished
+
+
+def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
+    """The run in ``out``, new or to go on with, and whether it goes on.
+
+    With ``resume``, a folder without a run is begun anew: a training may be killed that early.
+
+    Raises:
+        UsageError: the folder holds a run (without ``resume``), or one of another recipe; or the
+            recipe cannot work with this dataset or machine.
+        DataError: the dataset cannot be trained on.
+    """
+    if recipe.gpus > 1:
+        check_devices(recipe.gpus)
+    info = _describe(recipe)
+    if resume and (out / "run.json").exists():
+        run = Run(out)
+        _require_same(run.info, info, out)
+        sweep_unfinished(out / "checkpoints")
+        return run, True
+    write_run(out, info)
+    return Run(out), False
+
+
+def _describe(recipe: Recipe) -> RunInfo:
+    dataset = Dataset(recipe.dataset)
+    _check_splits(dataset, recipe)
+    channels, height, width = dataset.preprocess.input_shape
+    network = zoo.network(
+        recipe.network,
+        classes=len(dataset.classes),
+        channels=channels,
+        size=(height, width),
+        options=recipe.network_options,
+    )
+    return RunInfo(
+        recipe=recipe,
+        network=network,
+        preprocess=dataset.preprocess,
+        labels=dataset.classes,
+        dataset_hash=dataset.info.content_hash,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _check_splits(dataset: Dataset, recipe: Recipe) -> None:
+    if len(dataset.classes) < 2:
+        raise DataError(
+            "a classifier needs at least two classes",
+            seen=", ".join(dataset.classes),
+            fix="import a folder with one subfolder a class",
+        )
+    if len(dataset.train) == 0:
+        raise DataError(
+            "the dataset has no training images", seen=dataset.path, fix="import it again"
+        )
+    check_labels(dataset.train, len(dataset.classes))
+    if validates(dataset):
+        check_labels(dataset.val, len(dataset.classes))
+    elif recipe.patience is not None:
+        raise UsageError(
+            "early stopping needs a validation split",
+            seen=", ".join(dataset.info.splits),
+            fix="import again with a holdout for validation, or leave patience out",
+        )
+
+
+def validates(dataset: Dataset) -> bool:
+    """Whether there are images to validate on."""
+    return "val" in dataset.info.splits and dataset.info.splits["val"].count > 0
+
+
+def _require_same(before: RunInfo, now: RunInfo, out: Path) -> None:
+    """Going on exactly means going on with the same: refuse anything else, naming it."""
+    old, new = _decisive(before), _decisive(now)
+    changed = [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in new if old.get(k) != new[k]]
+    if changed:
+        raise UsageError(
+            "the run was begun with other settings",
+            seen="; ".join(changed)[:1000],
+            fix=f"resume with the settings in {out / 'run.json'}, or train into another folder",
+        )
+
+
+def _decisive(info: RunInfo) -> dict[str, Any]:
+    """What decides the run. A dataset may move: its hash counts, not its path."""
+    recipe = to_plain(info.recipe)
+    del recipe["dataset"]
+    return {
+        **recipe,
+        "network": to_plain(info.network),
+        "preprocess": info.preprocess.hash,
+        "labels": info.labels,
+        "dataset": info.dataset_hash,
+    }

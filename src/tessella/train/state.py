@@ -1,0 +1,136 @@
+"""What a checkpoint holds beyond the weights, so that a resumed training goes on exactly.
+
+That is the optimizer's tensors, the loss scale and the ``Standing``. The data, the learning rate
+and the random numbers of a step are functions of the recipe and the step: there is nothing to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn, optim
+
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.run import Run
+from tessella.core.errors import CorruptArtifact
+from tessella.core.record import from_plain, to_plain
+from tessella.train.precision import MixedPrecision
+
+ACCURACY = "val/accuracy"  # what a better checkpoint has more of
+
+
+@dataclass(kw_only=True)
+class Standing:
+    """Where a training stands.
+
+    Attributes:
+        step: finished steps.
+        best_accuracy: the highest validation accuracy so far.
+        stale: validations since then.
+        loss_sum, loss_count: of the steps since the last validation.
+    """
+
+    step: int = 0
+    best_accuracy: float | None = None
+    stale: int = 0
+    loss_sum: float = 0.0
+    loss_count: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    standing: Standing
+    scaler: dict[str, int | float]
+    scalars: dict[str, int | float | bool | None]
+
+
+def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
+    """Start the random numbers (dropout's, for one) of a step anew, a stream for each process."""
+    text = f"{seed}/{step}/{rank}".encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    # The generators themselves: torch.manual_seed takes 0.1 ms to look for every kind of device.
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(number)
+
+
+def pack(
+    module: nn.Module, optimizer: optim.Optimizer, mixed: MixedPrecision, standing: Standing
+) -> tuple[dict[str, Tensor], bytes]:
+    """``state_tensors`` and ``state_values`` of ``save_checkpoint``.
+
+    A value of the optimizer is called ``PARAMETER/NAME``, as in ``conv1.weight/momentum_buffer``.
+    """
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, int | float | bool | None] = {}
+    for name, parameter in module.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = value
+            else:
+                scalars[f"{name}/{key}"] = value
+    saved = _Saved(standing=standing, scaler=mixed.scaler.state_dict(), scalars=scalars)
+    return tensors, json.dumps(to_plain(saved)).encode()
+
+
+def unpack(
+    checkpoint: Checkpoint, module: nn.Module, optimizer: optim.Optimizer, mixed: MixedPrecision
+) -> Standing:
+    """Bring module, optimizer and scaler to where the checkpoint left them.
+
+    Raises:
+        CorruptArtifact: the checkpoint holds no training state, or one of another network.
+    """
+    tensors, plain = checkpoint.training_state()
+    saved = from_plain(_Saved, plain, where=str(checkpoint.path / "training_state"))
+    module.load_state_dict(checkpoint.weights())
+    name_of = {parameter: name for name, parameter in module.named_parameters()}
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    index_of = {name_of[p]: index for index, p in enumerate(parameters)}
+    state: dict[int, dict[str, object]] = {}
+    for path, value in {**tensors, **saved.scalars}.items():
+        name, _, key = path.rpartition("/")
+        if name not in index_of:
+            raise CorruptArtifact(
+                "the training state is of another network",
+                seen=f"optimizer state of {name!r} in {checkpoint.path}",
+                fix="resume from a checkpoint of this run",
+            )
+        state.setdefault(index_of[name], {})[key] = value
+    # The settings come from the recipe, which is the same; only what was accumulated is loaded.
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    if mixed.scaler.is_enabled():
+        mixed.scaler.load_state_dict(saved.scaler)
+    return saved.standing
+
+
+def prune(run: Run, *, keep_last: int) -> None:
+    """Remove all checkpoints but the newest ``keep_last`` and the one with the best accuracy."""
+    found = run.checkpoints()
+    keep = {checkpoint.path for checkpoint in found[-keep_last:]}
+    if any(ACCURACY in checkpoint.info.metrics for checkpoint in found):
+        keep.add(run.best(ACCURACY).path)
+    for checkpoint in found:
+        if checkpoint.path not in keep:
+            _remove(checkpoint.path)
+
+
+def sweep_unfinished(checkpoints: Path) -> None:
+    """Remove what a killed process left of a checkpoint that it was writing or removing."""
+    for path in checkpoints.glob(".step-*"):
+        shutil.rmtree(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Renamed first: a kill half way must not leave a folder that looks complete."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
+    os.replace(checkpoint, hidden)
+    shutil.rmtree(hidden)

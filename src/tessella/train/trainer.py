@@ -1,0 +1,119 @@
+"""A network in training on this process's device: it takes a step, predicts, can be restored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.run import RunInfo
+from tessella.core.errors import OutOfMemory
+from tessella.nn import zoo
+from tessella.train.loss import balanced_weights, classification_loss
+from tessella.train.memory import is_out_of_memory, largest_that_runs, out_of_memory
+from tessella.train.parallel import World
+from tessella.train.precision import MixedPrecision
+from tessella.train.solver import optimizer_for, set_rate
+from tessella.train.state import Standing, seed_step, unpack
+
+
+class Trainer:
+    """The module with its optimizer, loss and precision.
+
+    Args:
+        info: the run.
+        class_counts: training images of each class.
+        start: the checkpoint to go on from; without one the recipe's ``init`` decides.
+
+    Attributes:
+        module: without the wrapper of data-parallel training.
+        standing: where ``start`` was, or at the beginning.
+        kept: weights that ``init`` did not set, with the reason (``zoo.init_from``).
+    """
+
+    def __init__(
+        self,
+        info: RunInfo,
+        class_counts: tuple[int, ...],
+        world: World,
+        *,
+        start: Checkpoint | None = None,
+    ) -> None:
+        self._info, self._class_counts, self._world = info, class_counts, world
+        recipe = info.recipe
+        torch.manual_seed(recipe.seed)  # the same initial weights in every process
+        fetch = recipe.init == "pretrained" and start is None
+        module = zoo.build(info.network, pretrained=fetch)
+        self.kept: dict[str, str] = {}
+        if recipe.init not in ("random", "pretrained") and start is None:
+            self.kept = zoo.init_from(module, Checkpoint(recipe.init))
+        on_gpu = world.device.type == "cuda"
+        self._layout = torch.channels_last if on_gpu else torch.contiguous_format
+        self.module = module.to(world.device, memory_format=self._layout)
+        self._parallel = world.wrap(self.module)
+        self.optimizer = optimizer_for(self.module, recipe.solver)
+        self.mixed = MixedPrecision(recipe.precision, world.device)
+        self._weights_K = None
+        if recipe.class_weights == "balanced":
+            self._weights_K = balanced_weights(class_counts).to(world.device)
+        self.standing = Standing()
+        if start is not None:
+            self.standing = unpack(start, self.module, self.optimizer, self.mixed)
+
+    def step(self, images: Tensor, labels: Tensor, *, done: int, rate: float) -> Tensor:
+        """One step after ``done`` finished ones; returns this process's loss, on its device.
+
+        Raises:
+            OutOfMemory: with the batch size that a smaller step was seen to run with.
+        """
+        seed_step(self._info.recipe.seed, done, self._world.rank, self._world.device)
+        set_rate(self.optimizer, rate)
+        try:
+            return self._update(images, labels)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            seen = str(error)
+        # Out here the exception is gone, and with it the frames that held the step's tensors.
+        raise self._out_of_memory(seen, len(images))
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits float32 N×K of images N×C×H×W, in evaluation mode."""
+        self.module.eval()
+        with torch.inference_mode(), self.mixed.autocast():
+            logits = self.module(self._move(images)).float()
+        self.module.train()
+        return logits
+
+    def _update(self, images: Tensor, labels: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        with self.mixed.autocast():
+            logits = self._parallel(self._move(images))
+        loss = classification_loss(logits, self._move(labels), self._weights_K)
+        self.mixed.update(loss, self.optimizer)
+        return loss.detach()
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        """To the device, without waiting; images in its preferred layout."""
+        if self._world.device.type == "cuda":
+            tensor = tensor.pin_memory().to(self._world.device, non_blocking=True)
+        return tensor.contiguous(memory_format=self._layout) if tensor.ndim == 4 else tensor
+
+    def _out_of_memory(self, seen: str, failed: int) -> OutOfMemory:
+        """Find what fits with a trainer of its own, in the memory that this one gives up."""
+        world, info = self._world, self._info
+        del self.module, self._parallel, self.optimizer
+        fits = largest_that_runs(self._trial, failed)
+        return out_of_memory(
+            seen,
+            batch_size=info.recipe.batch_size,
+            fits=None if fits is None else fits * world.size,
+            device=world.device,
+        )
+
+    def _trial(self, batch: int) -> None:
+        """One step of a fresh, lone trainer with ``batch`` images a process."""
+        alone = World(device=self._world.device)
+        trainer = Trainer(self._info, self._class_counts, alone)
+        images = torch.zeros(batch, *self._info.preprocess.input_shape)
+        trainer._update(images, torch.zeros(batch, dtype=torch.int64))

@@ -1,0 +1,65 @@
+"""``python -m tessella.train.worker``: a process that torchrun starts for ``parallel.launch``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+from tessella.artifacts.run import Run
+from tessella.core.errors import TessellaError, TrainError
+from tessella.core.events import silent
+from tessella.train.loop import train_run
+from tessella.train.parallel import ERROR_FILE, LOG_FILE, joined
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="a training process; started by tessella train")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--resumed", action="store_true")
+    arguments = parser.parse_args()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        with joined() as world:
+            train_run(Run(arguments.out), world, resumed=arguments.resumed, emit=silent)
+    except TessellaError as error:
+        _report(arguments.out, error)
+        return error.exit_code
+    except Exception as error:  # whatever it is, the parent has to be told
+        traceback.print_exc()
+        _report(
+            arguments.out,
+            TrainError(
+                f"training failed in process {os.environ.get('RANK')}",
+                seen=f"{type(error).__name__}: {error}",
+                fix=f"read {arguments.out / LOG_FILE}",
+            ),
+        )
+        return 1
+    return 0
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the pipe that standard input is: it comes with the parent's end."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+def _report(out: Path, error: TessellaError) -> None:
+    """Write the error for the parent. Only the first counts: it makes the others fail too."""
+    draft = out / f".{ERROR_FILE}.{os.getpid()}"
+    draft.write_text(json.dumps(error.to_json()))
+    try:
+        os.link(draft, out / ERROR_FILE)
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Solver
+from tessella.core.errors import DataError, OutOfMemory, TrainError, UsageError
+from tessella.core.policies import Policy
+from tessella.data.loading import batches
+from tessella.nn import zoo
+from tessella.train import loop
+from tessella.train.evaluate import evaluate
+from tessella.train.loop import train
+from tests.train.examples import CLASSES, PREPROCESS, curve, losses, recipe, write_dataset
+
+
+@pytest.fixture(scope="module")
+def run(dataset, tmp_path_factory):
+    return train(recipe(dataset), tmp_path_factory.mktemp("run") / "run")
+
+
+def test_learns(run):
+    assert losses(run)[-1] < 0.3 * losses(run)[0]
+    assert run.best().info.metrics["val/accuracy"] > 0.9
+
+
+def test_equals_a_loop_written_by_hand(dataset, run):
+    torch.manual_seed(7)
+    module = zoo.build(run.info.network)
+    weights, biases = ([p for p in module.parameters() if (p.ndim > 1) is w] for w in (True, False))
+    optimizer = torch.optim.SGD(
+        [{"params": weights, "weight_decay": 1e-4}, {"params": biases}],
+        lr=0.01,
+        momentum=0.9,
+        nesterov=True,
+    )
+    by_hand = []
+    for step in range(16):
+        batch = _batch(dataset, epoch=step // 4, start=step % 4)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * 0.5 * (1 + math.cos(math.pi * step / 16))
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(module(batch.images), batch.labels)
+        loss.backward()
+        optimizer.step()
+        by_hand.append(loss.item())
+    assert losses(run) == pytest.approx(by_hand, rel=1e-5)
+
+
+def _batch(dataset, *, epoch, start):
+    stream = batches(
+        Dataset(dataset).train,
+        PREPROCESS,
+        batch_size=10,
+        seed=7,
+        epoch=epoch,
+        start=start,
+        rank=0,
+        world=1,
+        augment=recipe(dataset).augment,
+        training=True,
+        workers=0,
+    )
+    return next(iter(stream))
+
+
+def test_checkpoints_hold_what_was_measured_on_their_weights(dataset, run):
+    checkpoint = run.best()
+    module = zoo.load(checkpoint)
+    with torch.no_grad():
+        found = evaluate(module, Dataset(dataset).val, PREPROCESS, CLASSES, batch_size=10)
+    assert found.accuracy == checkpoint.info.metrics["val/accuracy"]
+    assert found.loss == pytest.approx(checkpoint.info.metrics["val/loss"], rel=1e-6)
+    assert checkpoint.info.preprocess == PREPROCESS
+    assert checkpoint.info.labels == CLASSES
+    assert checkpoint.info.dataset_hash == Dataset(dataset).info.content_hash
+
+
+def test_learning_rate_follows_the_policy(dataset, tmp_path):
+    policy = Policy(name="step", steps=4, gamma=0.5)
+    found = train(recipe(dataset, policy=policy, val_interval=9), tmp_path / "run")
+    rates = [m.values["lr"] for m in found.metrics()]
+    assert rates == pytest.approx(np.repeat([0.01, 0.005, 0.0025, 0.00125], 4))
+
+
+def test_keeps_the_newest_and_the_best(dataset, tmp_path, monkeypatch):
+    accuracies = iter([0.2, 0.9, 0.5, 0.4, 0.3, 0.6])
+    _pretend(monkeypatch, accuracies)
+    found = train(recipe(dataset, epochs=6, keep_last=2), tmp_path / "run")
+    assert [c.info.position.step for c in found.checkpoints()] == [8, 20, 24]
+    assert found.best().info.position.step == 8
+
+
+def test_the_best_is_kept_between_snapshots(dataset, tmp_path, monkeypatch):
+    _pretend(monkeypatch, iter([0.2, 0.9, 0.5, 0.4]))
+    settings = recipe(dataset, snapshot_interval=99, keep_last=1)
+    found = train(settings, tmp_path / "run")
+    assert [c.info.position.step for c in found.checkpoints()] == [8, 16]
+    assert found.best().info.metrics["val/accuracy"] == 0.9
+
+
+def test_a_checkpoint_between_validations_claims_no_accuracy(dataset, tmp_path):
+    settings = recipe(dataset, snapshot_interval=0.25, val_interval=1, keep_last=99)
+    for checkpoint in train(settings, tmp_path / "run").checkpoints():
+        measured = checkpoint.info.position.step % 4 == 0
+        assert ("val/accuracy" in checkpoint.info.metrics) is measured
+
+
+def test_stops_early(dataset, tmp_path, monkeypatch):
+    _pretend(monkeypatch, iter([0.5, 0.6, 0.6, 0.55]))
+    found = train(recipe(dataset, epochs=9, patience=2), tmp_path / "run")
+    assert found.latest().info.position.step == 16
+    result = found.events()[-1]
+    assert (result.kind, result.values["early"]) == ("result", True)
+    # and a resume does not go on
+    train(recipe(dataset, epochs=9, patience=2), tmp_path / "run", resume=True)
+    assert found.latest().info.position.step == 16
+
+
+def _pretend(monkeypatch, accuracies):
+    """Validations that give these accuracies."""
+    measure = loop.measure
+
+    def pretended(*args):
+        found = measure(*args)
+        return type(found)(**{**vars(found), "accuracy": next(accuracies)})
+
+    monkeypatch.setattr(loop, "measure", pretended)
+
+
+def test_trains_without_a_validation_split(tmp_path):
+    bare = write_dataset(tmp_path / "bare", train=20)
+    found = train(recipe(bare), tmp_path / "run")
+    assert set(found.latest().info.metrics) == {"train/loss"}
+    assert any("no validation split" in e.text for e in found.events() if e.kind == "warning")
+    with pytest.raises(UsageError, match="early stopping needs a validation split"):
+        train(recipe(bare, patience=3), tmp_path / "other")
+
+
+def test_train_loss_is_the_mean_since_the_last_validation(run):
+    measured = run.metrics()
+    assert measured[7].values["train/loss"] == pytest.approx(np.mean(losses(run)[4:8]))
+
+
+def test_balanced_weights_are_used(tmp_path):
+    skewed = write_dataset(
+        tmp_path / "skewed", train=20, val=6, labels=[0] * 14 + [1] * 4 + [2] * 2
+    )
+    plain = train(recipe(skewed, batch_size=20), tmp_path / "plain")
+    weighted = train(recipe(skewed, batch_size=20, class_weights="balanced"), tmp_path / "weighted")
+    torch.manual_seed(7)
+    module = zoo.build(plain.info.network)
+    split = Dataset(skewed).train
+    images = torch.from_numpy(np.stack([PREPROCESS(e.content) for e in split]))
+    each = nn.functional.cross_entropy(
+        module(images), torch.from_numpy(split.labels.copy()), reduction="none"
+    )
+    factor = torch.tensor([20 / 42] * 14 + [20 / 12] * 4 + [20 / 6] * 2)
+    assert losses(plain)[0] == pytest.approx(each.mean().item(), rel=1e-5)
+    assert losses(weighted)[0] == pytest.approx((each * factor).mean().item(), rel=1e-5)
+
+
+def test_starts_from_a_checkpoint(dataset, run, tmp_path):
+    tuned = train(recipe(dataset, init=str(run.latest().path)), tmp_path / "run")
+    assert losses(tuned)[0] < 0.5 * losses(run)[0]
+
+
+def test_divergence_names_the_step_and_stays_in_the_log(dataset, tmp_path):
+    settings = recipe(dataset, solver=Solver(lr=1e6))
+    told = []
+    with pytest.raises(TrainError, match=r"diverged.*learning rate.*lower the learning rate"):
+        train(settings, tmp_path / "run", emit=told.append)
+    assert told[-1].kind == "error"
+    assert loop.Run(tmp_path / "run").events()[-1].text == told[-1].text
+
+
+def test_out_of_memory_answers_with_a_batch_that_fits(dataset, tmp_path, monkeypatch):
+    forward = nn.Conv2d.forward
+
+    def cramped(self, x):
+        if len(x) > 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Conv2d, "forward", cramped)
+    with pytest.raises(OutOfMemory, match=r"step of 10 images.*--batch-size 2"):
+        train(recipe(dataset), tmp_path / "run")
+
+
+def test_labels_outside_the_classes_are_refused_before_training(tmp_path, monkeypatch):
+    folder = write_dataset(tmp_path / "data", train=6, val=3)
+    labels = Dataset(folder).train.labels.copy()
+    labels[4] = 7
+    monkeypatch.setattr(loop.Dataset, "train", property(lambda d: _relabelled(d, labels)))
+    with pytest.raises(DataError, match=r"label 7 of train/4.png, 3 classes"):
+        train(recipe(folder), tmp_path / "run")
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def _relabelled(dataset, labels):
+    split = dataset.split("train")
+    split.labels = labels
+    return split
+
+
+def test_tensorboard_files_hold_the_curve(run):
+    board = EventAccumulator(str(run.path / "tensorboard"))
+    board.Reload()
+    assert [e.value for e in board.Scalars("loss")] == pytest.approx(losses(run))
+    assert [e.step for e in board.Scalars("val/accuracy")] == [4, 8, 12, 16]
+
+
+def test_events_tell_the_story(run):
+    events = run.events()
+    assert [e.name for e in events if e.kind == "phase"] == ["train", *["snapshot"] * 4]
+    assert events[-1].values["best_accuracy"] == run.best().info.metrics["val/accuracy"]
+    assert curve(run)[-1][1] == 4.0

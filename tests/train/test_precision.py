@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.run import Run, Solver
+from tessella.train.loop import train
+from tessella.train.precision import MixedPrecision, arithmetic
+from tessella.train.solver import optimizer_for
+from tests.train.examples import curve, losses, recipe
+
+CPU = torch.device("cpu")
+
+
+def matmul_and_conv() -> tuple[str, str]:
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+
+
+@pytest.mark.parametrize(("precision", "inside"), [("fp32", "ieee"), ("tf32", "tf32")])
+def test_tf32_is_on_where_asked_for_and_put_back(precision, inside):
+    before = (*matmul_and_conv(), torch.backends.cudnn.benchmark)
+    with arithmetic(precision):
+        assert matmul_and_conv() == (inside, inside)
+        assert torch.backends.cudnn.benchmark
+    assert (*matmul_and_conv(), torch.backends.cudnn.benchmark) == before
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_autocast_computes_in_the_precision(precision, dtype):
+    module = nn.Linear(4, 2)
+    with MixedPrecision(precision, CPU).autocast():
+        assert module(torch.zeros(1, 4)).dtype == dtype
+    assert module.weight.dtype == torch.float32
+
+
+def test_fp16_skips_a_step_with_infinite_gradients_and_halves_the_scale():
+    module = nn.Linear(4, 2)
+    optimizer = optimizer_for(module, Solver(name="sgd"))
+    mixed = MixedPrecision("fp16", CPU)
+    before = module.weight.detach().clone()
+    scale = mixed.scaler.get_scale()
+    mixed.update((module(torch.ones(1, 4)) * 1e38).sum(), optimizer)  # · 65,536 overflows
+    assert torch.equal(module.weight, before)
+    assert mixed.scaler.get_scale() == scale / 2
+    optimizer.zero_grad()
+    mixed.update(module(torch.ones(1, 4)).sum(), optimizer)
+    assert not torch.equal(module.weight, before)
+
+
+@pytest.fixture(scope="module")
+def full(dataset, tmp_path_factory) -> Run:
+    return train(recipe(dataset), tmp_path_factory.mktemp("full") / "run")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_trains_close_to_fp32(dataset, full, tmp_path, precision):
+    run = train(recipe(dataset, precision=precision), tmp_path / "run")
+    # The first loss differs by rounding only; later ones may, since fp16 skips steps that overflow.
+    assert losses(run)[0] == pytest.approx(losses(full)[0], rel=0.01)
+    assert losses(run)[0] != losses(full)[0]
+    assert losses(run)[-1] < 0.3 * losses(run)[0]
+    assert all(w.dtype == torch.float32 for w in run.latest().weights().values())
+    assert run.latest().info.precision == precision
+
+
+def test_the_loss_scale_survives_a_resume(dataset, tmp_path):
+    settings = recipe(dataset, precision="fp16", keep_last=9)
+    whole = train(settings, tmp_path / "run")
+    expected = curve(whole), _scaler(whole.latest())
+    first, *later = whole.checkpoints()
+    assert _scaler(first)["scale"] < 2.0**16  # it has changed: there is something to lose
+    for checkpoint in later:
+        (checkpoint.path / "checkpoint.json").unlink()
+    resumed = train(settings, whole.path, resume=True)
+    assert (curve(resumed), _scaler(resumed.latest())) == expected
+
+
+def _scaler(checkpoint: Checkpoint) -> dict[str, float]:
+    return checkpoint.training_state()[1]["scaler"]

@@ -1,0 +1,156 @@
+"""A training that is killed, at any moment, goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tessella.artifacts.run import Augment, Recipe, Run, Solver
+from tessella.core.errors import UsageError
+from tessella.core.events import Event
+from tessella.core.policies import Policy
+from tessella.train.loop import train
+from tests.train.examples import curve, recipe
+
+# Dropout draws random numbers, batch normalization keeps running statistics: both have to go on.
+NETWORK = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes, channels, height, width):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Dropout(0.3), nn.Linear(8 * 5 * 5, classes),
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+
+
+@pytest.fixture(scope="module")
+def settings(dataset, tmp_path_factory) -> Recipe:
+    """17 steps, with validations and checkpoints that fall on different ones."""
+    source = tmp_path_factory.mktemp("network") / "net.py"
+    source.write_text(NETWORK)
+    return recipe(
+        dataset,
+        network=f"{source}:Net",
+        epochs=4.25,
+        val_interval=0.75,
+        snapshot_interval=0.5,
+        solver=Solver(name="adam", lr=0.01),
+        policy=Policy(warmup=0.2),
+        augment=Augment(flip=True, noise=0.05),
+        class_weights="balanced",
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(settings, tmp_path_factory) -> Run:
+    return train(settings, tmp_path_factory.mktemp("whole") / "run")
+
+
+# --- in the process that is killed ----------------------------------------------------------------
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train_until(settings: Recipe, out: Path, moment: str, step: int) -> None:
+    torch.set_num_threads(1)
+    rename, saved = os.replace, f"step-{step:08d}"
+
+    def emit(event: Event) -> None:
+        if moment == "step" and event.kind == "metric" and event.step == step:
+            _die()
+
+    def replace(source, target) -> None:
+        if moment == "before the rename" and Path(target).name == saved:
+            _die()
+        rename(source, target)
+        if moment == "after the rename" and Path(target).name == saved:
+            _die()
+        if moment == "while pruning" and Path(source).name == saved:
+            _die()
+
+    os.replace = replace
+    train(settings, out, resume=True, emit=emit)
+
+
+@pytest.fixture(scope="module")
+def kill():
+    """Run a training in a child, which forks from a server that has imported torch once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tessella.train.loop", "tests.train.test_resume"])
+
+    def run(settings: Recipe, out: Path, moment: str, step: int) -> None:
+        child = context.Process(target=_train_until, args=(settings, out, moment, step))
+        child.start()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+
+    return run
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
+
+def assert_same(resumed: Run, whole: Run) -> None:
+    assert curve(resumed) == curve(whole)
+    last, expected = resumed.latest(), whole.latest()
+    assert last.info.position == expected.info.position
+    weights = expected.weights()
+    assert weights.keys() == last.weights().keys()
+    assert all(torch.equal(v, weights[k]) for k, v in last.weights().items())
+    assert not list((resumed.path / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        [("step", 1)],
+        [("step", 5), ("step", 6), ("step", 14), ("step", 17)],
+        [("before the rename", 2), ("before the rename", 8)],
+        [("after the rename", 4), ("while pruning", 2), ("after the rename", 17)],
+    ],
+    ids=["before the first checkpoint", "between", "while saving", "after saving"],
+)
+def test_killed_and_resumed_is_the_same_training(settings, whole, kill, tmp_path, moments):
+    out = tmp_path / "run"
+    for moment, step in moments:
+        kill(settings, out, moment, step)
+    assert_same(train(settings, out, resume=True), whole)
+
+
+def test_the_same_recipe_gives_the_same_run(settings, whole, tmp_path):
+    assert curve(train(settings, tmp_path / "again")) == curve(whole)
+
+
+def test_every_step_is_measured_once(whole):
+    assert [step for step, *_ in curve(whole)] == list(range(1, 18))
+    assert all({"loss", "lr"} <= values.keys() for *_, values in curve(whole))
+
+
+def test_a_finished_run_stays_as_it_is(settings, whole):
+    before = curve(whole)
+    train(settings, whole.path, resume=True)
+    assert curve(whole) == before
+
+
+def test_another_recipe_is_refused_with_what_differs(settings, whole):
+    changed = Recipe(**{**vars(settings), "epochs": 9.0, "solver": Solver(name="sgd")})
+    with pytest.raises(UsageError, match=r"epochs was 4.25, is 9.0; .*'adam'.*'sgd'"):
+        train(changed, whole.path, resume=True)
+
+
+def test_a_folder_with_a_run_is_refused_without_resume(settings, whole):
+    with pytest.raises(UsageError, match="already holds a run"):
+        train(settings, whole.path)
