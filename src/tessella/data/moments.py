@@ -8,6 +8,8 @@ import numpy as np
 
 from tessella.core.preprocess import Pixels
 
+_EXACT_ROWS = 1 << 20  # so many squares of 16 bits add up to less than 2**53: float64 is exact
+
 
 class Moments:
     """Sums of samples and of their squares, as integers that cannot overflow or lose a digit."""
@@ -37,6 +39,10 @@ class Moments:
 def sums_of(pixels: Pixels) -> tuple[int, list[int], list[int]]:
     """Of HWC integers: samples a channel, and each channel's sum and sum of squares."""
     flat = pixels.reshape(-1, pixels.shape[2])
-    sums = flat.sum(axis=0, dtype=np.uint64)
-    squares = np.einsum("nc,nc->c", flat, flat, dtype=np.uint64, casting="safe")
-    return len(flat), [int(v) for v in sums], [int(v) for v in squares]
+    sums, squares = [0] * flat.shape[1], [0] * flat.shape[1]
+    for channel in range(flat.shape[1]):
+        for start in range(0, len(flat), _EXACT_ROWS):
+            part = flat[start : start + _EXACT_ROWS, channel].astype(np.float64)
+            sums[channel] += int(part.sum())
+            squares[channel] += int(part @ part)
+    return len(flat), sums, squares
