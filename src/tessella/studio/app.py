@@ -1,0 +1,160 @@
+"""The studio: FastAPI as the program, NiceGUI mounted on it as its face, no engine inside.
+
+Pages read artifacts and the job store; every piece of work is a command, run as a job or (when it
+is quick) as a subprocess. So a restart of the studio loses nothing and a training never waits for
+a page.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import warnings
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+
+import nicegui
+import uvicorn
+from fastapi import FastAPI, Request
+from nicegui import ui
+from starlette.responses import JSONResponse
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from tessella.core.errors import TessellaError, UsageError
+from tessella.jobs.scheduler import Scheduler
+from tessella.jobs.store import Store
+from tessella.studio import pictures, uploads
+from tessella.studio.desk import Desk
+from tessella.studio.guard import Guard, read_or_make_token
+from tessella.studio.pages import data, explore, home, monitor, plan, train
+from tessella.studio.theme import STATIC, frame
+from tessella.studio.uploads import Uploads
+from tessella.studio.workspace import Workspace
+
+PAGES = (home, data, train, monitor, explore, plan)
+
+log = logging.getLogger("tessella.studio")
+
+
+def create_app(desk: Desk, *, token: str, host: str = "127.0.0.1", port: int = 8080) -> ASGIApp:
+    """The studio as an ASGI application, guarded. NiceGUI allows one a process."""
+    app = FastAPI(title="Tessella studio", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(TessellaError, _tell)
+    app.include_router(uploads.router(desk.uploads))
+    app.include_router(pictures.router(desk.workspace, desk.uploads))
+    app.mount("/static", StaticFiles(directory=STATIC))
+    for page in PAGES:
+        page.register(desk)
+    nicegui.app.on_page_exception(lambda error: _page_of(error, desk.workspace.root))
+    ui.run_with(
+        app,
+        title="Tessella",
+        favicon=STATIC / "logo.svg",
+        dark=None,
+        tailwind=False,
+        binding_refresh_interval=None,
+        show_welcome_message=False,
+        reconnect_timeout=20.0,
+    )
+    return Guard(app, token=token, host=host, port=port)
+
+
+def studio(
+    workspace: str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    token: str | None = None,
+    open_browser: bool = False,
+    scheduler: bool = True,
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Run the studio on a workspace until it is stopped (Ctrl-C).
+
+    Args:
+        workspace: folder with datasets, runs and plans; made if missing.
+        port: 0 takes a free one.
+        token: the secret of the address; by default the workspace's own.
+        open_browser: open the address in the browser of this machine.
+        scheduler: also start queued jobs; False if another process does.
+        ready: called with the address as soon as the studio answers.
+
+    Raises:
+        UsageError: the port is taken or the address is not this machine's.
+    """
+    space = Workspace(workspace)
+    listening = _listen(host, port)
+    port = listening.getsockname()[1]
+    secret = token or read_or_make_token(space.own() / "token")
+    store = Store(space.root / "jobs.db")
+    desk = Desk(workspace=space, store=store, uploads=Uploads(space))
+    app = create_app(desk, token=secret, host=host, port=port)
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={secret}"
+
+    def tell() -> None:
+        if ready is not None:
+            ready(address)
+        else:
+            print(f"Tessella studio on {space.root}\n{address}", flush=True)
+        if open_browser:
+            webbrowser.open(address)
+
+    running = Scheduler(store, space.root) if scheduler else None
+    # NiceGUI looks at every object of the process, and some of torch's warn when looked at.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="nicegui")
+    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    server.on_ready = tell
+    if running is not None:
+        running.start()
+    try:
+        server.run(sockets=[listening])
+    finally:
+        if running is not None:
+            running.stop()
+        store.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that says when it answers."""
+
+    on_ready: Callable[[], None]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.on_ready()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket, so that a taken port is told before anything else starts."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except OSError as error:
+        raise UsageError(
+            f"the studio cannot listen on {host}, port {port}",
+            seen=error.strerror or error,
+            fix="choose another port (--port 0 takes a free one) or an address of this machine",
+        ) from error
+    return listening
+
+
+async def _tell(request: Request, error: Exception) -> JSONResponse:
+    """An error of ours as JSON, for scripts and for ``studio.js``."""
+    return JSONResponse({"error": str(error)}, status_code=400)
+
+
+def _page_of(error: Exception, root: Path) -> None:
+    """The page that is shown when one cannot be built: what is wrong and where to go on."""
+    if not isinstance(error, TessellaError):
+        log.exception("a page could not be built", exc_info=error)
+    with frame("Not found", "This page could not be shown.", root):
+        with home.parts.card("What went wrong"):
+            home.parts.note(str(error) or type(error).__name__, "bad")
+            with home.parts.link("/"):
+                ui.label("Back to the overview")

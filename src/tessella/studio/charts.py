@@ -1,0 +1,184 @@
+"""Options for ECharts: colours and axes that read well on light and dark alike.
+
+A series that grows is never sent twice: ``append`` sends the new points only (see
+``static/studio.js``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from nicegui import ui
+
+from tessella.studio.feed import Point
+
+COLORS = ("#1b9a8a", "#d9822b", "#6478cf", "#c3513f", "#9a62a8", "#8a9a3b")
+_MUTED = "#87928c"
+_LINES = "rgba(128,140,134,0.18)"
+_FONT = 'system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif'
+
+Options = dict[str, Any]
+
+
+def _frame() -> Options:
+    return {
+        "animation": False,
+        "backgroundColor": "transparent",
+        "textStyle": {"fontFamily": _FONT, "color": _MUTED},
+        "color": list(COLORS),
+        "grid": {"left": 8, "right": 18, "top": 34, "bottom": 8, "containLabel": True},
+        "tooltip": {
+            "trigger": "axis",
+            "confine": True,
+            "backgroundColor": "rgba(28,34,31,0.94)",
+            "borderWidth": 0,
+            "textStyle": {"color": "#eef2f0", "fontSize": 12.5, "fontFamily": _FONT},
+            "axisPointer": {"lineStyle": {"color": _MUTED}},
+        },
+    }
+
+
+def _axis(kind: str, **more: Any) -> Options:
+    return {
+        "type": kind,
+        "axisLine": {"show": False},
+        "axisTick": {"show": False},
+        "axisLabel": {"color": _MUTED, "fontSize": 11.5, "hideOverlap": True},
+        "splitLine": {"show": kind != "category", "lineStyle": {"color": _LINES}},
+        **more,
+    }
+
+
+def lines(
+    series: Sequence[tuple[str, list[Point]]],
+    *,
+    log: bool = False,
+    dots: Sequence[str] = (),
+    y_max: float | None = None,
+) -> Options:
+    """Lines over a number. ``dots`` names the series that also mark their points (few of them)."""
+    return _frame() | {
+        "legend": {
+            "show": len(series) > 1,
+            "top": 0,
+            "right": 0,
+            "icon": "roundRect",
+            "itemWidth": 12,
+            "itemHeight": 4,
+            "textStyle": {"color": _MUTED},
+        },
+        "xAxis": _axis("value", min=0, max="dataMax", splitLine={"show": False}),
+        "yAxis": _axis("log" if log else "value", scale=True)
+        | ({"max": y_max} if y_max is not None else {}),
+        "series": [
+            {
+                "type": "line",
+                "name": name,
+                "data": points,
+                "showSymbol": name in dots,
+                "symbolSize": 6,
+                "sampling": "lttb",
+                "lineStyle": {"width": 2},
+                "emphasis": {"disabled": True},
+            }
+            for name, points in series
+        ],
+    }  # fmt: skip
+
+
+def bars(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]]) -> Options:
+    """Stacked bars over names, a colour a series: how many images each class has in each split."""
+    zoom = len(names) > 60
+    options = _frame() | {
+        "legend": {"show": len(series) > 1, "top": 0, "right": 0, "icon": "roundRect",
+                   "itemWidth": 12, "itemHeight": 8, "textStyle": {"color": _MUTED}},
+        "xAxis": _axis("category", data=[shorten(n) for n in names])
+        | {"axisLabel": {"color": _MUTED, "fontSize": 11.5, "hideOverlap": True,
+                         "rotate": 0 if len(names) <= 14 else 40}},
+        "yAxis": _axis("value"),
+        "series": [
+            {"type": "bar", "name": name, "stack": "all", "data": list(values), "barMaxWidth": 46,
+             "emphasis": {"disabled": True}}
+            for name, values in series
+        ],
+    }  # fmt: skip
+    options["tooltip"]["trigger"] = "axis"
+    options["tooltip"]["axisPointer"] = {"type": "shadow"}
+    if zoom:
+        options["dataZoom"] = [{"type": "inside", "start": 0, "end": 100 * 60 / len(names)}]
+    return options
+
+
+def histogram(counts: Sequence[float], edges: Sequence[float], color: str = COLORS[0]) -> Options:
+    """A small histogram: ``counts`` between ``edges`` (one more than counts)."""
+    middles = [f"{(a + b) / 2:.3g}" for a, b in pairwise(edges)]
+    options = _frame() | {
+        "grid": {"left": 2, "right": 2, "top": 6, "bottom": 2, "containLabel": True},
+        "xAxis": _axis("category", data=middles),
+        "yAxis": _axis("value", show=False),
+        "series": [{"type": "bar", "data": list(counts), "barCategoryGap": "12%",
+                    "itemStyle": {"color": color}, "emphasis": {"disabled": True}}],
+    }  # fmt: skip
+    options["tooltip"]["axisPointer"] = {"type": "shadow"}
+    return options
+
+
+def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Options:
+    """A heat map: rows are the truth (top to bottom), columns what the network said."""
+    names = [shorten(n) for n in labels]
+    cells = [[c, r, n] for r, row in enumerate(matrix) for c, n in enumerate(row)]
+    share = [sum(row) or 1 for row in matrix]
+    data = [{"value": [c, r, round(100 * n / share[r], 2), n]} for c, r, n in cells]
+    small = len(labels) <= 24
+    return _frame() | {
+        "grid": {"left": 8, "right": 16, "top": 30, "bottom": 8, "containLabel": True},
+        "tooltip": {**_frame()["tooltip"], "trigger": "item", "formatter": "{c}"},
+        "xAxis": _axis("category", data=names, position="top")
+        | {"axisLabel": {"color": _MUTED, "fontSize": 11.5, "rotate": 0 if small else 60}},
+        "yAxis": _axis("category", data=names, inverse=True),
+        "visualMap": {
+            "show": False,
+            "min": 0,
+            "max": 100,
+            "dimension": 2,
+            "inRange": {"color": ["rgba(27,154,138,0.05)", "rgba(27,154,138,0.55)", "#12796c"]},
+        },
+        "series": [
+            {
+                "type": "heatmap",
+                "data": data,
+                "encode": {"x": 0, "y": 1, "value": 3, "tooltip": 3},
+                "label": {
+                    "show": small,
+                    "formatter": "{@[3]}",
+                    "fontSize": 11.5,
+                    "color": "inherit",
+                },
+                "itemStyle": {"borderColor": "rgba(128,140,134,0.25)", "borderWidth": 1},
+            }
+        ],
+    }
+
+
+def shorten(name: str, most: int = 18) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def append(chart: ui.echart, additions: Sequence[tuple[int, list[Point]]]) -> str:
+    """Send new points to a chart: (series index, points). Returns what was sent."""
+    code = f"studio.append({chart.id},{json.dumps(additions, separators=(',', ':'))})"
+    ui.run_javascript(code)
+    return code
+
+
+def replace(chart: ui.echart, series: Sequence[list[Point]]) -> None:
+    """Draw a chart's series anew."""
+    ui.run_javascript(f"studio.replace({chart.id},{json.dumps(series, separators=(',', ':'))})")
+
+
+def log_scale(chart: ui.echart, on: bool) -> None:
+    """Switch the vertical axis between linear and logarithmic."""
+    ui.run_javascript(f"studio.logScale({chart.id},{json.dumps(on)})")

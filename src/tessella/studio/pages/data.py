@@ -1,0 +1,472 @@
+"""Data: from a folder or an upload to a dataset, and what is in it before anything is trained."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from nicegui import run as threads
+from nicegui import ui
+from nicegui.elements.mixins.value_element import ValueElement
+
+from tessella.artifacts.dataset import Dataset
+from tessella.core.errors import TessellaError, UsageError
+from tessella.core.preprocess import Preprocess, ResizeMode
+from tessella.jobs import commands
+from tessella.jobs.job import JobSpec
+from tessella.studio import charts, parts
+from tessella.studio.desk import Desk
+from tessella.studio.feed import Feed
+from tessella.studio.theme import frame, text
+from tessella.studio.workspace import Found
+
+PAGE_SIZE = 60
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".gif")
+LOOK_AT_MOST = 20_000  # directory entries, in search of an example image
+
+MODES: tuple[tuple[ResizeMode, str, str], ...] = (
+    ("squash", "Squash", "Fills the size; the shape changes."),
+    ("crop", "Crop", "Keeps the shape; cuts what sticks out."),
+    ("fill", "Fill", "Keeps all; pads with grey."),
+    ("half_crop", "Half crop", "Half way between crop and fill."),
+)
+
+
+def register(desk: Desk) -> None:
+    @ui.page("/data")
+    async def data(
+        dataset: str = "", split: str = "", label: int = -1, page: int = 1, job: str = ""
+    ) -> None:
+        found = await threads.io_bound(desk.workspace.datasets)
+        with frame("Data", "What the network will learn from.", desk.workspace.root):
+            with parts.box("split"):
+                if dataset:
+                    opened = desk.workspace.dataset(dataset)
+                    with parts.box("stack"):
+                        _list(found, dataset)
+                    with parts.box("stack"):
+                        _Dataset(desk, opened, dataset, split, label, page)
+                    return
+                _New(desk, found, job)
+
+
+def _list(found: list[Found[Dataset]], here: str) -> None:
+    with parts.card("Datasets", str(len(found)), tight=True):
+        with parts.box("list"):
+            for entry in found:
+                with parts.link("/data", f"item {'here' * (entry.ref == here)}", dataset=entry.ref):
+                    name = entry.item.info.name if entry.item else entry.ref
+                    text("span", name).classes("name cut")
+                    if entry.item is None:
+                        text("span", "cannot be read").classes("detail")
+                        text("span", entry.problem or "").classes("detail cut")
+                        continue
+                    count = sum(s.count for s in entry.item.info.splits.values())
+                    text("span", f"{count:,}").classes("detail num")
+                    text("span", entry.ref).classes("detail cut")
+        if here:
+            parts.plain_button("New dataset", lambda: ui.navigate.to("/data"), "add")
+        elif not found:
+            text("p", "None yet.").classes("muted small")
+
+
+# --- a new dataset ---------------------------------------------------------------------
+
+
+@dataclass
+class _Settings:
+    """What the form holds; the fields' values are written here as the user types."""
+
+    source: str = ""
+    upload: str = ""
+    name: str = ""
+    size: str = "224"
+    channels: int = 3
+    depth: int = 8
+    resize: ResizeMode = "squash"
+    crop: str = ""
+    holdout: float | None = 0.1
+    test: float | None = 0.0
+    seed: int | None = 0
+
+
+class _New:
+    """The import form, with the four resize modes beside it."""
+
+    def __init__(self, desk: Desk, found: list[Found[Dataset]], job: str) -> None:
+        self._desk, self._values = desk, _Settings()
+        self._example = ""
+        with parts.box("stack"):
+            with parts.card("New dataset"):
+                self._form()
+            _list(found, "")
+        with parts.box("stack"):
+            self._progress = ui.element("div").classes("stack")
+            self._preview()
+            with parts.card("How to do the same"):
+                self._command = parts.Command()
+        self._changed()
+        if job:
+            self._watch(job)
+
+    def _form(self) -> None:
+        source = ui.input("Folder on this machine", on_change=self._set("source"))
+        source.props('outlined dense stack-label placeholder="/data/flowers"')
+        source.on("blur", self._find_example)
+        source.on("keydown.enter", self._find_example)
+        parts.drop_zone(
+            "or drop a ZIP here", "one subfolder a class, up to 20 GB", ".zip", self._uploaded
+        )
+        with parts.box("fields"):
+            self._name = field(ui.input("Name", on_change=self._set("name")), "wide")
+            field(
+                ui.input("Size (height × width)", value="224", on_change=self._set("size"))
+            ).tooltip("224, or 224x320")
+            colors = {3: "Colour (3)", 1: "Grey (1)"}
+            field(ui.select(colors, value=3, label="Channels", on_change=self._set("channels")))
+            modes = {mode: title for mode, title, _ in MODES}
+            self._resize = field(
+                ui.select(modes, value="squash", label="Resize", on_change=self._set("resize"))
+            )
+            field(
+                ui.number("Held out to validate", value=0.1, min=0, max=0.9, step=0.05,
+                          on_change=self._set("holdout"))
+            )  # fmt: skip
+        with ui.expansion("More"), parts.box("fields"):
+            field(ui.input("Crop for the network", on_change=self._set("crop"))).tooltip(
+                "The network sees this part: random while training, the centre otherwise"
+            )
+            field(
+                ui.number("Held out to test", value=0.0, min=0, max=0.9, step=0.05,
+                          on_change=self._set("test"))
+            )  # fmt: skip
+            depths = {8: "8 bits", 16: "16 bits"}
+            field(ui.select(depths, value=8, label="Depth", on_change=self._set("depth")))
+            field(ui.number("Seed of the split", value=0, precision=0, on_change=self._set("seed")))
+        self._problem = text("div", "").classes("note bad")
+        parts.button("Import", self._start, icon="download_for_offline")
+
+    def _preview(self) -> None:
+        with parts.card(
+            "What the network will see", "the four ways to fit a picture into the size"
+        ):
+            self._modes: dict[str, tuple[ui.element, ui.element]] = {}
+            with parts.box("modes"):
+                for mode, title, line in MODES:
+                    with parts.box("mode") as frame_:
+                        shown = parts.picture("", f"The example, {title}")
+                        text("b", title)
+                        text("span", line)
+                    frame_.on("click", lambda mode=mode: self._resize.set_value(mode))
+                    self._modes[mode] = (frame_, shown)
+            parts.drop_zone(
+                "Try a picture", "drop one, or click", "image/*", self._example_uploaded
+            )
+
+    # --- what happens -------------------------------------------------------------------
+
+    def _set(self, name: str):
+        def handler(event) -> None:
+            setattr(self._values, name, event.value)
+            self._changed()
+
+        return handler
+
+    def _changed(self) -> None:
+        """Show the command and the four pictures for what the form says now."""
+        values = self._values
+        try:
+            spec = self._spec(values.source or "FOLDER", f"datasets/{values.name or 'NAME'}")
+        except TessellaError as error:
+            self._problem.text = str(error)
+            self._problem.set_visibility(True)
+            return
+        self._problem.set_visibility(False)
+        self._command.show(commands.shown(spec))
+        for mode, (frame_, shown) in self._modes.items():
+            frame_.classes(**({"add": "here"} if mode == values.resize else {"remove": "here"}))
+            shown.props["src"] = self._preview_address(mode)
+            shown.set_visibility(bool(self._example))
+
+    def _preview_address(self, mode: str) -> str:
+        height, width = size_of(self._values.size)
+        query: dict[str, str | int] = {
+            "source": self._example,
+            "height": height,
+            "width": width,
+            "mode": mode,
+            "channels": self._values.channels,
+        }
+        return parts.address("/pictures/resize", **query)
+
+    def _spec(self, source: str, out: str) -> JobSpec:
+        values = self._values
+        height, width = size_of(values.size)
+        crop = size_of(values.crop) if values.crop.strip() else None
+        return commands.import_images(
+            source,
+            out,
+            Preprocess(
+                height=height,
+                width=width,
+                channels=int(values.channels),
+                depth=int(values.depth),
+                resize=values.resize,
+                crop=crop,
+            ),
+            name=values.name.strip() or None,
+            holdout=float(values.holdout or 0.0),
+            test=float(values.test or 0.0),
+            seed=int(values.seed or 0),
+        )
+
+    async def _find_example(self) -> None:
+        folder = Path(self._values.source.strip() or "/nonexistent").expanduser()
+        found = await threads.io_bound(first_image, folder)
+        if found is not None:
+            self._example = f"path:{found}"
+        if not self._values.name and folder.is_dir():
+            self._name.set_value(plain_name(folder.name))
+        self._changed()
+
+    def _example_uploaded(self, upload: str, name: str) -> None:
+        self._example = f"upload:{upload}"
+        self._changed()
+
+    async def _uploaded(self, upload: str, name: str) -> None:
+        with parts.telling():
+            folder = await threads.io_bound(self._desk.uploads.images, upload)
+            self._values.source = str(folder)
+            if not self._values.name:
+                self._name.set_value(plain_name(Path(name).stem))
+            await self._find_example()
+            ui.notify("The ZIP is here. Press Import.", type="positive")
+
+    def _start(self) -> None:
+        with parts.telling():
+            source = Path(self._values.source.strip()).expanduser()
+            if not self._values.source.strip() or not source.exists():
+                raise UsageError(
+                    "there is no such folder on this machine",
+                    seen=self._values.source or "nothing",
+                    fix="give the folder that holds one subfolder a class, or upload a ZIP",
+                )
+            name = self._values.name.strip() or plain_name(source.name)
+            out = self._desk.workspace.new_path("dataset", name)
+            spec = self._spec(str(source.resolve()), self._desk.workspace.ref(out))
+            self._watch(self._desk.store.submit(spec).id)
+
+    def _watch(self, job_id: str) -> None:
+        """Live progress of an import; goes to the dataset when it is there."""
+        job = self._desk.store.job(job_id)
+        feed = Feed(job.events_path)
+        self._progress.clear()
+        with self._progress, parts.card(job.name) as section:
+            state = parts.badge(job.status)
+            track = parts.Track()
+            problem = text("div", "").classes("note bad")
+        problem.set_visibility(False)
+
+        def look() -> None:
+            feed.read()
+            now = self._desk.store.job(job_id)
+            state.classes(remove=state.text, add=now.status)
+            state.text = now.status
+            track.show(
+                feed.fraction, f"{feed.phase or 'waiting'} · {feed.done:,} of {feed.total:,}"
+            )
+            if now.status == "done":
+                timer.cancel()
+                ref = job.argv[job.argv.index("--out") + 1]
+                ui.navigate.to(parts.address("/data", dataset=ref))
+            elif now.ended:
+                timer.cancel()
+                problem.text = feed.error or now.error or "The import was stopped."
+                problem.set_visibility(True)
+
+        with section:
+            timer = ui.timer(0.5, look)
+
+
+def field(element: ValueElement, classes: str = "") -> ValueElement:
+    """The form fields' common look."""
+    return element.props("outlined dense stack-label hide-bottom-space").classes(classes)
+
+
+def size_of(written: str) -> tuple[int, int]:
+    """``224`` or ``224x320`` as (height, width).
+
+    Raises:
+        UsageError: it is neither.
+    """
+    numbers = [n.strip() for n in written.lower().replace("×", "x").split("x")]
+    if len(numbers) in (1, 2) and all(n.isdigit() and 0 < int(n) <= 16_384 for n in numbers):
+        return int(numbers[0]), int(numbers[-1])
+    raise UsageError("a size is one number or height x width", seen=written, fix="224 or 224x320")
+
+
+def plain_name(name: str) -> str:
+    """A name for an artifact made of any text: letters, digits, dashes."""
+    return "".join(c if c.isalnum() or c in "_-" else "-" for c in name).strip("-")[:60]
+
+
+def first_image(folder: Path) -> Path | None:
+    """An image somewhere in the folder, without reading more of a large tree than needed."""
+    seen = 0
+    for here, folders, files in os.walk(folder):
+        folders.sort()
+        for file in sorted(files)[:LOOK_AT_MOST]:
+            seen += 1
+            if file.lower().endswith(IMAGE_SUFFIXES):
+                return Path(here) / file
+        if seen > LOOK_AT_MOST:
+            return None
+    return None
+
+
+# --- a dataset -------------------------------------------------------------------------
+
+
+class _Dataset:
+    """What is in a dataset: counts, notes, classes, images."""
+
+    def __init__(
+        self, desk: Desk, dataset: Dataset, ref: str, split: str, label: int, page: int
+    ) -> None:
+        self._dataset, self._ref = dataset, ref
+        info = dataset.info
+        self._split = split if split in info.splits else next(iter(info.splits))
+        self._label = label if 0 <= label < len(info.classes) else -1
+        self._page = max(1, page)
+        with parts.card():
+            with parts.box("row-line"):
+                text("h2", info.name).style("font-size:19px").classes("cut grow")
+                train = parts.address("/train", dataset=ref)
+                parts.button("Train on it", lambda: ui.navigate.to(train), icon="arrow_forward")
+            parts.stats(_numbers(dataset))
+            for line in info.notes:
+                parts.note(line, "warn")
+        with parts.card("Classes", "images in each, by split"):
+            counts = [(name, s.class_counts) for name, s in info.splits.items()]
+            ui.echart(charts.bars(info.classes, counts)).classes("chart")
+        with parts.card() as self._browser:
+            self._controls()
+            self._images = ui.element("div").classes("thumbs")
+            self._pages = ui.element("div").classes("row-line")
+        self._show()
+        self._problems()
+        with parts.card("How to do the same"):
+            parts.Command(_command(dataset, desk.workspace.ref(dataset.path)))
+
+    def _controls(self) -> None:
+        info = self._dataset.info
+        with parts.box("row-line wrap"):
+            text("h2", "Images").classes("grow")
+            splits = {n: f"{n} ({s.count:,})" for n, s in info.splits.items()}
+            ui.toggle(splits, value=self._split, on_change=self._choose_split).props(
+                "unelevated dense no-caps padding='4px 12px' toggle-color=teal-9"
+            )
+            names = {-1: "All classes"} | dict(enumerate(info.classes))
+            chooser = ui.select(names, value=self._label, with_input=len(names) > 12)
+            field(chooser).style("width:230px")
+            chooser.on_value_change(self._choose_label)
+
+    def _choose_split(self, event) -> None:
+        self._split, self._page = event.value, 1
+        self._show()
+
+    def _choose_label(self, event) -> None:
+        self._label, self._page = event.value if event.value is not None else -1, 1
+        self._show()
+
+    def _choose_page(self, event) -> None:
+        self._page = event.value
+        self._show()
+
+    def _show(self) -> None:
+        """The current page of thumbnails; each is fetched by URL when it comes into view."""
+        labels = self._dataset.split(self._split).labels
+        if self._label < 0:
+            rows = range(len(labels))
+        else:
+            rows = (labels == self._label).nonzero()[0].tolist()
+        last = max(1, -(-len(rows) // PAGE_SIZE))
+        self._page = min(self._page, last)
+        shown = rows[(self._page - 1) * PAGE_SIZE : self._page * PAGE_SIZE]
+        self._images.clear()
+        with self._images:
+            for index in shown:
+                index = int(index)
+                name = self._dataset.classes[int(labels[index])]
+                with parts.box("thumb"):
+                    parts.picture(
+                        example_address(self._dataset, self._ref, self._split, index), name
+                    )
+                    text("div", name).props["title"] = name
+            if not len(shown):
+                text("p", "No images of this class in this split.").classes("muted small")
+        self._pages.clear()
+        with self._pages:
+            if last > 1:
+                ui.pagination(1, last, value=self._page, on_change=self._choose_page).props(
+                    "max-pages=7 boundary-numbers direction-links flat color=grey-7 "
+                    "active-color=teal-8"
+                )
+            text("span", f"{len(rows):,} images").classes("muted small num")
+
+    def _problems(self) -> None:
+        info = self._dataset.info
+        if not info.skipped_count and not info.duplicate_count:
+            return
+        with parts.box("duo"):
+            if info.skipped_count:
+                with parts.card("Skipped files", f"{info.skipped_count:,}"):
+                    rows = [(s.path, s.reason) for s in info.skipped[:200]]
+                    heads = [parts.Column(title="file", classes="m"), parts.Column(title="reason")]
+                    parts.table(heads, rows)
+            if info.duplicate_count:
+                with parts.card("Equal images in different splits", f"{info.duplicate_count:,}"):
+                    text("p", "They make validation look better than it is.").classes("muted small")
+                    heads = [
+                        parts.Column(title="one", classes="m"),
+                        parts.Column(title="other", classes="m"),
+                    ]
+                    parts.table(heads, info.duplicates[:200])
+
+
+def example_address(dataset: Dataset, ref: str, split: str, index: int) -> str:
+    """The URL of an image of a dataset."""
+    stamp = dataset.info.content_hash[:12]
+    return parts.address("/pictures/example", dataset=ref, split=split, index=index, v=stamp)
+
+
+def _numbers(dataset: Dataset) -> list[tuple[str, str]]:
+    info, record = dataset.info, dataset.preprocess
+    shape = f"{record.height} × {record.width} × {record.channels}"
+    counts = [(f"{name} images", f"{s.count:,}") for name, s in info.splits.items()]
+    disk = sum(m.nbytes for s in info.splits.values() for m in s.shards.values())
+    return [
+        *counts,
+        ("classes", f"{len(info.classes):,}"),
+        (f"pixels, {record.depth} bits, {record.resize}", shape),
+        ("mean", " · ".join(f"{m:.3f}" for m in record.mean[:4])),
+        ("std", " · ".join(f"{s:.3f}" for s in record.std[:4])),
+        ("on disk", parts.nbytes(disk)),
+    ]
+
+
+def _command(dataset: Dataset, out: str) -> str:
+    """The import that makes this dataset, as far as the dataset tells."""
+    info = dataset.info
+    total = sum(s.count for s in info.splits.values()) or 1
+    share = {n: round(s.count / total, 3) for n, s in info.splits.items()}
+    spec = commands.import_images(
+        info.source,
+        out,
+        dataset.preprocess,
+        name=info.name,
+        holdout=share.get("val", 0.0),
+        test=share.get("test", 0.0),
+    )
+    return commands.shown(spec)

@@ -1,0 +1,324 @@
+"""Explore: what a trained network says of a picture, what each layer makes of it, and where it
+errs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from nicegui import run as threads
+from nicegui import ui
+
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Run
+from tessella.core.errors import ArtifactError, TessellaError
+from tessella.core.record import digest, parse_json
+from tessella.jobs import commands
+from tessella.studio import charts, parts
+from tessella.studio.desk import Desk
+from tessella.studio.layers import Layers
+from tessella.studio.pages.data import example_address, field
+from tessella.studio.quick import ask
+from tessella.studio.theme import frame, text
+from tessella.studio.workspace import open_dataset
+
+EXAMPLES = 12
+SAMPLES = 48  # shown of a cell of the confusion matrix
+LAYERS_TIMEOUT_S = 300.0
+
+
+def register(desk: Desk) -> None:
+    @ui.page("/explore")
+    async def explore(run: str = "", checkpoint: str = "") -> None:
+        await _page(desk, run, checkpoint)
+
+
+async def _page(desk: Desk, run_ref: str, checkpoint_ref: str) -> None:
+    space = desk.workspace
+    found = [f for f in await threads.io_bound(space.runs) if f.item is not None]
+    runs = {f.ref: f.item for f in found if f.item is not None and f.item.checkpoints()}
+    if checkpoint_ref and not run_ref:
+        run_ref = next((r for r in runs if checkpoint_ref.startswith(f"{r}/")), "")
+    run_ref = run_ref if run_ref in runs else next(iter(runs), "")
+    with frame("Explore", "What the network sees, and where it errs.", space.root):
+        if not run_ref:
+            with parts.empty("There is no checkpoint yet", "Train a network first; its first "
+                             "checkpoint comes after the first epoch."):  # fmt: skip
+                parts.button("Train a network", lambda: ui.navigate.to("/train"))
+            return
+        chosen = space.checkpoint(checkpoint_ref) if checkpoint_ref else best_of(runs[run_ref])
+        with parts.box("split"):
+            with parts.box("stack"):
+                _chooser(desk, runs, run_ref, chosen)
+                classify = _Classify(desk, chosen)
+            with parts.box("stack"):
+                _about(chosen)
+                classify.layers_box()
+                _Errors(desk, chosen)
+
+
+def best_of(run_: Run) -> Checkpoint:
+    """The best checkpoint of a run by validation accuracy, or its newest."""
+    scored = any("val/accuracy" in c.info.metrics for c in run_.checkpoints())
+    return run_.best("val/accuracy") if scored else run_.latest()
+
+
+def _chooser(desk: Desk, runs: dict[str, Run], ref: str, chosen: Checkpoint) -> None:
+    best = best_of(runs[ref]).path
+    names = {}
+    for point in runs[ref].checkpoints():
+        score = point.info.metrics.get("val/accuracy")
+        label = f"epoch {point.info.position.epoch:.4g}"
+        label += "" if score is None else f", {100 * score:.2f} %"
+        names[desk.workspace.ref(point.path)] = label + ("  (best)" if point.path == best else "")
+    with parts.card("Checkpoint"):
+        shown = {r: f"{Path(r).name} ({item.recipe.network})" for r, item in runs.items()}
+        field(
+            ui.select(shown, value=ref, label="Run",
+                      on_change=lambda e: ui.navigate.to(parts.address("/explore", run=e.value)))
+        )  # fmt: skip
+        field(
+            ui.select(
+                names,
+                value=desk.workspace.ref(chosen.path),
+                label="Checkpoint",
+                on_change=lambda e: ui.navigate.to(
+                    parts.address("/explore", run=ref, checkpoint=e.value)
+                ),
+            )
+        )
+
+
+def _about(chosen: Checkpoint) -> None:
+    info = chosen.info
+    shape = " × ".join(str(n) for n in info.preprocess.input_shape)
+    with parts.card():
+        parts.stats(
+            [
+                ("network", info.network.name),
+                ("input", shape),
+                ("classes", str(len(info.labels))),
+                ("epoch", f"{info.position.epoch:.4g}"),
+                *((n.replace("/", " "), number_of(n, v)) for n, v in sorted(info.metrics.items())),
+                ("preprocessing", info.preprocess_hash[:10]),
+            ]
+        )
+
+
+def number_of(name: str, value: float) -> str:
+    """A metric for people."""
+    return f"{100 * value:.2f} %" if name.endswith(("accuracy", "top5")) else f"{value:.4g}"
+
+
+class _Classify:
+    """A picture goes in, five answers come out, and every layer's view of it."""
+
+    def __init__(self, desk: Desk, chosen: Checkpoint) -> None:
+        self._desk, self._checkpoint = desk, chosen
+        self._ref = desk.workspace.ref(chosen.path)
+        self._layers: ui.element | None = None
+        with parts.card("Classify a picture"):
+            parts.drop_zone("Drop a picture", "or click to choose one", "image/*", self._uploaded)
+            self._examples()
+            self._trust = ui.switch("Run the Python code that this checkpoint brings")
+            self._trust.set_visibility(".py" in chosen.info.network.name)
+            self._answer = ui.element("div").classes("stack")
+            self._command = parts.Command()
+        self._command.show(commands.shown(commands.classify(self._ref, ["PICTURE"])))
+
+    def layers_box(self) -> None:
+        """Where the layers appear; called once, where the page wants them."""
+        with parts.card("Layers", "weights, and activations for this picture"):
+            self._layers = ui.element("div").classes("stack")
+            with self._layers:
+                with parts.empty("No picture yet", "Drop one at the left, or click an example: you "
+                                 "will see what every layer makes of it."):  # fmt: skip
+                    pass
+
+    def _examples(self) -> None:
+        """Pictures of the validation split to click, where the dataset is still there."""
+        path = self._desk.workspace.find_dataset(self._checkpoint.info.dataset_hash)
+        if path is None:
+            return
+        dataset = open_dataset(path)
+        name = "val" if "val" in dataset.info.splits else next(iter(dataset.info.splits))
+        count = len(dataset.split(name))
+        picks = np.linspace(0, count - 1, min(EXAMPLES, count)).astype(int)
+        ref = self._desk.workspace.ref(path)
+        with parts.box("thumbs").style("grid-template-columns:repeat(6,minmax(0,1fr));gap:8px"):
+            for index in dict.fromkeys(int(i) for i in picks):
+                truth = dataset.classes[dataset.split(name).labels[index]]
+                with parts.box("thumb").style("cursor:pointer") as thumb:
+                    source = example_address(dataset, ref, name, index)
+                    parts.picture(source, f"Example: {truth}").props["title"] = truth
+                thumb.on("click", lambda i=index: self._example(dataset, name, i))
+
+    async def _example(self, dataset: Dataset, split: str, index: int) -> None:
+        content = dataset.split(split)[index].content
+        with parts.telling():
+            upload = self._desk.uploads.begin(f"{split} {index}", len(content))
+            self._desk.uploads.add(upload, 0, content)
+            await self._uploaded(upload, f"{split} {index}")
+
+    async def _uploaded(self, upload: str, name: str) -> None:
+        """Ask for the answers, then for the layers."""
+        if self._layers is None:
+            return
+        image = self._desk.uploads.file(upload)
+        self._answer.clear()
+        with self._answer:
+            parts.picture(f"/pictures/upload/{upload}", name).style(
+                "width:128px;height:128px;object-fit:contain;image-rendering:pixelated"
+            )
+            waiting = text("p", "Asking the network …").classes("muted small")
+        self._command.show(commands.shown(commands.classify(self._ref, [name])))
+        try:
+            argv = self._argv(commands.classify(self._ref, [image]).argv)
+            told = await ask(argv, folder=self._desk.workspace.root)
+        except TessellaError as error:
+            waiting.text = ""
+            with self._answer:
+                parts.note(str(error), "bad")
+            return
+        waiting.delete()
+        with self._answer:
+            _answers([(t["label"], t["score"]) for t in told["images"][0]["top"]])
+        await self._show_layers(image)
+
+    async def _show_layers(self, image: Path) -> None:
+        key = digest([self._ref, image.parent.name])[:24]
+        folder = self._desk.workspace.own("layers", key)
+        self._layers.clear()
+        with self._layers:
+            text("p", "Looking into every layer …").classes("muted small")
+        problem = None
+        try:
+            argv = self._argv(commands.show_layers(self._ref, image, out=folder).argv)
+            space = self._desk.workspace.root
+            await ask(argv, folder=space, timeout_s=LAYERS_TIMEOUT_S)
+            layers = parse_json((folder / "layers.json").read_bytes(), where="layers.json")
+        except (TessellaError, OSError) as error:
+            problem = str(error)
+        self._layers.clear()
+        with self._layers:
+            if problem is not None:
+                parts.note(problem, "bad")
+                return
+            Layers(layers, f"/pictures/own/layers/{key}")
+            parts.Command(commands.shown(commands.show_layers(self._ref, "PICTURE", out="layers")))
+
+    def _argv(self, argv: tuple[str, ...]) -> tuple[str, ...]:
+        return (*argv, "--trust-code") if self._trust.value else argv
+
+
+def _answers(top: list[tuple[str, float]]) -> None:
+    """Labels with bars, best first."""
+    with parts.box("answers"):
+        for label, score in top:
+            with parts.box("answer"):
+                text("span", label).classes("name cut")
+                text("span", f"{100 * score:.2f} %")
+                with parts.box("track"):
+                    ui.element("div").style(f"width:{100 * score:.1f}%")
+
+
+# --- where it errs ---------------------------------------------------------------------
+
+
+class _Errors:
+    """Confusion matrix, precision and recall of the validation split; measured by a job, once."""
+
+    def __init__(self, desk: Desk, chosen: Checkpoint) -> None:
+        self._desk, self._checkpoint = desk, chosen
+        self._ref = desk.workspace.ref(chosen.path)
+        self._data = desk.workspace.find_dataset(chosen.info.dataset_hash)
+        key = digest([self._ref, chosen.info.files["model.safetensors"].sha256])[:24]
+        self._file = desk.workspace.own("evaluations") / f"{key}.json"
+        with parts.card("Where it errs", "on the validation split"):
+            self._box = ui.element("div").classes("stack")
+        self._show()
+
+    def _show(self) -> None:
+        self._box.clear()
+        with self._box:
+            if self._file.exists():
+                self._report(parse_json(self._file.read_bytes(), where=str(self._file)))
+            elif self._data is None:
+                parts.note("The dataset that this network was trained on is not in the workspace.")
+            else:
+                with parts.empty("Not measured yet", "One pass over the validation split gives "
+                                 "the confusion matrix, precision and recall."):  # fmt: skip
+                    parts.button("Measure", self._measure, icon="fact_check")
+                parts.Command(commands.shown(self._spec("evaluation.json")))
+
+    def _spec(self, out: str):
+        if self._data is None:
+            raise ArtifactError("the dataset of this checkpoint is not in the workspace")
+        return commands.evaluate(self._ref, self._desk.workspace.ref(self._data), out=out)
+
+    def _measure(self) -> None:
+        with parts.telling():
+            job = self._desk.store.submit(self._spec(self._desk.workspace.ref(self._file)))
+        self._box.clear()
+        with self._box:
+            track = parts.Track()
+            track.show(0.0, "Waiting for its turn.")
+
+        def look() -> None:
+            now = self._desk.store.job(job.id)
+            track.show(0.5, now.status)
+            if now.ended:
+                timer.cancel()
+                self._show()
+                if now.status != "done":
+                    with self._box:
+                        parts.note(now.error or "The evaluation was stopped.", "bad")
+
+        with self._box:
+            timer = ui.timer(0.7, look)
+
+    def _report(self, report: dict) -> None:
+        labels, matrix = report["labels"], report["confusion"]
+        parts.stats([("accuracy", f"{100 * report['accuracy']:.2f} %"),
+                     ("images", f"{sum(map(sum, matrix)):,}")])  # fmt: skip
+        with parts.box("duo"):
+            with parts.box("stack"):
+                text("p", "Rows are the truth, columns what the network said. Click a cell to see "
+                     "its images.").classes("muted small")  # fmt: skip
+                chart = ui.echart(charts.confusion(labels, matrix)).classes("chart tall")
+                chart.on_point_click(lambda e: self._samples(report, e.value[1], e.value[0]))
+                self._cell = ui.element("div").classes("stack")
+            columns = [parts.Column(title="class")]
+            columns += [
+                parts.Column(title=t, classes="r") for t in ("precision", "recall", "F1", "images")
+            ]
+            rows = [
+                (c["label"], f"{c['precision']:.3f}", f"{c['recall']:.3f}", f"{c['f1']:.3f}",
+                 f"{c['support']:,}")
+                for c in report["per_class"]
+            ]  # fmt: skip
+            parts.table(columns, rows)
+
+    def _samples(self, report: dict, truth: int, said: int) -> None:
+        """The images of one cell, where the report says what each image was taken for."""
+        labels = report["labels"]
+        self._cell.clear()
+        with self._cell:
+            text(
+                "h2",
+                f"{labels[truth]} taken for {labels[said]}: {report['confusion'][truth][said]}",
+            )
+            predictions = report.get("predictions")
+            if not predictions or self._data is None:
+                text("p", "This report does not say which images these are.").classes("muted small")
+                return
+            dataset = open_dataset(self._data)
+            ref = self._desk.workspace.ref(self._data)
+            split = dataset.split("val")
+            hits = np.flatnonzero((split.labels == truth) & (np.asarray(predictions) == said))
+            with parts.box("thumbs"):
+                for index in hits[:SAMPLES]:
+                    with parts.box("thumb"):
+                        parts.picture(example_address(dataset, ref, "val", int(index)))

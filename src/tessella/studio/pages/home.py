@@ -1,0 +1,157 @@
+"""The overview: what the workspace holds, what is running, and what to do first."""
+
+from __future__ import annotations
+
+import time
+
+from nicegui import run as threads
+from nicegui import ui
+
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.plan import Plan
+from tessella.artifacts.run import Run
+from tessella.jobs.job import Job
+from tessella.studio import parts
+from tessella.studio.desk import Desk
+from tessella.studio.theme import frame, text
+from tessella.studio.workspace import Found
+
+SHOWN = 8  # of each kind; the pages list all
+
+
+def register(desk: Desk) -> None:
+    @ui.page("/")
+    async def home() -> None:
+        space = desk.workspace
+        datasets = await threads.io_bound(space.datasets)
+        runs = await threads.io_bound(space.runs)
+        plans = await threads.io_bound(space.plans)
+        with frame("Overview", "From a folder of examples to a served network.", space.root):
+            if not (datasets or runs or plans or desk.store.jobs()):
+                _first_steps()
+                return
+            with parts.box("trio"):
+                _datasets(datasets)
+                _runs(runs)
+                _plans(plans)
+            _jobs(desk)
+
+
+def _first_steps() -> None:
+    with parts.empty(
+        "This workspace is empty", "Begin with a folder of images, one subfolder a class."
+    ):
+        with parts.box("row-line").style("margin-top:10px"):
+            parts.button(
+                "Import images", lambda: ui.navigate.to("/data"), icon="add_photo_alternate"
+            )
+    with parts.box("trio"):
+        for title, line in (
+            ("1 · Data", "Import a folder: every file is checked, resized and split, and you see "
+             "the classes, the skipped files and the duplicates before anything is trained."),
+            ("2 · Train, 3 · Monitor", "Choose a network, draw the learning rate, start. Watch "
+             "loss, accuracy and the machine live; stop and resume at any time."),
+            ("4 · Explore, 5 · Plan", "See what every layer does with a picture, where the network "
+             "errs, and compile it into one file that is served over HTTP."),
+        ):  # fmt: skip
+            with parts.card(title):
+                text("p", line).classes("muted")
+
+
+def _datasets(found: list[Found[Dataset]]) -> None:
+    with parts.card("Datasets", str(len(found))):
+        if not found:
+            text("p", "None yet. Import a folder of images on the Data page.").classes("muted")
+        with parts.box("list"):
+            for entry in found[:SHOWN]:
+                with parts.link("/data", "item", dataset=entry.ref):
+                    if entry.item is None:
+                        _broken(entry)
+                        continue
+                    info = entry.item.info
+                    count = sum(s.count for s in info.splits.values())
+                    text("span", info.name).classes("name cut")
+                    text("span", f"{count:,} images").classes("detail num")
+                    text("span", f"{len(info.classes)} classes · {entry.ref}").classes("detail cut")
+
+
+def _runs(found: list[Found[Run]]) -> None:
+    with parts.card("Runs", str(len(found))):
+        if not found:
+            text("p", "None yet. Train a network on the Train page.").classes("muted")
+        with parts.box("list"):
+            for entry in found[:SHOWN]:
+                with parts.link("/monitor", "item", run=entry.ref):
+                    if entry.item is None:
+                        _broken(entry)
+                        continue
+                    text("span", entry.path.name).classes("name cut")
+                    text("span", accuracy(entry.item)).classes("detail num")
+                    network = entry.item.recipe.network
+                    text("span", f"{network} · {ago(entry.modified)}").classes("detail cut")
+
+
+def _plans(found: list[Found[Plan]]) -> None:
+    with parts.card("Plans", str(len(found))):
+        if not found:
+            text("p", "None yet. Compile a checkpoint on the Plan page.").classes("muted")
+        with parts.box("list"):
+            for entry in found[:SHOWN]:
+                with parts.link("/plan", "item", plan=entry.ref):
+                    if entry.item is None:
+                        _broken(entry)
+                        continue
+                    manifest = entry.item.manifest
+                    text("span", entry.path.stem).classes("name cut")
+                    text("span", parts.nbytes(entry.path.stat().st_size)).classes("detail num")
+                    text("span", f"{manifest.fingerprint.target}, {manifest.precision}").classes(
+                        "detail cut"
+                    )
+
+
+def _broken(entry: Found) -> None:
+    text("span", entry.ref).classes("name cut")
+    text("span", "cannot be read").classes("detail")
+    text("span", entry.problem or "").classes("detail cut")
+
+
+def _jobs(desk: Desk) -> None:
+    with parts.card("Jobs", "newest first") as section:
+        rows = ui.column().classes("list").style("gap:0;align-items:stretch")
+    shown: list[tuple] = []
+
+    def refresh() -> None:
+        jobs = desk.store.jobs()[:20]
+        section.set_visibility(bool(jobs))
+        state = [(j.id, j.status, j.aborting) for j in jobs]
+        if state == shown:
+            return
+        shown[:] = state
+        rows.clear()
+        with rows:
+            for job in jobs:
+                job_item(job)
+
+    refresh()
+    ui.timer(2.0, refresh)
+
+
+def job_item(job: Job) -> None:
+    """A job in a list: name, state, command."""
+    with parts.link("/monitor", "item", job=job.id):
+        text("span", job.name).classes("name cut")
+        parts.badge(job.status)
+        text("span", job.command).classes("detail cut mono")
+        text("span", ago(job.finished or job.started or job.created)).classes("detail nowrap")
+
+
+def accuracy(run: Run) -> str:
+    """The best validation accuracy of a run so far."""
+    scores = [c.info.metrics.get("val/accuracy") for c in run.checkpoints()]
+    best = max((s for s in scores if s is not None), default=None)
+    return "" if best is None else f"{100 * best:.2f} %"
+
+
+def ago(moment: float) -> str:
+    """How long ago a moment (seconds since 1970) was."""
+    return f"{parts.duration(time.time() - moment)} ago" if moment else ""

@@ -1,0 +1,352 @@
+"""Monitor: a run while it runs (and afterwards): curves, progress, machine, log, abort and
+resume.
+
+It follows ``events.jsonl`` of any run folder or job, so runs that were started in a terminal show
+up too.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from nicegui import run as threads
+from nicegui import ui
+
+from tessella.artifacts.run import Run
+from tessella.core.record import to_plain
+from tessella.jobs import commands
+from tessella.jobs.job import Job
+from tessella.studio import charts, parts
+from tessella.studio.desk import Desk
+from tessella.studio.feed import Feed, Point, tail, thin
+from tessella.studio.machine import Machine
+from tessella.studio.pages.home import accuracy, ago, job_item
+from tessella.studio.theme import frame, text
+from tessella.studio.workspace import Found
+
+LOOK_INTERVAL_S = 1.0
+SILENT_S = 90.0  # a run of no job of ours that wrote nothing for so long is not running
+
+# Which curve a metric belongs to, by the end of its name.
+CURVES = (("Loss", "loss"), ("Accuracy", "accuracy"), ("Learning rate", "lr"))
+
+
+def register(desk: Desk) -> None:
+    @ui.page("/monitor")
+    async def monitor(run: str = "", job: str = "") -> None:
+        await _page(desk, run, job)
+
+
+async def _page(desk: Desk, ref: str, job_id: str) -> None:
+    space = desk.workspace
+    runs = await threads.io_bound(space.runs)
+    job = desk.store.job(job_id) if job_id else None
+    if job is not None and job.kind == "train" and (out := desk.output_of(job)) is not None:
+        ref = space.ref(out)
+    if not ref and job is None and runs:
+        ref = runs[0].ref
+    with frame("Monitor", "What a run is doing, while it does it.", space.root):
+        with parts.box("split"):
+            _side(desk, runs, ref, job)
+            with parts.box("stack"):
+                if ref:
+                    await _watch_run(desk, space.path(ref))
+                elif job is not None:
+                    await _watch_job(desk, job)
+                else:
+                    with parts.empty("Nothing to watch yet", "Start a training; it appears here."):
+                        parts.button("Train a network", lambda: ui.navigate.to("/train"))
+
+
+def _side(desk: Desk, runs: list[Found[Run]], ref: str, job: Job | None) -> None:
+    with parts.box("stack"):
+        Machine()
+        with parts.card("Runs", str(len(runs)), tight=True):
+            if not runs:
+                text("p", "None in this workspace.").classes("muted small")
+            with parts.box("list").style("max-height:44vh;overflow:auto"):
+                for entry in runs:
+                    with parts.link(
+                        "/monitor", f"item {'here' * (entry.ref == ref)}", run=entry.ref
+                    ):
+                        text("span", entry.path.name).classes("name cut")
+                        if entry.item is None:
+                            text("span", "cannot be read").classes("detail")
+                            continue
+                        text("span", accuracy(entry.item)).classes("detail num")
+                        line = f"{entry.item.recipe.network} · {ago(entry.modified)}"
+                        text("span", line).classes("detail cut")
+        others = [j for j in desk.store.jobs() if j.kind != "train" or not j.ended][:12]
+        if others:
+            with parts.card("Jobs", tight=True), parts.box("list"):
+                for other in others:
+                    job_item(other)
+
+
+async def _watch_run(desk: Desk, path: Path) -> None:
+    """Curves and state of the run at ``path``, updated as its log grows."""
+    if not (path / "run.json").exists():
+        await _wait_for(desk, path)
+        return
+    info = Run(path)
+    feed = Feed(path / "events.jsonl")
+    await threads.io_bound(feed.read)
+    head = _Head(desk, path.name, path)
+    with parts.card():
+        numbers = ui.element("div")
+    curves = _Curves(feed)
+    with parts.box("duo"):
+        log = _Log(lambda: _log_path(desk, path))
+        with parts.card("How to do the same"):
+            parts.Command(commands.shown(commands.train(info.recipe, desk.workspace.ref(path))))
+            with ui.expansion("The whole recipe"):
+                recipe = to_plain(info.recipe)
+                parts.table(
+                    [parts.Column(title="setting"), parts.Column(title="value", classes="m")],
+                    [(k, str(v)) for k, v in _flat(recipe)],
+                )
+
+    async def look() -> None:
+        news = await threads.io_bound(feed.read)
+        curves.add(news.points, restarted=news.restarted)
+        job = desk.job_for(path)
+        head.show(feed, job)
+        if news.anything or not numbers.default_slot.children:
+            numbers.clear()
+            with numbers:
+                parts.stats(_numbers(feed))
+        log.show()
+
+    await look()
+    ui.timer(LOOK_INTERVAL_S, look, immediate=False)
+
+
+async def _wait_for(desk: Desk, path: Path) -> None:
+    """A run whose job has not begun it yet: its job is shown until it does."""
+    job = desk.job_for(path)
+    if job is None:
+        parts.note("There is no run here.", "bad")
+        return
+    await _watch_job(desk, job)
+
+    def begun() -> None:
+        if (path / "run.json").exists():
+            ui.navigate.to(parts.address("/monitor", run=desk.workspace.ref(path)))
+
+    ui.timer(LOOK_INTERVAL_S, begun)
+
+
+async def _watch_job(desk: Desk, job: Job) -> None:
+    """State, progress and log of a job that is not a training."""
+    feed = Feed(job.events_path)
+    head = _Head(desk, job.name, None)
+    log = _Log(lambda: job.log_path)
+    with parts.card("How to do the same"):
+        parts.Command(job.command)
+
+    async def look() -> None:
+        await threads.io_bound(feed.read)
+        head.show(feed, desk.store.job(job.id))
+        log.show()
+
+    await look()
+    ui.timer(LOOK_INTERVAL_S, look, immediate=False)
+
+
+class _Head:
+    """Name, state, progress, and the buttons that this state allows."""
+
+    def __init__(self, desk: Desk, name: str, path: Path | None) -> None:
+        self._desk, self._path = desk, path
+        self._job: Job | None = None
+        with parts.card():
+            with parts.box("row-line"):
+                text("h2", name).style("font-size:19px").classes("cut")
+                self._badge = parts.badge("waiting")
+                ui.element("div").classes("grow")
+                self._abort = parts.plain_button("Abort", self._on_abort, "stop")
+                self._resume = parts.plain_button("Resume", self._on_resume, "play_arrow")
+                if path is not None:
+                    explore = parts.address("/explore", run=desk.workspace.ref(path))
+                    compiling = parts.address("/plan", source=desk.workspace.ref(path))
+                    parts.plain_button("Explore", lambda: ui.navigate.to(explore), "visibility")
+                    parts.plain_button("Compile", lambda: ui.navigate.to(compiling), "bolt")
+            self._track = parts.Track()
+            self._note = text("div", "").classes("note")
+            self._note.set_visibility(False)
+
+    def show(self, feed: Feed, job: Job | None) -> None:
+        self._job = job
+        status = job.status if job is not None else _status_of(feed)
+        if self._badge.text != status:
+            self._badge.classes(remove=self._badge.text, add=status)
+            self._badge.text = status
+        running = status in ("running", "waiting")
+        self._abort.set_visibility(job is not None and running and not job.aborting)
+        stopped = status in ("failed", "aborted") or (status == "done" and job is None)
+        self._resume.set_visibility(stopped and (self._path is not None) and not feed.result)
+        fraction = 1.0 if status == "done" else feed.fraction
+        self._track.show(fraction, _progress_line(feed, status))
+        problem = feed.error or (job.error if job is not None else "") or ""
+        if status == "failed" and problem:
+            self._say(problem, "bad")
+        elif feed.warnings:
+            self._say(feed.warnings[-1], "warn")
+        else:
+            self._note.set_visibility(False)
+
+    def _say(self, line: str, kind: str) -> None:
+        self._note.text = line
+        self._note.classes(remove="bad warn", add=kind)
+        self._note.set_visibility(True)
+
+    def _on_abort(self) -> None:
+        if self._job is not None:
+            with parts.telling():
+                self._desk.store.abort(self._job.id)
+                ui.notify("Stopping. The last checkpoint stays.")
+
+    def _on_resume(self) -> None:
+        with parts.telling():
+            if self._job is not None:
+                self._desk.store.resume(self._job.id)
+            elif self._path is not None:
+                spec = commands.train(Run(self._path).recipe, self._desk.workspace.ref(self._path))
+                self._desk.store.submit(replace(spec, argv=(*spec.argv, *spec.resume_argv)))
+
+
+class _Curves:
+    """One chart a kind of metric; series that appear later make their chart anew, once."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._charts: dict[str, ui.echart] = {}
+        self._series: dict[str, list[str]] = {}
+        self._boxes: dict[str, ui.element] = {}
+        self._logs: dict[str, bool] = {}
+        with parts.box("stack"):
+            self._card("Loss", "tall")
+            with parts.box("duo"):
+                self._card("Accuracy", "")
+                self._card("Learning rate", "")
+        for title, _ in CURVES:
+            self._draw(title)
+
+    def add(self, points: dict[str, list[Point]], *, restarted: bool) -> None:
+        """Send the new points, and nothing else."""
+        for title, _ in CURVES:
+            names = self._names(title)
+            if names != self._series[title]:
+                self._draw(title)
+                continue
+            if restarted:
+                charts.replace(self._charts[title], [thin(self._feed.points[n]) for n in names])
+                continue
+            additions = [(i, points[n]) for i, n in enumerate(names) if points.get(n)]
+            if additions:
+                charts.append(self._charts[title], additions)
+
+    def _card(self, title: str, size: str) -> None:
+        with parts.card():
+            with parts.box("row-line"):
+                text("h2", title)
+                text("span", "over the epochs").classes("hint grow")
+                switch = ui.switch("log scale", on_change=lambda e: self._log(title, e.value))
+                switch.props("dense size=sm").classes("muted small")
+            self._boxes[title] = ui.element("div").classes(f"chart {size}")
+        self._logs[title] = False
+
+    def _names(self, title: str) -> list[str]:
+        ending = dict(CURVES)[title]
+        return sorted(n for n in self._feed.points if n.rsplit("/", 1)[-1] == ending)
+
+    def _draw(self, title: str) -> None:
+        names = self._names(title)
+        self._series[title] = names
+        series = [(n, thin(self._feed.points[n])) for n in names]
+        dots = [n for n in names if n.startswith("val/")]
+        self._boxes[title].clear()
+        with self._boxes[title]:
+            if not names:
+                text("p", "No points yet.").classes("muted small")
+                return
+            options = charts.lines(series, log=self._logs[title], dots=dots)
+            self._charts[title] = ui.echart(options).style("height:100%")
+
+    def _log(self, title: str, on: bool) -> None:
+        self._logs[title] = on
+        if title in self._charts:
+            charts.log_scale(self._charts[title], on)
+
+
+class _Log:
+    """The end of what the command printed."""
+
+    def __init__(self, path: object) -> None:
+        self._path = path
+        with parts.card("Log"):
+            self._text = text("pre", "").classes("log")
+
+    def show(self) -> None:
+        path = self._path()  # type: ignore[operator]
+        content = tail(path) if path is not None else ""
+        shown = content or "This run was not started as a job here; its log is in its terminal."
+        if self._text.text != shown:
+            self._text.text = shown
+            ui.run_javascript(
+                f"{{const e=getHtmlElement({self._text.id});if(e)e.scrollTop=e.scrollHeight}}"
+            )
+
+
+def _log_path(desk: Desk, path: Path) -> Path | None:
+    job = desk.job_for(path)
+    return None if job is None else job.log_path
+
+
+def _status_of(feed: Feed) -> str:
+    """The state of a run that no job of ours drives, from what its log says."""
+    if feed.error:
+        return "failed"
+    if feed.result is not None:
+        return "done"
+    active = feed.last_time is not None and time.time() - feed.last_time < SILENT_S
+    return "running" if active else "aborted"
+
+
+def _progress_line(feed: Feed, status: str) -> str:
+    parts_ = [feed.phase] if feed.phase else []
+    if feed.total and status == "running":
+        parts_.append(f"{feed.done:,} of {feed.total:,}")
+    if status == "running" and (left := feed.remaining_s) is not None:
+        parts_.append(f"about {parts.duration(left)} left")
+    if feed.started is not None and feed.last_time is not None:
+        parts_.append(f"{parts.duration(feed.last_time - feed.started)} so far")
+    return " · ".join(parts_) or "Waiting for its turn."
+
+
+def _numbers(feed: Feed) -> list[tuple[str, str]]:
+    epoch = max((p[-1][0] for p in feed.points.values() if p), default=0.0)
+    out = [("epoch", f"{epoch:.2f}")]
+    for name in sorted(feed.points):
+        value = feed.latest(name)
+        if value is None:
+            continue
+        ending = name.rsplit("/", 1)[-1]
+        shown = f"{100 * value:.2f} %" if ending == "accuracy" else f"{value:.4g}"
+        out.append((name.replace("/", " ").replace("_", " "), shown))
+    scores = [p[1] for p in feed.points.get("val/accuracy", [])]
+    if scores:
+        out.append(("best val accuracy", f"{100 * max(scores):.2f} %"))
+    return out
+
+
+def _flat(plain: dict, prefix: str = "") -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = []
+    for key, value in plain.items():
+        if isinstance(value, dict):
+            rows += _flat(value, f"{prefix}{key}.")
+        else:
+            rows.append((prefix + key, value))
+    return rows

@@ -1,0 +1,248 @@
+"""Train: choose a network, see it drawn, shape the learning rate, start."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from pathlib import Path
+from typing import Any
+
+from nicegui import run as threads
+from nicegui import ui
+
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Recipe
+from tessella.core.errors import TessellaError, UsageError
+from tessella.core.record import digest
+from tessella.jobs import commands
+from tessella.studio import charts, parts
+from tessella.studio.desk import Desk
+from tessella.studio.pages.data import field, plain_name
+from tessella.studio.quick import ask
+from tessella.studio.recipe_form import RecipeForm, flat
+from tessella.studio.theme import frame, text
+
+# Shown until the command line has answered with its own list; DIGITS' users look for these first.
+STANDARD = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152")
+SOURCES = {"standard": "Standard", "timm": "timm", "run": "Previous", "file": "Own file"}
+DRAW_AFTER_S = 0.5  # of no typing
+
+
+def register(desk: Desk) -> None:
+    @ui.page("/train")
+    async def train(dataset: str = "", run: str = "") -> None:
+        datasets = [
+            f for f in await threads.io_bound(desk.workspace.datasets) if f.item is not None
+        ]
+        runs = [f for f in await threads.io_bound(desk.workspace.runs) if f.item is not None]
+        with frame("Train", "A network, a recipe, a run.", desk.workspace.root):
+            if not datasets:
+                with parts.empty("There is no dataset yet", "A network learns from a dataset."):
+                    parts.button("Import images", lambda: ui.navigate.to("/data"))
+                return
+            known = {f.ref: f.item for f in datasets if f.item is not None}
+            chosen = dataset if dataset in known else next(iter(known))
+            _Train(desk, known, {f.ref: f for f in runs}, chosen, run)
+
+
+class _Train:
+    def __init__(
+        self,
+        desk: Desk,
+        datasets: dict[str, Dataset],
+        runs: dict[str, Any],
+        dataset: str,
+        like: str,
+    ) -> None:
+        self._desk, self._datasets, self._runs = desk, datasets, runs
+        start = runs[like].item.recipe if like in runs else None
+        self._drawing: asyncio.Task | None = None
+        self._ready = False
+        with parts.box("split"):
+            with parts.box("stack"):
+                with parts.card("Network and data"):
+                    self._choosers(dataset, start)
+                with parts.card("Recipe"):
+                    self._form = RecipeForm(self._changed, flat(start) if start else None)
+                    self._problem = text("div", "").classes("note bad")
+                    parts.button("Start training", self._start, icon="play_arrow")
+            with parts.box("stack"):
+                with parts.card("Learning rate", "over the epochs"):
+                    self._curve = ui.echart(charts.lines([("learning rate", [])])).classes(
+                        "chart low"
+                    )
+                with parts.card("Network"):
+                    self._summary = text("p", "").classes("muted small")
+                    self._drawn = ui.element("div").classes("stack")
+                with parts.card("How to do the same"):
+                    self._command = parts.Command()
+                    with ui.expansion("recipe.json") as self._file_box:
+                        self._file = text("pre", "").classes("log")
+        self._ready = True
+        self._changed()
+        self._redraw()
+        ui.timer(0.1, self._learn_names, once=True)
+
+    def _choosers(self, dataset: str, start: Recipe | None) -> None:
+        names = {ref: d.info.name for ref, d in self._datasets.items()}
+        self._dataset = field(
+            ui.select(names, value=dataset, label="Dataset", on_change=self._dataset_changed)
+        )
+        self._source = ui.toggle(SOURCES, value="standard", on_change=self._source_changed).props(
+            "unelevated dense no-caps spread toggle-color=teal-9 size=13px"
+        )
+        value = start.network if start and start.network in STANDARD else "lenet"
+        self._standard = field(
+            ui.select(list(STANDARD), value=value, label="Network", on_change=self._network_changed)
+        )
+        self._timm = field(ui.input("Model of timm", on_change=self._network_changed))
+        self._timm.props('placeholder="efficientnet_b0"')
+        previous = {
+            ref: f"{Path(ref).name} ({f.item.recipe.network})" for ref, f in self._runs.items()
+        }
+        self._previous = field(
+            ui.select(previous, label="Continue from the best checkpoint of",
+                      on_change=self._network_changed)
+        )  # fmt: skip
+        self._own = field(ui.input("File", on_change=self._network_changed))
+        self._own.props('placeholder="net.py:Net or net.prototxt"')
+        self._name = field(ui.input("Name of the run", value=self._free_name()))
+        self._name.on_value_change(self._changed)
+        self._show_source()
+
+    # --- what the form says -------------------------------------------------------------
+
+    def _network(self) -> str:
+        source = self._source.value
+        if source == "timm":
+            return f"timm/{(self._timm.value or '').strip().removeprefix('timm/')}"
+        if source == "file":
+            return (self._own.value or "").strip()
+        if source == "run" and self._previous.value:
+            return self._runs[self._previous.value].item.recipe.network
+        return self._standard.value
+
+    def _recipe(self) -> Recipe:
+        network = self._network()
+        if not network or network == "timm/":
+            raise UsageError("no network is chosen", fix="choose or name one")
+        recipe = self._form.recipe(network=network, dataset=self._dataset.value)
+        if self._source.value == "run" and self._previous.value and recipe.init == "random":
+            plain = vars(recipe) | {"init": self._best(self._previous.value)}
+            recipe = Recipe(**plain)
+        return recipe
+
+    def _best(self, ref: str) -> str:
+        return self._desk.workspace.ref(self._runs[ref].item.best().path)
+
+    def _free_name(self) -> str:
+        return datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S")
+
+    # --- what happens -------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """Check the recipe; show its command and its learning rate, or what is wrong."""
+        if not self._ready:
+            return
+        try:
+            recipe = self._recipe()
+        except TessellaError as error:
+            self._problem.text = str(error)
+            self._problem.set_visibility(True)
+            return
+        self._problem.set_visibility(False)
+        spec = commands.train(recipe, f"runs/{self._name.value or 'NAME'}")
+        self._command.show(commands.shown(spec))
+        self._file.text = spec.files.get("recipe.json", "")
+        self._file_box.set_visibility(bool(spec.files))
+        points = [
+            (round(t * recipe.epochs, 4), float(f"{rate:.5g}"))
+            for t, rate in recipe.policy.curve(recipe.solver.lr)
+        ]
+        self._curve.options["series"][0]["data"] = points
+        self._curve.update()
+
+    def _source_changed(self) -> None:
+        self._show_source()
+        self._network_changed()
+
+    def _show_source(self) -> None:
+        for name, element in (
+            ("standard", self._standard), ("timm", self._timm), ("run", self._previous),
+            ("file", self._own),
+        ):  # fmt: skip
+            element.set_visibility(self._source.value == name)
+
+    def _dataset_changed(self) -> None:
+        self._changed()
+        self._redraw()
+
+    def _network_changed(self) -> None:
+        self._changed()
+        self._redraw()
+
+    def _redraw(self) -> None:
+        if not self._ready:
+            return
+        if self._drawing is not None:
+            self._drawing.cancel()
+        self._drawing = asyncio.create_task(self._draw())
+
+    async def _draw(self) -> None:
+        """Ask the command line for the network's picture; drawn once for each network and size."""
+        await asyncio.sleep(DRAW_AFTER_S)
+        network, dataset = self._network(), self._datasets[self._dataset.value]
+        channels, height, width = dataset.preprocess.input_shape
+        self._summary.text = (
+            f"{network} for {len(dataset.classes)} classes, input {channels} × {height} × {width}"
+        )
+        if not network or network == "timm/":
+            self._show_drawing(None, "Name a network to see it drawn.")
+            return
+        key = digest([network, len(dataset.classes), channels, height, width])[:24]
+        target = self._desk.workspace.own("networks", key) / "network.svg"
+        own = self._source.value == "file"
+        if not target.exists() or own:
+            self._show_drawing(None, "Drawing …")
+            try:
+                spec = commands.show_network(
+                    network,
+                    classes=len(dataset.classes),
+                    channels=channels,
+                    size=(height, width),
+                    svg=target,
+                )
+                await ask(spec.argv, folder=self._desk.workspace.root)
+            except TessellaError as error:
+                self._show_drawing(None, str(error))
+                return
+        self._show_drawing(f"/pictures/own/networks/{key}/network.svg", "")
+
+    def _show_drawing(self, source: str | None, line: str) -> None:
+        self._drawn.clear()
+        with self._drawn:
+            if source is None:
+                text("p", line).classes("muted small")
+            else:
+                with parts.box("network-box"):
+                    parts.picture(source, "The network's layers, drawn")
+
+    async def _learn_names(self) -> None:
+        """Replace the short list of networks by all that the zoo has."""
+        try:
+            told = await ask(commands.show_networks().argv, folder=self._desk.workspace.root)
+        except TessellaError as error:
+            ui.notify(str(error), type="warning")
+            return
+        names = [n if isinstance(n, str) else n["name"] for n in told["networks"]]
+        if names:
+            self._standard.set_options(names, value=self._standard.value)
+
+    def _start(self) -> None:
+        with parts.telling():
+            recipe = self._recipe()
+            name = plain_name(self._name.value or "")
+            out = self._desk.workspace.new_path("run", name)
+            ref = self._desk.workspace.ref(out)
+            self._desk.store.submit(commands.train(recipe, ref, name=name))
+            ui.navigate.to(parts.address("/monitor", run=ref))

@@ -1,0 +1,249 @@
+"""The parts that pages are made of: cards, empty states, numbers, commands, tables, pictures.
+
+Text reaches the browser as text, attributes as attributes; the one place that writes HTML,
+``table``, escapes every cell. So a class may be called ``<img onerror=…>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from urllib.parse import urlencode
+
+from nicegui import ui
+from nicegui.element import Element
+
+from tessella.core.errors import TessellaError
+from tessella.studio.theme import text
+
+MAX_UPLOAD_BYTES = 64 << 30
+
+
+def card(title: str = "", hint: str = "", *, tight: bool = False) -> Element:
+    """A surface with an optional heading; used as ``with card(…):``, like all of these."""
+    section = ui.element("section").classes("card tight" if tight else "card")
+    if title:
+        with section, box("card-head"):
+            text("h2", title)
+            if hint:
+                text("span", hint).classes("hint")
+    return section
+
+
+def box(classes: str) -> Element:
+    """A ``div`` with CSS classes."""
+    return ui.element("div").classes(classes)
+
+
+def link(path: str, classes: str = "", **query: str) -> Element:
+    """A link to another page of the studio."""
+    element = ui.element("a").classes(classes)
+    element.props["href"] = address(path, **query)
+    return element
+
+
+def address(path: str, **query: str | int) -> str:
+    """A path of the studio with a query."""
+    return f"{path}?{urlencode(query)}" if query else path
+
+
+def picture(source: str, alt: str = "") -> Element:
+    """An image by URL, loaded when it comes into view."""
+    element = ui.element("img")
+    element.props.update({"src": source, "alt": alt, "loading": "lazy", "decoding": "async"})
+    return element
+
+
+def empty(title: str, advice: str) -> Element:
+    """What a place says that has nothing to show yet, and what to do about it."""
+    area = box("empty")
+    with area:
+        text("h2", title)
+        text("p", advice)
+    return area
+
+
+def stats(values: Sequence[tuple[str, str]]) -> None:
+    """Numbers in a row: (label, value)."""
+    with box("stats"):
+        for label, value in values:
+            with box("stat"):
+                text("b", value)
+                text("span", label)
+
+
+def note(content: str, kind: str = "") -> None:
+    """A line that a person should read; kind ``warn`` or ``bad`` colours it."""
+    text("div", content).classes(f"note {kind}")
+
+
+def badge(status: str) -> Element:
+    """A job's or run's state: running, done, failed, waiting, aborted."""
+    return text("span", status).classes(f"badge {status}")
+
+
+class Command:
+    """The command line that does the same as the page, with a button that copies it."""
+
+    def __init__(self, line: str = "") -> None:
+        with box("command"):
+            self._code = text("code", "")
+            ui.button(icon="content_copy", on_click=self._copy, color=None).props(
+                'flat dense size=sm aria-label="Copy the command"'
+            )
+        self.show(line)
+
+    def show(self, line: str) -> None:
+        self._code.text = line
+
+    def _copy(self) -> None:
+        ui.clipboard.write(self._code.text)
+        ui.notify("Copied", timeout=900)
+
+
+def button(label: str, on_click: Callable[..., object], *, icon: str | None = None) -> ui.button:
+    """The one thing that a form does."""
+    return (
+        ui.button(label, on_click=on_click, icon=icon, color=None)
+        .props("unelevated")
+        .classes("main")
+    )
+
+
+def plain_button(label: str, on_click: Callable[..., object], icon: str | None = None) -> ui.button:
+    """Any other button."""
+    return ui.button(label, on_click=on_click, icon=icon, color=None).props("flat").classes("plain")
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Shows an error of ours to the user instead of only logging it."""
+    try:
+        yield
+    except TessellaError as error:
+        ui.notify(
+            str(error), type="negative", multi_line=True, timeout=12_000, close_button="Close"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A table cell that is a bar: ``fraction`` of the column's width, with a text beside it."""
+
+    fraction: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    title: str
+    classes: str = ""  # r: to the right, m: monospaced
+
+
+Cell = str | Bar
+
+
+def table(
+    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], marked: Sequence[bool] = ()
+) -> None:
+    """A table as one element, so that a plan of a thousand steps is one message to the browser."""
+    head = "".join(f'<th class="{c.classes}">{escape(c.title)}</th>' for c in columns)
+    body = "".join(
+        f'<tr class="{"chosen" if marked and marked[i] else ""}">'
+        + "".join(
+            f'<td class="{c.classes}">{_cell(v)}</td>' for c, v in zip(columns, row, strict=True)
+        )
+        + "</tr>"
+        for i, row in enumerate(rows)
+    )
+    html = f'<table class="t"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    ui.html(html, sanitize=True).classes("table-box")
+
+
+def _cell(value: Cell) -> str:
+    if isinstance(value, Bar):
+        width = round(100 * min(1.0, max(0.0, value.fraction)))
+        return (
+            f'<div class="bar"><i style="width:{width}px"></i>'
+            f"<span>{escape(value.text)}</span></div>"
+        )
+    return escape(value)
+
+
+class Track:
+    """A progress bar with a line of text under it."""
+
+    def __init__(self) -> None:
+        self._width = "width:0%"
+        self.box = box("stack").style("gap:6px")
+        with self.box:
+            with box("track"):
+                self._fill = ui.element("div").style(self._width)
+            self._text = text("span", "").classes("muted small num")
+
+    def show(self, fraction: float, line: str) -> None:
+        """Fill the bar to ``fraction`` (0 to 1) and say ``line``."""
+        self.box.set_visibility(True)
+        width = f"width:{100 * min(1.0, max(0.0, fraction)):.1f}%"
+        if width != self._width:
+            self._width = width
+            self._fill.style(replace=width)
+        if line != self._text.text:
+            self._text.text = line
+
+
+def drop_zone(
+    title: str, hint: str, accept: str, on_sent: Callable[[str, str], object]
+) -> tuple[Element, Track]:
+    """A place to drop a file or click; calls ``on_sent(upload_id, file_name)`` when it has arrived.
+
+    The file goes through ``/api/uploads`` in chunks; the name is the browser's and is only shown.
+    """
+    with box("stack").style("gap:8px"):
+        with box("drop") as zone:
+            text("b", title)
+            text("span", hint)
+            field = ui.element("input").props('type="file"')
+            field.props.update({"accept": accept, "aria-label": title})
+        track = Track()
+        track.box.set_visibility(False)
+    field.on("change", js_handler="(e) => studio.upload(e.target, [...e.target.files])")
+    zone.on("dragenter", js_handler="(e) => studio.mark(e, true)")
+    zone.on("dragleave", js_handler="(e) => studio.mark(e, false)")
+    zone.on("drop", js_handler="(e) => studio.mark(e, false)")
+    detail = "(e) => emit(e.detail)"
+    field.on(
+        "sending",
+        lambda e: track.show(
+            e.args["sent"] / max(1, e.args["nbytes"]), f"{e.args['name']}: {nbytes(e.args['sent'])}"
+        ),
+        js_handler=detail,
+    )
+    field.on("sent", lambda e: on_sent(e.args["id"], e.args["name"]), js_handler=detail)
+    field.on(
+        "unsent",
+        lambda e: ui.notify(f"{e.args['name']}: {e.args['error']}", type="negative"),
+        js_handler=detail,
+    )
+    return zone, track
+
+
+def nbytes(size: float) -> str:
+    """A size for people: 12 B, 3.4 MB."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """A time for people: 12 s, 3 min 20 s, 2 h 5 min."""
+    whole = int(max(0.0, seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

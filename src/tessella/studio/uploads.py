@@ -1,0 +1,195 @@
+"""Files from the browser: in chunks, each with the offset it belongs to, never larger than
+announced.
+
+A name from the browser is only shown, never used as a path. A ZIP of class folders is unpacked
+member by member, with limits on count, size and ratio, so that neither ``../`` nor a bomb gets
+out of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import stat
+import zipfile
+from pathlib import Path, PurePosixPath
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse
+
+from tessella.core.errors import DataError, UsageError
+from tessella.studio.workspace import Workspace
+
+MAX_FILE_BYTES = 20 << 30
+MAX_CHUNK_BYTES = 8 << 20
+MAX_MEMBERS = 2_000_000
+MAX_UNPACKED_BYTES = 200 << 30
+MAX_RATIO = 200  # unpacked to packed; images hardly compress, so honest ZIPs stay near 1
+PIECE_BYTES = 1 << 20
+
+
+class Uploads:
+    """Uploaded files, each in a folder of its own in the workspace's ``.studio/uploads``."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._root = workspace.own("uploads")
+
+    def begin(self, name: str, nbytes: int) -> str:
+        """Announce a file; returns the id under which its chunks are sent."""
+        if not 0 < nbytes <= MAX_FILE_BYTES:
+            raise UsageError(
+                f"an upload has 1 to {MAX_FILE_BYTES:,} bytes",
+                seen=nbytes,
+                fix="copy larger sets to the server and give their folder",
+            )
+        if shutil.disk_usage(self._root).free < 2 * nbytes:
+            raise UsageError("the disk is too full for this upload", seen=f"{nbytes:,} bytes")
+        upload = secrets.token_hex(16)
+        folder = self._root / upload
+        folder.mkdir()
+        (folder / "about.json").write_text(json.dumps({"name": name[-200:], "nbytes": nbytes}))
+        (folder / "content").touch()
+        return upload
+
+    def add(self, upload: str, offset: int, chunk: bytes) -> int:
+        """Append a chunk; returns how many bytes are there. A chunk sent twice is taken once."""
+        content, nbytes = self._content(upload)
+        have = content.stat().st_size
+        if offset != have:
+            raise UsageError("a chunk came out of order", seen=f"offset {offset}, have {have}")
+        if len(chunk) > MAX_CHUNK_BYTES or have + len(chunk) > nbytes:
+            raise UsageError(
+                "a chunk is larger than announced", seen=f"{have} + {len(chunk)} of {nbytes} bytes"
+            )
+        with content.open("ab") as file:
+            file.write(chunk)
+        return have + len(chunk)
+
+    def file(self, upload: str) -> Path:
+        """The complete file, under a name with the suffix that its first bytes deserve.
+
+        Raises:
+            UsageError: some of it has not arrived.
+        """
+        content, nbytes = self._content(upload)
+        if content.stat().st_size != nbytes:
+            raise UsageError(
+                "the upload is not complete", seen=f"{content.stat().st_size} of {nbytes} bytes"
+            )
+        return content
+
+    def name(self, upload: str) -> str:
+        """What the browser called it, for people."""
+        folder = self._folder(upload)
+        return str(json.loads((folder / "about.json").read_text())["name"])
+
+    def images(self, upload: str) -> Path:
+        """The folder of images that an uploaded ZIP holds, unpacked on the first call."""
+        archive = self.file(upload)
+        folder = archive.parent / "images"
+        if not folder.exists():
+            beside = archive.parent / "images.part"
+            shutil.rmtree(beside, ignore_errors=True)
+            unpack(archive, beside)
+            beside.rename(folder)
+        return _single_root(folder)
+
+    def _folder(self, upload: str) -> Path:
+        folder = self._root / upload
+        if not re.fullmatch("[0-9a-f]{32}", upload) or not folder.is_dir():
+            raise UsageError("there is no such upload", seen=upload[:40])
+        return folder
+
+    def _content(self, upload: str) -> tuple[Path, int]:
+        folder = self._folder(upload)
+        about = json.loads((folder / "about.json").read_text())
+        return folder / "content", int(about["nbytes"])
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a ZIP of images into ``folder``.
+
+    Raises:
+        DataError: not a ZIP; a member leaves the folder or is a link; it unpacks to too much.
+    """
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            members = [
+                m for m in opened.infolist() if not m.is_dir() and not _is_litter(m.filename)
+            ]
+            _check_members(members, archive.stat().st_size)
+            for member in members:
+                _unpack_member(opened, member, folder)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise DataError(
+            "this is not a ZIP that can be read",
+            seen=str(error)[:120],
+            fix="make a ZIP with a subfolder for each class",
+        ) from error
+
+
+def _check_members(members: list[zipfile.ZipInfo], packed: int) -> None:
+    total = sum(m.file_size for m in members)
+    if len(members) > MAX_MEMBERS or total > MAX_UNPACKED_BYTES or total > MAX_RATIO * packed:
+        raise DataError(
+            "the ZIP unpacks to too much",
+            seen=f"{len(members):,} files, {total:,} bytes from {packed:,}",
+            fix="copy the folder to the server and import it from there",
+        )
+    for member in members:
+        parts = PurePosixPath(member.filename.replace("\\", "/")).parts
+        link = stat.S_ISLNK(member.external_attr >> 16)
+        if link or not parts or ".." in parts or parts[0].startswith("/") or ":" in parts[0]:
+            raise DataError(
+                "the ZIP has a member that leads out of it",
+                seen=member.filename[:120],
+                fix="pack the class folders themselves, without links or absolute paths",
+            )
+
+
+def _unpack_member(opened: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> None:
+    target = folder / PurePosixPath(member.filename.replace("\\", "/"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    left = member.file_size  # the header may lie: never write more than it said
+    with opened.open(member) as source, target.open("wb") as file:
+        while piece := source.read(PIECE_BYTES):
+            left -= len(piece)
+            if left < 0:
+                raise DataError("a member of the ZIP is larger than it says", seen=member.filename)
+            file.write(piece)
+
+
+def _is_litter(name: str) -> bool:
+    """What file managers leave in ZIPs."""
+    return name.startswith("__MACOSX/") or name.rsplit("/", 1)[-1] in (".DS_Store", "Thumbs.db")
+
+
+def _single_root(folder: Path) -> Path:
+    """Where the class folders are: inside the one folder that many ZIPs wrap around them."""
+    while len(inside := list(folder.iterdir())) == 1 and inside[0].is_dir():
+        if not any(p.is_dir() for p in inside[0].iterdir()):
+            break
+        folder = inside[0]
+    return folder
+
+
+def router(uploads: Uploads) -> APIRouter:
+    """``POST /api/uploads?name=&nbytes=`` and ``PUT /api/uploads/ID?offset=``."""
+    routes = APIRouter(prefix="/api/uploads")
+
+    @routes.post("")
+    def begin(name: str, nbytes: int) -> dict[str, str]:
+        return {"id": uploads.begin(name, nbytes)}
+
+    @routes.put("/{upload}", response_model=None)
+    async def add(upload: str, offset: int, request: Request) -> dict[str, int] | JSONResponse:
+        chunk = bytearray()
+        async for piece in request.stream():
+            chunk += piece
+            if len(chunk) > MAX_CHUNK_BYTES:
+                return JSONResponse({"error": "a chunk is too large"}, status_code=413)
+        return {"received": uploads.add(upload, offset, bytes(chunk))}
+
+    return routes

@@ -1,0 +1,181 @@
+"""The workspace: the folder in which the studio finds datasets, runs and plans and puts new ones.
+
+Artifacts are named by their path relative to the workspace, their *ref*. Whatever wrote them, the
+studio or the command line, they are found by what they are, not by a list that could go stale.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
+
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.plan import Plan, load_plan
+from tessella.artifacts.run import Run
+from tessella.core.errors import ArtifactError, TessellaError, UsageError
+
+Kind = Literal["dataset", "run", "plan"]
+T = TypeVar("T")
+
+MAX_DEPTH = 5
+OWN_FOLDER = ".studio"  # token, uploads, pictures, evaluations: all can be deleted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found(Generic[T]):
+    """An artifact; ``item`` is None where it cannot be read, and ``problem`` says why."""
+
+    ref: str
+    path: Path
+    modified: float
+    item: T | None
+    problem: str | None = None
+
+
+class Workspace:
+    """Finds and opens what lies under ``root``; never leaves it."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).resolve()
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    # --- names --------------------------------------------------------------------------
+
+    def own(self, *parts: str) -> Path:
+        """A folder for the studio's own files, made if it is not there."""
+        path = self.root.joinpath(OWN_FOLDER, *parts)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def ref(self, path: str | Path) -> str:
+        """The name of an artifact of this workspace: its relative path, with forward slashes."""
+        path = Path(path)
+        return (
+            path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
+        )
+
+    def path(self, ref: str) -> Path:
+        """Where ``ref`` lies.
+
+        Raises:
+            UsageError: the ref leads out of the workspace.
+        """
+        path = (self.root / ref).resolve() if "\0" not in ref else self.root.parent
+        if path == self.root or not path.is_relative_to(self.root):
+            raise UsageError(
+                "this path leads out of the workspace", seen=ref, fix=f"use one under {self.root}"
+            )
+        return path
+
+    def new_path(self, kind: Kind, name: str) -> Path:
+        """Where a new artifact goes: ``datasets/NAME``, ``runs/NAME``, ``plans/NAME.plan``.
+
+        Raises:
+            UsageError: the name is taken, or has characters that a name may not have.
+        """
+        if not re.fullmatch(r"[\w][\w.-]{0,80}", name):
+            raise UsageError(
+                f"a {kind}'s name has letters, digits, dots, dashes and underscores",
+                seen=name or "no name",
+                fix="choose another name",
+            )
+        path = self.root / f"{kind}s" / (f"{name}.plan" if kind == "plan" else name)
+        if path.exists():
+            raise UsageError(f"this {kind} exists already", seen=name, fix="choose another name")
+        return path
+
+    # --- lists --------------------------------------------------------------------------
+
+    def datasets(self) -> list[Found[Dataset]]:
+        return _newest_first(
+            self._found(p, Dataset, p / "dataset.json") for k, p in self._walk() if k == "dataset"
+        )
+
+    def runs(self) -> list[Found[Run]]:
+        return _newest_first(
+            self._found(p, Run, p / "run.json") for k, p in self._walk() if k == "run"
+        )
+
+    def plans(self) -> list[Found[Plan]]:
+        return _newest_first(self._found(p, open_plan, p) for k, p in self._walk() if k == "plan")
+
+    def _walk(self) -> Iterator[tuple[Kind, Path]]:
+        """Artifacts under the root; does not look inside them, nor into hidden folders."""
+        for folder, folders, files in os.walk(self.root):
+            here = Path(folder)
+            depth = len(here.relative_to(self.root).parts)
+            for kind, marker in (("dataset", "dataset.json"), ("run", "run.json")):
+                if marker in files:
+                    yield kind, here  # type: ignore[misc]
+                    folders.clear()
+            for file in files:
+                if file.endswith(".plan") and not file.startswith("."):
+                    yield "plan", here / file
+            folders[:] = sorted(f for f in folders if not f.startswith(".")) * (depth < MAX_DEPTH)
+
+    def _found(self, path: Path, opener: type[T] | object, marker: Path) -> Found[T]:
+        ref = self.ref(path)
+        try:
+            modified = marker.stat().st_mtime
+            return Found(ref=ref, path=path, modified=modified, item=opener(path))  # type: ignore
+        except (TessellaError, OSError) as error:
+            return Found(ref=ref, path=path, modified=0.0, item=None, problem=str(error))
+
+    # --- one ----------------------------------------------------------------------------
+
+    def dataset(self, ref: str) -> Dataset:
+        return open_dataset(self.path(ref))
+
+    def run(self, ref: str) -> Run:
+        return Run(self.path(ref))
+
+    def checkpoint(self, ref: str) -> Checkpoint:
+        return Checkpoint(self.path(ref))
+
+    def plan(self, ref: str) -> Plan:
+        return open_plan(self.path(ref))
+
+    def find_dataset(self, content_hash: str) -> Path | None:
+        """The dataset with this content, wherever it lies: how a checkpoint finds its images."""
+        for found in self.datasets():
+            if found.item is not None and found.item.info.content_hash == content_hash:
+                return found.path
+        return None
+
+
+def _newest_first(found: Iterator[Found[T]]) -> list[Found[T]]:
+    return sorted(found, key=lambda f: (-f.modified, f.ref))
+
+
+def open_dataset(path: Path) -> Dataset:
+    """A dataset, kept open while it does not change: thumbnails come one by one."""
+    return _dataset_at(path, _stamp(path / "dataset.json"))
+
+
+def open_plan(path: Path) -> Plan:
+    """A plan, kept while its file does not change; reading one means hashing all of it."""
+    return _plan_at(path, _stamp(path))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ArtifactError("there is no such file", seen=path) from error
+    return stat.st_mtime_ns, stat.st_size
+
+
+@lru_cache(maxsize=16)
+def _dataset_at(path: Path, stamp: tuple[int, int]) -> Dataset:
+    return Dataset(path)
+
+
+@lru_cache(maxsize=16)
+def _plan_at(path: Path, stamp: tuple[int, int]) -> Plan:
+    return load_plan(path)

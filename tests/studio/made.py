@@ -1,0 +1,184 @@
+"""A workspace made with the artifacts' own writers: what the studio shows without any engine."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+
+from tessella.artifacts.checkpoint import Network, Position, save_checkpoint
+from tessella.artifacts.dataset import DatasetInfo, Example, SkippedFile, SplitWriter, write_info
+from tessella.artifacts.plan import Bucket, Buffer, Candidate, Manifest, Plan, Program, Step
+from tessella.artifacts.run import Recipe, RunInfo, write_run
+from tessella.core.device import fingerprint
+from tessella.core.events import Event, EventLog, metric, phase, progress
+from tessella.core.preprocess import Preprocess, encode
+from tessella.core.spec import DimRange, TensorSpec
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+RECORD = Preprocess(height=28, width=28, channels=1, mean=(0.3,), std=(0.35,))
+CLASSES = ("zero", "one", HOSTILE, "../three")
+
+
+def digits(count: int = 400) -> list[tuple[np.ndarray, int]]:
+    """Real handwritten digits, HWC uint8 28×28 (enlarged), of the first four classes."""
+    found = load_digits(n_class=len(CLASSES))
+    enlarged = np.repeat(np.repeat(found.images * 16.0, 4, axis=1), 4, axis=2)[:, 2:30, 2:30]
+    pixels = np.clip(enlarged, 0, 255).astype(np.uint8)[:, :, :, None]
+    return list(zip(pixels, (int(t) for t in found.target), strict=True))[:count]
+
+
+def make_dataset(path: Path, *, hostile: bool = True) -> None:
+    """A dataset of 4 classes with train and val, skipped files, a duplicate and a note."""
+    path.mkdir(parents=True)
+    classes = CLASSES if hostile else ("zero", "one", "two", "three")
+    examples = [
+        Example(content=encode(pixels), label=label, path=f"{classes[label]}/{i:04d}.png")
+        for i, (pixels, label) in enumerate(digits())
+    ]
+    splits = {}
+    for name, part in (("train", examples[:320]), ("val", examples[320:])):
+        writer = SplitWriter(path, name, classes)
+        for example in part:
+            writer.add(example)
+        splits[name] = writer.close()
+    write_info(
+        path,
+        DatasetInfo(
+            name=path.name,
+            classes=classes,
+            preprocess=RECORD,
+            splits=splits,
+            source=f"/data/{path.name}",
+            content_hash="ab" * 32,
+            created="2026-11-21T10:00:00",
+            skipped=(SkippedFile(path=f"{HOSTILE}.png", reason="it is empty (0 bytes)"),),
+            skipped_count=1,
+            duplicates=(("zero/0001.png", "zero/0370.png"),),
+            duplicate_count=1,
+            notes=(f"{HOSTILE} has a tenth of the images of the largest class.",),
+        ),
+    )
+
+
+def make_run(
+    path: Path, *, dataset: str, epochs: int = 5, steps: int = 40, done: bool = True
+) -> None:
+    """A run with a loss curve and a checkpoint of random weights."""
+    network = Network(name="lenet", classes=4, channels=1, height=28, width=28, options={})
+    recipe = Recipe(network="lenet", dataset=dataset, epochs=float(epochs))
+    info = RunInfo(
+        recipe=recipe,
+        network=network,
+        preprocess=RECORD,
+        labels=CLASSES,
+        dataset_hash="ab" * 32,
+        created="2026-11-21T10:05:00",
+    )
+    path.mkdir(parents=True)
+    write_run(path, info)
+    log = EventLog(path / "events.jsonl")
+    log(phase("train", "training"))
+    for step in range(epochs * steps):
+        tell_step(log, step, steps, epochs * steps)
+    if done:
+        log(Event(kind="result", values={"run": str(path)}))
+    log.close()
+    weights = {"conv1.weight": torch.randn(6, 1, 5, 5)}
+    for epoch in (epochs - 1, epochs):
+        save_checkpoint(
+            path / "checkpoints" / f"step-{epoch * steps:08d}",
+            network=network,
+            preprocess=RECORD,
+            labels=CLASSES,
+            weights=weights,
+            metrics={"val/accuracy": accuracy_at(epoch), "val/loss": 1 / (epoch + 1)},
+            position=Position(step=epoch * steps, epoch=float(epoch)),
+            dataset_hash="ab" * 32,
+        )
+
+
+def accuracy_at(epoch: float) -> float:
+    return 1 - 0.9 * math.exp(-1.1 * epoch)
+
+
+def tell_step(log: EventLog, step: int, steps: int, total: int) -> None:
+    """The events of one step, as the trainer writes them."""
+    epoch = (step + 1) / steps
+    loss = 2.3 * math.exp(-epoch) + 0.05 + 0.05 * math.sin(7 * step)
+    log(metric(step, epoch, loss=loss, lr=0.005 * (1 + math.cos(math.pi * step / total))))
+    log(progress("train", step + 1, total))
+    if (step + 1) % steps == 0:
+        values = {"val/loss": 2.2 * math.exp(-epoch) + 0.08, "val/accuracy": accuracy_at(epoch)}
+        log(Event(kind="metric", step=step, epoch=epoch, values=values))
+
+
+def make_plan(path: Path, *, built_from: str) -> None:
+    """A plan of two steps whose tuning names candidates with times and refusals."""
+    image = TensorSpec(
+        name="image", dtype="float32", shape=(DimRange(min=1, opt=8, max=8), 1, 28, 28)
+    )
+    scores = TensorSpec(name="scores", dtype="float32", shape=(DimRange(min=1, opt=8, max=8), 4))
+    buckets = []
+    tuning = []
+    for batch in (1, 8):
+        buffers = (
+            Buffer(name="image", dtype="float32", shape=(batch, 1, 28, 28)),
+            Buffer(name="conv1", dtype="float32", shape=(batch, 6, 24, 24), offset=0),
+            Buffer(name="scores", dtype="float32", shape=(batch, 4)),
+        )
+        steps = (
+            Step(kernel="conv2d.onednn", op="conv2d", inputs=("image", "w"), outputs=("conv1",),
+                 attrs={}, layer="features.conv1"),
+            Step(kernel="linear.onednn", op="linear", inputs=("conv1",), outputs=("scores",),
+                 attrs={}, layer="classifier"),
+        )  # fmt: skip
+        buckets.append(
+            Bucket(
+                batch=batch, buffers=buffers, steps=steps, arena_bytes=1 << 17, peak_bytes=1 << 17
+            )
+        )
+        tuning += [
+            Candidate(batch=batch, step="conv1", kernel="conv2d.onednn", chosen=True,
+                      time_us=21.5 * batch, spread_us=0.4),
+            Candidate(batch=batch, step="conv1", kernel="conv2d.im2col", chosen=False,
+                      time_us=64.2 * batch, spread_us=1.1),
+            Candidate(batch=batch, step="conv1", kernel="conv2d.winograd", chosen=False,
+                      refused="needs a 3×3 filter, this one is 5×5"),
+            Candidate(batch=batch, step="scores", kernel="linear.onednn", chosen=True,
+                      time_us=6.25 * batch, spread_us=0.1),
+        ]  # fmt: skip
+    Plan(
+        manifest=Manifest(
+            fingerprint=fingerprint("cpu"),
+            inputs=(image,),
+            outputs=(scores,),
+            precision="fp32",
+            preprocess=RECORD,
+            preprocess_hash=RECORD.hash,
+            labels=CLASSES,
+            accuracy={"val/accuracy": 0.981},
+            built_from=built_from,
+            built_with={"torch": torch.__version__},
+            rebuild=f"tessella compile {built_from} --target cpu --precision fp32 --batch 1,8",
+            tolerance=1e-4,
+            members={},
+        ),
+        program=Program(inputs=("image",), outputs=("scores",), buckets=tuple(buckets)),
+        weights={"w": torch.zeros(6, 1, 5, 5)},
+        golden={},
+        tuning=tuple(tuning),
+    ).save(path)
+
+
+def make_workspace(root: Path) -> None:
+    """Two datasets, two runs, a plan, and an artifact that cannot be read."""
+    make_dataset(root / "datasets" / "digits")
+    make_run(root / "runs" / "first", dataset="datasets/digits")
+    make_run(root / "runs" / "second", dataset="datasets/digits", epochs=2, done=False)
+    (root / "plans").mkdir()
+    make_plan(root / "plans" / "digits.plan", built_from="runs/first")
+    (root / "plans" / "broken.plan").write_bytes(b"not a plan")
