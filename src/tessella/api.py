@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessella import compiler, graph, nn, runtime, server
+from tessella import compiler, graph, runtime, server
 from tessella import train as training
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset, Split
@@ -23,6 +23,7 @@ from tessella.core.events import Emit, silent
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import from_plain, to_plain
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.nn import zoo
 from tessella.runtime.engine import Engine
 from tessella.train.evaluate import Evaluation, evaluate
 
@@ -155,7 +156,7 @@ def _as_graph(
     checkpoint = open_checkpoint(source)
     info = checkpoint.info
     image = TensorSpec(name="image", dtype="float32", shape=(batch, *info.preprocess.input_shape))
-    module = nn.load(checkpoint, trust_code=trust_code)
+    module = zoo.load(checkpoint, trust_code=trust_code)
     captured = graph.capture(module, (image,), name=info.network.name, outputs=("scores",))
     details = {
         "preprocess": info.preprocess,
@@ -166,7 +167,7 @@ def _as_graph(
 
 
 def open_checkpoint(source: Checkpoint | Run | str | Path) -> Checkpoint:
-    """A checkpoint from itself, from a run (its best, else its latest), or from a path of either."""
+    """A checkpoint from itself, from a run (its best, else its latest), or from their path."""
     if isinstance(source, Checkpoint):
         return source
     if isinstance(source, str | Path):
@@ -242,10 +243,10 @@ def verify(
     samples = data if isinstance(data, Split) else _dataset(data).split(split)
     labels = checkpoint.info.labels
     eager = eager_predictor(checkpoint, trust_code=trust_code)
-    kwargs: dict[str, Any] = {"labels": labels, "batch_size": batch_size, "emit": emit}
-    a = evaluate(eager, samples, record, **kwargs)
-    b = evaluate(engine_predictor(engine), samples, record, **kwargs)
-    first, second = a.scores.argmax(1), b.scores.argmax(1)
+    planned = engine_predictor(engine)
+    a = evaluate(eager, samples, record, labels, batch_size=batch_size, emit=emit)
+    b = evaluate(planned, samples, record, labels, batch_size=batch_size, emit=emit)
+    first, second = a.predictions, b.predictions
     differ = np.flatnonzero(first != second)
     return Verification(
         samples=len(samples),
@@ -275,7 +276,7 @@ def eager_predictor(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """The checkpoint's network in plain torch, on the GPU where there is one; scores on the CPU."""
     device = torch_device(default_target())
-    module = nn.load(checkpoint, trust_code=trust_code).to(device)
+    module = zoo.load(checkpoint, trust_code=trust_code).to(device)
 
     def predict(images: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
@@ -347,7 +348,7 @@ def evaluate_split(
     """Accuracy, confusion matrix and per-class figures of a checkpoint or a plan on a split."""
     predict, record, labels = predictor(model, trust_code=trust_code)
     samples = data if isinstance(data, Split) else _dataset(data).split(split)
-    return evaluate(predict, samples, record, labels=labels, batch_size=batch_size, emit=emit)
+    return evaluate(predict, samples, record, labels, batch_size=batch_size, emit=emit)
 
 
 def serve(

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import torch
 
 from tessella import api
 from tessella.artifacts.checkpoint import Checkpoint
-from tessella.artifacts.dataset import Dataset, Split
+from tessella.artifacts.dataset import Split
 from tessella.artifacts.files import write_atomic
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import UsageError
@@ -27,6 +25,8 @@ from tessella.core.events import Emit, phase, progress
 from tessella.core.preprocess import encode
 from tessella.core.record import to_plain
 from tessella.data.importing import ImportSettings, import_images
+from tessella.kernels.timing import latency
+from tessella.nn import zoo
 from tessella.server import Server
 
 MARKER = ".tessella-quickstart"
@@ -200,33 +200,13 @@ def _eager_probabilities(checkpoint: Checkpoint, split: Split) -> np.ndarray:
     return _softmax(predict(torch.from_numpy(images)).numpy())
 
 
-def measure_latency(checkpoint: Checkpoint, plan: Path, rounds: int = 200) -> tuple[float, float]:
+def measure_latency(checkpoint: Checkpoint, plan: Path) -> tuple[float, float]:
     """Median milliseconds for one image in torch and with the plan, in interleaved rounds."""
     device = torch_device(default_target())
-    module = api.nn.load(checkpoint).to(device)
+    module = zoo.load(checkpoint).to(device)
     engine = api.load(plan)
     image = torch.randn(1, *checkpoint.info.preprocess.input_shape, device=device)
-
-    def eager() -> None:
-        module(image).cpu()
-
-    def planned() -> None:
-        engine(image=image)["scores"].cpu()
-
+    runs = {"eager": lambda: module(image), "plan": lambda: engine(image=image)}
     with torch.inference_mode():
-        times = {run: [_timed(run) for _ in range(20)][:0] for run in (eager, planned)}
-        for _ in range(rounds):
-            for run, measured in times.items():
-                measured.append(_timed(run))
-    return statistics.median(times[eager]) * 1e3, statistics.median(times[planned]) * 1e3
-
-
-def _timed(run: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
-def dataset_of(workspace: Path) -> Dataset:
-    """The quick start's dataset, to go on from."""
-    return Dataset(workspace / "datasets" / "digits")
+        times = latency(runs, device=device, seconds=2.0)
+    return times["eager"].time_us / 1e3, times["plan"].time_us / 1e3

@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from tessella.cli.output import Events, Json, output
 from tessella.cli.parsing import parse_size
-from tessella.cli.show import dataset_table
+from tessella.cli.tables import dataset_table
 from tessella.core.record import to_plain
 from tessella.data.importing import ImportSettings, import_images
 

@@ -1,6 +1,4 @@
-"""What a verb prints: progress bars on a terminal, plain lines elsewhere, JSON where it is asked
-for.
-"""
+"""What a verb prints: bars on a terminal, plain lines elsewhere, JSON where it is asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -96,14 +94,14 @@ class Output:
             self._bars.stop()
         self._bars, self._tasks = None, {}
 
-    def result(self, plain: Any, text: str | Table | None = None) -> None:
+    def result(self, plain: Any, text: str | Table | Group | None = None) -> None:
         """The outcome: ``plain`` as JSON where asked for, ``text`` for people otherwise."""
         self.close_bars()
         if self._log is not None and isinstance(plain, dict):
             self._log(Event(kind="result", values={k: v for k, v in plain.items() if _small(v)}))
         if self.json_only:
             print(json.dumps(plain, indent=1, ensure_ascii=False))
-        elif isinstance(text, Table):
+        elif isinstance(text, Table | Group):
             Console(highlight=False).print(text)
         elif text is not None:
             print(text)

@@ -9,10 +9,11 @@ import typer
 from typer import Argument, Option
 
 from tessella import api
+from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.files import write_atomic
 from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.core.errors import UsageError
-from tessella.core.record import canonical_json
+from tessella.core.record import canonical_json, to_plain
 
 
 def register(app: typer.Typer) -> None:
@@ -63,11 +64,20 @@ def _evaluate(
     out_: Output, model: api.Model, data: Path, split: str, out: Path | None, trust_code: bool
 ) -> None:
     report = api.evaluate_split(model, data, split=split, trust_code=trust_code, emit=out_.emit)
-    plain = report.to_plain()
+    labels = [c.label for c in report.classes]
+    plain = {
+        "model": str(model.path) if isinstance(model, Checkpoint) else model.manifest.built_from,
+        "split": split,
+        "accuracy": report.accuracy,
+        "top5": report.top5,
+        "loss": report.loss,
+        "confusion": to_plain(report.confusion),
+        "labels": labels,
+        "per_class": to_plain(report.classes),
+        "predictions": [int(p) for p in report.predictions],
+    }
     if out is not None:
         write_atomic(out, canonical_json(plain).encode())
-    rows = [
-        (c["label"], c["support"], c["precision"], c["recall"], c["f1"]) for c in plain["per_class"]
-    ]
-    title = f"accuracy {report.accuracy:.4f} on {split}"
+    rows = [(c.label, c.support, c.precision, c.recall, c.f1) for c in report.classes]
+    title = f"accuracy {report.accuracy:.4f} on {report.count:,} images of {split}"
     out_.result(plain, grid(("class", "images", "precision", "recall", "F1"), rows, title=title))

@@ -1,0 +1,173 @@
+"""Plans beside their peers, in one run: ``python -m benchmarks.engine --target cpu``.
+
+Peers: torch eager (NHWC too), on a GPU under a CUDA graph; torch.compile and ONNX Runtime where
+they are installed and asked for. Networks have random weights: speed does not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import tessella as ts
+from benchmarks.report import RESULTS, document, markdown, write
+from tessella.core.device import default_target, torch_device
+from tessella.core.dtype import PRECISIONS
+from tessella.core.spec import TensorSpec
+from tessella.kernels.timing import latency
+from tessella.nn import zoo
+
+Run = Callable[[], object]
+
+
+def main() -> None:
+    args = _arguments()
+    rows = []
+    for name in args.networks.split(","):
+        for precision in args.precisions.split(","):
+            for batch in (int(b) for b in args.batches.split(",")):
+                row = measure(name, precision, batch, args)
+                rows.append(row)
+                print(markdown(*_table([row])), flush=True)
+    path = Path(args.out or RESULTS / f"engine-{args.target}.json")
+    write(path, document(args.target, rows))
+    print(markdown(*_table(rows)))
+    print(f"wrote {path}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default=default_target())
+    parser.add_argument("--networks", default="lenet,resnet18,resnet50,googlenet")
+    parser.add_argument("--precisions", default="fp32")
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--peers", default="eager,eager_nhwc")
+    parser.add_argument("--seconds", type=float, default=10.0, help="a row, at most")
+    parser.add_argument("--out")
+    return parser.parse_args()
+
+
+def measure(name: str, precision: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One network at one precision and batch: the plan and every peer, interleaved."""
+    torch.manual_seed(0)
+    network = zoo.network(name, classes=10 if name == "lenet" else 1000)
+    module = zoo.build(network).eval()
+    shape = (network.channels, network.height, network.width)
+    spec = TensorSpec(name="image", dtype="float32", shape=(batch, *shape))
+    device = torch_device(args.target)
+    image = torch.randn(batch, *shape, device=device)
+    plan = ts.compile(module, inputs=[spec], batch=batch, target=args.target, precision=precision)
+    engine = ts.load(plan)
+    runs: dict[str, Run] = {"plan": lambda: engine(image=image)}
+    for peer in args.peers.split(","):
+        runs[peer] = PEERS[peer](module, image, precision)
+    with torch.inference_mode():
+        timings = latency(runs, device=device, seconds=args.seconds)
+    times = {
+        name: {"median_ms": t.time_us / 1e3, "spread_ms": t.spread_us / 1e3}
+        for name, t in timings.items()
+    }
+    best = min((p for p in runs if p != "plan"), key=lambda p: times[p]["median_ms"])
+    return {
+        "network": name,
+        "precision": precision,
+        "batch": batch,
+        "times": times,
+        "best_peer": best,
+        "ratio": round(times[best]["median_ms"] / times["plan"]["median_ms"], 3),
+        "steps": len(plan.program.buckets[-1].steps),
+    }
+
+
+def _cast(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Any:
+    """A copy of the module in the precision's element type, and its input."""
+    dtype = getattr(torch, PRECISIONS[precision])
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
+    copied = copy.deepcopy(module)
+    return copied.to(device=image.device, dtype=dtype).eval(), image.to(dtype)
+
+
+def eager(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Run:
+    peer, cast = _cast(module, image, precision)
+    return _graphed(peer, cast)
+
+
+def eager_nhwc(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Run:
+    peer, cast = _cast(module, image, precision)
+    peer = peer.to(memory_format=torch.channels_last)
+    return _graphed(peer, cast.to(memory_format=torch.channels_last))
+
+
+def torch_compile(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Run:
+    peer, cast = _cast(module, image, precision)
+    peer = peer.to(memory_format=torch.channels_last)
+    if image.is_cuda:
+        compiled = torch.compile(peer, mode="max-autotune")
+    else:
+        compiled = torch.compile(peer, options={"freezing": True})
+    cast = cast.to(memory_format=torch.channels_last)
+    return lambda: compiled(cast)
+
+
+def onnxruntime(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Run:
+    import onnxruntime as ort
+
+    if precision != "fp32":
+        raise SystemExit("the ONNX Runtime peer runs fp32 only")
+    buffer = io.BytesIO()
+    torch.onnx.export(module, (image,), buffer, dynamo=False, input_names=["image"])
+    session = ort.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
+    array = np.ascontiguousarray(image.cpu().numpy())
+    return lambda: session.run(None, {"image": array})
+
+
+def _graphed(module: torch.nn.Module, image: torch.Tensor) -> Run:
+    """Eager on a CPU; on a GPU replayed from a CUDA graph, the fastest that eager can be."""
+    if not image.is_cuda:
+        return lambda: module(image)
+    stream = torch.cuda.Stream()
+    torch.backends.cudnn.benchmark = True
+    with torch.cuda.stream(stream), torch.inference_mode():
+        for _ in range(3):
+            module(image)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.inference_mode():
+        module(image)
+    return graph.replay
+
+
+PEERS: dict[str, Callable[[torch.nn.Module, torch.Tensor, str], Run]] = {
+    "eager": eager,
+    "eager_nhwc": eager_nhwc,
+    "torch_compile": torch_compile,
+    "onnxruntime": onnxruntime,
+}
+
+
+def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[object]]]:
+    head = ["network", "precision", "batch", "plan", "best peer", "ratio"]
+    body = [
+        [
+            row["network"],
+            row["precision"],
+            row["batch"],
+            f"{row['times']['plan']['median_ms']:.3f} ms",
+            f"{row['best_peer']} {row['times'][row['best_peer']]['median_ms']:.3f} ms",
+            f"{row['ratio']:.2f}×",
+        ]
+        for row in rows
+    ]
+    return head, body
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""``tessella bench``: a plan's latency and throughput, beside its checkpoint where one is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from typer import Argument, Option
+
+from tessella import api
+from tessella.cli.output import Json, grid, output
+from tessella.core.device import torch_device
+from tessella.kernels.timing import Timing, latency
+from tessella.nn import zoo
+
+
+def register(app: typer.Typer) -> None:
+    app.command("bench")(bench)
+
+
+def bench(
+    plan: Annotated[Path, Argument(help="The plan file.")],
+    against: Annotated[
+        Path | None, Option(help="Its checkpoint (or run), measured in the same rounds.")
+    ] = None,
+    batch: Annotated[str | None, Option(help="Batch sizes, 1,8,32; the plan's if not.")] = None,
+    seconds: Annotated[float, Option(help="How long to measure each batch size.")] = 2.0,
+    trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure latency and throughput, in interleaved rounds; medians.
+
+    Example: tessella bench flowers.plan --against runs/flowers --batch 1,8
+    """
+    with output(json_only=json) as out:
+        engine = api.load(plan)
+        device = torch_device(engine.manifest.fingerprint.target)
+        sizes = engine.buckets if batch is None else [int(n) for n in batch.split(",")]
+        module = None
+        if against is not None:
+            checkpoint = api.open_checkpoint(against)
+            module = zoo.load(checkpoint, trust_code=trust_code).to(device)
+        (spec,) = engine.inputs
+        plain = []
+        for size in sizes:
+            image = torch.randn(spec.at(size), device=device)
+            runs = {"plan": lambda image=image: engine(image)}
+            if module is not None:
+                runs["torch"] = lambda image=image: module(image)
+            with torch.inference_mode():
+                timings = latency(runs, device=device, seconds=seconds)
+            plain.append({"batch": size, **{n: _row(t, size) for n, t in timings.items()}})
+        rows = [
+            (
+                row["batch"],
+                row["plan"]["median_ms"],
+                row["plan"]["images_per_s"],
+                row["torch"]["median_ms"] if "torch" in row else None,
+                row["torch"]["median_ms"] / row["plan"]["median_ms"] if "torch" in row else None,
+            )
+            for row in plain
+        ]
+        head = ("batch", "plan ms", "images/s", "torch ms", "ratio")
+        out.result({"rows": plain}, grid(head, rows))
+
+
+def _row(timing: Timing, batch: int) -> dict[str, float]:
+    return {
+        "median_ms": timing.time_us / 1e3,
+        "spread_ms": timing.spread_us / 1e3,
+        "images_per_s": batch / (timing.time_us * 1e-6),
+    }

@@ -1,0 +1,161 @@
+"""``tessella show``: what lies in a path, which networks there are, what a network's layers see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from typer import Argument, Option
+
+from tessella import api, graph
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.files import write_atomic
+from tessella.artifacts.plan import load_plan
+from tessella.artifacts.run import Run
+from tessella.cli.output import Events, Json, Output, grid, output
+from tessella.cli.parsing import parse_size
+from tessella.cli.tables import checkpoint_table, dataset_table, run_table
+from tessella.core.errors import UsageError
+from tessella.core.record import to_plain
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.nn import inspect, zoo
+
+
+def register(app: typer.Typer) -> None:
+    app.command("show")(show)
+
+
+def show(
+    what: Annotated[
+        str,
+        Argument(help="A path; or `networks`; or `network NAME`; or `layers CHECKPOINT`."),
+    ],
+    name: Annotated[str | None, Argument(help="The network, or the checkpoint.")] = None,
+    image: Annotated[Path | None, Option(help="layers: the image that goes through.")] = None,
+    out: Annotated[Path | None, Option(help="layers: folder for pictures and layers.json.")] = None,
+    classes: Annotated[int, Option(help="network: number of outputs.")] = 1000,
+    channels: Annotated[int | None, Option(help="network: channels of the input.")] = None,
+    size: Annotated[str | None, Option(help="network: height x width of the input.")] = None,
+    svg: Annotated[Path | None, Option(help="network or plan: write a drawing here.")] = None,
+    passes: Annotated[bool, Option(help="network: the graph before and after each pass.")] = False,
+    trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
+    json: Json = False,
+    events: Events = None,
+) -> None:
+    """Describe a dataset, run, checkpoint or plan; list or draw networks; picture layers.
+
+    Example: tessella show runs/flowers · tessella show network resnet50 --svg resnet50.svg
+    """
+    with output(json_only=json, events=events) as out_:
+        if what == "networks":
+            _networks(out_)
+        elif what == "network":
+            _network(out_, _given(name, "a network's name"), classes, channels, size, svg, passes)
+        elif what == "layers":
+            checkpoint = api.open_checkpoint(_given(name, "a checkpoint's path"))
+            _layers(out_, checkpoint, image, out, trust_code)
+        else:
+            _path(out_, Path(what))
+
+
+def _given(name: str | None, expected: str) -> str:
+    if name is None:
+        raise UsageError(f"{expected} is missing", fix="see tessella show --help")
+    return name
+
+
+def _path(out: Output, path: Path) -> None:
+    """Whatever artifact lies there, by the file that makes it one."""
+    if path.is_file():
+        plan = load_plan(path)
+        out.result({"plan": str(path), **to_plain(plan.manifest)}, str(plan))
+    elif (path / "dataset.json").exists():
+        dataset = Dataset(path, deep=False)
+        out.result({"dataset": str(path), **to_plain(dataset.info)}, dataset_table(dataset))
+    elif (path / "run.json").exists():
+        run = Run(path)
+        plain = {
+            "run": str(path),
+            **to_plain(run.info),
+            "checkpoints": [{"path": str(c.path), **c.info.metrics} for c in run.checkpoints()],
+            "metrics": [to_plain(m) for m in run.metrics()],
+        }
+        out.result(plain, run_table(run))
+    elif (path / "checkpoint.json").exists():
+        checkpoint = Checkpoint(path)
+        plain = {"checkpoint": str(path), **to_plain(checkpoint.info)}
+        out.result(plain, checkpoint_table(checkpoint))
+    else:
+        raise UsageError(
+            "nothing of ours lies here",
+            seen=path,
+            fix="give a dataset, a run, a checkpoint or a plan; or `networks`, `network NAME`",
+        )
+
+
+def _networks(out: Output) -> None:
+    descriptions = [zoo.describe(name) for name in zoo.names()]
+    rows = [(d.name, d.title, d.source, f"{d.size} px", f"from {d.smallest} px")
+            for d in descriptions]  # fmt: skip
+    table = grid(("network", "", "source", "usual input", ""), rows)
+    out.result({"networks": [to_plain(d) for d in descriptions]}, table)
+    out.note("and every timm name as timm/NAME, your own as file.py:Class, Caffe's net.prototxt")
+
+
+def _network(
+    out: Output,
+    name: str,
+    classes: int,
+    channels: int | None,
+    size: str | None,
+    svg: Path | None,
+    passes: bool,
+) -> None:
+    """A network as a table of layers, as a drawing, or through the compiler's passes."""
+    network = zoo.network(
+        name, classes=classes, channels=channels, size=None if size is None else parse_size(size)
+    )
+    module = zoo.build(network).eval()
+    shape = (network.channels, network.height, network.width)
+    rows = inspect.summary(module, shape)
+    plain: dict[str, Any] = {"network": to_plain(network), "layers": [to_plain(r) for r in rows]}
+    if svg is not None or passes:
+        batch = DimRange(min=1, opt=2, max=8)
+        spec = TensorSpec(name="image", dtype="float32", shape=(batch, *shape))
+        captured = graph.capture(module, (spec,), name=name)
+        if svg is not None:
+            write_atomic(svg, graph.svg(captured).encode())
+            plain["svg"] = str(svg)
+        if passes:
+            plain["passes"] = api.compiler.explain(captured)
+            out.result(plain, "\n\n".join(f"# {n}\n{t}" for n, t in plain["passes"].items()))
+            return
+    table = grid(
+        ("layer", "type", "output", "parameters", "MACs"),
+        [(r.name, r.type, "×".join(map(str, r.output_shape)), r.parameters, r.macs) for r in rows],
+        title=f"{name}: {sum(p.numel() for p in module.parameters()):,} parameters",
+    )
+    out.result(plain, table)
+
+
+def _layers(
+    out: Output, checkpoint: Checkpoint, image: Path | None, folder: Path | None, trust_code: bool
+) -> None:
+    if image is None or folder is None:
+        raise UsageError("show layers needs --image and --out", fix="see tessella show --help")
+    if not image.is_file():
+        raise UsageError("there is no image here", seen=image)
+    pixels = checkpoint.info.preprocess(image.read_bytes(), name=image.name)
+    module = zoo.load(checkpoint, trust_code=trust_code)
+    report = inspect.write_views(module, torch.from_numpy(pixels[None]), folder)
+    rows = [
+        (v.name, v.type, "×".join(map(str, v.output_shape)), v.parameters,
+         v.activations.mean if v.activations else None,
+         v.activations.std if v.activations else None)
+        for v in report.layers
+    ]  # fmt: skip
+    head = ("layer", "type", "output", "parameters", "mean", "std")
+    out.result(to_plain(report), grid(head, rows, title=f"{image.name}, pictures in {folder}"))

@@ -1,0 +1,71 @@
+"""Datasets, runs and checkpoints as tables; reads artifacts only."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Run
+from tessella.cli.output import grid
+
+MAX_CLASSES = 50
+
+
+def dataset_table(dataset: Dataset) -> Group:
+    """Classes and their counts in each split, then what a person should know."""
+    info = dataset.info
+    record = info.preprocess
+    splits = list(info.splits)
+    rows = [
+        (label, *(info.splits[s].class_counts[index] for s in splits))
+        for index, label in enumerate(info.classes[:MAX_CLASSES])
+    ]
+    if len(info.classes) > MAX_CLASSES:
+        rows.append((f"… {len(info.classes) - MAX_CLASSES} more", *(None for _ in splits)))
+    rows.append(("all", *(info.splits[s].count for s in splits)))
+    title = (
+        f"{info.name}: {len(info.classes)} classes, {record.height}×{record.width}×"
+        f"{record.channels}, {record.depth} bit, {record.resize}"
+    )
+    told = [Text(f"note: {note}") for note in info.notes]
+    if info.skipped_count:
+        told.append(Text(f"{info.skipped_count:,} files were skipped:"))
+        told += [Text(f"  {s.path}: {s.reason}") for s in info.skipped[:10]]
+    if info.duplicate_count:
+        told.append(Text(f"{info.duplicate_count:,} images lie in two splits:"))
+        told += [Text(f"  {a} = {b}") for a, b in info.duplicates[:10]]
+    return Group(grid(("class", *splits), rows, title=title), *told)
+
+
+def run_table(run: Run) -> Table:
+    """A run's checkpoints with their metrics."""
+    checkpoints = run.checkpoints()
+    names = sorted({name for c in checkpoints for name in c.info.metrics})
+    rows = [
+        (c.path.name, c.info.position.epoch, *(c.info.metrics.get(n) for n in names))
+        for c in checkpoints
+    ]
+    title = f"{run.recipe.network} on {run.recipe.dataset}, {len(run.metrics()):,} steps"
+    return grid(("checkpoint", "epoch", *names), rows, title=title)
+
+
+def checkpoint_table(checkpoint: Checkpoint) -> Table:
+    """What a checkpoint is and how its inputs are made."""
+    info = checkpoint.info
+    record = info.preprocess
+    rows = [
+        ("network", f"{info.network.name}, {info.network.classes} classes"),
+        ("input", "×".join(str(n) for n in record.input_shape)),
+        ("resize", f"{record.resize} to {record.height}×{record.width}, {record.depth} bit"),
+        ("mean", ", ".join(f"{v:.4f}" for v in record.mean)),
+        ("std", ", ".join(f"{v:.4f}" for v in record.std)),
+        ("preprocessing hash", record.hash[:16]),
+        ("position", f"step {info.position.step:,}, epoch {info.position.epoch:g}"),
+        ("precision", info.precision),
+        *((name, f"{value:.6g}") for name, value in info.metrics.items()),
+        ("labels", ", ".join(info.labels[:10]) + (" …" if len(info.labels) > 10 else "")),
+    ]
+    return grid(("", ""), rows, title=str(checkpoint.path))
