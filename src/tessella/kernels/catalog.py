@@ -6,9 +6,8 @@ A kernel is a module with two functions and a flag::
     def bind(problem: Problem, constants: Mapping[int, Tensor]) -> Call: ...
     WRITES_OUT = False                                   # True: call(*inputs, out=buffer)
 
-``bind`` packs the constants (by their position among the inputs) once and returns the function
-that runs the kernel on the remaining inputs, in order. ``fits`` must be cheap and must not touch a
-GPU.
+``bind`` packs the constants (by their position among the inputs) once and returns the function that
+runs the kernel on the remaining inputs, in order. ``fits`` is cheap and does not touch a GPU.
 Ids are never reused: plans name them.
 """
 
@@ -21,6 +20,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from tessella.core.errors import CompileError
 from tessella.kernels.problem import Problem
 
 Call = Callable[..., Any]  # tensors in, a tensor or a tuple of tensors out
@@ -43,7 +43,10 @@ class Kernel:
         op: the operation, ``*`` for any.
         module: where its code lies; imported only when it is used.
         targets: where it can run.
-        source: who wrote it: ``tessella``, ``onednn``, ``cudnn``, ``cublaslt``, ``aten``.
+        source: who wrote it: ``tessella``, ``onednn``, ``mkl``, ``cudnn``, ``cublaslt``, ``aten``.
+        version: raised when its code changes, so that old timings of it are not believed.
+        views: its output may share memory with its input, which must live as long.
+        last_resort: tried only where no other kernel fits.
     """
 
     id: str
@@ -51,6 +54,79 @@ class Kernel:
     module: str
     targets: tuple[str, ...]
     source: str
+    version: int = 1
+    views: bool = False
+    last_resort: bool = False
 
     def load(self) -> KernelModule:
         return cast(KernelModule, importlib.import_module(self.module))
+
+
+_TORCH = ("cpu", "sm_90")
+_ALL = ("reference", *_TORCH)
+
+
+def _row(id: str, module: str, *targets: str, source: str, **flags: bool) -> Kernel:
+    op = id.partition(".")[0]
+    return Kernel(
+        id=id, op=op, module=f"tessella.kernels.{module}", targets=targets, source=source, **flags
+    )
+
+
+def _aten(ops: str, module: str) -> tuple[Kernel, ...]:
+    """One row ``OP.aten`` for each operation that one module runs through torch."""
+    return tuple(_row(f"{op}.aten", module, *_TORCH, source="aten") for op in ops.split())
+
+
+KERNELS: tuple[Kernel, ...] = (
+    # convolution
+    _row("conv2d.onednn", "conv.onednn", "cpu", source="onednn"),
+    _row("conv2d.cudnn", "conv.cudnn", "sm_90", source="cudnn"),
+    *_aten("conv2d", "conv.aten"),
+    # matrix products
+    _row("linear.onednn", "matmul.onednn", "cpu", source="onednn"),
+    _row("linear.mkl", "matmul.mkl", "cpu", source="mkl"),
+    _row("linear.cublaslt", "matmul.cublaslt", "sm_90", source="cublaslt"),
+    *_aten("linear matmul", "matmul.aten"),
+    # the other layers
+    *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten"),
+    *_aten("batch_norm layer_norm", "norm.aten"),
+    *_aten("softmax log_softmax", "softmax.aten"),
+    *_aten("mean sum", "reduce.aten"),
+    *_aten("scaled_dot_product_attention", "attention.aten"),
+    # element by element
+    *_aten("relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish", "pointwise.unary"),
+    *_aten("leaky_relu elu clamp exp log sqrt rsqrt reciprocal neg abs erf", "pointwise.unary"),
+    *_aten("add sub mul div pow", "pointwise.binary"),
+    # moving elements
+    *_aten("to cat", "transform.copy"),
+    _row("reshape.view", "transform.reshape", *_TORCH, source="aten", views=True),
+    _row("permute.view", "transform.permute", *_TORCH, source="aten", views=True),
+    # what has no kernel of its own
+    _row("fallback.aten", "fallback.aten", *_ALL, source="aten", views=True),
+    Kernel(
+        id="reference",
+        op="*",
+        module="tessella.kernels.last_resort",
+        targets=_ALL,
+        source="aten",
+        views=True,
+        last_resort=True,
+    ),
+)
+
+BY_ID: dict[str, Kernel] = {kernel.id: kernel for kernel in KERNELS}
+
+
+def candidates(op: str, target: str) -> tuple[Kernel, ...]:
+    """The kernels that may carry out ``op`` on ``target``, in the table's order."""
+    return tuple(k for k in KERNELS if k.op in (op, "*") and target in k.targets)
+
+
+def kernel(id: str) -> Kernel:
+    """The row called ``id``; raises ``CompileError`` if there is none."""
+    if id not in BY_ID:
+        raise CompileError(
+            "unknown kernel", seen=id, fix="rebuild the plan with this version of Tessella"
+        )
+    return BY_ID[id]

@@ -2,19 +2,65 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
+from tessella.core.dtype import dtype
 from tessella.core.record import digest
 
-Format = Literal["contiguous", "channels_last"]
+Format = Literal["contiguous", "channels_last", "strided"]
+Math = Literal["ieee", "tf32"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMeta:
+    """Shape, element type and memory format of one tensor.
+
+    ``strided`` promises nothing: the tensor may be a view with any strides. The others are dense.
+    """
+
     shape: tuple[int, ...]
     dtype: str
     format: Format = "contiguous"
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype(self.dtype).itemsize
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A new tensor of this shape, element type and format, with any content."""
+        return torch.empty(
+            self.shape,
+            dtype=getattr(torch, self.dtype),
+            device=device,
+            memory_format=MEMORY_FORMATS[self.format],
+        )
+
+    def has(self, format: Format) -> bool:
+        """Whether the format is this one, or the bytes are the same: one channel, or one pixel."""
+        one = len(self.shape) == 4 and (self.shape[1] == 1 or self.shape[2:] == (1, 1))
+        return self.format == format or (one and self.format != "strided")
+
+    def matches(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is what this says, its strides included."""
+        return (
+            tuple(tensor.shape) == self.shape
+            and tensor.dtype == getattr(torch, self.dtype)
+            and (
+                self.format == "strided"
+                or tensor.is_contiguous(memory_format=MEMORY_FORMATS[self.format])
+            )
+        )
+
+
+MEMORY_FORMATS = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "strided": torch.contiguous_format,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +81,13 @@ class Problem:
     outputs: tuple[TensorMeta, ...]
     attrs: dict[str, Any] = field(default_factory=dict)
     constant: tuple[int, ...] = ()
-    math: Literal["ieee", "tf32"] = "ieee"
+    math: Math = "ieee"
+
+    @property
+    def output(self) -> TensorMeta:
+        """The only output."""
+        (meta,) = self.outputs
+        return meta
 
     @property
     def key(self) -> str:

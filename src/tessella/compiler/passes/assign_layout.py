@@ -1,0 +1,77 @@
+"""Layout: which values are channels_last, and where a copy changes the format.
+
+Convolutions decide; what works element by element or pools follows its input; everything else is
+contiguous. Values that some operation returns as a view with any strides are ``strided``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels.problem import Format
+
+Layout = Literal["contiguous", "channels_last"]
+Formats = dict[str, Format]  # by value name; contiguous if absent
+
+# fmt: off
+FOLLOWS = frozenset((
+    "batch_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "cat", "to", "mean", "sum",
+    "add", "sub", "mul", "div", "pow", "relu", "relu6", "sigmoid", "tanh", "silu", "gelu",
+    "hardswish", "hardsigmoid", "mish", "leaky_relu", "elu", "clamp", "exp", "log", "sqrt", "rsqrt",
+    "reciprocal", "neg", "abs", "erf",
+))
+DENSE = frozenset((
+    "conv2d", "linear", "matmul", "layer_norm", "softmax", "log_softmax", "reshape", "embedding",
+    "clone", "pad", "interpolate", "local_response_norm", "group_norm", "rms_norm", "conv1d",
+    "conv3d", "conv_transpose2d", "maximum", "minimum", "prelu", "softplus", "amax", "amin",
+))
+# fmt: on
+
+
+def apply(graph: Graph, layout: Layout) -> Formats:
+    """Give every value a format; inserts ``to`` nodes where a convolution needs another one."""
+    formats: Formats = {}
+    converted: dict[Value, Value] = {}
+    for node in list(graph.nodes):
+        if node.op == "conv2d" and layout == "channels_last":
+            node.inputs = tuple(
+                _channels_last(graph, node, v, formats, converted) if position in (0, 3) else v
+                for position, v in enumerate(node.inputs)
+            )
+        for value in node.outputs:
+            formats[value.name] = _format(node, value, formats, graph, layout)
+    return formats
+
+
+def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: Layout) -> Format:
+    if node.op == "conv2d":
+        return layout
+    if node.op not in FOLLOWS:
+        return "contiguous" if node.op in DENSE else "strided"
+    leads = any(
+        v is not None
+        and v not in graph.constants
+        and len(v.shape) == 4
+        and formats.get(v.name) == "channels_last"
+        for v in node.inputs
+    )
+    return "channels_last" if leads and len(value.shape) == 4 else "contiguous"
+
+
+def _channels_last(
+    graph: Graph, node: Node, value: Value | None, formats: Formats, converted: dict[Value, Value]
+) -> Value | None:
+    """``value`` in channels_last: itself, or a copy that is made once."""
+    if value is None or formats.get(value.name) == "channels_last":
+        return value
+    one = value.shape[1] == 1 or value.shape[2:] == (1, 1)
+    if one and formats.get(value.name) != "strided":
+        return value  # one channel or one pixel: both formats have the same bytes
+    if value not in converted:
+        made = Value(graph.fresh_name(f"{value.name}.channels_last"), value.dtype, value.shape)
+        copy = Node(op="to", inputs=(value,), outputs=(made,), attrs={"dtype": value.dtype})
+        graph.nodes.insert(graph.nodes.index(node), copy)
+        formats[made.name] = "channels_last"
+        converted[value] = made
+    return converted[value]

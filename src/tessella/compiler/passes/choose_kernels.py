@@ -1,0 +1,93 @@
+"""Kernel choice by measurement: every kernel that fits a step is run, and the fastest is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tessella.compiler.passes.assign_layout import Formats
+from tessella.core.events import Emit, progress
+from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels.find import find
+from tessella.kernels.problem import Math, Problem, TensorMeta
+from tessella.kernels.tuning import TimingCache, Trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A node of a graph with concrete shapes, as a problem, with its trials: the first one won."""
+
+    node: Node
+    problem: Problem
+    trials: tuple[Trial, ...]
+
+    @property
+    def kernel(self) -> str:
+        return self.trials[0].kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuner:
+    """What all choices of a plan share.
+
+    Attributes:
+        constants: by name, on the target's device.
+        budget_s: about how long to measure one problem.
+    """
+
+    target: str
+    math: Math
+    constants: Mapping[str, torch.Tensor]
+    cache: TimingCache
+    budget_s: float
+
+
+def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -> list[Choice]:
+    """A choice for each node of ``graph`` (concrete shapes), in order; equal problems run once."""
+    choices = []
+    known: dict[str, tuple[Trial, ...]] = {}
+    for done, node in enumerate(graph.nodes):
+        problem = problem_of(graph, node, formats, tuner.math)
+        if problem.key not in known:
+            known[problem.key] = find(
+                problem,
+                constants_of(node, problem, tuner.constants),
+                target=tuner.target,
+                cache=tuner.cache,
+                budget_s=tuner.budget_s,
+            )
+        choices.append(Choice(node=node, problem=problem, trials=known[problem.key]))
+        emit(progress(name, done + 1, len(graph.nodes)))
+    return choices
+
+
+def problem_of(graph: Graph, node: Node, formats: Formats, math: Math) -> Problem:
+    """What a kernel is asked to do for ``node`` of a graph with concrete shapes."""
+
+    def meta(value: Value) -> TensorMeta:
+        shape = tuple(int(d) for d in value.shape)
+        format = "contiguous" if value in graph.constants else formats.get(value.name, "contiguous")
+        return TensorMeta(shape=shape, dtype=value.dtype, format=format)
+
+    return Problem(
+        op=node.op,
+        inputs=tuple(None if v is None else meta(v) for v in node.inputs),
+        outputs=tuple(meta(v) for v in node.outputs),
+        attrs=node.attrs,
+        constant=tuple(i for i, v in enumerate(node.inputs) if v in graph.constants),
+        math=math,
+    )
+
+
+def constants_of(
+    node: Node, problem: Problem, constants: Mapping[str, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """The node's constant inputs by position."""
+    return {i: constants[node.inputs[i].name] for i in problem.constant}
+
+
+def cost_us(choices: list[Choice]) -> float:
+    """The measured time of all chosen kernels."""
+    return sum(choice.trials[0].time_us or 0.0 for choice in choices)

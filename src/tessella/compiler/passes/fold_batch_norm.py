@@ -1,0 +1,64 @@
+"""Batch norm folded into the convolution or linear layer before it: a pass over memory less."""
+
+from __future__ import annotations
+
+import torch
+
+from tessella.compiler.passes.fuse_epilogue import only_use
+from tessella.graph.graph import Graph, Node, Value
+
+FOLDS_INTO = ("conv1d", "conv2d", "conv3d", "linear")
+
+
+def apply(graph: Graph) -> int:
+    """Fold each batch norm that directly follows a layer with constant weights; returns how many.
+
+    ``γ · (W·x + b − μ) / σ + β`` is ``(γ/σ · W) · x + (γ/σ · (b − μ) + β)``. The constants are new
+    ones: the old weight may have other users.
+    """
+    folded = 0
+    producer = graph.producer()
+    for norm in [n for n in graph.nodes if n.op == "batch_norm"]:
+        layer = producer.get(norm.inputs[0]) if norm.inputs[0] is not None else None
+        if layer is None or not _foldable(graph, layer, norm):
+            continue
+        weight, bias = _folded(graph, layer, norm)
+        name = layer.inputs[1].name
+        layer.inputs = (
+            layer.inputs[0],
+            graph.add_constant(f"{name}.folded", weight),
+            graph.add_constant(f"{name}.folded_bias", bias),
+            *layer.inputs[3:],
+        )
+        layer.outputs = norm.outputs
+        producer[norm.output] = layer
+        graph.nodes.remove(norm)
+        folded += 1
+    return folded
+
+
+def _foldable(graph: Graph, layer: Node, norm: Node) -> bool:
+    if layer.op not in FOLDS_INTO or not only_use(graph, layer.output, norm):
+        return False
+    if layer.op == "linear" and len(layer.output.shape) != 2:
+        return False  # batch norm works on axis 1, which is not the features here
+    needed = [*layer.inputs[1:3], *norm.inputs[1:]]
+    plain = layer.attrs.get("activation") is None and all(v is None for v in layer.inputs[3:])
+    return plain and all(v is None or v in graph.constants for v in needed)
+
+
+def _folded(graph: Graph, layer: Node, norm: Node) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new weight and bias, computed in float64, in the weight's element type."""
+    weight = graph.constants[layer.inputs[1]]
+    channels = weight.shape[0]
+
+    def constant(value: Value | None, otherwise: float) -> torch.Tensor:
+        tensor = graph.constant(value)
+        return torch.full((channels,), otherwise).double() if tensor is None else tensor.double()
+
+    mean, variance = constant(norm.inputs[1], 0.0), constant(norm.inputs[2], 1.0)
+    gamma, beta = constant(norm.inputs[3], 1.0), constant(norm.inputs[4], 0.0)
+    bias = constant(layer.inputs[2], 0.0)
+    scale = gamma / torch.sqrt(variance + norm.attrs["eps"])
+    scaled = weight.double() * scale.reshape(-1, *[1] * (weight.ndim - 1))
+    return scaled.to(weight.dtype), ((bias - mean) * scale + beta).to(weight.dtype)

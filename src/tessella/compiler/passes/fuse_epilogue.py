@@ -1,0 +1,93 @@
+"""Convolution or linear + bias + residual + activation as one step: each saves a trip to memory."""
+
+from __future__ import annotations
+
+from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels.epilogue import ACTIVATIONS
+
+LAYERS = ("conv2d", "linear")
+
+
+def apply(graph: Graph) -> int:
+    """Fuse what follows each layer, as long as something fits; returns how many nodes went.
+
+    A node is fused only if it is the only reader of the layer's result, which is not an output of
+    the graph. ``out = activation(layer + bias + residual)``: after an activation nothing more fits.
+    """
+    fused = 0
+    for layer in [n for n in graph.nodes if n.op in LAYERS]:
+        while (reader := _only_reader(graph, layer)) is not None:
+            if not (
+                _fuse_bias(graph, layer, reader)
+                or _fuse_residual(graph, layer, reader)
+                or _fuse_activation(layer, reader)
+            ):
+                break
+            # the layer moves to the reader's place, where a residual is there already
+            layer.outputs = reader.outputs
+            graph.nodes.remove(layer)
+            graph.nodes[graph.nodes.index(reader)] = layer
+            fused += 1
+    return fused
+
+
+def only_use(graph: Graph, value: Value, node: Node) -> bool:
+    """Whether ``node`` reads ``value`` once and nothing else needs it."""
+    return graph.users()[value] == [node] and value not in graph.outputs
+
+
+def _only_reader(graph: Graph, layer: Node) -> Node | None:
+    users = graph.users()[layer.output]
+    return users[0] if len(users) == 1 and layer.output not in graph.outputs else None
+
+
+def _other_operand(layer: Node, reader: Node) -> Value | None:
+    """What an ``add`` adds to the layer's result, in either order; None if it is no plain sum."""
+    if reader.op != "add" or reader.attrs.get("alpha", 1) != 1 or reader.inputs[1] is None:
+        return None
+    left, right = reader.inputs
+    return right if left is layer.output else left
+
+
+def _free(layer: Node) -> bool:
+    return layer.attrs.get("activation") is None and layer.inputs[3] is None
+
+
+def _fuse_bias(graph: Graph, layer: Node, reader: Node) -> bool:
+    """``add`` of one constant a channel, as nn.Conv2d(bias=False) + nn.Parameter gives."""
+    added = graph.constant(_other_operand(layer, reader))
+    weight, bias = graph.constant(layer.inputs[1]), layer.inputs[2]
+    if added is None or weight is None or not _free(layer):
+        return False
+    channels, axes = weight.shape[0], 2 if layer.op == "conv2d" else 0
+    shape = (channels, *[1] * axes)
+    if tuple(added.shape) not in (shape, (1, *shape)) or added.dtype != weight.dtype:
+        return False
+    if len(layer.output.shape) < added.ndim or (bias is not None and bias not in graph.constants):
+        return False
+    total = added.reshape(channels)
+    if bias is not None:
+        total = (total.double() + graph.constants[bias].double()).to(total.dtype)
+    new = graph.add_constant(f"{layer.inputs[1].name}.bias", total)
+    layer.inputs = (layer.inputs[0], layer.inputs[1], new, None)
+    return True
+
+
+def _fuse_residual(graph: Graph, layer: Node, reader: Node) -> bool:
+    other = _other_operand(layer, reader)
+    if other is None or other in graph.constants or not _free(layer):
+        return False
+    if (other.shape, other.dtype) != (layer.output.shape, layer.output.dtype):
+        return False  # a broadcast sum is no residual
+    layer.inputs = (layer.inputs[0], layer.inputs[1], layer.inputs[2], other)
+    return True
+
+
+def _fuse_activation(layer: Node, reader: Node) -> bool:
+    name = reader.op
+    if name == "gelu" and reader.attrs.get("approximate", "none") == "tanh":
+        name = "gelu_tanh"
+    if name not in ACTIVATIONS or layer.attrs.get("activation") is not None:
+        return False
+    layer.attrs["activation"] = name
+    return True

@@ -1,0 +1,259 @@
+"""The compiler: a captured graph becomes a plan. ``PASSES`` and ``compile_graph`` are all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tessella import __version__
+from tessella.artifacts.plan import Candidate, Manifest, Plan, Program
+from tessella.compiler import verify
+from tessella.compiler.passes import (
+    assign_layout,
+    choose_kernels,
+    dead_code,
+    drop_no_ops,
+    fold_batch_norm,
+    fold_constants,
+    fuse_epilogue,
+    lower_precision,
+    plan_memory,
+)
+from tessella.compiler.passes.assign_layout import Formats, Layout
+from tessella.compiler.passes.choose_kernels import Choice, Tuner
+from tessella.core.device import fingerprint, torch_device
+from tessella.core.dtype import PRECISIONS
+from tessella.core.errors import CompileError, UsageError
+from tessella.core.events import Emit, phase, silent
+from tessella.core.preprocess import Preprocess
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph.check import check
+from tessella.graph.graph import Dim, Graph, Value
+from tessella.graph.show import text
+from tessella.kernels.tuning import TimingCache
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A rewrite of the graph: ``apply`` changes it and returns how many rewrites it made."""
+
+    apply: Callable[[Graph], int]
+    why: str
+
+    @property
+    def name(self) -> str:
+        return self.apply.__module__.rpartition(".")[2]
+
+
+# In this order. Each is one file in compiler/passes/; graph.check runs after each.
+PASSES = (
+    Pass(fold_constants.apply, "what depends on constants only is computed once, here"),
+    Pass(drop_no_ops.apply, "a copy or a reshape of a reshape would hide what could be fused"),
+    Pass(fold_batch_norm.apply, "a batch norm after a convolution is a change of its weights"),
+    Pass(fuse_epilogue.apply, "bias, residual and activation while the result is in registers"),
+    Pass(dead_code.apply, "what the rewrites left over costs memory and time"),
+)
+# Then, by what the user asked for and what the device is best at:
+#   lower_precision   16-bit values, with casts at the edges of the network
+#   assign_layout     channels_last regions around convolutions, or none: the faster wins
+# and for each batch size, on concrete shapes:
+#   choose_kernels    every kernel that fits is measured, the fastest is taken
+#   plan_memory       lifetimes, and one arena for the live values
+
+
+def compile_graph(
+    graph: Graph,
+    *,
+    target: str,
+    batch: DimRange,
+    precision: str = "fp32",
+    preprocess: Preprocess | None = None,
+    labels: tuple[str, ...] = (),
+    accuracy: Mapping[str, float] | None = None,
+    built_from: str,
+    rebuild: str,
+    cache: Path | None = None,
+    budget_s: float = 0.02,
+    emit: Emit = silent,
+) -> Plan:
+    """Optimize a network for a device and put it into a plan that has been checked.
+
+    Args:
+        graph: as captured; it is not changed.
+        target: ``cpu``, ``sm_90`` or ``reference``.
+        batch: the plan gets a program for its sizes and the powers of two between them.
+        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        preprocess, labels, accuracy: what the plan's user should know besides.
+        built_from: name of the source; ``rebuild``: the command that builds this plan elsewhere.
+        cache: file of timings that were measured before; read, and added to.
+        budget_s: about how long to measure the kernels of one step.
+
+    Raises:
+        UsageError: an unknown target or precision, or a batch that the graph does not have.
+        CompileError: no kernel fits, or the plan would not compute what the network computes.
+    """
+    if precision not in PRECISIONS:
+        raise UsageError("unknown precision", seen=precision, fix=f"use {', '.join(PRECISIONS)}")
+    device = fingerprint(target)
+    _require_batch(graph, batch)
+    emit(phase("optimize", f"{len(graph.nodes)} operations"))
+    wanted = verify.expected(graph, batch.min, batch.max)
+    exact = optimized(graph, emit)
+    lowered = _copy(exact)
+    if PRECISIONS[precision] != "float32":
+        lower_precision.apply(lowered, PRECISIONS[precision])
+        check(lowered)
+    tuner = Tuner(
+        target=target,
+        math="tf32" if precision == "tf32" and target == "sm_90" else "ieee",
+        constants={v.name: t.to(torch_device(target)) for v, t in lowered.constants.items()},
+        cache=TimingCache(cache),
+        budget_s=budget_s,
+    )
+    lowered, formats = _fastest_layout(lowered, batch.opt, precision, tuner, emit)
+    buckets, tuning = [], []
+    for size in bucket_sizes(batch):
+        emit(phase("tune", f"batch {size}"))
+        concrete = lowered.at_batch(size)
+        choices = choose_kernels.apply(concrete, formats, tuner, emit, f"batch {size}")
+        verify.check(choices, concrete, exact, wanted.at(size), tuner, precision)
+        buckets.append(plan_memory.apply(concrete, choices, size))
+        tuning += _candidates(choices, size)
+    golden = wanted.at(batch.min)
+    return Plan(
+        manifest=Manifest(
+            fingerprint=device,
+            inputs=tuple(_spec(v, batch) for v in graph.inputs),
+            outputs=tuple(_spec(v, batch) for v in graph.outputs),
+            precision=precision,
+            preprocess=preprocess,
+            preprocess_hash=None if preprocess is None else preprocess.hash,
+            labels=tuple(labels),
+            accuracy=dict(accuracy or {}),
+            built_from=built_from,
+            built_with={"tessella": __version__, **device.libraries},
+            rebuild=rebuild,
+            tolerance=verify.TOLERANCES[precision][0],
+            members={},
+        ),
+        program=Program(
+            inputs=tuple(v.name for v in graph.inputs),
+            outputs=tuple(v.name for v in graph.outputs),
+            buckets=tuple(buckets),
+        ),
+        weights={v.name: t.contiguous() for v, t in lowered.constants.items()},
+        golden={
+            **{f"input.{n}": t for n, t in golden.inputs.items()},
+            **{f"output.{n}": t for n, t in golden.outputs.items()},
+        },
+        tuning=tuple(tuning),
+        graph=text(lowered),
+    )
+
+
+def optimized(graph: Graph, emit: Emit = silent) -> Graph:
+    """A copy of the graph after ``PASSES``, checked after each."""
+    graph = _copy(graph)
+    check(graph)
+    for step in PASSES:
+        count = step.apply(graph)
+        check(graph)
+        emit(phase(step.name, f"{count} rewrites: {step.why}"))
+    return graph
+
+
+def bucket_sizes(batch: DimRange) -> list[int]:
+    """The smallest, the usual and the largest batch, and the powers of two between."""
+    powers = {1 << i for i in range(batch.max.bit_length()) if batch.min <= 1 << i <= batch.max}
+    return sorted(powers | {batch.min, batch.opt, batch.max})
+
+
+def _copy(graph: Graph) -> Graph:
+    """A graph whose nodes and values can be changed; constants are shared."""
+    copies = {v: Value(v.name, v.dtype, v.shape) for v in graph.values()}
+    return Graph(
+        name=graph.name,
+        inputs=[copies[v] for v in graph.inputs],
+        outputs=[copies[v] for v in graph.outputs],
+        nodes=[
+            replace(
+                n,
+                inputs=tuple(None if v is None else copies[v] for v in n.inputs),
+                outputs=tuple(copies[v] for v in n.outputs),
+                attrs=dict(n.attrs),
+            )
+            for n in graph.nodes
+        ],
+        constants={copies[v]: t for v, t in graph.constants.items()},
+    )
+
+
+def _fastest_layout(
+    graph: Graph, opt: int, precision: str, tuner: Tuner, emit: Emit
+) -> tuple[Graph, Formats]:
+    """The graph with the formats that are fastest at the usual batch size, all steps together."""
+    convolves = any(n.op == "conv2d" for n in graph.nodes)
+    layouts: tuple[Layout, ...] = ("channels_last", "contiguous")
+    if tuner.target == "reference" or not convolves:
+        layouts = ("contiguous",)
+    elif PRECISIONS[precision] != "float32":
+        layouts = ("channels_last",)  # tensor cores and oneDNN's 16-bit code want it
+    tried = []
+    for layout in layouts:
+        candidate = _copy(graph)
+        formats = assign_layout.apply(candidate, layout)
+        check(candidate)
+        tried.append((candidate, formats))
+    if len(tried) == 1:
+        return tried[0]
+    costs = []
+    for layout, (candidate, formats) in zip(layouts, tried, strict=True):
+        emit(phase("layout", f"{layout} at batch {opt}"))
+        concrete = candidate.at_batch(opt)
+        choices = choose_kernels.apply(concrete, formats, tuner, emit, layout)
+        costs.append(choose_kernels.cost_us(choices))
+    return tried[costs.index(min(costs))]
+
+
+def _candidates(choices: list[Choice], batch: int) -> list[Candidate]:
+    """``tuning.jsonl``: every trial of every step."""
+    return [
+        Candidate(
+            batch=batch,
+            step=choice.node.outputs[0].name,
+            kernel=trial.kernel,
+            chosen=trial is choice.trials[0],
+            time_us=trial.time_us,
+            spread_us=trial.spread_us,
+            refused=trial.refused,
+        )
+        for choice in choices
+        for trial in choice.trials
+    ]
+
+
+def _require_batch(graph: Graph, batch: DimRange) -> None:
+    """Axis 0 of every input and output is the batch, free or exactly the asked size."""
+    for value in (*graph.inputs, *graph.outputs):
+        first = value.shape[0] if value.shape else None
+        if first == Dim() or (first == batch.min == batch.max):
+            continue
+        if value in graph.inputs:
+            raise UsageError(
+                "the graph was captured for another batch",
+                seen=f"{value}, asked: {batch}",
+                fix="capture it with the same batch range",
+            )
+        raise CompileError(
+            "an output's first axis is not the batch, so answers cannot be split by sample",
+            seen=value,
+            fix="return one row a sample",
+        )
+
+
+def _spec(value: Value, batch: DimRange) -> TensorSpec:
+    first = batch if isinstance(value.shape[0], Dim) else int(value.shape[0])
+    return TensorSpec(
+        name=value.name, dtype=value.dtype, shape=(first, *(int(d) for d in value.shape[1:]))
+    )

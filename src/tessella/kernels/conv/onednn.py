@@ -1,0 +1,86 @@
+"""Convolution by oneDNN through torch: weights packed once, bias, residual and activation fused.
+
+A packed weight makes oneDNN answer in channels_last, whatever the input's format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.epilogue import finish_
+from tessella.kernels.packing import onednn_layout, packed
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = False
+
+# our activation → (oneDNN's name, its numbers, its variant)
+POST_OPS: dict[str | None, tuple[str, list[float], str]] = {
+    None: ("none", [], ""),
+    "relu": ("relu", [], ""),
+    "relu6": ("hardtanh", [0.0, 6.0], ""),
+    "sigmoid": ("sigmoid", [], ""),
+    "tanh": ("tanh", [], ""),
+    "silu": ("swish", [], ""),
+    "gelu": ("gelu", [], "none"),
+    "gelu_tanh": ("gelu", [], "tanh"),
+    "hardswish": ("hardswish", [], ""),
+    "hardsigmoid": ("hardsigmoid", [], ""),
+}
+
+
+def fits(problem: Problem) -> str | None:
+    x, weight, bias, residual = problem.inputs
+    if not torch.backends.mkldnn.is_available():
+        return "this torch was built without oneDNN"
+    if 1 not in problem.constant or (bias is not None and 2 not in problem.constant):
+        return "weight and bias must be constants"
+    if {t.dtype for t in problem.inputs if t is not None} not in ({"float32"}, {"bfloat16"}):
+        return f"float32 or bfloat16 throughout, not {x.dtype} × {weight.dtype}"
+    if x.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this CPU has no bfloat16 instructions"
+    if problem.output.format != "channels_last":
+        return "makes channels_last"
+    activation = problem.attrs.get("activation")
+    if activation not in POST_OPS:
+        return f"activation {activation} is not fused"
+    if residual is not None and not residual.has("channels_last"):
+        return "the residual must be channels_last"
+    return None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    attrs = problem.attrs
+    padding, stride, dilation = (list(attrs[n]) for n in ("padding", "stride", "dilation"))
+    groups, activation = attrs["groups"], attrs.get("activation")
+    bias = constants.get(2)
+    weight = packed(
+        constants[1],
+        ("conv2d.onednn", stride, padding, dilation, groups),
+        lambda w: torch.ops.mkldnn._reorder_convolution_weight(
+            w, padding, stride, dilation, groups, list(problem.inputs[0].shape)
+        ),
+        layout=onednn_layout,
+    )
+    if problem.inputs[3] is None:
+        name, numbers, variant = POST_OPS[activation]
+        unary = torch.ops.mkldnn._convolution_pointwise.default
+
+        def convolve(x: torch.Tensor) -> torch.Tensor:
+            return unary(x, weight, bias, padding, stride, dilation, groups, name, numbers, variant)
+
+        return convolve
+    binary = torch.ops.mkldnn._convolution_pointwise.binary
+    # after a residual, oneDNN's interface fuses relu only
+    fused, after = (activation, None) if activation == "relu" else (None, activation)
+
+    def convolve_add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        made = binary(
+            x, residual, weight, bias, padding, stride, dilation, groups,
+            "add", 1.0, fused, [], "",
+        )  # fmt: skip
+        return finish_(made, None, after)
+
+    return convolve_add

@@ -1,0 +1,39 @@
+"""Any operation by its reference in plain torch: taken only where nothing else fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels import reference
+from tessella.kernels.catalog import Call
+from tessella.kernels.problem import MEMORY_FORMATS, Problem
+
+WRITES_OUT = False
+
+
+def fits(problem: Problem) -> str | None:
+    return None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    slots: list[torch.Tensor | None] = [constants.get(i) for i in range(len(problem.inputs))]
+    open_slots = [
+        i for i, meta in enumerate(problem.inputs) if meta is not None and i not in constants
+    ]
+    op, attrs, outputs = problem.op, dict(problem.attrs), problem.outputs
+
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        filled = list(slots)
+        for slot, tensor in zip(open_slots, inputs, strict=True):
+            filled[slot] = tensor
+        made = reference.call(op, filled, attrs)
+        return tuple(
+            tensor
+            if meta.format == "strided"
+            else tensor.contiguous(memory_format=MEMORY_FORMATS[meta.format])
+            for tensor, meta in zip(made, outputs, strict=True)
+        )
+
+    return run

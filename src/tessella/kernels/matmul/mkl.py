@@ -1,0 +1,45 @@
+"""Linear by MKL through torch: the float32 weight packed once for this number of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.epilogue import finish_
+from tessella.kernels.packing import packed
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = False
+
+
+def fits(problem: Problem) -> str | None:
+    x, _, bias, _ = problem.inputs
+    if not torch.backends.mkl.is_available() or not hasattr(torch.ops.mkl, "_mkl_linear"):
+        return "this torch was built without MKL"
+    if 1 not in problem.constant or (bias is not None and 2 not in problem.constant):
+        return "weight and bias must be constants"
+    if {t.dtype for t in problem.inputs if t is not None} != {"float32"}:
+        return f"float32 throughout, not {x.dtype}"
+    if len(x.shape) < 2 or x.format != "contiguous" or problem.output.format != "contiguous":
+        return "needs contiguous rows"
+    return None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    rows = math.prod(problem.inputs[0].shape[:-1])
+    plain, bias = constants[1].contiguous(), constants.get(2)
+    activation = problem.attrs.get("activation")
+    weight = packed(
+        constants[1],
+        ("linear.mkl", rows),
+        lambda _: torch.ops.mkl._mkl_reorder_linear_weight(plain, rows),
+    )
+    product = torch.ops.mkl._mkl_linear.default
+
+    def linear(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return finish_(product(x, weight, plain, bias, rows), residual, activation)
+
+    return linear

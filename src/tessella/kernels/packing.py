@@ -1,0 +1,37 @@
+"""Packed weights, shared: the buckets of a plan bind the same weight several times.
+
+A weight is packed again only where a bucket wants another layout; its packed forms go when it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight → {(how, layout): packed weight}
+
+
+def packed(
+    weight: torch.Tensor,
+    how: tuple[Any, ...],
+    pack: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    layout: Callable[[torch.Tensor], Hashable] = lambda packed: None,
+) -> torch.Tensor:
+    """``pack(weight)``, or the equal one that was packed before.
+
+    Args:
+        how: what the packing depends on, apart from the weight.
+        layout: what tells two packed forms apart that differ in layout only.
+    """
+    made = pack(weight)
+    forms = _packed.setdefault(weight, {})
+    return forms.setdefault((repr(how), layout(made)), made)
+
+
+def onednn_layout(packed: torch.Tensor) -> Hashable:
+    """oneDNN's description of a packed weight."""
+    return bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())

@@ -1,0 +1,33 @@
+"""Pooling by torch. The result keeps the input's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = False
+
+
+def fits(problem: Problem) -> str | None:
+    if not problem.inputs[0].has(problem.output.format):
+        return f"keeps the format, cannot make {problem.output.format}"
+    return None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    a = problem.attrs
+    if problem.op == "adaptive_avg_pool2d":
+        size = list(a["output_size"])
+        return lambda x: F.adaptive_avg_pool2d(x, size)
+    kernel, stride, padding = (list(a[n]) for n in ("kernel_size", "stride", "padding"))
+    ceil_mode = a["ceil_mode"]
+    if problem.op == "max_pool2d":
+        dilation = list(a["dilation"])
+        return lambda x: torch.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
+    count_include_pad, divisor = a["count_include_pad"], a["divisor_override"]
+    return lambda x: F.avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor)

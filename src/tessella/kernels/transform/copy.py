@@ -1,0 +1,23 @@
+"""``to`` and ``cat``: elements copied into the given buffer, whatever its type and format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = True
+
+
+def fits(problem: Problem) -> str | None:
+    return "takes no constants" if problem.constant else None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    if problem.op == "to":
+        return lambda x, *, out: out.copy_(x)
+    dim = problem.attrs["dim"]
+    return lambda *parts, out: torch.cat(parts, dim, out=out)

@@ -1,0 +1,27 @@
+"""How much work a problem is: arithmetic and bytes, to compare a kernel with a machine's limits."""
+
+from __future__ import annotations
+
+import math
+
+from tessella.kernels.problem import Problem
+
+
+def flops(problem: Problem) -> int | None:
+    """Floating-point operations (a multiply-add is two) of products; None for other operations."""
+    out = math.prod(problem.outputs[0].shape)
+    if problem.op in ("conv1d", "conv2d", "conv3d", "linear"):
+        weight = problem.inputs[1].shape
+        return 2 * out * math.prod(weight[1:])
+    if problem.op == "matmul":
+        return 2 * out * problem.inputs[0].shape[-1]
+    if problem.op == "scaled_dot_product_attention":
+        query, key, value = (t.shape for t in problem.inputs[:3])
+        pairs = math.prod(query[:-1]) * key[-2]
+        return 2 * pairs * (query[-1] + value[-1])
+    return None
+
+
+def nbytes(problem: Problem) -> int:
+    """Bytes of all inputs and outputs, each counted once: the least that must be moved."""
+    return sum(t.nbytes for t in (*problem.inputs, *problem.outputs) if t is not None)

@@ -1,0 +1,267 @@
+"""The engine: a loaded plan. Loading measures and compiles nothing: it checks, binds and tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tessella.artifacts.plan import Bucket, Manifest, Plan, load_plan
+from tessella.core.device import fingerprint, torch_device
+from tessella.core.errors import ArtifactError, InputError, UsageError
+from tessella.core.preprocess import Preprocess
+from tessella.core.spec import TensorSpec
+from tessella.kernels.problem import Math, TensorMeta
+from tessella.runtime.arena import Arena
+from tessella.runtime.bucket import BoundBucket
+from tessella.runtime.cover import covers
+from tessella.runtime.graphs import GraphedBucket
+
+Array = np.ndarray | torch.Tensor
+
+
+def load(source: str | Path | Plan, *, self_test: bool = True) -> Engine:
+    """A plan, ready to run.
+
+    Args:
+        source: the path of a plan file, or a plan.
+        self_test: run the plan's recorded inputs and compare with the recorded outputs.
+
+    Raises:
+        WrongDevice: the plan was built for another device; the message has the rebuild command.
+        ArtifactError: the file cannot be trusted, or the self-test fails.
+    """
+    plan = source if isinstance(source, Plan) else load_plan(source)
+    engine = Engine(plan)
+    if self_test:
+        engine.self_test(plan.golden)
+    return engine
+
+
+class Engine:
+    """A plan bound to this machine's kernels and memory. Safe to call from several threads.
+
+    >>> engine = load("flowers.plan")
+    >>> engine(image=images)["scores"]      # NumPy in, NumPy out; torch in, torch out; any batch
+
+    Attributes:
+        manifest: what the plan says about itself.
+        device: where it runs.
+        buckets: the batch sizes that it has a program for.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        manifest = plan.manifest
+        target = manifest.fingerprint.target
+        self.manifest: Manifest = manifest
+        self.device = torch_device(target)
+        manifest.fingerprint.require_same(fingerprint(target), rebuild=manifest.rebuild)
+        self.buckets = tuple(b.batch for b in plan.program.buckets)
+        self._covers = covers(_costs_us(plan))
+        self._lock = threading.Lock()
+        self._bound = self._bind(plan, target)
+        self._done = torch.cuda.Event() if self.device.type == "cuda" else None
+
+    def _bind(self, plan: Plan, target: str) -> dict[int, BoundBucket | GraphedBucket]:
+        on_gpu = self.device.type == "cuda"
+        math: Math = "tf32" if on_gpu and plan.manifest.precision == "tf32" else "ieee"
+        # clone: kernels keep what they need, and the plan's own tensors stay the caller's
+        weights = {n: t.to(self.device) for n, t in plan.weights.items()}
+        constants = {n: _meta(t) for n, t in weights.items()}
+        arena = Arena(max(b.arena_bytes for b in plan.program.buckets), self.device)
+        pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        ready: dict[int, BoundBucket | GraphedBucket] = {}
+        # the largest first: the smaller graphs then fit into memory that it left in the pool
+        for bucket in sorted(plan.program.buckets, key=lambda b: -b.batch):
+            inputs = self._input_metas(bucket)
+            metas = {**constants, **dict(zip(plan.program.inputs, inputs, strict=True))}
+            bound = BoundBucket(
+                plan.program, bucket, weights, metas, target=target, math=math, arena=arena
+            )
+            ready[bucket.batch] = (
+                bound
+                if pool is None
+                else GraphedBucket(bound, inputs, math=math, pool=pool, device=self.device)
+            )
+        return ready
+
+    def _input_metas(self, bucket: Bucket) -> list[TensorMeta]:
+        return [TensorMeta(shape=s.at(bucket.batch), dtype=s.dtype) for s in self.inputs]
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self.manifest.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self.manifest.outputs
+
+    @property
+    def preprocess(self) -> Preprocess | None:
+        return self.manifest.preprocess
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.manifest.labels
+
+    def bound(self, batch: int) -> BoundBucket | GraphedBucket:
+        """The program for one of ``buckets``, for profiling."""
+        if batch not in self._bound:
+            raise UsageError(
+                "the engine has no program for this batch size",
+                seen=batch,
+                fix=f"use one of {self.buckets}",
+            )
+        return self._bound[batch]
+
+    def __call__(self, *positional: Array, **named: Array) -> dict[str, Any]:
+        """Run on any batch of one or more samples.
+
+        Args:
+            positional: the inputs in order; or ``named``: by name. All NumPy arrays or all tensors.
+
+        Returns:
+            The outputs by name, in memory of their own: arrays for arrays, tensors on the inputs'
+            device for tensors.
+
+        Raises:
+            InputError: an input is missing, unknown, or of another shape or element type.
+        """
+        arrays = self._named(positional, named)
+        tensors = [self._tensor(spec, arrays[spec.name]) for spec in self.inputs]
+        count = len(tensors[0])
+        if any(len(t) != count for t in tensors):
+            raise InputError(
+                "the inputs have different batch sizes",
+                seen=", ".join(f"{s.name}: {len(t)}" for s, t in zip(self.inputs, tensors)),
+                fix="send as many samples of each",
+            )
+        first = arrays[self.inputs[0].name]
+        where = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+        made = self._run(tensors, count, where)
+        if isinstance(first, np.ndarray):
+            return {s.name: t.numpy() for s, t in zip(self.outputs, made, strict=True)}
+        return {s.name: t for s, t in zip(self.outputs, made, strict=True)}
+
+    def _named(self, positional: Sequence[Array], named: Mapping[str, Array]) -> dict[str, Array]:
+        names = [s.name for s in self.inputs]
+        arrays = dict(zip(names, positional)) | dict(named)
+        if len(positional) + len(named) != len(names) or set(arrays) != set(names):
+            raise InputError(
+                "the inputs are not the plan's",
+                seen=f"{len(positional)} without a name, {sorted(named) or 'none'} by name",
+                fix=f"give {', '.join(str(s) for s in self.inputs)}",
+            )
+        return arrays
+
+    def _tensor(self, spec: TensorSpec, array: Array) -> torch.Tensor:
+        """The input as a contiguous tensor that fits ``spec``, without a copy where possible."""
+        if isinstance(array, np.ndarray):
+            spec.check(shape=array.shape, dtype=str(array.dtype))
+            if not (array.flags.writeable and array.flags.c_contiguous):
+                array = np.array(array, order="C")
+            return torch.from_numpy(array)
+        if not isinstance(array, torch.Tensor):
+            raise InputError(
+                f"input {spec.name!r} is neither a NumPy array nor a torch tensor",
+                seen=type(array).__name__,
+                fix="convert it with numpy.asarray",
+            )
+        spec.check(shape=tuple(array.shape), dtype=str(array.dtype).removeprefix("torch."))
+        if array.requires_grad:
+            array = array.detach()
+        if array.device.type != self.device.type and self.device.type == "cpu":
+            array = array.cpu()
+        return array if array.is_contiguous() else array.contiguous()
+
+    def _run(
+        self, tensors: list[torch.Tensor], count: int, where: torch.device
+    ) -> list[torch.Tensor]:
+        """Cut the batch into buckets, run them, and copy the results out."""
+        largest = self.buckets[-1]
+        full, rest = divmod(count, largest)
+        sizes = self._covers[largest] * full + self._covers[rest]
+        with self._lock:
+            if not self._bound:
+                raise UsageError("the engine is closed", fix="load the plan again")
+            if self._done is not None:
+                torch.cuda.current_stream().wait_event(self._done)
+            parts, start = [], 0
+            for size in sizes:
+                taken = min(size, count - start)
+                parts.append(self._run_bucket(size, tensors, start, taken, where))
+                start += taken
+            if self._done is not None:
+                self._done.record()
+        if len(parts) == 1:
+            return parts[0]
+        return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+    def _run_bucket(
+        self, size: int, tensors: list[torch.Tensor], start: int, taken: int, where: torch.device
+    ) -> list[torch.Tensor]:
+        bound = self._bound[size]
+        if taken < len(tensors[0]):
+            tensors = [t[start : start + taken] for t in tensors]
+        if taken < size and isinstance(bound, BoundBucket):
+            tensors = [torch.cat([t, t.new_zeros(size - taken, *t.shape[1:])]) for t in tensors]
+        with torch.inference_mode():
+            made = bound(tensors)
+        if taken < size:
+            made = [t[:taken] for t in made]
+        # outside of inference mode and always a copy: what a caller keeps is never the arena's
+        return [
+            t.clone(memory_format=torch.contiguous_format)
+            if t.device == where
+            else t.contiguous().to(where)
+            for t in made
+        ]
+
+    def self_test(self, golden: Mapping[str, torch.Tensor]) -> None:
+        """Run recorded inputs and compare with the recorded outputs.
+
+        Raises:
+            ArtifactError: an output deviates by more than the plan's tolerance.
+        """
+        made = self(**{s.name: golden[f"input.{s.name}"] for s in self.inputs})
+        for name, tensor in made.items():
+            right = golden[f"output.{name}"].double()
+            error = (tensor.double() - right).abs().max() / right.abs().max().clamp_min(1e-12)
+            if not error <= self.manifest.tolerance:
+                raise ArtifactError(
+                    f"the plan fails its self-test: output {name!r} is not the recorded one",
+                    seen=f"error {float(error):.2e} of the largest value, "
+                    f"allowed {self.manifest.tolerance:.0e}",
+                    fix=f"rebuild it here: {self.manifest.rebuild}",
+                )
+
+    def close(self) -> None:
+        """Give the memory back; later calls raise ``UsageError``."""
+        with self._lock:
+            self._bound = {}
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _costs_us(plan: Plan) -> dict[int, float | None]:
+    """The measured time of each bucket, all steps; None where nothing was measured."""
+    times: dict[int, list[float | None]] = {b.batch: [] for b in plan.program.buckets}
+    for candidate in plan.tuning:
+        if candidate.chosen and candidate.batch in times:
+            times[candidate.batch].append(candidate.time_us)
+    return {
+        batch: None if not found or None in found else sum(t for t in found if t is not None)
+        for batch, found in times.items()
+    }
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))

@@ -1,0 +1,54 @@
+"""CUDA graphs: a bucket captured once and replayed, so that launching costs one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tessella.kernels.float32_math import float32_math
+from tessella.kernels.problem import Math, TensorMeta
+from tessella.runtime.bucket import BoundBucket
+
+WARM_UP_RUNS = 2  # cuDNN and cuBLAS make their handles and workspaces before a capture
+
+
+class GraphedBucket:
+    """A bucket as a CUDA graph with its own input tensors.
+
+    Args:
+        pool: the memory pool that all graphs of an engine share; they are replayed one at a time.
+    """
+
+    def __init__(
+        self,
+        bound: BoundBucket,
+        inputs: Sequence[TensorMeta],
+        *,
+        math: Math,
+        pool: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        self.batch = bound.batch
+        self.steps = bound.steps
+        self.inputs = [meta.empty(device).zero_() for meta in inputs]
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.inference_mode(), float32_math(math):
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP_RUNS):
+                    bound(self.inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(self._graph, pool=pool):
+                self._outputs = bound(self.inputs)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy the inputs in (fewer samples than the bucket's are padded with zeros) and replay."""
+        for static, tensor in zip(self.inputs, inputs, strict=True):
+            count = len(tensor)
+            static[:count].copy_(tensor, non_blocking=True)
+            if count < self.batch:
+                static[count:].zero_()
+        self._graph.replay()
+        return self._outputs
