@@ -1,0 +1,282 @@
+"""What a network does, layer by layer: a table before training, activations and weights after it.
+
+``write_views`` leaves a folder for the studio, which shows it without holding a network.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tessella.artifacts.files import to_document, write_folder
+from tessella.core.errors import UsageError
+from tessella.nn.picture import picture
+
+VERSION = 1
+BINS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Of the finite values of a tensor.
+
+    Attributes:
+        histogram: counts in 20 equal parts of min to max (all in the first if these are equal).
+        not_finite: how many values are NaN or infinite; they are in no other number here.
+    """
+
+    min: float
+    max: float
+    mean: float
+    std: float
+    histogram: tuple[int, ...]
+    not_finite: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerView:
+    """One layer at work.
+
+    Attributes:
+        name: its path in the network.
+        call: 1, or more for a layer that works several times in one pass.
+        type: its class.
+        output_shape: with the batch.
+        parameters: how many numbers it learns.
+        activation: statistics of its output over the whole batch; None if that is no tensor.
+        weights: statistics of each of its parameters, by name.
+        activation_picture, weight_picture: PNG files beside ``layers.json``; the activation is
+            that of the first example.
+    """
+
+    name: str
+    call: int
+    type: str
+    output_shape: tuple[int, ...]
+    parameters: int
+    activation: Statistics | None
+    weights: dict[str, Statistics]
+    activation_picture: str | None = None
+    weight_picture: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """What ``layers.json`` says: the layers in the order in which they work."""
+
+    input_shape: tuple[int, ...]
+    parameters: int
+    layers: tuple[LayerView, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryRow:
+    """One layer of a summary; ``macs`` are multiply-accumulates for one example."""
+
+    name: str
+    type: str
+    output_shape: tuple[int, ...]
+    parameters: int
+    macs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A network as a table. Totals also count what belongs to no row: a transformer's position
+    embedding, products between layers."""
+
+    input_shape: tuple[int, ...]
+    parameters: int
+    macs: int
+    rows: tuple[SummaryRow, ...]
+
+
+def statistics(tensor: Tensor) -> Statistics:
+    """Minimum, maximum, mean, standard deviation and histogram of a tensor of any type."""
+    values = tensor.detach().float().flatten()
+    finite = values[values.isfinite()]
+    if finite.numel() == 0:
+        empty = (0,) * BINS
+        return Statistics(
+            min=0.0, max=0.0, mean=0.0, std=0.0, histogram=empty, not_finite=values.numel()
+        )
+    low, high = float(finite.min()), float(finite.max())
+    mean = finite.mean(dtype=torch.float64)
+    variance = (finite - mean).square().mean(dtype=torch.float64)
+    if high > low:
+        counts = tuple(int(n) for n in finite.histc(BINS, low, high))
+    else:
+        counts = (finite.numel(), *(0,) * (BINS - 1))
+    return Statistics(
+        min=low,
+        max=high,
+        mean=float(mean),
+        std=float(variance.sqrt()),
+        histogram=counts,
+        not_finite=values.numel() - finite.numel(),
+    )
+
+
+def layers(module: nn.Module, x: Tensor) -> list[LayerView]:
+    """Run a batch ``[N, …]`` and describe every leaf layer, in the order in which they work."""
+    views: list[LayerView] = []
+    _observe(module, x, lambda layer, output, view: views.append(view))
+    return views
+
+
+def write_views(module: nn.Module, x: Tensor, folder: Path) -> LayerReport:
+    """Like ``layers``, into a folder: ``layers.json`` and two PNGs a layer. Replaces the folder.
+
+    Args:
+        x: a batch ``[N, …]``; the pictures show its first example.
+    """
+    views: list[LayerView] = []
+
+    def fill(temporary: Path) -> None:
+        def write(layer: nn.Module, output: Any, view: LayerView) -> None:
+            index = len(views)
+            weight = getattr(layer, "weight", None)
+            shown = {
+                "activation": output[0] if isinstance(output, Tensor) and output.ndim else None,
+                "weight": weight if isinstance(weight, Tensor) else None,
+            }
+            for kind, tensor in shown.items():
+                if tensor is not None and tensor.numel():
+                    file = f"{index:04d}-{kind}.png"
+                    Image.fromarray(picture(tensor)).save(temporary / file)
+                    view = replace(view, **{f"{kind}_picture": file})
+            views.append(view)
+
+        _observe(module, x, write)
+        (temporary / "layers.json").write_bytes(to_document("layers", VERSION, report()))
+
+    def report() -> LayerReport:
+        return LayerReport(
+            input_shape=tuple(x.shape), parameters=_parameters(module), layers=tuple(views)
+        )
+
+    write_folder(folder, fill)
+    return report()
+
+
+def summary(module: nn.Module, input_shape: tuple[int, ...]) -> Summary:
+    """The network as a table, by running one black input ``[1, *input_shape]``.
+
+    A module built under ``torch.device("meta")`` is summarized without memory or arithmetic.
+    """
+    rows: list[SummaryRow] = []
+    flops_before: dict[nn.Module, int] = {}
+    first = next(module.parameters(), None)
+    x = torch.zeros(1, *input_shape, device=None if first is None else first.device)
+
+    def begin(layer: nn.Module, name: str) -> None:
+        flops_before[layer] = counter.get_total_flops()
+
+    def end(layer: nn.Module, name: str, call: int, output: Any) -> None:
+        rows.append(
+            SummaryRow(
+                name=name,
+                type=type(layer).__name__,
+                output_shape=_shape(output),
+                parameters=_parameters(layer) if call == 1 else 0,
+                macs=(counter.get_total_flops() - flops_before[layer]) // 2,
+            )
+        )
+
+    with FlopCounterMode(display=False) as counter:
+        _run(module, x, begin, end)
+    return Summary(
+        input_shape=tuple(input_shape),
+        parameters=_parameters(module),
+        macs=counter.get_total_flops() // 2,
+        rows=tuple(rows),
+    )
+
+
+# --- running with hooks -------------------------------------------------------------------------
+
+
+def _observe(
+    module: nn.Module, x: Tensor, visit: Callable[[nn.Module, Any, LayerView], None]
+) -> None:
+    """Call ``visit`` at once after each layer: a later in-place layer changes what it made."""
+
+    def end(layer: nn.Module, name: str, call: int, output: Any) -> None:
+        own = dict(layer.named_parameters())
+        view = LayerView(
+            name=name,
+            call=call,
+            type=type(layer).__name__,
+            output_shape=_shape(output),
+            parameters=_parameters(layer),
+            activation=statistics(output) if isinstance(output, Tensor) else None,
+            weights={key: statistics(p) for key, p in own.items()},
+        )
+        visit(layer, output, view)
+
+    _run(module, x, lambda layer, name: None, end)
+
+
+def _run(
+    module: nn.Module,
+    x: Tensor,
+    begin: Callable[[nn.Module, str], None],
+    end: Callable[[nn.Module, str, int, Any], None],
+) -> None:
+    """One pass in evaluation mode, with ``begin`` before and ``end`` after each leaf layer."""
+    calls: Counter[str] = Counter()
+
+    def before(name: str, layer: nn.Module, inputs: Any) -> None:
+        begin(layer, name)
+
+    def after(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+        calls[name] += 1
+        end(layer, name, calls[name], output)
+
+    handles = []
+    for name, layer in module.named_modules():
+        if not any(True for _ in layer.children()):
+            handles.append(layer.register_forward_pre_hook(partial(before, name)))
+            handles.append(layer.register_forward_hook(partial(after, name)))
+    try:
+        with _evaluation(module), torch.no_grad():
+            module(x)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(
+            "the network cannot take this input",
+            seen=f"{list(x.shape)}: {str(error).splitlines()[0][:200]}",
+            fix="give the shape that the network was made for",
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _evaluation(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards each layer's own mode again."""
+    modes = {layer: layer.training for layer in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer, training in modes.items():
+            layer.training = training
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _shape(output: Any) -> tuple[int, ...]:
+    return tuple(output.shape) if isinstance(output, Tensor) else ()

@@ -1,0 +1,113 @@
+"""A tensor as a picture: each channel, kernel or matrix a tile of a heat map."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tessella.core.errors import UsageError
+
+MAX_PX = 512
+SMALLEST_TILE_PX = 4  # of maps that are shrunk; a smaller kernel keeps its own size
+GAP = (128, 128, 128)  # between tiles; visible on light and on dark pages
+NOT_FINITE = (255, 0, 255)
+
+# From dark violet over red and orange to pale yellow, evenly rising in lightness.
+_ANCHORS = ((13, 8, 35), (84, 18, 104), (182, 47, 93), (240, 124, 40), (252, 252, 190))
+PALETTE: npt.NDArray[np.uint8] = np.stack(
+    [
+        np.interp(np.linspace(0, len(_ANCHORS) - 1, 256), range(len(_ANCHORS)), channel)
+        for channel in zip(*_ANCHORS, strict=True)
+    ],
+    axis=1,
+).astype(np.uint8)
+
+
+def picture(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """A tensor as RGB pixels ``[height, width, 3]``, at most 512×512.
+
+    The 1st percentile of the values is darkest, the 99th brightest; what is not finite is magenta.
+    What does not fit is left out from the end.
+
+    Args:
+        tensor: ``[O, 3, kh, kw]`` weights become O tiles in colour; ``[O, I, kh, kw]`` a grid of
+            O rows and I columns (a matrix if kernels are 1×1); ``[C, H, W]`` C tiles; ``[H, W]``
+            one tile; ``[N]`` a square of N pixels. Further leading dimensions are tiles too.
+    """
+    if tensor.numel() == 0:
+        raise UsageError("an empty tensor has no picture", seen=list(tensor.shape))
+    values = tensor.detach().float().cpu()
+    tiles_THWC, columns = _tiles(torch.where(values.isfinite(), values, torch.nan))
+    rows = math.ceil(len(tiles_THWC) / columns)
+    tiles_THWC = _resize(tiles_THWC, rows, columns)
+    return _canvas(_colour(tiles_THWC.numpy()), rows, columns)
+
+
+def _tiles(values: Tensor) -> tuple[Tensor, int]:
+    """The tiles ``[T, H, W, 1 or 3]`` that fit, and how many stand in a row."""
+    if values.ndim <= 1:
+        side = math.ceil(math.sqrt(values.numel()))
+        padding = values.new_full((side * side - values.numel(),), float(values.nanmean()))
+        values = torch.cat([values.reshape(-1), padding]).view(side, side)
+    if values.ndim == 4 and values.shape[1] == 3:
+        return _arranged(values.permute(0, 2, 3, 1))
+    if values.ndim >= 3 and values.shape[-2:] == (1, 1):
+        values = values.flatten(1) if values.ndim > 3 else values.reshape(1, -1)
+    if values.ndim == 4 and values.shape[1] > 1:
+        height, width = values.shape[2:]
+        values = values[: _most(height), : _most(width)]
+        return values.reshape(-1, height, width, 1), values.shape[1]
+    return _arranged(values.reshape(-1, *values.shape[-2:], 1))
+
+
+def _arranged(tiles_THWC: Tensor) -> tuple[Tensor, int]:
+    """As many tiles as fit, in rows that make the whole nearly square."""
+    count, height, width = tiles_THWC.shape[:3]
+    columns = round(math.sqrt(count * height / width)) or 1
+    columns = min(columns, count, _most(width))
+    rows = min(math.ceil(count / columns), _most(height))
+    return tiles_THWC[: rows * columns], columns
+
+
+def _most(side: int) -> int:
+    """How many tiles of this side can stand beside each other."""
+    return (MAX_PX + 1) // (min(side, SMALLEST_TILE_PX) + 1)
+
+
+def _resize(tiles_THWC: Tensor, rows: int, columns: int) -> Tensor:
+    """Small tiles grow by a whole factor, large ones shrink by averaging."""
+    height, width = tiles_THWC.shape[1:3]
+    room_h, room_w = (MAX_PX + 1) // rows - 1, (MAX_PX + 1) // columns - 1
+    scale = min(room_h / height, room_w / width)
+    if scale >= 1:
+        factor = min(int(scale), 32)
+        return tiles_THWC.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+    size = (max(1, min(room_h, int(height * scale))), max(1, min(room_w, int(width * scale))))
+    return F.interpolate(tiles_THWC.permute(0, 3, 1, 2), size, mode="area").permute(0, 2, 3, 1)
+
+
+def _colour(tiles_THWC: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    finite = np.isfinite(tiles_THWC)
+    low, high = np.percentile(tiles_THWC[finite], (1, 99)) if finite.any() else (0.0, 0.0)
+    if high > low:
+        level = np.clip((np.where(finite, tiles_THWC, low) - low) / (high - low), 0, 1)
+    else:
+        level = np.full_like(tiles_THWC, 0.5)
+    index = np.round(level * 255).astype(np.uint8)
+    coloured = index if index.shape[3] == 3 else PALETTE[index[..., 0]]
+    coloured[~finite.all(3)] = NOT_FINITE
+    return coloured
+
+
+def _canvas(tiles: npt.NDArray[np.uint8], rows: int, columns: int) -> npt.NDArray[np.uint8]:
+    count, height, width = tiles.shape[:3]
+    canvas = np.full((rows * (height + 1) - 1, columns * (width + 1) - 1, 3), GAP, np.uint8)
+    for index in range(count):
+        top, left = (index // columns) * (height + 1), (index % columns) * (width + 1)
+        canvas[top : top + height, left : left + width] = tiles[index]
+    return canvas
