@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tessella.core.errors import UsageError
-from tessella.nn.picture import GAP, NOT_FINITE, PALETTE, picture
+from tessella.nn.picture import GAP, LEVELS, PALETTE, picture, write_png
 
 
 @pytest.mark.parametrize(
@@ -30,15 +31,15 @@ def test_channels_are_tiles_with_gaps():
     maps[1] = 1.0  # first row, right
     maps[2, :, 4:] = 1.0  # second row, left, its right half
     pixels = picture(maps)
-    side = pixels.shape[0] // 2
-    dark, bright = PALETTE[0], PALETTE[255]
-    assert pixels.shape[0] == pixels.shape[1] == 2 * side + 1
-    assert (pixels[side] == GAP).all()
-    assert (pixels[:, side] == GAP).all()
+    side = (pixels.shape[0] - 3) // 2
+    dark, bright = PALETTE[0], PALETTE[LEVELS - 1]
+    assert pixels.shape[0] == pixels.shape[1] == 2 * side + 3
+    assert (pixels[side : side + 3] == PALETTE[GAP]).all()
+    assert (pixels[:, side : side + 3] == PALETTE[GAP]).all()
     assert (pixels[:side, :side] == dark).all()
-    assert (pixels[:side, side + 1 :] == bright).all()
-    assert (pixels[side + 1 :, : side // 2] == dark).all()
-    assert (pixels[side + 1 :, side // 2 : side] == bright).all()
+    assert (pixels[:side, side + 3 :] == bright).all()
+    assert (pixels[side + 3 :, : side // 2] == dark).all()
+    assert (pixels[side + 3 :, side // 2 : side] == bright).all()
 
 
 def test_kernels_over_three_channels_are_coloured():
@@ -47,7 +48,7 @@ def test_kernels_over_three_channels_are_coloured():
     weights[1, 2] = 1.0  # blue
     pixels = picture(weights)
     colours = {tuple(int(v) for v in c) for c in pixels.reshape(-1, 3)}
-    assert colours == {(255, 0, 0), (0, 0, 255), GAP}
+    assert colours == {(255, 0, 0), (0, 0, 255), (128, 128, 128)}
 
 
 def test_one_by_one_kernels_are_a_matrix_of_outputs_and_inputs():
@@ -65,9 +66,9 @@ def test_outliers_do_not_hide_the_rest():
 def test_what_is_not_finite_is_seen():
     values = torch.randn(1, 16, 16)
     values[0, 3, 4], values[0, 5, 6] = torch.nan, torch.inf
-    marked = (picture(values) == NOT_FINITE).all(2)
+    marked = (picture(values) == (255, 0, 255)).all(2)
     assert marked.mean() == 2 / 256
-    assert (picture(torch.full((3, 3), torch.nan)) == NOT_FINITE).all()
+    assert (picture(torch.full((3, 3), torch.nan)) == (255, 0, 255)).all()
 
 
 def test_large_maps_are_averaged():
@@ -76,9 +77,9 @@ def test_large_maps_are_averaged():
     values[:, :, 512:] = 0.0
     values[:, :, 768:] = 1.0
     pixels = picture(values)
-    assert (pixels[100:400, 50:200] == PALETTE[[127, 128]].mean(0).astype(int)).mean() > 0.3
+    assert (pixels[100:400, 50:200] == PALETTE[[126, 127]].mean(0).astype(int)).mean() > 0.3
     assert (pixels[100:400, 300:350] == PALETTE[0]).all()
-    assert (pixels[100:400, 450:500] == PALETTE[255]).all()
+    assert (pixels[100:400, 450:500] == PALETTE[LEVELS - 1]).all()
 
 
 def test_nothing_has_no_picture():
@@ -89,3 +90,13 @@ def test_nothing_has_no_picture():
 def test_kernels_over_one_channel_fill_a_square():
     pixels = picture(torch.randn(20, 1, 5, 5))
     assert 0.6 < pixels.shape[0] / pixels.shape[1] < 1.6
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 8), (4, 3, 5, 5)])
+def test_the_file_shows_the_same_pixels(shape, tmp_path):
+    values = torch.randn(shape)
+    values.view(-1)[3] = torch.nan
+    write_png(values, tmp_path / "picture.png")
+    with Image.open(tmp_path / "picture.png") as image:
+        shown = np.asarray(image.convert("RGB"))
+    np.testing.assert_array_equal(shown, picture(values))

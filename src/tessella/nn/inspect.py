@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tessella.artifacts.files import to_document, write_folder
 from tessella.core.errors import UsageError
-from tessella.nn.picture import picture
+from tessella.nn.picture import write_png
 
 VERSION = 1
 BINS = 20
@@ -153,7 +152,7 @@ def write_views(module: nn.Module, x: Tensor, folder: Path) -> LayerReport:
             for kind, tensor in shown.items():
                 if tensor is not None and tensor.numel():
                     file = f"{index:04d}-{kind}.png"
-                    Image.fromarray(picture(tensor)).save(temporary / file)
+                    write_png(tensor, temporary / file)
                     view = replace(view, **{f"{kind}_picture": file})
             views.append(view)
 

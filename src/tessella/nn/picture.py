@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,17 +16,24 @@ from tessella.core.errors import UsageError
 
 MAX_PX = 512
 SMALLEST_TILE_PX = 4  # of maps that are shrunk; a smaller kernel keeps its own size
-GAP = (128, 128, 128)  # between tiles; visible on light and on dark pages
-NOT_FINITE = (255, 0, 255)
+FEW_TILES = 16  # up to so many in a row, the gaps between them are wider
 
-# From dark violet over red and orange to pale yellow, evenly rising in lightness.
+# From dark violet over red and orange to pale yellow, evenly rising in lightness. The last two
+# colours are no levels: the gaps, visible on light and on dark pages, and what is not finite.
 _ANCHORS = ((13, 8, 35), (84, 18, 104), (182, 47, 93), (240, 124, 40), (252, 252, 190))
-PALETTE: npt.NDArray[np.uint8] = np.stack(
+LEVELS = 254
+GAP, NOT_FINITE = LEVELS, LEVELS + 1
+PALETTE: npt.NDArray[np.uint8] = np.concatenate(
     [
-        np.interp(np.linspace(0, len(_ANCHORS) - 1, 256), range(len(_ANCHORS)), channel)
-        for channel in zip(*_ANCHORS, strict=True)
-    ],
-    axis=1,
+        np.stack(
+            [
+                np.interp(np.linspace(0, len(_ANCHORS) - 1, LEVELS), range(len(_ANCHORS)), channel)
+                for channel in zip(*_ANCHORS, strict=True)
+            ],
+            axis=1,
+        ),
+        [(128, 128, 128), (255, 0, 255)],
+    ]
 ).astype(np.uint8)
 
 
@@ -39,13 +48,29 @@ def picture(tensor: Tensor) -> npt.NDArray[np.uint8]:
             O rows and I columns (a matrix if kernels are 1×1); ``[C, H, W]`` C tiles; ``[H, W]``
             one tile; ``[N]`` a square of N pixels. Further leading dimensions are tiles too.
     """
+    canvas = _draw(tensor)
+    return canvas if canvas.ndim == 3 else PALETTE[canvas]
+
+
+def write_png(tensor: Tensor, path: Path) -> None:
+    """``picture`` as a PNG. A heat map is stored by its palette: half the bytes of RGB, and for
+    ResNet-50 0.7 s instead of 10 s."""
+    canvas = _draw(tensor)
+    image = Image.fromarray(canvas)
+    if canvas.ndim == 2:
+        image.putpalette(PALETTE.tobytes())
+    image.save(path, compress_level=3)
+
+
+def _draw(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """The picture as indices into the palette ``[H, W]``, or in colour ``[H, W, 3]``."""
     if tensor.numel() == 0:
         raise UsageError("an empty tensor has no picture", seen=list(tensor.shape))
     values = tensor.detach().float().cpu()
     tiles_THWC, columns = _tiles(torch.where(values.isfinite(), values, torch.nan))
     rows = math.ceil(len(tiles_THWC) / columns)
-    tiles_THWC = _resize(tiles_THWC, rows, columns)
-    return _canvas(_colour(tiles_THWC.numpy()), rows, columns)
+    gap_px = 3 if max(rows, columns) <= FEW_TILES else 1
+    return _canvas(_colour(_resize(tiles_THWC, rows, columns, gap_px).numpy()), columns, gap_px)
 
 
 def _tiles(values: Tensor) -> tuple[Tensor, int]:
@@ -79,10 +104,10 @@ def _most(side: int) -> int:
     return (MAX_PX + 1) // (min(side, SMALLEST_TILE_PX) + 1)
 
 
-def _resize(tiles_THWC: Tensor, rows: int, columns: int) -> Tensor:
+def _resize(tiles_THWC: Tensor, rows: int, columns: int, gap_px: int) -> Tensor:
     """Small tiles grow by a whole factor, large ones shrink by averaging."""
     height, width = tiles_THWC.shape[1:3]
-    room_h, room_w = (MAX_PX + 1) // rows - 1, (MAX_PX + 1) // columns - 1
+    room_h, room_w = ((MAX_PX + gap_px) // n - gap_px for n in (rows, columns))
     scale = min(room_h / height, room_w / width)
     if scale >= 1:
         factor = min(int(scale), 32)
@@ -92,22 +117,32 @@ def _resize(tiles_THWC: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _colour(tiles_THWC: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Values as indices into the palette ``[T, H, W]``, or as colours ``[T, H, W, 3]``."""
     finite = np.isfinite(tiles_THWC)
     low, high = np.percentile(tiles_THWC[finite], (1, 99)) if finite.any() else (0.0, 0.0)
     if high > low:
         level = np.clip((np.where(finite, tiles_THWC, low) - low) / (high - low), 0, 1)
     else:
         level = np.full_like(tiles_THWC, 0.5)
-    index = np.round(level * 255).astype(np.uint8)
-    coloured = index if index.shape[3] == 3 else PALETTE[index[..., 0]]
-    coloured[~finite.all(3)] = NOT_FINITE
-    return coloured
+    if tiles_THWC.shape[3] == 3:
+        pixels = np.round(level * 255).astype(np.uint8)
+        pixels[~finite.all(3)] = PALETTE[NOT_FINITE]
+        return pixels
+    index = np.round(level[..., 0] * (LEVELS - 1)).astype(np.uint8)
+    index[~finite[..., 0]] = NOT_FINITE
+    return index
 
 
-def _canvas(tiles: npt.NDArray[np.uint8], rows: int, columns: int) -> npt.NDArray[np.uint8]:
+def _canvas(tiles: npt.NDArray[np.uint8], columns: int, gap_px: int) -> npt.NDArray[np.uint8]:
     count, height, width = tiles.shape[:3]
-    canvas = np.full((rows * (height + 1) - 1, columns * (width + 1) - 1, 3), GAP, np.uint8)
+    rows = math.ceil(count / columns)
+    step_h, step_w = height + gap_px, width + gap_px
+    shape = (rows * step_h - gap_px, columns * step_w - gap_px)
+    if tiles.ndim == 4:
+        canvas = np.full((*shape, 3), PALETTE[GAP], np.uint8)
+    else:
+        canvas = np.full(shape, GAP, np.uint8)
     for index in range(count):
-        top, left = (index // columns) * (height + 1), (index % columns) * (width + 1)
+        top, left = (index // columns) * step_h, (index % columns) * step_w
         canvas[top : top + height, left : left + width] = tiles[index]
     return canvas

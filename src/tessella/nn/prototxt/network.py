@@ -1,4 +1,4 @@
-"""A Caffe net as a torch module: which layers lead to the logits, in what order, in which shapes."""
+"""A Caffe net as a torch module: which layers lead to the logits, in what order and shapes."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ def network(
 def build(network: Network, *, pretrained: bool = False, trust_code: bool = False) -> nn.Module:
     """The module of a record, in training mode: ``[N, channels, height, width]`` to logits.
 
-    Logits are ``[N, classes]``. Its weights are drawn from torch's default generator, so ``torch.manual_seed`` decides them.
+    Logits are ``[N, classes]``. The weights are drawn from torch's default generator, so
+    ``torch.manual_seed`` decides them.
 
     Args:
         pretrained: start from the weights that the network's library publishes; a head of another

@@ -15,8 +15,8 @@ from tessella.core.errors import UsageError
 
 Weights = dict[str, Tensor]
 
-# GoogLeNet's published weights expect (x − 0.5) / 0.5 of a pixel x; all others expect ImageNet's mean
-# and standard deviation. These bring the second to the first.
+# GoogLeNet's published weights expect (x − 0.5) / 0.5 of a pixel x; all others expect ImageNet's
+# mean and standard deviation. These bring the second to the first.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
