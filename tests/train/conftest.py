@@ -11,13 +11,15 @@ import torch
 from tests.train.examples import write_dataset
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    """Bit-for-bit comparisons need the same number of threads everywhere."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread_of_a_cpu():
+    """Bit-for-bit comparisons need the same number of threads everywhere, and no GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,131 @@
+"""Two processes over gloo. A start of torchrun imports torch three times, so there are only two."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from tessella.artifacts.run import Run
+from tessella.core.errors import OutOfMemory, TrainError, UsageError
+from tessella.train import parallel, worker
+from tessella.train.loop import train
+from tessella.train.prepare import begin
+from tests.train.examples import curve, losses, recipe
+
+SETTINGS = {"epochs": 40.0, "class_weights": "balanced", "val_interval": 5.0}
+
+# What `train` in a process of its own looks like that is killed when step 10 is told.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tessella.train.loop import train
+from tests.train.examples import recipe
+from tests.train.test_parallel import SETTINGS
+
+def emit(event):
+    if event.kind == "metric" and event.step == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train(recipe(sys.argv[1], gpus=2, **SETTINGS), Path(sys.argv[2]), emit=emit)
+"""
+
+
+def test_two_processes_give_the_curve_of_one_even_when_killed(dataset, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = tmp_path / "two"
+    parent = subprocess.Popen([sys.executable, "-c", KILLED, str(dataset), str(out)])
+    family: set[psutil.Process] = set()
+    while parent.poll() is None:
+        family.update(psutil.Process(parent.pid).children(recursive=True))
+        time.sleep(0.1)
+    assert parent.returncode == -signal.SIGKILL
+    assert len(family) >= 3  # torchrun and two workers, which end with their parent
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+    assert 10 <= len(losses(Run(out))) < 160
+
+    told = []
+    two = train(recipe(dataset, gpus=2, **SETTINGS), out, resume=True, emit=told.append)
+    assert (told[0].name, told[-1].kind) == ("resume", "result")
+    assert [e.to_json() for e in told] == [e.to_json() for e in two.events()[-len(told) :]]
+    one = train(recipe(dataset, **SETTINGS), tmp_path / "one")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5, abs=1e-6)
+    for (step, _, ours), (_, _, theirs) in zip(curve(two), curve(one), strict=True):
+        assert ours.keys() == theirs.keys(), step
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), step
+
+
+def test_too_few_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    parallel.check_devices(2)
+    with pytest.raises(UsageError, match=r"too few GPUs.*gpus=4, 2 here.*use gpus=2"):
+        parallel.check_devices(4)
+
+
+# --- a worker, in this process --------------------------------------------------------------------
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Run ``worker.main`` as torchrun would start it for a world of one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+    for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(worker, "_end_with_parent", lambda: None)
+
+    def run(out) -> int:
+        monkeypatch.setattr(sys, "argv", ["worker", str(out)])
+        return worker.main()
+
+    return run
+
+
+def test_a_worker_trains_the_run_that_was_begun(dataset, tmp_path, work):
+    run, _ = begin(recipe(dataset), tmp_path / "run", resume=False)
+    assert work(run.path) == 0
+    assert curve(run) == curve(train(recipe(dataset), tmp_path / "alone"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "code"),
+    [
+        (OutOfMemory("too large", seen="8 GiB", fix="use --batch-size 2"), OutOfMemory, 5),
+        (ZeroDivisionError("float division"), TrainError, 1),
+    ],
+)
+def test_a_workers_error_reaches_the_parent(
+    dataset, tmp_path, work, monkeypatch, raised, expected, code
+):
+    def fail(*args, **kwargs):
+        raise raised
+
+    run, _ = begin(recipe(dataset), tmp_path / "run", resume=False)
+    monkeypatch.setattr(worker, "train_run", fail)
+    assert work(run.path) == code
+    error = parallel._failure(run.path, 1)
+    assert type(error) is expected
+    assert str(raised).removesuffix(".") in str(error)
+    # what fails because of it does not hide it
+    before = json.loads((run.path / "error.json").read_text())
+    worker._report(run.path, TrainError("connection closed by peer"))
+    assert json.loads((run.path / "error.json").read_text()) == before
+
+
+def test_a_worker_that_ends_without_a_word(tmp_path):
+    (tmp_path / "workers.log").write_text("line\n" * 100 + "the last words\n")
+    error = parallel._failure(tmp_path, -9)
+    assert "exit code -9" in str(error)
+    assert "the last words" in str(error)
+    assert str(error).count("line") < 30
