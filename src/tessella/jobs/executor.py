@@ -1,0 +1,68 @@
+"""The process between the scheduler and a job's command: it outlives the scheduler.
+
+    python -m tessella.jobs.executor FOLDER -- PROGRAM ARGUMENT…
+
+It starts the command in a process group of its own, passes SIGTERM and SIGINT on to that group,
+waits, and writes the exit code into ``FOLDER/exit.json``. Nothing heavy is imported: every running
+job has one of these.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tessella.artifacts.files import write_atomic
+
+# In the environment of everything that a job starts, however deep and in whatever session: by it
+# what a dead command left behind is found. Its value is the job's folder.
+MARK = "TESSELLA_JOB"
+
+EXIT_FILE = "exit.json"
+CANNOT_START = 127  # the shell's code for a command that is not there
+
+
+def run(folder: Path, command: list[str]) -> int:
+    """Run ``command`` to its end; returns its exit code (negative: the signal that killed it)."""
+    child: subprocess.Popen[bytes] | None = None
+    pending: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        if child is None:
+            pending.append(number)
+        else:
+            _signal_group(child, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, MARK: str(folder)},
+            process_group=0,
+        )
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
+        code = CANNOT_START
+    else:
+        for number in pending:
+            _signal_group(child, number)
+        code = child.wait()
+    document = {"exit_code": code, "time": time.time()}
+    write_atomic(folder / EXIT_FILE, json.dumps(document).encode())
+    return code
+
+
+def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
+    if child.returncode is None:  # not waited for yet, so the group still bears its number
+        os.killpg(child.pid, number)
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sys.argv[3:])

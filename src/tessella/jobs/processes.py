@@ -1,0 +1,116 @@
+"""Starting, finding and ending the processes of jobs on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tessella.jobs import executor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executor:
+    """A job's executor: started by this process (``child``), or found running and adopted."""
+
+    folder: Path
+    pid: int
+    child: subprocess.Popen[bytes] | None = None
+
+    def ended(self) -> bool:
+        if self.child is not None:
+            return self.child.poll() is not None
+        try:
+            return not _is_executor_of(psutil.Process(self.pid), self.folder)
+        except psutil.NoSuchProcess:
+            return True
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the executor, which passes SIGTERM on to the command's whole process group."""
+        if not self.ended():
+            os.kill(self.pid, number)
+
+
+def start(folder: Path, command: list[str], *, cwd: Path, environment: dict[str, str]) -> Executor:
+    """Start ``command`` under an executor, in a session of its own, printing into ``output.log``.
+
+    Raises ``OSError`` where no process or file can be made.
+    """
+    (folder / executor.EXIT_FILE).unlink(missing_ok=True)
+    with (folder / "output.log").open("ab") as log:
+        child = subprocess.Popen(
+            # -P: a file in the workspace must never be taken for a module
+            [sys.executable, "-P", "-m", executor.__name__, str(folder), "--", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env=environment,
+            start_new_session=True,
+        )
+    return Executor(folder=folder, pid=child.pid, child=child)
+
+
+def adopt(folder: Path) -> Executor | None:
+    """The executor that works on ``folder``, if one is alive, whoever started it.
+
+    Its command line names the job's folder, as no other process's does. Unlike a process number and
+    a start time this holds through a change of the clock, and a crash before they were saved.
+    """
+    for process in psutil.process_iter():
+        try:
+            if _is_executor_of(process, folder):
+                return Executor(folder=folder, pid=process.pid)
+        except psutil.Error:  # ended meanwhile, or another user's
+            continue
+    return None
+
+
+def kill_marked(folder: Path, *, timeout_s: float = 2.0) -> None:
+    """SIGKILL everything that the job's command started, and wait until it holds nothing more."""
+    killed = []
+    for process in _marked(folder):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+        killed.append(process)
+    end = (
+        time.monotonic() + timeout_s
+    )  # the kernel may be busy for them: a disk that does not answer
+    while any(_holds_something(process) for process in killed) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _marked(folder: Path) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(executor.MARK) == str(folder):
+                yield process
+        except (psutil.Error, OSError):  # ended meanwhile, or another user's
+            continue
+
+
+def _holds_something(process: psutil.Process) -> bool:
+    """Still alive; a zombie only waits for its parent and holds neither memory nor a GPU."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_executor_of(process: psutil.Process, folder: Path) -> bool:
+    if process.status() == psutil.STATUS_ZOMBIE:
+        return False
+    arguments = process.cmdline()
+    if executor.__name__ not in arguments:
+        return False
+    after = arguments.index(executor.__name__) + 1
+    return after < len(arguments) and arguments[after] == str(folder)
