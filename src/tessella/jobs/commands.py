@@ -1,0 +1,264 @@
+"""The commands behind the studio's forms: from records to a ``JobSpec`` whose argv is the CLI's.
+
+One builder a verb. The same argv is run by the scheduler and shown to people (``shown``), so what a
+page does can always be typed. Paths and names come from people: none can be taken for an option.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from tessella.artifacts.run import Recipe
+from tessella.core.errors import UsageError
+from tessella.core.policies import Policy
+from tessella.core.preprocess import Preprocess
+from tessella.core.record import to_plain
+from tessella.jobs.job import JOB_FOLDER, JobSpec
+
+PathLike = str | Path
+
+
+def shown(spec: JobSpec) -> str:
+    """The command that a person would type; the job's own files lie in the current folder."""
+    return shlex.join(("tessella", *(a.removeprefix(JOB_FOLDER) for a in spec.argv)))
+
+
+def import_images(
+    source: PathLike,
+    out: PathLike,
+    preprocess: Preprocess,
+    *,
+    name: str | None = None,
+    holdout: float = 0.1,
+    test: float = 0.0,
+    seed: int = 0,
+    val_folder: PathLike | None = None,
+    test_folder: PathLike | None = None,
+    workers: int | None = None,
+) -> JobSpec:
+    """``tessella data import``: a folder or list of images becomes a dataset in ``out``.
+
+    ``holdout`` and ``test`` are the fractions that go into the validation and test splits, unless
+    folders of their own are given. Of ``preprocess``, size, channels, depth, resize and crop count:
+    mean and std are measured.
+    """
+    argv = ["data", "import", _path(source), "--out", _path(out)]
+    if name is not None:
+        argv += [f"--name={name}"]
+    argv += ["--size", _size(preprocess.height, preprocess.width)]
+    argv += ["--channels", str(preprocess.channels), "--depth", str(preprocess.depth)]
+    argv += ["--resize", preprocess.resize]
+    if preprocess.crop is not None:
+        argv += ["--crop", "{}x{}".format(*preprocess.crop)]
+    if val_folder is None:
+        argv += ["--holdout", str(holdout)]
+    else:
+        argv += ["--val-folder", _path(val_folder)]
+    if test_folder is not None:
+        argv += ["--test-folder", _path(test_folder)]
+    elif test:
+        argv += ["--test", str(test)]
+    argv += ["--seed", str(seed)]
+    if workers is not None:
+        argv += ["--workers", str(workers)]
+    return JobSpec(name=name or Path(out).name, kind="import", argv=tuple(argv), resumable=True)
+
+
+def train(
+    recipe: Recipe, out: PathLike, *, name: str | None = None, depends_on: Sequence[str] = ()
+) -> JobSpec:
+    """``tessella train``: settings that have an option are shown, others go in a recipe file."""
+    argv = ["train", _word(recipe.network), _path(recipe.dataset), "--out", _path(out)]
+    argv += ["--epochs", f"{recipe.epochs:g}", "--batch-size", str(recipe.batch_size)]
+    argv += ["--solver", recipe.solver.name, "--lr", repr(recipe.solver.lr)]
+    argv += ["--policy", recipe.policy.name, "--precision", recipe.precision]
+    argv += ["--gpus", str(recipe.gpus), "--seed", str(recipe.seed)]
+    files = {}
+    if recipe != _by_options(recipe):
+        files["recipe.json"] = json.dumps(to_plain(recipe), indent=1, ensure_ascii=False) + "\n"
+        argv += ["--recipe", f"{JOB_FOLDER}recipe.json"]
+    return JobSpec(
+        name=name or Path(out).name,
+        kind="train",
+        argv=tuple(argv),
+        files=files,
+        gpus=recipe.gpus,
+        depends_on=tuple(depends_on),
+        resumable=True,
+        resume_argv=("--resume",),
+    )
+
+
+def sweep(
+    recipe: Recipe, out: PathLike, *, lr: str, batch_size: str, group: str
+) -> tuple[JobSpec, ...]:
+    """One training for each pair from two comma lists, such as ``"0.1, 0.01"`` and ``"32, 64"``.
+
+    Each goes into a folder beside ``out`` whose name ends in its settings.
+    """
+    rates = _numbers(lr, float, "learning rates")
+    sizes = _numbers(batch_size, int, "batch sizes")
+    specs = []
+    for rate, size in product(rates, sizes):
+        one = replace(recipe, solver=replace(recipe.solver, lr=rate), batch_size=size)
+        folder = Path(out).with_name(f"{Path(out).name}-lr{rate:g}-b{size}")
+        specs.append(replace(train(one, folder), group=group))
+    return tuple(specs)
+
+
+def compile_plan(
+    source: PathLike,
+    out: PathLike,
+    *,
+    target: str = "cpu",
+    precision: str = "fp32",
+    batches: Sequence[int] = (1, 8, 32),
+    depends_on: Sequence[str] = (),
+) -> JobSpec:
+    """``tessella compile``: a checkpoint, or the best one of a run, becomes a plan."""
+    argv = ["compile", _path(source), "--out", _path(out), "--target", target]
+    argv += ["--precision", precision, "--batch", ",".join(str(b) for b in batches)]
+    return JobSpec(
+        name=Path(out).name,
+        kind="compile",
+        argv=tuple(argv),
+        gpus=_gpus_of(target),
+        depends_on=tuple(depends_on),
+        resumable=True,
+    )
+
+
+def verify(
+    plan: PathLike,
+    against: PathLike,
+    dataset: PathLike,
+    *,
+    split: str = "val",
+    target: str = "cpu",
+    out: PathLike = f"{JOB_FOLDER}report.json",
+    depends_on: Sequence[str] = (),
+) -> JobSpec:
+    """``tessella verify``: a plan against its checkpoint. ``target``: what it was built for."""
+    argv = ["verify", _path(plan), "--against", _path(against), "--data", _path(dataset)]
+    argv += ["--split", split, "--out", _path(out)]
+    return JobSpec(
+        name=f"verify {Path(plan).name}",
+        kind="verify",
+        argv=tuple(argv),
+        gpus=_gpus_of(target),
+        depends_on=tuple(depends_on),
+        resumable=True,
+    )
+
+
+def classify(source: PathLike, images: Sequence[PathLike], *, top: int = 5) -> JobSpec:
+    """``tessella run`` on image files; the answer is the JSON at the end of the job's output."""
+    argv = ["run", _path(source), *(_path(i) for i in images), "--top", str(top), "--json"]
+    return JobSpec(name=f"classify with {Path(source).name}", kind="run", argv=tuple(argv))
+
+
+def evaluate(
+    source: PathLike,
+    dataset: PathLike,
+    *,
+    split: str = "val",
+    gpus: int = 0,
+    out: PathLike = f"{JOB_FOLDER}evaluation.json",
+) -> JobSpec:
+    """``tessella run`` on a whole split: accuracy and confusion matrix into ``out``."""
+    argv = ["run", _path(source), "--data", _path(dataset), "--split", split, "--out", _path(out)]
+    return JobSpec(
+        name=f"evaluate {Path(source).name}",
+        kind="run",
+        argv=tuple(argv),
+        gpus=gpus,
+        resumable=True,
+    )
+
+
+def show_layers(
+    checkpoint: PathLike, image: PathLike, *, out: PathLike = f"{JOB_FOLDER}layers"
+) -> JobSpec:
+    """``tessella show layers``: activations and weights of every layer as pictures into ``out``."""
+    argv = ["show", "layers", _path(checkpoint), "--image", _path(image), "--out", _path(out)]
+    return JobSpec(name=f"layers of {Path(checkpoint).name}", kind="show", argv=tuple(argv))
+
+
+def show_networks() -> JobSpec:
+    """``tessella show networks``: the networks that can be trained, as JSON."""
+    return JobSpec(name="networks", kind="show", argv=("show", "networks", "--json"))
+
+
+def show_network(
+    network: str,
+    *,
+    classes: int,
+    channels: int,
+    size: tuple[int, int],
+    svg: PathLike = f"{JOB_FOLDER}network.svg",
+) -> JobSpec:
+    """``tessella show network``: a drawing of a network for inputs of ``size`` (height, width)."""
+    argv = ["show", "network", _word(network), "--classes", str(classes)]
+    argv += ["--channels", str(channels), "--size", _size(*size), "--svg", _path(svg)]
+    return JobSpec(name=f"draw {network}", kind="show", argv=tuple(argv))
+
+
+def serve(plans: Mapping[str, PathLike], *, port: int = 8000, gpus: int = 0) -> JobSpec:
+    """``tessella serve``: plans by name over HTTP, until aborted; started again after a crash."""
+    models = tuple(f"{_word(name)}={plan}" for name, plan in plans.items())
+    return JobSpec(
+        name=f"serve {', '.join(plans)}",
+        kind="serve",
+        argv=("serve", *models, "--port", str(port)),
+        gpus=gpus,
+        resumable=True,
+    )
+
+
+def _by_options(recipe: Recipe) -> Recipe:
+    """What the CLI makes of the options alone."""
+    default = Recipe(network=recipe.network, dataset=recipe.dataset)
+    return replace(
+        default,
+        epochs=recipe.epochs,
+        batch_size=recipe.batch_size,
+        solver=replace(default.solver, name=recipe.solver.name, lr=recipe.solver.lr),
+        policy=Policy(name=recipe.policy.name),
+        precision=recipe.precision,
+        gpus=recipe.gpus,
+        seed=recipe.seed,
+    )
+
+
+def _gpus_of(target: str) -> int:
+    return 1 if target.startswith("sm_") else 0
+
+
+def _size(height: int, width: int) -> str:
+    return str(height) if height == width else f"{height}x{width}"
+
+
+def _path(path: PathLike) -> str:
+    text = str(path)
+    return f"./{text}" if text.startswith("-") else text
+
+
+def _word(name: str) -> str:
+    if not name or name.startswith("-"):
+        raise UsageError("a name cannot be empty or begin with a dash", seen=repr(name))
+    return name
+
+
+def _numbers(text: str, number: type[float] | type[int], what: str) -> list[float] | list[int]:
+    try:
+        values = [number(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(
+            f"the {what} are not numbers", seen=text, fix="separate them by commas: 0.1, 0.01"
+        ) from error
+    return list(dict.fromkeys(values))
