@@ -1,0 +1,1 @@
+"""Collectives over several GPUs: how they are linked and what a transfer must cost at least."""
