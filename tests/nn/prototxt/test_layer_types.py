@@ -89,6 +89,25 @@ def test_lrn_within_a_channel():
     torch.testing.assert_close(module(x), y)
 
 
+@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 4, 5)])
+def test_scale_and_its_gradients(shape):
+    x = torch.randn(shape, dtype=torch.float64)
+    module = layer_module("Scale", "scale_param { bias_term: true }", shape).train()
+    with torch.no_grad():
+        module.weight.normal_()
+        module.bias.normal_()
+    per_channel = (1, -1, *[1] * (len(shape) - 2))
+    y = module(x)
+    torch.testing.assert_close(
+        y, x * module.weight.view(per_channel) + module.bias.view(per_channel)
+    )
+    seed = torch.randn_like(y)
+    y.backward(seed)
+    others = [axis for axis in range(len(shape)) if axis != 1]
+    torch.testing.assert_close(module.weight.grad, (seed * x).sum(others))
+    torch.testing.assert_close(module.bias.grad, seed.sum(others))
+
+
 def test_dilated_rectangular_convolution():
     x = torch.randn(1, 2, 9, 9, dtype=torch.float64)
     module = layer_module(

@@ -221,7 +221,7 @@ def _output_shape(module: nn.Module, layer: Layer, inputs: list[torch.Size]) -> 
     """By running the module on tensors without memory."""
     weights = {
         name: torch.empty_like(tensor, device="meta")
-        for name, tensor in module.state_dict().items()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
     xs = tuple(torch.empty(shape, device="meta") for shape in inputs)
     module.eval()
