@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -232,6 +233,7 @@ def _pillow_keeps_all(image: TiffImagePlugin.TiffImageFile) -> bool:
 def _read_tiff(content: bytes, name: str) -> Pixels:
     """Any number of planes: interleaved, planar, or as pages of one size."""
     try:
+        _check_pages(content)
         with tifffile.TiffFile(io.BytesIO(content)) as tiff:
             series, page = tiff.series[0], tiff.pages.first
             shape, axes = series.shape, series.axes
@@ -261,6 +263,27 @@ def _read_tiff(content: bytes, name: str) -> Pixels:
 
 
 _INTEGERS = (np.uint8, np.uint16)
+
+
+def _check_pages(content: bytes) -> None:
+    """Raise ``ValueError`` where the chain of pages breaks off: tifffile only logs it."""
+    order = "<" if content[:2] == b"II" else ">"
+    big = content[2:4] in (b"+\0", b"\0+")  # BigTIFF: wider counts, entries and offsets
+    count_format, entry_nbytes, offset_format = ("Q", 20, "Q") if big else ("H", 12, "L")
+    place = 8 if big else 4
+    seen: set[int] = set()
+    while True:
+        try:
+            (page,) = struct.unpack_from(order + offset_format, content, place)
+            if page == 0:
+                return
+            (entries,) = struct.unpack_from(order + count_format, content, page)
+        except struct.error as error:
+            raise ValueError(f"page {len(seen)} lies beyond the end of the file") from error
+        if page in seen:
+            raise ValueError(f"page {len(seen)} leads back to an earlier one")
+        seen.add(page)
+        place = page + struct.calcsize(order + count_format) + entries * entry_nbytes
 
 
 def _tiff_planes(series: tifffile.TiffPageSeries, content: bytes) -> Pixels:
