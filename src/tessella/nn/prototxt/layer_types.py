@@ -91,7 +91,7 @@ def _fill_both(settings: Message, module: nn.Module) -> None:
     _fill(settings, "weight_filler", module.weight, default="xavier")
     if module.bias is not None:
         _fill(settings, "bias_filler", module.bias, default="constant")
-    settings.taken |= {"weight_filler", "bias_filler"}
+    settings.taken.add("bias_filler")  # may stand beside bias_term: false
 
 
 def convolution(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import urllib.error
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Architecture:
 
     Attributes:
         make: the constructor.
+        weights: the published ones, a member of torchvision's enumeration.
         first: path of the first convolution.
         head: path of the last linear layer.
         initialize: how the network initializes its convolutions, for a first one of other channels.
@@ -52,42 +53,36 @@ class Architecture:
     first: str
     head: str
     initialize: Callable[[nn.Conv2d], None]
-    fixed: dict[str, Any]
-
-
-def _architecture(make: Any, weights: Any, *, first: str, head: str, initialize: Any, **fixed: Any):
-    return Architecture(
-        make=make, weights=weights, first=first, head=head, initialize=initialize, fixed=fixed
-    )
+    fixed: dict[str, Any] = field(default_factory=dict)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "alexnet": _architecture(
-        models.alexnet,
-        models.AlexNet_Weights.DEFAULT,
+    "alexnet": Architecture(
+        make=models.alexnet,
+        weights=models.AlexNet_Weights.DEFAULT,
         first="features.0",
         head="classifier.6",
         initialize=_torch_default,
     ),
-    "googlenet": _architecture(
-        models.googlenet,
-        models.GoogLeNet_Weights.DEFAULT,
+    "googlenet": Architecture(
+        make=models.googlenet,
+        weights=models.GoogLeNet_Weights.DEFAULT,
         first="conv1.conv",
         head="fc",
         initialize=_narrow,
-        aux_logits=False,
-        transform_input=False,
-        init_weights=True,
+        fixed={"aux_logits": False, "transform_input": False, "init_weights": True},
     ),
-    "vgg16": _architecture(
-        models.vgg16,
-        models.VGG16_Weights.DEFAULT,
+    "vgg16": Architecture(
+        make=models.vgg16,
+        weights=models.VGG16_Weights.DEFAULT,
         first="features.0",
         head="classifier.6",
         initialize=_kaiming,
     ),
     **{
-        name: _architecture(make, weights.DEFAULT, first="conv1", head="fc", initialize=_kaiming)
+        name: Architecture(
+            make=make, weights=weights.DEFAULT, first="conv1", head="fc", initialize=_kaiming
+        )
         for name, make, weights in (
             ("resnet18", models.resnet18, models.ResNet18_Weights),
             ("resnet50", models.resnet50, models.ResNet50_Weights),
