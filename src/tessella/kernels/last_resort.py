@@ -24,16 +24,16 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     ]
     op, attrs, outputs = problem.op, dict(problem.attrs), problem.outputs
 
-    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(*inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         filled = list(slots)
         for slot, tensor in zip(open_slots, inputs, strict=True):
             filled[slot] = tensor
-        made = reference.call(op, filled, attrs)
-        return tuple(
+        made = tuple(
             tensor
             if meta.format == "strided"
             else tensor.contiguous(memory_format=MEMORY_FORMATS[meta.format])
-            for tensor, meta in zip(made, outputs, strict=True)
+            for tensor, meta in zip(reference.call(op, filled, attrs), outputs, strict=True)
         )
+        return made if len(made) > 1 else made[0]
 
     return run
