@@ -17,17 +17,18 @@ class Layers:
     """A list of layers and the chosen one beside it.
 
     Args:
-        layers: what ``tessella show layers`` wrote into ``layers.json``.
+        report: what ``tessella show layers`` wrote as ``layers.json``.
         pictures: the URL under which its PNG files are.
     """
 
-    def __init__(self, layers: list[dict[str, Any]], pictures: str) -> None:
-        self._layers, self._pictures = layers, pictures
-        total = sum(layer.get("parameters") or 0 for layer in layers)
-        text("p", f"{len(layers)} layers, {total:,} parameters").classes("muted small num")
+    def __init__(self, report: dict[str, Any], pictures: str) -> None:
+        self._layers: list[dict[str, Any]] = report["layers"]
+        self._pictures = pictures
+        count = f"{len(self._layers)} layers, {report['parameters']:,} parameters"
+        text("p", count).classes("muted small num")
         with parts.box("layer-split"):
             with parts.box("list layer-list"):
-                self._items = [self._item(i, layer) for i, layer in enumerate(layers)]
+                self._items = [self._item(i, layer) for i, layer in enumerate(self._layers)]
             self._detail = ui.element("div").classes("stack")
         self._choose(0)
 
@@ -35,7 +36,9 @@ class Layers:
         with ui.element("button").classes("item") as item:
             item.props["type"] = "button"
             text("span", layer["name"]).classes("name cut")
-            text("span", _count(layer)).classes("detail num")
+            text("span", f"{layer['parameters']:,}" if layer["parameters"] else "").classes(
+                "detail num"
+            )
             text("span", f"{layer['type']} · {_shape(layer)}").classes("detail cut")
         item.on("click", lambda: self._choose(index))
         return item
@@ -48,33 +51,41 @@ class Layers:
         with self._detail:
             with parts.box("row-line"):
                 text("h2", layer["name"]).classes("cut")
-                text("span", f"{layer['type']}, output {_shape(layer)}, {_count(layer) or 'no'} "
-                     "parameters").classes("hint cut")  # fmt: skip
+                line = f"{layer['type']}, output {_shape(layer)}"
+                text("span", f"{line}, {layer['parameters']:,} parameters").classes("hint cut")
             with parts.box("layer"):
-                self._figure("Activations", layer, "activations", charts.COLORS[0])
-                self._figure("Weights", layer, "weights", charts.COLORS[1])
+                with ui.element("figure"):
+                    text("b", "Activations")
+                    self._picture(layer, "activation_picture", "Activations")
+                    if layer["activation"] is None:
+                        text("figcaption", "This layer gives no tensor.")
+                    else:
+                        _statistics(layer["activation"], charts.COLORS[0])
+                with ui.element("figure"):
+                    text("b", "Weights")
+                    self._picture(layer, "weight_picture", "Weights")
+                    if not layer["weights"]:
+                        text("figcaption", "This layer learns nothing.")
+                    for name, numbers in layer["weights"].items():
+                        text("span", name).classes("mono small")
+                        _statistics(numbers, charts.COLORS[1])
 
-    def _figure(self, title: str, layer: dict[str, Any], what: str, color: str) -> None:
-        values, file = layer.get(what), layer.get(f"{what}_picture")
-        with ui.element("figure"):
-            text("b", title)
-            if not values:
-                text("figcaption", "This layer has none.")
-                return
-            numbers = ("mean", "std", "min", "max")
-            line = " · ".join(f"{n} {values[n]:.4g}" for n in numbers if values.get(n) is not None)
-            text("figcaption", line)
-            if file:
-                parts.picture(f"{self._pictures}/{quote(file)}", f"{title} of {layer['name']}")
-            if histogram := values.get("histogram"):
-                options = charts.histogram(histogram["counts"], histogram["edges"], color)
-                ui.echart(options).style("height:120px")
+    def _picture(self, layer: dict[str, Any], key: str, title: str) -> None:
+        if layer[key]:
+            parts.picture(f"{self._pictures}/{quote(layer[key])}", f"{title} of {layer['name']}")
+
+
+def _statistics(numbers: dict[str, Any], color: str) -> None:
+    """Mean, deviation, range and histogram of one tensor."""
+    line = " · ".join(f"{n} {numbers[n]:.4g}" for n in ("mean", "std", "min", "max"))
+    if numbers["not_finite"]:
+        line += f" · {numbers['not_finite']:,} not finite"
+    text("figcaption", line)
+    counts, low, high = numbers["histogram"], numbers["min"], numbers["max"]
+    edges = [low + (high - low) * i / len(counts) for i in range(len(counts) + 1)]
+    ui.echart(charts.histogram(counts, edges, color)).style("height:110px")
 
 
 def _shape(layer: dict[str, Any]) -> str:
-    return " × ".join(str(n) for n in layer.get("output_shape") or [])
-
-
-def _count(layer: dict[str, Any]) -> str:
-    count = layer.get("parameters") or 0
-    return f"{count:,}" if count else ""
+    """The output's shape without the batch."""
+    return " × ".join(str(n) for n in layer["output_shape"][1:]) or "1"

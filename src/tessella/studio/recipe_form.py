@@ -26,7 +26,7 @@ VISIBLE = {
     "batch_size": "Batch size",
     "solver.name": "Solver",
     "solver.lr": "Learning rate",
-    "policy.name": "Learning-rate policy",
+    "policy.name": "Rate policy",
     "precision": "Precision",
     "gpus": "GPUs",
 }

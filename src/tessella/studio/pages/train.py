@@ -67,13 +67,13 @@ class _Train:
                     self._problem = text("div", "").classes("note bad")
                     parts.button("Start training", self._start, icon="play_arrow")
             with parts.box("stack"):
-                with parts.card("Learning rate", "over the epochs"):
-                    self._curve = ui.echart(charts.lines([("learning rate", [])])).classes(
-                        "chart low"
-                    )
-                with parts.card("Network"):
-                    self._summary = text("p", "").classes("muted small")
-                    self._drawn = ui.element("div").classes("stack")
+                with parts.box("wide-duo"):
+                    with parts.card("Learning rate", "over the epochs"):
+                        empty = charts.lines([("learning rate", [])])
+                        self._curve = ui.echart(empty).classes("chart low")
+                    with parts.card("Network"):
+                        self._summary = text("p", "").classes("muted small")
+                        self._drawn = ui.element("div").classes("stack")
                 with parts.card("How to do the same"):
                     self._command = parts.Command()
                     with ui.expansion("recipe.json") as self._file_box:
@@ -234,9 +234,8 @@ class _Train:
         except TessellaError as error:
             ui.notify(str(error), type="warning")
             return
-        names = [n if isinstance(n, str) else n["name"] for n in told["networks"]]
-        if names:
-            self._standard.set_options(names, value=self._standard.value)
+        names = {n["name"]: n["title"] or n["name"] for n in told["networks"]}
+        self._standard.set_options(names, value=self._standard.value)
 
     def _start(self) -> None:
         with parts.telling():

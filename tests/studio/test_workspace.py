@@ -1,0 +1,55 @@
+import pytest
+
+from tessella.core.errors import UsageError
+from tessella.studio.workspace import Workspace
+from tests.studio.made import make_dataset, make_workspace
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory):
+    root = tmp_path_factory.mktemp("space")
+    make_workspace(root)
+    return Workspace(root)
+
+
+def test_finds_what_lies_there_whoever_wrote_it(space):
+    assert [f.ref for f in space.datasets()] == ["datasets/digits"]
+    assert {f.ref for f in space.runs()} == {"runs/first", "runs/second"}
+    assert {f.ref for f in space.plans()} == {"plans/digits.plan", "plans/broken.plan"}
+    make_dataset(space.root / "elsewhere" / "deep" / "more", hostile=False)
+    assert {f.ref for f in space.datasets()} == {"datasets/digits", "elsewhere/deep/more"}
+
+
+def test_what_cannot_be_read_is_listed_with_its_reason(space):
+    broken = next(f for f in space.plans() if f.ref == "plans/broken.plan")
+    assert broken.item is None
+    assert "not a plan" in broken.problem
+
+
+@pytest.mark.parametrize("ref", ["../x", "/etc/passwd", "runs/../../x", "", ".", "a\0b"])
+def test_never_leaves_its_root(space, ref):
+    with pytest.raises(UsageError, match="out of the workspace"):
+        space.path(ref)
+
+
+def test_a_link_out_of_the_workspace_is_no_way_out(space, tmp_path):
+    (space.root / "link").symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="out of the workspace"):
+        space.path("link/x")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", "-rf", "a b", "x" * 100, "."])
+def test_names_of_new_artifacts_are_plain(space, name):
+    with pytest.raises(UsageError, match="name"):
+        space.new_path("run", name)
+
+
+def test_a_taken_name_is_told(space):
+    with pytest.raises(UsageError, match="exists already"):
+        space.new_path("run", "first")
+    assert space.new_path("plan", "new") == space.root / "plans" / "new.plan"
+
+
+def test_a_dataset_is_found_by_its_content(space):
+    assert space.find_dataset("ab" * 32) is not None
+    assert space.find_dataset("cd" * 32) is None
