@@ -1,0 +1,142 @@
+"""What browser tests do again and again: open, find by words, wait, read charts and traffic."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from PIL import Image
+from selenium.webdriver import Chrome
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+from tests.studio.conftest import Served
+
+T = TypeVar("T")
+PICTURES = Path(__file__).parents[2] / "docs" / "images"
+MOST_PICTURE_BYTES = 300_000
+
+
+def enter(chromium: Chrome, studio: Served, path: str = "/") -> None:
+    """Open a page with the token, as a person does first, and wait until it lives."""
+    chromium.get(f"{studio.url}/?token={studio.token}")
+    go(chromium, studio, path)
+
+
+def go(chromium: Chrome, studio: Served, path: str) -> None:
+    chromium.get(studio.url + path)
+    alive(chromium)
+
+
+def alive(chromium: Chrome) -> None:
+    """Wait for the page's socket: before that, clicks lead nowhere."""
+    until(lambda: chromium.execute_script("return window.socket?.connected === true"))
+    until(lambda: chromium.find_elements(By.CSS_SELECTOR, "main.page"))
+
+
+def until(look: Callable[[], T], seconds: float = 20.0, what: str = "it") -> T:
+    """Wait until ``look`` returns something true; return that."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := look():
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{what} did not happen in {seconds:.0f} s")
+
+
+def see(chromium: Chrome, words: str, seconds: float = 20.0) -> None:
+    """Wait until the page shows these words."""
+
+    def shown() -> bool:
+        return words in chromium.execute_script("return document.body.innerText")
+
+    until(shown, seconds, f"seeing {words!r}")
+
+
+def button(chromium: Chrome, label: str) -> WebElement:
+    return until(
+        lambda: next(
+            (b for b in chromium.find_elements(By.TAG_NAME, "button")
+             if b.is_displayed() and label in b.text.splitlines()),
+            None,
+        ),
+        what=f"a button {label!r}",
+    )  # fmt: skip
+
+
+def press(chromium: Chrome, label: str) -> None:
+    found = button(chromium, label)
+    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
+    found.click()
+
+
+def fill(chromium: Chrome, label: str, value: str) -> None:
+    """Type into the field with this label."""
+    field = chromium.find_element(By.CSS_SELECTOR, f'input[aria-label="{label}"]')
+    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
+    field.send_keys(Keys.CONTROL, "a")
+    field.send_keys(value)
+    field.send_keys(Keys.TAB)
+
+
+def choose(chromium: Chrome, label: str, option: str) -> None:
+    """Choose from the drop-down with this label."""
+    field = chromium.find_element(By.CSS_SELECTOR, f'input[aria-label="{label}"]')
+    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
+    chromium.execute_script("arguments[0].closest('.q-field').click()", field)
+    until(
+        lambda: [
+            (i.click(), True)
+            for i in chromium.find_elements(By.CSS_SELECTOR, ".q-menu .q-item")
+            if i.text == option
+        ],
+        what=f"an option {option!r}",
+    )
+
+
+def series(chromium: Chrome) -> dict[str, int]:
+    """How many points each line of each chart on the page has, by name."""
+    return chromium.execute_script(
+        """
+        const counts = {};
+        for (const box of document.querySelectorAll('.nicegui-echart')) {
+          const chart = getElement(Number(box.id.slice(1)))?.chart;
+          for (const s of chart?.getOption()?.series ?? []) counts[s.name] = s.data.length;
+        }
+        return counts;
+        """
+    )
+
+
+def traffic(chromium: Chrome) -> tuple[list[str], list[str]]:
+    """Since the last call: addresses that were asked for, and what came through the socket."""
+    asked, received = [], []
+    for entry in chromium.get_log("performance"):
+        message = json.loads(entry["message"])["message"]
+        if message["method"] == "Network.requestWillBeSent":
+            asked.append(message["params"]["request"]["url"])
+        elif message["method"] == "Network.webSocketFrameReceived":
+            received.append(message["params"]["response"]["payloadData"])
+    return asked, received
+
+
+def resize(chromium: Chrome, width: int, height: int, theme: str = "light") -> None:
+    """A screen of this size on a system in this theme."""
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    feature = {"name": "prefers-color-scheme", "value": theme}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+
+def take_picture(chromium: Chrome, name: str) -> None:
+    """Write a picture for the README: few colours, so that it stays small."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    path = PICTURES / f"{name}.png"
+    chromium.save_screenshot(str(path))
+    image = Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    image.save(path, optimize=True)
+    assert path.stat().st_size < MOST_PICTURE_BYTES

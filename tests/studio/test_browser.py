@@ -1,0 +1,102 @@
+"""The pages in Chromium: they live, follow a run by its new points, and ask nobody else."""
+
+import json
+
+import pytest
+from selenium.webdriver.common.by import By
+
+from tessella.core.events import EventLog, metric
+from tests.studio.browsing import alive, enter, go, resize, see, series, traffic, until
+from tests.studio.made import HOSTILE, make_run
+from tests.studio.test_pages import PAGES
+
+pytestmark = pytest.mark.browser
+
+SIZES = ((1366, 768), (2560, 1440))
+MOST_BYTES_A_LOOK = 2_500
+
+
+def test_every_page_fits_asks_only_this_machine_and_runs_no_name(studio, chromium):
+    enter(chromium, studio)
+    for path in PAGES:
+        go(chromium, studio, path)
+        for width, height in SIZES:
+            resize(chromium, width, height)
+            wide = chromium.execute_script("return document.documentElement.scrollWidth")
+            assert wide <= width, f"{path} is {wide} wide on {width}"
+        assert not chromium.find_elements(By.CSS_SELECTOR, "img[src='x']")
+    go(chromium, studio, "/data?dataset=datasets/digits")
+    see(chromium, HOSTILE)
+    asked, _ = traffic(chromium)
+    outside = [u for u in asked if not u.startswith((studio.url, "data:", "blob:", "chrome"))]
+    assert len(asked) > 50
+    assert not outside
+    errors = [e["message"] for e in chromium.get_log("browser") if e["level"] == "SEVERE"]
+    assert not errors
+
+
+def test_the_theme_follows_the_system_until_one_is_chosen(studio, chromium):
+    def dark() -> bool:
+        return "body--dark" in chromium.find_element(By.TAG_NAME, "body").get_attribute("class")
+
+    resize(chromium, 1366, 768, "dark")
+    enter(chromium, studio)
+    until(dark)
+    resize(chromium, 1366, 768, "light")
+    until(lambda: not dark())
+    toggle = chromium.find_element(By.CSS_SELECTOR, "[aria-label='Change theme']")
+    toggle.click()  # light
+    toggle.click()  # dark
+    until(dark)
+    until(lambda: "tessella_theme=dark" in chromium.execute_script("return document.cookie"))
+    go(chromium, studio, "/train")
+    assert dark()
+
+
+def test_a_run_from_a_terminal_grows_by_its_new_points_only(studio, chromium):
+    """10,000 points are there; what a look then brings must not depend on them."""
+    path = studio.root / "runs" / "growing"
+    make_run(path, dataset="datasets/digits", epochs=10, steps=1000, done=False)
+    enter(chromium, studio, "/monitor?run=runs/growing")
+    until(lambda: series(chromium).get("loss", 0) > 1000, what="the history")
+    before = series(chromium)["loss"]
+    assert before <= 1500
+    traffic(chromium)
+    log = EventLog(path / "events.jsonl")
+    for step in range(10_000, 10_005):
+        log(metric(step, step / 1000, loss=0.5, lr=0.001))
+    until(lambda: series(chromium)["loss"] == before + 5, what="growth")
+    _, received = traffic(chromium)
+    carried = [f for f in received if "studio.append" in f]
+    assert carried
+    assert max(len(f) for f in carried) < MOST_BYTES_A_LOOK
+    assert sum(f.count("10.00") for f in carried) >= 4
+    log.close()
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_is_drawn_again(studio, chromium):
+    path = studio.root / "runs" / "resumed"
+    make_run(path, dataset="datasets/digits", epochs=2, steps=20, done=False)
+    enter(chromium, studio, "/monitor?run=runs/resumed")
+    until(lambda: series(chromium).get("loss") == 40)
+    log = EventLog(path / "events.jsonl")
+    log._file.write(json.dumps({"kind": "phase", "name": "resume", "step": 19, "time": 1.0}) + "\n")
+    log(metric(20, 1.05, loss=0.7, lr=0.001))
+    until(lambda: series(chromium).get("loss") == 21, what="a shorter curve")
+    log.close()
+
+
+def test_the_learning_rate_is_drawn_as_the_recipe_changes(studio, chromium):
+    def curve() -> list:
+        return chromium.execute_script(
+            "const box = document.querySelector('.nicegui-echart');"
+            "return getElement(Number(box.id.slice(1)))?.chart?.getOption()?.series[0].data ?? []"
+        )
+
+    enter(chromium, studio, "/train")
+    until(lambda: len(curve()) == 200)
+    field = chromium.find_element(By.CSS_SELECTOR, "input[aria-label='Learning rate']")
+    field.send_keys("5")  # 0.01 becomes 0.015
+    until(lambda: curve()[0] == [0, 0.015])
+    see(chromium, "--lr 0.015")
+    alive(chromium)
