@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
 
 from tessella.core.errors import InputError, ServeError, TessellaError
+from tessella.core.spec import TensorSpec
 from tessella.server.answers import Answer, Send, error_answer, json_answer, log, reply, status_of
 from tessella.server.body import BodyReader, Disconnected, Headers, Receive, Scope
 from tessella.server.classification import best
@@ -23,13 +26,13 @@ from tessella.server.images import ImageDecoder, files_of_form
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.management import management
 from tessella.server.metrics import Metrics
-from tessella.server.protocol import InferRequest, build_infer, parse_infer
+from tessella.server.protocol import InferRequest, build_infer, check_tensor_bytes, parse_infer
 from tessella.server.repository import VERSION, Model, Repository
+from tessella.server.statistics import Statistics
+from tessella.server.tensors import to_json
 
 MANAGEMENT_BODY_BYTES = 1 << 20
 DEFAULT_TOP = 5
-
-Handler = Callable[[Headers, Receive], Awaitable[Answer]]
 
 
 class App:
@@ -129,7 +132,7 @@ class App:
         self.repository.get(name, version)  # do not read a body that nobody wants
         most_bytes = self._limits.body_bytes
         async with self._bodies.read(headers, receive, most_bytes=most_bytes) as body:
-            with self.repository.get(name, version).in_use() as model, _counted(model):
+            with self.repository.get(name, version).in_use() as model, _counted(model.statistics):
                 header_length = headers.get(b"inference-header-content-length")
                 request = parse_infer(body, header_length, model.signature, self._limits)
                 outputs = await self._run(model, request)
@@ -162,19 +165,16 @@ class App:
         self.repository.get(name, version)
         most_bytes = self._limits.body_bytes
         async with self._bodies.read(headers, receive, most_bytes=most_bytes) as body:
-            with self.repository.get(name, version).in_use() as model, _counted(model):
-                image_input = model.signature.image_input
-                if image_input is None or len(model.signature.inputs) != 1:
-                    raise InputError(
-                        f"model {model.name!r} does not take one image",
-                        seen=", ".join(str(s) for s in model.signature.inputs.values()),
-                        fix=f"send its inputs to /v2/models/{model.name}/infer",
-                    )
+            with self.repository.get(name, version).in_use() as model, _counted(model.statistics):
+                spec = _only_image(model)
                 files = await _files(headers, body)
-                request = InferRequest(id=None, outputs=(), images={image_input: files})
+                check_tensor_bytes(spec, len(files), self._limits)
+                request = InferRequest(id=None, outputs=(), images={spec.name: files})
                 outputs = await self._run(model, request)
-        scores = outputs[next(iter(model.signature.outputs))]
-        predictions = [_predictions(row, model.signature.labels, top) for row in scores]
+                name_of_first, scores = next(iter(outputs.items()))
+                predictions = [
+                    _predictions(row, name_of_first, model.signature.labels, top) for row in scores
+                ]
         return json_answer(
             {"model_name": model.name, "model_version": VERSION, "predictions": predictions}
         )
@@ -186,7 +186,7 @@ class App:
         async def body_again() -> dict[str, object]:
             return {"type": "http.request", "body": bytes(body), "more_body": False}
 
-        async def watched(message: dict[str, object]) -> None:
+        async def watched(message: MutableMapping[str, Any]) -> None:
             nonlocal started
             started = True
             await send(message)
@@ -205,21 +205,16 @@ class App:
             await reply(error_answer(error), headers, send)
 
 
-class _counted:
-    """Counts a request to a model as answered or failed, with the time it took."""
-
-    def __init__(self, model: Model) -> None:
-        self._statistics = model.statistics
-
-    def __enter__(self) -> None:
-        self._started_ns = time.perf_counter_ns()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        spent_ns = time.perf_counter_ns() - self._started_ns
-        if error is None:
-            self._statistics.succeeded(spent_ns)
-        else:
-            self._statistics.failed(spent_ns, _reason(error))
+@contextmanager
+def _counted(statistics: Statistics) -> Iterator[None]:
+    """Count a request to a model as answered or failed, with the time it took."""
+    started_ns = time.perf_counter_ns()
+    try:
+        yield
+    except BaseException as error:
+        statistics.failed(time.perf_counter_ns() - started_ns, _reason(error))
+        raise
+    statistics.succeeded(time.perf_counter_ns() - started_ns)
 
 
 def _reason(error: BaseException) -> str:
@@ -261,10 +256,24 @@ async def _files(headers: Headers, body: bytes | bytearray) -> list[bytes]:
     return [bytes(body)]
 
 
-def _predictions(scores: np.ndarray, labels: tuple[str, ...], top: int) -> list[dict[str, object]]:
-    flat = scores.ravel()
-    named = len(labels) == len(flat)
+def _only_image(model: Model) -> TensorSpec:
+    """The image input of a model that takes nothing else."""
+    inputs = model.signature.inputs
+    if model.signature.image_input is None or len(inputs) != 1:
+        raise InputError(
+            f"model {model.name!r} does not take one image",
+            seen=", ".join(str(s) for s in inputs.values()),
+            fix=f"send its inputs to /v2/models/{model.name}/infer",
+        )
+    return inputs[model.signature.image_input]
+
+
+def _predictions(
+    scores: np.ndarray, output: str, labels: tuple[str, ...], top: int
+) -> list[dict[str, object]]:
+    values = to_json(scores, name=output)
+    named = len(labels) == len(values)
     return [
-        {"index": int(i), "label": labels[i] if named else None, "score": float(flat[i])}
-        for i in best(scores[None], top)[0]
+        {"index": i, "label": labels[i] if named else None, "score": values[i]}
+        for i in best(scores[None], top)[0].tolist()
     ]

@@ -176,7 +176,7 @@ def _join(parts: list[np.ndarray]) -> np.ndarray:
     """One writable, aligned array: what came from a body may lie anywhere in it, read-only."""
     if len(parts) > 1:
         return np.concatenate(parts)
-    return np.require(parts[0], requirements="CAW")
+    return np.require(parts[0], requirements=["C", "A", "W"])
 
 
 def _split(outputs: Mapping[str, np.ndarray], batches: list[int]) -> list[Arrays]:

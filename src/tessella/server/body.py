@@ -69,7 +69,7 @@ class BodyReader:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise Disconnected
-                    chunk = message.get("body", b"")
+                    chunk: bytes = message.get("body", b"")
                     if len(body) + len(chunk) > most_bytes:
                         raise _too_large(len(body) + len(chunk), most_bytes)
                     account.hold(len(chunk))

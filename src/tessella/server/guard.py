@@ -45,7 +45,7 @@ class Guard:
                 fix=f"use at least {LEAST_TOKEN} random ASCII characters, for example from"
                 " python -c 'import secrets; print(secrets.token_urlsafe(32))'",
             )
-        self._token = None if token is None else f"Bearer {token}".encode()
+        self._token = None if token is None else token.encode()
         self._names = {n.lower() for n in (host, *names)}
 
     def check(self, method: str, path: str, headers: Headers) -> None:
@@ -61,8 +61,8 @@ class Guard:
         if method not in SAFE_METHODS:
             self._check_origin(host, headers)
         if self._token is not None and path not in OPEN_PATHS:
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._token):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if not hmac.compare_digest(given, self._token) or scheme.lower() != b"bearer":
                 raise ServeError(
                     "the token is missing or wrong",
                     status=401,

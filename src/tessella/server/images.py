@@ -7,7 +7,7 @@ import base64
 import binascii
 import io
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -100,7 +100,7 @@ async def files_of_form(content_type: str, body: bytes | bytearray) -> list[byte
         InputError: not a well-formed multipart body, or no file in it.
     """
 
-    async def stream() -> AsyncIterator[bytes]:
+    async def stream() -> AsyncGenerator[bytes, None]:
         yield bytes(body)
 
     parser = MultiPartParser(Headers({"content-type": content_type}), stream())

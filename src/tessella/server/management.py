@@ -92,7 +92,10 @@ def _description(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for method, path, summary in INFERENCE_ROUTES:
-            operation = {"summary": summary, "responses": {"200": {"description": "OK"}}}
+            operation: dict[str, Any] = {
+                "summary": summary,
+                "responses": {"200": {"description": "OK"}},
+            }
             if "{model}" in path:
                 name = {"name": "model", "in": "path", "required": True}
                 operation["parameters"] = [{**name, "schema": {"type": "string"}}]

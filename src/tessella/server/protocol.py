@@ -289,16 +289,17 @@ def _parse_tensor(
             fix=f"send {dtype(spec.dtype).wire}",
         )
     spec.check(shape=shape, dtype=element.name)
-    _check_tensor_bytes(name, spec, shape[0], limits)
+    check_tensor_bytes(spec, shape[0], limits)
     if content is not None:
         return from_binary(content, element, shape, name=name)
     return from_json(entry.get("data"), element, shape, name=name)
 
 
-def _check_tensor_bytes(name: str, spec: TensorSpec, batch: int, limits: Limits) -> None:
+def check_tensor_bytes(spec: TensorSpec, batch: int, limits: Limits) -> None:
+    """Raise ``InputError`` if a batch would take more memory than a body may."""
     if spec.nbytes(batch) > limits.body_bytes:
         raise InputError(
-            f"input {name!r} is too large",
+            f"input {spec.name!r} is too large",
             seen=f"batch {batch:,}: {spec.nbytes(batch):,} bytes",
             fix=f"send at most {limits.body_bytes // spec.nbytes(1):,} samples in one request",
         )
@@ -327,14 +328,14 @@ def _parse_images(
             fix="send shape [n], one file an element",
         )
     # Small files can unfold into large tensors: the tensor's size is what counts.
-    _check_tensor_bytes(name, spec, shape[0], limits)
+    check_tensor_bytes(spec, shape[0], limits)
     if content is not None:
         return strings_from_binary(content, shape[0], name=name)
     return as_encoded_images(entry.get("data"), shape, name=name)
 
 
 def _check_batch(arrays: dict[str, np.ndarray], images: dict[str, list[bytes]]) -> None:
-    batches = {n: len(v) for n, v in {**arrays, **images}.items()}
+    batches = {n: len(a) for n, a in arrays.items()} | {n: len(f) for n, f in images.items()}
     if len(set(batches.values())) > 1:
         raise InputError("the inputs have different batch sizes", seen=batches)
 
@@ -349,7 +350,7 @@ def _parse_raw(content: memoryview, model: Signature, limits: Limits) -> InferRe
         )
     spec = next(iter(model.inputs.values()))
     batch = max(1, len(content) // spec.nbytes(1))
-    _check_tensor_bytes(spec.name, spec, batch, limits)
+    check_tensor_bytes(spec, batch, limits)
     shape = spec.at(batch)
     spec.check(shape=shape, dtype=spec.dtype)
     array = from_binary(content, dtype(spec.dtype), shape, name=spec.name)

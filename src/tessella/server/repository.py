@@ -15,13 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tessella import runtime
+import numpy as np
+
+from tessella.core.dtype import dtype
 from tessella.core.errors import ServeError, UsageError
 from tessella.core.record import digest
+from tessella.runtime import Engine, load
 from tessella.server.batcher import Batcher
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.protocol import Signature, signature
 from tessella.server.statistics import Statistics
+from tessella.server.tensors import narrow, widen
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +52,26 @@ def check_name(name: str) -> str:
     return name
 
 
+def on_numpy(engine: Engine) -> Callable[..., Mapping[str, np.ndarray]]:
+    """The engine as a function of NumPy arrays, also where NumPy lacks an element type of it."""
+    if all(dtype(s.dtype).numpy is not None for s in (*engine.inputs, *engine.outputs)):
+        return engine
+    types = {s.name: dtype(s.dtype) for s in engine.inputs}
+
+    def run(**arrays: np.ndarray) -> dict[str, np.ndarray]:
+        tensors = {name: narrow(array, types[name]) for name, array in arrays.items()}
+        return {name: widen(tensor) for name, tensor in engine(**tensors).items()}
+
+    return run
+
+
 class Model:
     """A loaded engine at work, with the requests that use it."""
 
     def __init__(
         self,
         name: str,
-        engine: runtime.Engine,
+        engine: Engine,
         *,
         statistics: Statistics,
         max_delay_us: int,
@@ -70,7 +87,7 @@ class Model:
             engine.inputs, engine.outputs, engine.labels, engine.preprocess
         )
         self.batcher = Batcher(
-            engine,
+            on_numpy(engine),
             max_batch=self.max_batch,
             max_delay_us=max_delay_us,
             max_waiting=limits.waiting,
@@ -127,7 +144,7 @@ class Repository:
         folder: Path | None = None,
         max_delay_us: int = 0,
         limits: Limits = DEFAULT_LIMITS,
-        open_engine: Callable[[Path], runtime.Engine] | None = None,
+        open_engine: Callable[[Path], Engine] = load,
     ) -> None:
         if max_delay_us < 0:
             raise UsageError("max_delay_us cannot be negative", seen=max_delay_us)
@@ -135,7 +152,7 @@ class Repository:
         self._folder = None if folder is None else folder.resolve()
         self._max_delay_us = max_delay_us
         self._limits = limits
-        self._open_engine = open_engine or runtime.load
+        self._open_engine = open_engine
 
     def load_all(self) -> None:
         """Load every model that was given; called before the server starts.

@@ -169,6 +169,8 @@ def _prepare(
 def _bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet: who connects now is refused, not kept waiting."""
     try:
+        if not 0 <= port < 1 << 16:  # getaddrinfo would take it modulo 65,536
+            raise OverflowError("a port is a number from 0 to 65535")
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]

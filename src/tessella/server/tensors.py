@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessella.core.dtype import DType
+from tessella.core.dtype import DTYPES, DType
 from tessella.core.errors import InputError, ServeError
 
 MAX_RANK = 16
@@ -29,6 +29,17 @@ def parse_shape(shape: Any, *, name: str) -> tuple[int, ...]:
             fix="send a list of positive integers, the batch first",
         )
     return tuple(shape)
+
+
+def narrow(array: np.ndarray, dtype: DType) -> torch.Tensor:
+    """A contiguous array as a tensor of an element type that NumPy may lack."""
+    return torch.from_numpy(array).to(getattr(torch, dtype.name))
+
+
+def widen(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor on the CPU as an array; element types that NumPy lacks become float32, exactly."""
+    known = DTYPES[str(tensor.dtype).removeprefix("torch.")].numpy is not None
+    return (tensor if known else tensor.float()).numpy()
 
 
 # --- binary -------------------------------------------------------------------------------------
@@ -47,7 +58,7 @@ def from_binary(
         )
     if dtype.numpy is None:
         raw = torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype.name))
-        return raw.float().numpy().reshape(shape)
+        return widen(raw).reshape(shape)
     if dtype.name == "bool":
         flags = np.frombuffer(content, np.uint8)
         if flags.size and flags.max() > 1:
@@ -61,8 +72,7 @@ def from_binary(
 def to_binary(array: np.ndarray, dtype: DType) -> bytes:
     """Row-major little-endian bytes of an output."""
     if dtype.numpy is None:
-        narrow = torch.from_numpy(np.ascontiguousarray(array, np.float32))
-        return narrow.to(getattr(torch, dtype.name)).view(torch.uint8).numpy().tobytes()
+        return narrow(np.ascontiguousarray(array), dtype).view(torch.uint8).numpy().tobytes()
     return array.astype(_little_endian(dtype), copy=False).tobytes()
 
 
@@ -116,7 +126,7 @@ def from_json(data: Any, dtype: DType, shape: tuple[int, ...], *, name: str) -> 
     if is_float:
         return _narrow_float(wide, dtype, name).reshape(shape)
     if not is_bool:
-        range_of = np.iinfo(dtype.numpy)
+        range_of = np.iinfo(np.dtype(dtype.numpy))
         if wide.size and not range_of.min <= wide.min() <= wide.max() <= range_of.max:
             raise _out_of_range(name, dtype)
     return wide.astype(dtype.numpy, copy=False).reshape(shape)
@@ -128,13 +138,10 @@ _JSON_WORDS = {str: "a string", float: "a fraction", bool: "true or false", type
 
 def _narrow_float(wide: np.ndarray, dtype: DType, name: str) -> np.ndarray:
     with np.errstate(over="ignore"):
-        if dtype.numpy is None:
-            narrow = torch.from_numpy(wide).to(getattr(torch, dtype.name)).float().numpy()
-        else:
-            narrow = wide.astype(dtype.numpy)
-    if not np.isfinite(narrow).all():  # JSON has no infinity, but 1e999 reads as one
+        array = widen(narrow(wide, dtype)) if dtype.numpy is None else wide.astype(dtype.numpy)
+    if not np.isfinite(array).all():  # JSON has no infinity, but 1e999 reads as one
         raise _out_of_range(name, dtype)
-    return narrow
+    return array
 
 
 def _out_of_range(name: str, dtype: DType) -> InputError:

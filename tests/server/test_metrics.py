@@ -1,0 +1,85 @@
+"""``/metrics`` read by Prometheus' own parser; the description of the API; probes."""
+
+from __future__ import annotations
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tessella.server.management import INFERENCE_ROUTES
+
+
+def samples(http: httpx.Client) -> dict[tuple[str, str], float]:
+    answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    # The parser gives counters the suffix that OpenMetrics wants; Triton's names have none.
+    return {
+        (
+            s.name.removesuffix("_total") if s.name.startswith("nv_") else s.name,
+            s.labels.get("model", "") + s.labels.get("reason", ""),
+        ): s.value
+        for family in text_string_to_metric_families(answer.text)
+        for s in family.samples
+    }
+
+
+def test_metrics_follow_what_happened(http: httpx.Client) -> None:
+    before = samples(http)
+    for width in (8, 8, 7):
+        image = np.zeros((2, 3, 8, width))
+        entry = {"name": "image", "datatype": "FP32", "shape": list(image.shape)}
+        body = {"inputs": [{**entry, "data": image.ravel().tolist()}]}
+        http.post("/v2/models/flowers/infer", json=body)
+    after = samples(http)
+
+    def change(name: str, label: str = "flowers") -> float:
+        return after[name, label] - before[name, label]
+
+    assert change("nv_inference_request_success") == 2
+    assert change("nv_inference_request_failure", "flowersOTHER") == 1
+    assert change("nv_inference_request_failure", "flowersBACKEND") == 0
+    assert change("nv_inference_count") == 4
+    assert change("nv_inference_exec_count") == 2
+    assert change("nv_inference_count", "pair") == 0
+    parts = ["queue", "compute_input", "compute_infer", "compute_output"]
+    spent = [change(f"nv_inference_{part}_duration_us") for part in parts]
+    assert all(us > 0 for us in spent)
+    assert sum(spent) < change("nv_inference_request_duration_us") < 60e6
+    assert after["nv_inference_pending_request_count", "flowers"] == 0
+    stats = http.get("/v2/models/flowers/stats").json()["model_stats"][0]
+    assert after["nv_inference_count", "flowers"] == stats["inference_count"]
+
+
+def test_process_and_host(http: httpx.Client) -> None:
+    found = samples(http)
+    assert found["process_resident_memory_bytes", ""] > 1e6
+    assert 0 <= found["nv_cpu_utilization", ""] <= 1
+    assert found["nv_cpu_memory_total_bytes", ""] > found["nv_cpu_memory_used_bytes", ""] > 0
+
+
+def test_names_and_types_are_tritons(http: httpx.Client) -> None:
+    lines = http.get("/metrics").text.splitlines()
+    assert "# TYPE nv_inference_exec_count counter" in lines
+    assert "# TYPE nv_inference_pending_request_count gauge" in lines
+    assert not [line for line in lines if line.startswith(("nv_", "# ")) and "nv_" in line
+                and "_total " in line]  # fmt: skip
+
+
+def test_the_description_names_every_route_and_every_route_answers(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    described = {(m, p) for p, methods in paths.items() for m in methods}
+    assert {(m, p) for m, p, _ in INFERENCE_ROUTES} < described
+    assert ("post", "/v2/repository/models/{name}/load") in described
+    for method, path in described:
+        path = path.replace("{model}", "flowers").replace("{name}", "pair")
+        if not path.endswith("/unload"):
+            answer = http.request(method, path)
+            assert answer.status_code != 404, path
+            assert (answer.status_code == 200) == (not path.endswith(("/infer", "/classify")))
+
+
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/v2/models/pair/ready"])
+def test_probes(http: httpx.Client, path: str) -> None:
+    assert http.get(path).status_code == 200
+    assert http.head(path).status_code == 200
