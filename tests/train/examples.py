@@ -23,16 +23,16 @@ def picture(label: int, generator: np.random.Generator) -> np.ndarray:
     return noisy.clip(0, 255).astype(np.uint8)[:, :, None]
 
 
-def write_dataset(folder: Path, *, labels=None, seed: int = 0, **counts: int) -> Path:
+def write_dataset(folder: Path, *, labels=None, classes=CLASSES, **counts: int) -> Path:
     """A dataset with ``counts`` images in each split, labels in turn or as given for ``train``."""
     folder.mkdir(parents=True, exist_ok=True)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     splits = {}
     digest = ""
     for name, count in counts.items():
-        writer = SplitWriter(folder, name, CLASSES)
+        writer = SplitWriter(folder, name, classes)
         for i in range(count):
-            label = labels[i] if labels is not None and name == "train" else i % len(CLASSES)
+            label = labels[i] if labels is not None and name == "train" else i % len(classes)
             content = encode(picture(label, generator))
             writer.add(Example(content=content, label=label, path=f"{name}/{i}.png"))
         splits[name] = writer.close()
@@ -41,7 +41,7 @@ def write_dataset(folder: Path, *, labels=None, seed: int = 0, **counts: int) ->
         folder,
         DatasetInfo(
             name="stripes",
-            classes=CLASSES,
+            classes=classes,
             preprocess=PREPROCESS,
             splits=splits,
             source="generated",

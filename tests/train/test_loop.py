@@ -169,6 +169,10 @@ def test_balanced_weights_are_used(tmp_path):
 def test_starts_from_a_checkpoint(dataset, run, tmp_path):
     tuned = train(recipe(dataset, init=str(run.latest().path)), tmp_path / "run")
     assert losses(tuned)[0] < 0.5 * losses(run)[0]
+    other = write_dataset(tmp_path / "two", train=20, val=6, classes=("rows", "columns"))
+    told = train(recipe(other, init=str(run.latest().path)), tmp_path / "other").events()
+    (note,) = (e for e in told if e.kind == "warning")
+    assert note.values.keys() == {"fc2.weight", "fc2.bias"}
 
 
 def test_divergence_names_the_step_and_stays_in_the_log(dataset, tmp_path):
@@ -178,6 +182,19 @@ def test_divergence_names_the_step_and_stays_in_the_log(dataset, tmp_path):
         train(settings, tmp_path / "run", emit=told.append)
     assert told[-1].kind == "error"
     assert loop.Run(tmp_path / "run").events()[-1].text == told[-1].text
+
+
+def test_a_full_disk_is_a_readable_error(dataset, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop.EventLog, "sync", full)
+    told = []
+    with pytest.raises(TrainError, match=r"No space left on device.*then resume"):
+        train(recipe(dataset), tmp_path / "run", emit=told.append)
+    assert told[-1].kind == "error"
+    monkeypatch.undo()
+    assert len(losses(train(recipe(dataset), tmp_path / "run", resume=True))) == 16
 
 
 def test_out_of_memory_answers_with_a_batch_that_fits(dataset, tmp_path, monkeypatch):

@@ -7,18 +7,17 @@ run that was killed goes on from its last checkpoint as if nothing had happened.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from tessella.artifacts.checkpoint import Position, save_checkpoint
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe, Run
-from tessella.core.errors import TessellaError
+from tessella.core.errors import TessellaError, TrainError
 from tessella.core.events import (
     Emit,
     Event,
     EventLog,
-    both,
     metric,
     phase,
     progress,
@@ -31,6 +30,7 @@ from tessella.train.journal import Journal
 from tessella.train.meter import Meter
 from tessella.train.parallel import World, alone, launch
 from tessella.train.precision import arithmetic
+from tessella.train.prefetch import page_locked
 from tessella.train.prepare import begin, validates
 from tessella.train.schedule import Schedule
 from tessella.train.state import ACCURACY, pack, prune
@@ -58,12 +58,25 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silen
         else:
             train_run(run, alone(), resumed=resumed, emit=emit)
     except TessellaError as error:
-        failed = Event(kind="error", text=str(error), values=error.to_json())
-        log = EventLog(run.path / "events.jsonl")
-        both(log, emit)(failed)
-        log.close()
+        _tell_failure(run, error, emit)
         raise
+    except OSError as error:
+        failure = TrainError(
+            "a file of the run or of the dataset cannot be read or written",
+            seen=error,
+            fix="make room on the disk or mend the file, then resume",
+        )
+        _tell_failure(run, failure, emit)
+        raise failure from error
     return run
+
+
+def _tell_failure(run: Run, error: TessellaError, emit: Emit) -> None:
+    failed = Event(kind="error", text=str(error), values=error.to_json())
+    with suppress(OSError):  # where the disk is full there is no log, but still the exception
+        with closing(EventLog(run.path / "events.jsonl")) as log:
+            log(failed)
+    emit(failed)
 
 
 def train_run(run: Run, world: World, *, resumed: bool, emit: Emit) -> None:
@@ -107,7 +120,8 @@ class Training:
     def go(self) -> None:
         self._open()
         if not self._finished():
-            for batch in self._batches():
+            stream = self._batches()
+            for batch in page_locked(stream) if self._world.device.type == "cuda" else stream:
                 self._step(batch)
                 if self._finished():
                     break
@@ -127,8 +141,8 @@ class Training:
 
     def _batches(self) -> Iterator[Batch]:
         """This process's slices of the batches from here on, epoch after epoch, without end."""
+        epoch, start = divmod(self._standing.step, self._schedule.steps_per_epoch)
         while True:
-            epoch, start = divmod(self._standing.step, self._schedule.steps_per_epoch)
             yield from batches(
                 self._dataset.train,
                 self._run.info.preprocess,
@@ -142,6 +156,7 @@ class Training:
                 training=True,
                 workers=self._recipe.workers,
             )
+            epoch, start = epoch + 1, 0
 
     def _validate(self) -> bool:
         """Measure the network as it is, and tell whether it is the most accurate so far.
@@ -222,7 +237,8 @@ class Training:
         tell(phase("train", f"{recipe.network}, {self._schedule.total} steps"))
         tell(progress("train", self._standing.step, self._schedule.total))
         if kept := self._trainer.kept:
-            tell(warning(f"{len(kept)} weights start at random: {recipe.init} has none", **kept))
+            text = f"{len(kept)} weights start at random: they do not fit those of {recipe.init}"
+            tell(Event(kind="warning", text=text, values=kept))
         if not self._validates:
             tell(warning("the dataset has no validation split: no accuracy, no best checkpoint"))
         if recipe.precision == "fp16" and self._world.device.type == "cpu":

@@ -94,9 +94,8 @@ class Trainer:
         return loss.detach()
 
     def _move(self, tensor: Tensor) -> Tensor:
-        """To the device, without waiting; images in its preferred layout."""
-        if self._world.device.type == "cuda":
-            tensor = tensor.pin_memory().to(self._world.device, non_blocking=True)
+        """To the device, without waiting where memory is page-locked; images in its layout."""
+        tensor = tensor.to(self._world.device, non_blocking=True)
         return tensor.contiguous(memory_format=self._layout) if tensor.ndim == 4 else tensor
 
     def _out_of_memory(self, seen: str, failed: int) -> OutOfMemory:
