@@ -23,7 +23,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 import tifffile
-from PIL import Image, ImageOps, TiffImagePlugin
+from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from tessella.core.errors import DataError, InputError, UsageError
 from tessella.core.record import digest
@@ -142,9 +142,11 @@ def read_pixels(content: bytes, *, name: str = "image") -> Pixels:
     except Exception as error:  # decoders raise SyntaxError, struct.error, zlib.error and others
         if content[:4] in _TIFF_MAGIC:
             return _read_tiff(content, name)
+        unknown = isinstance(error, UnidentifiedImageError)  # its text holds a memory address
+        why = f"first {content[:8]!r}" if unknown else f"{type(error).__name__}: {str(error)[:100]}"
         raise DataError(
             f"{name} is not an image that can be read",
-            seen=f"{len(content)} bytes, {type(error).__name__}: {str(error)[:100]}",
+            seen=f"{len(content)} bytes, {why}",
             fix="use PNG, JPEG, BMP, TIFF or WebP, and check that the file is complete",
         ) from error
 

@@ -79,6 +79,6 @@ def _recolor(pixels: Pixels, strength: float, rng: np.random.Generator) -> Pixel
     middle = pixels.mean(axis=(0, 1), dtype=np.float32)
     pixels = middle + (pixels - middle) * contrast
     if pixels.shape[2] == 3:
-        grey = (pixels @ _LUMA)[:, :, None]
+        grey = (pixels * _LUMA).sum(axis=2, keepdims=True)
         pixels = grey + (pixels - grey) * saturation
     return pixels

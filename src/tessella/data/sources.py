@@ -6,6 +6,7 @@ Names are data: they are stored as they are and never become a path that is writ
 from __future__ import annotations
 
 import os
+import stat
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,9 +140,9 @@ class _Walk:
             except OSError as error:
                 self.skipped.append(SkippedFile(path=_text(below), reason=str(error.strerror)))
                 continue
-            if (status.st_dev, status.st_ino) in self._folders:
+            if _key(status) in self._folders:
                 continue
-            self._folders.add((status.st_dev, status.st_ino))
+            self._folders.add(_key(status))
             for entry in entries:
                 path = f"{below}/{entry.name}" if below else entry.name
                 if entry.name.startswith("."):
@@ -152,36 +153,41 @@ class _Walk:
                     self._links.append((entry.path, path))
                 elif entry.is_dir():
                     pending.append((entry.path, path))
-                elif self._take(entry.path, path, entry.is_file()):
-                    self._inodes.add((status.st_dev, entry.inode()))
+                else:
+                    self._take(entry.path, path, entry.stat())
 
     def follow_links(self) -> None:
-        """Follow the links seen so far, and those that they lead to, each target once."""
+        """Follow the links seen so far and those that they lead to: folders first, then files."""
+        to_files: list[tuple[str, str]] = []
         while self._links:
             links, self._links = sorted(self._links, key=lambda link: link[1]), []
             for place, path in links:
-                try:
-                    status = os.stat(place)
-                except OSError as error:
-                    if _is_image(path):
-                        reason = f"the link leads nowhere: {error.strerror}"
-                        self.skipped.append(SkippedFile(path=_text(path), reason=reason))
-                    continue
-                key = (status.st_dev, status.st_ino)
-                if key in self._folders or key in self._inodes:
-                    self.repeated_links += 1
-                elif os.path.isdir(place):
+                if not os.path.isdir(place):
+                    to_files.append((place, path))
+                elif self._is_new(place, self._folders):
                     self.enter(place, path)
-                elif self._take(place, path, os.path.isfile(place)):
-                    self._inodes.add(key)
+        for place, path in to_files:
+            if not os.path.exists(place):
+                skipped = SkippedFile(path=_text(path), reason="the link leads nowhere")
+                self.skipped += [skipped] if _is_image(path) else []
+            elif self._is_new(place, self._inodes):
+                self._take(place, path, os.stat(place))
 
-    def _take(self, place: str, path: str, is_file: bool) -> bool:
-        image = is_file and _is_image(path)
-        if image:
+    def _is_new(self, place: str, known: set[tuple[int, int]]) -> bool:
+        new = _key(os.stat(place)) not in known
+        self.repeated_links += not new
+        return new
+
+    def _take(self, place: str, path: str, status: os.stat_result) -> None:
+        if stat.S_ISREG(status.st_mode) and _is_image(path):
             self.files.append((place, _text(path)))
+            self._inodes.add(_key(status))
         else:
             self.others += 1
-        return image
+
+
+def _key(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _is_image(path: str) -> bool:

@@ -34,7 +34,7 @@ def hold_out(
 
 
 def _generator(seed: int, label: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=[seed % 2**64, label]))
+    return np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, label], np.uint64)))
 
 
 def _apportion(
