@@ -1,0 +1,336 @@
+"""Folders and lists become datasets: the same ones for any number of workers, bad files or not."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+import tessella as ts
+from tessella.artifacts.dataset import Dataset
+from tessella.core.errors import DataError, UsageError
+from tessella.core.events import Event
+from tessella.core.preprocess import decode
+from tessella.data import importing
+from tessella.data.importing import ImportSettings, import_images
+from tests.core.test_preprocess import png
+from tests.data.pictures import write_folder_of, write_picture
+
+SMALL = ImportSettings(size=8, holdout=0.25, workers=1)
+
+
+def rows(dataset: Dataset) -> dict[str, list[tuple[str, int, bytes]]]:
+    return {
+        name: [(e.path, e.label, e.content) for e in dataset.split(name)]
+        for name in dataset.info.splits
+    }
+
+
+def test_a_folder_becomes_a_dataset(tmp_path: Path) -> None:
+    source = write_folder_of(tmp_path / "pets", {"cat": 12, "dog": 8})
+    events: list[Event] = []
+    dataset = import_images(source, tmp_path / "out", SMALL, emit=events.append)
+    info = Dataset(tmp_path / "out").info
+    assert info == dataset.info
+    assert (info.name, info.classes, info.source) == ("pets", ("cat", "dog"), str(source))
+    assert info.splits["train"].class_counts == (9, 6)
+    assert info.splits["val"].class_counts == (3, 2)
+    assert info.total_counts == [12, 8]
+    assert (info.skipped, info.duplicates, info.notes) == ((), (), ())
+    for split in (dataset.train, dataset.val):
+        for example in split:
+            pixels = decode(example.content, info.preprocess)
+            assert np.array_equal(pixels, np.asarray(Image.open(source / example.path)))
+            assert info.classes[example.label] == example.path.split("/")[0]
+    assert [e.name for e in events if e.kind == "phase"] == ["find", "import"]
+    last = [e for e in events if e.kind == "progress"][-1]
+    assert last.values == {"done": 20, "total": 20}
+
+
+def test_mean_and_std_are_those_of_the_training_split(tmp_path: Path) -> None:
+    source = write_folder_of(tmp_path / "s", {"a": 30, "b": 30})
+    for depth in (8, 16):
+        dataset = import_images(source, tmp_path / f"{depth}", replace(SMALL, depth=depth))
+        record = dataset.preprocess
+        pixels = np.stack([decode(e.content, record) for e in dataset.train]).astype(np.float64)
+        pixels /= 2**depth - 1
+        assert np.abs(record.mean - pixels.mean(axis=(0, 1, 2))).max() < 1e-12
+        assert np.abs(record.std - pixels.std(axis=(0, 1, 2))).max() < 1e-12
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_workers_and_places_decide_nothing(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_folder_of(tmp_path / "one" / "s", {"a": 150, "b": 90})
+    (source / "a" / "bad.png").write_bytes(b"no image")
+    one = import_images(source, tmp_path / "out1", SMALL)
+    monkeypatch.chdir(tmp_path / "one")
+    two = import_images("s", tmp_path / "out2", replace(SMALL, workers=workers))
+    assert rows(one) == rows(two)
+    told = [replace(d.info, source="", created="") for d in (one, two)]
+    assert told[0] == told[1]
+    for name in os.listdir(one.path):
+        if name.endswith(".arrow"):
+            assert (one.path / name).read_bytes() == (two.path / name).read_bytes()
+
+
+def test_the_seed_decides_what_is_held_out(tmp_path: Path) -> None:
+    source = write_folder_of(tmp_path / "s", {"a": 20, "b": 20})
+    hashes = [
+        import_images(source, tmp_path / f"{i}", replace(SMALL, seed=seed)).info.content_hash
+        for i, seed in enumerate((0, 0, 1))
+    ]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_bad_files_are_listed_and_skipped(tmp_path: Path) -> None:
+    source = write_folder_of(tmp_path / "s", {"a": 6, "b": 6})
+    whole = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)).save(
+        whole, "JPEG"
+    )
+    bad = {
+        "a/zero.png": b"",
+        "a/text.jpg": b"this is no picture",
+        "a/huge.png": png(30_000, 30_000, 8, 2, b""),
+        "b/cut.jpg": whole.getvalue()[: len(whole.getvalue()) // 2],
+        "b/cut.png": (source / "b" / "000.png").read_bytes()[:-60],
+    }
+    for name, content in bad.items():
+        (source / name).write_bytes(content)
+    (source / "b" / "gone.png").symlink_to("nowhere")
+    events: list[Event] = []
+    info = import_images(source, tmp_path / "out", SMALL, emit=events.append).info
+    reasons = {file.path: file.reason for file in info.skipped}
+    assert set(reasons) == {*bad, "b/gone.png"}
+    assert "0 bytes" in reasons["a/zero.png"]
+    assert "pixels" in reasons["a/huge.png"]
+    assert info.skipped_count == 6
+    assert sum(info.total_counts) == 12
+    assert any("6 files" in e.text for e in events if e.kind == "warning")
+    assert not any(str(tmp_path) in reason for reason in reasons.values())
+
+
+def test_nothing_left_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:
+    source = write_folder_of(tmp_path / "s", {"a": 3, "b": 3})
+    for path in source.glob("b/*"):
+        path.write_bytes(b"bad")
+    with pytest.raises(DataError, match="only one class has images") as caught:
+        import_images(source, tmp_path / "out" / "d", SMALL)
+    assert "b/000.png" in str(caught.value)
+    for path in source.glob("a/*"):
+        path.write_bytes(b"bad")
+    with pytest.raises(DataError, match="no image is left"):
+        import_images(source, tmp_path / "out" / "d", SMALL)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_one_class_is_not_enough(tmp_path: Path) -> None:
+    source = write_folder_of(tmp_path / "s", {"only": 3})
+    with pytest.raises(DataError, match="at least two classes") as caught:
+        import_images(source, tmp_path / "out", SMALL)
+    assert "'only'" in str(caught.value)
+    assert caught.value.fix
+
+
+def test_duplicates_across_splits_are_told(tmp_path: Path) -> None:
+    write_folder_of(tmp_path / "train", {"a": 4, "b": 4})
+    write_folder_of(tmp_path / "val", {"a": 2, "b": 2}, first_seed=100)
+    write_picture(tmp_path / "val" / "b" / "leak.bmp", 1)  # train's a/001.png in another format
+    write_picture(tmp_path / "train" / "a" / "twice.png", 0)  # in one split: harmless
+    settings = replace(SMALL, val_folder=tmp_path / "val")
+    info = import_images(tmp_path / "train", tmp_path / "out", settings).info
+    assert info.splits["train"].count == 9
+    assert info.splits["val"].count == 5
+    assert info.duplicates == (("train:a/001.png", "val:b/leak.bmp"),)
+    assert info.duplicate_count == 1
+    assert any("two splits" in note for note in info.notes)
+
+
+def test_separate_folders_share_the_classes(tmp_path: Path) -> None:
+    write_folder_of(tmp_path / "train", {"a": 2, "b": 2, "c": 2})
+    write_folder_of(tmp_path / "test", {"c": 2}, first_seed=50)
+    settings = replace(SMALL, holdout=0.0, test_folder=str(tmp_path / "test"))
+    dataset = import_images(tmp_path / "train", tmp_path / "out", settings)
+    assert dataset.test.labels.tolist() == [2, 2]
+    assert any("no validation split" in note for note in dataset.info.notes)
+    write_folder_of(tmp_path / "test", {"d": 1}, first_seed=60)
+    with pytest.raises(DataError, match="a class that training has not") as caught:
+        import_images(tmp_path / "train", tmp_path / "out2", settings)
+    assert "'d'" in str(caught.value)
+
+
+def test_imbalance_and_tiny_classes_are_told(tmp_path: Path) -> None:
+    source = write_folder_of(tmp_path / "s", {"many": 40, "few": 4, "one": 1})
+    events: list[Event] = []
+    info = import_images(source, tmp_path / "out", SMALL, emit=events.append).info
+    text = " | ".join(info.notes)
+    assert "'many' has 30 training images, 'one' has 1" in text
+    assert "1 classes have one image, which goes to training: 'one'" in text
+    assert [e.text for e in events if e.kind == "warning"] == list(info.notes)
+
+
+def test_a_list_with_names_that_look_like_paths(tmp_path: Path) -> None:
+    write_folder_of(tmp_path / "img", {"x": 8})
+    lines = [f"img/x/{i:03d}.png\t{'../../etc' if i % 2 else '<b>&'}" for i in range(8)]
+    (tmp_path / "list.txt").write_text("\n".join(lines))
+    settings = replace(SMALL, name="../../evil")
+    dataset = import_images(tmp_path / "list.txt", tmp_path / "deep" / "out", settings)
+    assert dataset.classes == ("../../etc", "<b>&")
+    assert dataset.info.name == "../../evil"
+    assert {e.path for s in (dataset.train, dataset.val) for e in s} == {
+        line.split("\t")[0] for line in lines
+    }
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "img", "list.txt"]
+
+
+def test_16_bit_and_many_channels(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    kept = {}
+    for i in range(8):
+        kept[f"{'ab'[i % 2]}/{i}.tif"] = pixels = rng.integers(0, 65536, (6, 7, 5), np.uint16)
+        path = tmp_path / "s" / "ab"[i % 2] / f"{i}.tif"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tifffile.imwrite(path, pixels, photometric="minisblack", planarconfig="contig")
+    settings = replace(SMALL, size=(6, 7), channels=5, depth=16)
+    dataset = import_images(tmp_path / "s", tmp_path / "out", settings)
+    assert sum(dataset.info.total_counts) == 8
+    for example in (*dataset.train, *dataset.val):
+        assert np.array_equal(decode(example.content, dataset.preprocess), kept[example.path])
+
+
+def test_a_constant_channel_can_still_be_normalized(tmp_path: Path) -> None:
+    for i in range(4):
+        path = tmp_path / "s" / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (40 * i, 7, 0)).save(path)
+    dataset = import_images(tmp_path / "s", tmp_path / "out", SMALL)
+    assert dataset.preprocess.std[1:] == (1.0, 1.0)
+    assert "channel 2 has the same value everywhere" in dataset.info.notes
+
+
+def test_hugging_face_datasets_opens_the_shards(tmp_path: Path) -> None:
+    source = write_folder_of(tmp_path / "s", {"cat": 6, "dog": 6})
+    dataset = import_images(source, tmp_path / "out", SMALL)
+    (shard,) = dataset.info.splits["train"].shards
+    table = datasets.Dataset.from_file(str(dataset.path / shard))
+    assert table.features["label"].names == ["cat", "dog"]
+    assert isinstance(table.features["image"], datasets.Image)
+    assert len(table) == len(dataset.train)
+    for row, example in zip(table, dataset.train, strict=True):
+        assert row["label"] == example.label
+        assert np.array_equal(
+            np.asarray(row["image"]), np.asarray(Image.open(source / example.path))
+        )
+
+
+def test_an_existing_folder_is_never_replaced(tmp_path: Path) -> None:
+    source = write_folder_of(tmp_path / "s", {"a": 3, "b": 3})
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        import_images(source, precious, SMALL)
+    assert (precious / "thesis.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    import_images(source, tmp_path / "empty", SMALL)
+    with pytest.raises(UsageError, match="exists already"):
+        import_images(source, tmp_path / "empty", SMALL)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"holdout": 1.0},
+        {"holdout": 0.6, "test": 0.4},
+        {"test": -0.1},
+        {"workers": 0},
+        {"resize": "stretch"},
+        {"size": 0},
+        {"crop": 300},
+    ],
+)
+def test_settings_that_cannot_work(bad: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        ImportSettings(**bad)
+
+
+# --- ts.data.images -----------------------------------------------------------------------------
+
+
+def test_images_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_folder_of(tmp_path / "my flowers", {"a": 4, "b": 4})
+    monkeypatch.chdir(tmp_path)
+    first = ts.data.images(source, size=8, holdout=0.25)
+    assert first.path == Path("datasets/my-flowers")
+    created = (first.path / "dataset.json").read_bytes()
+    again = ts.data.images(source, size=8, holdout=0.25, workers=2)
+    assert again.info == first.info
+    assert (first.path / "dataset.json").read_bytes() == created
+    for change in ({"size": 9}, {"seed": 1}, {"resize": "fill"}):
+        with pytest.raises(UsageError, match="other files or settings"):
+            ts.data.images(source, **{"size": 8, "holdout": 0.25, **change})
+    write_picture(source / "a" / "new.png", 99)
+    with pytest.raises(UsageError, match="other files or settings"):
+        ts.data.images(source, size=8, holdout=0.25)
+    elsewhere = ts.data.images(source, size=8, name="../x/<y>", out=None)
+    assert elsewhere.path == Path("datasets/x-y")
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+_MEASURE = """
+import json, resource, sys
+from tessella.data.importing import ImportSettings, import_images
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+source, out, few = sys.argv[1:]
+settings = ImportSettings(size=64, workers=4)
+import_images(few, out + "/few", settings)
+before = peak_bytes()
+import_images(source, out + "/many", settings)
+print(json.dumps([before, peak_bytes()]))
+"""
+
+
+def test_an_import_holds_no_set_in_memory(tmp_path: Path) -> None:
+    """Peak memory after 300 images and after 2,500 more, from which follows that of 100,000."""
+    write_folder_of(tmp_path / "few", {"a": 150, "b": 150})
+    for name in "ab":
+        (tmp_path / "many" / name).mkdir(parents=True)
+    write_picture(tmp_path / "one.bmp", 0, size=(64, 64))
+    header = (tmp_path / "one.bmp").read_bytes()[:54]  # any bytes after it are a picture
+    rng = np.random.default_rng(0)
+    for i in range(2500):
+        (tmp_path / "many" / "ab"[i % 2] / f"{i}.bmp").write_bytes(header + rng.bytes(64 * 64 * 3))
+    arguments = [str(tmp_path / "many"), str(tmp_path / "out"), str(tmp_path / "few")]
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, *arguments], capture_output=True, text=True, check=True
+    )
+    before, after = json.loads(done.stdout)
+    pixels_bytes = 2500 * 64 * 64 * 3
+    assert after - before < pixels_bytes / 2  # it is not held: these files do not compress
+    assert Dataset(tmp_path / "out" / "many").info.duplicate_count == 0
+    assert before + (after - before) / 2500 * 100_000 < 1e9
+
+
+def test_progress_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "PROGRESS_SECONDS", 0.0)
+    source = write_folder_of(tmp_path / "s", {"a": 5, "b": 5})
+    events: list[Event] = []
+    import_images(source, tmp_path / "out", SMALL, emit=events.append)
+    done = [e.values["done"] for e in events if e.kind == "progress"]
+    assert done == list(range(1, 11))

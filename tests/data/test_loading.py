@@ -1,0 +1,275 @@
+"""Batches: the order, the slices, exact resume, and the bits of ``core.preprocess``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as tv
+
+from tessella.artifacts.dataset import Dataset, Split
+from tessella.artifacts.run import Augment
+from tessella.core.errors import DataError, UsageError
+from tessella.core.preprocess import decode, fit
+from tessella.data import loading
+from tessella.data.importing import ImportSettings, import_images
+from tessella.data.loading import Batch, batches, steps_per_epoch
+from tests.data.pictures import write_folder_of
+
+STRONG = Augment(flip=True, flip_vertical=True, rotation=30, scale=0.2, noise=0.05, color=0.3)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    root = tmp_path_factory.mktemp("loading")
+    source = write_folder_of(root / "s", {"a": 30, "b": 23})
+    settings = ImportSettings(size=(12, 10), crop=(8, 9), holdout=0.2, workers=1)
+    return import_images(source, root / "d", settings)
+
+
+@pytest.fixture(params=["decoded once", "image by image"])
+def split(
+    dataset: Dataset, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Split:
+    if request.param == "image by image":
+        monkeypatch.setattr(loading, "DECODE_ONCE_BYTES", 0)
+    return dataset.train
+
+
+def all_of(split: Split, dataset: Dataset, **options: object) -> list[Batch]:
+    defaults = {"batch_size": 8, "training": True, "augment": None}
+    return list(batches(split, dataset.preprocess, **{**defaults, **options}))
+
+
+def same(one: list[Batch], two: list[Batch]) -> bool:
+    return len(one) == len(two) and all(
+        torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels)
+        and torch.equal(a.indices, b.indices)
+        for a, b in zip(one, two, strict=True)
+    )  # fmt: skip
+
+
+def indices_of(some: list[Batch]) -> list[int]:
+    return [i for batch in some for i in batch.indices.tolist()]
+
+
+# --- values -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_without_augmentation_every_bit_is_that_of_the_record(
+    split: Split, dataset: Dataset, training: bool
+) -> None:
+    seen = 0
+    for batch in all_of(split, dataset, training=training):
+        assert batch.images.dtype == torch.float32
+        assert batch.images.is_contiguous()
+        assert batch.images.shape[1:] == dataset.preprocess.input_shape
+        for image, label, index in zip(batch.images, batch.labels, batch.indices, strict=True):
+            example = split[int(index)]
+            assert np.array_equal(image.numpy(), dataset.preprocess(example.content))
+            assert label == example.label
+            seen += 1
+    assert seen == (48 if training else len(split))
+
+
+def test_fit_does_nothing_to_what_is_stored(dataset: Dataset) -> None:
+    for example in dataset.train:
+        pixels = decode(example.content, dataset.preprocess)
+        assert fit(pixels, dataset.preprocess) is pixels
+
+
+# --- order --------------------------------------------------------------------------------------
+
+
+def test_evaluation_is_in_order_and_sees_each_image_once(split: Split, dataset: Dataset) -> None:
+    some = all_of(split, dataset, training=False)
+    assert indices_of(some) == list(range(len(split)))
+    assert [len(b.labels) for b in some] == [8] * 5 + [2]
+
+
+def test_an_epoch_is_a_permutation_filled_up_from_its_start(split: Split, dataset: Dataset) -> None:
+    assert len(split) == 42
+    some = all_of(split, dataset)
+    order = indices_of(some)
+    assert len(some) == steps_per_epoch(42, 8) == 6
+    assert sorted(order[:42]) == list(range(42))
+    assert order[42:] == order[: 48 - 42]
+
+
+def test_seed_and_epoch_decide_the_order(split: Split, dataset: Dataset) -> None:
+    orders = {
+        (seed, epoch): tuple(indices_of(all_of(split, dataset, seed=seed, epoch=epoch)))
+        for seed in (0, 1, -1, 2**64 - 2)
+        for epoch in (0, 1)
+    }
+    assert len(set(orders.values())) == len(orders)
+    assert orders[0, 1] == tuple(indices_of(all_of(split, dataset, epoch=1, augment=STRONG)))
+
+
+def test_a_batch_larger_than_the_split_repeats_it(split: Split, dataset: Dataset) -> None:
+    (batch,) = all_of(split, dataset, batch_size=100)
+    order = batch.indices.tolist()
+    assert order[:42] == order[42:84]
+    assert order[84:] == order[:16]
+
+
+# --- slices, resume, workers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("augment", [None, Augment(), STRONG])
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_share_the_global_batch(
+    split: Split, dataset: Dataset, world: int, augment: Augment | None
+) -> None:
+    whole = all_of(split, dataset, augment=augment, epoch=3)
+    ranks = [
+        all_of(split, dataset, augment=augment, epoch=3, rank=r, world=world) for r in range(world)
+    ]
+    for step, batch in enumerate(whole):
+        parts = [ranks[r][step] for r in range(world)]
+        assert {len(p.labels) for p in parts} == {8 // world}
+        assert torch.equal(torch.cat([p.images for p in parts]), batch.images)
+        assert torch.equal(torch.cat([p.labels for p in parts]), batch.labels)
+
+
+def test_ranks_evaluate_each_image_once(split: Split, dataset: Dataset) -> None:
+    seen = [indices_of(all_of(split, dataset, training=False, rank=r, world=4)) for r in range(4)]
+    assert sorted(i for indices in seen for i in indices) == list(range(42))
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 6])
+def test_a_resumed_epoch_goes_on_with_the_same_bits(
+    split: Split, dataset: Dataset, start: int
+) -> None:
+    whole = all_of(split, dataset, augment=STRONG, epoch=2, rank=1, world=2)
+    rest = all_of(split, dataset, augment=STRONG, epoch=2, rank=1, world=2, start=start)
+    assert same(whole[start:], rest)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_decide_nothing(split: Split, dataset: Dataset, workers: int) -> None:
+    for options in ({"augment": STRONG}, {"augment": None}, {"training": False}):
+        alone = all_of(split, dataset, **options)
+        assert same(alone, all_of(split, dataset, workers=workers, **options))
+
+
+def test_threads_end_when_the_reader_stops(split: Split, dataset: Dataset) -> None:
+    stream = batches(
+        split, dataset.preprocess, batch_size=4, augment=None, training=True, workers=2
+    )
+    assert len(next(stream).labels) == 4
+    stream.close()
+
+
+# --- augmentation -------------------------------------------------------------------------------
+
+
+def test_augmentation_differs_by_epoch_and_image_but_not_by_place(
+    split: Split, dataset: Dataset
+) -> None:
+    by_size = {
+        size: {
+            int(i): image
+            for b in all_of(split, dataset, augment=STRONG, batch_size=size)
+            for i, image in zip(b.indices, b.images, strict=True)
+        }
+        for size in (8, 21)
+    }
+    assert all(torch.equal(by_size[8][i], by_size[21][i]) for i in range(42))
+    later = all_of(split, dataset, augment=STRONG, epoch=1)
+    for batch in later:
+        for i, image in zip(batch.indices.tolist(), batch.images, strict=True):
+            assert not torch.equal(image, by_size[8][i])
+
+
+def test_evaluation_ignores_augmentation(split: Split, dataset: Dataset) -> None:
+    plain = all_of(split, dataset, training=False)
+    assert same(plain, all_of(split, dataset, training=False, augment=STRONG))
+
+
+def test_only_a_random_crop_by_default(split: Split, dataset: Dataset) -> None:
+    """Each training image is a part of the stored one, and all of the places occur."""
+    whole = replace(dataset.preprocess, crop=None)
+    places = set()
+    for epoch in range(6):
+        for batch in all_of(split, dataset, augment=Augment(), epoch=epoch):
+            for image, i in zip(batch.images, batch.indices.tolist(), strict=True):
+                stored = torch.from_numpy(whole(split[i].content))
+                found = [
+                    (top, left)
+                    for top in range(5)
+                    for left in range(2)
+                    if torch.equal(image, stored[:, top : top + 8, left : left + 9])
+                ]
+                assert len(found) == 1
+                places.add(found[0])
+    assert places == {(top, left) for top in range(5) for left in range(2)}
+
+
+def test_mirrors_are_those_of_torchvision(dataset: Dataset) -> None:
+    whole = replace(dataset.preprocess, crop=None)
+    counts = {"plain": 0, "mirrored": 0}
+    for epoch in range(4):
+        for batch in batches(
+            dataset.train,
+            whole,
+            batch_size=42,
+            epoch=epoch,
+            augment=Augment(flip=True),
+            training=True,
+        ):
+            for image, i in zip(batch.images, batch.indices.tolist(), strict=True):
+                plain = torch.from_numpy(whole(dataset.train[i].content))
+                mirrored = torch.equal(image, tv.horizontal_flip(plain))
+                assert mirrored or torch.equal(image, plain)
+                counts["mirrored" if mirrored else "plain"] += 1
+    assert 50 < counts["mirrored"] < 118  # of 168: five standard deviations about the half
+
+
+# --- errors and speed ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad", [{"batch_size": 0}, {"batch_size": 9, "world": 2}, {"rank": 2, "world": 2}, {"rank": -1}]
+)
+def test_settings_that_cannot_work(dataset: Dataset, bad: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="multiple of the number of processes"):
+        all_of(dataset.train, dataset, **bad)
+
+
+def test_an_image_that_cannot_be_decoded_is_named(dataset: Dataset) -> None:
+    broken = Dataset(dataset.path).train
+    column = [bytes(example.content) for example in broken]
+
+    class Cut:
+        def __getattr__(self, name: str) -> object:
+            return getattr(broken, name)
+
+        def __len__(self) -> int:
+            return len(broken)
+
+        def __getitem__(self, index: int) -> object:
+            content = column[index][:40] if index == 7 else column[index]
+            return replace(broken[index], content=content)
+
+    with pytest.raises(DataError, match="image 7 of the train split") as caught:
+        list(batches(Cut(), dataset.preprocess, batch_size=8, augment=None, training=False))
+    assert broken[7].path in str(caught.value)
+
+
+def test_tiny_images_cost_little(dataset: Dataset) -> None:
+    """Below 40 µs an image, by far: an epoch of the quick start must not wait for its images."""
+    all_of(dataset.train, dataset)
+    best = min(_seconds(dataset) for _ in range(5))
+    assert best / (42 * 20) < 40e-6
+
+
+def _seconds(dataset: Dataset) -> float:
+    began = time.perf_counter()
+    for epoch in range(20):
+        all_of(dataset.train, dataset, epoch=epoch)
+    return time.perf_counter() - began
