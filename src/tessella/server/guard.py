@@ -6,6 +6,7 @@ someone who may reach this server; both are refused with or without a token.
 
 from __future__ import annotations
 
+import functools
 import hmac
 import ipaddress
 from urllib.parse import urlsplit
@@ -47,6 +48,7 @@ class Guard:
             )
         self._token = None if token is None else token.encode()
         self._names = {n.lower() for n in (host, *names)}
+        self._is_known = functools.lru_cache(maxsize=64)(self._knows)
 
     def check(self, method: str, path: str, headers: Headers) -> None:
         """Raise ``ServeError`` (401, 403, 421) unless the request may be answered."""
@@ -69,7 +71,7 @@ class Guard:
                     fix="send the header Authorization: Bearer TOKEN",
                 )
 
-    def _is_known(self, host: str) -> bool:
+    def _knows(self, host: str) -> bool:
         try:
             parts = urlsplit(f"//{host}")
             name = (parts.hostname or "").lower()

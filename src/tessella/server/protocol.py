@@ -139,7 +139,7 @@ def _json_bytes(header_length: bytes | None, body_bytes: int) -> int:
 def parse_object(text: bytes | bytearray, what: str) -> dict[str, Any]:
     """A JSON object, strictly: no NaN, no key twice, no absurd nesting."""
     try:
-        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        document = _STRICT.decode(text.decode())
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{what} is not valid JSON",
@@ -160,6 +160,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
+
+
+# Made once: json.loads and json.dumps make a new one at each call that has options.
+_STRICT = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def _object(holder: dict[str, Any], key: str, what: str) -> dict[str, Any]:
@@ -388,7 +393,7 @@ def build_infer(
     if request.id is not None:
         document["id"] = request.id
     document["outputs"] = entries
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    text = _COMPACT.encode(document).encode()
     any_binary = any(o.binary for o in request.outputs)
     return InferResponse(
         body=b"".join([text, *parts]) if parts else text,
