@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from tessella.compiler.passes.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.problem import Format
 
@@ -68,6 +69,10 @@ def _channels_last(
     one = value.shape[1] == 1 or value.shape[2:] == (1, 1)
     if one and formats.get(value.name) != "strided":
         return value  # one channel or one pixel: both formats have the same bytes
+    cast = graph.producer().get(value)
+    if cast is not None and cast.op == "to" and only_use(graph, value, node):
+        formats[value.name] = "channels_last"  # a cast copies anyway, into any format
+        return value
     if value not in converted:
         made = Value(graph.fresh_name(f"{value.name}.channels_last"), value.dtype, value.shape)
         copy = Node(op="to", inputs=(value,), outputs=(made,), attrs={"dtype": value.dtype})
