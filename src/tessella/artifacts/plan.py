@@ -277,7 +277,10 @@ def _members(content: bytes, where: str) -> dict[str, bytes]:
         for info in infos:
             parts = info.filename.split("/")
             plain = all(p not in ("", ".", "..") for p in parts) and "\\" not in info.filename
-            if info.compress_type != zipfile.ZIP_STORED or not plain or "\0" in info.filename:
+            stored = info.compress_type == zipfile.ZIP_STORED
+            if not stored or info.compress_size != info.file_size:
+                raise _not_a_plan(where, f"member {info.filename!r} is not stored as it is")
+            if not plain or "\0" in info.filename:
                 raise _not_a_plan(where, f"member {info.filename!r}")
             if info.filename.endswith((".json", ".jsonl")) and info.file_size > MAX_JSON_BYTES:
                 raise _not_a_plan(where, f"{info.filename} has {info.file_size:,} bytes")
