@@ -1,0 +1,336 @@
+"""A plan file is hostile until it is checked: a changed one is refused or says the same."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+from tessella.artifacts.files import Member
+from tessella.artifacts.plan import (
+    ALIGNMENT,
+    Bucket,
+    Buffer,
+    Candidate,
+    Manifest,
+    Plan,
+    Program,
+    Step,
+    from_bytes,
+    load_plan,
+    to_bytes,
+)
+from tessella.core.device import Fingerprint
+from tessella.core.errors import ArtifactError, CorruptArtifact, UnknownVersion
+from tessella.core.preprocess import Preprocess
+from tessella.core.spec import DimRange, TensorSpec
+
+RECORD = Preprocess(height=4, width=4, channels=1)
+
+
+def linear_plan() -> Plan:
+    """One layer, two batch sizes."""
+    batch = DimRange(min=1, opt=2, max=2)
+    buckets = tuple(
+        Bucket(
+            batch=n,
+            buffers=(
+                Buffer(name="image", dtype="float32", shape=(n, 16)),
+                Buffer(name="hidden", dtype="float32", shape=(n, 3), offset=0),
+                Buffer(name="scores", dtype="float32", shape=(n, 3), offset=64),
+            ),
+            steps=(
+                Step(
+                    kernel="linear.torch",
+                    op="linear",
+                    inputs=("image", "w", None),
+                    outputs=("hidden",),
+                    attrs={"bias": False},
+                    layer="fc",
+                ),
+                Step(
+                    kernel="relu.torch",
+                    op="relu",
+                    inputs=("hidden",),
+                    outputs=("scores",),
+                    attrs={},
+                    frees=("hidden",),
+                ),
+            ),
+            arena_bytes=128,
+            peak_bytes=128,
+        )
+        for n in (1, 2)
+    )
+    manifest = Manifest(
+        fingerprint=Fingerprint(
+            target="cpu", arch="x86_64-avx2", name="a CPU", units=2, memory_bytes=0, libraries={}
+        ),
+        inputs=(TensorSpec(name="image", dtype="float32", shape=(batch, 16)),),
+        outputs=(TensorSpec(name="scores", dtype="float32", shape=(batch, 3)),),
+        precision="fp32",
+        preprocess=RECORD,
+        preprocess_hash=RECORD.hash,
+        labels=("a", "<b>", "../c"),
+        accuracy={"val/accuracy": 0.5},
+        built_from="a checkpoint",
+        built_with={"torch": "2"},
+        rebuild="tessella compile x",
+        tolerance=1e-4,
+        members={},
+    )
+    return Plan(
+        manifest=manifest,
+        program=Program(inputs=("image",), outputs=("scores",), buckets=buckets),
+        weights={"w": torch.arange(48.0).reshape(3, 16)},
+        golden={"input.image": torch.ones(1, 16), "output.scores": torch.ones(1, 3)},
+        tuning=(
+            Candidate(batch=1, step="hidden", kernel="linear.torch", chosen=True, time_us=1.5),
+            Candidate(batch=1, step="hidden", kernel="x", chosen=False, refused="too slow"),
+        ),
+        graph="image → scores\n",
+    )
+
+
+CONTENT = to_bytes(linear_plan())
+
+
+def equal(one: Plan, two: Plan) -> bool:
+    tensors = [(one.weights, two.weights), (one.golden, two.golden)]
+    return (
+        (one.manifest, one.program, one.tuning, one.graph)
+        == (two.manifest, two.program, two.tuning, two.graph)
+        and all(a.keys() == b.keys() for a, b in tensors)
+        and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for a, b in tensors for k in a)
+    )
+
+
+GOOD = from_bytes(CONTENT)
+
+
+def refused_or_equal(content: bytes) -> bool:
+    """True where it was refused, as it must be unless it says the same."""
+    try:
+        plan = from_bytes(content)
+    except ArtifactError:
+        return True
+    assert equal(plan, GOOD)
+    return False
+
+
+# --- what is written comes back -----------------------------------------------------------------
+
+
+def test_a_plan_comes_back(tmp_path: Path) -> None:
+    plan = linear_plan()
+    back = load_plan(plan.save(tmp_path / "x.plan"))
+    assert equal(back, replace(plan, manifest=back.manifest))
+    assert replace(back.manifest, members={}) == plan.manifest
+    assert to_bytes(back) == CONTENT  # byte for byte
+
+
+def test_members_are_stored_and_aligned() -> None:
+    with zipfile.ZipFile(io.BytesIO(CONTENT)) as archive:
+        assert archive.testzip() is None
+        for info in archive.infolist():
+            assert info.compress_type == zipfile.ZIP_STORED
+            name, extra = struct.unpack_from("<HH", CONTENT, info.header_offset + 26)
+            assert (info.header_offset + 30 + name + extra) % ALIGNMENT == 0
+
+
+def test_the_table_for_people() -> None:
+    text = str(GOOD)
+    assert "linear.torch" in text
+    assert "a CPU" in text
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+def test_flipped_bytes() -> None:
+    rng = random.Random(0)
+    places = {*range(0, len(CONTENT), 13), *rng.sample(range(len(CONTENT)), 500)}
+    refused = 0
+    for place in sorted(places):
+        changed = bytearray(CONTENT)
+        changed[place] ^= 1 << rng.randrange(8)
+        refused += refused_or_equal(bytes(changed))
+    assert refused > len(places) / 2
+
+
+def test_every_byte_of_the_directory_and_headers() -> None:
+    with zipfile.ZipFile(io.BytesIO(CONTENT)) as archive:
+        heads = [
+            p for i in archive.infolist() for p in range(i.header_offset, i.header_offset + 30)
+        ]
+        directory = range(archive.start_dir, len(CONTENT))
+    for place in (*heads, *directory):
+        for value in (0x00, 0xFF, CONTENT[place] ^ 0x01):
+            changed = bytearray(CONTENT)
+            changed[place] = value
+            refused_or_equal(bytes(changed))
+
+
+def test_truncated_anywhere() -> None:
+    for size in {*range(0, len(CONTENT), 53), len(CONTENT) - 1}:
+        with pytest.raises(ArtifactError):
+            from_bytes(CONTENT[:size])
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK", b"\0" * 1000, b"PK\5\6" + b"\0" * 18, b"\x80\x04."]
+)
+def test_what_is_no_plan(content: bytes) -> None:
+    with pytest.raises(CorruptArtifact):
+        from_bytes(content)
+
+
+# --- a plan rewritten by hand -------------------------------------------------------------------
+
+Members = list[tuple[str, bytes]]
+
+
+def members() -> Members:
+    with zipfile.ZipFile(io.BytesIO(CONTENT)) as archive:
+        return [(name, archive.read(name)) for name in archive.namelist()]
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+def zipped(some: Members, compression: int = zipfile.ZIP_STORED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", compression) as archive:
+        for name, content in some:
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+def renamed(old: str, new: str) -> Members:
+    return [(new if name == old else name, content) for name, content in members()]
+
+
+def replaced(name: str, change: Callable[[bytes], bytes]) -> Members:
+    return [(n, change(content) if n == name else content) for n, content in members()]
+
+
+REWRITTEN = {
+    "a member twice": lambda: zipped([*members(), members()[1]]),
+    "the manifest twice": lambda: zipped([*members(), members()[0]]),
+    "compressed": lambda: zipped(members(), zipfile.ZIP_DEFLATED),
+    "outside by ..": lambda: zipped(renamed("graph.txt", "../graph.txt")),
+    "inner ..": lambda: zipped(renamed("graph.txt", "a/../graph.txt")),
+    "absolute": lambda: zipped(renamed("graph.txt", "/etc/passwd")),
+    "backslash": lambda: zipped(renamed("graph.txt", "..\\graph.txt")),
+    "a folder": lambda: zipped([*members(), ("folder/", b"")]),
+    "one more": lambda: zipped([*members(), ("more.bin", b"x")]),
+    "one less": lambda: zipped([m for m in members() if m[0] != "golden.safetensors"]),
+    "no manifest": lambda: zipped(members()[1:]),
+    "other weights": lambda: zipped(replaced("weights.safetensors", lambda c: c[:-1] + b"\x7f")),
+    "cut weights": lambda: zipped(replaced("weights.safetensors", lambda c: c[:-4])),
+    "later version": lambda: zipped(
+        replaced("manifest.json", lambda c: c.replace(b'"version": 1', b'"version": 2'))
+    ),
+    "another record": lambda: zipped(
+        replaced("manifest.json", lambda c: c.replace(b'"resize": "squash"', b'"resize": "crop"'))
+    ),
+    "too many members": lambda: zipped([(f"{i}", b"") for i in range(5000)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_rewritten_plans_are_refused(name: str) -> None:
+    content = REWRITTEN[name]()
+    with pytest.raises(UnknownVersion if name == "later version" else CorruptArtifact):
+        from_bytes(content)
+    assert refused_or_equal(zipped(members())) is False  # zipped() itself is not what is refused
+
+
+@pytest.mark.parametrize("field", ["compressed", "full", "both"])
+@pytest.mark.parametrize("size", [0, 1, 2**31, 2**32 - 2])
+def test_lying_sizes(field: str, size: int) -> None:
+    """Sizes in the directory, at 20 (compressed) and 24 of an entry that starts with PK 1 2."""
+    with zipfile.ZipFile(io.BytesIO(CONTENT)) as archive:
+        start = CONTENT.index(b"PK\1\2", archive.start_dir)
+    changed = bytearray(CONTENT)
+    if field != "full":
+        struct.pack_into("<L", changed, start + 20, size)
+    if field != "compressed":
+        struct.pack_into("<L", changed, start + 24, size)
+    with pytest.raises(ArtifactError):
+        from_bytes(bytes(changed))
+
+
+# --- programs that hashes vouch for but that are wrong ------------------------------------------
+
+
+def with_bucket(**changes: object) -> Plan:
+    plan = linear_plan()
+    bucket = replace(plan.program.buckets[0], **changes)
+    return replace(plan, program=replace(plan.program, buckets=(bucket,)))
+
+
+BUCKET = linear_plan().program.buckets[0]
+IMAGE, HIDDEN, SCORES = BUCKET.buffers
+LINEAR, RELU = BUCKET.steps
+
+WRONG = {
+    "reads what is not made": with_bucket(steps=(RELU, LINEAR)),
+    "reads what was freed": with_bucket(steps=(LINEAR, RELU, RELU)),
+    "output never made": with_bucket(steps=(LINEAR,)),
+    "writes no buffer": with_bucket(steps=(LINEAR, replace(RELU, outputs=("scores", "x")))),
+    "makes nothing": with_bucket(steps=(LINEAR, RELU, replace(RELU, inputs=(), outputs=()))),
+    "beyond the arena": with_bucket(buffers=(IMAGE, HIDDEN, replace(SCORES, offset=128))),
+    "before the arena": with_bucket(buffers=(IMAGE, HIDDEN, replace(SCORES, offset=-64))),
+    "not aligned": with_bucket(buffers=(IMAGE, HIDDEN, replace(SCORES, offset=4))),
+    "negative shape": with_bucket(buffers=(IMAGE, HIDDEN, replace(SCORES, shape=(-1, -3)))),
+    "huge shape": with_bucket(buffers=(IMAGE, HIDDEN, replace(SCORES, shape=(2**62, 2**62)))),
+    "unknown type": with_bucket(buffers=(IMAGE, HIDDEN, replace(SCORES, dtype="object"))),
+    "a name twice": with_bucket(buffers=(IMAGE, HIDDEN, HIDDEN, SCORES)),
+    "a weight's name": with_bucket(buffers=(IMAGE, HIDDEN, SCORES, replace(HIDDEN, name="w"))),
+    "huge arena": with_bucket(arena_bytes=2**60),
+    "negative arena": with_bucket(arena_bytes=-1),
+    "batch of nothing": with_bucket(batch=0),
+    "no buckets": replace(linear_plan(), program=replace(GOOD.program, buckets=())),
+    "other inputs": replace(linear_plan(), program=replace(GOOD.program, inputs=("picture",))),
+    "other outputs": replace(linear_plan(), program=replace(GOOD.program, outputs=("hidden",))),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_programs_are_refused(name: str) -> None:
+    with pytest.raises(CorruptArtifact, match="program"):
+        from_bytes(to_bytes(WRONG[name]))
+
+
+def test_nonsense_that_hashes_vouch_for() -> None:
+    """An author who means harm can hash anything: every member, filled with noise."""
+    rng = random.Random(1)
+    for name in ("program.json", "weights.safetensors", "golden.safetensors", "tuning.jsonl"):
+        original = dict(members())[name]
+        for _ in range(150):
+            noise = bytearray(original)
+            for _ in range(rng.randrange(1, 6)):
+                noise[rng.randrange(len(noise))] = rng.randrange(256)
+            content = bytes(noise[: rng.randrange(len(noise))] if rng.random() < 0.2 else noise)
+            rewritten = zipped(vouched(name, content))
+            try:
+                from_bytes(rewritten)
+            except ArtifactError:
+                continue
+
+
+def vouched(name: str, content: bytes) -> Members:
+    old = GOOD.manifest.members[name]
+    new = Member(sha256=sha256(content).hexdigest(), nbytes=len(content))
+    manifest = dict(members())["manifest.json"].replace(old.sha256.encode(), new.sha256.encode())
+    return [
+        (n, manifest if n == "manifest.json" else content if n == name else c) for n, c in members()
+    ]
