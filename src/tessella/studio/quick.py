@@ -24,7 +24,7 @@ class NoAnswer(TessellaError):
 
 
 async def ask(arguments: Sequence[str], *, folder: Path, timeout_s: float = TIMEOUT_S) -> Any:
-    """Run ``tessella ARGUMENTS`` in ``folder``, return its JSON answer (None if it prints nothing).
+    """Run ``tessella ARGUMENTS`` in ``folder``, return its JSON answer.
 
     Raises:
         NoAnswer: the command failed, with its own words; or it took too long.
@@ -35,6 +35,7 @@ async def ask(arguments: Sequence[str], *, folder: Path, timeout_s: float = TIME
         "-m",
         "tessella",
         *arguments,
+        *(() if "--json" in arguments else ("--json",)),
         cwd=folder,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
@@ -54,7 +55,7 @@ async def ask(arguments: Sequence[str], *, folder: Path, timeout_s: float = TIME
             await process.wait()
     if process.returncode != 0:
         raise _failure(arguments, out, err)
-    return json.loads(out) if out.strip() else None
+    return json.loads(out)
 
 
 def _failure(arguments: Sequence[str], out: bytes, err: bytes) -> NoAnswer:

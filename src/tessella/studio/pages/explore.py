@@ -18,6 +18,7 @@ from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
 from tessella.studio import charts, parts
 from tessella.studio.desk import Desk
+from tessella.studio.feed import Feed
 from tessella.studio.layers import Layers
 from tessella.studio.pages.data import example_address, field
 from tessella.studio.quick import ask
@@ -266,9 +267,13 @@ class _Errors:
             track = parts.Track()
             track.show(0.0, "Waiting for its turn.")
 
+        feed = Feed(job.events_path)
+
         def look() -> None:
+            feed.read()
             now = self._desk.store.job(job.id)
-            track.show(0.5, now.status)
+            line = f"{feed.done:,} of {feed.total:,} images" if feed.total else now.status
+            track.show(feed.fraction, line)
             if now.ended:
                 timer.cancel()
                 self._show()

@@ -94,8 +94,6 @@ async def _watch_run(desk: Desk, path: Path) -> None:
     feed = Feed(path / "events.jsonl")
     await threads.io_bound(feed.read)
     head = _Head(desk, path.name, path)
-    with parts.card():
-        numbers = ui.element("div")
     curves = _Curves(feed)
     with parts.box("duo"):
         log = _Log(lambda: _log_path(desk, path))
@@ -108,18 +106,16 @@ async def _watch_run(desk: Desk, path: Path) -> None:
                     [(k, str(v)) for k, v in _flat(recipe)],
                 )
 
-    async def look() -> None:
+    async def look(first: bool = False) -> None:
         news = await threads.io_bound(feed.read)
         curves.add(news.points, restarted=news.restarted)
         job = desk.job_for(path)
         head.show(feed, job)
-        if news.anything or not numbers.default_slot.children:
-            numbers.clear()
-            with numbers:
-                parts.stats(_numbers(feed))
+        if news.points or first:
+            head.numbers(_numbers(feed))
         log.show()
 
-    await look()
+    await look(first=True)
     ui.timer(LOOK_INTERVAL_S, look, immediate=False)
 
 
@@ -174,6 +170,7 @@ class _Head:
                     parts.plain_button("Explore", lambda: ui.navigate.to(explore), "visibility")
                     parts.plain_button("Compile", lambda: ui.navigate.to(compiling), "bolt")
             self._track = parts.Track()
+            self._numbers = ui.element("div").classes("stack")
             self._note = text("div", "").classes("note")
             self._note.set_visibility(False)
 
@@ -196,6 +193,12 @@ class _Head:
             self._say(feed.warnings[-1], "warn")
         else:
             self._note.set_visibility(False)
+
+    def numbers(self, values: list[tuple[str, str]]) -> None:
+        """The newest values of all metrics."""
+        self._numbers.clear()
+        with self._numbers:
+            parts.stats(values)
 
     def _say(self, line: str, kind: str) -> None:
         self._note.text = line
@@ -266,7 +269,7 @@ class _Curves:
         names = self._names(title)
         self._series[title] = names
         series = [(n, thin(self._feed.points[n])) for n in names]
-        dots = [n for n in names if n.startswith("val/")]
+        dots = [n for n in names if "/" in n]  # once an epoch: few enough to mark
         self._boxes[title].clear()
         with self._boxes[title]:
             if not names:
@@ -316,14 +319,20 @@ def _status_of(feed: Feed) -> str:
 
 
 def _progress_line(feed: Feed, status: str) -> str:
-    parts_ = [feed.phase] if feed.phase else []
-    if feed.total and status == "running":
-        parts_.append(f"{feed.done:,} of {feed.total:,}")
-    if status == "running" and (left := feed.remaining_s) is not None:
-        parts_.append(f"about {parts.duration(left)} left")
+    """Stage, progress and time, as far as they are known."""
+    took = ""
     if feed.started is not None and feed.last_time is not None:
-        parts_.append(f"{parts.duration(feed.last_time - feed.started)} so far")
-    return " · ".join(parts_) or "Waiting for its turn."
+        took = parts.duration(feed.last_time - feed.started)
+    if status == "done":
+        return f"finished in {took}" if took else "finished"
+    line = [feed.phase] if feed.phase else []
+    if feed.total and status == "running":
+        line.append(f"{feed.done:,} of {feed.total:,}")
+    if status == "running" and (left := feed.remaining_s) is not None:
+        line.append(f"about {parts.duration(left)} left")
+    if took:
+        line.append(f"{took} so far")
+    return " · ".join(line) or "Waiting for its turn."
 
 
 def _numbers(feed: Feed) -> list[tuple[str, str]]:

@@ -248,9 +248,9 @@ class _Plan:
             parts.table(
                 [
                     parts.Column(title="#", classes="r"),
-                    parts.Column(title="kernel", classes="m"),
+                    parts.Column(title="kernel", classes="m nowrap"),
                     parts.Column(title="layer", classes="m"),
-                    parts.Column(title="output", classes="m"),
+                    parts.Column(title="output", classes="m nowrap"),
                     parts.Column(title="tried", classes="r"),
                     parts.Column(title="time"),
                 ],
@@ -278,7 +278,7 @@ class _Plan:
             with box:
                 parts.table(
                     [
-                        parts.Column(title="kernel", classes="m"),
+                        parts.Column(title="kernel", classes="m nowrap"),
                         parts.Column(title="time"),
                         parts.Column(title="or why not"),
                     ],

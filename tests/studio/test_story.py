@@ -1,0 +1,194 @@
+"""The whole way by clicking: a folder of digits becomes a dataset, a run, a plan, and answers HTTP.
+
+With ``--write-pictures`` it also writes the README's pictures into ``docs/images``.
+"""
+
+import io
+import json
+import socket
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from selenium.webdriver.common.by import By
+from sklearn.datasets import load_digits
+
+from tests.studio.browsing import (
+    alive,
+    choose,
+    enter,
+    fill,
+    go,
+    press,
+    resize,
+    see,
+    series,
+    take_picture,
+    until,
+)
+from tests.studio.conftest import serve, stop
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+
+NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+SLOW_S = 120.0  # a job starts an interpreter and torch; on a busy machine that takes a while
+
+
+def write_digits(folder: Path) -> None:
+    """Scikit-learn's handwritten digits as PNG files, a subfolder a class."""
+    digits = load_digits()
+    for index, (pixels, target) in enumerate(zip(digits.images, digits.target, strict=True)):
+        path = folder / NAMES[target] / f"{index:04d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(np.uint8(pixels * 15.9375))
+        image.resize((28, 28), Image.Resampling.BICUBIC).save(path)
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A studio with its scheduler, on an empty workspace."""
+    root = tmp_path / "flowers-and-digits"
+    root.mkdir()
+    process, found = serve(root, scheduler=True)
+    yield found
+    stop(process)
+
+
+@pytest.fixture
+def picture(request, chromium):
+    """Takes a picture for the README, if asked to."""
+
+    def take(name: str, theme: str = "light", height: int = 768) -> None:
+        if request.config.getoption("--write-pictures", default=False):
+            resize(chromium, 1366, height, theme)
+            chromium.execute_script("window.scrollTo(0, 0)")
+            chromium.execute_async_script("setTimeout(arguments[0], 900)")
+            take_picture(chromium, name)
+            resize(chromium, 1366, 768)
+
+    return take
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def test_from_a_folder_to_a_served_network(served, chromium, picture, tmp_path):
+    write_digits(tmp_path / "digits")
+    resize(chromium, 1366, 768)
+    enter(chromium, served)
+    see(chromium, "This workspace is empty")
+
+    import_folder(chromium, served, tmp_path / "digits", picture)
+    train(chromium, served, picture)
+    explore(chromium, served, picture)
+    compile_plan(chromium, served, picture)
+    serve_plan(chromium, tmp_path / "digits" / "seven" / "0007.png")
+
+
+def import_folder(chromium, served, folder, picture):
+    press(chromium, "Import images")
+    see(chromium, "New dataset")
+    alive(chromium)
+    fill(chromium, "Folder on this machine", str(folder))
+    fill(chromium, "Size (height × width)", "28")
+    choose(chromium, "Channels", "Grey (1)")
+    fill(chromium, "Held out to validate", "0.2")
+    shown = until(lambda: chromium.find_elements(By.CSS_SELECTOR, ".mode img"))
+    until(lambda: all(i.get_property("naturalWidth") == 28 for i in shown), what="the preview")
+    see(chromium, "--size 28 --channels 1 --depth 8 --resize squash --holdout 0.2")
+    press(chromium, "Import")
+    see(chromium, "Train on it", SLOW_S)
+    see(chromium, "1,438")
+    until(lambda: len(chromium.find_elements(By.CSS_SELECTOR, ".thumb img")) == 60)
+    alive(chromium)
+    picture("data", height=860)
+
+
+def train(chromium, served, picture):
+    press(chromium, "Train on it")
+    see(chromium, "Start training")
+    alive(chromium)
+    fill(chromium, "Name of the run", "digits")
+    fill(chromium, "Epochs", "3")
+    fill(chromium, "Batch size", "32")
+    fill(chromium, "Learning rate", "0.02")
+    see(chromium, "tessella train lenet datasets/digits --out runs/digits --epochs 3")
+    until(
+        lambda: chromium.find_elements(By.CSS_SELECTOR, ".network-box img"), SLOW_S, "the drawing"
+    )
+    picture("train")
+    press(chromium, "Start training")
+    until(lambda: "/monitor" in chromium.current_url)
+    first = until(lambda: series(chromium).get("loss"), SLOW_S, "a first point")
+    more = until(lambda: (n := series(chromium)["loss"]) > first and n, SLOW_S, "a growing curve")
+    assert more > first
+    see(chromium, "finished", SLOW_S)
+    until(lambda: series(chromium).get("val/accuracy") == 3, what="three validations")
+    assert series(chromium)["loss"] == 3 * -(-1438 // 32)
+    picture("monitor", "dark", 860)
+
+
+def explore(chromium, served, picture):
+    press(chromium, "Explore")
+    see(chromium, "Classify a picture")
+    alive(chromium)
+    upload = served.root.parent / "digits" / "three" / "0003.png"
+    chromium.find_element(By.CSS_SELECTOR, "input[type=file]").send_keys(str(upload))
+    answers = until(lambda: chromium.find_elements(By.CSS_SELECTOR, ".answer .name"), SLOW_S)
+    assert len(answers) == 5
+    assert answers[0].text == "three"
+    layers = until(lambda: chromium.find_elements(By.CSS_SELECTOR, "button.item"), SLOW_S, "layers")
+    names = [layer.text.splitlines()[0] for layer in layers]
+    assert {"conv1", "conv2", "fc1", "fc2"} <= set(names)
+    layers[names.index("conv2")].click()
+    see(chromium, "25,050 parameters")
+    views = chromium.find_elements(By.CSS_SELECTOR, ".layer figure img")
+    until(lambda: len(views) == 2 and all(v.get_property("naturalWidth") for v in views))
+    picture("explore", height=1000)
+    press(chromium, "Measure")
+    see(chromium, "Rows are the truth", SLOW_S)
+    reports = list((served.root / ".studio" / "evaluations").glob("*.json"))
+    report = json.loads(reports[0].read_text())
+    see(chromium, f"{100 * report['accuracy']:.2f} %")
+    assert np.sum(report["confusion"]) == 1797 - 1438
+
+
+def compile_plan(chromium, served, picture):
+    go(chromium, served, "/plan?source=runs/digits")
+    fill(chromium, "Batch: least, usual, most", "1, 2, 4")
+    see(chromium, "tessella compile runs/digits --out plans/digits.plan")
+    press(chromium, "Compile")
+    see(chromium, "Why this kernel", SLOW_S)
+    assert (served.root / "plans" / "digits.plan").is_file()
+    alive(chromium)
+    press(chromium, "Compare with the checkpoint")
+    see(chromium, "same answer", SLOW_S)
+    see(chromium, "100.00 % of")
+    picture("plan", "dark", 1000)
+
+
+def serve_plan(chromium, image):
+    port = free_port()
+    fill(chromium, "Port", str(port))
+    see(chromium, f"curl -s http://127.0.0.1:{port}/v2/models/digits/classify")
+    press(chromium, "Serve")
+    see(chromium, "Stop")
+    url = f"http://127.0.0.1:{port}/v2/models/digits/classify"
+
+    def answered():
+        try:
+            request = urllib.request.Request(url, data=image.read_bytes())
+            with urllib.request.urlopen(request, timeout=5) as response:
+                return json.load(io.TextIOWrapper(response))
+        except OSError:
+            return None
+
+    answer = until(answered, SLOW_S, "an answer")
+    assert "seven" in json.dumps(answer)
+    press(chromium, "Stop")
+    until(lambda: answered() is None, SLOW_S, "the end of the service")
