@@ -198,10 +198,10 @@ def _dropout(call: OperatorCall, build: Builder) -> Result:
     if call.arguments["train"] and call.arguments["p"] > 0:
         raise CompileError(
             "the network drops values at random even in evaluation mode",
-            seen=f"p={call.arguments['p']}, train=True in {build.layer or 'the network itself'}",
+            seen=f"p={call.arguments['p']} in {build.layer or 'the network itself'}",
             fix="use nn.Dropout, or pass training=self.training to F.dropout",
         )
-    return call.input
+    return (call.input,) if len(call.shapes) > 1 else call.input
 
 
 def _to(call: OperatorCall, build: Builder) -> Result:
@@ -255,26 +255,22 @@ def _permute(call: OperatorCall, build: Builder) -> Result:
 def _slice(call: OperatorCall, build: Builder) -> Result:
     arguments, shape = call.arguments, call.input.shape
     dim = _axis(arguments["dim"], len(shape))
-    size, start, end, step = (
-        shape[dim],
-        arguments["start"] or 0,
-        arguments["end"],
-        arguments["step"],
-    )
-    if end is not None and isinstance(end, int) and isinstance(size, int):
-        end = min(end, size)
-    whole = end is None or end == size or (isinstance(end, int) and end >= 2**31)
-    if start == 0 and whole and step == 1:
+    size, step = shape[dim], arguments["step"]
+    start = _from_front(arguments["start"] or 0, size)
+    end = _from_front(arguments["end"], size)
+    if end == size or (isinstance(end, int) and end >= 2**31):
+        end = None
+    if start == 0 and end is None and step == 1:
         return call.input
-    return build.one(
-        "slice",
-        [call.input],
-        name=call.name,
-        dim=dim,
-        start=start,
-        end=None if whole else end,
-        step=step,
-    )
+    attrs = {"dim": dim, "start": start, "end": end, "step": step}
+    return build.one("slice", [call.input], name=call.name, **attrs)
+
+
+def _from_front(index: Any, size: int | Dim) -> Any:
+    """An index into an axis of known size as one from 0 to ``size``."""
+    if not isinstance(index, int) or not isinstance(size, int):
+        return index
+    return min(max(index + size if index < 0 else index, 0), size)
 
 
 def _split(call: OperatorCall, build: Builder) -> Result:
@@ -410,15 +406,31 @@ def _conv_padding_by_name(call: OperatorCall, build: Builder) -> Result:
 
 def _batch_norm(call: OperatorCall, build: Builder) -> Result:
     a = call.arguments
-    if a.get("training") or a["running_mean"] is None:
+    if a.get("training") or a.get("running_mean") is None:
+        if call.input.shape[0] == 1:  # statistics of one sample, as weight standardization takes
+            made = _per_channel(call, build)
+            return (made,) if len(call.shapes) > 1 else made
         raise CompileError(
             "a batch normalization without running statistics mixes the images of a batch",
             seen=build.layer or "the network itself",
             fix="train it with track_running_stats=True",
         )
     inputs = [call.input, a["running_mean"], a["running_var"], a["weight"], a["bias"]]
-    made = build.one("batch_norm", inputs, name=call.name, eps=a["eps"])
+    made = build.one("batch_norm", inputs, name="batch_norm", eps=a["eps"])
     return (made,) if len(call.shapes) > 1 else made
+
+
+def _instance_norm(call: OperatorCall, build: Builder) -> Result:
+    return _per_channel(call, build) if call.arguments["use_input_stats"] else None
+
+
+def _per_channel(call: OperatorCall, build: Builder) -> Value:
+    """Normalize each channel of each sample: a group normalization with groups of one."""
+    a = call.arguments
+    inputs = [call.input, a["weight"], a["bias"]]
+    return build.one(
+        "group_norm", inputs, name=call.name, num_groups=call.input.shape[1], eps=a["eps"]
+    )
 
 
 def _max_pool_with_indices(call: OperatorCall, build: Builder) -> Result:
@@ -501,7 +513,7 @@ TRANSLATORS: dict[str, Translator] = _table(
     ("alias.default contiguous.default clone.default detach.default detach_.default", _identity),
     ("lift_fresh_copy.default lift_fresh.default positive.default", _identity),
     ("dropout.default feature_dropout.default alpha_dropout.default", _dropout),
-    ("feature_alpha_dropout.default", _dropout),
+    ("feature_alpha_dropout.default native_dropout.default", _dropout),
     ("_to_copy.default to.dtype to.device to.dtype_layout to.other type_as.default", _to),
     ("view.default reshape.default _unsafe_view.default view_as.default", _reshape),
     ("reshape_as.default flatten.using_ints unflatten.int ravel.default", _reshape),
@@ -527,6 +539,8 @@ TRANSLATORS: dict[str, Translator] = _table(
     ("convolution.default", _convolution),
     ("conv1d.padding conv2d.padding conv3d.padding", _conv_padding_by_name),
     ("batch_norm.default _native_batch_norm_legit_no_training.default", _batch_norm),
+    ("_native_batch_norm_legit.no_stats", _batch_norm),
+    ("instance_norm.default", _instance_norm),
     ("max_pool2d_with_indices.default", _max_pool_with_indices),
     ("mm.default bmm.default", _matmul),
     ("embedding.default", _embedding),

@@ -6,6 +6,7 @@ The batch is symbolic: one capture serves every batch size in the inputs' range.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +23,10 @@ from tessella.graph.aten import TRANSLATORS, OperatorCall, dtype_name, translate
 from tessella.graph.build import Builder
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Shape, Value
+from tessella.graph.recognize import recognize
 
-# torch takes 0 and 1 as known at once, so the example that it traces has two.
-_EXAMPLE_BATCH = 2
+# torch treats 0 and 1 as known, and a size that equals another by chance as the same: an odd one.
+_EXAMPLE_BATCH = 5
 
 # Checks and hints that torch.export leaves in a graph, which compute nothing.
 _NO_COMPUTATION = ("_assert", "sym_", "_check", "_functional_sym", "_functional_assert")
@@ -62,6 +64,7 @@ def capture(
     dynamic = [s.batch.min != s.batch.max for s in inputs]
     exported = _export(module, inputs, dynamic)
     graph = _Reader(exported, inputs, dynamic, name or type(module).__name__).read(outputs)
+    recognize(graph)
     check(graph)
     return graph
 
@@ -84,13 +87,14 @@ def _export(
 ) -> torch.export.ExportedProgram:
     """torch's own graph of the module, on example inputs."""
     device = next((p.device for p in (*module.parameters(), *module.buffers())), None)
+    ranges = [s.batch for s, d in zip(inputs, dynamic, strict=True) if d]
+    least, most = max((r.min for r in ranges), default=1), min((r.max for r in ranges), default=1)
+    some = min(max(least, _EXAMPLE_BATCH), most)
     example = tuple(
-        torch.zeros(
-            s.at(_EXAMPLE_BATCH if d else s.batch.opt), dtype=getattr(torch, s.dtype), device=device
-        )
+        torch.zeros(s.at(some if d else s.batch.opt), dtype=getattr(torch, s.dtype), device=device)
         for s, d in zip(inputs, dynamic, strict=True)
     )
-    batch = ExportDim("batch", min=1, max=2**16)
+    batch = ExportDim("batch", min=least, max=most) if ranges else None
     shapes = tuple({0: batch} if d else {} for d in dynamic)
     with _evaluation_mode(module), torch.no_grad():
         try:
@@ -128,19 +132,19 @@ def _evaluation_mode(module: torch.nn.Module) -> Iterator[None]:
             m.training = True
 
 
+# Sentences of torch's messages that are about torch: how to see more of it, where else to ask.
+_ADVICE = re.compile(
+    r"For more information|For more debugging|For extended logs|For C\+\+|If you're using"
+    r"|If you suspect|Suggested fixes|The error above|The following call|consider using"
+    r"|Caused by|File \"|Traceback"
+)
+
+
 def _relevant(error: Exception) -> str:
-    """The lines of torch's message that say what is wrong, without traces and advice."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    noise = (
-        "File ",
-        "Traceback",
-        "For more information",
-        "To debug",
-        "Set TORCH",
-        "The following call",
-    )
-    kept = [line for line in lines if not line.startswith(noise)]
-    return f"{type(error).__name__}: " + " · ".join(kept[:4])[:500]
+    """What torch's message says is wrong, without traces and advice about torch."""
+    message = re.sub(r"L\['\w+'\]\.size\(\)\[0\]", "the batch", str(error))
+    lines = [_ADVICE.split(line)[0].strip(" -") for line in message.splitlines()]
+    return f"{type(error).__name__}: " + " · ".join([line for line in lines if line][:3])[:500]
 
 
 class _Reader:

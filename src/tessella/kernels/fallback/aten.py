@@ -101,7 +101,8 @@ def _find(target: str) -> torch._ops.OpOverload | None:
     if namespace == "torchvision":
         importlib.import_module("torchvision")  # importing it registers its operators
     packet = getattr(getattr(torch.ops, namespace), name, None)
-    return None if packet is None else getattr(packet, overload or "default", None)
+    found = getattr(packet, overload or "default", None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
 
 
 def arguments(

@@ -60,4 +60,6 @@ def rms_norm(
 
 def local_response_norm(input: Tensor, *, size: int, alpha: float, beta: float, k: float) -> Tensor:
     """input [N, C, ...], over ``(k + alpha · mean of squares of size channels) ** beta``."""
-    return F.local_response_norm(input, size, alpha, beta, k)
+    around = [0, 0] * (input.ndim - 2) + [size // 2, (size - 1) // 2]
+    mean = F.pad(input.square(), around).unfold(1, size, 1).mean(-1)
+    return input / (k + alpha * mean) ** beta

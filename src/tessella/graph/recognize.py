@@ -1,0 +1,63 @@
+"""Layers that torch writes as several operators, found again and made one."""
+
+from __future__ import annotations
+
+from tessella.graph.build import drop_unused
+from tessella.graph.graph import Graph, Node, Value
+
+
+def recognize(graph: Graph) -> None:
+    """Replace each local response normalization's ten operators by one."""
+    made_by = graph.producer()
+    for index, node in enumerate(graph.nodes):
+        if node.op == "div" and (found := _local_response_norm(node, made_by)) is not None:
+            graph.nodes[index] = found
+    drop_unused(graph)
+
+
+def _local_response_norm(div: Node, made_by: dict[Value, Node]) -> Node | None:
+    """``x / (k + alpha · mean over channels of x²) ** beta``, as torch.nn.functional writes it."""
+
+    def before(node: Node | None, op: str) -> Node | None:
+        source = None if node is None or node.inputs[0] is None else made_by.get(node.inputs[0])
+        return source if source is not None and source.op == op else None
+
+    x, denominator = div.inputs
+    power = made_by.get(denominator) if denominator is not None else None
+    if power is None or power.op != "pow" or power.attrs["scalar"] is None:
+        return None
+    shift = before(power, "add")
+    scale = before(shift, "mul")
+    if shift is None or scale is None or None in (shift.attrs["scalar"], scale.attrs["scalar"]):
+        return None
+    node: Node | None = scale
+    while (reshaped := before(node, "reshape")) is not None:
+        node = reshaped
+    pool = before(node, "avg_pool2d") or before(node, "fallback")
+    pad = before(pool, "pad")
+    wide = before(pad, "reshape")
+    square = before(wide, "mul")
+    if pool is None or pad is None or square is None or square.inputs != (x, x):
+        return None
+    size = _channels(pool)
+    around = (*[0] * (len(pad.attrs["pad"]) - 2), size // 2, (size - 1) // 2)
+    if size == 0 or pad.attrs["pad"] != around or pad.attrs["value"] not in (0, None):
+        return None
+    attrs = {
+        "size": size,
+        "alpha": scale.attrs["scalar"],
+        "beta": power.attrs["scalar"],
+        "k": shift.attrs["scalar"],
+    }
+    return Node("local_response_norm", (x,), div.outputs, attrs, div.layer)
+
+
+def _channels(pool: Node) -> int:
+    """Over how many channels a pooling of ``(size, 1, …)`` with stride 1 goes; 0 for any other."""
+    kernel, stride = pool.attrs.get("kernel_size"), pool.attrs.get("stride")
+    if pool.op == "fallback":
+        if pool.attrs["target"] != "aten::avg_pool3d" or len(pool.attrs["args"]) != 3:
+            return 0
+        _, kernel, stride = pool.attrs["args"]
+    ones = kernel is not None and set(kernel[1:]) == {1} and set(stride) == {1}
+    return kernel[0] if ones else 0
