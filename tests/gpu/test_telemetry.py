@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -37,8 +36,6 @@ def test_memory_that_is_taken_is_seen():
     taken = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     after = this_gpu().memory_used_bytes
     assert abs(after - before - taken.nbytes) < 256 << 20
-    pids = [p.pid for p in this_gpu().processes or ()]
-    assert not pids or os.getpid() in pids or os.path.exists("/.dockerenv")
 
 
 def test_work_is_seen():

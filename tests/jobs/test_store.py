@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,7 @@ def test_a_gpu_is_leased_to_one_job_whoever_asks(store, tmp_path):
     """Threads with stores of their own want the same GPUs; each GPU is granted exactly once."""
     jobs = [store.submit(spec("ok")) for _ in range(24)]
     granted: list[tuple[str, int]] = []
-    start = threading.Barrier(4)
+    start = threading.Barrier(4, timeout=30)
 
     def ask(part: int) -> None:
         own = Store(tmp_path / "queue.db")
@@ -150,11 +151,8 @@ def test_a_gpu_is_leased_to_one_job_whoever_asks(store, tmp_path):
                 granted.append((job.id, turn))
         own.close()
 
-    threads = [threading.Thread(target=ask, args=(part,)) for part in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(4)))  # the list raises what a thread raised
     assert sorted(turn for _, turn in granted) == [0, 1, 2, 3, 4, 5]
     assert store.leases() == {g: j for j, turn in granted for g in (turn, turn + 6)}
     refused = [j for j in store.jobs() if j.status == "waiting"]
@@ -225,7 +223,7 @@ def test_sqlite_is_set_up_for_several_processes(store):
 def test_a_reader_is_not_held_up_by_a_writer(store, tmp_path):
     store.submit(spec("ok"))
     other = sqlite3.connect(tmp_path / "queue.db", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
+    other.execute("BEGIN EXCLUSIVE")
     assert len(store.jobs()) == 1  # would wait ten seconds and fail
     other.close()
 

@@ -157,9 +157,8 @@ class Scheduler:
         self._executors.pop(job.id, None)
         self._deadlines.pop(job.id, None)
         folder = Path(job.folder)
-        processes.kill_marked(
-            folder
-        )  # or it would hold a GPU that is free, or write beside a restart
+        # what a command leaves behind would hold a free GPU, or write beside a restart
+        processes.kill_marked(folder)
         code = outcome.exit_code(folder)
         aborting = self.store.job(job.id).aborting  # asked again: it may be news
         if aborting:
