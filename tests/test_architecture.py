@@ -22,16 +22,16 @@ LAYERS = (
     ("api",),
     ("studio", "server"),
     ("jobs",),
-    ("train", "compiler", "runtime"),
+    ("training", "compiler", "runtime"),
     ("nn", "data", "graph"),
     ("kernels", "collectives", "telemetry", "artifacts"),
     ("core",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-ENGINES = {"train", "compiler", "runtime", "nn", "graph", "kernels"}
+ENGINES = {"training", "compiler", "runtime", "nn", "graph", "kernels"}
 FORBIDDEN = {
-    "runtime": {"graph", "nn", "data", "train", "compiler"},
-    "server": {"graph", "nn", "data", "train", "compiler"},
+    "runtime": {"graph", "nn", "data", "training", "compiler"},
+    "server": {"graph", "nn", "data", "training", "compiler"},
     "studio": ENGINES,
     "jobs": ENGINES,
 }

@@ -10,27 +10,23 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tessella import data, kernels
+    from tessella.api import compile, load, serve, train, verify
 
 __version__ = "0.1.0"
 
 __all__ = ["__version__", "compile", "data", "kernels", "load", "serve", "train", "verify"]
 
-# Resolved on first use, so that `import tessella` and `tessella --help` need no torch.
-_LAZY = {
-    "compile": ("tessella.api", "compile"),
-    "load": ("tessella.api", "load"),
-    "serve": ("tessella.api", "serve"),
-    "train": ("tessella.api", "train"),
-    "verify": ("tessella.api", "verify"),
-    "data": ("tessella.data", None),
-    "kernels": ("tessella.kernels", None),
-}
+_API = ("compile", "load", "serve", "train", "verify")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'tessella' has no attribute {name!r}")
-    module, attribute = _LAZY[name]
-    loaded = importlib.import_module(module)
-    return loaded if attribute is None else getattr(loaded, attribute)
+    """Resolve a name on first use, so that ``tessella --help`` needs no torch."""
+    if name in _API:
+        return getattr(importlib.import_module("tessella.api"), name)
+    if name in ("data", "kernels"):
+        return importlib.import_module(f"tessella.{name}")
+    raise AttributeError(f"module 'tessella' has no attribute {name!r}")

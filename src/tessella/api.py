@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from tessella import compiler, graph, runtime, server
-from tessella import train as training
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset, Split
 from tessella.artifacts.plan import Plan, load_plan
@@ -25,7 +24,8 @@ from tessella.core.record import from_plain, to_plain
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.nn import zoo
 from tessella.runtime.engine import Engine
-from tessella.train.evaluate import Evaluation, evaluate
+from tessella.training import loop
+from tessella.training.evaluate import Evaluation, evaluate
 
 Batch = int | Sequence[int] | DimRange
 Model = Checkpoint | Engine
@@ -58,7 +58,7 @@ def train(
     if out is None:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         out = Path("runs") / f"{network.replace('/', '-')}-{stamp}"
-    return training.train(recipe, Path(out), resume=resume, emit=emit)
+    return loop.train(recipe, Path(out), resume=resume, emit=emit)
 
 
 def recipe_from(settings: Mapping[str, Any]) -> Recipe:
@@ -152,7 +152,7 @@ def _as_graph(
         specs = tuple(replace(s, shape=(batch, *s.shape[1:])) for s in inputs)
         return graph.capture(source, specs), type(source).__name__, {}
     if isinstance(source, str | Path) and Path(source).suffix == ".onnx":
-        return graph.onnx.read(Path(source), batch=batch), str(source), {}
+        return onnx.read(Path(source), batch=batch), str(source), {}
     checkpoint = open_checkpoint(source)
     info = checkpoint.info
     image = TensorSpec(name="image", dtype="float32", shape=(batch, *info.preprocess.input_shape))
@@ -358,13 +358,28 @@ def serve(
     port: int = 8000,
     token: str | None = None,
     max_delay_us: int = 0,
+    folder: str | Path | None = None,
+    ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans over HTTP (Open Inference Protocol) until the process is told to stop.
 
     >>> serve({"flowers": "flowers.plan"}, port=8000)
+
+    Args:
+        token: what clients must send; needed unless ``host`` is this machine's own.
+        max_delay_us: how long a request may wait for others to share its batch.
+        folder: NAME.plan files that clients may load too.
+        ready: called with the server's URL when it takes requests.
     """
-    paths = {name: Path(path) for name, path in models.items()}
-    server.serve(paths, host=host, port=port, token=token, max_delay_us=max_delay_us)
+    server.serve(
+        {name: Path(path) for name, path in models.items()},
+        host=host,
+        port=port,
+        token=token,
+        max_delay_us=max_delay_us,
+        folder=None if folder is None else Path(folder),
+        ready=ready,
+    )
 
 
 __all__ = [

@@ -9,8 +9,8 @@ import torch
 
 from tessella.artifacts.run import Run, Solver
 from tessella.core.errors import OutOfMemory
-from tessella.train.loop import train
-from tests.train.examples import losses, recipe, write_dataset
+from tessella.training.loop import train
+from tests.training.examples import losses, recipe, write_dataset
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

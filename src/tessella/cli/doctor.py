@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import typer
 
-from tessella import telemetry
 from tessella.cli.output import Json, grid, output
 from tessella.core.device import default_target, fingerprint
 from tessella.core.record import to_plain
+from tessella.telemetry import readings
 
 LIBRARIES = (
     "torch", "torchvision", "triton", "timm", "onnx", "safetensors", "pyarrow", "numpy", "pillow",
@@ -35,7 +35,7 @@ def doctor(json: Json = False) -> None:
         here = fingerprint(target)
         free_gb = shutil.disk_usage(Path.cwd()).free / 1e9
         versions = {name: _version(name) for name in LIBRARIES}
-        readings = telemetry.readings()
+        now = readings.readings(Path.cwd())
         advice = _advice(target, free_gb, versions)
         plain = {
             "target": target,
@@ -43,7 +43,7 @@ def doctor(json: Json = False) -> None:
             "python": sys.version.split()[0],
             "libraries": versions,
             "free_disk_gb": round(free_gb, 1),
-            "telemetry": to_plain(readings),
+            "telemetry": to_plain(now),
             "advice": advice,
         }
         rows = [
@@ -51,7 +51,7 @@ def doctor(json: Json = False) -> None:
             ("python", sys.version.split()[0]),
             *((name, version or "missing") for name, version in versions.items()),
             ("free disk", f"{free_gb:.1f} GB"),
-            *(("GPU", f"{g.index}: {g.name}") for g in readings.gpus),
+            *(("GPU", f"{g.index}: {g.name}") for g in now.gpus),
             *(("to do", line) for line in advice),
         ]
         out.result(plain, grid(("", ""), rows))

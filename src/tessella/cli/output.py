@@ -50,7 +50,7 @@ class Output:
             return
         if event.kind == "phase":
             self.close_bars()
-            self.note(event.text or event.name)
+            self.note(f"{event.name}: {event.text}" if event.text else event.name)
         elif event.kind == "progress":
             self._progress(event)
         elif event.kind == "metric" and any(k.startswith("val/") for k in event.values):
@@ -94,14 +94,14 @@ class Output:
             self._bars.stop()
         self._bars, self._tasks = None, {}
 
-    def result(self, plain: Any, text: str | Table | Group | None = None) -> None:
+    def result(self, plain: Any, text: str | Group | None = None) -> None:
         """The outcome: ``plain`` as JSON where asked for, ``text`` for people otherwise."""
         self.close_bars()
         if self._log is not None and isinstance(plain, dict):
             self._log(Event(kind="result", values={k: v for k, v in plain.items() if _small(v)}))
         if self.json_only:
             print(json.dumps(plain, indent=1, ensure_ascii=False))
-        elif isinstance(text, Table | Group):
+        elif isinstance(text, Group):
             Console(highlight=False).print(text)
         elif text is not None:
             print(text)
@@ -145,23 +145,23 @@ def output(*, json_only: bool = False, events: Path | None = None) -> Iterator[O
 
 def grid(
     head: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None
-) -> Table:
-    """A plain table; columns of numbers are aligned to the right."""
+) -> Group:
+    """A plain table under its title; columns of numbers are aligned to the right."""
     numeric = [
         bool(rows) and all(isinstance(r[c], int | float) or r[c] is None for r in rows)
         for c in range(len(head))
     ]
-    table = Table(title=title, box=None, title_justify="left", header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False, show_header=any(head))
     for name, right in zip(head, numeric, strict=True):
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(_cell(v)) for v in row))
-    return table
+    return Group(*([] if title is None else [Text(title, style="italic")]), table)
 
 
 def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:,.4g}"
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

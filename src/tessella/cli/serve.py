@@ -11,6 +11,7 @@ from typer import Argument, Option
 from tessella import api
 from tessella.cli.output import Events, output
 from tessella.core.errors import UsageError
+from tessella.core.events import phase
 
 
 def register(app: typer.Typer) -> None:
@@ -27,19 +28,24 @@ def serve(
     max_delay_us: Annotated[
         int, Option(help="How long a request may wait for others to share its batch.")
     ] = 0,
+    folder: Annotated[
+        Path | None, Option(help="Folder of NAME.plan files that clients may load too.")
+    ] = None,
     events: Events = None,
 ) -> None:
-    """Serve plans (Open Inference Protocol: /v2/models/NAME/infer), with /metrics and /docs.
+    """Serve plans (Open Inference Protocol: /v2/models/NAME/infer), with /metrics.
 
     Example: tessella serve flowers=flowers.plan --port 8000
     """
-    with output(events=events):
+    with output(events=events) as out:
         api.serve(
             parse_models(models),
             host=host,
             port=port,
             token=None if token_file is None else read_token(token_file),
             max_delay_us=max_delay_us,
+            folder=folder,
+            ready=lambda url: out.emit(phase("serving", url)),
         )
 
 

@@ -40,7 +40,6 @@ def show(
     channels: Annotated[int | None, Option(help="network: channels of the input.")] = None,
     size: Annotated[str | None, Option(help="network: height x width of the input.")] = None,
     svg: Annotated[Path | None, Option(help="network or plan: write a drawing here.")] = None,
-    passes: Annotated[bool, Option(help="network: the graph before and after each pass.")] = False,
     trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
     json: Json = False,
     events: Events = None,
@@ -53,7 +52,7 @@ def show(
         if what == "networks":
             _networks(out_)
         elif what == "network":
-            _network(out_, _given(name, "a network's name"), classes, channels, size, svg, passes)
+            _network(out_, _given(name, "a network's name"), classes, channels, size, svg)
         elif what == "layers":
             checkpoint = api.open_checkpoint(_given(name, "a checkpoint's path"))
             _layers(out_, checkpoint, image, out, trust_code)
@@ -97,11 +96,14 @@ def _path(out: Output, path: Path) -> None:
 
 
 def _networks(out: Output) -> None:
-    descriptions = [zoo.describe(name) for name in zoo.names()]
-    rows = [(d.name, d.title, d.source, f"{d.size} px", f"from {d.smallest} px")
-            for d in descriptions]  # fmt: skip
-    table = grid(("network", "", "source", "usual input", ""), rows)
-    out.result({"networks": [to_plain(d) for d in descriptions]}, table)
+    found = {name: zoo.describe(name) for name in zoo.names()}
+    rows = [
+        (name, d.title, str(d.year), f"{d.size}×{d.size}×{d.channels}", d.smallest_size)
+        for name, d in found.items()
+    ]
+    table = grid(("network", "", "year", "usual input", "smallest"), rows)
+    plain = [{"name": name, **to_plain(d)} for name, d in found.items()]
+    out.result({"networks": plain}, table)
     out.note("and every timm name as timm/NAME, your own as file.py:Class, Caffe's net.prototxt")
 
 
@@ -112,31 +114,28 @@ def _network(
     channels: int | None,
     size: str | None,
     svg: Path | None,
-    passes: bool,
 ) -> None:
-    """A network as a table of layers, as a drawing, or through the compiler's passes."""
+    """A network as a table of layers, and as a drawing."""
     network = zoo.network(
         name, classes=classes, channels=channels, size=None if size is None else parse_size(size)
     )
     module = zoo.build(network).eval()
     shape = (network.channels, network.height, network.width)
-    rows = inspect.summary(module, shape)
-    plain: dict[str, Any] = {"network": to_plain(network), "layers": [to_plain(r) for r in rows]}
-    if svg is not None or passes:
+    summary = inspect.summary(module, shape)
+    plain: dict[str, Any] = {"network": to_plain(network), **to_plain(summary)}
+    if svg is not None:
         batch = DimRange(min=1, opt=2, max=8)
         spec = TensorSpec(name="image", dtype="float32", shape=(batch, *shape))
         captured = graph.capture(module, (spec,), name=name)
-        if svg is not None:
-            write_atomic(svg, graph.svg(captured).encode())
-            plain["svg"] = str(svg)
-        if passes:
-            plain["passes"] = api.compiler.explain(captured)
-            out.result(plain, "\n\n".join(f"# {n}\n{t}" for n, t in plain["passes"].items()))
-            return
+        write_atomic(svg, graph.svg(captured).encode())
+        plain["svg"] = str(svg)
     table = grid(
         ("layer", "type", "output", "parameters", "MACs"),
-        [(r.name, r.type, "×".join(map(str, r.output_shape)), r.parameters, r.macs) for r in rows],
-        title=f"{name}: {sum(p.numel() for p in module.parameters()):,} parameters",
+        [
+            (r.name, r.type, "×".join(map(str, r.output_shape)), r.parameters, r.macs)
+            for r in summary.rows
+        ],
+        title=f"{name}: {summary.parameters:,} parameters, {summary.macs:,} MACs an image",
     )
     out.result(plain, table)
 
@@ -153,8 +152,8 @@ def _layers(
     report = inspect.write_views(module, torch.from_numpy(pixels[None]), folder)
     rows = [
         (v.name, v.type, "×".join(map(str, v.output_shape)), v.parameters,
-         v.activations.mean if v.activations else None,
-         v.activations.std if v.activations else None)
+         v.activation.mean if v.activation else None,
+         v.activation.std if v.activation else None)
         for v in report.layers
     ]  # fmt: skip
     head = ("layer", "type", "output", "parameters", "mean", "std")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from tessella.artifacts.checkpoint import Checkpoint
@@ -40,7 +39,7 @@ def dataset_table(dataset: Dataset) -> Group:
     return Group(grid(("class", *splits), rows, title=title), *told)
 
 
-def run_table(run: Run) -> Table:
+def run_table(run: Run) -> Group:
     """A run's checkpoints with their metrics."""
     checkpoints = run.checkpoints()
     names = sorted({name for c in checkpoints for name in c.info.metrics})
@@ -52,7 +51,7 @@ def run_table(run: Run) -> Table:
     return grid(("checkpoint", "epoch", *names), rows, title=title)
 
 
-def checkpoint_table(checkpoint: Checkpoint) -> Table:
+def checkpoint_table(checkpoint: Checkpoint) -> Group:
     """What a checkpoint is and how its inputs are made."""
     info = checkpoint.info
     record = info.preprocess

@@ -163,7 +163,7 @@ class Engine:
             spec.check(shape=array.shape, dtype=str(array.dtype))
             if not (array.flags.writeable and array.flags.c_contiguous):
                 array = np.array(array, order="C")
-            return torch.from_numpy(array)
+            return _plain_strides(torch.from_numpy(array))
         if not isinstance(array, torch.Tensor):
             raise InputError(
                 f"input {spec.name!r} is neither a NumPy array nor a torch tensor",
@@ -175,7 +175,7 @@ class Engine:
             array = array.detach()
         if array.device.type != self.device.type and self.device.type == "cpu":
             array = array.cpu()
-        return array if array.is_contiguous() else array.contiguous()
+        return _plain_strides(array.contiguous())
 
     def _run(
         self, tensors: list[torch.Tensor], count: int, where: torch.device
@@ -248,6 +248,20 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _plain_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor with the strides that its shape has by default.
+
+    An axis of size 1 may have any stride, and torch's kernels read a memory format out of it: a grey
+    image cut from NHWC bytes is contiguous, and yet makes a convolution answer in channels_last.
+    """
+    strides, step = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= size
+    plain = tuple(reversed(strides))
+    return tensor if tensor.stride() == plain else tensor.as_strided(tensor.shape, plain)
 
 
 def _costs_us(plan: Plan) -> dict[int, float | None]:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tessella.core.policies import Policy
-from tessella.train.schedule import Schedule
-from tests.train.examples import recipe
+from tessella.training.schedule import Schedule
+from tests.training.examples import recipe
 
 
 def schedule(steps_per_epoch: int, **changes) -> Schedule:

@@ -14,10 +14,10 @@ from tessella.core.errors import DataError, OutOfMemory, TrainError, UsageError
 from tessella.core.policies import Policy
 from tessella.data.loading import batches
 from tessella.nn import zoo
-from tessella.train import loop
-from tessella.train.evaluate import evaluate
-from tessella.train.loop import train
-from tests.train.examples import CLASSES, PREPROCESS, curve, losses, recipe, write_dataset
+from tessella.training import loop
+from tessella.training.evaluate import evaluate
+from tessella.training.loop import train
+from tests.training.examples import CLASSES, PREPROCESS, curve, losses, recipe, write_dataset
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tessella.core.events import Emit, metric, progress
-from tessella.train.loss import no_number
-from tessella.train.parallel import World
-from tessella.train.schedule import Schedule
-from tessella.train.state import Standing
+from tessella.training.loss import no_number
+from tessella.training.parallel import World
+from tessella.training.schedule import Schedule
+from tessella.training.state import Standing
 
 _GROUP = 16  # losses fetched from a GPU together: reading one waits for its step
 _REPORT_S = 1.0

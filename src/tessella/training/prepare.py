@@ -11,9 +11,9 @@ from tessella.artifacts.run import Recipe, Run, RunInfo, write_run
 from tessella.core.errors import DataError, UsageError
 from tessella.core.record import to_plain
 from tessella.nn import zoo
-from tessella.train.loss import check_labels
-from tessella.train.parallel import check_devices
-from tessella.train.state import sweep_unfinished
+from tessella.training.loss import check_labels
+from tessella.training.parallel import check_devices
+from tessella.training.state import sweep_unfinished
 
 
 def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:

@@ -20,7 +20,7 @@ from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.run import Run
 from tessella.core.errors import CorruptArtifact
 from tessella.core.record import from_plain, to_plain
-from tessella.train.precision import MixedPrecision
+from tessella.training.precision import MixedPrecision
 
 ACCURACY = "val/accuracy"  # what a better checkpoint has more of
 

@@ -5,7 +5,7 @@ import torch
 
 from tessella.core.errors import DataError
 from tessella.data.loading import Batch
-from tessella.train.prefetch import page_locked
+from tessella.training.prefetch import page_locked
 
 
 def stream(count: int, read: list[int], *, fail_at: int | None = None):

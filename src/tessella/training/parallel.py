@@ -127,7 +127,7 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
         share = max(1, len(os.sched_getaffinity(0)) // processes)
         environment.setdefault("OMP_NUM_THREADS", str(share))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    worker = ["-m", "tessella.train.worker", str(out), *(["--resumed"] if resumed else [])]
+    worker = ["-m", "tessella.training.worker", str(out), *(["--resumed"] if resumed else [])]
     with (out / LOG_FILE).open("ab") as log:
         process = subprocess.Popen(
             [*torchrun, f"--nproc-per-node={processes}", *worker],

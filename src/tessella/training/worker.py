@@ -1,4 +1,4 @@
-"""``python -m tessella.train.worker``: a process that torchrun starts for ``parallel.launch``."""
+"""``python -m tessella.training.worker``: a process that torchrun starts (see ``parallel``)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from tessella.artifacts.run import Run
 from tessella.core.errors import TessellaError, TrainError
 from tessella.core.events import silent
-from tessella.train.loop import train_run
-from tessella.train.parallel import ERROR_FILE, LOG_FILE, joined
+from tessella.training.loop import train_run
+from tessella.training.parallel import ERROR_FILE, LOG_FILE, joined
 
 
 def main() -> int:

@@ -25,16 +25,16 @@ from tessella.core.events import (
     warning,
 )
 from tessella.data.loading import Batch, batches, steps_per_epoch
-from tessella.train.evaluate import measure, predict_split
-from tessella.train.journal import Journal
-from tessella.train.meter import Meter
-from tessella.train.parallel import World, alone, launch
-from tessella.train.precision import arithmetic
-from tessella.train.prefetch import page_locked
-from tessella.train.prepare import begin, validates
-from tessella.train.schedule import Schedule
-from tessella.train.state import ACCURACY, pack, prune
-from tessella.train.trainer import Trainer
+from tessella.training.evaluate import measure, predict_split
+from tessella.training.journal import Journal
+from tessella.training.meter import Meter
+from tessella.training.parallel import World, alone, launch
+from tessella.training.precision import arithmetic
+from tessella.training.prefetch import page_locked
+from tessella.training.prepare import begin, validates
+from tessella.training.schedule import Schedule
+from tessella.training.state import ACCURACY, pack, prune
+from tessella.training.trainer import Trainer
 
 
 def train(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silent) -> Run:

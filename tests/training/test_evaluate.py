@@ -9,8 +9,8 @@ from sklearn import metrics
 
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import DataError, TrainError
-from tessella.train.evaluate import evaluate, measure
-from tests.train.examples import CLASSES, PREPROCESS, write_dataset
+from tessella.training.evaluate import evaluate, measure
+from tests.training.examples import CLASSES, PREPROCESS, write_dataset
 
 
 class Labelled:

@@ -6,7 +6,7 @@ from torch import nn, optim
 
 from tessella.artifacts.run import Solver
 from tessella.core.errors import TrainError, UsageError
-from tessella.train.solver import optimizer_for, set_rate
+from tessella.training.solver import optimizer_for, set_rate
 
 # Each solver as torch.optim spells it, for lr 0.02, momentum 0.8 and weight decay 0.1.
 REFERENCES = {

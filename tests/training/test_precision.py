@@ -6,10 +6,10 @@ from torch import nn
 
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.run import Run, Solver
-from tessella.train.loop import train
-from tessella.train.precision import MixedPrecision, arithmetic
-from tessella.train.solver import optimizer_for
-from tests.train.examples import curve, losses, recipe
+from tessella.training.loop import train
+from tessella.training.precision import MixedPrecision, arithmetic
+from tessella.training.solver import optimizer_for
+from tests.training.examples import curve, losses, recipe
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from tessella.artifacts.run import Augment, Recipe, Run, Solver
 from tessella.core.errors import UsageError
 from tessella.core.events import Event
 from tessella.core.policies import Policy
-from tessella.train.loop import train
-from tests.train.examples import curve, recipe
+from tessella.training.loop import train
+from tests.training.examples import curve, recipe
 
 # Dropout draws random numbers, batch normalization keeps running statistics: both have to go on.
 NETWORK = """
@@ -89,7 +89,7 @@ def _train_until(settings: Recipe, out: Path, moment: str, step: int) -> None:
 def kill():
     """Run a training in a child, which forks from a server that has imported torch once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tessella.train.loop", "tests.train.test_resume"])
+    context.set_forkserver_preload(["tessella.training.loop", "tests.training.test_resume"])
 
     def run(settings: Recipe, out: Path, moment: str, step: int) -> None:
         child = context.Process(target=_train_until, args=(settings, out, moment, step))

@@ -15,10 +15,10 @@ import torch
 
 from tessella.artifacts.run import Run
 from tessella.core.errors import OutOfMemory, TrainError, UsageError
-from tessella.train import parallel, worker
-from tessella.train.loop import train
-from tessella.train.prepare import begin
-from tests.train.examples import curve, losses, recipe
+from tessella.training import parallel, worker
+from tessella.training.loop import train
+from tessella.training.prepare import begin
+from tests.training.examples import curve, losses, recipe
 
 SETTINGS = {"epochs": 40.0, "class_weights": "balanced", "val_interval": 5.0}
 
@@ -26,9 +26,9 @@ SETTINGS = {"epochs": 40.0, "class_weights": "balanced", "val_interval": 5.0}
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tessella.train.loop import train
-from tests.train.examples import recipe
-from tests.train.test_parallel import SETTINGS
+from tessella.training.loop import train
+from tests.training.examples import recipe
+from tests.training.test_parallel import SETTINGS
 
 def emit(event):
     if event.kind == "metric" and event.step == 10:

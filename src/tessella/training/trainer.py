@@ -9,12 +9,12 @@ from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.run import RunInfo
 from tessella.core.errors import OutOfMemory
 from tessella.nn import zoo
-from tessella.train.loss import balanced_weights, classification_loss
-from tessella.train.memory import is_out_of_memory, largest_that_runs, out_of_memory
-from tessella.train.parallel import World
-from tessella.train.precision import MixedPrecision
-from tessella.train.solver import optimizer_for, set_rate
-from tessella.train.state import Standing, seed_step, unpack
+from tessella.training.loss import balanced_weights, classification_loss
+from tessella.training.memory import is_out_of_memory, largest_that_runs, out_of_memory
+from tessella.training.parallel import World
+from tessella.training.precision import MixedPrecision
+from tessella.training.solver import optimizer_for, set_rate
+from tessella.training.state import Standing, seed_step, unpack
 
 
 class Trainer:

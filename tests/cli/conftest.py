@@ -1,0 +1,58 @@
+"""The command line in this process: ``tessella("show", path)`` gives exit code and output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessella.cli import main
+from tessella.core.preprocess import encode
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Tessella = Callable[..., Answer]
+
+
+@pytest.fixture
+def tessella(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tessella:
+    def run(*arguments: str | Path) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["tessella", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return Answer(int(stop.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def blobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two classes, bright above and bright below, 20 images each."""
+    folder = tmp_path_factory.mktemp("cli") / "blobs"
+    noise = np.random.default_rng(0)
+    for label, rows in (("above", slice(0, 6)), ("below", slice(6, 12))):
+        for index in range(20):
+            image = noise.integers(0, 60, (12, 12, 1))
+            image[rows] += 150
+            path = folder / label / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encode(image.astype(np.uint8)))
+    return folder
