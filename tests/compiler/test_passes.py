@@ -1,4 +1,4 @@
-"""Each pass alone: the graph computes the same after it, and has the shape that the pass promises."""
+"""Each pass alone: the graph computes the same after it, and has the promised shape."""
 
 from __future__ import annotations
 

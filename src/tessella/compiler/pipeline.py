@@ -46,7 +46,7 @@ class Pass:
         return self.apply.__module__.rpartition(".")[2]
 
 
-# In this order. Each is one file in compiler/passes/; graph.check runs after each.
+# In this order, each one file in compiler/passes/. After each change, graph.check runs.
 PASSES = (
     Pass(fold_constants.apply, "what depends on constants only is computed once, here"),
     Pass(drop_no_ops.apply, "a copy or a reshape of a reshape would hide what could be fused"),
@@ -95,15 +95,12 @@ def compile_graph(
     """
     if precision not in PRECISIONS:
         raise UsageError("unknown precision", seen=precision, fix=f"use {', '.join(PRECISIONS)}")
-    device = fingerprint(target)
     _require_batch(graph, batch)
+    device = fingerprint(target)
     emit(phase("optimize", f"{len(graph.nodes)} operations"))
     wanted = verify.expected(graph, batch.min, batch.max)
     exact = optimized(graph, emit)
-    lowered = _copy(exact)
-    if PRECISIONS[precision] != "float32":
-        lower_precision.apply(lowered, PRECISIONS[precision])
-        check(lowered)
+    lowered = _lowered(exact, precision)
     tuner = Tuner(
         target=target,
         math="tf32" if precision == "tf32" and target == "sm_90" else "ieee",
@@ -120,33 +117,31 @@ def compile_graph(
         verify.check(choices, concrete, exact, wanted.at(size), tuner, precision)
         buckets.append(plan_memory.apply(concrete, choices, size))
         tuning += _candidates(choices, size)
-    golden = wanted.at(batch.min)
+    manifest = Manifest(
+        fingerprint=device,
+        inputs=tuple(_spec(v, batch) for v in graph.inputs),
+        outputs=tuple(_spec(v, batch) for v in graph.outputs),
+        precision=precision,
+        preprocess=preprocess,
+        preprocess_hash=None if preprocess is None else preprocess.hash,
+        labels=tuple(labels),
+        accuracy=dict(accuracy or {}),
+        built_from=built_from,
+        built_with={"tessella": __version__, **device.libraries},
+        rebuild=rebuild,
+        tolerance=verify.TOLERANCES[precision][0],
+        members={},
+    )
+    program = Program(
+        inputs=tuple(v.name for v in graph.inputs),
+        outputs=tuple(v.name for v in graph.outputs),
+        buckets=tuple(buckets),
+    )
     return Plan(
-        manifest=Manifest(
-            fingerprint=device,
-            inputs=tuple(_spec(v, batch) for v in graph.inputs),
-            outputs=tuple(_spec(v, batch) for v in graph.outputs),
-            precision=precision,
-            preprocess=preprocess,
-            preprocess_hash=None if preprocess is None else preprocess.hash,
-            labels=tuple(labels),
-            accuracy=dict(accuracy or {}),
-            built_from=built_from,
-            built_with={"tessella": __version__, **device.libraries},
-            rebuild=rebuild,
-            tolerance=verify.TOLERANCES[precision][0],
-            members={},
-        ),
-        program=Program(
-            inputs=tuple(v.name for v in graph.inputs),
-            outputs=tuple(v.name for v in graph.outputs),
-            buckets=tuple(buckets),
-        ),
+        manifest=manifest,
+        program=program,
         weights={v.name: t.contiguous() for v, t in lowered.constants.items()},
-        golden={
-            **{f"input.{n}": t for n, t in golden.inputs.items()},
-            **{f"output.{n}": t for n, t in golden.outputs.items()},
-        },
+        golden=wanted.at(batch.min).tensors(),
         tuning=tuple(tuning),
         graph=text(lowered),
     )
@@ -158,8 +153,19 @@ def optimized(graph: Graph, emit: Emit = silent) -> Graph:
     check(graph)
     for step in PASSES:
         count = step.apply(graph)
-        check(graph)
+        if count:
+            check(graph)
         emit(phase(step.name, f"{count} rewrites: {step.why}"))
+    return graph
+
+
+def _lowered(exact: Graph, precision: str) -> Graph:
+    """A copy of the graph in the element type of ``precision``."""
+    graph = _copy(exact)
+    if PRECISIONS[precision] != "float32":
+        lower_precision.apply(graph, PRECISIONS[precision])
+        dead_code.apply(graph)  # the float32 weights
+        check(graph)
     return graph
 
 

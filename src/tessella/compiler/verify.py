@@ -42,6 +42,11 @@ class Expected:
         """The same samples, repeated or cut to another batch size."""
         return Expected(inputs=_resized(self.inputs, batch), outputs=_resized(self.outputs, batch))
 
+    def tensors(self) -> Tensors:
+        """As a plan records them: ``input.NAME`` and ``output.NAME``."""
+        inputs = {f"input.{name}": tensor for name, tensor in self.inputs.items()}
+        return inputs | {f"output.{name}": tensor for name, tensor in self.outputs.items()}
+
 
 def _resized(tensors: Tensors, batch: int) -> Tensors:
     return {n: t[torch.arange(batch) % len(t)].contiguous() for n, t in tensors.items()}

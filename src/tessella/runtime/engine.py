@@ -253,8 +253,8 @@ class Engine:
 def _plain_strides(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor with the strides that its shape has by default.
 
-    An axis of size 1 may have any stride, and torch's kernels read a memory format out of it: a grey
-    image cut from NHWC bytes is contiguous, and yet makes a convolution answer in channels_last.
+    An axis of size 1 may have any stride, and torch reads a memory format out of it: a grey
+    image cut from NHWC bytes is contiguous, and yet a convolution answers in channels_last.
     """
     strides, step = [], 1
     for size in reversed(tensor.shape):

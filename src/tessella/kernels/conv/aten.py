@@ -36,6 +36,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
 
     def convolve(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         made = torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
-        return finish_(made, residual, activation)
+        # with one channel torch cannot tell the formats apart, and may answer in the other one
+        return finish_(made.contiguous(memory_format=memory_format), residual, activation)
 
     return convolve

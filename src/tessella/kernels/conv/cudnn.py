@@ -41,8 +41,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     )
     if problem.inputs[3] is None:
         relu = torch.ops.aten.cudnn_convolution_relu.default
-        return lambda x: relu(x, weight, bias, stride, padding, dilation, groups)
+        return lambda x: relu(x, weight, bias, stride, padding, dilation, groups).contiguous(
+            memory_format=memory_format
+        )
     add_relu = torch.ops.aten.cudnn_convolution_add_relu.default
     return lambda x, residual: add_relu(
         x, weight, residual, 1.0, bias, stride, padding, dilation, groups
-    )
+    ).contiguous(memory_format=memory_format)

@@ -1,0 +1,192 @@
+"""Whole networks become plans that agree with eager, the same ones every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tessella import runtime
+from tessella.artifacts.plan import to_bytes
+from tessella.compiler.pipeline import PASSES, bucket_sizes
+from tessella.core.errors import CompileError, UsageError
+from tessella.core.events import Event
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.kernels import catalog
+from tessella.kernels.conv import aten as conv_aten
+from tessella.kernels.conv import onednn as conv_onednn
+from tests.compiler.networks import NETWORKS, build, captured, network, plan
+
+IMAGE = TensorSpec(name="image", dtype="float32", shape=(1, 3, 8, 8))
+
+
+def error(made: torch.Tensor, right: torch.Tensor) -> float:
+    return float((made.double() - right).abs().max() / right.abs().max())
+
+
+def float64(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        right = module.double()(x.double())
+    module.float()
+    return right
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [*((name, "cpu") for name in NETWORKS), ("lenet", "reference"), ("resnet18", "reference")],
+)
+def test_agrees_with_eager_at_every_batch_size(name: str, target: str) -> None:
+    module, spec = network(name)
+    engine = runtime.load(plan(captured(name), target=target))
+    for count in (1, 2, 5):
+        x = torch.randn(count, *spec.shape[1:], generator=torch.Generator().manual_seed(count))
+        made = engine(image=x)["scores"]
+        assert made.shape[0] == count
+        assert error(made, float64(module, x)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["lenet", "resnet18", "mobilenet_v3", "vit"])
+def test_bf16_is_close_and_really_used(name: str) -> None:
+    module, spec = network(name)
+    lowered = plan(captured(name), precision="bf16")
+    x = torch.randn(3, *spec.shape[1:])
+    made, right = runtime.load(lowered)(image=x)["scores"].double(), float64(module, x)
+    assert 1e-5 < error(made, right) < 5e-2
+    cosine = torch.nn.functional.cosine_similarity(made.flatten(), right.flatten(), dim=0)
+    assert cosine > 0.999
+    floats = {t.dtype for t in lowered.weights.values() if t.is_floating_point()}
+    assert floats == {torch.bfloat16}
+
+
+def test_fuses_a_residual_network_into_one_step_a_convolution() -> None:
+    steps = plan(captured("resnet18"), (1, 1, 1)).program.buckets[0].steps
+    ops = [s.op for s in steps]
+    assert ops.count("conv2d") == 20
+    assert not {"batch_norm", "relu", "add"} & set(ops)
+
+
+def test_unknown_operations_are_visible_steps() -> None:
+    class Rolls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.roll(x, 1, 2).flatten(1)
+
+    rolls = build(Rolls(), IMAGE)
+    (step,) = [s for s in rolls.program.buckets[0].steps if s.op == "fallback"]
+    assert step.kernel == "fallback.aten"
+    x = torch.randn(3, 3, 8, 8)
+    assert torch.equal(runtime.load(rolls)(image=x)["scores"], torch.roll(x, 1, 2).flatten(1))
+
+
+def test_tuning_names_every_candidate() -> None:
+    tuned = plan(captured("lenet"))
+    for bucket in tuned.program.buckets:
+        for step in bucket.steps:
+            tried = [
+                c for c in tuned.tuning if (c.batch, c.step) == (bucket.batch, step.outputs[0])
+            ]
+            assert [c.kernel for c in tried if c.chosen] == [step.kernel]
+            rows = catalog.candidates(step.op, "cpu")
+            assert {c.kernel for c in tried} >= {r.id for r in rows if not r.last_resort}
+            assert all((c.time_us is None) == (c.refused is not None) for c in tried)
+            fastest = min(c.time_us for c in tried if c.time_us is not None)
+            assert next(c.time_us for c in tried if c.chosen) == fastest
+
+
+def test_equal_bytes_with_equal_timings(tmp_path: Path) -> None:
+    cache = tmp_path / "timings.jsonl"
+    first = to_bytes(plan(captured("lenet"), cache=cache))
+    lines = cache.read_text()
+    assert to_bytes(plan(captured("lenet"), cache=cache)) == first
+    assert cache.read_text() == lines  # nothing was measured again
+
+
+def test_a_cache_with_a_torn_line_still_works(tmp_path: Path) -> None:
+    cache = tmp_path / "timings.jsonl"
+    first = to_bytes(plan(captured("lenet"), cache=cache))
+    with cache.open("a") as file:
+        file.write('{"device": "half a li')
+    assert to_bytes(plan(captured("lenet"), cache=cache)) == first
+
+
+def test_weights_are_stored_once_for_all_buckets() -> None:
+    lenet = plan(captured("lenet"), (1, 4, 8))
+    parameters = sum(p.numel() for p in network("lenet")[0].parameters())
+    assert sum(t.numel() for t in lenet.weights.values()) == parameters
+    assert [b.batch for b in lenet.program.buckets] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [((1, 1, 1), [1]), ((1, 8, 32), [1, 2, 4, 8, 16, 32]), ((3, 5, 9), [3, 4, 5, 8, 9])],
+)
+def test_bucket_sizes(batch: tuple[int, int, int], sizes: list[int]) -> None:
+    span = DimRange(min=batch[0], opt=batch[1], max=batch[2])
+    assert bucket_sizes(span) == sizes
+
+
+def test_a_wrong_kernel_is_caught_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (conv_aten, conv_onednn):
+        right = module.bind
+        monkeypatch.setattr(
+            module, "bind", lambda p, c, right=right: lambda *xs: right(p, c)(*xs) * 1.01
+        )
+    with pytest.raises(CompileError, match=r"First wrong step: \S+ by conv2d\.\w+ \(1\)"):
+        build(nn.Sequential(nn.Tanh(), nn.Conv2d(3, 4, 3), nn.Sigmoid(), nn.Flatten()), IMAGE)
+
+
+def test_samples_that_see_each_other_are_refused() -> None:
+    class Centred(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x - x.mean(0, keepdim=True)).flatten(1)
+
+    with pytest.raises(CompileError, match="depends on the others in its batch"):
+        build(Centred(), IMAGE)
+
+
+def test_an_answer_that_is_not_finite_is_refused() -> None:
+    class Logs(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.log(x).flatten(1)
+
+    with pytest.raises(CompileError, match="not finite"):
+        build(Logs(), IMAGE)
+
+
+def test_an_output_without_a_batch_axis_is_refused() -> None:
+    class Sums(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sum()
+
+    with pytest.raises(CompileError, match="first axis is not the batch"):
+        build(Sums(), IMAGE)
+
+
+@pytest.mark.parametrize("settings", [{"precision": "fp12"}, {"target": "tpu"}])
+def test_unknown_settings(settings: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        build(nn.Flatten(), IMAGE, **settings)
+
+
+def test_a_signal_of_1e_10_is_compared_like_any_other() -> None:
+    """Untrained networks shrink theirs so far: relative errors must not drown in a floor."""
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter *= 1e-6
+    tiny = build(module, IMAGE)
+    x = torch.randn(2, 3, 8, 8)
+    assert 0 < float64(module, x).abs().max() < 1e-5
+    assert error(runtime.load(tiny)(image=x)["scores"], float64(module, x)) < 1e-4
+
+
+def test_tells_what_it_does() -> None:
+    events: list[Event] = []
+    lenet = plan(captured("lenet"), emit=events.append)
+    phases = [e.name for e in events if e.kind == "phase"]
+    assert phases[:1] == ["optimize"]
+    assert {p.name for p in PASSES} < set(phases)
+    tuned = [e for e in events if e.kind == "progress" and e.name == "batch 2"]
+    count = len(lenet.program.buckets[-1].steps)
+    assert [e.values for e in tuned] == [{"done": i + 1, "total": count} for i in range(count)]

@@ -1,0 +1,197 @@
+"""Every kernel of the catalog that runs on a CPU does what the reference does, as it promised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tessella.core.errors import CompileError
+from tessella.kernels import catalog, reference
+from tessella.kernels.epilogue import ACTIVATIONS as ACTIVATION_FUNCTIONS
+from tessella.kernels.find import bind, sample_inputs
+from tessella.kernels.problem import Format, Problem, TensorMeta
+
+CPU = torch.device("cpu")
+CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "activation": None}
+POOL = {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1), "ceil_mode": True}
+# dtype → (largest error over largest value)
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+
+
+def problem(
+    op: str,
+    inputs: list[tuple[int, ...] | None],
+    output: tuple[int, ...],
+    attrs: dict[str, Any],
+    constant: tuple[int, ...] = (),
+    format: Format = "contiguous",
+    made: Format | None = None,
+    dtype: str = "float32",
+) -> Problem:
+    def meta(shape: tuple[int, ...], position: int) -> TensorMeta:
+        dense = "contiguous" if position in constant or len(shape) != 4 else format
+        return TensorMeta(shape=shape, dtype=dtype, format=dense)
+
+    return Problem(
+        op=op,
+        inputs=tuple(None if s is None else meta(s, i) for i, s in enumerate(inputs)),
+        outputs=(TensorMeta(shape=output, dtype=dtype, format=made or format),),
+        attrs=attrs,
+        constant=constant,
+    )
+
+
+def conv(activation: str | None, residual: bool, **changes: Any) -> Problem:
+    attrs = {**CONV, "activation": activation, **changes.pop("attrs", {})}
+    groups = attrs["groups"]
+    out = (2, 8, 6, 6)
+    inputs = [(2, 4, 6, 6), (8, 4 // groups, 3, 3), (8,), out if residual else None]
+    return problem("conv2d", inputs, out, attrs, constant=(1, 2), **changes)
+
+
+def linear(
+    activation: str | None, residual: bool, rows: tuple[int, ...], **changes: Any
+) -> Problem:
+    out = (*rows, 5)
+    inputs = [(*rows, 7), (5, 7), (5,), out if residual else None]
+    return problem("linear", inputs, out, {"activation": activation}, constant=(1, 2), **changes)
+
+
+ACTIVATIONS = (None, *ACTIVATION_FUNCTIONS)
+# fmt: off
+UNARY = (
+    "relu", "relu6", "sigmoid", "tanh", "silu", "hardswish", "hardsigmoid", "mish", "exp", "neg",
+    "abs", "erf",
+)
+# fmt: on
+X = (2, 4, 6, 6)
+LAST: Format = "channels_last"
+
+PROBLEMS = [
+    *(conv(a, r, format=LAST) for a in ACTIVATIONS for r in (False, True)),
+    *(conv("relu", r, format="contiguous") for r in (False, True)),
+    *(conv(a, True, format=LAST, dtype="bfloat16") for a in (None, "relu", "silu")),
+    conv("relu", False, format=LAST, attrs={"groups": 2}),
+    *(linear(a, r, rows) for a in ACTIVATIONS for r in (False, True) for rows in ((3,), (2, 3))),
+    *(linear("relu", r, (3,), dtype="bfloat16") for r in (False, True)),
+    problem("linear", [(3, 7), (5, 7), None, None], (3, 5), {"activation": None}, (1,)),
+    problem("matmul", [(2, 3, 4), (2, 4, 5)], (2, 3, 5), {}),
+    problem("matmul", [(3, 4), (4, 5)], (3, 5), {}, constant=(1,)),
+    problem("matmul", [(3, 4), (4, 5)], (3, 5), {}, constant=(0,)),
+    *(problem("max_pool2d", [X], (2, 4, 4, 4), {**POOL, "dilation": (1, 1)}, format=f)
+      for f in ("contiguous", LAST)),
+    *(problem("avg_pool2d", [X], (2, 4, 4, 4), {**POOL, "count_include_pad": c,
+                                               "divisor_override": None}, format=LAST)
+      for c in (False, True)),
+    problem("adaptive_avg_pool2d", [X], (2, 4, 2, 3), {"output_size": (2, 3)}, format=LAST),
+    problem("batch_norm", [X, (4,), (4,), (4,), None], X, {"eps": 0.1}, (1, 2, 3), format=LAST),
+    problem("layer_norm", [(2, 3, 8), (8,), (8,)], (2, 3, 8),
+            {"normalized_shape": (8,), "eps": 1e-5}, (1, 2)),
+    *(problem(op, [(3, 8)], (3, 8), {"dim": -1, "dtype": None})
+      for op in ("softmax", "log_softmax")),
+    *(problem(op, [X], (2, 4, 1, 1), {"dim": (2, 3), "keepdim": True, "dtype": None}, format=LAST)
+      for op in ("mean", "sum")),
+    problem("mean", [(3, 4)], (), {"dim": None, "keepdim": False, "dtype": None}),
+    problem("scaled_dot_product_attention", [(2, 2, 3, 8), (2, 2, 5, 8), (2, 2, 5, 8), None],
+            (2, 2, 3, 8), {"is_causal": False, "scale": None, "enable_gqa": False}, made="strided"),
+    *(problem(op, [X], X, {}, format=LAST) for op in
+      UNARY),
+    *(problem("gelu", [(3, 9)], (3, 9), {"approximate": a}) for a in ("none", "tanh")),
+    problem("leaky_relu", [(3, 9)], (3, 9), {"negative_slope": 0.3}),
+    problem("elu", [(3, 9)], (3, 9), {"alpha": 0.5, "scale": 1.5, "input_scale": 0.7}),
+    problem("clamp", [(3, 9)], (3, 9), {"min": -0.5, "max": None}),
+    problem("add", [X, X], X, {"scalar": None, "alpha": 2}, format=LAST),
+    problem("add", [X, (4, 1, 1)], X, {"scalar": None, "alpha": 1}, constant=(1,), format=LAST),
+    problem("sub", [(3, 4), (3, 4)], (3, 4), {"scalar": None, "alpha": 1}, constant=(0,)),
+    problem("mul", [X, (2, 4, 1, 1)], X, {"scalar": None}, format=LAST),
+    problem("div", [(3, 4), None], (3, 4), {"scalar": 3}),
+    problem("pow", [(3, 4), None], (3, 4), {"scalar": 2}),
+    problem("to", [X], X, {"dtype": "float32"}, format="contiguous", made=LAST),
+    problem("cat", [X, (2, 2, 6, 6)], (2, 6, 6, 6), {"dim": 1}, format=LAST),
+    problem("reshape", [X], (2, 144), {"shape": (2, 144)}, format=LAST, made="contiguous"),
+    problem("reshape", [X], (2, 144), {"shape": (2, 144)}),
+    problem("permute", [X], (2, 6, 6, 4), {"dims": (0, 2, 3, 1)}, made="strided"),
+]  # fmt: skip
+
+
+def run(row: catalog.Kernel, asked: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel makes, and what the reference makes in float64."""
+    generator = torch.Generator().manual_seed(1)
+    constants = {}
+    for i in asked.constant:
+        drawn = torch.randn(asked.inputs[i].shape, generator=generator)
+        drawn = drawn.abs() if asked.op == "batch_norm" else drawn
+        constants[i] = drawn.to(getattr(torch, asked.inputs[i].dtype))
+    inputs = sample_inputs(asked, CPU)
+    copies = [t.clone() for t in inputs]
+    with torch.inference_mode():
+        call, out = bind(row, asked, constants, CPU)
+        made = call(*inputs, **out)
+    if out:
+        assert made.data_ptr() == out["out"].data_ptr()
+    assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True)), "changed an input"
+    rest = iter(inputs)
+    full = [
+        None if m is None else constants[i] if i in constants else next(rest)
+        for i, m in enumerate(asked.inputs)
+    ]
+    wide = [None if t is None else t.double() for t in full]
+    (right,) = reference.call(asked.op, wide, {**asked.attrs, **_wide(asked)})
+    return made, right
+
+
+def _wide(asked: Problem) -> dict[str, str]:
+    return {"dtype": "float64"} if asked.attrs.get("dtype") else {}
+
+
+@pytest.mark.parametrize("asked", PROBLEMS, ids=lambda p: f"{p.op}-{p.key[:6]}")
+def test_agrees_with_the_reference(asked: Problem) -> None:
+    rows = catalog.candidates(asked.op, "cpu")
+    fitting = [row for row in rows if row.load().fits(asked) is None]
+    assert len(fitting) > 1, "only the last resort fits"
+    for row in fitting:
+        made, right = run(row, asked)
+        assert asked.output.matches(made), row.id
+        error = (made.double() - right).abs().max() / right.abs().max()
+        assert error <= TOLERANCES[asked.output.dtype], row.id
+
+
+def test_every_row_is_a_kernel_of_a_known_operation() -> None:
+    assert len(catalog.BY_ID) == len(catalog.KERNELS)
+    for row in catalog.KERNELS:
+        module = row.load()
+        assert isinstance(module.WRITES_OUT, bool)
+        assert callable(module.fits)
+        assert callable(module.bind)
+        assert row.op == "*" or row.op in reference.REFERENCES
+        assert set(row.targets) <= {"cpu", "sm_90", "reference"}
+        assert not (row.views and module.WRITES_OUT)
+
+
+def test_every_kernel_of_the_cpu_is_exercised() -> None:
+    fitted = {
+        row.id
+        for asked in PROBLEMS
+        for row in catalog.candidates(asked.op, "cpu")
+        if row.load().fits(asked) is None
+    }
+    untested = {r.id for r in catalog.KERNELS if "cpu" in r.targets} - fitted
+    # the logarithm and the roots need positive inputs, the fallback is the graph's own test
+    assert untested == {
+        "log.aten", "sqrt.aten", "rsqrt.aten", "reciprocal.aten", "fallback.aten",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["log", "sqrt", "rsqrt", "reciprocal"])
+def test_operations_of_positive_numbers(op: str) -> None:
+    asked = problem(op, [(3, 9)], (3, 9), {})
+    call, out = bind(catalog.kernel(f"{op}.aten"), asked, {}, CPU)
+    x = torch.rand(3, 9) + 0.1
+    torch.testing.assert_close(call(x, **out), getattr(torch, op)(x.double()).float())
+
+
+def test_an_unknown_id_is_told() -> None:
+    with pytest.raises(CompileError, match="unknown kernel"):
+        catalog.kernel("conv2d.magic")

@@ -1,0 +1,105 @@
+"""find: fast ones first, refused ones with their reason, and nothing is measured twice."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tessella.core.errors import CompileError
+from tessella.kernels import catalog, find, timing
+from tessella.kernels.pool import aten as pool_aten
+from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.tuning import TimingCache
+
+LINEAR = Problem(
+    op="linear",
+    inputs=(
+        TensorMeta(shape=(4, 32), dtype="float32"),
+        TensorMeta(shape=(16, 32), dtype="float32"),
+        None,
+        None,
+    ),
+    outputs=(TensorMeta(shape=(4, 16), dtype="float32"),),
+    attrs={"activation": None},
+    constant=(1,),
+)
+POOL = Problem(
+    op="adaptive_avg_pool2d",
+    inputs=(TensorMeta(shape=(1, 4, 8, 8), dtype="float32"),),
+    outputs=(TensorMeta(shape=(1, 4, 2, 2), dtype="float32"),),
+    attrs={"output_size": (2, 2)},
+)
+WEIGHT = {1: torch.ones(16, 32)}
+
+
+def test_fastest_first_and_refused_last() -> None:
+    half = Problem(**{**vars(LINEAR), "inputs": tuple(
+        None if m is None else TensorMeta(shape=m.shape, dtype="float16") for m in LINEAR.inputs
+    ), "outputs": (TensorMeta(shape=(4, 16), dtype="float16"),)})  # fmt: skip
+    trials = find.find(half, {1: WEIGHT[1].half()}, target="cpu", budget_s=0.0)
+    assert [t.kernel for t in trials] == ["linear.aten", "linear.onednn", "linear.mkl"]
+    assert trials[0].time_us > 0
+    assert all("float16" in t.refused for t in trials[1:])
+    times = [t.time_us for t in find.find(LINEAR, WEIGHT, target="cpu", budget_s=0.0)]
+    assert len(times) == 3
+    assert times == sorted(times)
+
+
+def test_a_cache_answers_without_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "folder" / "timings.jsonl"
+    first = find.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path), budget_s=0.0)
+
+    def forbidden(*args: object, **kwargs: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(find, "measure", forbidden)
+    again = find.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
+    assert again == first
+    # another version of a kernel is another kernel
+    rows = tuple(
+        catalog.Kernel(**{**vars(r), "version": 2}) if r.id == "linear.mkl" else r
+        for r in catalog.KERNELS
+    )
+    monkeypatch.setattr(catalog, "KERNELS", rows)
+    with pytest.raises(AssertionError, match="measured again"):
+        find.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
+
+
+def test_a_kernel_that_fails_is_refused_and_the_last_resort_takes_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(pool_aten, "bind", lambda p, c: fails)
+    first, second = find.find(POOL, {}, target="cpu", budget_s=0.0)
+    assert (first.kernel, first.refused) == ("reference", None)
+    assert second.refused == "failed: no such instruction"
+
+
+def test_a_kernel_that_makes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_aten, "bind", lambda p, c: lambda x: x)
+    trials = find.find(POOL, {}, target="cpu", budget_s=0.0)
+    assert trials[0].kernel == "reference"
+    assert "instead of" in trials[1].refused
+
+
+def test_nothing_fits() -> None:
+    wrong = Problem(**{**vars(POOL), "attrs": {"output_size": (-1, 2)}})
+    with pytest.raises(CompileError, match="no kernel on cpu can carry out adaptive_avg_pool2d"):
+        find.find(wrong, {}, target="cpu")
+
+
+def test_the_reference_target_measures_nothing() -> None:
+    (trial,) = find.find(LINEAR, WEIGHT, target="reference")
+    assert (trial.kernel, trial.time_us) == ("reference", None)
+
+
+def test_measure_tells_slow_from_fast() -> None:
+    runs = {"slow": lambda: time.sleep(0.002), "fast": lambda: time.sleep(0.0002)}
+    times = timing.measure(runs, device=torch.device("cpu"), budget_s=0.02)
+    assert times["slow"].time_us > 1.5 * times["fast"].time_us
+    assert times["slow"].time_us >= 2000

@@ -1,0 +1,258 @@
+"""The engine: right answers for any batch and caller, in memory of their own; bad plans refused."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tessella import runtime
+from tessella.artifacts.plan import Plan, load_plan
+from tessella.core.errors import ArtifactError, CorruptArtifact, InputError, UsageError, WrongDevice
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph import capture
+from tessella.kernels import find, timing
+from tessella.runtime.engine import Engine
+from tests.compiler.networks import build, captured, network, plan
+
+LENET = network("lenet")[0]
+
+
+@pytest.fixture(scope="module")
+def lenet() -> Plan:
+    return plan(captured("lenet"), (1, 2, 8))
+
+
+@pytest.fixture(scope="module")
+def engine(lenet: Plan) -> Engine:
+    return runtime.load(lenet)
+
+
+def eager(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return LENET(x)
+
+
+def images(count: int) -> torch.Tensor:
+    return torch.randn(count, 1, 28, 28, generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9, 21])
+def test_any_batch_size(engine: Engine, count: int) -> None:
+    made = engine(image=images(count))["scores"]
+    torch.testing.assert_close(made, eager(images(count)), rtol=1e-4, atol=1e-5)
+
+
+def test_numpy_in_numpy_out(engine: Engine) -> None:
+    x = images(3)
+    scores = engine(image=x.numpy())["scores"]
+    assert isinstance(scores, np.ndarray)
+    assert torch.equal(torch.from_numpy(scores), engine(x)["scores"])
+    frozen = x.numpy().copy()
+    frozen.flags.writeable = False
+    assert np.array_equal(engine(frozen)["scores"], scores)
+    strided = np.ascontiguousarray(x.numpy()[:, :, ::-1])[:, :, ::-1]  # negative strides
+    assert np.array_equal(engine(strided)["scores"], scores)
+
+
+def test_strides_and_gradients_of_the_caller_do_not_matter(engine: Engine) -> None:
+    x = images(4)
+    right = engine(x)["scores"]
+    turned = x.transpose(2, 3).contiguous().transpose(2, 3)
+    assert torch.equal(engine(turned)["scores"], right)
+    made = engine(x.clone().requires_grad_())["scores"]
+    assert torch.equal(made, right)
+    assert not made.is_inference()
+    (made * torch.ones(10, requires_grad=True)).sum().backward()  # usable in training
+
+
+def test_answers_stay_when_the_engine_goes_on(engine: Engine) -> None:
+    first = engine(images(2))["scores"]
+    kept = first.clone()
+    for count in (2, 1, 8, 5):
+        engine(images(count) * 3)
+    assert torch.equal(first, kept)
+
+
+def test_an_output_that_is_a_view_of_the_input_is_copied() -> None:
+    spec = TensorSpec(name="image", dtype="float32", shape=(1, 2, 3))
+    flat = runtime.load(build(nn.Flatten(), spec))
+    x = torch.randn(2, 2, 3)
+    made = flat(x)["scores"]
+    x.zero_()
+    assert made.abs().sum() > 0
+
+
+def test_several_inputs_and_outputs() -> None:
+    class Two(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return a + b, a - b
+
+    from_graph = _two_inputs(Two())
+    a, b = torch.randn(3, 4), torch.randn(3, 4)
+    made = from_graph(a, b=b)
+    assert list(made) == ["sum", "difference"]
+    assert torch.equal(made["sum"], a + b)
+    assert torch.equal(made["difference"], a - b)
+    with pytest.raises(InputError, match="different batch sizes"):
+        from_graph(a, b[:2])
+
+
+def _two_inputs(module: nn.Module) -> Engine:
+    span = DimRange(min=1, opt=2, max=4)
+    specs = [TensorSpec(name=n, dtype="float32", shape=(span, 4)) for n in "ab"]
+    return runtime.load(plan(capture(module, specs, outputs=("sum", "difference")), (1, 2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        ({}, "the inputs are not the plan's"),
+        ({"picture": images(1)}, "the inputs are not the plan's"),
+        ({"image": images(1), "more": images(1)}, "the inputs are not the plan's"),
+        ({"image": images(1)[:, :, :27]}, "wrong shape"),
+        ({"image": images(1)[0]}, "wrong shape"),
+        ({"image": images(1)[:0]}, "wrong shape"),
+        ({"image": images(1).double()}, "wrong element type"),
+        ({"image": images(1).numpy().astype(">f4")}, "wrong element type"),
+        ({"image": [[1.0]]}, "neither a NumPy array nor a torch tensor"),
+    ],
+)
+def test_wrong_inputs(engine: Engine, arguments: dict[str, object], wrong: str) -> None:
+    with pytest.raises(InputError, match=wrong):
+        engine(**arguments)
+
+
+def test_threads_get_their_own_answers(engine: Engine) -> None:
+    inputs = [images(1 + i) for i in range(6)]
+    right = [engine(x)["scores"] for x in inputs]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        answers = [engine(inputs[index])["scores"] for _ in range(25)]
+        wrong.extend(index for answer in answers if not torch.equal(answer, right[index]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_closed_engine_says_so(lenet: Plan) -> None:
+    with runtime.load(lenet) as engine:
+        engine(images(1))
+    with pytest.raises(UsageError, match="closed"):
+        engine(images(1))
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded_answers_bit_for_bit(lenet: Plan, engine: Engine, tmp_path: Path) -> None:
+    loaded = runtime.load(lenet.save(tmp_path / "lenet.plan"))
+    for count in (1, 3, 8):
+        assert torch.equal(loaded(images(count))["scores"], engine(images(count))["scores"])
+    assert loaded.inputs == lenet.manifest.inputs
+    assert loaded.outputs[0].name == "scores"
+    assert loaded.labels == ()
+    assert loaded.preprocess is None
+
+
+def test_loading_measures_and_compiles_nothing(
+    lenet: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*args: object, **kwargs: object) -> None:
+        raise AssertionError("loading must not do this")
+
+    for place, name in ((timing, "measure"), (find, "measure"), (find, "find"), (torch, "compile")):
+        monkeypatch.setattr(place, name, forbidden)
+    runtime.load(lenet.save(tmp_path / "lenet.plan"))(images(3))
+
+
+def test_another_device_is_refused_with_the_command_that_rebuilds(lenet: Plan) -> None:
+    there = replace(lenet.manifest.fingerprint, arch="aarch64-neon")
+    with pytest.raises(WrongDevice, match="tessella compile a-test"):
+        runtime.load(replace(lenet, manifest=replace(lenet.manifest, fingerprint=there)))
+
+
+def test_a_changed_byte_of_the_weights_is_found(lenet: Plan, tmp_path: Path) -> None:
+    path = lenet.save(tmp_path / "lenet.plan")
+    content = bytearray(path.read_bytes())
+    weight = lenet.weights["ip1.weight"].numpy().tobytes()[:64]
+    content[content.index(weight)] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptArtifact, match="changed"):
+        runtime.load(path)
+
+
+def test_changed_weights_fail_the_self_test(lenet: Plan, tmp_path: Path) -> None:
+    """Honest hashes around wrong weights: only running the plan can tell."""
+    name = next(n for n in lenet.weights if n.endswith("ip2.weight"))
+    weights = {**lenet.weights, name: lenet.weights[name] * 1.01}
+    path = replace(lenet, weights=weights).save(tmp_path / "wrong.plan")
+    assert load_plan(path).manifest.members
+    with pytest.raises(ArtifactError, match="fails its self-test"):
+        runtime.load(path)
+    runtime.load(path, self_test=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"kernel": "conv2d.magic"}, "cannot be bound"),
+        ({"kernel": "relu.aten"}, "cannot run step"),
+        ({"kernel": "conv2d.cudnn"}, "cannot run step"),
+        ({"attrs": {}}, "cannot be bound"),
+    ],
+)
+def test_a_program_that_cannot_run_is_refused(
+    lenet: Plan, change: dict[str, object], wrong: str
+) -> None:
+    bucket = lenet.program.buckets[0]
+    steps = (replace(bucket.steps[0], **change), *bucket.steps[1:])
+    program = replace(lenet.program, buckets=(replace(bucket, steps=steps),))
+    with pytest.raises(ArtifactError, match=wrong):
+        runtime.load(replace(lenet, program=program))
+
+
+def test_lenet_is_no_slower_than_eager(engine: Engine) -> None:
+    x = images(1)
+    times: dict[str, list[float]] = {"eager": [], "engine": []}
+    for _ in range(150):
+        for name, run in (("eager", eager), ("engine", engine)):
+            start = time.perf_counter()
+            run(x)
+            times[name].append(time.perf_counter() - start)
+    eager_s, engine_s = (statistics.median(t[20:]) for t in times.values())
+    assert engine_s <= eager_s
+
+
+def test_one_channel_in_the_strides_of_another_format(engine: Engine) -> None:
+    """A grey image cut from NHWC pixels is contiguous, with strides that suggest channels_last."""
+    x = images(3)
+    nhwc = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    assert nhwc.is_contiguous()
+    assert torch.equal(engine(nhwc)["scores"], engine(x)["scores"])
+    assert np.array_equal(engine(nhwc.numpy())["scores"], engine(x.numpy())["scores"])
+
+
+def test_one_channel_in_the_middle_of_a_network() -> None:
+    torch.manual_seed(0)
+    narrow = nn.Sequential(
+        nn.Conv2d(3, 1, 3), nn.ReLU(), nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.Flatten(1)
+    )
+    made = runtime.load(
+        build(narrow, TensorSpec(name="image", dtype="float32", shape=(1, 3, 9, 9)))
+    )
+    x = torch.randn(2, 3, 9, 9)
+    with torch.inference_mode():
+        torch.testing.assert_close(made(x)["scores"], narrow(x), rtol=1e-4, atol=1e-5)
