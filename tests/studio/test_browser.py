@@ -100,3 +100,16 @@ def test_the_learning_rate_is_drawn_as_the_recipe_changes(studio, chromium):
     until(lambda: curve()[0] == [0, 0.015])
     see(chromium, "--lr 0.015")
     alive(chromium)
+
+
+def test_a_hostile_name_stays_text_in_a_chart(studio, chromium):
+    enter(chromium, studio, "/data?dataset=datasets/digits")
+    until(lambda: series(chromium).get("train") == 4)
+    chromium.execute_script(
+        "const box = document.querySelector('.nicegui-echart');"
+        "const chart = getElement(Number(box.id.slice(1))).chart;"
+        "for (let i = 0; i < 4; i++)"
+        "  chart.dispatchAction({type: 'showTip', seriesIndex: 0, dataIndex: i})"
+    )
+    chromium.execute_async_script("setTimeout(arguments[0], 300)")
+    assert not chromium.find_elements(By.CSS_SELECTOR, "img[src='x']")

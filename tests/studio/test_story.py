@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from sklearn.datasets import load_digits
 
@@ -156,6 +157,29 @@ def explore(chromium, served, picture):
     report = json.loads(reports[0].read_text())
     see(chromium, f"{100 * report['accuracy']:.2f} %")
     assert np.sum(report["confusion"]) == 1797 - 1438
+    show_cell(chromium, report)
+
+
+def show_cell(chromium, report):
+    """Click a cell of the confusion matrix: its images appear."""
+    row = report["labels"].index("three")
+    count = report["confusion"][row][row]
+    chart = chromium.find_element(By.CSS_SELECTOR, ".chart.tall")
+    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
+    chromium.execute_async_script("setTimeout(arguments[0], 500)")
+    x, y = chromium.execute_script(
+        "return getElement(Number(arguments[0].id.slice(1))).chart"
+        ".convertToPixel({seriesIndex: 0}, [arguments[1], arguments[1]])",
+        chart,
+        row,
+    )
+    size = chart.size
+    where = ActionChains(chromium).move_to_element_with_offset(
+        chart, int(x - size["width"] / 2), int(y - size["height"] / 2)
+    )
+    where.click().perform()
+    see(chromium, f"three taken for three: {count}")
+    until(lambda: len(chromium.find_elements(By.CSS_SELECTOR, ".card .stack .thumb img")) >= count)
 
 
 def compile_plan(chromium, served, picture):

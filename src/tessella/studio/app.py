@@ -7,6 +7,7 @@ a page.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import warnings
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp
 from tessella.core.errors import TessellaError, UsageError
 from tessella.jobs.scheduler import Scheduler
 from tessella.jobs.store import Store
-from tessella.studio import pictures, uploads
+from tessella.studio import parts, pictures, uploads
 from tessella.studio.desk import Desk
 from tessella.studio.guard import Guard, read_or_make_token
 from tessella.studio.pages import data, explore, home, monitor, plan, train
@@ -132,9 +133,11 @@ def _listen(host: str, port: int) -> socket.socket:
     """A listening socket, so that a taken port is told before anything else starts."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
+        with contextlib.ExitStack() as on_failure:
+            listening = on_failure.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            on_failure.pop_all()  # it is ours now, open
     except OSError as error:
         raise UsageError(
             f"the studio cannot listen on {host}, port {port}",
@@ -154,7 +157,7 @@ def _page_of(error: Exception, root: Path) -> None:
     if not isinstance(error, TessellaError):
         log.exception("a page could not be built", exc_info=error)
     with frame("Not found", "This page could not be shown.", root):
-        with home.parts.card("What went wrong"):
-            home.parts.note(str(error) or type(error).__name__, "bad")
-            with home.parts.link("/"):
+        with parts.card("What went wrong"):
+            parts.note(str(error) or type(error).__name__, "bad")
+            with parts.link("/"):
                 ui.label("Back to the overview")

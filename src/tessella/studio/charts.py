@@ -32,6 +32,7 @@ def _frame() -> Options:
         "grid": {"left": 8, "right": 18, "top": 34, "bottom": 8, "containLabel": True},
         "tooltip": {
             "trigger": "axis",
+            "renderMode": "richText",  # drawn, not HTML: names stay text
             "confine": True,
             "backgroundColor": "rgba(28,34,31,0.94)",
             "borderWidth": 0,
@@ -131,13 +132,27 @@ def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Options
     names = [shorten(n) for n in labels]
     cells = [[c, r, n] for r, row in enumerate(matrix) for c, n in enumerate(row)]
     share = [sum(row) or 1 for row in matrix]
-    data = [{"value": [c, r, round(100 * n / share[r], 2), n]} for c, r, n in cells]
+    data = [
+        {
+            "name": f"{labels[r]} taken for {labels[c]}: {n}",
+            "value": [c, r, round(100 * n / share[r], 2), n],
+            "label": {"color": "#ffffff" if n > 0.45 * share[r] else _MUTED},
+        }
+        for c, r, n in cells
+    ]
     small = len(labels) <= 24
     return _frame() | {
         "grid": {"left": 8, "right": 16, "top": 30, "bottom": 8, "containLabel": True},
-        "tooltip": {**_frame()["tooltip"], "trigger": "item", "formatter": "{c}"},
+        "tooltip": {**_frame()["tooltip"], "trigger": "item", ":formatter": "p => p.data.name"},
         "xAxis": _axis("category", data=names, position="top")
-        | {"axisLabel": {"color": _MUTED, "fontSize": 11.5, "rotate": 0 if small else 60}},
+        | {
+            "axisLabel": {
+                "color": _MUTED,
+                "fontSize": 11.5,
+                "interval": 0 if small else "auto",
+                "rotate": 0 if len(labels) < 6 else 45,
+            }
+        },
         "yAxis": _axis("category", data=names, inverse=True),
         "visualMap": {
             "show": False,
@@ -150,12 +165,11 @@ def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Options
             {
                 "type": "heatmap",
                 "data": data,
-                "encode": {"x": 0, "y": 1, "value": 3, "tooltip": 3},
                 "label": {
                     "show": small,
-                    "formatter": "{@[3]}",
+                    ":formatter": "p => p.data.value[3]",
                     "fontSize": 11.5,
-                    "color": "inherit",
+                    "color": _MUTED,
                 },
                 "itemStyle": {"borderColor": "rgba(128,140,134,0.25)", "borderWidth": 1},
             }

@@ -6,7 +6,7 @@ Text reaches the browser as text, attributes as attributes; the one place that w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -14,11 +14,10 @@ from urllib.parse import urlencode
 
 from nicegui import ui
 from nicegui.element import Element
+from nicegui.events import GenericEventArguments
 
 from tessella.core.errors import TessellaError
 from tessella.studio.theme import text
-
-MAX_UPLOAD_BYTES = 64 << 30
 
 
 def card(title: str = "", hint: str = "", *, tight: bool = False) -> Element:
@@ -195,8 +194,8 @@ class Track:
 
 
 def drop_zone(
-    title: str, hint: str, accept: str, on_sent: Callable[[str, str], object]
-) -> tuple[Element, Track]:
+    title: str, hint: str, accept: str, on_sent: Callable[[str, str], Awaitable[None]]
+) -> None:
     """A place to drop a file or click; calls ``on_sent(upload_id, file_name)`` when it has arrived.
 
     The file goes through ``/api/uploads`` in chunks; the name is the browser's and is only shown.
@@ -221,13 +220,17 @@ def drop_zone(
         ),
         js_handler=detail,
     )
-    field.on("sent", lambda e: on_sent(e.args["id"], e.args["name"]), js_handler=detail)
+
+    async def arrived(event: GenericEventArguments) -> None:
+        track.box.set_visibility(False)
+        await on_sent(event.args["id"], event.args["name"])
+
+    field.on("sent", arrived, js_handler=detail)
     field.on(
         "unsent",
         lambda e: ui.notify(f"{e.args['name']}: {e.args['error']}", type="negative"),
         js_handler=detail,
     )
-    return zone, track
 
 
 def nbytes(size: float) -> str:

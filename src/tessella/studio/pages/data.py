@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from nicegui import run as threads
 from nicegui import ui
 from nicegui.elements.mixins.value_element import ValueElement
@@ -230,7 +231,7 @@ class _New:
             self._name.set_value(plain_name(folder.name))
         self._changed()
 
-    def _example_uploaded(self, upload: str, name: str) -> None:
+    async def _example_uploaded(self, upload: str, name: str) -> None:
         self._example = f"upload:{upload}"
         self._changed()
 
@@ -387,8 +388,10 @@ class _Dataset:
     def _show(self) -> None:
         """The current page of thumbnails; each is fetched by URL when it comes into view."""
         labels = self._dataset.split(self._split).labels
-        if self._label < 0:
-            rows = range(len(labels))
+        if (
+            self._label < 0
+        ):  # mixed, always in the same way: shards may hold one class after another
+            rows = np.random.default_rng(0).permutation(len(labels)).tolist()
         else:
             rows = (labels == self._label).nonzero()[0].tolist()
         last = max(1, -(-len(rows) // PAGE_SIZE))
@@ -397,7 +400,6 @@ class _Dataset:
         self._images.clear()
         with self._images:
             for index in shown:
-                index = int(index)
                 name = self._dataset.classes[int(labels[index])]
                 with parts.box("thumb"):
                     parts.picture(

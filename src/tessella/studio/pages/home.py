@@ -145,13 +145,22 @@ def job_item(job: Job) -> None:
         text("span", ago(job.finished or job.started or job.created)).classes("detail nowrap")
 
 
-def accuracy(run: Run) -> str:
-    """The best validation accuracy of a run so far."""
-    scores = [c.info.metrics.get("val/accuracy") for c in run.checkpoints()]
+def accuracy(run: Run | None) -> str:
+    """The best validation accuracy of a run so far, for people."""
+    scores = [] if run is None else [c.info.metrics.get("val/accuracy") for c in run.checkpoints()]
     best = max((s for s in scores if s is not None), default=None)
     return "" if best is None else f"{100 * best:.2f} %"
 
 
 def ago(moment: float) -> str:
     """How long ago a moment (seconds since 1970) was."""
-    return f"{parts.duration(time.time() - moment)} ago" if moment else ""
+    seconds = time.time() - moment
+    if not moment:
+        return ""
+    if seconds < 60:
+        return "just now"
+    for unit, size in (("day", 86_400), ("hour", 3600)):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'s' * (count > 1)} ago"
+    return f"{int(seconds // 60)} min ago"

@@ -27,6 +27,7 @@ from tessella.studio.theme import frame, text
 from tessella.studio.workspace import Found
 
 LOOK_INTERVAL_S = 1.0
+SIDE_INTERVAL_S = 3.0
 SILENT_S = 90.0  # a run of no job of ours that wrote nothing for so long is not running
 
 # Which curve a metric belongs to, by the end of its name.
@@ -49,7 +50,7 @@ async def _page(desk: Desk, ref: str, job_id: str) -> None:
         ref = runs[0].ref
     with frame("Monitor", "What a run is doing, while it does it.", space.root):
         with parts.box("split"):
-            _side(desk, runs, ref, job)
+            _side(desk, ref)
             with parts.box("stack"):
                 if ref:
                     await _watch_run(desk, space.path(ref))
@@ -60,29 +61,52 @@ async def _page(desk: Desk, ref: str, job_id: str) -> None:
                         parts.button("Train a network", lambda: ui.navigate.to("/train"))
 
 
-def _side(desk: Desk, runs: list[Found[Run]], ref: str, job: Job | None) -> None:
+def _side(desk: Desk, ref: str) -> None:
+    """The machine, and everything that could be watched instead; kept fresh."""
     with parts.box("stack"):
-        Machine()
-        with parts.card("Runs", str(len(runs)), tight=True):
-            if not runs:
-                text("p", "None in this workspace.").classes("muted small")
-            with parts.box("list").style("max-height:44vh;overflow:auto"):
-                for entry in runs:
-                    with parts.link(
-                        "/monitor", f"item {'here' * (entry.ref == ref)}", run=entry.ref
-                    ):
-                        text("span", entry.path.name).classes("name cut")
-                        if entry.item is None:
-                            text("span", "cannot be read").classes("detail")
-                            continue
-                        text("span", accuracy(entry.item)).classes("detail num")
-                        line = f"{entry.item.recipe.network} · {ago(entry.modified)}"
-                        text("span", line).classes("detail cut")
+        Machine(str(desk.workspace.root))
+        with parts.card("Runs", tight=True):
+            listed = parts.box("list").style("max-height:44vh;overflow:auto")
+        with parts.card("Jobs", tight=True) as jobs_card:
+            jobs_list = parts.box("list")
+    shown: list[object] = [None, None]
+
+    async def refresh() -> None:
+        found = await threads.io_bound(
+            lambda: [(f, accuracy(f.item)) for f in desk.workspace.runs()]
+        )
+        lines = [(f.ref, score, f.problem, ago(f.modified)) for f, score in found]
+        if lines != shown[0]:
+            shown[0] = lines
+            listed.clear()
+            with listed:
+                for entry, score in found:
+                    _run_item(entry, score, here=entry.ref == ref)
+                if not found:
+                    text("p", "None in this workspace.").classes("muted small")
         others = [j for j in desk.store.jobs() if j.kind != "train" or not j.ended][:12]
-        if others:
-            with parts.card("Jobs", tight=True), parts.box("list"):
+        states = [(j.id, j.status, j.aborting) for j in others]
+        if states != shown[1]:
+            shown[1] = states
+            jobs_card.set_visibility(bool(others))
+            jobs_list.clear()
+            with jobs_list:
                 for other in others:
                     job_item(other)
+
+    ui.timer(SIDE_INTERVAL_S, refresh)
+
+
+def _run_item(entry: Found[Run], score: str, *, here: bool) -> None:
+    with parts.link("/monitor", f"item {'here' * here}", run=entry.ref):
+        text("span", entry.path.name).classes("name cut")
+        if entry.item is None:
+            text("span", "cannot be read").classes("detail")
+            text("span", entry.problem or "").classes("detail cut")
+            return
+        text("span", score).classes("detail num")
+        line = f"{entry.item.recipe.network} · {ago(entry.modified)}"
+        text("span", line).classes("detail cut")
 
 
 async def _watch_run(desk: Desk, path: Path) -> None:
@@ -335,19 +359,21 @@ def _progress_line(feed: Feed, status: str) -> str:
     return " · ".join(line) or "Waiting for its turn."
 
 
+_NAMES = {"lr": "learning rate", "images_per_s": "images a second", "loss": "loss of the step"}
+
+
 def _numbers(feed: Feed) -> list[tuple[str, str]]:
+    """The newest value of each metric, for people; the epoch and the best accuracy first."""
     epoch = max((p[-1][0] for p in feed.points.values() if p), default=0.0)
     out = [("epoch", f"{epoch:.2f}")]
-    for name in sorted(feed.points):
-        value = feed.latest(name)
-        if value is None:
-            continue
-        ending = name.rsplit("/", 1)[-1]
-        shown = f"{100 * value:.2f} %" if ending == "accuracy" else f"{value:.4g}"
-        out.append((name.replace("/", " ").replace("_", " "), shown))
-    scores = [p[1] for p in feed.points.get("val/accuracy", [])]
-    if scores:
+    if scores := [value for _, value in feed.points.get("val/accuracy", [])]:
         out.append(("best val accuracy", f"{100 * max(scores):.2f} %"))
+    for name in sorted(feed.points, key=lambda n: ("/" not in n, n)):
+        value = feed.latest(name)
+        if value is not None:
+            accurate = name.endswith("accuracy")
+            shown = f"{100 * value:.2f} %" if accurate else f"{value:.4g}"
+            out.append((_NAMES.get(name, name.replace("/", " ").replace("_", " ")), shown))
     return out
 
 
