@@ -17,7 +17,6 @@ from tessella.core.errors import CompileError
 from tessella.graph.build import Builder
 from tessella.graph.graph import Dim, Shape, Value
 from tessella.graph.ops import BY_ATEN, Op, is_attribute
-from tessella.kernels.fallback.aten import refusal
 
 Result = Value | tuple[Value, ...] | None
 
@@ -148,41 +147,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _fallback(call: OperatorCall, build: Builder) -> Result:
-    """The operator itself, its arguments as templates with numbered tensors."""
-    if (reason := refusal(call.target)) is not None:
-        raise CompileError(
-            "the network uses an operator that cannot be part of a plan",
-            seen=f"{reason} (in {build.layer or 'the network itself'})",
-            fix="write this layer with other operators",
-        )
-    tensors: list[Value] = []
-
-    def template(arg: Any) -> Any:
-        if isinstance(arg, Value):
-            if arg not in tensors:
-                tensors.append(arg)
-            return {"input": tensors.index(arg)}
-        if isinstance(arg, list | tuple):
-            return tuple(template(a) for a in arg)
-        if isinstance(arg, float) and not math.isfinite(arg):
-            return {"float": str(arg)}
-        for kind in (torch.dtype, torch.memory_format, torch.layout):
-            if isinstance(arg, kind):
-                return {kind.__name__: str(arg).removeprefix("torch.")}
-        if isinstance(arg, torch.device):
-            return None  # a plan decides where it runs
-        if is_attribute(arg):
-            return arg
-        raise CompileError(
-            f"an argument of {call.target} cannot be written to a plan",
-            seen=f"{arg!r} ({type(arg)})",
-        )
-
-    args = tuple(template(a) for a in call.args)
-    kwargs = {k: template(v) for k, v in call.kwargs.items() if k not in ("device", "pin_memory")}
-    outputs = build.node(
-        "fallback", tensors, name=call.name, target=call.target, args=args, kwargs=kwargs
-    )
+    """The operator itself."""
+    kwargs = {k: v for k, v in call.kwargs.items() if k not in ("device", "pin_memory")}
+    outputs = build.fallback(call.target, call.args, kwargs, name=call.name)
     several = len(call.shapes) > 1 or str(call.operator._schema.returns[0].type) != "Tensor"
     return outputs if several else outputs[0]
 

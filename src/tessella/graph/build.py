@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,21 +11,29 @@ import torch
 from tessella.core.errors import CompileError
 from tessella.core.spec import TensorSpec
 from tessella.graph import infer
-from tessella.graph.graph import Dim, Graph, Node, Value
+from tessella.graph.graph import Dim, Graph, Node, Shape, Value
+from tessella.graph.ops import is_attribute
 from tessella.graph.ops import op as row_of
+from tessella.kernels import reference
+from tessella.kernels.fallback.aten import refusal
+
+# A folded constant may be larger than what it is made of, up to this many elements.
+_FOLD_ELEMENTS = 1 << 20
 
 
 class Builder:
     """A graph that grows node by node.
 
-    ``reserved``: names that are kept for the graph's inputs and outputs.
+    Args:
+        reserved: names that are kept for the graph's inputs and outputs.
+        fold: compute at once what depends on constants alone.
     """
 
-    def __init__(self, name: str, reserved: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, reserved: Sequence[str] = (), *, fold: bool = False) -> None:
         self.graph = Graph(name)
         self.layer = ""
+        self._fold = fold
         self._taken = set(reserved)
-        self._constants: dict[str, Value] = {}
 
     def fresh(self, like: str) -> str:
         """A name like ``like`` that nothing else has, taken from now on."""
@@ -37,8 +46,10 @@ class Builder:
 
     def input(self, spec: TensorSpec, *, dynamic: bool) -> Value:
         """A graph input; dimension 0 is the batch if ``dynamic``."""
-        first = Dim() if dynamic else spec.batch.opt
-        value = Value(spec.name, spec.dtype, (first, *spec.at(1)[1:]))
+        shape: Shape = ()
+        if spec.shape:
+            shape = (Dim() if dynamic else spec.batch.opt, *spec.at(1)[1:])
+        value = Value(spec.name, spec.dtype, shape)
         self.graph.inputs.append(value)
         return value
 
@@ -69,6 +80,10 @@ class Builder:
         kinds = infer.outputs(op, inputs, attrs)
         like = name or op
         names = [like] if len(kinds) == 1 else [f"{like}.{i}" for i in range(len(kinds))]
+        if self._fold and self._foldable(inputs, kinds, attrs):
+            tensors = [self.graph.constant(v) for v in inputs]
+            made = reference.call(op, tensors, attrs)
+            return tuple(self.constant(n, t) for n, t in zip(names, made, strict=True))
         outputs = tuple(
             Value(self.fresh(n), dtype, shape)
             for n, (dtype, shape) in zip(names, kinds, strict=True)
@@ -83,6 +98,44 @@ class Builder:
         (output,) = self.node(op, inputs, name=name, **attrs)
         return output
 
+    def _foldable(
+        self,
+        inputs: Sequence[Value | None],
+        kinds: Sequence[tuple[str, Shape]],
+        attrs: Mapping[str, Any],
+    ) -> bool:
+        if any(v is not None and v not in self.graph.constants for v in inputs):
+            return False
+        if infer.follows_batch(inputs, attrs):
+            return False
+        read = sum(self.graph.constants[v].numel() for v in inputs if v is not None)
+        made = sum(math.prod(shape) for _, shape in kinds)  # type: ignore[arg-type]
+        return made <= max(_FOLD_ELEMENTS, read)
+
+    def fallback(
+        self, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str
+    ) -> tuple[Value, ...]:
+        """Append torch's operator ``target`` (``aten::roll``); tensors in its arguments are values.
+
+        Raises:
+            CompileError: it may not run as a fallback.
+        """
+        if (reason := refusal(target)) is not None:
+            raise CompileError(
+                "the network uses an operator that cannot be part of a plan",
+                seen=f"{reason} (in {self.layer or 'the network itself'})",
+                fix="write this layer with other operators",
+            )
+        tensors: list[Value] = []
+        return self.node(
+            "fallback",
+            tensors,
+            name=name,
+            target=target,
+            args=[_template(a, tensors) for a in args],
+            kwargs={k: _template(a, tensors) for k, a in kwargs.items()},
+        )
+
     def finish(self, outputs: Sequence[Value], names: Sequence[str]) -> Graph:
         """The graph with its outputs named, without what they do not need."""
         if len(set(names)) != len(names) or {v.name for v in self.graph.inputs} & set(names):
@@ -91,6 +144,7 @@ class Builder:
                 seen=", ".join(names),
                 fix="give each output another name, different from the inputs' names",
             )
+        self._fold = False
         owned = set(self.graph.inputs) | set(self.graph.constants)
         for value, name in zip(outputs, names, strict=True):
             if value in owned:  # an input, a constant, or an output under another name
@@ -101,6 +155,28 @@ class Builder:
             self.graph.outputs.append(value)
         drop_unused(self.graph)
         return self.graph
+
+
+def _template(arg: Any, tensors: list[Value]) -> Any:
+    """An argument as ``kernels.fallback.aten`` reads it; ``tensors`` collects what it numbers."""
+    if isinstance(arg, Value):
+        if arg not in tensors:
+            tensors.append(arg)
+        return {"input": tensors.index(arg)}
+    if isinstance(arg, list | tuple):
+        return tuple(_template(a, tensors) for a in arg)
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return {"float": str(arg)}
+    for kind in (torch.dtype, torch.memory_format, torch.layout):
+        if isinstance(arg, kind):
+            return {kind.__name__: str(arg).removeprefix("torch.")}
+    if isinstance(arg, torch.device):
+        return None  # a plan decides where it runs
+    if is_attribute(arg):
+        return arg
+    raise CompileError(
+        "an operator's argument cannot be written to a plan", seen=f"{arg!r} ({type(arg).__name__})"
+    )
 
 
 def drop_unused(graph: Graph) -> None:

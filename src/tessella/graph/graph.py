@@ -17,13 +17,40 @@ import torch
 
 @dataclass(frozen=True, order=True)
 class Dim:
-    """A dimension that follows the batch: ``factor · batch + offset``."""
+    """A dimension that follows the batch: ``factor · batch + offset``.
+
+    Arithmetic stays on the line: a result that would leave it raises ``ArithmeticError``.
+    """
 
     factor: int = 1
     offset: int = 0
 
     def at(self, batch: int) -> int:
         return self.factor * batch + self.offset
+
+    def __add__(self, other: int | Dim) -> int | Dim:
+        right = other if isinstance(other, Dim) else Dim(0, other)
+        factor, offset = self.factor + right.factor, self.offset + right.offset
+        return Dim(factor, offset) if factor else offset
+
+    def __mul__(self, other: int) -> int | Dim:
+        if isinstance(other, Dim):
+            raise ArithmeticError(f"({self}) · ({other}) is not a multiple of the batch")
+        return Dim(self.factor * other, self.offset * other) if other else 0
+
+    def __sub__(self, other: int | Dim) -> int | Dim:
+        return self + other * -1
+
+    def __rsub__(self, other: int) -> int | Dim:
+        return self * -1 + other
+
+    def __floordiv__(self, other: int) -> int | Dim:
+        if isinstance(other, Dim) or self.factor % other or self.offset % other:
+            raise ArithmeticError(f"({self}) / ({other}) is not whole for every batch")
+        return Dim(self.factor // other, self.offset // other)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
 
     def __str__(self) -> str:
         scaled = "N" if self.factor == 1 else f"{self.factor}N"

@@ -51,7 +51,7 @@ def outputs(
     op: str, inputs: Sequence[Value | None], attrs: Mapping[str, Any]
 ) -> tuple[tuple[str, Shape], ...]:
     """Element type and shape of each output, with a ``Dim`` where it follows the batch."""
-    if not _follows_batch(inputs, attrs):
+    if not follows_batch(inputs, attrs):
         return at_batch(op, inputs, attrs, 1)
     runs = [at_batch(op, inputs, attrs, b) for b in _BATCHES]
     if len({tuple((dtype, len(shape)) for dtype, shape in run) for run in runs}) != 1:
@@ -77,7 +77,8 @@ def _line(op: str, sizes: tuple[int, ...]) -> int | Dim:
     return dim
 
 
-def _follows_batch(inputs: Sequence[Value | None], attrs: Any) -> bool:
+def follows_batch(inputs: Sequence[Value | None], attrs: Any) -> bool:
+    """Whether a shape or an attribute changes with the batch."""
     if any(isinstance(d, Dim) for v in inputs if v is not None for d in v.shape):
         return True
     return _holds_dim(attrs)

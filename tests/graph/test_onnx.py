@@ -1,0 +1,502 @@
+"""ONNX models read and interpreted, against ONNX Runtime; and the ones that must be refused."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from tessella.core.errors import CompileError
+from tessella.core.spec import DimRange
+from tessella.graph import Dim, Graph, interpret
+from tessella.graph.onnx import read, supported
+
+Feeds = dict[str, np.ndarray[Any, Any]]
+RNG = np.random.default_rng(0)
+
+
+def weight(name: str, *shape: int, positive: bool = False) -> TensorProto:
+    array = RNG.standard_normal(shape).astype(np.float32) * 0.5
+    return numpy_helper.from_array(np.abs(array) + 0.1 if positive else array, name)
+
+
+def ints(name: str, *values: int) -> TensorProto:
+    return numpy_helper.from_array(np.array(values, dtype=np.int64), name)
+
+
+def scalar(name: str, value: int) -> TensorProto:
+    return numpy_helper.from_array(np.array(value, dtype=np.int64), name)
+
+
+def model(
+    nodes: list[onnx.NodeProto],
+    inputs: dict[str, list[int | str]],
+    outputs: list[str],
+    constants: list[TensorProto] = (),  # type: ignore[assignment]
+    opset: int = 18,
+    functions: list[onnx.FunctionProto] = (),  # type: ignore[assignment]
+) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        nodes,
+        "test",
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in inputs.items()],
+        [helper.make_empty_tensor_value_info(n) for n in outputs],
+        list(constants),
+    )
+    opsets = [helper.make_opsetid("", opset)] + [
+        helper.make_opsetid(f.domain, 1) for f in functions
+    ]
+    made = helper.make_model(graph, opset_imports=opsets, functions=list(functions), ir_version=8)
+    inferred = onnx.shape_inference.infer_shapes(made)
+    for output in inferred.graph.output:  # where inference knows nothing: like the input
+        if not output.type.tensor_type.elem_type:
+            output.type.CopyFrom(inferred.graph.input[0].type)
+    return inferred
+
+
+def runtime(data: bytes, feeds: Feeds) -> list[np.ndarray[Any, Any]]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+def agree(made: onnx.ModelProto, feeds: Feeds, *, tolerance: float = 1e-5) -> Graph:
+    """Our graph gives what ONNX Runtime gives."""
+    data = made.SerializeToString()
+    graph = read(data)
+    got = interpret(graph, {n: torch.from_numpy(a) for n, a in feeds.items()})
+    want = runtime(data, feeds)
+    for (name, have), expected in zip(got.items(), want, strict=True):
+        torch.testing.assert_close(
+            have, torch.from_numpy(expected), rtol=tolerance, atol=tolerance, msg=name
+        )
+    return graph
+
+
+def random(*shape: int) -> np.ndarray[Any, Any]:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+node = helper.make_node
+
+
+def cnn() -> onnx.ModelProto:
+    """A residual network with an inception-like branch, as exporters write it."""
+    nodes = [
+        node("Conv", ["x", "w0", "b0"], ["c0"], "stem", kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        node("BatchNormalization", ["c0", "s", "t", "m", "v"], ["n0"], "norm", epsilon=1e-3),
+        node("Relu", ["n0"], ["r0"]),
+        node("MaxPool", ["r0"], ["p0"], kernel_shape=[3, 3], strides=[2, 2], pads=[0, 0, 1, 1]),
+        node("Conv", ["p0", "w1"], ["c1"], kernel_shape=[3, 3], auto_pad="SAME_UPPER", group=2),
+        node("Add", ["c1", "p0"], ["a1"]),
+        node("AveragePool", ["a1"], ["q"], kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        node("Concat", ["a1", "q"], ["cat"], axis=1),
+        node("LRN", ["cat"], ["lrn"], size=3, alpha=0.01),
+        node("GlobalAveragePool", ["lrn"], ["g"]),
+        node("Flatten", ["g"], ["f"]),
+        node("Dropout", ["f"], ["d"]),
+        node("Gemm", ["d", "w2", "b2"], ["z"], transB=1),
+        node("Softmax", ["z"], ["y"], axis=-1),
+    ]
+    constants = [
+        weight("w0", 8, 3, 3, 3), weight("b0", 8), weight("s", 8), weight("t", 8), weight("m", 8),
+        weight("v", 8, positive=True), weight("w1", 8, 4, 3, 3), weight("w2", 5, 16),
+        weight("b2", 5),
+    ]  # fmt: skip
+    return model(nodes, {"x": ["batch", 3, 9, 9]}, ["y"], constants)
+
+
+def test_a_convolutional_network() -> None:
+    made = cnn()
+    for batch in (1, 3):
+        graph = agree(made, {"x": random(batch, 3, 9, 9)})
+    assert graph.inputs[0].shape == (Dim(), 3, 9, 9)
+    assert [v.name for v in graph.outputs] == ["y"]
+    count = Counter(n.op for n in graph.nodes)
+    assert count["conv2d"] == 2
+    assert count["linear"] == count["batch_norm"] == count["local_response_norm"] == 1
+    assert graph.nodes[0].layer == "stem"
+    assert [v.name for v in graph.nodes[0].inputs if v] == ["x", "w0", "b0"]
+
+
+def test_a_transformer_with_shapes_computed_from_the_batch() -> None:
+    nodes = [
+        node("Conv", ["x", "patch"], ["p"], kernel_shape=[4, 4], strides=[4, 4]),
+        # reshape to [N, 16, -1] the long way, as old exporters do
+        node("Shape", ["p"], ["ps"]),
+        node("Gather", ["ps", "zero"], ["n"], axis=0),
+        node("Unsqueeze", ["n", "axis0"], ["n1"]),
+        node("Concat", ["n1", "c16", "rest"], ["shape"], axis=0),
+        node("Reshape", ["p", "shape"], ["flat"]),
+        node("Transpose", ["flat"], ["tokens"], perm=[0, 2, 1]),
+        # the class token, expanded by a shape with -1 for "as it is"
+        node("Concat", ["n1", "minus", "minus"], ["ask"], axis=0),
+        node("Equal", ["ask", "minus"], ["same"]),
+        node("ConstantOfShape", ["three"], ["ones"], value=ints("", 1)),
+        node("Where", ["same", "ones", "ask"], ["want"]),
+        node("Expand", ["token", "want"], ["tokenN"]),
+        node("Concat", ["tokenN", "tokens"], ["all"], axis=1),
+        node("LayerNormalization", ["all", "g", "b"], ["ln"], axis=-1, epsilon=1e-6),
+        node("MatMul", ["ln", "wqkv"], ["qkv0"]),
+        node("Add", ["bqkv", "qkv0"], ["qkv"]),
+        node("Split", ["qkv"], ["q0", "k0", "v0"], axis=2, num_outputs=3),
+        *[
+            step
+            for s in "qkv"
+            for step in (
+                node("Reshape", [f"{s}0", "heads"], [f"{s}1"]),
+                node("Transpose", [f"{s}1"], [s], perm=[0, 2, 1, 3]),
+            )
+        ],
+        node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
+        node("MatMul", ["q", "kt"], ["scores0"]),
+        node("Div", ["scores0", "root"], ["scores"]),
+        node("Softmax", ["scores"], ["mix"], axis=-1),
+        node("MatMul", ["mix", "v"], ["o0"]),
+        node("Transpose", ["o0"], ["o1"], perm=[0, 2, 1, 3]),
+        node("Reshape", ["o1", "merge"], ["o"]),
+        node("Add", ["all", "o"], ["r"]),
+        # GELU through erf
+        node("Div", ["r", "sqrt2"], ["e0"]),
+        node("Erf", ["e0"], ["e1"]),
+        node("Add", ["e1", "one"], ["e2"]),
+        node("Mul", ["r", "e2"], ["e3"]),
+        node("Mul", ["e3", "half"], ["e"]),
+        node("Gather", ["e", "zero"], ["y"], axis=1),
+    ]
+    constants = [
+        weight("patch", 16, 3, 4, 4), scalar("zero", 0), ints("axis0", 0), ints("c16", 16),
+        ints("rest", -1), ints("minus", -1), ints("three", 3), weight("token", 1, 1, 16),
+        weight("g", 16), weight("b", 16), weight("wqkv", 16, 48), weight("bqkv", 48),
+        ints("heads", 0, -1, 2, 8), ints("merge", 0, 0, 16),
+        numpy_helper.from_array(np.float32(8**0.5), "root"),
+        numpy_helper.from_array(np.float32(2**0.5), "sqrt2"),
+        numpy_helper.from_array(np.float32(1), "one"),
+        numpy_helper.from_array(np.float32(0.5), "half"),
+    ]  # fmt: skip
+    made = model(nodes, {"x": ["N", 3, 8, 8]}, ["y"], constants)
+    for batch in (1, 2, 5):
+        graph = agree(made, {"x": random(batch, 3, 8, 8)})
+    assert graph.outputs[0].shape == (Dim(), 16)
+    assert not [n for n in graph.nodes if n.op == "fallback"]
+    assert Counter(n.op for n in graph.nodes)["linear"] == 1
+
+
+# Each node alone: operator, shapes of its inputs (x0, x1, …), constants after them, attributes.
+IMAGE = [2, 4, 7, 6]
+NODES: list[tuple[str, list[list[int]], list[TensorProto], dict[str, Any]]] = [
+    ("Conv", [[1, 4, 9]], [weight("w", 6, 2, 3)], {"group": 2, "strides": [2], "pads": [2, 1]}),
+    ("Conv", [[1, 2, 5, 6, 7]], [weight("w", 3, 2, 2, 2, 2), weight("b", 3)], {}),
+    ("Conv", [IMAGE], [weight("w", 3, 4, 2, 3)],
+     {"auto_pad": "SAME_LOWER", "strides": [2, 1], "dilations": [1, 1]}),
+    ("Conv", [IMAGE, [3, 4, 3, 3]], [], {"dilations": [2, 1], "auto_pad": "VALID"}),
+    ("ConvTranspose", [IMAGE], [weight("w", 4, 3, 3, 3)],
+     {"strides": [2, 2], "pads": [1, 1, 1, 1], "output_padding": [1, 0]}),
+    ("Gemm", [[3, 4]], [weight("b", 4, 5), weight("c", 1)], {"alpha": 0.5, "beta": 2.0}),
+    ("Gemm", [[4, 3], [5, 4], [3, 5]], [], {"transA": 1, "transB": 1}),
+    ("MatMul", [[2, 1, 3, 4], [5, 4, 2]], [], {}),
+    ("InstanceNormalization", [IMAGE], [weight("s", 4), weight("b", 4)], {}),
+    ("LayerNormalization", [IMAGE], [weight("s", 7, 6)], {"axis": 2}),
+    ("MaxPool", [IMAGE], [], {"kernel_shape": [3, 2], "strides": [2, 2], "ceil_mode": 1,
+                              "pads": [1, 0, 1, 0]}),
+    ("MaxPool", [IMAGE], [], {"kernel_shape": [2, 2], "pads": [0, 1, 1, 0], "dilations": [2, 1]}),
+    ("MaxPool", [[2, 3, 9]], [], {"kernel_shape": [3], "strides": [2]}),
+    ("AveragePool", [IMAGE], [], {"kernel_shape": [3, 3], "pads": [0, 1, 2, 1]}),
+    ("AveragePool", [IMAGE], [], {"kernel_shape": [3, 3], "pads": [0, 1, 2, 1],
+                                  "count_include_pad": 1, "strides": [2, 1]}),
+    ("AveragePool", [IMAGE], [], {"kernel_shape": [3, 2], "strides": [2, 1],
+                                  "auto_pad": "SAME_UPPER"}),
+    ("AveragePool", [[2, 3, 9]], [], {"kernel_shape": [4], "pads": [2, 2]}),
+    ("GlobalAveragePool", [[2, 3, 5]], [], {}),
+    ("GlobalMaxPool", [IMAGE], [], {}),
+    ("Softmax", [IMAGE], [], {"axis": 1}),
+    ("LogSoftmax", [IMAGE], [], {"axis": -2}),
+    ("ReduceMean", [IMAGE], [ints("a", -1, 2)], {"keepdims": 0}),
+    ("ReduceSum", [IMAGE], [], {}),
+    ("ReduceSum", [IMAGE], [], {"noop_with_empty_axes": 1}),
+    ("ReduceMax", [IMAGE], [ints("a", 1)], {}),
+    ("ReduceMin", [IMAGE], [ints("a", 0, 1, 2, 3)], {"keepdims": 0}),
+    ("ReduceL1", [IMAGE], [ints("a", 1)], {}),
+    ("ReduceL2", [IMAGE], [ints("a", 3, 2)], {"keepdims": 0}),
+    ("ReduceSumSquare", [IMAGE], [ints("a", 3)], {}),
+    ("ReduceProd", [IMAGE], [ints("a", 3, 1)], {"keepdims": 0}),
+    ("ArgMax", [IMAGE], [], {"axis": 1, "keepdims": 0}),
+    ("ArgMin", [IMAGE], [], {"axis": -1}),
+    *[(op, [[3, 4]], [], {}) for op in (
+        "Relu", "Sigmoid", "Tanh", "HardSwish", "Mish", "Exp", "Neg", "Abs", "Erf", "LeakyRelu",
+        "Elu", "Selu", "Celu", "HardSigmoid", "Softplus", "Softsign", "Floor", "Ceil", "Round",
+        "Sign", "Sin", "Cos", "Tan", "Atan", "Sinh", "Cosh", "Asinh", "Identity", "Reciprocal",
+    )],
+    ("LeakyRelu", [[3, 4]], [], {"alpha": 0.3}),
+    ("HardSigmoid", [[3, 4]], [], {"alpha": 1 / 6}),
+    ("Celu", [[3, 4]], [], {"alpha": 2.0}),
+    ("PRelu", [IMAGE], [weight("s", 4, 1, 1)], {}),
+    ("PRelu", [IMAGE], [weight("s", 1)], {}),
+    ("PRelu", [IMAGE], [weight("s", 7, 6)], {}),
+    ("Clip", [[3, 4]], [numpy_helper.from_array(np.float32(-0.5), "low")], {}),
+    ("Add", [[3, 4]], [weight("c", 1)], {}),
+    ("Sub", [[3, 4], [4]], [], {}),
+    ("Mul", [[3, 1], [3, 4]], [], {}),
+    ("Div", [[3, 4]], [weight("c", 4, positive=True)], {}),
+    ("Add", [[4]], [weight("wider", 1, 1, 1)], {}),
+    ("Pow", [[3, 4]], [ints("two", 2)], {}),
+    ("Max", [[3, 4], [4], [3, 1]], [], {}),
+    ("Min", [[3, 4], [4]], [], {}),
+    ("Sum", [[3, 4], [4], [3, 1]], [], {}),
+    ("Mean", [[3, 4], [4], [3, 1]], [], {}),
+    ("Mod", [[3, 4], [4]], [], {"fmod": 1}),
+    *[(op, [[3, 4], [4]], [], {}) for op in ("Greater", "Less", "GreaterOrEqual", "LessOrEqual")],
+    ("Reshape", [[4, 6]], [ints("s", 0, -1, 3)], {}),
+    ("Flatten", [IMAGE], [], {"axis": -2}),
+    ("Flatten", [IMAGE], [], {"axis": 0}),
+    ("Squeeze", [[1, 3, 1, 4]], [ints("a", -2)], {}),
+    ("Squeeze", [[1, 3, 1, 4]], [], {}),
+    ("Unsqueeze", [[3, 4]], [ints("a", 3, 0)], {}),
+    ("Transpose", [[2, 3, 4]], [], {}),
+    ("Expand", [[3, 1]], [ints("s", 2, 1, 5)], {}),
+    ("Tile", [[3, 2]], [ints("r", 2, 3)], {}),
+    ("Concat", [[3, 4], [3, 2]], [], {"axis": -1}),
+    ("Slice", [[8, 9]], [ints("s", 1, -1), ints("e", 7, -100), ints("a", 0, 1), ints("t", 3, -2)],
+     {}),
+    ("Slice", [[8, 9]], [ints("s", 2), ints("e", 2**63 - 1)], {}),
+    ("Slice", [[8, 9]], [ints("s", 5), ints("e", 5)], {}),
+    ("Gather", [[5, 4]], [numpy_helper.from_array(np.array([[0, -1], [2, 2]]), "i")], {"axis": 1}),
+    ("GatherElements", [[3, 2]], [numpy_helper.from_array(np.array([[0, -1], [2, 0]]), "i")], {}),
+    ("Pad", [[3, 4]], [ints("p", 1, 0, 0, 2), numpy_helper.from_array(np.float32(3), "v")], {}),
+    ("Pad", [[3, 4]], [ints("p", 0, 2, 0, -1)], {}),
+    ("Pad", [[2, 3, 4, 5]], [ints("p", 0, 0, 1, 0, 0, 0, 2, 3)], {"mode": "reflect"}),
+    ("Pad", [[2, 3, 4, 5]], [ints("p", 0, 0, 1, 0, 0, 0, 2, 3)], {"mode": "edge"}),
+    ("DepthToSpace", [[1, 8, 2, 3]], [], {"blocksize": 2}),
+    ("DepthToSpace", [[1, 8, 2, 3]], [], {"blocksize": 2, "mode": "CRD"}),
+    ("SpaceToDepth", [[1, 2, 4, 6]], [], {"blocksize": 2}),
+    ("Trilu", [[4, 5]], [scalar("k", 1)], {"upper": 0}),
+    ("CumSum", [[4, 5]], [scalar("a", 1)], {}),
+    ("Einsum", [[2, 3], [3, 4]], [], {"equation": "ij,jk->ki"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "shapes", "constants", "attrs"), NODES)
+def test_nodes(
+    op: str, shapes: list[list[int]], constants: list[TensorProto], attrs: dict[str, Any]
+) -> None:
+    feeds = {f"x{i}": random(*shape) for i, shape in enumerate(shapes)}
+    names = [*feeds, *(c.name for c in constants)]
+    made = model([node(op, names, ["y"], **attrs)], dict(zip(feeds, shapes)), ["y"], constants)
+    agree(made, feeds)
+
+
+@pytest.mark.parametrize(
+    ("attrs", "sizes"),
+    [
+        ({"mode": "nearest", "coordinate_transformation_mode": "asymmetric",
+          "nearest_mode": "floor"}, [1, 2, 7, 9]),
+        ({"mode": "nearest"}, [1, 2, 8, 10]),
+        ({"mode": "linear"}, [1, 2, 7, 9]),
+        ({"mode": "linear", "coordinate_transformation_mode": "align_corners"}, [1, 2, 7, 9]),
+        ({"mode": "cubic"}, [1, 2, 8, 10]),
+    ],
+)  # fmt: skip
+def test_resize(attrs: dict[str, Any], sizes: list[int]) -> None:
+    nodes = [node("Resize", ["x", "", "", "s"], ["y"], **attrs)]
+    made = model(nodes, {"x": [1, 2, 4, 5]}, ["y"], [ints("s", *sizes)])
+    agree(made, {"x": random(1, 2, 4, 5)})
+
+
+def test_old_and_new_forms() -> None:
+    """What is an input today was an attribute once, and softmax had a flattened meaning."""
+    x = {"x": [2, 3, 1, 4]}
+    feeds = {"x": random(2, 3, 1, 4)}
+    for opset, nodes in {
+        9: [node("Unsqueeze", ["x"], ["u"], axes=[0]), node("Clip", ["u"], ["y"], min=-0.1)],
+        10: [node("Slice", ["x", "b", "e", "a"], ["s"]), node("Softmax", ["s"], ["y"])],
+        11: [node("Squeeze", ["x"], ["s"], axes=[2]), node("Pad", ["s", "p"], ["y"])],
+        12: [node("Split", ["x"], ["s", "y"], axis=1, split=[1, 2]), node("Relu", ["s"], ["z"])],
+        20: [node("Gelu", ["x"], ["g"], approximate="tanh"), node("Gelu", ["g"], ["y"])],
+        21: [node("GroupNormalization", ["x", "w", "w"], ["y"], num_groups=1)],
+    }.items():  # fmt: skip
+        constants = [ints("b", 1), ints("e", 3), ints("a", 1), ints("p", 0, 1, 0, 0, 0, 2),
+                     weight("w", 3)]  # fmt: skip
+        agree(model(nodes, x, ["y"], constants, opset=opset), feeds)
+
+
+def test_a_local_function_is_inlined() -> None:
+    function = helper.make_function(
+        "mine", "Double", ["a"], ["b"], [node("Add", ["a", "a"], ["b"])],
+        [helper.make_opsetid("", 18)],
+    )  # fmt: skip
+    nodes = [node("Double", ["x"], ["y"], domain="mine")]
+    agree(model(nodes, {"x": [2, 3]}, ["y"], functions=[function]), {"x": random(2, 3)})
+
+
+def test_constants_are_folded_and_types_are_kept() -> None:
+    nodes = [
+        node("Constant", [], ["c"], value=weight("", 3, 4)),
+        node("Transpose", ["c"], ["t"]),
+        node("Cast", ["t"], ["d"], to=TensorProto.DOUBLE),
+        node("Cast", ["x"], ["xd"], to=TensorProto.DOUBLE),
+        node("MatMul", ["xd", "d"], ["y"]),
+    ]
+    graph = agree(model(nodes, {"x": ["N", 4]}, ["y"]), {"x": random(2, 4)})
+    assert [n.op for n in graph.nodes] == ["to", "linear"]
+    assert graph.outputs[0].dtype == "float64"
+
+
+# ── the batch ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_batch_can_be_fixed() -> None:
+    data = cnn().SerializeToString()
+    fixed = read(data, batch=DimRange(min=4, opt=4, max=4))
+    assert fixed.inputs[0].shape == (4, 3, 9, 9)
+    assert read(data, batch=DimRange(min=1, opt=2, max=8)).inputs[0].shape[0] == Dim()
+    static = model([node("Relu", ["x"], ["y"])], {"x": [2, 3]}, ["y"]).SerializeToString()
+    assert read(static, batch=DimRange(min=1, opt=2, max=8)).inputs[0].shape == (2, 3)
+    with pytest.raises(CompileError, match=r"has a fixed batch. Seen: 2 in the file, 4 asked"):
+        read(static, batch=DimRange(min=4, opt=4, max=4))
+
+
+def test_open_sizes_and_broken_lines_are_refused() -> None:
+    wide = model([node("Relu", ["x"], ["y"])], {"x": ["N", 3, "H", "W"]}, ["y"])
+    with pytest.raises(CompileError, match=r"may be open. Seen: \['N', 3, 'H', 'W'\]"):
+        read(wide.SerializeToString())
+    nodes = [
+        node("Shape", ["x"], ["s"]),
+        node("Gather", ["s", "zero"], ["n"]),
+        node("Mul", ["n", "n"], ["nn"]),
+        node("Unsqueeze", ["nn", "zeros"], ["shape"]),
+        node("ConstantOfShape", ["shape"], ["y"]),
+    ]
+    squared = model(nodes, {"x": ["N", 3]}, ["y"], [scalar("zero", 0), ints("zeros", 0)])
+    with pytest.raises(CompileError, match="not a multiple of the batch plus a constant"):
+        read(squared.SerializeToString())
+    fixed = read(squared.SerializeToString(), batch=DimRange(min=3, opt=3, max=3))
+    assert fixed.outputs[0].shape == (9,)
+
+
+# ── what must be refused ──────────────────────────────────────────────────────────────────────────
+
+
+def test_all_unknown_operators_are_named_at_once() -> None:
+    nodes = [
+        node("NonZero", ["x"], ["a"]),
+        node("NonZero", ["x"], ["b"]),
+        node("Relu", ["x"], ["y"]),
+        node("Det", ["x"], ["c"]),
+        node("FusedMatMul", ["x", "x"], ["d"], domain="com.microsoft"),
+    ]
+    made = helper.make_model(
+        helper.make_graph(
+            nodes,
+            "g",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 2])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 2])],
+        ),
+        opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)],
+    )
+    with pytest.raises(CompileError) as caught:
+        read(made.SerializeToString())
+    assert "Det (1×), NonZero (2×), com.microsoft.FusedMatMul (1×)" in str(caught.value)
+    assert "Relu" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not valid"),
+        (b"\x00\x01 nonsense", "not an ONNX file"),
+        (b"<html></html>", "not an ONNX file"),
+    ],
+)
+def test_other_files(content: bytes, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=message):
+        read(content)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    with pytest.raises(CompileError, match=message):
+        read(path)
+    with pytest.raises(CompileError, match="cannot be opened"):
+        read(tmp_path / "missing.onnx")
+
+
+def test_invalid_models() -> None:
+    unknown_input = model([node("Relu", ["ghost"], ["y"])], {"x": [2]}, ["y"])
+    with pytest.raises(CompileError, match=r"not valid.*ghost"):
+        read(unknown_input.SerializeToString())
+    newer = cnn()
+    newer.opset_import[0].version = 22
+    with pytest.raises(CompileError, match=r"Seen: opset 22"):
+        read(newer.SerializeToString())
+    nodes = [node("Reshape", ["x", "s"], ["y"])]
+    impossible = model(nodes, {"x": [2, 3]}, ["y"], [ints("s", 7)], opset=12)
+    with pytest.raises(CompileError, match="reshape does not accept its inputs"):
+        read(impossible.SerializeToString())
+
+
+def external(folder: Path, location: str, **entries: str) -> Path:
+    """A model whose weight lies in an external file."""
+    made = model([node("Add", ["x", "w"], ["y"])], {"x": [2]}, ["y"], [weight("w", 2)])
+    tensor = made.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in {"location": location, **entries}.items():
+        tensor.external_data.add(key=key, value=value)
+    path = folder / "model.onnx"
+    path.write_bytes(made.SerializeToString())
+    return path
+
+
+def test_external_data_beside_the_model(tmp_path: Path) -> None:
+    data = np.array([9, 1.5, -2], dtype=np.float32).tobytes()
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "w.bin").write_bytes(data)
+    graph = read(external(tmp_path, "parts/w.bin", offset="4", length="8"))
+    got = interpret(graph, {"x": torch.zeros(2)})["y"]
+    torch.testing.assert_close(got, torch.tensor([1.5, -2.0]))
+
+
+def test_external_data_stays_in_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    secret = tmp_path / "secret.bin"
+    secret.write_bytes(bytes(8))
+    (folder / "link.bin").symlink_to(secret)
+    (folder / "up").symlink_to(tmp_path)
+    (folder / "short.bin").write_bytes(bytes(4))
+    os.mkfifo(folder / "pipe")
+    cases = {
+        "../secret.bin": "leaves the folder",
+        str(secret): "leaves the folder",
+        "sub/../../secret.bin": "leaves the folder",
+        "..\\secret.bin": "leaves the folder",
+        "": "leaves the folder",
+        "link.bin": "is a link",
+        "up/secret.bin": "is a link",
+        "missing.bin": "No such file",
+        ".": "cannot be read",
+    }
+    for location, message in cases.items():
+        with pytest.raises(CompileError, match=message):
+            read(external(folder, location))
+    for entries in ({"length": "8"}, {"offset": "-4"}, {"offset": "nine"}, {"offset": "99"}):
+        with pytest.raises(CompileError, match="external data of 'w' cannot be read"):
+            read(external(folder, "short.bin", **entries))
+    with pytest.raises(CompileError, match="bytes has no folder"):
+        read(external(folder, "short.bin").read_bytes())
+
+
+def test_the_list_of_operators() -> None:
+    known = supported()
+    assert {"Conv", "Gemm", "LayerNormalization", "Shape", "Resize"} <= set(known)
+    assert not {"If", "Loop", "Scan"} & set(known)
+    standard = {s.name for s in onnx.defs.get_all_schemas()}
+    assert set(known) <= standard
