@@ -25,9 +25,9 @@ def test_text() -> None:
         " padding=(1, 1) dilation=(1, 1) groups=1  # layer conv",
         "  %batch_norm: float32[N, 8, 8, 8] = batch_norm(%conv2d, norm.running_mean[8],"
         " norm.running_var[8], norm.weight[8], norm.bias[8]) eps=1e-05  # layer norm",
-        "  %conv2d_1: float32[N, 8, 8, 8] = conv2d(%image, down.weight[8, 3, 1, 1], down.bias[8])"
+        "  %conv2d.1: float32[N, 8, 8, 8] = conv2d(%image, down.weight[8, 3, 1, 1], down.bias[8])"
         " stride=(1, 1) padding=(0, 0) dilation=(1, 1) groups=1  # layer down",
-        "  %add: float32[N, 8, 8, 8] = add(%batch_norm, %conv2d_1) alpha=1",
+        "  %add: float32[N, 8, 8, 8] = add(%batch_norm, %conv2d.1) alpha=1",
         "  %relu: float32[N, 8, 8, 8] = relu(%add)",
         "  %mean: float32[N, 8] = mean(%relu) dim=(2, 3) keepdim=False",
         "  %output: float32[N, 4] = linear(%mean, head.weight[4, 8], head.bias[4])  # layer head",

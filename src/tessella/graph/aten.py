@@ -32,7 +32,6 @@ class OperatorCall:
         shapes: what torch says of the results: one shape for each, None for what is not a tensor.
         dtypes: likewise.
         read: which of the results something reads.
-        name: torch's name for the node.
     """
 
     operator: torch._ops.OpOverload
@@ -42,12 +41,16 @@ class OperatorCall:
     shapes: tuple[Shape | None, ...]
     dtypes: tuple[str | None, ...]
     read: frozenset[int]
-    name: str
 
     @property
     def overload(self) -> str:
         """``conv2d.default``."""
         return str(self.operator).split(".", 1)[1]
+
+    @property
+    def name(self) -> str:
+        """``conv2d``."""
+        return self.overload.split(".")[0]
 
     @property
     def target(self) -> str:
@@ -111,7 +114,7 @@ def _same_arguments(call: OperatorCall, build: Builder, row: Op) -> Result:
     attrs = _canonical(attrs, first)
     if not is_attribute(attrs):
         return None
-    return build.one(row.name, inputs, name=call.name, **attrs)
+    return build.one(row.name, inputs, **attrs)
 
 
 def _canonical(attrs: dict[str, Any], first: Value) -> dict[str, Any]:
@@ -149,7 +152,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _fallback(call: OperatorCall, build: Builder) -> Result:
     """The operator itself."""
     kwargs = {k: v for k, v in call.kwargs.items() if k not in ("device", "pin_memory")}
-    outputs = build.fallback(call.target, call.args, kwargs, name=call.name)
+    outputs = build.fallback(call.target, call.args, kwargs)
     several = len(call.shapes) > 1 or str(call.operator._schema.returns[0].type) != "Tensor"
     return outputs if several else outputs[0]
 
@@ -176,7 +179,7 @@ def _to(call: OperatorCall, build: Builder) -> Result:
     dtype = call.dtypes[0]
     if dtype is None or dtype == call.input.dtype:
         return call.input
-    return build.one("to", [call.input], name=call.name, dtype=dtype)
+    return build.one("to", [call.input], dtype=dtype)
 
 
 # ── views ─────────────────────────────────────────────────────────────────────────────────────────
@@ -186,13 +189,13 @@ def _reshape(call: OperatorCall, build: Builder) -> Result:
     """Everything whose result is the input's elements, in order, in another shape."""
     if call.shapes[0] == call.input.shape:
         return call.input
-    return build.one("reshape", [call.input], name=call.name, shape=call.shapes[0])
+    return build.one("reshape", [call.input], shape=call.shapes[0])
 
 
 def _expand(call: OperatorCall, build: Builder) -> Result:
     if call.shapes[0] == call.input.shape:
         return call.input
-    return build.one("expand", [call.input], name=call.name, shape=call.shapes[0])
+    return build.one("expand", [call.input], shape=call.shapes[0])
 
 
 def _permute(call: OperatorCall, build: Builder) -> Result:
@@ -216,7 +219,7 @@ def _permute(call: OperatorCall, build: Builder) -> Result:
         order[-2:] = order[:-3:-1] if rank >= 2 else order
     if order == list(range(rank)):
         return call.input
-    return build.one("permute", [call.input], name=call.name, dims=order)
+    return build.one("permute", [call.input], dims=order)
 
 
 def _slice(call: OperatorCall, build: Builder) -> Result:
@@ -230,7 +233,7 @@ def _slice(call: OperatorCall, build: Builder) -> Result:
     if start == 0 and end is None and step == 1:
         return call.input
     attrs = {"dim": dim, "start": start, "end": end, "step": step}
-    return build.one("slice", [call.input], name=call.name, **attrs)
+    return build.one("slice", [call.input], **attrs)
 
 
 def _from_front(index: Any, size: int | Dim) -> Any:
@@ -244,14 +247,13 @@ def _split(call: OperatorCall, build: Builder) -> Result:
     """split, chunk: the sizes are in torch's shapes of the results."""
     dim = _axis(call.arguments["dim"], len(call.input.shape))
     sizes = [s[dim] for s in call.shapes if s is not None]
-    return build.node("split", [call.input], name=call.name, sizes=sizes, dim=dim)
+    return build.node("split", [call.input], sizes=sizes, dim=dim)
 
 
 def _unbind(call: OperatorCall, build: Builder) -> Result:
     dim = _axis(call.arguments["dim"], len(call.input.shape))
     return tuple(
-        build.one("select", [call.input], name=f"{call.name}.{i}", dim=dim, index=i)
-        for i in range(len(call.shapes))
+        build.one("select", [call.input], dim=dim, index=i) for i in range(len(call.shapes))
     )
 
 
@@ -260,7 +262,7 @@ def _cat(call: OperatorCall, build: Builder) -> Result:
     dim = _axis(call.arguments["dim"], len(tensors[0].shape))
     if len(tensors) == 1:
         return tensors[0]
-    return build.one("cat", tensors, name=call.name, dim=dim)
+    return build.one("cat", tensors, dim=dim)
 
 
 def _stack(call: OperatorCall, build: Builder) -> Result:
@@ -269,7 +271,7 @@ def _stack(call: OperatorCall, build: Builder) -> Result:
     dim = _axis(call.arguments["dim"], len(shape) + 1)
     wide = (*shape[:dim], 1, *shape[dim:])
     columns = [build.one("reshape", [t], shape=wide) for t in tensors]
-    return build.one("cat", columns, name=call.name, dim=dim)
+    return build.one("cat", columns, dim=dim)
 
 
 # ── element by element ────────────────────────────────────────────────────────────────────────────
@@ -283,10 +285,10 @@ def _binary(op: str) -> Callable[[OperatorCall, Builder], Result]:
         if not isinstance(left, Value):
             return None
         if isinstance(right, Value):
-            return build.one(op, [left, right], name=call.name, **attrs)
+            return build.one(op, [left, right], **attrs)
         if not is_attribute(right):
             return None
-        return build.one(op, [left], name=call.name, scalar=right, **attrs)
+        return build.one(op, [left], scalar=right, **attrs)
 
     return translator
 
@@ -295,13 +297,13 @@ def _rsub(call: OperatorCall, build: Builder) -> Result:
     """``other − alpha · input`` for a number ``other``."""
     other, alpha = call.arguments["other"], call.arguments["alpha"]
     if isinstance(other, Value):
-        return build.one("sub", [other, call.input], name=call.name, alpha=alpha)
+        return build.one("sub", [other, call.input], alpha=alpha)
     negative = (
         build.one("neg", [call.input])
         if alpha == 1
         else build.one("mul", [call.input], scalar=-alpha)
     )
-    return build.one("add", [negative], name=call.name, scalar=other, alpha=1)
+    return build.one("add", [negative], scalar=other, alpha=1)
 
 
 def _clamp(call: OperatorCall, build: Builder) -> Result:
@@ -315,12 +317,12 @@ def _clamp(call: OperatorCall, build: Builder) -> Result:
     if not all(v is None or isinstance(v, int | float) for v in (low, high)):
         return None
     if (low, high) == (0, 6) and call.input.dtype in ("float32", "float64", "float16", "bfloat16"):
-        return build.one("relu6", [call.input], name=call.name)
-    return build.one("clamp", [call.input], name=call.name, min=low, max=high)
+        return build.one("relu6", [call.input])
+    return build.one("clamp", [call.input], min=low, max=high)
 
 
 def _square(call: OperatorCall, build: Builder) -> Result:
-    return build.one("mul", [call.input, call.input], name=call.name)
+    return build.one("mul", [call.input, call.input])
 
 
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────
@@ -335,11 +337,11 @@ def _convolution(call: OperatorCall, build: Builder) -> Result:
         return None
     attrs = {k: a[k] for k in ("stride", "padding", "dilation", "groups")}
     if not a["transposed"]:
-        return build.one(f"conv{spatial}d", inputs, name=call.name, **attrs)
+        return build.one(f"conv{spatial}d", inputs, **attrs)
     if spatial != 2:
         return None
     attrs["output_padding"] = a["output_padding"]
-    return build.one("conv_transpose2d", inputs, name=call.name, **attrs)
+    return build.one("conv_transpose2d", inputs, **attrs)
 
 
 def _conv_padding_by_name(call: OperatorCall, build: Builder) -> Result:
@@ -363,7 +365,6 @@ def _conv_padding_by_name(call: OperatorCall, build: Builder) -> Result:
     return build.one(
         f"conv{spatial}d",
         [x, a["weight"], a["bias"]],
-        name=call.name,
         stride=stride,
         padding=padding,
         dilation=dilation,
@@ -383,7 +384,7 @@ def _batch_norm(call: OperatorCall, build: Builder) -> Result:
             fix="train it with track_running_stats=True",
         )
     inputs = [call.input, a["running_mean"], a["running_var"], a["weight"], a["bias"]]
-    made = build.one("batch_norm", inputs, name="batch_norm", eps=a["eps"])
+    made = build.one("batch_norm", inputs, eps=a["eps"])
     return (made,) if len(call.shapes) > 1 else made
 
 
@@ -395,9 +396,7 @@ def _per_channel(call: OperatorCall, build: Builder) -> Value:
     """Normalize each channel of each sample: a group normalization with groups of one."""
     a = call.arguments
     inputs = [call.input, a["weight"], a["bias"]]
-    return build.one(
-        "group_norm", inputs, name=call.name, num_groups=call.input.shape[1], eps=a["eps"]
-    )
+    return build.one("group_norm", inputs, num_groups=call.input.shape[1], eps=a["eps"])
 
 
 def _max_pool_with_indices(call: OperatorCall, build: Builder) -> Result:
@@ -408,13 +407,11 @@ def _max_pool_with_indices(call: OperatorCall, build: Builder) -> Result:
 
 
 def _matmul(call: OperatorCall, build: Builder) -> Result:
-    return build.one("matmul", [call.input, call.arguments["mat2"]], name=call.name)
+    return build.one("matmul", [call.input, call.arguments["mat2"]])
 
 
 def _embedding(call: OperatorCall, build: Builder) -> Result:
-    return build.one(
-        "embedding", [call.arguments["indices"], call.arguments["weight"]], name=call.name
-    )
+    return build.one("embedding", [call.arguments["indices"], call.arguments["weight"]])
 
 
 def _attention(call: OperatorCall, build: Builder) -> Result:
@@ -431,7 +428,7 @@ def _mean_of_all(op: str) -> Callable[[OperatorCall, Builder], Result]:
     def translator(call: OperatorCall, build: Builder) -> Result:
         dtype = call.arguments.get("dtype")
         name = None if dtype is None else dtype_name(dtype)
-        return build.one(op, [call.input], name=call.name, dim=None, keepdim=False, dtype=name)
+        return build.one(op, [call.input], dim=None, keepdim=False, dtype=name)
 
     return translator
 
@@ -444,7 +441,6 @@ def _interpolate(mode: str) -> Callable[[OperatorCall, Builder], Result]:
         return build.one(
             "interpolate",
             [call.input],
-            name=call.name,
             size=a["output_size"],
             scale_factor=a["scale_factors"],
             mode=mode,
@@ -457,7 +453,7 @@ def _interpolate(mode: str) -> Callable[[OperatorCall, Builder], Result]:
 
 def _filled(call: OperatorCall, build: Builder) -> Result:
     """zeros, ones, full and their like: one number, spread over the shape."""
-    shape, name = call.shapes[0], call.operator._schema.name.split("::")[1]
+    shape, name = call.shapes[0], call.name
     number = 0 if "zeros" in name or "empty" in name else 1 if "ones" in name else None
     if number is None:
         number = call.arguments["fill_value"]
@@ -465,7 +461,7 @@ def _filled(call: OperatorCall, build: Builder) -> Result:
         return None
     static = [1 if isinstance(d, Dim) else d for d in shape]
     filled = torch.full(static, number, dtype=getattr(torch, str(call.dtypes[0])))
-    constant = build.constant(call.name, filled)
+    constant = build.constant(name, filled)
     return constant if constant.shape == shape else build.one("expand", [constant], shape=shape)
 
 

@@ -113,7 +113,7 @@ class Builder:
         return made <= max(_FOLD_ELEMENTS, read)
 
     def fallback(
-        self, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str
+        self, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str = ""
     ) -> tuple[Value, ...]:
         """Append torch's operator ``target`` (``aten::roll``); tensors in its arguments are values.
 
@@ -130,7 +130,7 @@ class Builder:
         return self.node(
             "fallback",
             tensors,
-            name=name,
+            name=name or target.split("::")[1].split(".")[0],
             target=target,
             args=[_template(a, tensors) for a in args],
             kwargs={k: _template(a, tensors) for k, a in kwargs.items()},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -96,7 +97,9 @@ def _export(
     )
     batch = ExportDim("batch", min=least, max=most) if ranges else None
     shapes = tuple({0: batch} if d else {} for d in dynamic)
-    with _evaluation_mode(module), torch.no_grad():
+    with _evaluation_mode(module), torch.no_grad(), warnings.catch_warnings():
+        # torch 2.11 uses in torch.export what it deprecates itself.
+        warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
         try:
             exported = torch.export.export(
                 module, example, dynamic_shapes=_star(module, shapes), strict=False
@@ -230,7 +233,6 @@ class _Reader:
             shapes=tuple(self._shape(t) for t in made),
             dtypes=tuple(dtype_name(t.dtype) if _is_tensor(t) else None for t in made),
             read=frozenset(u.args[1] for u in node.users if u.target is operator.getitem),
-            name=node.name,
         )
         if any(isinstance(a, Value) for a in pytree.tree_leaves((args, kwargs))):
             return translate(call, self.build)
