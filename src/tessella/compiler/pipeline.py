@@ -129,7 +129,7 @@ def compile_graph(
         built_from=built_from,
         built_with={"tessella": __version__, **device.libraries},
         rebuild=rebuild,
-        tolerance=verify.TOLERANCES[precision][0],
+        tolerance=wanted.tolerance(precision),
         members={},
     )
     program = Program(

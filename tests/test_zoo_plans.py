@@ -1,0 +1,62 @@
+"""Every network of the zoo becomes a plan for the CPU and agrees with eager, at any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tessella as ts
+from tessella.core.spec import TensorSpec
+from tessella.nn import zoo
+
+SMALL = {  # a size at which the network still has all its layers, and a test its patience
+    "lenet": 28,
+    "alexnet": 96,
+    "vgg16": 48,
+    "googlenet": 64,
+    "resnet18": 64,
+    "resnet50": 64,
+    "resnet152": 48,
+    "timm/convnext_atto": 64,
+    "timm/efficientnet_b0": 64,
+    "timm/vit_tiny_patch16_224": 224,
+}
+
+
+def test_no_network_of_the_zoo_is_left_out() -> None:
+    assert set(zoo.names()) <= set(SMALL)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_plan_agrees_with_eager(name: str) -> None:
+    torch.manual_seed(0)
+    network = zoo.network(name, classes=7, size=SMALL[name])
+    shape = (network.channels, network.height, network.width)
+    module = _alive(zoo.build(network), shape)
+    spec = TensorSpec(name="image", dtype="float32", shape=(1, *shape))
+    plan = ts.compile(module, inputs=[spec], batch=(1, 2, 2), target="cpu")
+    steps = plan.program.buckets[-1].steps
+    assert not [s for s in steps if s.op in ("batch_norm", "fallback")]
+
+    images = torch.randn(3, *shape)
+    answer = ts.load(plan)(image=images)["output"]
+    with torch.inference_mode():
+        eager = module(images)
+        exact = module.double()(images.double())
+    largest = exact.abs().max()
+    assert (exact - exact.mean(0)).abs().max() > 1e-3 * largest  # it depends on the image
+    # a very deep network amplifies rounding: then eager's own error is the measure
+    allowed = max(1e-4, 4 * float((eager - exact).abs().max() / largest))
+    assert allowed < 1e-2
+    assert (answer - exact).abs().max() < allowed * largest
+
+
+def _alive(module: torch.nn.Module, shape: tuple[int, ...]) -> torch.nn.Module:
+    """Batch norms that know their inputs, as after training: a fresh one lets a signal fade."""
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm):
+            layer.momentum = None
+    module.train()
+    with torch.no_grad():
+        module(torch.randn(4, *shape))
+    return module.eval()
