@@ -22,6 +22,8 @@ from tessella.core.events import Emit, silent
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import from_plain, to_plain
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph import onnx
+from tessella.kernels.float32_math import float32_math
 from tessella.nn import zoo
 from tessella.runtime.engine import Engine
 from tessella.training import loop
@@ -274,13 +276,17 @@ def _dataset(data: Dataset | str | Path) -> Dataset:
 def eager_predictor(
     checkpoint: Checkpoint, *, trust_code: bool = False
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The checkpoint's network in plain torch, on the GPU where there is one; scores on the CPU."""
+    """The checkpoint's network in plain torch, on the GPU where there is one; scores on the CPU.
+
+    It is a reference: float32 products are IEEE, where torch would let cuDNN round them to TF32.
+    """
     device = torch_device(default_target())
     module = zoo.load(checkpoint, trust_code=trust_code).to(device)
 
     def predict(images: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode():
-            return module(images.to(device)).float().cpu()
+        with torch.inference_mode(), float32_math("ieee"):
+            scores: torch.Tensor = module(images.to(device))
+        return scores.float().cpu()
 
     return predict
 
