@@ -442,6 +442,44 @@ def test_invalid_models() -> None:
         read(impossible.SerializeToString())
 
 
+@pytest.mark.parametrize(
+    ("op", "attrs", "constants", "message"),
+    [
+        ("Softmax", {"axis": 2}, [], "there is no axis 2"),
+        ("Concat", {"axis": -3}, [], "there is no axis -3"),
+        ("Squeeze", {}, [ints("a", 5)], "there is no axis 5"),
+        ("Squeeze", {}, [ints("a", 0)], "an axis to drop is not 1"),
+        ("LRN", {"size": 4}, [], "window is even"),
+        ("BatchNormalization", {"training_mode": 1}, [weight(c, 3) for c in "abcd"], "training"),
+        ("Pad", {"mode": "reflect"}, [ints("p", 9, 9, 9, 9)], "does not accept its inputs"),
+        ("Trilu", {}, [weight("k", 2)], "must be one constant number"),
+    ],
+)
+def test_nodes_that_make_no_sense(
+    op: str, attrs: dict[str, Any], constants: list[TensorProto], message: str
+) -> None:
+    names = ["x", *(c.name for c in constants)]
+    made = model([node(op, names, ["y"], **attrs)], {"x": [2, 3]}, ["y"], constants)
+    with pytest.raises(CompileError, match=message):
+        read(made.SerializeToString())
+
+
+def test_a_small_file_cannot_ask_for_much_memory() -> None:
+    """Constants that are only described, not given, are not made."""
+    bounds = [scalar("from", 0), scalar("to", 2**62), scalar("step", 1)]
+    nodes = [node("Range", ["from", "to", "step"], ["r"]), node("Identity", ["x"], ["y"])]
+    with pytest.raises(CompileError, match="it makes too many numbers"):
+        read(model(nodes, {"x": [2]}, ["y"], bounds).SerializeToString())
+    nodes = [
+        node("ConstantOfShape", ["huge"], ["h"]),
+        node("ReduceMax", ["h"], ["m"], keepdims=0),
+        node("Add", ["x", "m"], ["y"]),
+    ]
+    made = model(nodes, {"x": [2]}, ["y"], [ints("huge", 2**20, 2**20)])
+    graph = read(made.SerializeToString())
+    assert sum(t.numel() for t in graph.constants.values()) == 1
+
+
 def external(folder: Path, location: str, **entries: str) -> Path:
     """A model whose weight lies in an external file."""
     made = model([node("Add", ["x", "w"], ["y"])], {"x": [2]}, ["y"], [weight("w", 2)])
@@ -482,7 +520,8 @@ def test_external_data_stays_in_the_folder(tmp_path: Path) -> None:
         "link.bin": "is a link",
         "up/secret.bin": "is a link",
         "missing.bin": "No such file",
-        ".": "cannot be read",
+        ".": "not a plain file",
+        "pipe": "not a plain file",
     }
     for location, message in cases.items():
         with pytest.raises(CompileError, match=message):

@@ -109,7 +109,7 @@ class Builder:
         if infer.follows_batch(inputs, attrs):
             return False
         read = sum(self.graph.constants[v].numel() for v in inputs if v is not None)
-        made = sum(math.prod(shape) for _, shape in kinds)  # type: ignore[arg-type]
+        made = sum(math.prod(shape) for _, shape in kinds)
         return made <= max(_FOLD_ELEMENTS, read)
 
     def fallback(

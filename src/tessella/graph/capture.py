@@ -211,7 +211,7 @@ class _Reader:
         if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
             return self._dim(value)
         if node.target is operator.getitem:
-            return self.known[node.args[0]][node.args[1]]  # type: ignore[index]
+            return self.known[node.args[0]][node.args[1]]
         target = node.target
         if not isinstance(target, torch._ops.OpOverload):
             raise CompileError(

@@ -78,8 +78,8 @@ class Call:
             raise self.wrong(f"input {index} must be a constant", seen="it is computed from data")
         return tensor.numpy().astype(object)
 
-    def ints(self, index: int, attr: str, default: Any = None) -> tuple[int | Dim, ...] | None:
-        """Integers that are an input in new versions and were an attribute in old ones."""
+    def ints(self, index: int, attr: str, default: Any = None) -> tuple[Any, ...] | None:
+        """Integers (or ``Dim``), an input in new versions and an attribute in old ones."""
         if self.has(index):
             return tuple(self.sizes(index).flat)
         return tuple(self.attrs[attr]) if attr in self.attrs else default
@@ -93,18 +93,22 @@ class Call:
             raise self.wrong(f"input {index} must be one constant number")
         return tensor.item()
 
-    def axis(self, default: int = 0, *, rank: int | None = None) -> int:
-        """The attribute ``axis``, counted from 0."""
-        rank = len(self.value(0).shape) if rank is None else rank
-        return self.attrs.get("axis", default) % max(rank, 1)
+    def axis(self, default: int = 0) -> int:
+        """The attribute ``axis`` of the first input, counted from 0."""
+        return self.from_front(self.attrs.get("axis", default), len(self.value(0).shape))
 
     def axes(self, index: int) -> tuple[int, ...] | None:
         """The axes that are an input or an attribute, counted from 0, in their order."""
         given = self.ints(index, "axes")
         if not given:
             return None
-        rank = len(self.value(0).shape)
-        return tuple(int(a) % rank for a in given)  # type: ignore[call-overload]
+        return tuple(self.from_front(a, len(self.value(0).shape)) for a in given)
+
+    def from_front(self, axis: Any, rank: int) -> int:
+        """An axis that may be negative, counted from 0; refuses one that does not exist."""
+        if not -rank <= axis < max(rank, 1):
+            raise self.wrong(f"there is no axis {axis}", seen=f"{rank} axes")
+        return axis % max(rank, 1)
 
     def only_first_output(self) -> None:
         if any(self.outputs[1:]):

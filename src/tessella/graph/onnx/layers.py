@@ -74,7 +74,7 @@ def _conv_transpose(call: Call) -> Result:
 def _static(call: Call, sizes: tuple[int | Dim, ...]) -> tuple[int, ...]:
     if any(isinstance(d, Dim) for d in sizes):
         raise call.wrong("the size of a kernel follows the batch")
-    return sizes  # type: ignore[return-value]
+    return sizes
 
 
 # ── matrix products ───────────────────────────────────────────────────────────────────────────────
@@ -219,8 +219,9 @@ def _average_pool(call: Call) -> Result:
     padded = call.emit("pad", x, pad=pads, mode="constant", value=0.0)
     pooled = call.emit("avg_pool2d", padded, padding=(0, 0), **attrs)
     if not attrs["count_include_pad"]:  # then by how many of a window are not padding
-        ones = torch.ones(1, 1, *_static(call, x.shape[2:]), dtype=getattr(torch, x.dtype))
-        inside = call.build.constant(f"{call.outputs[0]}.inside", ones)
+        one = torch.ones(1, 1, 1, 1, dtype=getattr(torch, x.dtype))
+        inside = call.build.constant(f"{call.outputs[0]}.inside", one)
+        inside = call.emit("expand", inside, shape=(1, 1, *x.shape[2:]))
         inside = call.emit("pad", inside, pad=pads, mode="constant", value=0.0)
         share = call.emit("avg_pool2d", inside, padding=(0, 0), **attrs)
         pooled = call.emit("div", pooled, share)
@@ -288,7 +289,7 @@ def _reduce_after(first: str, op: str, last: str | None = None) -> Translator:
         x = call.value(0)
         squared = call.emit("mul", x, x) if first == "square" else call.emit(first, x)
         made = reduce(_with_input(call, squared))
-        return call.emit(last, made) if last else made  # type: ignore[arg-type]
+        return call.emit(last, made) if last else made
 
     return translator
 

@@ -13,6 +13,9 @@ from tessella.graph.onnx.call import Call, Result, Translator, table
 # ── constants and what does nothing ───────────────────────────────────────────────────────────────
 
 
+_RANGE_ELEMENTS = 1 << 24  # more than any network counts; a file may ask for anything
+
+
 def _constant(call: Call) -> Result:
     for name, value in call.attrs.items():
         if name == "value":
@@ -53,6 +56,8 @@ def _range(call: Call) -> Result:
     start, limit, delta = (call.constant(i) for i in range(3))
     if start is None or limit is None or delta is None:
         raise call.wrong("its bounds are not constants")
+    if abs((limit.item() - start.item()) / delta.item()) > _RANGE_ELEMENTS:
+        raise call.wrong("it makes too many numbers", seen=f"from {start.item()} to {limit.item()}")
     made = torch.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
     return call.build.constant(call.outputs[0], made)
 
@@ -75,7 +80,7 @@ def _resolved(call: Call, x: Value, shape: list[int | Dim]) -> tuple[int | Dim, 
     fixed = [d for d in shape if isinstance(d, int) and d != -1]
     if any(isinstance(d, Dim) for d in shape) or not all(isinstance(d, int) for d in x.shape[1:]):
         return tuple(shape)  # the batch is elsewhere in the shape: −1 is a plain number
-    elements = x.shape[0] * math.prod(x.shape[1:]) if x.shape else 1  # type: ignore[arg-type]
+    elements = x.shape[0] * math.prod(x.shape[1:]) if x.shape else 1
     missing = elements // math.prod(fixed)
     return tuple(missing if d == -1 else d for d in shape)
 
@@ -84,7 +89,7 @@ def _flatten(call: Call) -> Result:
     x = call.value(0)
     rank = len(x.shape)
     axis = call.attrs.get("axis", 1)
-    axis = axis + rank if axis < 0 else axis
+    axis = axis if axis == rank else call.from_front(axis, rank)
     rows: Any = 1
     for d in x.shape[:axis]:
         rows = d * rows
@@ -106,7 +111,7 @@ def _unsqueeze(call: Call) -> Result:
     x = call.value(0)
     given = call.ints(1, "axes") or ()
     rank = len(x.shape) + len(given)
-    axes = {int(a) % rank for a in given}  # type: ignore[call-overload]
+    axes = {call.from_front(a, rank) for a in given}
     rest = iter(x.shape)
     return call.emit("reshape", x, shape=[1 if i in axes else next(rest) for i in range(rank)])
 
@@ -159,7 +164,7 @@ def _slice(call: Call) -> Result:
     axes = call.ints(3, "axes") or tuple(range(len(starts)))
     steps = call.ints(4, "steps") or (1,) * len(starts)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        x = _cut(call, x, int(axis) % len(x.shape), start, end, step)  # type: ignore[call-overload]
+        x = _cut(call, x, call.from_front(axis, len(x.shape)), start, end, step)
     return x
 
 
@@ -215,7 +220,7 @@ def _gather_elements(call: Call) -> Result:
 def _pad(call: Call) -> Result:
     x = call.value(0)
     rank = len(x.shape)
-    pads = [int(p) for p in call.ints(1, "pads") or ()]  # type: ignore[call-overload]
+    pads = [int(p) for p in call.ints(1, "pads") or ()]
     axes = call.axes(3) or range(rank)
     before, after = [0] * rank, [0] * rank
     for i, axis in enumerate(axes):

@@ -67,7 +67,7 @@ def _variadic(op: str) -> Translator:
 
 def _mean(call: Call) -> Result:
     total = _variadic("add")(call)
-    return call.emit("mul", total, scalar=1 / len(call.inputs))  # type: ignore[arg-type]
+    return call.emit("mul", total, scalar=1 / len(call.inputs))
 
 
 def _clip(call: Call) -> Result:

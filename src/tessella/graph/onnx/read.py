@@ -141,14 +141,14 @@ def _load_external(tensor: TensorProto, folder: Path | None) -> None:
         if path.is_symlink():
             raise refused("its location is a link")
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: a pipe would wait
+            raise refused("it is not a plain file")
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
+            size = os.fstat(file.fileno()).st_size
             offset = int(entries.get("offset", 0))
-            length = int(entries.get("length", found.st_size - offset))
-            if not stat.S_ISREG(found.st_mode):
-                raise refused("it is not a plain file")
-            if offset < 0 or length < 0 or offset + length > found.st_size:
-                raise refused(f"bytes {offset} to {offset + length} of {found.st_size}")
+            length = int(entries.get("length", size - offset))
+            if offset < 0 or length < 0 or offset + length > size:
+                raise refused(f"bytes {offset} to {offset + length} of {size}")
             file.seek(offset)
             tensor.raw_data = file.read(length)
     except OSError as error:
@@ -223,7 +223,7 @@ class _Reader:
                 fix="export the model with a named first dimension",
             )
         shape = (DimRange(min=1, opt=1, max=2) if dynamic else dims[0], *dims[1:]) if dims else ()
-        spec = TensorSpec(name=info.name, dtype=_dtype(tensor.elem_type), shape=shape)  # type: ignore[arg-type]
+        spec = TensorSpec(name=info.name, dtype=_dtype(tensor.elem_type), shape=shape)
         return self.build.input(spec, dynamic=dynamic)
 
     def _node(self, node: onnx.NodeProto) -> None:

@@ -38,7 +38,7 @@ def _slice(call: Call) -> Result:
     steps = call.ints(4, "steps") or (1,) * len(axes)
     index = [slice(None)] * sizes.ndim
     for axis, start, end, step in zip(axes, starts or (), ends or (), steps, strict=True):
-        index[axis] = slice(start, end, step)  # type: ignore[call-overload]
+        index[axis] = slice(start, end, step)
     return sizes[tuple(index)]
 
 
@@ -47,11 +47,11 @@ def _concat(call: Call) -> Result:
 
 
 def _unsqueeze(call: Call) -> Result:
-    return np.expand_dims(call.sizes(0), tuple(call.ints(1, "axes")))  # type: ignore[arg-type]
+    return np.expand_dims(call.sizes(0), tuple(call.ints(1, "axes")))
 
 
 def _squeeze(call: Call) -> Result:
-    return np.squeeze(call.sizes(0), call.ints(1, "axes"))  # type: ignore[arg-type]
+    return np.squeeze(call.sizes(0), call.ints(1, "axes"))
 
 
 def _reshape(call: Call) -> Result:

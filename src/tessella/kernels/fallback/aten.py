@@ -97,7 +97,7 @@ def resolve(target: str) -> torch._ops.OpOverload:
 
 @functools.cache
 def _find(target: str) -> torch._ops.OpOverload | None:
-    namespace, name, overload = _TARGET.fullmatch(target).groups()  # type: ignore[union-attr]
+    namespace, name, overload = _TARGET.fullmatch(target).groups()
     if namespace == "torchvision":
         importlib.import_module("torchvision")  # importing it registers its operators
     packet = getattr(getattr(torch.ops, namespace), name, None)
