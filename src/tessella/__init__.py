@@ -12,11 +12,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tessella.core.version import VERSION
+
 if TYPE_CHECKING:
     from tessella import data, kernels
     from tessella.api import compile, load, serve, train, verify
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = ["__version__", "compile", "data", "kernels", "load", "serve", "train", "verify"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 import time
@@ -24,6 +25,10 @@ def test_help_is_there_before_one_gets_impatient() -> None:
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.5
     assert all(verb in shown.stdout for verb in VERBS)
+
+
+def test_the_version_is_the_packages(tessella: Tessella) -> None:
+    assert tessella("--version").out == f"tessella {importlib.metadata.version('tessella')}\n"
 
 
 def test_help_imports_neither_torch_nor_numpy() -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 
 import typer
 
-from tessella import __version__
+from tessella.core.version import VERSION
 
 # In the order in which data flows.
 VERBS: dict[str, str] = {
@@ -52,14 +51,19 @@ def main() -> None:
     app()
 
 
-def _options(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
-    if version:
-        print(f"tessella {__version__}")
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"tessella {VERSION}")
         raise typer.Exit
+
+
+def _options(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version.", is_eager=True, callback=_print_version
+    ),
+) -> None:
+    """Takes the options that stand before a verb."""
 
 
 def _not_loaded() -> None:
     """Stands in for a verb that was not asked for, so that ``--help`` lists it."""
-
-
-Register = Callable[[typer.Typer], None]

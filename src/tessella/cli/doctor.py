@@ -11,6 +11,8 @@ import torch
 import typer
 
 from tessella.cli.output import Json, grid, output
+from tessella.collectives import topology
+from tessella.collectives.cost import ring_all_reduce_us
 from tessella.core.device import default_target, fingerprint
 from tessella.core.record import to_plain
 from tessella.telemetry import readings
@@ -19,6 +21,9 @@ LIBRARIES = (
     "torch", "torchvision", "triton", "timm", "onnx", "safetensors", "pyarrow", "numpy", "pillow",
     "opencv-python-headless", "tifffile", "fastapi", "nicegui", "sqlalchemy", "nvidia-ml-py",
 )  # fmt: skip
+
+NVLINK4_BYTES_PER_S = 25e9  # one link of Hopper's generation, each way (NVIDIA's data sheet)
+RESNET50_GRADIENT_BYTES = 25_557_032 * 4
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +41,7 @@ def doctor(json: Json = False) -> None:
         free_gb = shutil.disk_usage(Path.cwd()).free / 1e9
         versions = {name: _version(name) for name in LIBRARIES}
         now = readings.readings(Path.cwd())
+        links = topology.links()
         advice = _advice(target, free_gb, versions)
         plain = {
             "target": target,
@@ -44,6 +50,7 @@ def doctor(json: Json = False) -> None:
             "libraries": versions,
             "free_disk_gb": round(free_gb, 1),
             "telemetry": to_plain(now),
+            "links": to_plain(links),
             "advice": advice,
         }
         rows = [
@@ -52,9 +59,24 @@ def doctor(json: Json = False) -> None:
             *((name, version or "missing") for name, version in versions.items()),
             ("free disk", f"{free_gb:.1f} GB"),
             *(("GPU", f"{g.index}: {g.name}") for g in now.gpus),
+            *((f"GPU {link.first} to {link.second}", _path(link)) for link in links),
+            *(("predicted all-reduce", line) for line in _prediction(links, len(now.gpus))),
             *(("to do", line) for line in advice),
         ]
         out.result(plain, grid(("", ""), rows))
+
+
+def _path(link: topology.Link) -> str:
+    return f"{link.nvlinks} NVLinks" if link.nvlinks else f"PCIe, {link.pcie or 'unknown path'}"
+
+
+def _prediction(links: tuple[topology.Link, ...], gpus: int) -> list[str]:
+    """What summing ResNet-50's gradients must take at least, where all GPUs have NVLinks."""
+    slowest = min((link.nvlinks for link in links), default=0) * NVLINK4_BYTES_PER_S
+    if not slowest:
+        return []
+    time_us = ring_all_reduce_us(RESNET50_GRADIENT_BYTES, gpus, slowest)
+    return [f"102 MB over {gpus} GPUs (ResNet-50's gradients): {time_us:,.0f} µs by a ring"]
 
 
 def _version(name: str) -> str | None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tessella import __version__
 from tessella.artifacts.plan import Candidate, Manifest, Plan, Program
 from tessella.compiler import verify
 from tessella.compiler.passes import (
@@ -28,6 +27,7 @@ from tessella.core.errors import CompileError, UsageError
 from tessella.core.events import Emit, phase, silent
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.core.version import VERSION
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
 from tessella.graph.show import text
@@ -127,7 +127,7 @@ def compile_graph(
         labels=tuple(labels),
         accuracy=dict(accuracy or {}),
         built_from=built_from,
-        built_with={"tessella": __version__, **device.libraries},
+        built_with={"tessella": VERSION, **device.libraries},
         rebuild=rebuild,
         tolerance=wanted.tolerance(precision),
         members={},

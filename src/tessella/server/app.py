@@ -27,7 +27,7 @@ from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.management import management
 from tessella.server.metrics import Metrics
 from tessella.server.protocol import InferRequest, build_infer, check_tensor_bytes, parse_infer
-from tessella.server.repository import VERSION, Model, Repository
+from tessella.server.repository import MODEL_VERSION, Model, Repository
 from tessella.server.statistics import Statistics
 from tessella.server.tensors import to_json
 
@@ -137,7 +137,7 @@ class App:
                 request = parse_infer(body, header_length, model.signature, self._limits)
                 outputs = await self._run(model, request)
                 response = build_infer(
-                    request, outputs, model.signature, name=model.name, version=VERSION
+                    request, outputs, model.signature, name=model.name, version=MODEL_VERSION
                 )
         if response.json_bytes is None:
             return Answer(body=response.body)
@@ -176,7 +176,7 @@ class App:
                     _predictions(row, name_of_first, model.signature.labels, top) for row in scores
                 ]
         return json_answer(
-            {"model_name": model.name, "model_version": VERSION, "predictions": predictions}
+            {"model_name": model.name, "model_version": MODEL_VERSION, "predictions": predictions}
         )
 
     async def _manage(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
@@ -239,7 +239,7 @@ def _get(scope: Scope, describe: Callable[[], dict[str, object]]) -> Answer:
 
 
 def _statistics(models: list[Model]) -> dict[str, object]:
-    return {"model_stats": [m.statistics.to_json(m.name, VERSION) for m in models]}
+    return {"model_stats": [m.statistics.to_json(m.name, MODEL_VERSION) for m in models]}
 
 
 def _top(query: bytes) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tessella import __version__
 from tessella.core.dtype import dtype
 from tessella.core.spec import TensorSpec
-from tessella.server.repository import VERSION, Model
+from tessella.core.version import VERSION
+from tessella.server.repository import MODEL_VERSION, Model
 
 PLATFORM = "tessella_plan"
 EXTENSIONS = (
@@ -17,13 +17,13 @@ EXTENSIONS = (
 
 
 def server_metadata() -> dict[str, Any]:
-    return {"name": "tessella", "version": __version__, "extensions": list(EXTENSIONS)}
+    return {"name": "tessella", "version": VERSION, "extensions": list(EXTENSIONS)}
 
 
 def model_metadata(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
-        "versions": [VERSION],
+        "versions": [MODEL_VERSION],
         "platform": PLATFORM,
         "inputs": [_tensor(s) for s in model.signature.inputs.values()],
         "outputs": [_tensor(s) for s in model.signature.outputs.values()],

@@ -9,8 +9,8 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from tessella import __version__
 from tessella.core.errors import ServeError, TessellaError
+from tessella.core.version import VERSION
 from tessella.server.answers import error_answer
 from tessella.server.metrics import Metrics
 from tessella.server.protocol import parse_object
@@ -34,7 +34,7 @@ INFERENCE_ROUTES = (
 def management(repository: Repository, metrics: Metrics) -> FastAPI:
     """The FastAPI application behind the inference routes."""
     # FastAPI's own /docs page loads its scripts from a CDN, so there is only the description.
-    app = FastAPI(title="Tessella", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Tessella", version=VERSION, docs_url=None, redoc_url=None)
 
     @app.post("/v2/repository/index", summary="All models, their state and why")
     async def index(request: Request) -> list[dict[str, Any]]:

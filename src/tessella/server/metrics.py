@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from tessella.server.repository import VERSION, Repository
+from tessella.server.repository import MODEL_VERSION, Repository
 from tessella.server.statistics import Statistics
 from tessella.telemetry.prometheus import TelemetryCollector
 
@@ -66,7 +66,9 @@ class Metrics:
         for name, meaning, read in _COUNTERS:
             metric = Metric(name, meaning, "counter")
             for model, statistics in models.items():
-                metric.add_sample(name, {"model": model, "version": VERSION}, read(statistics))
+                metric.add_sample(
+                    name, {"model": model, "version": MODEL_VERSION}, read(statistics)
+                )
             yield metric
         failure = Metric("nv_inference_request_failure", "requests that got an error", "counter")
         pending = GaugeMetricFamily(
@@ -75,11 +77,11 @@ class Metrics:
             labels=("model", "version"),
         )
         for model, statistics in models.items():
-            labels = {"model": model, "version": VERSION}
+            labels = {"model": model, "version": MODEL_VERSION}
             for reason in FAILURE_REASONS:
                 failure.add_sample(
                     failure.name, {**labels, "reason": reason}, statistics.failures[reason]
                 )
-            pending.add_metric((model, VERSION), statistics.waiting)
+            pending.add_metric((model, MODEL_VERSION), statistics.waiting)
         yield failure
         yield pending

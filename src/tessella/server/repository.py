@@ -29,7 +29,7 @@ from tessella.server.tensors import narrow, widen
 
 log = logging.getLogger(__name__)
 
-VERSION = "1"
+MODEL_VERSION = "1"
 SUFFIX = ".plan"
 State = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 
@@ -216,12 +216,12 @@ class Repository:
         entry = self._entries.get(name)
         if entry is None:
             raise _unknown(name)
-        if version not in (None, "", VERSION):
+        if version not in (None, "", MODEL_VERSION):
             raise ServeError(
                 f"model {name!r} has no such version",
                 status=404,
                 seen=repr(version)[:40],
-                fix=f"use version {VERSION} or leave it out",
+                fix=f"use version {MODEL_VERSION} or leave it out",
             )
         if entry.model is None:
             raise ServeError(
@@ -245,11 +245,11 @@ class Repository:
     def index(self, *, ready: bool = False) -> list[dict[str, Any]]:
         """Name, version, state and reason of all models, or of the ready ones."""
         known = {
-            name: {"name": name, "version": VERSION, "state": e.state, "reason": e.reason}
+            name: {"name": name, "version": MODEL_VERSION, "state": e.state, "reason": e.reason}
             for name, e in self._entries.items()
         }
         for name in self._in_folder():
-            unloaded = {"version": VERSION, "state": "UNAVAILABLE", "reason": "not loaded"}
+            unloaded = {"version": MODEL_VERSION, "state": "UNAVAILABLE", "reason": "not loaded"}
             known.setdefault(name, {"name": name, **unloaded})
         return [m for _, m in sorted(known.items()) if not ready or m["state"] == "READY"]
 

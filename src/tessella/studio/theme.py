@@ -11,7 +11,7 @@ from pathlib import Path
 from nicegui import ui
 from nicegui.elements.mixins.text_element import TextElement
 
-from tessella import __version__
+from tessella.core.version import VERSION
 
 STATIC = Path(__file__).parent / "static"
 
@@ -43,8 +43,8 @@ def frame(title: str, subtitle: str, root: Path) -> Iterator[None]:
     ui.colors(primary="#128577", dark="#1a1f1d", dark_page="#121615")
     ui.add_head_html(
         f"<style>{_FIRST_PAINT[theme]}</style>"
-        f'<link rel="stylesheet" href="/static/studio.css?v={__version__}">'
-        f'<script src="/static/studio.js?v={__version__}"></script>'
+        f'<link rel="stylesheet" href="/static/studio.css?v={VERSION}">'
+        f'<script src="/static/studio.js?v={VERSION}"></script>'
     )
     _header(title, theme, root)
     with ui.element("main").classes("page"):

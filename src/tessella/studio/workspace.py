@@ -173,7 +173,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def _dataset_at(path: Path, stamp: tuple[int, int]) -> Dataset:
-    return Dataset(path)
+    return Dataset(path, deep=False)  # a page looks at a few examples
 
 
 @lru_cache(maxsize=16)
