@@ -124,7 +124,10 @@ def onnxruntime(module: torch.nn.Module, image: torch.Tensor, precision: str) ->
         raise SystemExit("the ONNX Runtime peer runs fp32 only")
     buffer = io.BytesIO()
     torch.onnx.export(module, (image,), buffer, dynamo=False, input_names=["image"])
-    session = ort.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
+    options = ort.SessionOptions()
+    # by default its threads spin after a run, and steal the cores from whatever runs next
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = ort.InferenceSession(buffer.getvalue(), options, providers=["CPUExecutionProvider"])
     array = np.ascontiguousarray(image.cpu().numpy())
     return lambda: session.run(None, {"image": array})
 
