@@ -10,6 +10,7 @@ import argparse
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,15 @@ Run = Callable[[], object]
 
 def main() -> None:
     args = _arguments()
-    rows = []
+    path = Path(args.out or RESULTS / f"engine-{args.target}.json")
+    rows: list[dict[str, Any]] = []
     for name in args.networks.split(","):
         for precision in args.precisions.split(","):
             for batch in (int(b) for b in args.batches.split(",")):
                 row = measure(name, precision, batch, args)
                 rows.append(row)
-                print(markdown(*_table([row])), flush=True)
-    path = Path(args.out or RESULTS / f"engine-{args.target}.json")
-    write(path, document(args.target, rows))
+                write(path, document(args.target, rows))  # what was measured is kept
+                print(*_table([row])[1][0], sep="  ", flush=True)
     print(markdown(*_table(rows)))
     print(f"wrote {path}")
 
@@ -145,7 +146,12 @@ def _graphed(module: torch.nn.Module, image: torch.Tensor) -> Run:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), torch.inference_mode():
         module(image)
-    return graph.replay
+    return partial(_replay, graph, module, image)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, *alive: object) -> None:
+    """Replay; the graph reads the memory of weights and input, so they must live as long."""
+    graph.replay()
 
 
 PEERS: dict[str, Callable[[torch.nn.Module, torch.Tensor, str], Run]] = {
