@@ -61,7 +61,7 @@ class TensorSpec:
     def check(self, *, shape: tuple[int, ...], dtype: str) -> None:
         """Raise ``InputError`` unless a tensor of this shape and element type fits.
 
-        The batch may exceed the range's maximum (engines split it); every other size must fit.
+        Any batch fits, as engines pad and split it; every other size must be right.
         """
         if dtype != self.dtype:
             raise InputError(
@@ -70,7 +70,7 @@ class TensorSpec:
                 fix=f"send {self.dtype}",
             )
         fits = len(shape) == len(self.shape) and all(
-            (have == want) if isinstance(want, int) else (axis == 0 or have in want)
+            axis == 0 or (have == want if isinstance(want, int) else have in want)
             for axis, (have, want) in enumerate(zip(shape, self.shape, strict=True))
         )
         if not fits or 0 in shape:
