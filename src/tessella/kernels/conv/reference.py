@@ -5,7 +5,7 @@ Shapes: N batch, C input channels, K output channels, then the spatial axes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,55 +15,33 @@ from tessella.kernels.epilogue import finish
 Tensor = torch.Tensor
 
 
-def conv1d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    activation: str | None = None,
-) -> Tensor:
-    """input [N, C, L], weight [K, C / groups, S] → [N, K, L']."""
-    product = F.conv1d(input, weight, bias, stride, padding, dilation, groups)
-    return finish(product, residual, activation)
+def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A convolution with bias, residual and activation, over one, two or three spatial axes.
+
+    input [N, C, …], weight [K, C / groups, …], residual like the result [N, K, …].
+    """
+
+    def convolution(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        activation: str | None = None,
+    ) -> Tensor:
+        made = product(input, weight, bias, stride, padding, dilation, groups)
+        return finish(made, residual, activation)
+
+    return convolution
 
 
-def conv2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    activation: str | None = None,
-) -> Tensor:
-    """input [N, C, H, W], weight [K, C / groups, R, S], residual like the result [N, K, H', W']."""
-    product = F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    return finish(product, residual, activation)
-
-
-def conv3d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    activation: str | None = None,
-) -> Tensor:
-    """input [N, C, D, H, W], weight [K, C / groups, T, R, S] → [N, K, D', H', W']."""
-    product = F.conv3d(input, weight, bias, stride, padding, dilation, groups)
-    return finish(product, residual, activation)
+conv1d = _convolution(F.conv1d)
+conv2d = _convolution(F.conv2d)
+conv3d = _convolution(F.conv3d)
 
 
 def conv_transpose2d(
