@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tessella.artifacts.files import to_document, write_folder
@@ -192,7 +193,8 @@ def summary(module: nn.Module, input_shape: tuple[int, ...]) -> Summary:
             )
         )
 
-    with FlopCounterMode(display=False) as counter:
+    # attention as its products: older torch does not count the fused kernel of the CPU
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         _run(module, x, begin, end)
     return Summary(
         input_shape=tuple(input_shape),

@@ -36,6 +36,9 @@ class BatchNorm(nn.BatchNorm2d):
         return super().forward(x)
 
 
+_EPS = 2.0**-20  # torch 2.11 wants eps > 0; 1 − 2⁻²⁰ and its sum with this are exact
+
+
 class Scale(nn.Module):
     """A factor, and perhaps an offset, for each channel of ``[N, C, …]``.
 
@@ -48,10 +51,10 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
         self.register_buffer("zero", torch.zeros(channels), persistent=False)
-        self.register_buffer("one", torch.ones(channels), persistent=False)
+        self.register_buffer("variance", torch.ones(channels) - _EPS, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.zero, self.one, self.weight, self.bias, eps=0.0)
+        return F.batch_norm(x, self.zero, self.variance, self.weight, self.bias, eps=_EPS)
 
 
 class LocalResponseNormWithinChannel(nn.Module):
