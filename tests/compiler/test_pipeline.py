@@ -75,8 +75,20 @@ def test_unknown_operations_are_visible_steps() -> None:
     rolls = build(Rolls(), IMAGE)
     (step,) = [s for s in rolls.program.buckets[0].steps if s.op == "fallback"]
     assert step.kernel == "fallback.aten"
+    assert "fallback.aten aten::roll" in str(rolls)
     x = torch.randn(3, 3, 8, 8)
     assert torch.equal(runtime.load(rolls)(image=x)["scores"], torch.roll(x, 1, 2).flatten(1))
+
+
+def test_complex_numbers_may_pass_between_unknown_operations(tmp_path: Path) -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.fft2(x).abs().flatten(1)
+
+    path = build(Spectrum(), IMAGE).save(tmp_path / "spectrum.plan")
+    x = torch.randn(3, 3, 8, 8)
+    right = torch.fft.fft2(x.double()).abs().flatten(1)
+    assert error(runtime.load(path)(image=x)["scores"], right) < 1e-5
 
 
 def test_tuning_names_every_candidate() -> None:

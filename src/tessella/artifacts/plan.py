@@ -36,6 +36,9 @@ MAX_JSON_BYTES = 256 << 20
 MAX_ARENA_BYTES = 1 << 40
 MANIFEST = "manifest.json"
 
+# Inside a program there may also be what torch's operators hand to each other (an FFT).
+ITEMSIZES = {name: d.itemsize for name, d in DTYPES.items()} | {"complex64": 8, "complex128": 16}
+
 Format = Literal["contiguous", "channels_last", "strided"]
 
 
@@ -77,6 +80,11 @@ class Step:
     attrs: dict[str, Any]
     frees: tuple[str, ...] = ()
     layer: str = ""
+
+    @property
+    def title(self) -> str:
+        """The kernel, for people; a fallback also names the operator of torch that it calls."""
+        return f"{self.kernel} {self.attrs['target']}" if self.op == "fallback" else self.kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,9 +338,9 @@ def _check_program(manifest: Manifest, program: Program, weights: set[str], wher
         if bucket.batch < 1 or not 0 <= bucket.arena_bytes <= MAX_ARENA_BYTES:
             raise wrong(bucket.batch, f"an arena of {bucket.arena_bytes} bytes")
         for buffer in bucket.buffers:
-            if buffer.dtype not in DTYPES:
+            if buffer.dtype not in ITEMSIZES:
                 raise wrong(bucket.batch, f"element type {buffer.dtype!r} of {buffer.name}")
-            size = DTYPES[buffer.dtype].itemsize
+            size = ITEMSIZES[buffer.dtype]
             for dim in buffer.shape:
                 if dim < 0:
                     raise wrong(bucket.batch, f"shape of {buffer.name}: {buffer.shape}")
@@ -370,7 +378,7 @@ def table(plan: Plan) -> str:
         time_us = times.get((bucket.batch, step.outputs[0]))
         shape = "×".join(str(d) for d in out.shape)
         shown = "" if time_us is None else f"{time_us:.1f}"
-        rows.append((str(index), step.kernel, f"{out.dtype} {shape}", step.layer, shown))
+        rows.append((str(index), step.title, f"{out.dtype} {shape}", step.layer, shown))
     widths = [max(len(r[c]) for r in rows) for c in range(5)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)) for r in rows]
     manifest = plan.manifest

@@ -236,7 +236,7 @@ class _Plan:
             time_us = took.time_us if took else None
             rows.append((
                 str(index),
-                step.kernel,
+                step.title,
                 step.layer,
                 f"{out.dtype} {'×'.join(str(d) for d in out.shape)}",
                 str(len(tried.get(step.outputs[0], ()))) if step.outputs[0] in tried else "",
