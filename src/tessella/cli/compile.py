@@ -11,6 +11,7 @@ from typer import Argument, Option
 from tessella import api
 from tessella.cli.output import Events, Json, output
 from tessella.cli.parsing import parse_batch
+from tessella.core.errors import UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -33,6 +34,8 @@ def compile_(
     Example: tessella compile runs/flowers --out flowers.plan --precision fp16 --batch 1,8,128
     """
     with output(json_only=json, events=events) as out_:
+        if out.is_dir():
+            raise UsageError("a plan is a file", seen=f"the folder {out}", fix=f"{out}/net.plan")
         plan = api.compile(
             source,
             batch=parse_batch(batch),
