@@ -249,7 +249,7 @@ def _require_batch(graph: Graph, batch: DimRange) -> None:
             raise UsageError(
                 "the graph was captured for another batch",
                 seen=f"{value}, asked: {batch}",
-                fix="compile it for the batch that it has, or export it with a batch axis of any size",
+                fix="compile it for the batch it has, or export it with a batch axis of any size",
             )
         raise CompileError(
             "an output's first axis is not the batch, so answers cannot be split by sample",
