@@ -62,6 +62,11 @@ def test_a_bad_reference_is_told_in_words(client, path):
     assert "Traceback" not in response.text
 
 
+def test_a_run_without_a_checkpoint_is_not_explored_as_another_one(client):
+    assert "There is no checkpoint yet" in client.get("/explore?run=runs/none").text
+    assert "There is no checkpoint yet" not in client.get("/explore?run=runs/first").text
+
+
 def test_a_thumbnail_is_the_stored_image(client, studio):
     dataset = Dataset(studio.root / "datasets" / "digits")
     query = {"dataset": "datasets/digits", "split": "val", "index": 7}

@@ -5,6 +5,7 @@ With ``--write-pictures`` it also writes the README's pictures into ``docs/image
 
 import io
 import json
+import shutil
 import socket
 import urllib.request
 from pathlib import Path
@@ -37,10 +38,12 @@ NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 SLOW_S = 120.0  # a job starts an interpreter and torch; on a busy machine that takes a while
 
 
-def write_digits(folder: Path) -> None:
+def write_digits(folder: Path, count: int = 1797) -> None:
     """Scikit-learn's handwritten digits as PNG files, a subfolder a class."""
     digits = load_digits()
-    for index, (pixels, target) in enumerate(zip(digits.images, digits.target, strict=True)):
+    for index, (pixels, target) in enumerate(
+        zip(digits.images[:count], digits.target[:count], strict=True)
+    ):
         path = folder / NAMES[target] / f"{index:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         image = Image.fromarray(np.uint8(pixels * 15.9375))
@@ -216,3 +219,52 @@ def serve_plan(chromium, image):
     assert "seven" in json.dumps(answer)
     press(chromium, "Stop")
     until(lambda: answered() is None, SLOW_S, "the end of the service")
+
+
+def test_a_zip_is_imported_and_its_training_aborted_and_resumed(served, chromium, tmp_path):
+    write_digits(tmp_path / "digits", 200)
+    packed = shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path / "digits")
+    resize(chromium, 1366, 768)
+    enter(chromium, served, "/data")
+    fill(chromium, "Size (height × width)", "28")
+    choose(chromium, "Channels", "Grey (1)")
+    fields = chromium.find_elements(By.CSS_SELECTOR, "input[type=file][accept='.zip']")
+    fields[0].send_keys(packed)
+    see(chromium, "The ZIP is here")
+    press(chromium, "Import")
+    see(chromium, "Train on it", SLOW_S)
+    see(chromium, "packed")
+
+    go(chromium, served, "/train?dataset=datasets/packed")
+    fill(chromium, "Name of the run", "long")
+    fill(chromium, "Epochs", "3000")
+    press(chromium, "Start training")
+    until(lambda: "/monitor" in chromium.current_url)
+    alive(chromium)
+    until(lambda: series(chromium).get("val/loss"), SLOW_S, "a first epoch")
+    switch_to_log_scale(chromium)
+    press(chromium, "Abort")
+    see(chromium, "aborted", SLOW_S)
+    reached = series(chromium)["loss"]
+    press(chromium, "Resume")
+    until(lambda: series(chromium).get("loss", 0) > reached + 20, SLOW_S, "growth after it")
+    written = (served.root / "runs" / "long" / "events.jsonl").read_text()
+    history = [json.loads(line) for line in written.splitlines()]
+    assert any(e["kind"] == "phase" and e["name"] == "resume" for e in history)
+    press(chromium, "Abort")
+    see(chromium, "aborted", SLOW_S)
+
+
+def switch_to_log_scale(chromium):
+    """The switch of the first chart, which is the loss."""
+
+    def scale():
+        return chromium.execute_script(
+            "const box = document.querySelector('.nicegui-echart');"
+            "return getElement(Number(box.id.slice(1))).chart.getOption().yAxis[0].type"
+        )
+
+    assert scale() == "value"
+    switch = chromium.find_element(By.CSS_SELECTOR, ".q-toggle")
+    switch.click()
+    until(lambda: scale() == "log", what="a logarithmic axis")

@@ -42,9 +42,9 @@ async def _page(desk: Desk, run_ref: str, checkpoint_ref: str) -> None:
     runs = {f.ref: f.item for f in found if f.item is not None and f.item.checkpoints()}
     if checkpoint_ref and not run_ref:
         run_ref = next((r for r in runs if checkpoint_ref.startswith(f"{r}/")), "")
-    run_ref = run_ref if run_ref in runs else next(iter(runs), "")
+    run_ref = run_ref or next(iter(runs), "")
     with frame("Explore", "What the network sees, and where it errs.", space.root):
-        if not run_ref:
+        if run_ref not in runs:  # also a run before its first one: never another in its place
             with parts.empty("There is no checkpoint yet", "Train a network first; its first "
                              "checkpoint comes after the first epoch."):  # fmt: skip
                 parts.button("Train a network", lambda: ui.navigate.to("/train"))
