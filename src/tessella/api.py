@@ -17,7 +17,7 @@ from tessella.artifacts.dataset import Dataset, Split
 from tessella.artifacts.plan import Plan, load_plan
 from tessella.artifacts.run import Recipe, Run
 from tessella.core.device import default_target, torch_device
-from tessella.core.errors import ArtifactError, UsageError
+from tessella.core.errors import ArtifactError, DataError, UsageError
 from tessella.core.events import Emit, silent
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import from_plain, to_plain
@@ -77,6 +77,8 @@ def recipe_from(settings: Mapping[str, Any]) -> Recipe:
     try:
         return from_plain(Recipe, plain, where="recipe")
     except ArtifactError as error:
+        if isinstance(error.__cause__, UsageError):  # a record's own words are the clearest
+            raise error.__cause__ from None
         raise UsageError(error.wrong, seen=error.seen, fix="correct the setting") from error
 
 
@@ -242,8 +244,8 @@ def verify(
             seen=f"{engine.preprocess} and {record}",
             fix="compile the plan from this checkpoint",
         )
-    samples = data if isinstance(data, Split) else _dataset(data).split(split)
     labels = checkpoint.info.labels
+    samples = _samples(data, split, labels)
     eager = eager_predictor(checkpoint, trust_code=trust_code)
     planned = engine_predictor(engine)
     a = evaluate(eager, samples, record, labels, batch_size=batch_size, emit=emit)
@@ -269,8 +271,28 @@ def verify(
     )
 
 
-def _dataset(data: Dataset | str | Path) -> Dataset:
-    return data if isinstance(data, Dataset) else Dataset(data)
+def _samples(data: Dataset | Split | str | Path, split: str, labels: tuple[str, ...]) -> Split:
+    """The split to measure a model on; its classes must be the model's, in the same order.
+
+    Raises:
+        DataError: a label would count another class than it names.
+    """
+    if isinstance(data, Split):
+        return data
+    dataset = data if isinstance(data, Dataset) else Dataset(data)
+    if dataset.classes != labels:
+        raise DataError(
+            "the dataset's classes are not those of the model",
+            seen=f"{_some(dataset.classes)} in {dataset.path}; the model knows {_some(labels)}",
+            fix="use the dataset that the model was trained on, or one with the same classes",
+        )
+    return dataset.split(split)
+
+
+def _some(labels: tuple[str, ...]) -> str:
+    """The first five of many names."""
+    more = f" … ({len(labels)} in all)" if len(labels) > 5 else ""
+    return ", ".join(map(repr, labels[:5])) + more
 
 
 def eager_predictor(
@@ -353,7 +375,7 @@ def evaluate_split(
 ) -> Evaluation:
     """Accuracy, confusion matrix and per-class figures of a checkpoint or a plan on a split."""
     predict, record, labels = predictor(model, trust_code=trust_code)
-    samples = data if isinstance(data, Split) else _dataset(data).split(split)
+    samples = _samples(data, split, labels)
     return evaluate(predict, samples, record, labels, batch_size=batch_size, emit=emit)
 
 

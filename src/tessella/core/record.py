@@ -149,7 +149,13 @@ def _convert_record(cls: type, data: Any, where: str) -> Any:
         return cls(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
     except ArtifactError:
         raise
-    except (ValueError, TypeError, TessellaError) as error:  # what its __post_init__ refuses
+    except TessellaError as error:  # what its __post_init__ refuses
+        seen = "" if error.seen is None else f" ({error.seen})"
+        fix = error.fix or "make the file again"
+        raise CorruptArtifact(
+            f"{where} is not a valid {cls.__name__}", seen=f"{error.wrong}{seen}", fix=fix
+        ) from error
+    except (ValueError, TypeError) as error:
         raise _wrong(where, f"a valid {cls.__name__}", error) from error
 
 
