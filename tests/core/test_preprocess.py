@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 
@@ -430,3 +432,17 @@ def test_hash_tells_records_apart_and_survives_json() -> None:
 def test_records_that_cannot_work(bad: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         Preprocess(**{"height": 4, "width": 4, **bad})
+
+
+def test_pillow_does_not_write_to_the_terminal() -> None:
+    """It logs what it cannot decode; without a handler Python prints that, a line a file."""
+    code = (
+        "import io, numpy as np, tifffile\n"
+        "from tessella.core.preprocess import read_pixels\n"
+        "out = io.BytesIO()\n"
+        "planes = np.zeros((9, 8, 7), np.uint16)\n"
+        "tifffile.imwrite(out, planes, photometric='minisblack', planarconfig='contig')\n"
+        "assert read_pixels(out.getvalue()).shape == (9, 8, 7)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -14,6 +14,7 @@ plan, training and serving cannot differ.
 from __future__ import annotations
 
 import io
+import logging
 import math
 import struct
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ MAX_PIXELS = 1 << 28  # 16,384 × 16,384: a larger header is refused before a pi
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # Pillow checks before we can, at a third of this by default
 # Only these decoders see foreign bytes: some of Pillow's others start programs (EPS).
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP", "GIF", "PPM")
+# What Pillow cannot decode is raised, or read by tifffile: its log must not fill a user's terminal.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
 _TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _BILINEAR = Image.Resampling.BILINEAR
 
