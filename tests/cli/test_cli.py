@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 import subprocess
 import sys
 import time
@@ -128,6 +129,89 @@ def test_a_mistake_gets_a_line_and_an_exit_code(
     assert answer.code == code, answer.err
     assert said in answer.err
     assert "Traceback" not in answer.err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"epochz": 3}', "use network, dataset, epochs"),
+        (b'{"epochs": 0}', "epochs must be positive"),
+        (b'{"solver": {"name": "foo"}}', "adamw"),
+        (b'{"epochs": ', "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[1]", "a JSON object"),
+    ],
+)
+def test_a_bad_recipe_is_a_users_mistake(
+    tessella: Tessella, tmp_path: Path, content: bytes, said: str
+) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_bytes(content)
+    answer = tessella("train", "lenet", "nowhere", "--out", tmp_path / "run", "--recipe", path)
+    assert answer.code == 2, answer.err
+    assert said in answer.err
+
+
+def test_a_setting_is_refused_in_its_own_words(tessella: Tessella, tmp_path: Path) -> None:
+    settings = ("--gpus", "2", "--batch-size", "33")
+    answer = tessella("train", "lenet", "nowhere", "--out", tmp_path / "run", *settings)
+    assert answer.code == 2
+    assert "Seen: batch_size=33, gpus=2. To do: use batch_size=34." in answer.err
+
+
+def test_events_into_a_folder_are_refused(tessella: Tessella, tmp_path: Path) -> None:
+    answer = tessella("show", "networks", "--events", tmp_path)
+    assert answer.code == 2
+    assert "Is a directory" in answer.err
+
+
+def test_another_datasets_classes_are_refused(
+    tessella: Tessella, blobs: Path, tmp_path: Path
+) -> None:
+    """The same number of classes, in another meaning: any accuracy would be a lie."""
+    other = tmp_path / "other"
+    shutil.copytree(blobs / "below", other / "a")
+    shutil.copytree(blobs / "above", other / "b")
+    for source, name in ((blobs, "blobs"), (other, "others")):
+        options = ("--size", "12", "--channels", "1", "--holdout", "0.25")
+        assert tessella("data", "import", source, "--out", tmp_path / name, *options).code == 0
+    trained = tessella(
+        "train", "lenet", tmp_path / "blobs", "--out", tmp_path / "run", "--epochs", "0.1"
+    )
+    assert trained.code == 0, trained.err
+    answer = tessella("run", tmp_path / "run", "--data", tmp_path / "others")
+    assert answer.code == 3
+    assert "'a', 'b'" in answer.err
+    assert "'above', 'below'" in answer.err
+
+
+def test_ctrl_c_says_how_to_go_on(
+    tessella: Tessella, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*arguments: object, **settings: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tessella.api.train", interrupted)
+    answer = tessella("train", "lenet", "nowhere", "--out", tmp_path / "run")
+    assert answer.code == 130
+    assert "--resume" in answer.err
+
+
+def test_a_failure_is_told_once_and_rows_are_not_wrapped(
+    tessella: Tessella, blobs: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "with_bad"
+    shutil.copytree(blobs, source)
+    (source / "above" / f"{'long' * 40}.png").write_bytes(b"")
+    options = ("--size", "12", "--channels", "1")
+    answer = tessella("data", "import", source, "--out", tmp_path / "dataset", *options)
+    assert f"above/{'long' * 40}.png: the file is empty" in answer.out
+    diverged = tessella(
+        "train", "lenet", tmp_path / "dataset", "--out", tmp_path / "run", "--lr", "1e9",
+        "--epochs", "8", "--batch-size", "4",
+    )  # fmt: skip
+    assert diverged.code == 5
+    assert diverged.err.count("diverged") == 1
 
 
 def test_json_of_a_mistake_is_json(tessella: Tessella) -> None:

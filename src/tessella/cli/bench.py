@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from tessella import api
 from tessella.cli.output import Json, grid, output
+from tessella.cli.parsing import parse_sizes
 from tessella.core.device import torch_device
 from tessella.kernels.timing import Timing, latency
 from tessella.nn import zoo
@@ -37,7 +38,7 @@ def bench(
     with output(json_only=json) as out:
         engine = api.load(plan)
         device = torch_device(engine.manifest.fingerprint.target)
-        sizes = engine.buckets if batch is None else [int(n) for n in batch.split(",")]
+        sizes = engine.buckets if batch is None else parse_sizes(batch)
         module = None
         if against is not None:
             checkpoint = api.open_checkpoint(against)

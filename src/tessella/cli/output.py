@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from tessella.core.errors import TessellaError
+from tessella.core.errors import TessellaError, UsageError
 from tessella.core.events import Event, EventLog
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
@@ -26,6 +26,7 @@ Events = Annotated[
 ]
 
 PLAIN_INTERVAL_S = 2.0  # a progress line at most this often where there is no terminal
+PLAIN_WIDTH = 10_000
 
 
 class Output:
@@ -36,6 +37,7 @@ class Output:
 
     def __init__(self, *, json_only: bool, events: Path | None) -> None:
         self.json_only = json_only
+        self._told_error = ""
         self._log = None if events is None else EventLog(events)
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._bars: Progress | None = None
@@ -59,6 +61,7 @@ class Output:
         elif event.kind == "warning":
             self.note(f"warning: {event.text}", style="yellow")
         elif event.kind == "error":
+            self._told_error = event.text
             self.note(f"error: {event.text}", style="red")
 
     def note(self, text: str, style: str = "") -> None:
@@ -102,7 +105,9 @@ class Output:
         if self.json_only:
             print(json.dumps(plain, indent=1, ensure_ascii=False))
         elif isinstance(text, Group):
-            Console(highlight=False).print(text)
+            # Where no one looks on there is no edge to wrap at: a row is a line, for grep and awk.
+            width = None if sys.stdout.isatty() else PLAIN_WIDTH
+            Console(highlight=False, width=width).print(text)
         elif text is not None:
             print(text)
 
@@ -112,7 +117,8 @@ class Output:
             self._log(Event(kind="error", text=str(error), values=error.to_json()))
         if self.json_only:
             print(json.dumps(error.to_json(), ensure_ascii=False))
-        self._console.print(Text(f"error: {error}", style="red"))
+        if str(error) != self._told_error:  # training tells its failure as an event, too
+            self._console.print(Text(f"error: {error}", style="red"))
 
     def close(self) -> None:
         self.close_bars()
@@ -125,22 +131,42 @@ def _small(value: object) -> bool:
 
 
 @contextmanager
-def output(*, json_only: bool = False, events: Path | None = None) -> Iterator[Output]:
-    """The frame of a verb: errors that we raise become one line and an exit code."""
-    out = Output(json_only=json_only, events=events)
+def output(
+    *, json_only: bool = False, events: Path | None = None, stopped: str = "stopped"
+) -> Iterator[Output]:
+    """The frame of a verb: errors that we raise become one line and an exit code.
+
+    Args:
+        stopped: what a person reads after Ctrl-C.
+    """
+    out = _open(json_only, events)
     try:
         yield out
     except TessellaError as error:
         out.failed(error)
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt:
-        out.note("stopped")
+        out.note(stopped)
         raise typer.Exit(130) from None
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away, as `head` does
         raise typer.Exit(0) from None
     finally:
         out.close()
+
+
+def _open(json_only: bool, events: Path | None) -> Output:
+    try:
+        return Output(json_only=json_only, events=events)
+    except OSError as error:
+        Output(json_only=json_only, events=None).failed(
+            failure := UsageError(
+                "events cannot be written here",
+                seen=f"{events}: {error.strerror}",
+                fix="give --events a file in a folder that you may write to",
+            )
+        )
+        raise typer.Exit(failure.exit_code) from error
 
 
 def grid(

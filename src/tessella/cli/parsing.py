@@ -15,6 +15,14 @@ def parse_size(text: str) -> tuple[int, int]:
     )
 
 
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """``8`` or ``1,8,32,64``: batch sizes to measure."""
+    parts = text.split(",")
+    if all(p.strip().isdigit() and int(p) > 0 for p in parts):
+        return tuple(int(p) for p in parts)
+    raise UsageError("batch sizes are positive numbers", seen=text, fix="write 8 or 1,8,32")
+
+
 def parse_batch(text: str) -> tuple[int, ...]:
     """``8`` or ``1,8,32`` (min, opt, max)."""
     parts = text.split(",")

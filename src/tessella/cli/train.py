@@ -11,7 +11,7 @@ from typer import Argument, Option
 from tessella import api
 from tessella.artifacts.run import Recipe, Run
 from tessella.cli.output import Events, Json, output
-from tessella.core.errors import UsageError
+from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.record import from_plain, parse_json, to_plain
 
 
@@ -49,11 +49,12 @@ def train(
     Example: tessella train resnet50 datasets/flowers --out runs/flowers --epochs 30 --precision
     bf16
     """
-    with output(json_only=json, events=events) as out_:
-        if resume and (out / "run.json").exists():
-            settings = to_plain(Run(out).recipe)
-        else:
-            settings = {} if recipe is None else read_recipe(recipe)
+    stopped = "stopped: the same command with --resume goes on from the last checkpoint"
+    with output(json_only=json, events=events, stopped=stopped) as out_:
+        going_on = resume and (out / "run.json").exists()
+        settings = to_plain(Run(out).recipe) if going_on else {}
+        if recipe is not None:
+            settings = _merged(settings, read_recipe(recipe))
         settings |= {"network": network, "dataset": str(dataset)}
         given = {
             "epochs": epochs,
@@ -83,12 +84,33 @@ def train(
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The settings in a recipe file, checked as a recipe once network and dataset are known."""
+    """The settings in a recipe file, checked before the dataset is opened."""
     if not path.is_file():
         raise UsageError("there is no recipe here", seen=path, fix="give the path of a JSON file")
-    plain = parse_json(path.read_text(), where=str(path))
-    if not isinstance(plain, dict):
-        raise UsageError("a recipe is a JSON object", seen=type(plain).__name__)
-    placeholder = {"network": "lenet", "dataset": "."}
-    from_plain(Recipe, {**placeholder, **plain}, where=str(path))
+    try:
+        plain = parse_json(path.read_bytes(), where=str(path))
+        if not isinstance(plain, dict):
+            raise UsageError(
+                "a recipe is a JSON object", seen=type(plain).__name__, fix='write {"epochs": 30}'
+            )
+        if unknown := sorted(set(plain) - set(Recipe.__dataclass_fields__)):
+            raise UsageError(
+                f"{path} has settings that no recipe has",
+                seen=", ".join(unknown),
+                fix=f"use {', '.join(Recipe.__dataclass_fields__)}",
+            )
+        placeholder = {"network": "lenet", "dataset": "."}
+        from_plain(Recipe, {**placeholder, **plain}, where=str(path))
+    except ArtifactError as error:  # a person wrote this file: it is an argument, not an artifact
+        raise UsageError(error.wrong, seen=error.seen, fix=f"correct {path}") from error
     return plain
+
+
+def _merged(settings: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``over`` wins, setting by setting in nested records, too."""
+    nested = {
+        name: {**settings[name], **value}
+        for name, value in over.items()
+        if isinstance(value, dict) and isinstance(settings.get(name), dict)
+    }
+    return {**settings, **over, **nested}
