@@ -17,6 +17,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.kernels import catalog
 from tessella.kernels.conv import aten as conv_aten
 from tessella.kernels.conv import onednn as conv_onednn
+from tessella.runtime import profiler
 from tests.compiler.networks import NETWORKS, build, captured, network, plan
 
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(1, 3, 8, 8))
@@ -83,12 +84,15 @@ def test_unknown_operations_are_visible_steps() -> None:
 def test_complex_numbers_may_pass_between_unknown_operations(tmp_path: Path) -> None:
     class Spectrum(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.fft.fft2(x).abs().flatten(1)
+            spectrum = torch.fft.fft2(x)
+            return (spectrum * spectrum).abs().flatten(1)
 
     path = build(Spectrum(), IMAGE).save(tmp_path / "spectrum.plan")
     x = torch.randn(3, 3, 8, 8)
-    right = torch.fft.fft2(x.double()).abs().flatten(1)
-    assert error(runtime.load(path)(image=x)["scores"], right) < 1e-5
+    right = torch.fft.fft2(x.double()).abs().square().flatten(1)
+    engine = runtime.load(path)
+    assert error(engine(image=x)["scores"], right) < 1e-5
+    assert any(t.kernel == "fallback.aten" for t in profiler.profile(engine, 1))
 
 
 def test_tuning_names_every_candidate() -> None:

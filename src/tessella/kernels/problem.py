@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 
-from tessella.core.dtype import dtype
 from tessella.core.record import digest
 
 Format = Literal["contiguous", "channels_last", "strided"]
@@ -28,7 +27,7 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype(self.dtype).itemsize
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A new tensor of this shape, element type and format, with any content."""

@@ -7,7 +7,6 @@ import math
 import torch
 
 from tessella.artifacts.plan import Buffer
-from tessella.core.dtype import dtype
 
 
 class Arena:
@@ -18,7 +17,7 @@ class Arena:
 
     def view(self, buffer: Buffer) -> torch.Tensor:
         """The buffer as a tensor of its shape and format; its offset must not be None."""
-        nbytes = math.prod(buffer.shape) * dtype(buffer.dtype).itemsize
+        nbytes = math.prod(buffer.shape) * getattr(torch, buffer.dtype).itemsize
         flat = self._bytes[buffer.offset : buffer.offset + nbytes].view(
             getattr(torch, buffer.dtype)
         )
