@@ -9,8 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime import InferenceSession
 
+import tessella as ts
 from tessella.cli import VERBS
 from tessella.core.events import read_events
 from tests.cli.conftest import Tessella
@@ -246,3 +250,24 @@ def test_doctor_names_the_target_and_the_libraries(tessella: Tessella) -> None:
     report = tessella("doctor", "--json").json
     assert report["target"] in ("cpu", "sm_90")
     assert report["libraries"]["torch"]
+
+
+def test_an_onnx_file_becomes_a_plan(tessella: Tessella, tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).normal(size=(4, 3, 3, 3)).astype(np.float32)
+    nodes = [
+        helper.make_node("Conv", ["image", "w"], ["c"], pads=[1, 1, 1, 1], name="conv"),
+        helper.make_node("Relu", ["c"], ["r"]),
+        helper.make_node("GlobalAveragePool", ["r"], ["scores"]),
+    ]
+    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["N", 3, 8, 8])
+    scores = helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["N", 4, 1, 1])
+    graph = helper.make_graph(nodes, "g", [image], [scores], [numpy_helper.from_array(weight, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    path, plan = tmp_path / "model.onnx", tmp_path / "model.plan"
+    path.write_bytes(model.SerializeToString())
+
+    answer = tessella("compile", path, "--out", plan, "--batch", "1,2,2", "--target", "cpu")
+    assert answer.code == 0, answer.err
+    x = np.random.default_rng(1).normal(size=(3, 3, 8, 8)).astype(np.float32)
+    (expected,) = InferenceSession(str(path)).run(None, {"image": x})
+    np.testing.assert_allclose(ts.load(plan)(image=x)["scores"], expected, rtol=1e-4, atol=1e-5)

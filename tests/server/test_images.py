@@ -10,6 +10,7 @@ import zlib
 import httpx
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tessella.server import Limits, Server
@@ -40,6 +41,8 @@ def test_a_raw_body_is_classified(http: httpx.Client) -> None:
     assert [p["index"] for p in found] == order(scores)[:2]
     assert [p["label"] for p in found] == [LABELS[i] for i in order(scores)[:2]]
     np.testing.assert_allclose([p["score"] for p in found], np.sort(scores)[::-1][:2], rtol=1e-4)
+    softmax = torch.from_numpy(np.sort(scores)[::-1].astype(np.float64)).softmax(0)
+    np.testing.assert_allclose([p["probability"] for p in found], softmax[:2], rtol=1e-4)
 
 
 def test_uploaded_files_are_classified_in_order(http: httpx.Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tessella.core.errors import UsageError
 from tessella.core.events import Event
 from tessella.core.policies import Policy
 from tessella.training.loop import train
+from tessella.training.trainer import Trainer
 from tests.training.examples import curve, recipe
 
 # Dropout draws random numbers, batch normalization keeps running statistics: both have to go on.
@@ -149,6 +151,24 @@ def test_another_recipe_is_refused_with_what_differs(settings, whole):
     changed = Recipe(**{**vars(settings), "epochs": 9.0, "solver": Solver(name="sgd")})
     with pytest.raises(UsageError, match=r"epochs was 4.25, is 9.0; .*'adam'.*'sgd'"):
         train(changed, whole.path, resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_failed_at_once_is_replaced(settings, tmp_path, monkeypatch, resume):
+    def broken(*arguments, **named):
+        raise ZeroDivisionError("a mistake in the network")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", broken)
+        with pytest.raises(ZeroDivisionError):
+            train(settings, tmp_path / "run")
+    failed = [e for e in Run(tmp_path / "run").events() if e.kind == "error"]
+    assert "a mistake in the network" in failed[0].text
+    corrected = replace(settings, epochs=0.5)
+    run = train(corrected, tmp_path / "run", resume=resume)
+    assert run.recipe == corrected
+    assert not [e for e in run.events() if e.kind == "error"]
+    assert run.checkpoints()
 
 
 def test_a_folder_with_a_run_is_refused_without_resume(settings, whole):

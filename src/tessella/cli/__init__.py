@@ -16,7 +16,7 @@ from tessella.core.version import VERSION
 # In the order in which data flows.
 VERBS: dict[str, str] = {
     "quickstart": "The whole way on real digits: folder, dataset, network, plan, served.",
-    "data": "Import images into a dataset, or browse one.",
+    "data": "Import images into a dataset: check, resize, split, count.",
     "train": "Train a network on a dataset.",
     "compile": "Turn a checkpoint or an ONNX file into a plan: fused, tuned, one file.",
     "verify": "Compare a plan with its checkpoint, sample by sample.",

@@ -46,8 +46,10 @@ def train(
 ) -> None:
     """Train a network. Ctrl-C stops; --resume goes on with the same loss curve.
 
-    Example: tessella train resnet50 datasets/flowers --out runs/flowers --epochs 30 --precision
-    bf16
+    Example: tessella train resnet50 datasets/flowers --out runs/flowers --epochs 30
+
+    A recipe file (--recipe) holds any other setting: {"augment": {"flip": true}, "patience": 5,
+    "class_weights": "balanced", "init": "pretrained", "val_interval": 0.5}
     """
     stopped = "stopped: the same command with --resume goes on from the last checkpoint"
     with output(json_only=json, events=events, stopped=stopped) as out_:

@@ -271,9 +271,17 @@ def _only_image(model: Model) -> TensorSpec:
 def _predictions(
     scores: np.ndarray, output: str, labels: tuple[str, ...], top: int
 ) -> list[dict[str, object]]:
+    """The best classes of one image: raw scores, and their softmax as ``tessella run`` has it."""
     values = to_json(scores, name=output)
     named = len(labels) == len(values)
+    powers = np.exp(np.asarray(values, np.float64) - max(values))
+    probabilities = (powers / powers.sum()).tolist()
     return [
-        {"index": i, "label": labels[i] if named else None, "score": values[i]}
+        {
+            "index": i,
+            "label": labels[i] if named else None,
+            "score": values[i],
+            "probability": probabilities[i],
+        }
         for i in best(scores[None], top)[0].tolist()
     ]

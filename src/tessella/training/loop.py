@@ -68,6 +68,10 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silen
         )
         _tell_failure(run, failure, emit)
         raise failure from error
+    except Exception as error:  # a mistake in a user's network, say: logged, and raised as it is
+        seen = f"{type(error).__name__}: {error}"
+        _tell_failure(run, TrainError("training failed unexpectedly", seen=seen[:500]), emit)
+        raise
     return run
 
 

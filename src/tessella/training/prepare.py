@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe, Run, RunInfo, write_run
 from tessella.core.errors import DataError, UsageError
-from tessella.core.record import to_plain
+from tessella.core.record import digest, to_plain
 from tessella.nn import zoo
 from tessella.training.loss import check_labels
 from tessella.training.parallel import check_devices
@@ -19,7 +20,8 @@ from tessella.training.state import sweep_unfinished
 def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
     """The run in ``out``, new or to go on with, and whether it goes on.
 
-    With ``resume``, a folder without a run is begun anew: a training may be killed that early.
+    With ``resume``, a folder without a run is begun anew: a training may be killed that early. A
+    run that failed before its first checkpoint is replaced: there is nothing in it to lose.
 
     Raises:
         UsageError: the folder holds a run (without ``resume``), or one of another recipe; or the
@@ -29,13 +31,24 @@ def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
     if recipe.gpus > 1:
         check_devices(recipe.gpus)
     info = _describe(recipe)
-    if resume and (out / "run.json").exists():
+    if (out / "run.json").exists():
         run = Run(out)
-        _require_same(run.info, info, out)
         sweep_unfinished(out / "checkpoints")
-        return run, True
+        if not run.checkpoints() and any(e.kind == "error" for e in run.events()):
+            _remove(out)
+        elif resume:
+            _require_same(run.info, info, out)
+            return run, True
     write_run(out, info)
     return Run(out), False
+
+
+def _remove(out: Path) -> None:
+    """What a run that failed at once left: its recipe, its log, its charts."""
+    for name in ("run.json", "events.jsonl", "error.json", "workers.log"):
+        (out / name).unlink(missing_ok=True)
+    for name in ("checkpoints", "tensorboard"):
+        shutil.rmtree(out / name, ignore_errors=True)
 
 
 def _describe(recipe: Recipe) -> RunInfo:
@@ -104,7 +117,7 @@ def _decisive(info: RunInfo) -> dict[str, Any]:
     del recipe["dataset"]
     return {
         **recipe,
-        "network": to_plain(info.network),
+        "network": {**to_plain(info.network), "source": digest(info.network.source)},
         "preprocess": info.preprocess.hash,
         "labels": info.labels,
         "dataset": info.dataset_hash,
