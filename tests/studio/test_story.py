@@ -81,24 +81,24 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def test_from_a_folder_to_a_served_network(served, chromium, picture, tmp_path):
-    write_digits(tmp_path / "digits")
+def test_from_a_folder_to_a_served_network(served, chromium, picture):
+    write_digits(served.root / "photos" / "digits")
     resize(chromium, 1366, 768)
     enter(chromium, served)
     see(chromium, "This workspace is empty")
 
-    import_folder(chromium, served, tmp_path / "digits", picture)
+    import_folder(chromium, served, "photos/digits", picture)
     train(chromium, served, picture)
     explore(chromium, served, picture)
     compile_plan(chromium, served, picture)
-    serve_plan(chromium, tmp_path / "digits" / "seven" / "0007.png")
+    serve_plan(chromium, served.root / "photos" / "digits" / "seven" / "0007.png")
 
 
 def import_folder(chromium, served, folder, picture):
     press(chromium, "Import images")
     see(chromium, "New dataset")
     alive(chromium)
-    fill(chromium, "Folder on this machine", str(folder))
+    fill(chromium, "Folder on this machine", folder)
     fill(chromium, "Size (height × width)", "28")
     choose(chromium, "Channels", "Grey (1)")
     fill(chromium, "Held out to validate", "0.2")
@@ -141,7 +141,7 @@ def explore(chromium, served, picture):
     press(chromium, "Explore")
     see(chromium, "Classify a picture")
     alive(chromium)
-    upload = served.root.parent / "digits" / "three" / "0003.png"
+    upload = served.root / "photos" / "digits" / "three" / "0003.png"
     chromium.find_element(By.CSS_SELECTOR, "input[type=file]").send_keys(str(upload))
     answers = until(lambda: chromium.find_elements(By.CSS_SELECTOR, ".answer .name"), SLOW_S)
     assert len(answers) == 5
