@@ -223,7 +223,7 @@ class _New:
         )
 
     async def _find_example(self) -> None:
-        folder = Path(self._values.source.strip() or "/nonexistent").expanduser()
+        folder = self._source()
         found = await threads.io_bound(first_image, folder)
         if found is not None:
             self._example = f"path:{found}"
@@ -244,9 +244,14 @@ class _New:
             await self._find_example()
             ui.notify("The ZIP is here. Press Import.", type="positive")
 
+    def _source(self) -> Path:
+        """What the form says; a relative path starts at the workspace, where jobs run."""
+        typed = self._values.source.strip()
+        return self._desk.workspace.root / Path(typed or "/nonexistent").expanduser()
+
     def _start(self) -> None:
         with parts.telling():
-            source = Path(self._values.source.strip()).expanduser()
+            source = self._source()
             if not self._values.source.strip() or not source.exists():
                 raise UsageError(
                     "there is no such folder on this machine",
@@ -255,7 +260,8 @@ class _New:
                 )
             name = self._values.name.strip() or plain_name(source.name)
             out = self._desk.workspace.new_path("dataset", name)
-            spec = self._spec(str(source.resolve()), self._desk.workspace.ref(out))
+            workspace = self._desk.workspace
+            spec = self._spec(workspace.ref(source.resolve()), workspace.ref(out))
             self._watch(self._desk.store.submit(spec).id)
 
     def _watch(self, job_id: str) -> None:
