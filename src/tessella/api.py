@@ -175,6 +175,12 @@ def open_checkpoint(source: Checkpoint | Run | str | Path) -> Checkpoint:
     if isinstance(source, Checkpoint):
         return source
     if isinstance(source, str | Path):
+        if Path(source).is_file():
+            raise UsageError(
+                "this is a file, and a checkpoint or a run is a folder",
+                seen=source,
+                fix="give the folder of a run or of a checkpoint; a .plan is compiled already",
+            )
         if not (Path(source) / "run.json").exists():
             return Checkpoint(source)
         source = Run(source)

@@ -116,6 +116,7 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
         (("show", "nowhere"), 2, "nothing of ours"),
         (("run", "nowhere", "photo.jpg"), 4, "no checkpoint here"),
         (("compile", "nowhere", "--out", "x.plan"), 4, "no checkpoint here"),
+        (("compile", __file__, "--out", "x.plan"), 2, "a checkpoint or a run is a folder"),
         (("compile", "nowhere", "--out", "."), 2, "a plan is a file"),
         (("data", "import", "nowhere", "--out", "x"), 3, "To do"),
         (("data", "import", ".", "--out", "x", "--size", "12xy"), 2, "write 224 or 224x320"),

@@ -27,7 +27,7 @@ def bench(
         Path | None, Option(help="Its checkpoint (or run), measured in the same rounds.")
     ] = None,
     batch: Annotated[str | None, Option(help="Batch sizes, 1,8,32; the plan's if not.")] = None,
-    seconds: Annotated[float, Option(help="How long to measure each batch size.")] = 2.0,
+    seconds: Annotated[float, Option(help="How long to measure each batch size.", min=0.01)] = 2.0,
     trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
     json: Json = False,
 ) -> None:
