@@ -167,6 +167,19 @@ def test_saved_and_loaded_answers_bit_for_bit(lenet: Plan, engine: Engine, tmp_p
     assert loaded.preprocess is None
 
 
+def test_a_grey_image_cut_from_nhwc_bytes_is_read_as_any_other(engine: Engine) -> None:
+    plain = images(2)
+    assert plain.shape[1] == 1
+    _, _, height, width = plain.shape
+    cut = plain.as_strided(plain.shape, (height * width, 1, width, 1))  # the same bytes
+    assert cut.is_contiguous()
+    assert cut.stride() != plain.stride()
+    assert torch.equal(engine(cut)["scores"], engine(plain)["scores"])
+    (read,) = (engine._tensor(spec, cut) for spec in engine.inputs)
+    assert read.stride() == plain.stride()
+    assert read.data_ptr() == cut.data_ptr()
+
+
 def test_loading_measures_and_compiles_nothing(
     lenet: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

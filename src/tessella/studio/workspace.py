@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -119,11 +119,11 @@ class Workspace:
                     yield "plan", here / file
             folders[:] = sorted(f for f in folders if not f.startswith(".")) * (depth < MAX_DEPTH)
 
-    def _found(self, path: Path, opener: type[T] | object, marker: Path) -> Found[T]:
+    def _found(self, path: Path, opener: Callable[[Path], T], marker: Path) -> Found[T]:
         ref = self.ref(path)
         try:
             modified = marker.stat().st_mtime
-            return Found(ref=ref, path=path, modified=modified, item=opener(path))  # type: ignore
+            return Found(ref=ref, path=path, modified=modified, item=opener(path))
         except (TessellaError, OSError) as error:
             return Found(ref=ref, path=path, modified=0.0, item=None, problem=str(error))
 
