@@ -8,6 +8,11 @@ A kernel is a module with two functions and a flag::
 
 ``bind`` packs the constants (by their position among the inputs) once and returns the function that
 runs the kernel on the remaining inputs, in order. ``fits`` is cheap and does not touch a GPU.
+A kernel that can be tuned, or that needs scratch memory, has two functions more::
+
+    def configs(problem: Problem) -> tuple[Config, ...]: ...     # arguments of bind, best first
+    def workspace_bytes(problem: Problem, **config) -> int: ...  # then call(..., workspace=uint8)
+
 Ids are never reused: plans name them.
 """
 
@@ -24,6 +29,7 @@ from tessella.core.errors import CompileError
 from tessella.kernels.problem import Problem
 
 Call = Callable[..., Any]  # tensors in, a tensor or a tuple of tensors out
+Config = dict[str, Any]  # one way to run a kernel, a flat JSON object: tile sizes and the like
 
 
 class KernelModule(Protocol):
@@ -31,7 +37,9 @@ class KernelModule(Protocol):
 
     def fits(self, problem: Problem) -> str | None: ...
 
-    def bind(self, problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call: ...
+    def bind(
+        self, problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any
+    ) -> Call: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +66,23 @@ class Kernel:
     views: bool = False
     last_resort: bool = False
 
+    @property
+    def algorithm(self) -> str:
+        """The second part of the id: ``implicit_gemm`` of ``conv2d.implicit_gemm.sm90``."""
+        return self.id.split(".")[1] if "." in self.id else self.id
+
     def load(self) -> KernelModule:
         return cast(KernelModule, importlib.import_module(self.module))
+
+    def configs(self, problem: Problem) -> tuple[Config, ...]:
+        """The ways to run it, the most promising first; ``({},)`` if there is only one."""
+        configs = getattr(self.load(), "configs", None)
+        return configs(problem) if configs else ({},)
+
+    def workspace_bytes(self, problem: Problem, config: Config) -> int:
+        """Scratch memory that a call needs beside its inputs and outputs."""
+        workspace_bytes = getattr(self.load(), "workspace_bytes", None)
+        return workspace_bytes(problem, **config) if workspace_bytes else 0
 
 
 _TORCH = ("cpu", "sm_90")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -61,6 +62,16 @@ MEMORY_FORMATS = {
     "strided": torch.contiguous_format,
 }
 
+# What an attribute is where a problem leaves it out.
+DEFAULTS: dict[str, Any] = {
+    "activation": None,
+    "alpha": 1.0,
+    "beta": 1.0,
+    "transpose_a": False,
+    "transpose_b": False,
+    "fast_accumulation": False,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -81,6 +92,24 @@ class Problem:
     attrs: dict[str, Any] = field(default_factory=dict)
     constant: tuple[int, ...] = ()
     math: Math = "ieee"
+
+    def meta(self, position: int) -> TensorMeta | None:
+        """The input at ``position``; None where it is left out."""
+        return self.inputs[position] if position < len(self.inputs) else None
+
+    def attr(self, name: str) -> Any:
+        """An attribute, or what it is where the problem does not say (``DEFAULTS``)."""
+        return self.attrs.get(name, DEFAULTS.get(name))
+
+    def operands(
+        self, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """All operands by position: the constants, and the other inputs in order."""
+        rest = iter(inputs)
+        return [
+            constants[i] if i in constants else None if meta is None else next(rest)
+            for i, meta in enumerate(self.inputs)
+        ]
 
     @property
     def output(self) -> TensorMeta:

@@ -1,0 +1,70 @@
+"""The names of Gluon that Hopper kernels use, the same under Triton 3.6 and later.
+
+Gluon is Triton's lower level: layouts, shared memory, barriers and warps are the author's. It is
+experimental and renames things between versions; every difference that our kernels meet is settled
+here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "DTYPES",
+    "TensorDescriptor",
+    "barrier",
+    "descriptor",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "load_tile",
+    "mbarrier",
+    "store_tile",
+    "store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+# all threads of a block (or of one role, inside warp_specialize) meet here
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# load_tile(descriptor, coordinates, mbarrier, shared, pred) and
+# store_tile(descriptor, coordinates, shared): the bulk tensor copies
+_renamed = hasattr(tma, "async_load")
+load_tile = tma.async_load if _renamed else tma.async_copy_global_to_shared
+store_tile = tma.async_store if _renamed else tma.async_copy_shared_to_global
+store_wait = tma.store_wait
+
+DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: gl.float32,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.int8: gl.int8,
+    torch.int32: gl.int32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+
+
+def descriptor(tensor: torch.Tensor, block: Sequence[int], **layout: Any) -> TensorDescriptor:
+    """A TMA descriptor of ``tensor`` (dense in its last axis) that moves tiles of shape ``block``.
+
+    Args:
+        block: powers of two, each at most 256.
+        layout: arguments of ``NVMMASharedLayout.get_default_for``, such as ``transposed``.
+    """
+    block = list(block)
+    shared = gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype], **layout)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, shared)

@@ -1,0 +1,162 @@
+"""Launching Triton and Gluon kernels, and seeing what was launched.
+
+Every kernel of ours goes through ``launch``. Around it, ``watching`` collects what ran (registers,
+shared memory, spills), and ``compiling`` turns launches into compilations for a GPU that need not
+be there.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+CAPABILITIES = {"sm_90": 90}
+# SASS: tensor-core products by type, bulk tensor copies in and out, products of the plain units,
+# and what must not be there: local memory
+OPCODES = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "UTMALDG", "UTMASTG", "FFMA", "LDL", "STL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What one kernel takes from a multiprocessor.
+
+    Attributes:
+        threads: in a block.
+        registers: a thread's.
+        spilled_bytes: registers that went to memory, a thread's.
+        shared_bytes: a block's.
+    """
+
+    kernel: str
+    threads: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """One launch: its grid and the compiled kernel."""
+
+    grid: tuple[int, ...]
+    compiled: Any
+
+    def resources(self) -> Resources:
+        """Read from the cubin: the same with and without a GPU."""
+        threads = 32 * self.compiled.metadata.num_warps
+        usage = _cuobjdump(self.compiled.asm["cubin"], "--dump-resource-usage")
+        registers, stack = (int(re.search(rf"{n}:(\d+)", usage)[1]) for n in ("REG", "STACK"))
+        total = re.search(r"\.maxntid\s+(\d+)", self.compiled.asm["ptx"])
+        return Resources(
+            kernel=self.compiled.metadata.name,
+            threads=int(total[1]) if total else threads,  # specialized warps counted too
+            registers=registers,
+            spilled_bytes=stack,
+            shared_bytes=self.compiled.metadata.shared,
+        )
+
+    def opcodes(self) -> Counter[str]:
+        """How often each of ``OPCODES`` stands in the machine code."""
+        sass = _cuobjdump(self.compiled.asm["cubin"], "--dump-sass")
+        return Counter(op for op in re.findall(r"\b([A-Z0-9]+)\b", sass) if op in OPCODES)
+
+
+_launches: ContextVar[list[Launched] | None] = ContextVar("launches", default=None)
+_target: ContextVar[str | None] = ContextVar("target", default=None)
+
+
+def launch(
+    kernel: Any,
+    grid: Sequence[int],
+    *args: Any,
+    num_warps: int = 4,
+    **constants: Any,
+) -> None:
+    """Run a Triton or Gluon kernel.
+
+    Args:
+        kernel: the decorated function.
+        grid: blocks, one to three numbers.
+        args: tensors, descriptors and numbers.
+        num_warps: warps of 32 threads a block.
+        constants: constexpr parameters, and options such as ``num_stages`` or ``maxnreg``.
+    """
+    shape = (*grid, 1, 1)[:3]
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    if _target.get() is not None:
+        compiled = kernel.warmup(*args, **constants, **options, grid=shape)
+    else:
+        compiled = kernel[shape](*args, **constants, **options)
+    launches = _launches.get()
+    if launches is not None:
+        launches.append(Launched(grid=tuple(grid), compiled=compiled))
+
+
+@contextmanager
+def watching() -> Iterator[list[Launched]]:
+    """Collects what is launched inside."""
+    launches: list[Launched] = []
+    token = _launches.set(launches)
+    try:
+        yield launches
+    finally:
+        _launches.reset(token)
+
+
+@contextmanager
+def compiling(target: str = "sm_90") -> Iterator[list[Launched]]:
+    """Inside, launches compile for ``target`` and run nothing: tensors may lie on the CPU."""
+    driver = triton.runtime.driver
+    before = driver._active
+    driver.set_active(_AbsentGpu(GPUTarget("cuda", CAPABILITIES[target], 32)))
+    token = _target.set(target)
+    try:
+        with watching() as launches:
+            yield launches
+    finally:
+        _target.reset(token)
+        driver._active = before
+
+
+class _AbsentGpu:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def _cuobjdump(cubin: bytes, *options: str) -> str:
+    """The output of the disassembler that comes with Triton."""
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(folder / "cuobjdump"), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+Grid = Callable[..., tuple[int, ...]]
