@@ -1,0 +1,114 @@
+"""The epilogue in Triton does what the reference in torch does, for every activation and cast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.kernels.epilogue_triton import activate, cast, finish
+from tessella.kernels.launch import launch
+from tests.kernels.compile_only import compile_all
+
+SIZE = 256
+
+
+@triton.jit
+def _finish_kernel(x, scale, bias, residual, alpha, beta, out, ACTIVATION: tl.constexpr):
+    rows = tl.arange(0, 16)
+    at = rows[:, None] * 16 + rows[None, :]
+    # as a kernel writes it: what is absent is None all the way
+    scales = None if scale is None else tl.load(scale + rows)[None, :]
+    biases = None if bias is None else tl.load(bias + rows)[None, :]
+    residuals = None if residual is None else tl.load(residual + at)
+    y = finish(tl.load(x + at), scales, biases, residuals, alpha, beta, ACTIVATION)
+    tl.store(out + at, cast(y, out.dtype.element_ty))
+
+
+@triton.jit
+def _activate_kernel(x, out, ACTIVATION: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, activate(tl.load(x + at), ACTIVATION))
+
+
+@triton.jit
+def _cast_kernel(x, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, cast(tl.load(x + at), out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str) -> None:
+    x = torch.cat(
+        [torch.linspace(-9, 9, 192), torch.logspace(-8, 2, 32), -torch.logspace(-8, 2, 32)]
+    )
+    out = torch.full_like(x, torch.nan)
+    launch(_activate_kernel, (1,), x, out, ACTIVATION=activation, SIZE=SIZE)
+    right = ACTIVATIONS[activation](x.double())
+    torch.testing.assert_close(out.double(), right, rtol=1e-6, atol=3e-7)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_not_a_number_stays_so(activation: str) -> None:
+    x = torch.full((SIZE,), torch.nan)
+    out = torch.zeros_like(x)
+    launch(_activate_kernel, (1,), x, out, ACTIVATION=activation, SIZE=SIZE)
+    assert out.isnan().all()
+
+
+def test_int8_rounds_half_to_even_and_saturates() -> None:
+    x = torch.cat([torch.arange(-64, 64) / 2, torch.linspace(-1e9, 1e9, 128)])
+    out = torch.zeros(SIZE, dtype=torch.int8)
+    launch(_cast_kernel, (1,), x, out, SIZE=SIZE)
+    assert torch.equal(out, x.round().clamp(-128, 127).to(torch.int8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_saturates(dtype: torch.dtype) -> None:
+    # numbers of few bits only: how the interpreter rounds to fp8 is not how a GPU does
+    x = torch.cat([torch.arange(-8.0, 8.0), torch.tensor([1e3, -1e3, 1e6, -1e6])]).repeat(16)[:SIZE]
+    out = torch.zeros(SIZE, dtype=dtype)
+    launch(_cast_kernel, (1,), x, out, SIZE=SIZE)
+    limit = torch.finfo(dtype).max
+    assert torch.equal(out[:16].float(), x[:16])
+    assert torch.equal(out[18:20].float(), torch.tensor([limit, -limit]))
+
+
+@pytest.mark.parametrize("present", range(8))
+@pytest.mark.parametrize("integer", [False, True])
+def test_finish(present: int, integer: bool) -> None:
+    generator = torch.Generator().manual_seed(present)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x = (draw(16, 16) * 100).to(torch.int32) if integer else draw(16, 16)
+    optional = (draw(16), draw(16), draw(16, 16))
+    scale, bias, residual = (t if present >> i & 1 else None for i, t in enumerate(optional))
+    out = torch.full((16, 16), torch.nan)
+    launch(_finish_kernel, (1,), x, scale, bias, residual, 0.5, -2.0, out, ACTIVATION="relu")
+    right = 0.5 * x.double()
+    right = right if scale is None else right * scale
+    right = right if bias is None else right + bias
+    right = right if residual is None else right - 2.0 * residual
+    torch.testing.assert_close(out.double(), right.relu(), rtol=1e-6, atol=1e-5)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    x, row = torch.zeros(16, 16), torch.zeros(16)
+    dtypes = (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+    for activation, dtype in zip((None, *ACTIVATIONS), dtypes * 2, strict=True):
+        args = (x, row, row, x, 0.5, 2.0, torch.zeros(16, 16, dtype=dtype))
+        run = functools.partial(launch, _finish_kernel, (1,), *args, ACTIVATION=activation)
+        yield f"{activation} {dtype}", run
+
+
+def test_compiles_without_spills() -> None:
+    found = compile_all("tests.kernels.test_epilogue_triton:cases")
+    assert len(found) == 1 + len(ACTIVATIONS)
+    assert all(one["spilled_bytes"] == 0 for (one,) in found.values())
