@@ -2,16 +2,17 @@
 
 Every kernel of ours goes through ``launch``. Around it, ``watching`` collects what ran (registers,
 shared memory, spills), and ``compiling`` turns launches into compilations for a GPU that need not
-be there.
+be there. Triton is imported only where it is used: a torch without CUDA comes without it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 
 CAPABILITIES = {"sm_90": 90}
 # SASS: tensor-core products by type, bulk tensor copies in and out, products of the plain units,
@@ -74,7 +73,7 @@ class Launched:
 
 
 _launches: ContextVar[list[Launched] | None] = ContextVar("launches", default=None)
-_target: ContextVar[str | None] = ContextVar("target", default=None)
+_only_compile: ContextVar[bool] = ContextVar("only_compile", default=False)
 
 
 def launch(
@@ -94,8 +93,10 @@ def launch(
         constants: constexpr parameters, and options such as ``num_stages`` or ``maxnreg``.
     """
     shape = (*grid, 1, 1)[:3]
+    if 0 in shape:
+        return
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
-    if _target.get() is not None:
+    if _only_compile.get():
         compiled = kernel.warmup(*args, **constants, **options, grid=shape)
     else:
         compiled = kernel[shape](*args, **constants, **options)
@@ -116,27 +117,37 @@ def watching() -> Iterator[list[Launched]]:
 
 
 @contextmanager
+def preparing() -> Iterator[None]:
+    """Inside, launches compile for this machine's GPU and run nothing."""
+    token = _only_compile.set(True)
+    try:
+        yield
+    finally:
+        _only_compile.reset(token)
+
+
+@contextmanager
 def compiling(target: str = "sm_90") -> Iterator[list[Launched]]:
-    """Inside, launches compile for ``target`` and run nothing: tensors may lie on the CPU."""
-    driver = triton.runtime.driver
+    """Inside, launches compile for ``target`` and run nothing: no GPU, tensors on the CPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
     before = driver._active
     driver.set_active(_AbsentGpu(GPUTarget("cuda", CAPABILITIES[target], 32)))
-    token = _target.set(target)
     try:
-        with watching() as launches:
+        with preparing(), watching() as launches:
             yield launches
     finally:
-        _target.reset(token)
         driver._active = before
 
 
 class _AbsentGpu:
     """As much of a Triton driver as compiling asks for."""
 
-    def __init__(self, target: GPUTarget) -> None:
+    def __init__(self, target: Any) -> None:
         self._target = target
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self) -> Any:
         return self._target
 
     def get_current_device(self) -> int:
@@ -151,12 +162,10 @@ class _AbsentGpu:
 
 def _cuobjdump(cubin: bytes, *options: str) -> str:
     """The output of the disassembler that comes with Triton."""
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    triton = importlib.util.find_spec("triton")
+    folder = Path(triton.origin).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [str(folder / "cuobjdump"), *options, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-Grid = Callable[..., tuple[int, ...]]
