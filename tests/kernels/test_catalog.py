@@ -10,7 +10,7 @@ import torch
 from tessella.core.errors import CompileError
 from tessella.kernels import catalog, reference
 from tessella.kernels.epilogue import ACTIVATIONS as ACTIVATION_FUNCTIONS
-from tessella.kernels.find import bind, sample_inputs
+from tessella.kernels.auction import bind, sample_inputs
 from tessella.kernels.problem import Format, Problem, TensorMeta
 
 CPU = torch.device("cpu")

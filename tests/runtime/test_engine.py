@@ -18,7 +18,7 @@ from tessella.artifacts.plan import Plan, load_plan
 from tessella.core.errors import ArtifactError, CorruptArtifact, InputError, UsageError, WrongDevice
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
-from tessella.kernels import find, timing
+from tessella.kernels import auction, timing
 from tessella.runtime.engine import Engine
 from tests.compiler.networks import build, captured, network, plan
 
@@ -186,7 +186,7 @@ def test_loading_measures_and_compiles_nothing(
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("loading must not do this")
 
-    for place, name in ((timing, "measure"), (find, "measure"), (find, "find"), (torch, "compile")):
+    for place, name in ((timing, "measure"), (auction, "race"), (auction, "find"), (torch, "compile")):
         monkeypatch.setattr(place, name, forbidden)
     runtime.load(lenet.save(tmp_path / "lenet.plan"))(images(3))
 

@@ -16,7 +16,7 @@ from tessella.core.errors import CompileError
 from tessella.graph.graph import Graph
 from tessella.graph.interpret import interpret
 from tessella.kernels import catalog
-from tessella.kernels.find import bind
+from tessella.kernels.auction import bind
 from tessella.kernels.float32_math import float32_math
 
 Tensors = dict[str, torch.Tensor]

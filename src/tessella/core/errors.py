@@ -12,7 +12,8 @@ TessellaError          1
 ├── CompileError       6   a network that cannot become a plan
 ├── InputError         7   a tensor or request that does not match a plan
 ├── JobError           8   the queue cannot do what was asked
-└── ServeError         9   a request that a server refuses, with its HTTP status
+├── ServeError         9   a request that a server refuses, with its HTTP status
+└── KernelError       10   a kernel that cannot do what it was asked to do
 """
 
 from __future__ import annotations
@@ -111,3 +112,7 @@ class ServeError(TessellaError):
     ) -> None:
         super().__init__(wrong, seen=seen, fix=fix)
         self.status = status
+
+
+class KernelError(TessellaError):
+    exit_code = 10

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from tessella.core.errors import KernelError
+
 CAPABILITIES = {"sm_90": 90}
 # SASS: tensor-core products by type, bulk tensor copies in and out, products of the plain units,
 # and what must not be there: local memory
@@ -55,14 +57,14 @@ class Launched:
     def resources(self) -> Resources:
         """Read from the cubin: the same with and without a GPU."""
         threads = 32 * self.compiled.metadata.num_warps
-        usage = _cuobjdump(self.compiled.asm["cubin"], "--dump-resource-usage")
-        registers, stack = (int(re.search(rf"{n}:(\d+)", usage)[1]) for n in ("REG", "STACK"))
+        name = self.compiled.metadata.name
+        usage = resource_usage(self.compiled.asm["cubin"], name)
         total = re.search(r"\.maxntid\s+(\d+)", self.compiled.asm["ptx"])
         return Resources(
-            kernel=self.compiled.metadata.name,
+            kernel=name,
             threads=int(total[1]) if total else threads,  # specialized warps counted too
-            registers=registers,
-            spilled_bytes=stack,
+            registers=usage["REG"],
+            spilled_bytes=usage["STACK"],
             shared_bytes=self.compiled.metadata.shared,
         )
 
@@ -96,13 +98,32 @@ def launch(
     if 0 in shape:
         return
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
-    if _only_compile.get():
-        compiled = kernel.warmup(*args, **constants, **options, grid=shape)
-    else:
-        compiled = kernel[shape](*args, **constants, **options)
+    from triton.errors import TritonError
+
+    try:
+        if _only_compile.get():
+            compiled = kernel.warmup(*args, **constants, **options, grid=shape)
+        else:
+            compiled = kernel[shape](*args, **constants, **options)
+    except TritonError as error:  # does not compile, or does not fit the GPU
+        raise KernelError(
+            "a kernel could not be launched",
+            seen=str(error).splitlines()[-1][:200],
+            fix="choose another configuration",
+        ) from error
+    record(Launched(grid=tuple(grid), compiled=compiled))
+
+
+def record(launched: Launched) -> None:
+    """Show a launch to whoever is watching."""
     launches = _launches.get()
     if launches is not None:
-        launches.append(Launched(grid=tuple(grid), compiled=compiled))
+        launches.append(launched)
+
+
+def only_compiles() -> bool:
+    """Whether launches now compile and run nothing."""
+    return _only_compile.get()
 
 
 @contextmanager
@@ -158,6 +179,13 @@ class _AbsentGpu:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+
+def resource_usage(cubin: bytes, function: str) -> dict[str, int]:
+    """What one function of a cubin takes: ``REG``, ``STACK``, ``SHARED`` (with the system's)."""
+    text = _cuobjdump(cubin, "--dump-resource-usage")
+    line = re.search(rf"Function {re.escape(function)}:\s*(.*)", text)[1]
+    return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", line)}
 
 
 def _cuobjdump(cubin: bytes, *options: str) -> str:

@@ -5,11 +5,42 @@ A file of JSON lines that is only ever appended to; without a path it lives in m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tessella.core.errors import ArtifactError
 from tessella.core.record import canonical_json, from_plain, parse_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One configuration of a kernel: its median time, or why it could not run."""
+
+    config: dict[str, Any]
+    time_us: float | None = None
+    refused: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What else is known about a kernel on a problem, besides its time.
+
+    Attributes:
+        max_rel_error: largest deviation from float64, over the largest float64 value.
+        repeatable: two runs gave the same bits.
+        launches: kernels of ours that one call launched; the next three are of the largest one.
+        registers: a thread's.
+        shared_bytes: a block's.
+        occupancy: resident warps over the most that a multiprocessor holds.
+    """
+
+    max_rel_error: float
+    repeatable: bool
+    launches: int = 0
+    registers: int | None = None
+    shared_bytes: int | None = None
+    occupancy: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +48,22 @@ class Trial:
     """One kernel tried on one problem.
 
     Attributes:
+        config: its fastest configuration.
         time_us: median; None if it was refused, or on a target where nothing is measured.
         spread_us: half the distance between the quartiles.
+        workspace_bytes: scratch memory: exact where the kernel is ours, else the most that the
+            allocator handed out during a call.
+        tried: every configuration, in the order in which the kernel proposes them, if several.
         refused: why it did not take part.
     """
 
     kernel: str
+    config: dict[str, Any] = field(default_factory=dict)
     time_us: float | None = None
     spread_us: float | None = None
+    workspace_bytes: int = 0
+    inspection: Inspection | None = None
+    tried: tuple[Tried, ...] = ()
     refused: str | None = None
 
 

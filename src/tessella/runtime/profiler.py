@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tessella.kernels.find import sample_inputs
+from tessella.kernels.auction import sample_inputs
 from tessella.kernels.float32_math import float32_math
 from tessella.kernels.timing import Timing, measure
 from tessella.kernels.work import flops, nbytes

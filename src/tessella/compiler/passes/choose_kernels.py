@@ -10,7 +10,7 @@ import torch
 from tessella.compiler.passes.assign_layout import Formats
 from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.find import find
+from tessella.kernels.auction import Terms, find
 from tessella.kernels.problem import Math, Problem, TensorMeta
 from tessella.kernels.tuning import TimingCache, Trial
 
@@ -56,7 +56,7 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
                 constants_of(node, problem, tuner.constants),
                 target=tuner.target,
                 cache=tuner.cache,
-                budget_s=tuner.budget_s,
+                terms=Terms(budget_s=tuner.budget_s),
             )
         choices.append(Choice(node=node, problem=problem, trials=known[problem.key]))
         emit(progress(name, done + 1, len(graph.nodes)))

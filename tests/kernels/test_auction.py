@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tessella.core.errors import CompileError
-from tessella.kernels import catalog, find, timing
+from tessella.kernels import auction, catalog, timing
 from tessella.kernels.pool import aten as pool_aten
 from tessella.kernels.problem import Problem, TensorMeta
 from tessella.kernels.tuning import TimingCache
@@ -39,24 +39,24 @@ def test_fastest_first_and_refused_last() -> None:
     half = Problem(**{**vars(LINEAR), "inputs": tuple(
         None if m is None else TensorMeta(shape=m.shape, dtype="float16") for m in LINEAR.inputs
     ), "outputs": (TensorMeta(shape=(4, 16), dtype="float16"),)})  # fmt: skip
-    trials = find.find(half, {1: WEIGHT[1].half()}, target="cpu", budget_s=0.0)
+    trials = auction.find(half, {1: WEIGHT[1].half()}, target="cpu", terms=auction.Terms(budget_s=0.0))
     assert [t.kernel for t in trials] == ["linear.aten", "linear.onednn", "linear.mkl"]
     assert trials[0].time_us > 0
     assert all("float16" in t.refused for t in trials[1:])
-    times = [t.time_us for t in find.find(LINEAR, WEIGHT, target="cpu", budget_s=0.0)]
+    times = [t.time_us for t in auction.find(LINEAR, WEIGHT, target="cpu", terms=auction.Terms(budget_s=0.0))]
     assert len(times) == 3
     assert times == sorted(times)
 
 
 def test_a_cache_answers_without_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder" / "timings.jsonl"
-    first = find.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path), budget_s=0.0)
+    first = auction.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path), terms=auction.Terms(budget_s=0.0))
 
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(find, "measure", forbidden)
-    again = find.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
+    monkeypatch.setattr(auction, "race", forbidden)
+    again = auction.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
     assert again == first
     # another version of a kernel is another kernel
     rows = tuple(
@@ -65,7 +65,7 @@ def test_a_cache_answers_without_measuring(tmp_path: Path, monkeypatch: pytest.M
     )
     monkeypatch.setattr(catalog, "KERNELS", rows)
     with pytest.raises(AssertionError, match="measured again"):
-        find.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
+        auction.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
 
 
 def test_a_kernel_that_fails_is_refused_and_the_last_resort_takes_over(
@@ -74,15 +74,15 @@ def test_a_kernel_that_fails_is_refused_and_the_last_resort_takes_over(
     def fails(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such instruction\nand more")
 
-    monkeypatch.setattr(pool_aten, "bind", lambda p, c: fails)
-    first, second = find.find(POOL, {}, target="cpu", budget_s=0.0)
+    monkeypatch.setattr(pool_aten, "bind", lambda p, c, **config: fails)
+    first, second = auction.find(POOL, {}, target="cpu", terms=auction.Terms(budget_s=0.0))
     assert (first.kernel, first.refused) == ("reference", None)
     assert second.refused == "failed: no such instruction"
 
 
 def test_a_kernel_that_makes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_aten, "bind", lambda p, c: lambda x: x)
-    trials = find.find(POOL, {}, target="cpu", budget_s=0.0)
+    monkeypatch.setattr(pool_aten, "bind", lambda p, c, **config: lambda x: x)
+    trials = auction.find(POOL, {}, target="cpu", terms=auction.Terms(budget_s=0.0))
     assert trials[0].kernel == "reference"
     assert "instead of" in trials[1].refused
 
@@ -90,11 +90,11 @@ def test_a_kernel_that_makes_something_else_is_refused(monkeypatch: pytest.Monke
 def test_nothing_fits() -> None:
     wrong = Problem(**{**vars(POOL), "attrs": {"output_size": (-1, 2)}})
     with pytest.raises(CompileError, match="no kernel on cpu can carry out adaptive_avg_pool2d"):
-        find.find(wrong, {}, target="cpu")
+        auction.find(wrong, {}, target="cpu")
 
 
 def test_the_reference_target_measures_nothing() -> None:
-    (trial,) = find.find(LINEAR, WEIGHT, target="reference")
+    (trial,) = auction.find(LINEAR, WEIGHT, target="reference")
     assert (trial.kernel, trial.time_us) == ("reference", None)
 
 

@@ -1,0 +1,337 @@
+"""The auction: every kernel that fits a problem is run, the fastest wins, whoever wrote it.
+
+Kernels bid with all their configurations; a first look drops those far behind in their own kernel,
+and the others run in interleaved rounds. Who is refused, and why, is part of the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tessella.core.device import fingerprint, torch_device
+from tessella.core.errors import CompileError, KernelError
+from tessella.kernels import catalog, reference
+from tessella.kernels.catalog import Call, Config, Kernel
+from tessella.kernels.float32_math import float32_math
+from tessella.kernels.launch import preparing, watching
+from tessella.kernels.occupancy import occupancy
+from tessella.kernels.problem import MEMORY_FORMATS, Problem, TensorMeta
+from tessella.kernels.timing import Run, Timing, race
+from tessella.kernels.tuning import Inspection, TimingCache, Trial, Tried
+
+COMPILERS = 8  # configurations that are compiled side by side
+OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
+POISON = 77
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What an auction may use.
+
+    Attributes:
+        budget_s: about how long to measure.
+        max_workspace_bytes: kernels that need more scratch memory are refused.
+        algorithms: only kernels of these algorithms; None for all.
+        inspect: also compare with float64, repeat, and read what the kernels take from the GPU.
+    """
+
+    budget_s: float = 0.02
+    max_workspace_bytes: int | None = None
+    algorithms: Collection[str] | None = None
+    inspect: bool = False
+
+
+def find(
+    problem: Problem,
+    constants: Mapping[int, torch.Tensor],
+    *,
+    target: str,
+    cache: TimingCache | None = None,
+    terms: Terms = Terms(),
+    inputs: Sequence[torch.Tensor] | None = None,
+) -> tuple[Trial, ...]:
+    """Every kernel of the catalog for this problem: the fastest first, refused ones last.
+
+    Args:
+        constants: the constant inputs by position, on the target's device.
+        cache: times from here are believed; new ones are added.
+        inputs: the other inputs, in order; random ones if left out.
+
+    Raises:
+        CompileError: no kernel can carry the problem out.
+    """
+    auction = _Auction(problem, constants, target, cache or TimingCache(), terms, inputs)
+    rows = [
+        row
+        for row in catalog.candidates(problem.op, target)
+        if terms.algorithms is None or row.algorithm in terms.algorithms
+    ]
+    refusals = {row.id: row.load().fits(problem) for row in rows if not row.last_resort}
+    fitting = [row for row in rows if row.id in refusals and refusals[row.id] is None]
+    trials = [Trial(kernel=k, refused=r) for k, r in refusals.items() if r is not None]
+    trials += auction.trials(fitting)
+    if all(trial.refused for trial in trials):
+        trials += auction.trials([row for row in rows if row.last_resort])
+    if all(trial.refused for trial in trials):
+        raise CompileError(
+            f"no kernel on {target} can carry out {problem.op}",
+            seen="; ".join(f"{t.kernel}: {t.refused}" for t in trials) or "no such kernel",
+            fix="choose another algorithm, precision or target",
+        )
+    order = {row.id: i for i, row in enumerate(rows)}
+    return tuple(
+        sorted(trials, key=lambda t: (t.refused is not None, t.time_us or 0.0, order[t.kernel]))
+    )
+
+
+def bind(
+    row: Kernel,
+    problem: Problem,
+    constants: Mapping[int, torch.Tensor],
+    device: torch.device,
+    config: Config | None = None,
+) -> tuple[Call, dict[str, torch.Tensor]]:
+    """A kernel ready to run, and its ``out=`` and ``workspace=`` buffers where it wants them."""
+    config, module = config or {}, row.load()
+    call = module.bind(problem, constants, **config)
+    buffers = {"out": problem.output.empty(device)} if module.WRITES_OUT else {}
+    scratch = row.workspace_bytes(problem, config)
+    if scratch:
+        buffers["workspace"] = torch.empty(scratch, dtype=torch.uint8, device=device)
+    return call, buffers
+
+
+def sample_inputs(problem: Problem, device: torch.device) -> list[torch.Tensor]:
+    """Every input that is not a constant: normal numbers, int8 over its range, indices zero."""
+    generator = torch.Generator().manual_seed(0)
+
+    def sample(meta: TensorMeta) -> torch.Tensor:
+        dtype = getattr(torch, meta.dtype)
+        if dtype == torch.int8:
+            made = torch.randint(-127, 128, meta.shape, generator=generator, dtype=dtype)
+        elif dtype.is_floating_point:
+            made = torch.randn(meta.shape, generator=generator)
+        else:
+            made = torch.zeros(meta.shape, dtype=dtype)
+        return made.to(device, dtype).contiguous(memory_format=MEMORY_FORMATS[meta.format])
+
+    return [
+        sample(meta)
+        for i, meta in enumerate(problem.inputs)
+        if meta is not None and i not in problem.constant
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bid:
+    """One configuration of a kernel, run once and found to make what was promised."""
+
+    row: Kernel
+    config: Config
+    run: Run
+    workspace_bytes: int
+
+
+class _Auction:
+    """One problem with its tensors, and the buffers that all bids share."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        constants: Mapping[int, torch.Tensor],
+        target: str,
+        cache: TimingCache,
+        terms: Terms,
+        inputs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        self._problem, self._constants, self._terms = problem, constants, terms
+        self._target, self._cache = target, cache
+        self._device = torch_device(target)
+        self._inputs = inputs
+        self._out: torch.Tensor | None = None
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+    def trials(self, rows: list[Kernel]) -> list[Trial]:
+        """A trial of each row: from the cache if it knows all of them, else side by side."""
+        if self._target == "reference":
+            return [Trial(kernel=row.id) for row in rows]
+        device, key = fingerprint(self._target).hash, self._problem.key
+        known = [self._cache.get(device, key, row.id, row.version) for row in rows]
+        if all(t and (t.inspection or t.refused or not self._terms.inspect) for t in known):
+            return [self._within_limit(trial) for trial in known if trial is not None]
+        trials = self._measured(rows)
+        if self._terms.max_workspace_bytes is None:
+            for row, trial in zip(rows, trials, strict=True):
+                self._cache.put(device, key, row.version, trial)
+        return [self._within_limit(trial) for trial in trials]
+
+    def _within_limit(self, trial: Trial) -> Trial:
+        refused = self._over_limit(trial.workspace_bytes)
+        return Trial(kernel=trial.kernel, refused=refused) if refused else trial
+
+    def _over_limit(self, needed: int) -> str | None:
+        limit = self._terms.max_workspace_bytes
+        if limit is None or needed <= limit:
+            return None
+        return f"needs {needed} bytes of workspace, {limit} are allowed"
+
+    def _measured(self, rows: list[Kernel]) -> list[Trial]:
+        if self._inputs is None:
+            self._inputs = sample_inputs(self._problem, self._device)
+        wanted = [(row, config) for row in rows for config in row.configs(self._problem)]
+        with torch.inference_mode(), float32_math(self._problem.math):
+            if self._device.type == "cuda":
+                self._compile([bid for bid in wanted if bid[0].source in OWN])
+            bids = {f"{row.id} {config}": self._bid(row, config) for row, config in wanted}
+            ran = {name: bid for name, bid in bids.items() if isinstance(bid, _Bid)}
+            timings = race(
+                {name: bid.run for name, bid in ran.items()},
+                {name: bid.row.id for name, bid in ran.items()},
+                device=self._device,
+                budget_s=self._terms.budget_s,
+            )
+            return [self._trial(row, bids, timings) for row in rows]
+
+    def _trial(
+        self, row: Kernel, bids: Mapping[str, _Bid | Tried], timings: Mapping[str, Timing]
+    ) -> Trial:
+        """The kernel's best configuration, with what is known about the others."""
+        tried: list[Tried] = []
+        ran: list[tuple[float, int, str]] = []
+        for config in row.configs(self._problem):
+            name = f"{row.id} {config}"
+            bid = bids[name]
+            if isinstance(bid, Tried):
+                tried.append(bid)
+                continue
+            time_us = timings[name].time_us
+            tried.append(Tried(config=config, time_us=time_us))
+            ran.append((time_us, len(tried), name))
+        if not ran:
+            return Trial(kernel=row.id, refused=tried[0].refused)
+        best = bids[name := min(ran)[2]]
+        return Trial(
+            kernel=row.id,
+            config=best.config,
+            time_us=timings[name].time_us,
+            spread_us=timings[name].spread_us,
+            workspace_bytes=best.workspace_bytes,
+            inspection=self._inspect(best) if self._terms.inspect else None,
+            tried=tuple(tried) if len(tried) > 1 else (),
+        )
+
+    def _compile(self, wanted: list[tuple[Kernel, Config]]) -> None:
+        """Fill Triton's cache with several compilers at once; what fails, fails again when run."""
+
+        def compile_one(bid: tuple[Kernel, Config]) -> None:
+            with preparing(), torch.inference_mode():
+                self._bid(*bid)
+
+        for row, config in wanted:
+            self._reserve(row, config)
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            list(pool.map(compile_one, wanted))
+
+    def _reserve(self, row: Kernel, config: Config) -> int:
+        """Let the shared workspace be large enough; returns what this bid needs of it."""
+        needed = row.workspace_bytes(self._problem, config)
+        if needed > self._workspace.nbytes and not self._over_limit(needed):
+            self._workspace = torch.empty(0, device=self._device)  # let go before asking for more
+            self._workspace = torch.empty(needed, dtype=torch.uint8, device=self._device)
+        return needed
+
+    def _buffers(self, row: Kernel, config: Config) -> dict[str, torch.Tensor]:
+        needed = self._reserve(row, config)
+        buffers = {"workspace": self._workspace[:needed]} if needed else {}
+        if row.load().WRITES_OUT:
+            if self._out is None:
+                self._out = self._problem.output.empty(self._device)
+            buffers["out"] = self._out
+        return buffers
+
+    def _bid(self, row: Kernel, config: Config) -> _Bid | Tried:
+        """The kernel as a call without arguments, after a first run that made what it promised."""
+        if refused := self._over_limit(row.workspace_bytes(self._problem, config)):
+            return Tried(config=config, refused=refused)
+        inputs = self._inputs or ()
+        try:
+            buffers = self._buffers(row, config)
+            call = row.load().bind(self._problem, self._constants, **config)
+            made = call(*inputs, **buffers)
+            made = (made,) if isinstance(made, torch.Tensor) else made
+            for tensor, meta in zip(made, self._problem.outputs, strict=True):
+                if not meta.matches(tensor):
+                    seen = f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
+                    raise ValueError(f"made {seen} instead of {meta}")
+        except (KernelError, RuntimeError, ValueError, TypeError) as error:
+            return Tried(config=config, refused=f"failed: {str(error).splitlines()[0][:120]}")
+
+        def run() -> Any:
+            return call(*inputs, **buffers)
+
+        needed = row.workspace_bytes(self._problem, config)
+        if row.source not in OWN and self._device.type == "cuda":
+            needed = _allocated(run, made)
+        return _Bid(row=row, config=config, run=run, workspace_bytes=needed)
+
+    def _inspect(self, bid: _Bid) -> Inspection:
+        """The answer against float64, run to run, and what the kernels take from the GPU."""
+        operands = self._problem.operands(self._constants, self._inputs or ())
+        exact = reference.call(
+            self._problem.op, [exactly(t) for t in operands], self._problem.attrs
+        )[0]
+        if self._out is not None and bid.row.load().WRITES_OUT:
+            self._out.fill_(POISON)  # what a kernel leaves unwritten must show
+        with watching() as launches:
+            first = _first(bid.run()).clone()
+        again = _first(bid.run())
+        largest = exact.abs().max() if exact.numel() else exact.sum()
+        error = (first.double() - exact).abs().max() / largest if largest else largest
+        compiled = [one for one in launches if one.compiled is not None]
+        main = max(compiled, key=lambda one: math.prod(one.grid), default=None)
+        resources = main.resources() if main else None
+        return Inspection(
+            max_rel_error=float(error),
+            repeatable=bool(torch.equal(first.view(torch.uint8), again.view(torch.uint8))),
+            launches=len(launches),
+            registers=resources.registers if resources else None,
+            shared_bytes=resources.shared_bytes if resources else None,
+            occupancy=round(
+                occupancy(
+                    threads=resources.threads,
+                    registers=resources.registers,
+                    shared_bytes=resources.shared_bytes,
+                ).share,
+                3,
+            )
+            if resources
+            else None,
+        )
+
+
+def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The same values in float64."""
+    return None if tensor is None else tensor.double()
+
+
+def _first(made: Any) -> torch.Tensor:
+    return made if isinstance(made, torch.Tensor) else made[0]
+
+
+def _allocated(run: Run, made: Sequence[torch.Tensor]) -> int:
+    """The most that torch's allocator handed out during a call, without the results."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    again = run()
+    peak = torch.cuda.max_memory_allocated() - before
+    again = (again,) if isinstance(again, torch.Tensor) else again
+    fresh = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in again}
+    old = {t.untyped_storage().data_ptr() for t in made}
+    return max(0, peak - sum(n for pointer, n in fresh.items() if pointer not in old))
