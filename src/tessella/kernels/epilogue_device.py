@@ -1,9 +1,9 @@
 """The epilogue on the device: what Gluon kernels do to an accumulator before they store it.
 
-The same meaning as ``epilogue.py`` and ``Problem``: ``cast(activation(alpha * scale * product + bias
-+ beta * residual))``. All functions take float32 tensors of any layout, element by element; special
-functions cost one or two operations of the special-function unit, which is what bounds an epilogue
-(16 results a clock and multiprocessor).
+The same meaning as ``epilogue.py`` and ``Problem``: ``cast(activation(alpha * scale * product +
+bias + beta * residual))``. All functions take float32 tensors of any layout, element by element;
+special functions cost one or two operations of the special-function unit, which is what bounds an
+epilogue (16 results a clock and multiprocessor).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def finish(
     alpha,
     beta,
     ACTIVATION: gl.constexpr,
-    DTYPE: gl.constexpr,
+    dtype: gl.constexpr,
 ):
     """The whole epilogue of one tile.
 
@@ -35,10 +35,10 @@ def finish(
             ``product`` and a layout that matches it; or None.
         alpha, beta: float32 numbers; a constexpr 1.0 costs nothing.
         ACTIVATION: a name of ``epilogue.ACTIVATIONS`` or None.
-        DTYPE: the element type of the result.
+        dtype: the element type of the result.
     """
     x = product
-    if DTYPE != gl.int32:  # int32 results are the bare products
+    if dtype != gl.int32:  # int32 results are the bare products
         x = x.to(gl.float32)
         if scale is not None:
             x = x * (scale if _is_one(alpha) else scale * alpha)
@@ -49,7 +49,7 @@ def finish(
         if residual is not None:
             r = residual.to(gl.float32)
             x = x + (r if _is_one(beta) else r * beta)
-        x = quantize(activate(x, ACTIVATION), DTYPE)
+        x = quantize(activate(x, ACTIVATION), dtype)
     return x
 
 
@@ -131,12 +131,12 @@ def _reciprocal(x):
 
 
 @gluon.jit
-def quantize(x, DTYPE: gl.constexpr):
-    """float32 → ``DTYPE``: int8 rounds half to even and saturates, fp8 saturates.
+def quantize(x, dtype: gl.constexpr):
+    """float32 → ``dtype``: int8 rounds half to even and saturates, fp8 saturates.
 
     int8 wants a multiple of four elements in each thread.
     """
-    if DTYPE == gl.int8:
+    if dtype == gl.int8:
         y = gl.inline_asm_elementwise(
             """{
             .reg .b32 i0, i1, i2, i3, high;
@@ -154,5 +154,5 @@ def quantize(x, DTYPE: gl.constexpr):
             pack=4,
         )
     else:
-        y = x.to(DTYPE)  # to fp8: cvt.rn.satfinite
+        y = x.to(dtype)  # to fp8: cvt.rn.satfinite
     return y
