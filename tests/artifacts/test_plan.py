@@ -235,7 +235,7 @@ REWRITTEN = {
     "other weights": lambda: zipped(replaced("weights.safetensors", lambda c: c[:-1] + b"\x7f")),
     "cut weights": lambda: zipped(replaced("weights.safetensors", lambda c: c[:-4])),
     "later version": lambda: zipped(
-        replaced("manifest.json", lambda c: c.replace(b'"version": 1', b'"version": 2'))
+        replaced("manifest.json", lambda c: c.replace(b'"version": 2', b'"version": 3'))
     ),
     "another record": lambda: zipped(
         replaced("manifest.json", lambda c: c.replace(b'"resize": "squash"', b'"resize": "crop"'))

@@ -11,7 +11,7 @@ import io
 import struct
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain, parse_json
 from tessella.core.spec import TensorSpec
 
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 MAX_MEMBERS = 4096
 MAX_JSON_BYTES = 256 << 20
@@ -69,6 +69,8 @@ class Step:
         inputs: names of buffers or constants, in the operation's order; None where one is left out.
         outputs: names of buffers.
         attrs: the operation's attributes, JSON values.
+        config: the kernel's configuration (tile sizes and the like), as it won the auction.
+        workspace: the buffer that is scratch memory for this step only, if the kernel needs one.
         frees: buffers that are not read again after this step.
         layer: the module path that it came from (``layer1.0.conv1``), for people.
     """
@@ -78,6 +80,8 @@ class Step:
     inputs: tuple[str | None, ...]
     outputs: tuple[str, ...]
     attrs: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    workspace: str | None = None
     frees: tuple[str, ...] = ()
     layer: str = ""
 
@@ -359,6 +363,9 @@ def _check_program(manifest: Manifest, program: Program, weights: set[str], wher
                 raise wrong(
                     bucket.batch, f"{step.kernel} reads {sorted(missing)} before it is made"
                 )
+            scratch = buffers.get(step.workspace or "")
+            if step.workspace and (scratch is None or scratch.offset is None):
+                raise wrong(bucket.batch, f"{step.kernel} works in {step.workspace}, not a buffer")
             if unknown := set(step.outputs) - set(buffers):
                 raise wrong(bucket.batch, f"{step.kernel} writes {sorted(unknown)}, not a buffer")
             live |= set(step.outputs)

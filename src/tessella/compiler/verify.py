@@ -160,7 +160,8 @@ def _run(choices: Sequence[Choice], inputs: Tensors, tuner: Tuner) -> Tensors:
     with torch.inference_mode(), float32_math(tuner.math):
         for choice in choices:
             constants = constants_of(choice.node, choice.problem, tuner.constants)
-            call, out = bind(catalog.kernel(choice.kernel), choice.problem, constants, device)
+            row = catalog.kernel(choice.kernel)
+            call, out = bind(row, choice.problem, constants, device, choice.config)
             read = [
                 live[v.name]
                 for i, v in enumerate(choice.node.inputs)

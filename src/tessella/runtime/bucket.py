@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,8 @@ class BoundBucket:
         }
         for step in bucket.steps:
             outs = [arena.view(buffers[n]) for n in step.outputs if buffers[n].offset is not None]
-            bound = _bind(step, weights, metas, outs, target, math)
+            scratch = arena.view(buffers[step.workspace]) if step.workspace else None
+            bound = _bind(step, weights, metas, outs, scratch, target, math)
             reads = [slot_of[n] for n in step.inputs if n is not None and n not in weights]
             writes = [slot_of[n] for n in step.outputs]
             drops = tuple(slot_of[n] for n in step.frees if not _in_arena(buffers, n))
@@ -94,6 +96,7 @@ def _bind(
     weights: Mapping[str, torch.Tensor],
     metas: Mapping[str, TensorMeta],
     outs: list[torch.Tensor],
+    scratch: torch.Tensor | None,
     target: str,
     math: Math,
 ) -> BoundStep:
@@ -121,7 +124,22 @@ def _bind(
             raise CorruptArtifact(
                 f"step {step.outputs[0]!r} has no place for its result", fix="build the plan again"
             )
-        call = module.bind(problem, constants)
+        if step.config not in row.configs(problem):
+            raise ArtifactError(
+                f"kernel {step.kernel} does not know the configuration of {step.outputs[0]!r}",
+                seen=step.config,
+                fix="build the plan again with this version of Tessella",
+            )
+        needed = row.workspace_bytes(problem, step.config)
+        if needed > (scratch.nbytes if scratch is not None else 0):
+            raise CorruptArtifact(
+                f"step {step.outputs[0]!r} has too little workspace",
+                seen=f"{scratch.nbytes if scratch is not None else 0} bytes, {needed} needed",
+                fix="build the plan again",
+            )
+        call = module.bind(problem, constants, **step.config)
+        if needed:
+            call = functools.partial(call, workspace=scratch)
     except (CompileError, KeyError, TypeError, RuntimeError, IndexError, ValueError) as error:
         raise CorruptArtifact(
             f"step {step.outputs[0]!r} cannot be bound to kernel {step.kernel}",

@@ -11,6 +11,7 @@ from tessella.compiler.passes.assign_layout import Formats
 from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.auction import Terms, find
+from tessella.kernels.catalog import Config, kernel
 from tessella.kernels.problem import Math, Problem, TensorMeta
 from tessella.kernels.tuning import TimingCache, Trial
 
@@ -26,6 +27,15 @@ class Choice:
     @property
     def kernel(self) -> str:
         return self.trials[0].kernel
+
+    @property
+    def config(self) -> Config:
+        return self.trials[0].config
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What a plan must set aside: a library's kernel asks torch's allocator by itself."""
+        return kernel(self.kernel).workspace_bytes(self.problem, self.config)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,8 @@ from tessella.graph.graph import Graph
 from tessella.kernels import catalog
 from tessella.kernels.problem import TensorMeta
 
+WORKSPACE = ".workspace"
+
 
 @dataclass
 class _Storage:
@@ -47,6 +49,10 @@ def apply(graph: Graph, choices: Sequence[Choice], batch: int) -> Bucket:
         )
         for choice in choices
         for value, meta in zip(choice.node.outputs, choice.problem.outputs, strict=True)
+    ) + tuple(
+        Buffer(name=s.name, dtype=s.meta.dtype, shape=s.meta.shape, offset=s.offset)
+        for s in storages.values()
+        if s.name.endswith(WORKSPACE)
     )
     steps = tuple(
         Step(
@@ -55,6 +61,8 @@ def apply(graph: Graph, choices: Sequence[Choice], batch: int) -> Bucket:
             inputs=tuple(None if v is None else v.name for v in choice.node.inputs),
             outputs=tuple(v.name for v in choice.node.outputs),
             attrs=choice.node.attrs,
+            config=choice.config,
+            workspace=_workspace(choice) if choice.workspace_bytes else None,
             frees=tuple(sorted(name for name, last in last_read.items() if last == index)),
             layer=choice.node.layer,
         )
@@ -67,6 +75,11 @@ def apply(graph: Graph, choices: Sequence[Choice], batch: int) -> Bucket:
         arena_bytes=arena_bytes,
         peak_bytes=_peak_bytes(list(storages.values()), len(choices)),
     )
+
+
+def _workspace(choice: Choice) -> str:
+    """The name of the step's scratch memory."""
+    return choice.node.outputs[0].name + WORKSPACE
 
 
 def _last_reads(graph: Graph, choices: Sequence[Choice]) -> dict[str, int]:
@@ -88,6 +101,10 @@ def _storages(
     bases: dict[str, set[str]] = {}  # value → the storages that its memory may belong to
     for index, choice in enumerate(choices):
         row = catalog.kernel(choice.kernel)
+        if choice.workspace_bytes:
+            meta = TensorMeta(shape=(choice.workspace_bytes,), dtype="uint8")
+            name = _workspace(choice)
+            storages[name] = _Storage(name, meta, index, index, True)
         read = [v.name for v in choice.node.inputs if v is not None and v.name in bases]
         for value, meta in zip(choice.node.outputs, choice.problem.outputs, strict=True):
             name, last = value.name, last_read[value.name]
