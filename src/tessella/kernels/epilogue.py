@@ -1,7 +1,7 @@
 """The epilogue: what a convolution or a matrix product does to its result before storing it.
 
-``out = activation(product + bias + residual)``. The names are what the attribute ``activation``
-may hold.
+``out = store(activation(alpha · scale · product + bias + beta · residual))``, where scale and bias
+have one number an output channel. The names are what the attribute ``activation`` may hold.
 """
 
 from __future__ import annotations
@@ -26,15 +26,72 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def finish(x: torch.Tensor, residual: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-    """``activation(x + residual)``; either may be None."""
-    if residual is not None:
-        x = x + residual
+def finish(
+    product: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    axis: int = -1,
+) -> torch.Tensor:
+    """``activation(alpha · scale · product + bias + beta · residual)``; any tensor may be None.
+
+    Args:
+        bias, scale: one number for each position on ``axis``.
+        beta: where it is 0 the residual is not read, whatever it holds.
+    """
+    x = product if alpha == 1 else alpha * product
+    if scale is not None:
+        x = x * _along(axis, scale, x)
+    if bias is not None:
+        x = x + _along(axis, bias, x)
+    if residual is not None and beta != 0:
+        x = x + (residual if beta == 1 else beta * residual)
     return x if activation is None else ACTIVATIONS[activation](x)
 
 
-def finish_(x: torch.Tensor, residual: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+def finish_(
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    axis: int = -1,
+) -> torch.Tensor:
     """``finish`` in place, for kernels that own ``x``."""
-    if residual is not None:
-        x.add_(residual)
+    if alpha != 1:
+        x.mul_(alpha)
+    if scale is not None:
+        x.mul_(_along(axis, scale, x))
+    if bias is not None:
+        x.add_(_along(axis, bias, x))
+    if residual is not None and beta != 0:
+        x.add_(residual, alpha=beta)
     return x if activation is None else OUT[activation](x, out=x)
+
+
+def store(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` as it is stored: integers round half to even; integers and fp8 saturate."""
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        return x.round().clamp(limits.min, limits.max).to(dtype)
+    if dtype.itemsize == 1:
+        limit = torch.finfo(dtype).max
+        return x.clamp(-limit, limit).to(dtype)
+    return x.to(dtype)
+
+
+def exact(x: torch.Tensor) -> torch.Tensor:
+    """What a reference computes with: float64 for the types that are too small to (int8, fp8)."""
+    return x if x.is_floating_point() and x.dtype.itemsize > 1 else x.double()
+
+
+def _along(axis: int, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A vector as a view that broadcasts along ``axis`` of ``x``."""
+    return vector if axis == -1 else vector.view(-1, *(1,) * (x.dim() - 1 - axis))

@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.epilogue import finish
+from tessella.kernels.epilogue import exact, finish
 
 Tensor = torch.Tensor
 
 
 def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A convolution with bias, residual and activation, over one, two or three spatial axes.
+    """A convolution with its epilogue, over one, two or three spatial axes.
 
-    input [N, C, …], weight [K, C / groups, …], residual like the result [N, K, …].
+    input [N, C, …], weight [K, C / groups, …], bias and scale [K], residual like the result
+    [N, K, …]. Integers and fp8 are computed exactly, in float64.
     """
 
     def convolution(
@@ -26,15 +27,23 @@ def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         weight: Tensor,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
+        scale: Tensor | None = None,
         *,
         stride: Sequence[int],
         padding: Sequence[int],
         dilation: Sequence[int],
         groups: int,
         activation: str | None = None,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        fast_accumulation: bool = False,
     ) -> Tensor:
-        made = product(input, weight, bias, stride, padding, dilation, groups)
-        return finish(made, residual, activation)
+        x, w = exact(input), exact(weight)
+        inside = bias is not None and bias.dtype == x.dtype and scale is None and alpha == 1
+        made = product(x, w, bias if inside else None, stride, padding, dilation, groups)
+        outside = None if inside else bias
+        rest = {"activation": activation, "alpha": alpha, "beta": beta}
+        return finish(made, outside, residual, scale, axis=1, **rest)
 
     return convolution
 

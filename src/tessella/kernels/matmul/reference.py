@@ -1,11 +1,15 @@
-"""Matrix products in plain torch."""
+"""Matrix products in plain torch: what every kernel of them must agree with.
+
+They answer in the element type that they are given; integers and fp8 are computed exactly, in
+float64. ``epilogue.store`` says how a result becomes int8 or fp8.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.epilogue import finish
+from tessella.kernels.epilogue import exact, finish
 
 Tensor = torch.Tensor
 
@@ -15,13 +19,45 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
     *,
     activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    fast_accumulation: bool = False,
 ) -> Tensor:
-    """input [..., K], weight [N, K], bias [N], residual like the result → [..., N]."""
-    return finish(F.linear(input, weight, bias), residual, activation)
+    """``activation(alpha · scale · input · weightᵀ + bias + beta · residual)``.
+
+    input [..., K], weight [N, K], bias and scale [N], residual like the result → [..., N].
+    """
+    x, w = exact(input), exact(weight)
+    if bias is not None and bias.dtype == x.dtype and scale is None and alpha == 1:
+        product, bias = F.linear(x, w, bias), None
+    else:
+        product = F.linear(x, w)
+    return finish(product, bias, residual, scale, activation=activation, alpha=alpha, beta=beta)
 
 
-def matmul(input: Tensor, other: Tensor) -> Tensor:
-    """input [..., M, K], other [..., K, N] → [..., M, N]; leading axes broadcast."""
-    return torch.matmul(input, other)
+def matmul(
+    input: Tensor,
+    other: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """``activation(alpha · scale · op(input) · op(other) + bias + beta · residual)``.
+
+    op(input) [..., M, K], op(other) [..., K, N], bias and scale [N], residual like the result →
+    [..., M, N]; leading axes broadcast. Transposing swaps the last two axes.
+    """
+    a = exact(input.mT if transpose_a else input)
+    b = exact(other.mT if transpose_b else other)
+    product = torch.matmul(a, b)
+    return finish(product, bias, residual, scale, activation=activation, alpha=alpha, beta=beta)

@@ -1,0 +1,97 @@
+"""The contract of products and convolutions in plain torch: scale, bias, residual, alpha, beta."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tessella.kernels import reference
+from tessella.kernels.epilogue import finish, finish_, store
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def whole(product: np.ndarray, bias: object, residual: object, scale: object) -> np.ndarray:
+    return np.maximum(0.5 * scale * product + bias - 2.0 * residual, 0)
+
+
+ATTRS = {"activation": "relu", "alpha": 0.5, "beta": -2.0}
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_matmul(transpose_a: bool, transpose_b: bool) -> None:
+    a, b = draw(2, 3, 4), draw(2, 4, 5, seed=1)
+    bias, residual, scale = draw(5, seed=2), draw(2, 3, 5, seed=3), draw(5, seed=4)
+    inputs = (a.mT if transpose_a else a, b.mT if transpose_b else b, bias, residual, scale)
+    attrs = {**ATTRS, "transpose_a": transpose_a, "transpose_b": transpose_b}
+    (made,) = reference.call("matmul", inputs, attrs)
+    right = whole(a.numpy() @ b.numpy(), *(t.numpy() for t in (bias, residual, scale)))
+    np.testing.assert_allclose(made.numpy(), right, rtol=1e-12, atol=1e-12)
+
+
+def test_linear() -> None:
+    x, w = draw(3, 4), draw(5, 4, seed=1)
+    rest = (draw(5, seed=2), draw(3, 5, seed=3), draw(5, seed=4))
+    (made,) = reference.call("linear", (x, w, *rest), ATTRS)
+    right = whole(x.numpy() @ w.numpy().T, *(t.numpy() for t in rest))
+    np.testing.assert_allclose(made.numpy(), right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_convolution(axes: int) -> None:
+    x, w = draw(2, 3, *[4] * axes), draw(5, 3, *[1] * axes, seed=1)
+    out = (2, 5, *[4] * axes)
+    bias, residual, scale = draw(5, seed=2), draw(*out, seed=3), draw(5, seed=4)
+    same = {"stride": [1] * axes, "padding": [0] * axes, "dilation": [1] * axes, "groups": 1}
+    inputs = (x, w, bias, residual, scale)
+    (made,) = reference.call(f"conv{axes}d", inputs, {**ATTRS, **same})
+    product = np.einsum("nc...,kc->nk...", x.numpy(), w.numpy().reshape(5, 3))
+    column = (5, *[1] * axes)
+    right = whole(
+        product, bias.numpy().reshape(column), residual.numpy(), scale.numpy().reshape(column)
+    )
+    np.testing.assert_allclose(made.numpy(), right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_small_types_are_computed_exactly(dtype: torch.dtype) -> None:
+    x, w = (draw(7, 100, seed=s).mul(9).round().clamp(-100, 100).to(dtype) for s in (0, 1))
+    (made,) = reference.call("matmul", (x, w), {"transpose_b": True})
+    assert made.dtype == torch.float64
+    assert np.array_equal(made.numpy(), x.double().numpy() @ w.double().numpy().T)
+
+
+def test_a_float32_bias_beside_16_bit_inputs() -> None:
+    x, w, bias = draw(3, 4).half(), draw(5, 4, seed=1).half(), draw(5, seed=2).float()
+    (made,) = reference.call("linear", (x, w, bias), {})
+    right = x.double() @ w.double().mT + bias.double()
+    torch.testing.assert_close(made.double(), right, rtol=0, atol=5e-3)
+
+
+def test_beta_0_does_not_read_the_residual() -> None:
+    x, nans = draw(2, 3), torch.full((2, 3), torch.nan, dtype=torch.float64)
+    assert torch.equal(finish(x, None, nans, beta=0.0), x)
+    assert torch.equal(finish_(x.clone(), nans, beta=0.0), x)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_in_place_is_the_same(axis: int) -> None:
+    x, residual, bias, scale = draw(2, 3, 3), draw(2, 3, 3, seed=1), draw(3, seed=2), draw(3)
+    attrs = {**ATTRS, "axis": axis}
+    right = finish(x, bias, residual, scale, **attrs)
+    made = finish_(x, residual, bias=bias, scale=scale, **attrs)
+    assert made is x
+    torch.testing.assert_close(made, right, rtol=1e-12, atol=1e-12)
+
+
+def test_store() -> None:
+    x = torch.tensor([0.5, 1.5, -2.5, 200.0, -200.0, 1e6])
+    assert store(x, torch.int8).tolist() == [0, 2, -2, 127, -128, 127]
+    assert store(x, torch.float8_e4m3fn).float().tolist()[-1] == 448
+    assert store(x, torch.float8_e5m2).float().tolist()[-1] == 57344
+    assert store(x, torch.float16).dtype == torch.float16
+    assert store(torch.tensor([3e9, -3e9]).double(), torch.int32).tolist() == [2**31 - 1, -(2**31)]
