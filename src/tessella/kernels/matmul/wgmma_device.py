@@ -1,0 +1,578 @@
+"""Device code of the Hopper matrix product: three roles that work at the same time.
+
+One warp, the producer, has TMA bring tiles of A and B into a ring in shared memory. Two warpgroups,
+the consumers, multiply them with WGMMA, apply the epilogue and have TMA store the result, each at
+its own pace: while one is in its epilogue the other has the tensor cores to itself. In cooperative
+mode they hold the upper and the lower half of one tile, in ping-pong mode alternate tiles.
+
+M, N, K: the product; WM, WN: what one warpgroup accumulates; a unit: one tile over a range of K.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tessella.kernels import epilogue_triton
+from tessella.kernels.epilogue_device import channel_vector, finish
+from tessella.kernels.hopper import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    store_tile,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.constexpr_function
+def _several(count, shape):
+    return [count, *shape]
+
+
+@gluon.jit
+def _unit(u, m_tiles, n_tiles, k_tiles, k_each, batches, GROUP: gl.constexpr):
+    """Unit ``u`` → batch, its place in C, m, n (in tiles), first tile along K and their number.
+
+    Neighbours in time share rows of A and columns of B in the L2 cache: GROUP tiles down, then one
+    to the right.
+    """
+    tiles = m_tiles * n_tiles
+    t = u % tiles
+    place = u // tiles
+    width = GROUP * n_tiles
+    first = (t // width) * GROUP
+    rows = gl.minimum(m_tiles - first, GROUP)
+    m = first + (t % width) % rows
+    n = (t % width) // rows
+    begin = (place // batches) * k_each
+    return place % batches, place, m, n, begin, gl.minimum(k_each, k_tiles - begin)
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    wrap = stage == STAGES
+    return gl.where(wrap, 0, stage), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def _produce(
+    a,
+    b,
+    a_ring,
+    b_ring,
+    full,
+    empty,
+    units,
+    m_tiles,
+    n_tiles,
+    k_tiles,
+    k_each,
+    batches,
+    b_batched,
+    PARTS: gl.constexpr,
+    WM: gl.constexpr,
+    WN: gl.constexpr,
+    BK: gl.constexpr,
+    A_K_MAJOR: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    BYTES: gl.constexpr = PARTS * a.block_type.nbytes + b.block_type.nbytes
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # an empty ring: the first round does not wait
+    for u in range(gl.program_id(0), units, gl.num_programs(0)):
+        batch, _, m, n, begin, count = _unit(u, m_tiles, n_tiles, k_tiles, k_each, batches, GROUP)
+        m0 = m * (PARTS * WM)
+        n0 = n * WN
+        batch_b = batch * b_batched
+        for k in range(begin, begin + count):
+            ready = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(ready, BYTES)
+            k0 = k * BK
+            for part in gl.static_range(PARTS):
+                into = a_ring.index(stage * PARTS + part)
+                if A_K_MAJOR:
+                    load_tile(a, [batch, m0 + part * WM, k0], ready, into)
+                else:
+                    load_tile(a, [batch, k0, m0 + part * WM], ready, into)
+            if B_K_MAJOR:
+                load_tile(b, [batch_b, n0, k0], ready, b_ring.index(stage))
+            else:
+                load_tile(b, [batch_b, k0, n0], ready, b_ring.index(stage))
+            stage, phase = _next(stage, phase, STAGES)
+
+
+@gluon.jit
+def _load_residual(r, r_full, buffers, place, m0, n0, BUFFER: gl.constexpr):
+    ready = r_full.index(BUFFER)
+    mbarrier.expect(ready, r.block_type.nbytes)
+    load_tile(r, [place, m0, n0], ready, buffers.index(BUFFER))
+
+
+@gluon.jit
+def _store_columns(
+    x,
+    c,
+    r_full,
+    buffers,
+    scale,
+    bias,
+    place,
+    m0,
+    n0,
+    N,
+    phase,
+    FIRST: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    PIECES: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    r,
+    ALPHA: gl.constexpr,
+    BETA: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    COLUMN: gl.constexpr,
+):
+    """The epilogue of the columns ``x`` of a tile, in pieces as wide as one buffer."""
+    WM: gl.constexpr = x.shape[0]
+    WIDTH: gl.constexpr = x.shape[1]
+    EN: gl.constexpr = c.block_type.shape[2]
+    if WIDTH > EN:
+        left, right = x.reshape([WM, 2, WIDTH // 2]).permute((0, 2, 1)).split()
+        _store_columns(
+            left,
+            c,
+            r_full,
+            buffers,
+            scale,
+            bias,
+            place,
+            m0,
+            n0,
+            N,
+            phase,
+            FIRST,
+            BUFFERS,
+            PIECES,
+            RESIDUAL,
+            r,
+            ALPHA,
+            BETA,
+            ACTIVATION,
+            COLUMN,
+        )
+        _store_columns(
+            right,
+            c,
+            r_full,
+            buffers,
+            scale,
+            bias,
+            place,
+            m0,
+            n0,
+            N,
+            phase,
+            FIRST,
+            BUFFERS,
+            PIECES,
+            RESIDUAL,
+            r,
+            ALPHA,
+            BETA,
+            ACTIVATION,
+            COLUMN + WIDTH // 2,
+        )
+    else:
+        PIECE: gl.constexpr = COLUMN // EN
+        L: gl.constexpr = x.type.layout
+        V: gl.constexpr = gl.SliceLayout(0, L)
+        buffer = buffers.index(FIRST + PIECE % BUFFERS)
+        c_tile = buffer.reshape([WM, EN])
+        if scale is not None:
+            s = channel_vector(scale, n0 + COLUMN, N, EN, V).expand_dims(0)
+        else:
+            s = None
+        if bias is not None:
+            v = channel_vector(bias, n0 + COLUMN, N, EN, V).expand_dims(0)
+        else:
+            v = None
+        if RESIDUAL:
+            mbarrier.wait(r_full.index(FIRST + PIECE % BUFFERS), (phase + PIECE // BUFFERS) & 1)
+            y = finish(x, s, v, c_tile.load(L), ALPHA, BETA, ACTIVATION, c.dtype)
+            barrier()
+        else:
+            y = finish(x, s, v, None, ALPHA, BETA, ACTIVATION, c.dtype)
+            store_wait(BUFFERS - 1)
+            barrier()
+        c_tile.store(y)
+        fence_async_shared()
+        barrier()
+        store_tile(c, [place, m0, n0 + COLUMN], buffer)
+        if RESIDUAL and PIECE + BUFFERS < PIECES:
+            # the buffer's next residual, when its result has left
+            store_wait(0)
+            barrier()
+            column = COLUMN + BUFFERS * EN
+            _load_residual(r, r_full, buffers, place, m0, n0 + column, FIRST + PIECE % BUFFERS)
+
+
+@gluon.jit
+def _consume(
+    c,
+    r,
+    scale,
+    bias,
+    a_ring,
+    b_ring,
+    buffers,
+    full,
+    empty,
+    r_full,
+    units,
+    m_tiles,
+    n_tiles,
+    k_tiles,
+    k_each,
+    batches,
+    N,
+    WHO: gl.constexpr,
+    PARTS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    WM: gl.constexpr,
+    WN: gl.constexpr,
+    BK: gl.constexpr,
+    A_K_MAJOR: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    GROUP: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    PROMOTE: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BETA: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):
+    BITS: gl.constexpr = a_ring.dtype.primitive_bitwidth
+    INTEGER: gl.constexpr = a_ring.dtype.is_int()
+    # s8 WGMMA with N = 256 does not pass Triton 3.6
+    WIDEST: gl.constexpr = 128 if INTEGER else 256
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[4, 1],
+        instr_shape=[16, WN if WN < WIDEST else WIDEST, 256 // BITS],
+    )
+    ACC: gl.constexpr = gl.int32 if INTEGER else gl.float32
+    EN: gl.constexpr = c.block_type.shape[2]
+    FIRST: gl.constexpr = WHO * BUFFERS
+    PIECES: gl.constexpr = WN // EN
+    start = gl.program_id(0)
+    step = gl.num_programs(0)
+    position = gl.to_tensor(0)  # of the ring, counted from the start
+    if PING_PONG:
+        start += WHO * step
+        step *= 2
+        position += WHO * k_tiles
+    stage = position % STAGES
+    phase = (position // STAGES) & 1
+    r_phase = gl.to_tensor(0)
+    for u in range(start, units, step):
+        _, place, m, n, _, count = _unit(u, m_tiles, n_tiles, k_tiles, k_each, batches, GROUP)
+        m0 = m * (PARTS * WM)
+        if not PING_PONG:
+            m0 += WHO * WM
+        n0 = n * WN
+        if RESIDUAL:
+            store_wait(0)
+            barrier()
+            for piece in gl.static_range(BUFFERS):
+                _load_residual(r, r_full, buffers, place, m0, n0 + piece * EN, FIRST + piece)
+        acc = gl.zeros((WM, WN), dtype=ACC, layout=L)
+        before = stage
+        for k in range(count):
+            mbarrier.wait(full.index(stage), phase)
+            if PING_PONG:
+                a_tile = a_ring.index(stage)
+            else:
+                a_tile = a_ring.index(stage * PARTS + WHO)
+            if A_K_MAJOR:
+                a_tile = a_tile.reshape([WM, BK])
+            else:
+                a_tile = a_tile.reshape([BK, WM]).permute((1, 0))
+            if B_K_MAJOR:
+                b_tile = b_ring.index(stage).reshape([WN, BK]).permute((1, 0))
+            else:
+                b_tile = b_ring.index(stage).reshape([BK, WN])
+            if PROMOTE:
+                fresh = gl.zeros((WM, WN), dtype=ACC, layout=L)
+                fresh = warpgroup_mma(a_tile, b_tile, fresh, use_acc=False, is_async=True)
+                fresh = warpgroup_mma_wait(0, deps=(fresh,))
+                barrier()
+                mbarrier.arrive(empty.index(stage), count=1)
+                acc += fresh
+            else:
+                acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                # the product before this one is done: its stage goes back
+                barrier()
+                mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
+            before = stage
+            stage, phase = _next(stage, phase, STAGES)
+        if not PROMOTE:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            barrier()
+            mbarrier.arrive(empty.index(before), count=1)
+        if PING_PONG:  # over the other warpgroup's tile
+            position = stage + k_tiles
+            phase = (phase + position // STAGES) & 1
+            stage = position % STAGES
+        _store_columns(
+            acc,
+            c,
+            r_full,
+            buffers,
+            scale,
+            bias,
+            place,
+            m0,
+            n0,
+            N,
+            r_phase,
+            FIRST,
+            BUFFERS,
+            PIECES,
+            RESIDUAL,
+            r,
+            ALPHA,
+            BETA,
+            ACTIVATION,
+            0,
+        )
+        r_phase += PIECES // BUFFERS
+    store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "N",
+        "units",
+        "m_tiles",
+        "n_tiles",
+        "k_tiles",
+        "k_each",
+        "batches",
+        "b_batched",
+    ]
+)
+def multiply(
+    a,
+    b,
+    c,
+    r,
+    scale,
+    bias,
+    N,
+    units,
+    m_tiles,
+    n_tiles,
+    k_tiles,
+    k_each,
+    batches,
+    b_batched,
+    WM: gl.constexpr,
+    WN: gl.constexpr,
+    BK: gl.constexpr,
+    A_K_MAJOR: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    GROUP: gl.constexpr,
+    PROMOTE: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BETA: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):
+    """C[batch] = epilogue(A[batch] · B[batch]); descriptors are [batch, rows, columns].
+
+    A's and B's tiles are [1, rows, K] (K_MAJOR) or [1, K, rows]; C's and R's [1, WM, buffer width].
+    Where K is split, C is the workspace [splits * batches, M, N] and gets bare partial sums.
+    """
+    PARTS: gl.constexpr = 1 if PING_PONG else 2
+    RESIDUAL: gl.constexpr = r is not None
+    a_ring = gl.allocate_shared_memory(
+        a.dtype, _several(STAGES * PARTS, a.block_type.shape), a.layout
+    )
+    b_ring = gl.allocate_shared_memory(b.dtype, _several(STAGES, b.block_type.shape), b.layout)
+    buffers = gl.allocate_shared_memory(
+        c.dtype, _several(2 * BUFFERS, c.block_type.shape), c.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    r_full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=PARTS)
+    for i in gl.static_range(2 * BUFFERS):
+        mbarrier.init(r_full.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    c,
+                    r,
+                    scale,
+                    bias,
+                    a_ring,
+                    b_ring,
+                    buffers,
+                    full,
+                    empty,
+                    r_full,
+                    units,
+                    m_tiles,
+                    n_tiles,
+                    k_tiles,
+                    k_each,
+                    batches,
+                    N,
+                    0,
+                    PARTS,
+                    PING_PONG,
+                    WM,
+                    WN,
+                    BK,
+                    A_K_MAJOR,
+                    B_K_MAJOR,
+                    STAGES,
+                    BUFFERS,
+                    GROUP,
+                    RESIDUAL,
+                    PROMOTE,
+                    ALPHA,
+                    BETA,
+                    ACTIVATION,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    c,
+                    r,
+                    scale,
+                    bias,
+                    a_ring,
+                    b_ring,
+                    buffers,
+                    full,
+                    empty,
+                    r_full,
+                    units,
+                    m_tiles,
+                    n_tiles,
+                    k_tiles,
+                    k_each,
+                    batches,
+                    N,
+                    1,
+                    PARTS,
+                    PING_PONG,
+                    WM,
+                    WN,
+                    BK,
+                    A_K_MAJOR,
+                    B_K_MAJOR,
+                    STAGES,
+                    BUFFERS,
+                    GROUP,
+                    RESIDUAL,
+                    PROMOTE,
+                    ALPHA,
+                    BETA,
+                    ACTIVATION,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    a,
+                    b,
+                    a_ring,
+                    b_ring,
+                    full,
+                    empty,
+                    units,
+                    m_tiles,
+                    n_tiles,
+                    k_tiles,
+                    k_each,
+                    batches,
+                    b_batched,
+                    PARTS,
+                    WM,
+                    WN,
+                    BK,
+                    A_K_MAJOR,
+                    B_K_MAJOR,
+                    STAGES,
+                    GROUP,
+                ),
+            ),
+        ],
+        [4, 1],
+        # of 504 for a thread of each warpgroup; the first consumer gets what is left, 240
+        [240, 24],
+    )
+
+
+@triton.jit
+def reduce_splits(
+    partial,
+    out,
+    scale,
+    bias,
+    residual,
+    rows,
+    n,
+    alpha,
+    beta,
+    SPLITS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out[rows, n] = epilogue(Σ partial[batch, splits, …]), always in the same order.
+
+    partial: [splits, rows, n]; rows: of all batches.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < n)
+    at = row.to(tl.int64) * n + column
+    x = tl.load(partial + at, mask=inside, other=0)
+    for s in tl.static_range(1, SPLITS):
+        x += tl.load(partial + at + s * rows.to(tl.int64) * n, mask=inside, other=0)
+    if out.dtype.element_ty == tl.int32:
+        tl.store(out + at, x, mask=inside)
+    else:
+        s = None
+        b = None
+        r = None
+        if scale is not None:
+            s = tl.load(scale + column, mask=column < n, other=0)
+        if bias is not None:
+            b = tl.load(bias + column, mask=column < n, other=0)
+        if residual is not None:
+            r = tl.load(residual + at, mask=inside, other=0)
+        x = epilogue_triton.finish(x, s, b, r, alpha, beta, ACTIVATION)
+        tl.store(out + at, epilogue_triton.cast(x, out.dtype.element_ty), mask=inside)
