@@ -1,14 +1,23 @@
-"""``tessella kernels``: the catalog of kernels that plans are made of."""
+"""``tessella kernels``: the catalog, and find: every algorithm for one problem on this machine."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
+import torch
 import typer
-from typer import Argument
+from typer import Argument, Option
 
-from tessella.cli.output import Json, grid, output
+from tessella.cli.output import Json, Output, grid, output
+from tessella.core.device import default_target, torch_device
+from tessella.core.errors import UsageError
+from tessella.core.record import to_plain
 from tessella.kernels import catalog
+from tessella.kernels.auction import sample_inputs
+from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.report import COLUMNS, PROBLEMS, Report, cells, find, title
+from tessella.kernels.roofline import svg
 
 
 def register(app: typer.Typer) -> None:
@@ -16,17 +25,139 @@ def register(app: typer.Typer) -> None:
 
 
 def kernels(
-    op: Annotated[str | None, Argument(help="Only kernels of this operation.")] = None,
+    op: Annotated[
+        str | None, Argument(help="Only this operation; with --input, search it.")
+    ] = None,
+    input: Annotated[str | None, Option(help="Shape of the input, such as 1x128x128x128.")] = None,
+    weight: Annotated[str | None, Option(help="Shape of the weight or second matrix.")] = None,
+    bias: Annotated[bool, Option("--bias", help="Add a bias.")] = False,
+    residual: Annotated[bool, Option("--residual", help="Add a tensor like the result.")] = False,
+    activation: Annotated[str | None, Option(help="relu, gelu, silu, …")] = None,
+    stride: Annotated[int, Option(help="Of a convolution.")] = 1,
+    padding: Annotated[int, Option(help="Of a convolution.")] = 0,
+    dilation: Annotated[int, Option(help="Of a convolution.")] = 1,
+    groups: Annotated[int, Option(help="Of a convolution.")] = 1,
+    transpose_a: Annotated[bool, Option("--transpose-a", help="The input is [K, M].")] = False,
+    transpose_b: Annotated[bool, Option("--transpose-b", help="The weight is [N, K].")] = False,
+    dtype: Annotated[
+        str, Option(help="float32, float16, bfloat16, int8, float8_e4m3fn.")
+    ] = "float32",
+    out_dtype: Annotated[str | None, Option(help="Type of the result, if another.")] = None,
+    math: Annotated[
+        str, Option(help="How float32 products may be rounded: ieee or tf32.")
+    ] = "ieee",
+    channels_last: Annotated[bool, Option("--channels-last", help="NHWC.")] = False,
+    constant_weight: Annotated[
+        bool, Option("--constant-weight", help="As in a plan: packing the weight is not timed.")
+    ] = False,
+    algorithm: Annotated[list[str] | None, Option(help="Only this one; may be repeated.")] = None,
+    max_workspace_mb: Annotated[float | None, Option(help="Refuse what needs more.")] = None,
+    seconds: Annotated[float, Option(help="About how long to measure.")] = 0.5,
+    plot: Annotated[Path | None, Option(help="Draw a roofline into this SVG file.")] = None,
     json: Json = False,
 ) -> None:
-    """List the kernels: id, operation, where they run, who wrote them.
+    """List the kernels, or run all that fit a problem: time, workspace and error of each.
 
-    Example: tessella kernels conv2d
+    Example: tessella kernels conv2d --input 1x128x128x128 --weight 128x128x3x3 --padding 1
     """
     with output(json_only=json) as out:
-        found = [k for k in catalog.KERNELS if op is None or k.op in (op, "*")]
-        rows = [(k.id, k.op, " ".join(k.targets), k.source) for k in found]
-        plain = [
-            {"id": k.id, "op": k.op, "targets": list(k.targets), "source": k.source} for k in found
-        ]
-        out.result({"kernels": plain}, grid(("kernel", "operation", "targets", "source"), rows))
+        if input is None:
+            _list(out, op)
+            return
+        window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+        arguments = {
+            **(window if op and op.startswith("conv") else transposes if op == "matmul" else {}),
+            "activation": activation,
+            "out_dtype": out_dtype,
+            "math": math,
+        }
+        report = find(
+            op or "",
+            *_operands(op, input, weight, dtype, channels_last, bias, residual, arguments),
+            max_workspace_bytes=None if max_workspace_mb is None else int(max_workspace_mb * 1e6),
+            algorithms=algorithm or None,
+            constant_weight=constant_weight,
+            budget_s=seconds,
+            **arguments,
+        )
+        if plot is not None:
+            plot.write_text(svg(report))
+            out.note(f"roofline: {plot}")
+        out.result(_plain(report), grid(COLUMNS, [cells(f) for f in report], title=title(report)))
+
+
+def _list(out: Output, op: str | None) -> None:
+    """The rows of the catalog."""
+    found = [k for k in catalog.KERNELS if op is None or k.op in (op, "*")]
+    rows = [(k.id, k.op, " ".join(k.targets), k.source) for k in found]
+    plain = [
+        {"id": k.id, "op": k.op, "targets": list(k.targets), "source": k.source} for k in found
+    ]
+    out.result({"kernels": plain}, grid(("kernel", "operation", "targets", "source"), rows))
+
+
+def _plain(report: Report) -> dict[str, Any]:
+    """The report as JSON."""
+    return {
+        "problem": to_plain(report.problem),
+        "target": report.target,
+        "limits": to_plain(report.limits),
+        "findings": [to_plain(finding) for finding in report],
+    }
+
+
+def _operands(
+    op: str | None,
+    input: str,
+    weight: str | None,
+    dtype: str,
+    channels_last: bool,
+    bias: bool,
+    residual: bool,
+    arguments: dict[str, Any],
+) -> list[torch.Tensor | None]:
+    """Random tensors of the asked shapes, on this machine's target."""
+    if op not in PROBLEMS or op.endswith("grad"):
+        asked = [name for name in PROBLEMS if not name.endswith("grad")]
+        raise UsageError("cannot search this operation", seen=op, fix=f"use {', '.join(asked)}")
+    if weight is None:
+        raise UsageError(
+            "a search needs two shapes", seen="no --weight", fix="add --weight KxCxRxS"
+        )
+    first, second = (_meta(shape, dtype, channels_last) for shape in (input, weight))
+    shape = PROBLEMS[op](first, second, **arguments).output.shape
+    channels = shape[1] if op.startswith("conv") else shape[-1]
+    extra = TensorMeta(shape=(channels,), dtype="float32" if dtype == "int8" else dtype)
+    scaled = dtype == "int8" and _is_int8(arguments)
+    like = _meta("x".join(map(str, shape)), dtype, channels_last)
+    metas = (
+        first,
+        second,
+        extra if bias else None,
+        like if residual else None,
+        TensorMeta(shape=(channels,), dtype="float32") if scaled else None,
+    )
+    problem = Problem(op=op, inputs=metas, outputs=())
+    made = iter(sample_inputs(problem, torch_device(default_target())))
+    return [None if meta is None else next(made) for meta in metas]
+
+
+def _is_int8(arguments: dict[str, Any]) -> bool:
+    """An int8 result is scaled; an int32 one is the plain sum."""
+    return arguments["out_dtype"] == "int8"
+
+
+def _meta(shape: str, dtype: str, channels_last: bool) -> TensorMeta:
+    try:
+        sizes = tuple(int(size) for size in shape.lower().replace("×", "x").split("x"))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 0 or not hasattr(torch, dtype):
+        raise UsageError(
+            "a shape is numbers with x between them, a type one of torch's",
+            seen=f"{shape}, {dtype}",
+            fix="for example --input 1x128x56x56 --dtype float16",
+        )
+    last = channels_last and len(sizes) in (4, 5)
+    return TensorMeta(shape=sizes, dtype=dtype, format="channels_last" if last else "contiguous")

@@ -18,16 +18,27 @@ from tessella.core.device import fingerprint, torch_device
 from tessella.core.errors import CompileError, KernelError
 from tessella.kernels import catalog, reference
 from tessella.kernels.catalog import Call, Config, Kernel
+from tessella.kernels.epilogue import store
 from tessella.kernels.float32_math import float32_math
 from tessella.kernels.launch import preparing, watching
 from tessella.kernels.occupancy import occupancy
-from tessella.kernels.problem import MEMORY_FORMATS, Problem, TensorMeta
+from tessella.kernels.problem import Problem, TensorMeta, memory_format
 from tessella.kernels.timing import Run, Timing, race
 from tessella.kernels.tuning import Inspection, TimingCache, Trial, Tried
 
 COMPILERS = 8  # configurations that are compiled side by side
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
 POISON = 77
+# Largest error over the largest value that a kernel may show, by input type; tf32 has its own.
+TOLERANCES = {
+    "float32": 1e-4,
+    "tf32": 5e-3,
+    "float16": 1e-2,
+    "bfloat16": 5e-2,
+    "float8_e4m3fn": 5e-2,
+    "float8_e5m2": 1e-1,
+    "int8": 1e-2,  # one step of an int8 result: ties fall either way in float32
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +130,9 @@ def sample_inputs(problem: Problem, device: torch.device) -> list[torch.Tensor]:
             made = torch.randn(meta.shape, generator=generator)
         else:
             made = torch.zeros(meta.shape, dtype=dtype)
-        return made.to(device, dtype).contiguous(memory_format=MEMORY_FORMATS[meta.format])
+        return made.to(device, dtype).contiguous(
+            memory_format=memory_format(meta.format, len(meta.shape))
+        )
 
     return [
         sample(meta)
@@ -216,15 +229,24 @@ class _Auction:
         if not ran:
             return Trial(kernel=row.id, refused=tried[0].refused)
         best = bids[name := min(ran)[2]]
+        inspection = self._inspect(best) if self._terms.inspect else None
+        if inspection and not inspection.max_rel_error <= self._tolerance():
+            wrong = f"wrong: deviates from float64 by {inspection.max_rel_error:.1e}"
+            return Trial(kernel=row.id, refused=wrong)
         return Trial(
             kernel=row.id,
             config=best.config,
             time_us=timings[name].time_us,
             spread_us=timings[name].spread_us,
             workspace_bytes=best.workspace_bytes,
-            inspection=self._inspect(best) if self._terms.inspect else None,
+            inspection=inspection,
             tried=tuple(tried) if len(tried) > 1 else (),
         )
+
+    def _tolerance(self) -> float:
+        dtype = next(meta.dtype for meta in self._problem.inputs if meta is not None)
+        tf32 = dtype == "float32" and self._problem.math == "tf32"
+        return TOLERANCES.get("tf32" if tf32 else dtype, 0.0)
 
     def _compile(self, wanted: list[tuple[Kernel, Config]]) -> None:
         """Fill Triton's cache with several compilers at once; what fails, fails again when run."""
@@ -286,6 +308,8 @@ class _Auction:
         exact = reference.call(
             self._problem.op, [exactly(t) for t in operands], self._problem.attrs
         )[0]
+        dtype = getattr(torch, self._problem.outputs[0].dtype)
+        exact = exact if dtype.is_floating_point else store(exact, dtype).double()
         if self._out is not None and bid.row.load().WRITES_OUT:
             self._out.fill_(POISON)  # what a kernel leaves unwritten must show
         with watching() as launches:

@@ -36,7 +36,7 @@ class TensorMeta:
             self.shape,
             dtype=getattr(torch, self.dtype),
             device=device,
-            memory_format=MEMORY_FORMATS[self.format],
+            memory_format=memory_format(self.format, len(self.shape)),
         )
 
     def has(self, format: Format) -> bool:
@@ -51,9 +51,23 @@ class TensorMeta:
             and tensor.dtype == getattr(torch, self.dtype)
             and (
                 self.format == "strided"
-                or tensor.is_contiguous(memory_format=MEMORY_FORMATS[self.format])
+                or tensor.is_contiguous(memory_format=memory_format(self.format, tensor.dim()))
             )
         )
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    """What a tensor is; a format only if its strides say so."""
+    format: Format = "strided"
+    if tensor.is_contiguous():
+        format = "contiguous"
+    elif tensor.dim() in (4, 5) and tensor.is_contiguous(
+        memory_format=memory_format("channels_last", tensor.dim())
+    ):
+        format = "channels_last"
+    return TensorMeta(
+        shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), format=format
+    )
 
 
 MEMORY_FORMATS = {
@@ -61,6 +75,14 @@ MEMORY_FORMATS = {
     "channels_last": torch.channels_last,
     "strided": torch.contiguous_format,
 }
+
+
+def memory_format(format: Format, axes: int) -> torch.memory_format:
+    """torch's name for a format of a tensor with so many axes."""
+    if format == "channels_last" and axes == 5:
+        return torch.channels_last_3d
+    return MEMORY_FORMATS[format]
+
 
 # What an attribute is where a problem leaves it out.
 DEFAULTS: dict[str, Any] = {
@@ -101,6 +123,15 @@ class Problem:
         """An attribute, or what it is where the problem does not say (``DEFAULTS``)."""
         return self.attrs.get(name, DEFAULTS.get(name))
 
+    @property
+    def plain(self) -> str | None:
+        """None if the product is only added to (bias, residual) and activated; else what more."""
+        if self.meta(4) is not None or self.attr("alpha") != 1 or self.attr("beta") != 1:
+            return "no scale, alpha or beta"
+        if self.inputs[0].dtype != self.output.dtype:
+            return f"makes {self.inputs[0].dtype}, not {self.output.dtype}"
+        return None
+
     def operands(
         self, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
@@ -116,6 +147,11 @@ class Problem:
         """The only output."""
         (meta,) = self.outputs
         return meta
+
+    @property
+    def output_is_empty(self) -> bool:
+        """Nothing to compute."""
+        return 0 in self.output.shape
 
     @property
     def key(self) -> str:

@@ -16,11 +16,13 @@ WRITES_OUT = False
 
 
 def fits(problem: Problem) -> str | None:
-    x, _, bias, _ = problem.inputs
+    x, _, bias = (problem.meta(i) for i in range(3))
     if not torch.backends.mkl.is_available() or not hasattr(torch.ops.mkl, "_mkl_linear"):
         return "this torch was built without MKL"
     if 1 not in problem.constant or (bias is not None and 2 not in problem.constant):
         return "weight and bias must be constants"
+    if problem.plain:
+        return problem.plain
     if {t.dtype for t in problem.inputs if t is not None} != {"float32"}:
         return f"float32 throughout, not {x.dtype}"
     if len(x.shape) < 2 or x.format != "contiguous" or problem.output.format != "contiguous":

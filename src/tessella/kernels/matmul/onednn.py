@@ -16,11 +16,13 @@ WRITES_OUT = False
 
 
 def fits(problem: Problem) -> str | None:
-    x, _, bias, residual = problem.inputs
+    x, _, bias, residual = (problem.meta(i) for i in range(4))
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
     if 1 not in problem.constant or (bias is not None and 2 not in problem.constant):
         return "weight and bias must be constants"
+    if problem.plain:
+        return problem.plain
     if {t.dtype for t in problem.inputs if t is not None} not in ({"float32"}, {"bfloat16"}):
         return f"float32 or bfloat16 throughout, not {x.dtype}"
     if x.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -44,7 +46,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         lambda w: torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), rows),
         layout=onednn_layout,
     )
-    if problem.inputs[3] is None:
+    if problem.meta(3) is None:
         name, numbers, variant = POST_OPS[problem.attrs.get("activation")]
         unary = torch.ops.mkldnn._linear_pointwise.default
         return lambda x: unary(x, weight, bias, name, numbers, variant)

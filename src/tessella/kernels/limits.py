@@ -1,0 +1,126 @@
+"""What a machine can do at most, measured: copy bandwidth and the rate of large matrix products.
+
+These are the ceilings of a roofline. They are measured with the libraries' own large products on
+random numbers, once a machine, and kept in a file beside the timing cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tessella.core.device import fingerprint, torch_device
+from tessella.core.errors import ArtifactError
+from tessella.core.record import canonical_json, from_plain, parse_json
+from tessella.kernels.float32_math import float32_math
+from tessella.kernels.problem import Math, Problem
+from tessella.kernels.timing import measure
+from tessella.kernels.work import flops, nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Ceilings of one machine.
+
+    Attributes:
+        device: its name, for people.
+        copy_bytes_s: bytes read plus bytes written in a large copy, a second.
+        flops_s: operations a second (a multiply-add is two) of a large product, by input type;
+            ``tf32`` is float32 with that rounding.
+    """
+
+    device: str
+    copy_bytes_s: float
+    flops_s: dict[str, float]
+
+    def flops_limit(self, problem: Problem) -> float | None:
+        """Operations a second that this machine reaches with the problem's types."""
+        first = problem.inputs[0]
+        dtype = "float32" if first is None else first.dtype
+        return self.flops_s.get("tf32" if dtype == "float32" and problem.math == "tf32" else dtype)
+
+    def least_us(self, problem: Problem) -> float:
+        """No kernel is faster, unless it needs fewer operations than the plain sum of products."""
+        moved_s = nbytes(problem) / self.copy_bytes_s
+        work, rate = flops(problem), self.flops_limit(problem)
+        return 1e6 * (max(moved_s, work / rate) if work and rate else moved_s)
+
+
+def limits(target: str, folder: Path | None = None) -> Limits:
+    """This machine's limits for ``target``: from ``folder``, or measured (about a second)."""
+    here = fingerprint(target)
+    path = folder / f"limits-{here.hash[:16]}.json" if folder else None
+    if path is not None and path.exists():
+        try:
+            return from_plain(Limits, parse_json(path.read_text(), where="limits"), where="limits")
+        except ArtifactError:
+            path.unlink()  # of another version: measured again
+    found = measured(target, here.name)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(canonical_json(found) + "\n")
+    return found
+
+
+def measured(target: str, name: str) -> Limits:
+    """The limits, measured now."""
+    device = torch_device(target)
+    gpu = device.type == "cuda"
+    source = torch.randn((512 if gpu else 32) << 20, device=device)
+    copy = torch.empty_like(source)
+    copy_us = _time_us(lambda: copy.copy_(source), device, "ieee")
+    rates = {}
+    for dtype, (product, size) in (_gpu_products(device) if gpu else _cpu_products()).items():
+        math: Math = "tf32" if dtype == "tf32" else "ieee"
+        rates[dtype] = round(2e6 * size**3 / _time_us(product, device, math))
+    return Limits(device=name, copy_bytes_s=round(2e6 * source.nbytes / copy_us), flops_s=rates)
+
+
+def _time_us(run: Callable[[], object], device: torch.device, math: Math) -> float:
+    with torch.inference_mode(), float32_math(math):
+        run()
+        return measure({"run": run}, device=device, budget_s=0.1)["run"].time_us
+
+
+Products = dict[str, tuple[Callable[[], object], int]]  # type → (product, size of its cube)
+
+
+def _cpu_products(size: int = 1024) -> Products:
+    def product(dtype: torch.dtype) -> Callable[[], object]:
+        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+        out = torch.empty(size, size, dtype=dtype)
+        return lambda: torch.mm(a, b, out=out)
+
+    return {"float32": (product(torch.float32), size), "bfloat16": (product(torch.bfloat16), size)}
+
+
+def _gpu_products(device: torch.device, size: int = 8192) -> Products:
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+
+    def product(dtype: torch.dtype) -> Callable[[], object]:
+        x, y = a.to(dtype), b.to(dtype)
+        out = torch.empty_like(x)
+        return lambda: torch.mm(x, y, out=out)
+
+    small, small_too = a[:4096, :4096].contiguous(), b[:4096, :4096].contiguous()
+    x8, y8 = ((40 * t).clamp(-127, 127).to(torch.int8) for t in (a, b))
+    xf, yf = (t.to(torch.float8_e4m3fn) for t in (a, b))
+    one = torch.ones((), device=device)
+    fp8 = (
+        lambda: torch._scaled_mm(
+            xf, yf.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        ),
+        size,
+    )
+    return {
+        "float32": (lambda: torch.mm(small, small_too), 4096),
+        "tf32": (lambda: torch.mm(a, b), size),
+        "float16": (product(torch.float16), size),
+        "bfloat16": (product(torch.bfloat16), size),
+        "int8": (lambda: torch._int_mm(x8, y8.t()), size),
+        "float8_e4m3fn": fp8,
+        "float8_e5m2": fp8,
+    }

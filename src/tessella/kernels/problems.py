@@ -1,0 +1,316 @@
+"""Problems from shapes: arguments as torch.nn.functional has them become what a kernel is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tessella.core.errors import UsageError
+from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.kernels.problem import Math, Problem, TensorMeta
+
+Sizes = int | Sequence[int]
+Extra = TensorMeta | None
+
+
+def conv(
+    x: TensorMeta,
+    weight: TensorMeta,
+    bias: Extra = None,
+    residual: Extra = None,
+    scale: Extra = None,
+    *,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    out_dtype: str | None = None,
+    constant: tuple[int, ...] = (),
+    math: Math = "ieee",
+    **epilogue: Any,
+) -> Problem:
+    """Convolution of x [N, C, …] with weight [K, C / groups, …]; the result has x's format.
+
+    Args:
+        stride, padding, dilation: one number, or one for each spatial axis.
+        out_dtype: default x's; for int8 operands int8 if there is a scale, else int32.
+        epilogue: activation, alpha, beta.
+
+    Raises:
+        UsageError: shapes that do not go together.
+    """
+    axes = _spatial_axes(x, weight)
+    window = _window(axes, stride, padding, dilation, groups)
+    if x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups:
+        raise UsageError(
+            "channels do not match: weight is [out, in / groups, …]",
+            seen=f"input {x.shape}, weight {weight.shape}, groups {groups}",
+            fix="give weight.shape[1] = input channels / groups",
+        )
+    shape = (x.shape[0], weight.shape[0], *_out_sizes(x.shape[2:], weight.shape[2:], window))
+    out = TensorMeta(shape=shape, dtype=out_dtype or _out_dtype(x, scale), format=_dense(x))
+    _check_epilogue(out, 1, bias, residual, scale, epilogue)
+    return Problem(
+        op=f"conv{axes}d",
+        inputs=_trimmed(x, weight, bias, residual, scale),
+        outputs=(out,),
+        attrs={**window, "activation": None, **_given(epilogue)},
+        constant=constant,
+        math=math,
+    )
+
+
+def conv_dgrad(
+    dy: TensorMeta,
+    weight: TensorMeta,
+    input_size: Sequence[int],
+    *,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    math: Math = "ieee",
+) -> Problem:
+    """The gradient of a convolution's input [N, C, …] from that of its result dy [N, K, …]."""
+    axes = _spatial_axes(dy, weight)
+    window = _window(axes, stride, padding, dilation, groups)
+    shape = tuple(input_size)
+    _check_gradient(dy, (shape[0], weight.shape[0]), shape[2:], weight.shape[2:], window)
+    return Problem(
+        op=f"conv{axes}d_dgrad",
+        inputs=(dy, weight),
+        outputs=(TensorMeta(shape=shape, dtype=dy.dtype, format=_dense(dy)),),
+        attrs=window,
+        math=math,
+    )
+
+
+def conv_wgrad(
+    dy: TensorMeta,
+    x: TensorMeta,
+    kernel_size: Sizes,
+    *,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    out_dtype: str | None = None,
+    math: Math = "ieee",
+) -> Problem:
+    """The gradient of a convolution's weight [K, C / groups, …]; it has x's format."""
+    axes = _spatial_axes(dy, x)
+    window = _window(axes, stride, padding, dilation, groups)
+    taps = _sizes(kernel_size, axes, "kernel_size")
+    _check_gradient(dy, (x.shape[0], dy.shape[1]), x.shape[2:], taps, window)
+    shape = (dy.shape[1], x.shape[1] // groups, *taps)
+    return Problem(
+        op=f"conv{axes}d_wgrad",
+        inputs=(dy, x),
+        outputs=(TensorMeta(shape=shape, dtype=out_dtype or x.dtype, format=_dense(x)),),
+        attrs=window,
+        math=math,
+    )
+
+
+def matmul(
+    a: TensorMeta,
+    b: TensorMeta,
+    bias: Extra = None,
+    residual: Extra = None,
+    scale: Extra = None,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    out_dtype: str | None = None,
+    constant: tuple[int, ...] = (),
+    math: Math = "ieee",
+    **epilogue: Any,
+) -> Problem:
+    """op(a) [..., M, K] times op(b) [..., K, N]; b's leading axes are a's, or absent.
+
+    Args:
+        transpose_a: a is [..., K, M].
+        transpose_b: b is [..., N, K].
+        epilogue: activation, alpha, beta, fast_accumulation.
+
+    Raises:
+        UsageError: shapes that do not go together.
+    """
+    if len(a.shape) < 2 or len(b.shape) < 2:
+        raise UsageError(
+            "a matrix product takes matrices",
+            seen=f"{a.shape} and {b.shape}",
+            fix="give tensors of two or more axes",
+        )
+    m, k = a.shape[:-3:-1] if transpose_a else a.shape[-2:]
+    inner, n = b.shape[:-3:-1] if transpose_b else b.shape[-2:]
+    if k != inner or b.shape[:-2] not in (a.shape[:-2], ()):
+        raise UsageError(
+            "the matrices do not fit together: [..., M, K] times [..., K, N]",
+            seen=f"{a.shape}{'ᵀ' * transpose_a} and {b.shape}{'ᵀ' * transpose_b}",
+            fix="let the inner sizes be equal, and leading axes equal or absent in the second",
+        )
+    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    out = TensorMeta(shape=(*a.shape[:-2], m, n), dtype=out_dtype or _out_dtype(a, scale))
+    _check_epilogue(out, -1, bias, residual, scale, epilogue)
+    return Problem(
+        op="matmul",
+        inputs=_trimmed(a, b, bias, residual, scale),
+        outputs=(out,),
+        attrs={**{k: v for k, v in transposes.items() if v}, **_given(epilogue)},
+        constant=constant,
+        math=math,
+    )
+
+
+def linear(
+    x: TensorMeta,
+    weight: TensorMeta,
+    bias: Extra = None,
+    residual: Extra = None,
+    scale: Extra = None,
+    *,
+    out_dtype: str | None = None,
+    constant: tuple[int, ...] = (),
+    math: Math = "ieee",
+    **epilogue: Any,
+) -> Problem:
+    """x [..., K] times weight [N, K] transposed."""
+    if len(weight.shape) != 2 or not x.shape or x.shape[-1] != weight.shape[1]:
+        raise UsageError(
+            "the input's last axis must be the weight's second: [..., K] and [N, K]",
+            seen=f"{x.shape} and {weight.shape}",
+            fix="check the layer's number of features",
+        )
+    shape = (*x.shape[:-1], weight.shape[0])
+    out = TensorMeta(shape=shape, dtype=out_dtype or _out_dtype(x, scale))
+    _check_epilogue(out, -1, bias, residual, scale, epilogue)
+    return Problem(
+        op="linear",
+        inputs=_trimmed(x, weight, bias, residual, scale),
+        outputs=(out,),
+        attrs={"activation": None, **_given(epilogue)},
+        constant=constant,
+        math=math,
+    )
+
+
+DEFAULT = {"activation": None, "alpha": 1.0, "beta": 1.0, "fast_accumulation": False}
+
+
+def _given(epilogue: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the defaults: equal problems have equal attributes, hence equal keys."""
+    if unknown := set(epilogue) - set(DEFAULT):
+        raise UsageError(
+            "unknown argument of a product", seen=sorted(unknown), fix=f"use {', '.join(DEFAULT)}"
+        )
+    return {name: value for name, value in epilogue.items() if value != DEFAULT[name]}
+
+
+def _check_epilogue(
+    out: TensorMeta, axis: int, bias: Extra, residual: Extra, scale: Extra, epilogue: dict[str, Any]
+) -> None:
+    activation = epilogue.get("activation")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise UsageError(
+            "unknown activation", seen=activation, fix=f"use one of {', '.join(ACTIVATIONS)}"
+        )
+    for name, vector in (("bias", bias), ("scale", scale)):
+        if vector is not None and vector.shape != (out.shape[axis],):
+            raise UsageError(
+                f"{name} must have one number an output channel",
+                seen=vector.shape,
+                fix=f"give {(out.shape[axis],)}",
+            )
+    if residual is not None and residual.shape != out.shape:
+        raise UsageError(
+            "the residual must have the result's shape",
+            seen=residual.shape,
+            fix=f"give {out.shape}",
+        )
+
+
+def _check_gradient(
+    dy: TensorMeta,
+    leading: tuple[int, int],
+    in_sizes: Sequence[int],
+    taps: Sequence[int],
+    window: dict[str, Any],
+) -> None:
+    expected = (*leading, *_out_sizes(in_sizes, taps, window))
+    if dy.shape != expected:
+        raise UsageError(
+            "the gradient does not have the shape of the convolution's result",
+            seen=dy.shape,
+            fix=f"give {expected}",
+        )
+
+
+def _out_dtype(x: TensorMeta, scale: Extra) -> str:
+    return x.dtype if x.dtype != "int8" or scale is not None else "int32"
+
+
+def _dense(x: TensorMeta) -> Any:
+    return "channels_last" if x.format == "channels_last" else "contiguous"
+
+
+def _trimmed(*inputs: Extra) -> tuple[Extra, ...]:
+    """Without the optional ones at the end that are left out."""
+    found = list(inputs)
+    while found[-1] is None:
+        found.pop()
+    return tuple(found)
+
+
+def _spatial_axes(x: TensorMeta, weight: TensorMeta) -> int:
+    axes = len(x.shape) - 2
+    if axes not in (1, 2, 3) or len(weight.shape) != len(x.shape):
+        raise UsageError(
+            "a convolution takes tensors of three, four or five axes, as many as its weight",
+            seen=f"{x.shape} and {weight.shape}",
+            fix="give [N, C, spatial…] and [K, C / groups, taps…]",
+        )
+    return axes
+
+
+def _window(
+    axes: int, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
+) -> dict[str, Any]:
+    window = {
+        "stride": _sizes(stride, axes, "stride"),
+        "padding": _sizes(padding, axes, "padding"),
+        "dilation": _sizes(dilation, axes, "dilation"),
+        "groups": groups,
+    }
+    if min(*window["stride"], *window["dilation"], groups) < 1 or min(window["padding"]) < 0:
+        raise UsageError(
+            "stride, dilation and groups are at least 1, padding at least 0",
+            seen=window,
+            fix="change the one that is not",
+        )
+    return window
+
+
+def _sizes(sizes: Sizes, axes: int, name: str) -> tuple[int, ...]:
+    made = (sizes,) * axes if isinstance(sizes, int) else tuple(int(s) for s in sizes)
+    if len(made) != axes:
+        raise UsageError(f"{name} needs one number an axis", seen=made, fix=f"give {axes}")
+    return made
+
+
+def _out_sizes(
+    sizes: Sequence[int], taps: Sequence[int], window: dict[str, Any]
+) -> tuple[int, ...]:
+    made = tuple(
+        (size + 2 * padding - dilation * (tap - 1) - 1) // stride + 1
+        for size, tap, stride, padding, dilation in zip(
+            sizes, taps, window["stride"], window["padding"], window["dilation"], strict=True
+        )
+    )
+    if min(made) < 1:
+        raise UsageError(
+            "the kernel is larger than the padded input",
+            seen=f"input {tuple(sizes)}, kernel {tuple(taps)}, padding {window['padding']}",
+            fix="pad more, or use a smaller kernel",
+        )
+    return made
