@@ -87,8 +87,9 @@ class Step:
 
     @property
     def title(self) -> str:
-        """The kernel, for people; a fallback also names the operator of torch that it calls."""
-        return f"{self.kernel} {self.attrs['target']}" if self.op == "fallback" else self.kernel
+        """The kernel, for people; also the operator where it is torch's or the user's own."""
+        by_name = self.op in ("fallback", "user")
+        return f"{self.kernel} {self.attrs['target']}" if by_name else self.kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,12 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """``manifest.json``: what the plan is, for which device, and what it may be trusted with."""
+    """``manifest.json``: what the plan is, for which device, and what it may be trusted with.
+
+    Attributes:
+        imports: operators and kernels of a user's own that it needs → the modules that define them.
+            A plan never brings their code, and loading imports nothing.
+    """
 
     fingerprint: Fingerprint
     inputs: tuple[TensorSpec, ...]
@@ -152,6 +158,7 @@ class Manifest:
     rebuild: str
     tolerance: float
     members: dict[str, Member]
+    imports: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -42,13 +44,24 @@ def main() -> None:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    asked = next((a for a in sys.argv[1:] if not a.startswith("-")), None)
+    asked = _asked(sys.argv[1:])
     for name, summary in VERBS.items():
         if name == asked:
             importlib.import_module(f"tessella.cli.{name}").register(app)
         else:
             app.command(name, help=summary)(_not_loaded)
     app()
+
+
+def _asked(arguments: list[str]) -> str | None:
+    """The verb: the first word that is neither an option nor what ``--import`` takes."""
+    words = iter(arguments)
+    for word in words:
+        if word == "--import":
+            next(words, None)
+        elif not word.startswith("-"):
+            return word
+    return None
 
 
 def _print_version(asked: bool) -> None:
@@ -61,8 +74,16 @@ def _options(
     version: bool = typer.Option(
         False, "--version", help="Print the version.", is_eager=True, callback=_print_version
     ),
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Import a module first: it defines kernels of your own."),
+    ] = None,
 ) -> None:
     """Takes the options that stand before a verb."""
+    if modules:
+        sys.path.insert(0, str(Path.cwd()))
+    for module in modules or ():
+        importlib.import_module(module)
 
 
 def _not_loaded() -> None:

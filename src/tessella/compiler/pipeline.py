@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tessella.artifacts.plan import Candidate, Manifest, Plan, Program
+from tessella.artifacts.plan import Bucket, Candidate, Manifest, Plan, Program
 from tessella.compiler import verify
 from tessella.compiler.passes import (
     assign_layout,
@@ -32,6 +32,7 @@ from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
 from tessella.graph.show import text
 from tessella.kernels.tuning import TimingCache
+from tessella.kernels.user import registry
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def compile_graph(
         rebuild=rebuild,
         tolerance=wanted.tolerance(precision),
         members={},
+        imports=_imports(buckets),
     )
     program = Program(
         inputs=tuple(v.name for v in graph.inputs),
@@ -237,6 +239,13 @@ def _candidates(choices: list[Choice], batch: int) -> list[Candidate]:
         for choice in choices
         for trial in choice.trials
     ]
+
+
+def _imports(buckets: Sequence[Bucket]) -> dict[str, str]:
+    """What of a user's own the steps run, and the modules that define it."""
+    steps = [step for bucket in buckets for step in bucket.steps]
+    names = {step.attrs["target"] if step.op == "user" else step.kernel for step in steps}
+    return {name: registry.module(name) for name in sorted(names) if registry.module(name)}
 
 
 def _require_batch(graph: Graph, batch: DimRange) -> None:

@@ -1,7 +1,8 @@
 """torch's operators become ours: one function for each group of overloads that says the same.
 
 An overload without a translation here, and without a row that shares its arguments
-(``ops.BY_ATEN``), becomes a ``fallback`` node, if ``kernels.fallback.aten`` lets it run.
+(``ops.BY_ATEN``), becomes a ``fallback`` node, if ``kernels.fallback.aten`` lets it run; one of a
+user's own (``kernels.user``) becomes a ``user`` node.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tessella.core.errors import CompileError
 from tessella.graph.build import Builder
 from tessella.graph.graph import Dim, Shape, Value
 from tessella.graph.ops import BY_ATEN, Op, is_attribute
+from tessella.kernels.user.registry import OPERATORS
 
 Result = Value | tuple[Value, ...] | None
 
@@ -78,7 +80,7 @@ def translate(call: OperatorCall, build: Builder) -> Result:
         row = BY_ATEN.get(call.overload)
         if row is not None and (made := _same_arguments(call, build, row)) is not None:
             return made
-    return _fallback(call, build)
+    return _user(call, build) if call.target in OPERATORS else _fallback(call, build)
 
 
 # Arguments that cannot change what an inference computes.
@@ -147,6 +149,12 @@ def _axis(dim: int, rank: int) -> int:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _user(call: OperatorCall, build: Builder) -> Result:
+    """An operator of a user's own, with all its arguments in order."""
+    outputs = build.user(call.target, list(call.arguments.values()))
+    return outputs if len(outputs) > 1 else outputs[0]
 
 
 def _fallback(call: OperatorCall, build: Builder) -> Result:

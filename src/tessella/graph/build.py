@@ -16,6 +16,7 @@ from tessella.graph.ops import is_attribute
 from tessella.graph.ops import op as row_of
 from tessella.kernels import reference
 from tessella.kernels.fallback.aten import refusal
+from tessella.kernels.user.registry import named
 
 # A folded constant may be larger than what it is made of, up to this many elements.
 _FOLD_ELEMENTS = 1 << 20
@@ -135,6 +136,23 @@ class Builder:
             args=[_template(a, tensors) for a in args],
             kwargs={k: _template(a, tensors) for k, a in kwargs.items()},
         )
+
+    def user(self, target: str, args: Sequence[Any]) -> tuple[Value, ...]:
+        """Append the operator ``target`` of a user's own; tensors in its arguments are values.
+
+        Raises:
+            CompileError: it has no reference, so nothing could tell whether a plan is right.
+        """
+        if named(target).reference is None:
+            raise CompileError(
+                "an operator of your own has no reference, which a plan is checked against",
+                seen=target,
+                fix="give reference= where it is defined: the same in plain torch",
+            )
+        tensors: list[Value] = []
+        templates = [_template(a, tensors) for a in args]
+        name = target.split("::")[1]
+        return self.node("user", tensors, name=name, target=target, args=templates)
 
     def finish(self, outputs: Sequence[Value], names: Sequence[str]) -> Graph:
         """The graph with its outputs named, without what they do not need."""

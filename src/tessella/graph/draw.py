@@ -26,6 +26,7 @@ _COLORS = {
     "pointwise": "#22c55e",
     "transform": "#94a3b8",
     "fallback": "#ef4444",
+    "user": "#eab308",
     "edge": "#64748b",  # the graph's inputs and outputs
 }
 
@@ -137,6 +138,8 @@ def _title(node: Node) -> str:
     words = [node.op]
     if node.op == "fallback":
         words = [attrs["target"].removeprefix("aten::"), "(fallback)"]
+    if node.op == "user":
+        words = [attrs["target"]]
     kernel = attrs.get("kernel_size") or (
         node.inputs[1].shape[2:] if node.op.startswith("conv") and node.inputs[1] else ()
     )

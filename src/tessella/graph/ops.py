@@ -156,6 +156,8 @@ _ROWS = (
     _op("clone", "input"),
     # an operator of torch that has no row: args and kwargs are templates, see kernels.fallback.aten
     _op("fallback", "", "target args kwargs", variadic=True, many=True),
+    # an operator of a user's own (kernels.user), by its name; args is such a template
+    _op("user", "", "target args", variadic=True, many=True),
 )
 
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}

@@ -29,8 +29,8 @@ def _line(graph: Graph, node: Node) -> str:
         read.pop()
     op = node.op
     attrs = {k: a for k, a in node.attrs.items() if a is not None}
-    if op == "fallback":
-        op = f"fallback {attrs.pop('target')}"
+    if op in ("fallback", "user"):
+        op = f"{op} {attrs.pop('target')}"
     words = [f"{made} = {op}({', '.join(_operand(graph, v) for v in read)})"]
     words += [f"{name}={_attr(attr)}" for name, attr in attrs.items()]
     return " ".join(words) + (f"  # layer {node.layer}" if node.layer else "")

@@ -1,4 +1,5 @@
-"""The catalog: which kernels exist. A static table that imports none of them.
+"""The catalog: which kernels exist. A static table that imports none of them; ``register`` adds a
+user's own.
 
 A kernel is a module with two functions and a flag::
 
@@ -25,7 +26,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from tessella.core.errors import CompileError
+from tessella.core.errors import CompileError, UsageError
 from tessella.kernels.problem import Problem
 
 Call = Callable[..., Any]  # tensors in, a tensor or a tuple of tensors out
@@ -51,7 +52,8 @@ class Kernel:
         op: the operation, ``*`` for any.
         module: where its code lies; imported only when it is used.
         targets: where it can run.
-        source: who wrote it: ``tessella``, ``onednn``, ``mkl``, ``cudnn``, ``cublaslt``, ``aten``.
+        source: who wrote it: ``tessella``, ``onednn``, ``mkl``, ``cudnn``, ``cublaslt``, ``aten``,
+            ``user``.
         version: raised when its code changes, so that old timings of it are not believed.
         views: its output may share memory with its input, which must live as long.
         last_resort: tried only where no other kernel fits.
@@ -125,7 +127,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("to cat", "transform.copy"),
     _row("reshape.view", "transform.reshape", *_TORCH, source="aten", views=True),
     _row("permute.view", "transform.permute", *_TORCH, source="aten", views=True),
-    # what has no kernel of its own
+    # what a user wrote, and what has no kernel of its own
+    _row("user.operator", "user.step", *_ALL, source="user"),
     _row("fallback.aten", "fallback.aten", *_ALL, source="aten", views=True),
     Kernel(
         id="reference",
@@ -142,14 +145,38 @@ BY_ID: dict[str, Kernel] = {kernel.id: kernel for kernel in KERNELS}
 
 
 def candidates(op: str, target: str) -> tuple[Kernel, ...]:
-    """The kernels that may carry out ``op`` on ``target``, in the table's order."""
-    return tuple(k for k in KERNELS if k.op in (op, "*") and target in k.targets)
+    """The kernels that may carry out ``op`` on ``target``, in the table's order, users' last."""
+    rows = (*KERNELS, *_REGISTERED.values())
+    return tuple(k for k in rows if k.op in (op, "*") and target in k.targets)
 
 
 def kernel(id: str) -> Kernel:
     """The row called ``id``; raises ``CompileError`` if there is none."""
+    if id in _REGISTERED:
+        return _REGISTERED[id]
     if id not in BY_ID:
         raise CompileError(
             "unknown kernel", seen=id, fix="rebuild the plan with this version of Tessella"
         )
     return BY_ID[id]
+
+
+_REGISTERED: dict[str, Kernel] = {}
+
+
+def register(kernel: Kernel) -> None:
+    """Add a kernel of a user's own for the life of this process, or replace it.
+
+    Raises:
+        UsageError: the id is that of a kernel of the table.
+    """
+    if kernel.id in BY_ID:
+        raise UsageError(
+            "there is a kernel of this name", seen=kernel.id, fix="choose another algorithm's name"
+        )
+    _REGISTERED[kernel.id] = kernel
+
+
+def unregister(id: str) -> None:
+    """Take a kernel of a user's own out again."""
+    _REGISTERED.pop(id, None)

@@ -29,6 +29,7 @@ _FAMILIES: dict[str, str] = {
     " hardswish hardsigmoid mish leaky_relu prelu elu softplus clamp exp log sqrt rsqrt reciprocal"
     " neg abs erf",
     "fallback": "fallback",
+    "user": "user",
 }
 
 # operation → "module:function"

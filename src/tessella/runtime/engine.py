@@ -16,6 +16,7 @@ from tessella.core.errors import ArtifactError, InputError, UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.kernels.problem import Math, TensorMeta
+from tessella.kernels.user.registry import require
 from tessella.runtime.arena import Arena
 from tessella.runtime.bucket import BoundBucket
 from tessella.runtime.cover import covers
@@ -60,6 +61,7 @@ class Engine:
         self.manifest: Manifest = manifest
         self.device = torch_device(target)
         manifest.fingerprint.require_same(fingerprint(target), rebuild=manifest.rebuild)
+        require(manifest.imports)
         self.buckets = tuple(b.batch for b in plan.program.buckets)
         self._covers = covers(_costs_us(plan))
         self._lock = threading.Lock()

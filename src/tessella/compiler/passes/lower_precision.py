@@ -2,7 +2,8 @@
 
 Sums inside matrix products, norms and softmax stay in float32: torch's kernels accumulate so. Two
 things keep float32 outside too: the statistics of batch norms that could not be folded (a float16
-variance overflows at 65,504), and operators that we do not know (``fallback``).
+variance overflows at 65,504), and operators that we do not know (``fallback``, and a user's own
+that do not say that they take the type).
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ from __future__ import annotations
 import torch
 
 from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels.user.registry import named
 
-KEEPS_FLOAT32 = ("fallback",)
+
+def _keeps_float32(node: Node, dtype: str) -> bool:
+    if node.op == "user":
+        return dtype not in named(node.attrs["target"]).dtypes
+    return node.op == "fallback"
 
 
 def apply(graph: Graph, dtype: str) -> int:
@@ -19,7 +25,7 @@ def apply(graph: Graph, dtype: str) -> int:
     caster = _Caster(graph, dtype)
     outputs = list(graph.outputs)
     for node in list(graph.nodes):
-        wanted = "float32" if node.op in KEEPS_FLOAT32 else dtype
+        wanted = "float32" if _keeps_float32(node, dtype) else dtype
         node.inputs = tuple(
             v
             if v is None or (node.op == "batch_norm" and position > 0)

@@ -1,0 +1,125 @@
+"""A user's operator as a candidate for an operation of ours: ``linear.skinny`` beside cuBLASLt."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor
+
+from tessella.kernels.catalog import Call, Config, Kernel
+from tessella.kernels.problem import DEFAULTS, Problem, TensorMeta
+
+if TYPE_CHECKING:
+    from tessella.kernels.user.operator import Operator
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserKernel(Kernel):
+    """A row of the catalog that holds its code itself: it is its own kernel module.
+
+    Attributes:
+        operator: what runs.
+        refuses: the user's own reasons to refuse a problem.
+    """
+
+    operator: Operator
+    refuses: Callable[[Problem], str | None] | None = None
+
+    WRITES_OUT = True
+
+    def load(self) -> UserKernel:
+        return self
+
+    def configs(self, problem: Problem) -> tuple[Config, ...]:
+        return ({},)
+
+    def workspace_bytes(self, problem: Problem, config: Config) -> int:
+        return 0
+
+    def fits(self, problem: Problem) -> str | None:
+        """None, or why it is refused: nothing that the operator would leave out may be asked."""
+        tensors, numbers = _split(self.operator.signature)
+        asked = [m for m in problem.inputs if m is not None]
+        for position, meta in enumerate(problem.inputs):
+            optional = position < len(tensors) and _is_optional(tensors[position])
+            if meta is not None and position >= len(tensors):
+                return f"takes {len(tensors)} tensors, not input {position}"
+            if meta is None and position < len(tensors) and not optional:
+                return f"needs its tensor {tensors[position].name!r}"
+        taken = {p.name for p in numbers}
+        for name, value in problem.attrs.items():
+            if name not in taken and value != DEFAULTS.get(name):
+                return f"does not take {name}={value!r}"
+        if missing := [p.name for p in numbers if p.name not in problem.attrs and not _usual(p)]:
+            return f"{problem.op} has no attribute {missing[0]!r}"
+        floats = {m.dtype for m in (*asked, *problem.outputs) if _floats(m)}
+        if other := sorted(floats - set(self.operator.dtypes)):
+            return f"takes {', '.join(self.operator.dtypes)}, not {other[0]}"
+        if len(problem.outputs) != 1:
+            return f"makes one output, not {len(problem.outputs)}"
+        return self._other_result(problem) or (self.refuses(problem) if self.refuses else None)
+
+    def bind(self, problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Call:
+        operator, order = self.operator, list(self.operator.signature.parameters)
+        tensors, numbers = _split(operator.signature)
+        fixed = {p.name: problem.attr(p.name) for p in numbers if _given(problem, p.name)}
+
+        def call(*inputs: Tensor, out: Tensor) -> Tensor:
+            operands = problem.operands(constants, inputs)
+            named = {p.name: t for p, t in zip(tensors, operands)} | fixed
+            bound = operator.signature.bind(**{n: named[n] for n in order if n in named})
+            bound.apply_defaults()
+            return operator.run(*bound.args, out=out)
+
+        return call
+
+    def _other_result(self, problem: Problem) -> str | None:
+        """Why the operator's result would not be the problem's."""
+        meta = torch.device("meta")
+        inputs = [m.empty(meta) for i, m in enumerate(problem.inputs) if m is not None]
+        shown = self._empty(problem, inputs)
+        if not isinstance(shown, Tensor) or not problem.output.matches(shown):
+            return f"its shape function does not give {problem.output}"
+        return None
+
+    def _empty(self, problem: Problem, inputs: list[Tensor]) -> Any:
+        tensors, numbers = _split(self.operator.signature)
+        named = dict(zip((p.name for p in tensors), problem.operands({}, inputs)))
+        named |= {p.name: problem.attr(p.name) for p in numbers if _given(problem, p.name)}
+        bound = self.operator.signature.bind(**named)
+        bound.apply_defaults()
+        return self.operator.empty(*bound.args)
+
+
+def _split(
+    signature: inspect.Signature,
+) -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
+    """Tensor parameters, and the others."""
+    tensors = [p for p in signature.parameters.values() if Tensor in _kinds(p)]
+    return tensors, [p for p in signature.parameters.values() if Tensor not in _kinds(p)]
+
+
+def _kinds(parameter: inspect.Parameter) -> tuple[Any, ...]:
+    return get_args(parameter.annotation) or (parameter.annotation,)
+
+
+def _is_optional(parameter: inspect.Parameter) -> bool:
+    return types.NoneType in _kinds(parameter)
+
+
+def _usual(parameter: inspect.Parameter) -> bool:
+    """Whether the operator, or the operation, says what it is where a problem does not."""
+    return parameter.default is not parameter.empty or parameter.name in DEFAULTS
+
+
+def _given(problem: Problem, name: str) -> bool:
+    return name in problem.attrs or name in DEFAULTS
+
+
+def _floats(meta: TensorMeta) -> bool:
+    return bool(getattr(torch, meta.dtype).is_floating_point)

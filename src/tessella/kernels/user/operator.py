@@ -1,0 +1,505 @@
+"""operator: a kernel of a user's own becomes a function on tensors, with a gradient.
+
+It is one operator of torch: autograd differentiates it, torch.export (and so the compiler) sees one
+node, ``find`` can list it beside our kernels, and a plan carries it as a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+import typing
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessella.core.errors import KernelError, UsageError
+from tessella.kernels import catalog, launch
+from tessella.kernels.launch import Launched
+from tessella.kernels.problem import Problem
+from tessella.kernels.user import candidate, registry
+from tessella.kernels.user.cuda import CudaKernel
+from tessella.kernels.user.registry import Tensors
+from tessella.kernels.user.report import Report, Where, report
+
+# largest error over largest value, where the user gives no tolerance
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch: what ``kernel[grid](*args, **constants)`` says in Triton.
+
+    Attributes:
+        kernel: decorated by ``triton.jit`` or ``gluon.jit``, or made by ``cuda``.
+        grid: blocks, one to three numbers.
+        args: tensors, descriptors and numbers.
+        warps: of 32 threads in a block (Triton, Gluon).
+        block: threads of a block along x, y and z (CUDA C++).
+        shared_bytes: dynamic shared memory of a block (CUDA C++).
+        constants: constexpr parameters, and options such as ``num_stages`` (Triton, Gluon).
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    warps: int = 4
+    block: tuple[int, ...] | None = None
+    shared_bytes: int = 0
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name if self.is_cuda else _undecorated(self.kernel).__name__
+
+    @property
+    def is_cuda(self) -> bool:
+        return isinstance(self.kernel, CudaKernel)
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """Of a block, along each axis."""
+        return self.block or (32 * self.warps,)
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether it runs on the CPU, in Triton's interpreter."""
+        return type(_layers(self.kernel)[-1]).__name__ == "InterpretedFunction"
+
+    def start(self, target: str | None = None) -> Launched | None:
+        """Launch it; with a ``target`` only compile it. None where there is nothing to do."""
+        if 0 in self.grid:
+            return None
+        if self.is_cuda:
+            grid, block = ((*shape, 1, 1)[:3] for shape in (self.grid, self.threads))
+            made = self.kernel.launch(
+                grid, block, self.args, shared_bytes=self.shared_bytes, target=target
+            )
+            launch.record(made)
+            return made
+        with launch.watching() as launches:
+            launch.launch(
+                self.kernel, self.grid, *self.args, num_warps=self.warps, **self.constants
+            )
+        launch.record(launches[0])
+        return launches[0]
+
+
+def operator(
+    name: str,
+    *,
+    shape: Callable[..., Tensors],
+    gradient: Callable[..., Any] | str | None = None,
+    reference: Callable[..., Tensors] | None = None,
+    dtypes: Sequence[str] = ("float32",),
+) -> Callable[[Callable[..., Launch | Sequence[Launch]]], Operator]:
+    """Decorates a function that says how kernels are launched; makes it an ``Operator``.
+
+    The function has typed parameters (tensors, ``Tensor | None``, numbers, strings, lists of
+    numbers), and ``out``: the tensor to fill (annotated ``Tensor``), or several (``tuple[Tensor,
+    Tensor]``). It returns a ``Launch``, or several in order. It gets contiguous tensors.
+
+    >>> @operator("mine::saxpy", shape=lambda a, x, y: torch.empty_like(x),
+    ...           gradient=lambda grad, a, x, y: (None, a * grad, grad),
+    ...           reference=lambda a, x, y: a * x + y)
+    ... def saxpy(a: float, x: Tensor, y: Tensor, *, out: Tensor) -> Launch:
+    ...     return Launch(kernel=_saxpy, grid=(triton.cdiv(out.numel(), 1024),),
+    ...                   args=(a, x, y, out, out.numel()), constants={"BLOCK": 1024})
+
+    Args:
+        name: ``namespace::name``; defining it again replaces it.
+        shape: with the same arguments: new, unfilled outputs (``x.new_empty(…)``).
+        gradient: ``gradient(grad, *arguments)``, or with a parameter ``out`` the outputs too: the
+            gradient of each argument, None where there is none. May call other operators. The word
+            ``"reference"`` differentiates the reference. Without one it cannot be trained through.
+        reference: the same in plain torch. It gives the result where the kernel cannot run, and the
+            right answer that ``check`` and the compiler compare with. A plan needs it.
+        dtypes: floating element types that the kernels take.
+
+    Raises:
+        UsageError: the function's parameters, or the name, cannot be those of an operator.
+    """
+    return lambda function: Operator(
+        name, function, shape=shape, gradient=gradient, reference=reference, dtypes=tuple(dtypes)
+    )
+
+
+class Operator:
+    """Call it like a function of tensors; see ``operator``.
+
+    Attributes:
+        name: ``namespace::name``.
+        module: what to import so that it is defined.
+        reference, dtypes: as given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Launch | Sequence[Launch]],
+        *,
+        shape: Callable[..., Tensors],
+        gradient: Callable[..., Any] | str | None,
+        reference: Callable[..., Tensors] | None,
+        dtypes: tuple[str, ...],
+    ) -> None:
+        self.name, self.dtypes, self.reference = name, dtypes, reference
+        self.module = _importable(function)
+        self.__doc__, self.__name__ = function.__doc__, function.__name__
+        self._function, self._shape, self._gradient = function, shape, gradient
+        self._last: tuple[Where, list[tuple[Launch, Launched | None]]] | None = None
+        self._warned = False
+        self.signature = _signature(name, function)
+        if gradient == "reference" and reference is None:
+            raise UsageError("there is no reference to differentiate", seen=name, fix="give one")
+        self._torch = self._defined()
+        registry.OPERATORS[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensors:
+        return self._torch(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<operator {self.name}{self.signature}>"
+
+    def run(self, *args: Any, out: Tensors | None = None) -> Tensors:
+        """The outputs (``out``, filled, if given), without autograd.
+
+        Raises:
+            KernelError: the tensors are on the CPU, and there is neither an interpreted kernel nor
+                a reference.
+        """
+        args = _contiguous(self._bound(args))
+        made = self._shape(*args) if out is None else out
+        launches = self.launches(*args, out=made)
+        where = self._where(args, launches)
+        if where == "reference":
+            self._last = where, [(one, None) for one in launches]
+            return self._by_reference(args, out)
+        target = _target(args) if where == "compiled" else None
+        self._last = where, [(one, one.start(target)) for one in launches]
+        return made
+
+    def empty(self, *args: Any) -> Tensors:
+        """The outputs, not filled; works for meta tensors too."""
+        return self._shape(*_contiguous(self._bound(args)))
+
+    def launches(self, *args: Any, out: Tensors | None = None) -> list[Launch]:
+        """What a call with these arguments launches."""
+        args = self._bound(args)
+        made = self._function(*args, out=self._shape(*args) if out is None else out)
+        return [made] if isinstance(made, Launch) else list(made)
+
+    @property
+    def last_launches(self) -> tuple[Report, ...]:
+        """What the last call launched, in order: grid, block, registers, occupancy."""
+        if self._last is None:
+            raise UsageError("the operator has not run yet", seen=self.name, fix="call it")
+        where, started = self._last
+        return tuple(_report(where, one, made) for one, made in started)
+
+    @property
+    def last_launch(self) -> Report:
+        """The last one of ``last_launches``."""
+        return self.last_launches[-1]
+
+    def check(self, *args: Any, tolerance: float | None = None) -> float:
+        """Compare values, and gradients if there are any, with the reference in float64.
+
+        Returns:
+            The largest error over the largest value.
+
+        Raises:
+            KernelError: it is larger than ``tolerance`` (by element type: 1e-4, 1e-2, 5e-2).
+        """
+        if self.reference is None:
+            raise UsageError("there is no reference to compare with", seen=self.name)
+        args = self._bound(args)
+        made, wanted = _differentiated(self, args), _differentiated(self.reference, _double(args))
+        if self._gradient is None:
+            made, wanted = made[:1], wanted[:1]
+        floats = [t.dtype for t in made[0] if t.is_floating_point()]
+        limit = tolerance or max((TOLERANCES.get(d, 1e-6) for d in floats), default=0.0)
+        worst = 0.0
+        for what, ours, right in zip(("result", "gradient"), made, wanted):
+            for position, (a, b) in enumerate(zip(ours, right, strict=True)):
+                error = _error(a, b)
+                worst = max(worst, error)
+                if not error <= limit:
+                    raise KernelError(
+                        f"{what} {position} of {self.name} is not that of its reference",
+                        seen=f"error {error:.2e} of the largest value, allowed {limit:.0e}",
+                        fix="correct the kernel, its gradient or its reference",
+                    )
+        return worst
+
+    def register(
+        self,
+        op: str,
+        *,
+        algorithm: str,
+        fits: Callable[[Problem], str | None] | None = None,
+        targets: tuple[str, ...] = ("sm_90",),
+    ) -> str:
+        """Let it compete for an operation of ours, in ``find`` and in plans.
+
+        Tensor parameters are the operation's inputs in order (what may be left out is ``Tensor |
+        None``), the others its attributes by name. Problems are refused that have more inputs, or
+        attributes that it does not take, or other element types than ``dtypes``, or whose result
+        is not what ``shape`` says.
+
+        Args:
+            op: ``linear``, ``conv2d``, …
+            algorithm: its name in the kernel's id: ``linear.skinny``.
+            fits: None, or the reason why it cannot carry out a problem.
+            targets: where it can run.
+
+        Returns:
+            The kernel's id.
+        """
+        row = candidate.UserKernel(
+            id=f"{op}.{algorithm}",
+            op=op,
+            module=self.module,
+            targets=targets,
+            source="user",
+            version=self._version(),
+            operator=self,
+            refuses=fits,
+        )
+        catalog.register(row)
+        registry.CANDIDATES[row.id] = self.module
+        return row.id
+
+    def _defined(self) -> Any:
+        """The operator of torch."""
+
+        def run(*args: Any) -> Tensors:
+            return self.run(*args)
+
+        run.__signature__ = self.signature
+        try:
+            defined = torch.library.custom_op(self.name, run, mutates_args=())
+        except (ValueError, RuntimeError) as error:
+            raise UsageError(
+                "the function cannot be an operator of torch",
+                seen=f"{self.name}: {str(error).splitlines()[0][:300]}",
+                fix="name it namespace::name and annotate each parameter, and out as Tensor or "
+                "tuple[Tensor, …]",
+            ) from error
+        defined.register_fake(self.empty)
+        if self._gradient is not None:
+            defined.register_autograd(self._backward, setup_context=self._remember)
+        return defined
+
+    def _remember(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        inputs = self._bound(inputs)  # torch leaves out what has its default value
+        outputs = _tuple(output)
+        tensors = [t for t in (*inputs, *outputs) if isinstance(t, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.values = [
+            None if isinstance(i, Tensor) else (i,) for i in (*inputs, *outputs)
+        ]  # a number in its place, None for the next saved tensor
+        ctx.arguments = len(inputs)
+
+    def _backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        saved = iter(ctx.saved_tensors)
+        values = [next(saved) if kept is None else kept[0] for kept in ctx.values]
+        args, outputs = values[: ctx.arguments], tuple(values[ctx.arguments :])
+        grad = grads[0] if len(grads) == 1 else grads
+        if self._gradient == "reference":
+            needed = [*ctx.needs_input_grad, *[False] * len(args)][: len(args)]
+            return _through(self.reference, args, grads, needed)
+        extra = {}
+        if "out" in inspect.signature(self._gradient).parameters:
+            extra["out"] = outputs[0] if len(outputs) == 1 else outputs
+        made = self._gradient(grad, *args, **extra)
+        made = (made,) if isinstance(made, Tensor) or made is None else tuple(made)
+        if len(made) != len(args):
+            raise KernelError(
+                f"the gradient of {self.name} gives another number of gradients than arguments",
+                seen=f"{len(made)} for {', '.join(self.signature.parameters)}",
+                fix="return one for each argument, None where there is none",
+            )
+        return made
+
+    def _where(self, args: Sequence[Any], launches: Sequence[Launch]) -> Where:
+        if launch.only_compiles():
+            return "compiled"
+        if any(isinstance(a, Tensor) and a.device.type == "cuda" for a in args):
+            return "gpu"
+        if all(one.interpreted for one in launches):
+            return "interpreter"
+        if self.reference is None:
+            raise KernelError(
+                f"{self.name} cannot run on the CPU",
+                seen=", ".join(sorted({one.name for one in launches})),
+                fix="give a reference=; for a Triton kernel, setting TRITON_INTERPRET=1 before the "
+                "first import of triton does too",
+            )
+        return "reference"
+
+    def _by_reference(self, args: Sequence[Any], out: Tensors | None) -> Tensors:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.name} got tensors on the CPU: its reference gives the result, not its "
+                "kernel",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        made = _contiguous_outputs(self.reference(*args))
+        if out is None:
+            return made
+        for to, value in zip(_tuple(out), _tuple(made), strict=True):
+            to.copy_(value)
+        return out
+
+    def _bound(self, args: Sequence[Any]) -> list[Any]:
+        bound = self.signature.bind(*args)
+        bound.apply_defaults()
+        return list(bound.args)
+
+    def _version(self) -> int:
+        """Changes with the source of the launch and its kernels' module: old timings are void."""
+        return int(hashlib.sha256(_source(self._function).encode()).hexdigest()[:8], 16)
+
+
+def _layers(kernel: Any) -> list[Any]:
+    """A kernel and what it wraps (autotuning, heuristics), down to Triton's own object."""
+    layers = [kernel]
+    while hasattr(layers[-1], "fn") and not inspect.isfunction(layers[-1].fn):
+        layers.append(layers[-1].fn)
+    return layers
+
+
+def _undecorated(kernel: Any) -> Any:
+    return _layers(kernel)[-1].fn
+
+
+def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
+    """The operator's: without ``out``, which says what comes back; annotations are types."""
+    found = inspect.signature(function)
+    hints = typing.get_type_hints(function)
+    if "out" not in found.parameters or "out" not in hints:
+        raise UsageError(
+            "the function that launches a kernel has no annotated parameter out",
+            seen=f"{name}{found}",
+            fix="add *, out: Tensor (or tuple[Tensor, Tensor])",
+        )
+    parameters = [
+        p.replace(annotation=hints.get(p.name, p.empty), kind=p.POSITIONAL_OR_KEYWORD)
+        for p in found.parameters.values()
+        if p.name != "out"
+    ]
+    return inspect.Signature(parameters, return_annotation=hints["out"])
+
+
+def _importable(function: Callable[..., Any]) -> str:
+    """The name of the module to import; of a script, which has none, its file's."""
+    module = function.__module__
+    if module != "__main__" and not module.startswith("tessella_user_"):
+        return module
+    return Path(getattr(sys.modules[module], "__file__", None) or module).stem
+
+
+def _source(function: Callable[..., Any]) -> str:
+    """The text of the module that defines a function; of the function if it has no file."""
+    try:
+        return Path(inspect.getfile(function)).read_text()
+    except (OSError, TypeError):
+        return repr(function.__code__.co_code)
+
+
+def _contiguous(args: Sequence[Any]) -> list[Any]:
+    return [a.contiguous() if isinstance(a, Tensor) else a for a in args]
+
+
+def _contiguous_outputs(made: Tensors) -> Tensors:
+    return made.contiguous() if isinstance(made, Tensor) else tuple(t.contiguous() for t in made)
+
+
+def _tuple(tensors: Tensors) -> tuple[Tensor, ...]:
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
+def _target(args: Sequence[Any]) -> str:
+    """For which GPU to compile: that of the tensors; on the CPU, Hopper."""
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.device.type == "cuda":
+            return "sm_{}{}".format(*torch.cuda.get_device_capability(arg.device))
+    return "sm_90"
+
+
+def _report(where: Where, one: Launch, made: Launched | None) -> Report:
+    if made is None and one.is_cuda and 0 not in one.grid:
+        made = one.start("sm_90")  # nvrtc needs no GPU
+    if made is None:
+        made = Launched(grid=one.grid, compiled=None)
+    target = _target(one.args) if where == "gpu" else "sm_90"
+    return report(where, one.name, one.threads, made, target)
+
+
+def _double(args: Sequence[Any]) -> list[Any]:
+    return [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+
+
+def _differentiated(
+    function: Callable[..., Tensors], args: Sequence[Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and the gradients of floating arguments for a fixed random cotangent."""
+    leaves = [
+        a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
+        for a in args
+    ]
+    outputs = _tuple(function(*leaves))
+    floating = [o for o in outputs if o.requires_grad]
+    if not floating:
+        return list(outputs), []
+    generator = torch.Generator().manual_seed(0)
+    cotangents = [torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in floating]
+    wanted = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+    try:
+        grads = torch.autograd.grad(floating, wanted, cotangents, materialize_grads=True)
+    except RuntimeError as error:
+        if "autograd formula was registered" not in str(error):
+            raise
+        grads = ()
+    return [o.detach() for o in outputs], list(grads)
+
+
+def _through(
+    function: Callable[..., Tensors],
+    args: Sequence[Any],
+    grads: Sequence[Any],
+    needed: Sequence[bool],
+) -> tuple[Any, ...]:
+    """Gradients by running a function again, and differentiating that."""
+    with torch.enable_grad():
+        leaves = [
+            a.detach().requires_grad_() if need else a for a, need in zip(args, needed, strict=True)
+        ]
+        outputs = _tuple(function(*leaves))
+        wanted = [a for a, need in zip(leaves, needed, strict=True) if need]
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+        made = iter(
+            torch.autograd.grad(
+                [o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
+            )
+        )
+    return tuple(next(made) if need else None for need in needed)
+
+
+def _error(made: Tensor, right: Tensor) -> float:
+    """Largest absolute error over the largest absolute value."""
+    if made.shape != right.shape:
+        return float("inf")
+    if made.numel() == 0:
+        return 0.0
+    made, right = made.detach().double(), right.detach().double().to(made.device)
+    return float((made - right).abs().max() / right.abs().max().clamp_min(1e-30))

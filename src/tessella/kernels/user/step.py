@@ -1,0 +1,35 @@
+"""user.operator: a step of a plan that runs an operator of a user's own, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.fallback.aten import arguments
+from tessella.kernels.problem import Problem
+from tessella.kernels.user.registry import named
+
+WRITES_OUT = False
+
+
+def fits(problem: Problem) -> str | None:
+    if problem.op != "user":
+        return "runs the operation user only"
+    named(problem.attrs["target"])
+    return None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    """A function of the inputs that are not constant, in order."""
+    operator = named(problem.attrs["target"])
+    args = problem.attrs["args"]
+    free = [i for i, m in enumerate(problem.inputs) if m is not None and i not in constants]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        inputs = {**constants, **dict(zip(free, tensors, strict=True))}
+        return operator.run(*arguments(args, {}, inputs)[0])
+
+    return run
