@@ -1,37 +1,36 @@
 """Occupancy: how many blocks of a kernel one multiprocessor holds at a time.
 
-The rules and the numbers are those of the CUDA occupancy calculator (CUDA C++ Programming Guide,
-technical specifications by compute capability).
+The rules and the numbers are those of the CUDA occupancy calculator (``cuda_occupancy.h`` of the
+toolkit; CUDA C++ Programming Guide, technical specifications by compute capability): warps,
+registers and shared memory are handed out in units, and the scarcest of them decides.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tessella.core.errors import UsageError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Multiprocessor:
     """What blocks share, and in which units it is handed out."""
 
-    warps: int
-    blocks: int
-    registers: int
-    register_unit: int  # registers are allocated to a warp in multiples of this
+    warps: int = 64
+    blocks: int = 32
+    threads_per_block: int = 1024
+    registers: int = 65536
+    registers_per_thread: int = 255
+    register_unit: int = 256  # registers are allocated to a warp in multiples of this
     shared_bytes: int
-    shared_unit: int
-    reserved_shared_bytes: int  # the system's share of each block
+    shared_unit: int = 128
+    reserved_shared_bytes: int = 1024  # the system's share of each block
 
 
 MULTIPROCESSORS = {
-    "sm_90": Multiprocessor(
-        warps=64,
-        blocks=32,
-        registers=65536,
-        register_unit=256,
-        shared_bytes=228 * 1024,
-        shared_unit=128,
-        reserved_shared_bytes=1024,
-    )
+    "sm_70": Multiprocessor(shared_bytes=96 * 1024, shared_unit=256, reserved_shared_bytes=0),
+    "sm_80": Multiprocessor(shared_bytes=164 * 1024),
+    "sm_90": Multiprocessor(shared_bytes=228 * 1024),
 }
 
 
@@ -44,6 +43,10 @@ class Occupancy:
     share: float
     limited_by: str
 
+    def __str__(self) -> str:
+        blocks = "1 block" if self.blocks == 1 else f"{self.blocks} blocks"
+        return f"{blocks} a multiprocessor, occupancy {self.share:.0%}, limit: {self.limited_by}"
+
 
 def occupancy(
     *, threads: int, registers: int, shared_bytes: int, target: str = "sm_90"
@@ -53,7 +56,11 @@ def occupancy(
     Args:
         threads: of a block.
         registers: of a thread.
-        shared_bytes: of a block, without the system's reserve.
+        shared_bytes: of a block, static and dynamic, without the system's reserve.
+        target: one of ``MULTIPROCESSORS``.
+
+    Raises:
+        UsageError: not one such block can run there.
     """
     unit = MULTIPROCESSORS[target]
     warps = _up(threads, 32) // 32
@@ -69,6 +76,14 @@ def occupancy(
     }
     limited_by = min(limits, key=limits.__getitem__)
     blocks = limits[limited_by]
+    if blocks == 0 or threads > unit.threads_per_block or registers > unit.registers_per_thread:
+        raise UsageError(
+            f"a multiprocessor of {target} cannot hold one such block",
+            seen=f"{threads} threads of {registers} registers, {shared_bytes} bytes",
+            fix=f"use up to {unit.threads_per_block} threads, {unit.registers_per_thread} registers"
+            f" a thread, {unit.registers} a block, and "
+            f"{unit.shared_bytes - unit.reserved_shared_bytes} bytes of shared memory",
+        )
     return Occupancy(
         blocks=blocks,
         warps=blocks * warps,
