@@ -49,12 +49,14 @@ class Terms:
         budget_s: about how long to measure.
         max_workspace_bytes: kernels that need more scratch memory are refused.
         algorithms: only kernels of these algorithms; None for all.
+        sources: only kernels by these authors; None for all.
         inspect: also compare with float64, repeat, and read what the kernels take from the GPU.
     """
 
     budget_s: float = 0.02
     max_workspace_bytes: int | None = None
     algorithms: Collection[str] | None = None
+    sources: Collection[str] | None = None
     inspect: bool = False
 
 
@@ -81,7 +83,8 @@ def find(
     rows = [
         row
         for row in catalog.candidates(problem.op, target)
-        if terms.algorithms is None or row.algorithm in terms.algorithms
+        if (terms.algorithms is None or row.algorithm in terms.algorithms)
+        and (terms.sources is None or row.source in terms.sources)
     ]
     refusals = {row.id: row.load().fits(problem) for row in rows if not row.last_resort}
     fitting = [row for row in rows if row.id in refusals and refusals[row.id] is None]
