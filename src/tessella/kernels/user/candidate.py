@@ -45,12 +45,12 @@ class UserKernel(Kernel):
         """None, or why it is refused: nothing that the operator would leave out may be asked."""
         tensors, numbers = _split(self.operator.signature)
         asked = [m for m in problem.inputs if m is not None]
-        for position, meta in enumerate(problem.inputs):
-            optional = position < len(tensors) and _is_optional(tensors[position])
-            if meta is not None and position >= len(tensors):
+        for position in range(len(tensors), len(problem.inputs)):
+            if problem.meta(position) is not None:
                 return f"takes {len(tensors)} tensors, not input {position}"
-            if meta is None and position < len(tensors) and not optional:
-                return f"needs its tensor {tensors[position].name!r}"
+        for position, parameter in enumerate(tensors):
+            if problem.meta(position) is None and not _is_optional(parameter):
+                return f"needs its tensor {parameter.name!r}"
         taken = {p.name for p in numbers}
         for name, value in problem.attrs.items():
             if name not in taken and value != DEFAULTS.get(name):
