@@ -1,0 +1,569 @@
+"""Convolution forward on Hopper: an implicit matrix product over NHWC, fed by TMA.
+
+The output is cut into tiles of pixels × channels; the sum runs over filter taps and input channels
+(``implicit_gemm_sm90_device``). A 1 × 1 filter is a plain matrix product over all pixels. Where the
+tiles are too few for the GPU, the sum is cut too, and a second kernel adds the parts in order: the
+result does not depend on who finished first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.conv.implicit_gemm_sm90_device import convolve
+from tessella.kernels.epilogue_triton import cast, finish
+from tessella.kernels.hopper import descriptor, gl
+from tessella.kernels.launch import launch
+from tessella.kernels.packing import packed
+from tessella.kernels.problem import Problem, TensorMeta
+
+Tensor = torch.Tensor
+
+WRITES_OUT = True
+
+MULTIPROCESSORS = 132
+SHARED_BYTES = 232448 - 2048  # of a block, less what barriers and the compiler take
+FLOATS = ("float16", "bfloat16", "float32")
+EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+OUTPUTS = {  # element type of x → of the result
+    "float16": ("float16", "float32"),
+    "bfloat16": ("bfloat16", "float32"),
+    "float32": ("float32",),
+    "int8": ("int8", "int32", *FLOATS),
+    "float8_e4m3fn": ("float8_e4m3fn", *FLOATS),
+    "float8_e5m2": ("float8_e5m2", *FLOATS),
+}
+MAX_CONFIGS = 12
+
+
+def fits(problem: Problem) -> str | None:
+    x, weight, output = problem.inputs[0], problem.inputs[1], problem.output
+    bias, residual, scale = (problem.meta(i) for i in (2, 3, 4))
+    if len(x.shape) != 4:
+        return f"takes [N, C, H, W], not {len(x.shape)} axes"
+    if problem.attrs["groups"] != 1:
+        return "one group only"
+    if any(s not in (1, 2) for s in problem.attrs["stride"]):
+        return f"strides of 1 and 2 only, not {tuple(problem.attrs['stride'])}"
+    if output.dtype not in OUTPUTS.get(x.dtype, ()):
+        return f"does not make {output.dtype} of {x.dtype}"
+    if weight.dtype != x.dtype:
+        return f"weight must be {x.dtype} like x, not {weight.dtype}"
+    if x.dtype == "float32" and problem.math != "tf32":
+        return "float32 is multiplied as tf32"
+    if not x.has("channels_last") or not output.has("channels_last"):
+        return "input and output must be channels_last"
+    if weight.format == "strided":
+        return "the weight must be contiguous or channels_last"
+    if residual is not None and (
+        residual.dtype != output.dtype or not residual.has("channels_last")
+    ):
+        return "the residual must have the result's type and format"
+    for name, channels, meta in (("C", x.shape[1], x), ("K", output.shape[1], output)):
+        if channels * _bytes(meta.dtype) % 16:
+            return f"{name} = {channels} × {meta.dtype} is not a multiple of 16 bytes"
+    if output.dtype == "int32" and (
+        any(t is not None for t in (bias, residual, scale))
+        or problem.attr("activation")
+        or problem.attr("alpha") != 1.0
+    ):
+        return "int32 results are the bare products"
+    if 0 in (*x.shape, *output.shape) or max(math.prod(x.shape), math.prod(output.shape)) >= 2**31:
+        return "empty, or more than 2^31 elements"
+    return None
+
+
+# ------------------------------------------------------------------ the choice of tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """The convolution as the kernel sees it; a 1 × 1 filter has one long column of pixels."""
+
+    N: int
+    H: int
+    W: int
+    C: int
+    K: int
+    P: int
+    Q: int
+    R: int
+    S: int
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    itemsize: int
+    out_itemsize: int
+
+
+def _shape(problem: Problem) -> _Shape:
+    N, C, H, W = problem.inputs[0].shape
+    K, _, R, S = problem.inputs[1].shape
+    P, Q = problem.output.shape[2:]
+    stride, padding, dilation = (
+        tuple(problem.attrs[name]) for name in ("stride", "padding", "dilation")
+    )
+    if (R, S) == (1, 1) and stride == (1, 1) and padding == (0, 0):
+        N, H, W, P, Q = N * H * W, 1, 1, 1, 1
+    return _Shape(
+        N=N, H=H, W=W, C=C, K=K, P=P, Q=Q, R=R, S=S,
+        stride=stride, padding=padding, dilation=dilation,
+        itemsize=_bytes(problem.inputs[0].dtype), out_itemsize=_bytes(problem.output.dtype),
+    )  # fmt: skip
+
+
+def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
+    """The ways to cut the work, by estimated time.
+
+    Keys: ``tile_n · tile_h · tile_w`` pixels × ``tile_k`` output channels, ``tile_c`` input
+    channels a stage, ``stages``, ``slots`` (output buffers of a group), ``groups`` of ``warps``
+    that multiply in turns, ``swap`` (output channels as the product's rows), ``splits`` of the sum.
+    """
+    shape = _shape(problem)
+    residual = problem.meta(3) is not None
+    found: dict[tuple[Any, ...], tuple[float, dict[str, Any]]] = {}
+    for config in _candidates(problem, shape):
+        config["splits"] = _splits(shape, config)
+        time = _estimate(shape, config, residual)
+        key = (config["tile_k"], config["groups"], config["warps"], config["swap"],
+               config["tile_n"] * config["tile_h"] * config["tile_w"])  # fmt: skip
+        rank = found.setdefault(key, (time, config))
+        if time < rank[0]:
+            found[key] = (time, config)
+    ranked = sorted(found.values(), key=lambda pair: pair[0])
+    return tuple(config for _, config in ranked[:MAX_CONFIGS])
+
+
+def _candidates(problem: Problem, shape: _Shape):
+    """Every tile that fits registers and shared memory, with its ring as deep as memory allows."""
+    eight_bits = problem.output.dtype in EIGHT_BITS
+    least_k = 64 if eight_bits else 16
+    tile_c = _tile_c(shape)
+    wide_k = max(least_k, triton.next_power_of_2(shape.K))
+    for (groups, warps), tile_k, pixels in itertools.product(
+        ((2, 4), (1, 8), (1, 4)), (16, 32, 64, 128, 256), (64, 128, 256)
+    ):
+        if tile_k < least_k or tile_k > wide_k or tile_k * pixels > 32 * 128 * warps:
+            continue
+        if warps == 8 and tile_k * pixels < 128 * 64:
+            continue
+        for swap in (False, True):
+            rows = tile_k if swap else pixels
+            if rows < 64 or (swap and (eight_bits or tile_k > 128)):
+                continue
+            if warps == 8 and rows == 64 and (pixels if swap else tile_k) < 64:
+                continue
+            for box in _boxes(shape, pixels):
+                config = {
+                    "tile_n": box[0], "tile_h": box[1], "tile_w": box[2], "tile_k": tile_k,
+                    "tile_c": tile_c, "stages": 2, "slots": 1, "groups": groups, "warps": warps,
+                    "swap": swap, "splits": 1,
+                }  # fmt: skip
+                if _deepen(shape, config):
+                    yield config
+
+
+def _tile_c(shape: _Shape) -> int:
+    """128 bytes of channels a stage, or less where that wastes less."""
+    widest = 128 // shape.itemsize
+    narrow = min(widest, max(32 // shape.itemsize, triton.next_power_of_2(shape.C)))
+    half = widest // 2
+    if narrow == widest and _up(shape.C, half) < 0.8 * _up(shape.C, widest):
+        return half
+    return narrow
+
+
+def _boxes(shape: _Shape, pixels: int) -> list[tuple[int, int, int]]:
+    """Boxes of images × rows × columns that waste least; the squarest and the flattest of them."""
+    boxes = []
+    for h, w in itertools.product((1, 2, 4, 8, 16, 32), repeat=2):
+        n = pixels // (h * w)
+        if n == 0 or n > max(1, triton.next_power_of_2(shape.N)) or n * h * w != pixels:
+            continue
+        if h >= 2 * shape.P or w >= 2 * shape.Q:
+            continue
+        waste = _up(shape.N, n) * _up(shape.P, h) * _up(shape.Q, w)
+        boxes.append((waste, abs(math.log2(h / w)), (n, h, w)))
+    if not boxes:
+        return [(pixels, 1, 1)]
+    least = min(boxes)[0]
+    good = [box for box in boxes if box[0] <= 1.02 * least]
+    squarest = min(good, key=lambda box: (box[1], box[2][0]))
+    flattest = max(good, key=lambda box: (box[2][0], -box[1]))
+    return [box for _, _, box in dict.fromkeys((squarest, flattest))]
+
+
+def _deepen(shape: _Shape, config: dict[str, Any]) -> bool:
+    """Fill shared memory: output buffers first, then stages. False if it does not fit."""
+    pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
+    stage = (pixels + config["tile_k"]) * config["tile_c"] * shape.itemsize
+    slot = pixels * config["tile_k"] * shape.out_itemsize
+    for slots in (2, 1):
+        left = SHARED_BYTES - config["groups"] * slots * slot
+        stages = min(8, left // stage)
+        if stages >= (3 if slots == 2 else 2):
+            config["stages"], config["slots"] = stages, slots
+            return True
+    return False
+
+
+def _steps(shape: _Shape, config: dict[str, Any]) -> float:
+    """Stages of one tile, on average: taps that only see padding are skipped."""
+    chunks = math.ceil(shape.C / config["tile_c"])
+    taps = 1.0
+    for size, out, count, stride, pad, dilation, box in (
+        (shape.H, shape.P, shape.R, shape.stride[0], shape.padding[0], shape.dilation[0],
+         config["tile_h"]),
+        (shape.W, shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.dilation[1],
+         config["tile_w"]),
+    ):  # fmt: skip
+        tiles = range(0, out, box)
+        seen = 0
+        for first in tiles:
+            last = first + box - 1
+            high = min(max(size - 1 + pad - first * stride, 0) // dilation, count - 1)
+            low = min(-(-max(pad - last * stride, 0) // dilation), high)
+            seen += high - low + 1
+        taps *= seen / len(tiles)
+    return taps * chunks
+
+
+def _tiles(shape: _Shape, config: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Tiles of output channels, columns, rows and images."""
+    return (
+        math.ceil(shape.K / config["tile_k"]),
+        math.ceil(shape.Q / config["tile_w"]),
+        math.ceil(shape.P / config["tile_h"]),
+        math.ceil(shape.N / config["tile_n"]),
+    )
+
+
+def _splits(shape: _Shape, config: dict[str, Any]) -> int:
+    """Parts of the sum, so that all multiprocessors have work; at least four stages a part."""
+    tiles = math.prod(_tiles(shape, config))
+    steps = _steps(shape, config)
+    if tiles > MULTIPROCESSORS // 2 or steps < 8:
+        return 1
+    return max(1, min(MULTIPROCESSORS // tiles, int(steps // 4), 16))
+
+
+def _estimate(shape: _Shape, config: dict[str, Any], residual: bool) -> float:
+    """Clocks of the whole convolution.
+
+    Per stage the slowest of: the tensor cores, shared memory (128 bytes a clock, read by the
+    products and written by TMA), the way from the second-level cache (about 48 bytes a clock and
+    multiprocessor); then the epilogue, hidden by a second group; then whole waves of tiles; at
+    least the time of the memory traffic (about 18 bytes a clock and multiprocessor).
+    """
+    pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
+    rows, columns = pixels, config["tile_k"]
+    if config["swap"]:
+        rows, columns = columns, rows
+    depth = config["tile_c"] * shape.itemsize  # bytes
+    warps_n = config["warps"] // min(config["warps"], max(4, rows // 16))
+    width = min(columns // warps_n, 128 if shape.itemsize == 1 else 256)
+    products = rows * columns * depth / 4096
+    reads = (rows / 64) * (columns / width) * (64 + width) * depth
+    fill = (pixels + config["tile_k"]) * depth
+    stage = max(products, (reads + fill) / 128, fill / 48) + 40
+    tiles = math.prod(_tiles(shape, config))
+    splits = config["splits"]
+    body = _steps(shape, config) / splits * stage
+    elements = pixels * config["tile_k"] / (32 * config["warps"])
+    epilogue = 500 + elements * (10 if residual else 7)
+    tile = body + epilogue if config["groups"] == 1 else max(body, (body + epilogue) / 2)
+    per_sm = math.ceil(tiles * splits / MULTIPROCESSORS)
+    out_bytes = shape.N * shape.P * shape.Q * shape.K * shape.out_itemsize
+    moved = shape.N * shape.H * shape.W * shape.C * shape.itemsize
+    moved += shape.R * shape.S * shape.C * shape.K * shape.itemsize
+    moved += out_bytes * (2 if residual else 1)
+    work, traffic = per_sm * tile, moved / (18 * MULTIPROCESSORS)
+    total = max(work, traffic) + 0.2 * min(work, traffic) + epilogue + 2000
+    if splits > 1:
+        total += 3000 + 2 * splits * out_bytes / shape.out_itemsize * 4 / (40 * MULTIPROCESSORS)
+    return total
+
+
+# ------------------------------------------------------------------ running
+
+
+def workspace_bytes(problem: Problem, **config: Any) -> int:
+    """Parts of a sum that is split, in float32 or int32; a weight that must be packed first."""
+    shape = _shape(problem)
+    return _parts_bytes(shape, config) + _packed_weight_bytes(problem, shape)
+
+
+def _parts_bytes(shape: _Shape, config: Mapping[str, Any]) -> int:
+    if config["splits"] == 1:
+        return 0
+    images = _up(shape.N, config["tile_n"])
+    return _up(config["splits"] * images * shape.P * shape.Q * shape.K * 4, 256)
+
+
+def _packed_weight_bytes(problem: Problem, shape: _Shape) -> int:
+    if 1 in problem.constant or not _wants_packing(problem, shape):
+        return 0
+    K, C, R, S = _packed_shape(problem, shape)
+    return K * C * R * S * shape.itemsize
+
+
+def _wants_packing(problem: Problem, shape: _Shape) -> bool:
+    return not problem.inputs[1].has("channels_last") or _packed_shape(problem, shape)[0] != shape.K
+
+
+def _packed_shape(problem: Problem, shape: _Shape) -> tuple[int, int, int, int]:
+    """The epilogue of 8-bit results takes output channels by 64."""
+    multiple = 64 if problem.output.dtype in EIGHT_BITS else 1
+    return _up(shape.K, multiple), shape.C, shape.R, shape.S
+
+
+def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Call:
+    shape = _shape(problem)
+    if not config:
+        config = configs(problem)[0]
+    K, C, R, S = _packed_shape(problem, shape)
+    wants_packing = _wants_packing(problem, shape)
+    known = constants.get(1)
+    if known is not None:
+        known = packed(
+            known, ("conv2d.implicit_gemm.sm90", K), lambda w: _pack(w, K)
+        ) if wants_packing else known  # fmt: skip
+    parts_bytes = _parts_bytes(shape, config)
+
+    def call(*inputs: Tensor, out: Tensor, workspace: Tensor | None = None) -> Tensor:
+        x, weight, bias, residual, scale = _five(problem.operands(constants, inputs))
+        if known is not None:
+            weight = known
+        elif wants_packing:
+            space = workspace[parts_bytes:].view(weight.dtype)[: K * C * R * S]
+            weight = _pack(weight, K, space)
+        _run(problem, shape, config, x, weight, bias, residual, scale, out, workspace)
+        return out
+
+    return call
+
+
+def _five(operands: list[Tensor | None]) -> list[Tensor | None]:
+    return operands + [None] * (5 - len(operands))
+
+
+def _pack(weight: Tensor, K: int, space: Tensor | None = None) -> Tensor:
+    """[K', C, R, S] in any layout → the same numbers as [K, C, R, S] channels_last in memory."""
+    count, C, R, S = weight.shape
+    if space is None:
+        space = torch.empty(K * C * R * S, dtype=weight.dtype, device=weight.device)
+    rows = space.view(K, R, S, C)
+    rows[:count].copy_(weight.permute(0, 2, 3, 1))
+    rows[count:].zero_()
+    return rows.permute(0, 3, 1, 2)
+
+
+def _run(
+    problem: Problem,
+    shape: _Shape,
+    config: Mapping[str, Any],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    out: Tensor,
+    workspace: Tensor | None,
+) -> None:
+    """One launch, or two where the sum is split."""
+    box = [config["tile_n"], config["tile_h"], config["tile_w"]]
+    pixels, tile_k, tile_c = math.prod(box), config["tile_k"], config["tile_c"]
+    splits = config["splits"]
+    whole = splits == 1
+    nhwc = _rows(x, (shape.N, shape.H, shape.W, shape.C))
+    sh, sw = shape.stride
+    views = [nhwc[:, i % sh :: sh, j % sw :: sw] for i in range(2) for j in range(2)]
+    x_views = [descriptor(_some(view, nhwc), [*box, tile_c]) for view in views]
+    interleave = _interleave(problem, config)
+    result = _rows(out, (shape.N, shape.P, shape.Q, shape.K))
+    if whole:
+        target = result
+    else:
+        images = _up(shape.N, config["tile_n"])
+        sums = torch.int32 if x.dtype == torch.int8 else torch.float32
+        target = workspace[: splits * images * shape.P * shape.Q * shape.K * 4].view(sums)
+        target = target.view(splits * images, shape.P, shape.Q, shape.K)
+    y = descriptor(target, [*box, tile_k])
+    adds = residual is not None and whole
+    added = descriptor(_rows(residual, result.shape), [*box, tile_k]) if adds else y
+    tiles = _tiles(shape, config)
+    items = math.prod(tiles) * splits
+    rows, columns = (tile_k, pixels) if config["swap"] else (pixels, tile_k)
+    options = {}
+    if config["warps"] == 4:
+        options["maxnreg"] = 168
+    launch(
+        convolve,
+        (min(items, MULTIPROCESSORS),),
+        *x_views,
+        _weight_descriptor(weight, interleave, tile_k, tile_c),
+        y,
+        added,
+        bias if whole else None,
+        scale if whole else None,
+        problem.attr("alpha") if whole else 1.0,
+        problem.attr("beta"),
+        shape.K, shape.C, shape.H, shape.W, shape.R, shape.S,
+        *shape.padding, *shape.dilation, *tiles[:3], splits,
+        target.shape[0] // splits, items,
+        BN=box[0], BH=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
+        STAGES=config["stages"], SLOTS=config["slots"], GROUPS=config["groups"],
+        RESIDUAL=adds, ACTIVATION=problem.attr("activation") if whole else None,
+        SWAP=config["swap"],
+        PROMOTE=x.dtype in FP8 and not problem.attr("fast_accumulation"),
+        INTERLEAVE=interleave,
+        GROUP_REGISTERS=232,
+        LOAD_REGISTERS=88 if (config["groups"], config["warps"]) == (1, 4) else 40,
+        LAYOUT=_layout(x.dtype, rows, columns, config["warps"]),
+        num_warps=config["warps"],
+        **options,
+    )  # fmt: skip
+    if not whole:
+        _add_parts(problem, target, splits, bias, residual, scale, result)
+
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _interleave(problem: Problem, config: Mapping[str, Any]) -> int:
+    """Elements of 16 bytes that a thread shall hold side by side; 1 leaves the order alone.
+
+    A thread's accumulators of one row lie in pairs, eight columns apart. For results of 16 bits
+    the hardware transposes while it stores (stmatrix); for 8 bits the weights' rows are read in an
+    order that puts 16 neighbouring channels into one thread: an 8 × 8 transpose of every 64.
+    """
+    eight_bits = problem.output.dtype in EIGHT_BITS and config["splits"] == 1
+    return 16 if eight_bits and not config["swap"] else 1
+
+
+def _weight_descriptor(weight: Tensor, interleave: int, tile_k: int, tile_c: int) -> Any:
+    K, C, R, S = weight.shape
+    rows = weight.as_strided((K, R * S, C), (R * S * C, C, 1))
+    if interleave == 1:
+        return descriptor(rows, [tile_k, 1, tile_c])
+    block, half = 4 * interleave, interleave // 2
+    row = R * S * C
+    order = rows.as_strided((K // block, half, 8, R * S, C), (block * row, row, half * row, C, 1))
+    return descriptor(order, [tile_k // block, half, 8, 1, tile_c])
+
+
+def _layout(dtype: torch.dtype, rows: int, columns: int, warps: int) -> Any:
+    """Accumulators over warps: each warpgroup takes 64 rows; eight warps of 64 rows halve columns.
+
+    Products of int8 do not compile 256 columns wide (Triton 3.6).
+    """
+    down = min(warps, rows // 16)
+    width = min(columns // (warps // down), 128 if dtype == torch.int8 else 256)
+    return gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[down, warps // down],
+        instr_shape=[16, width, 32 // dtype.itemsize],
+    )
+
+
+def _rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A channels_last tensor as [N, H, W, C]; strides of axes of length one are what they must."""
+    _, H, W, C = shape
+    return tensor.as_strided(tuple(shape), (H * W * C, W * C, C, 1))
+
+
+def _some(view: Tensor, instead: Tensor) -> Tensor:
+    """A view without pixels is never read, and has no descriptor."""
+    return view if view.numel() else instead
+
+
+# ------------------------------------------------------------------ sums in parts
+
+
+@triton.jit
+def add_parts(
+    parts,
+    out,
+    bias,
+    scale,
+    residual,
+    alpha,
+    beta,
+    count,
+    part_stride,
+    K,
+    SPLITS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The parts of a sum, added in order, and the epilogue: [SPLITS, pixels · K] → [pixels · K]."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    total = tl.load(parts + i, mask=inside, other=0)
+    for part in tl.static_range(1, SPLITS):
+        total += tl.load(parts + part * part_stride + i, mask=inside, other=0)
+    k = i % K
+    b = None
+    s = None
+    r = None
+    if bias is not None:
+        b = tl.load(bias + k, mask=inside, other=0.0)
+    if scale is not None:
+        s = tl.load(scale + k, mask=inside, other=0.0)
+    if residual is not None:
+        r = tl.load(residual + i, mask=inside, other=0.0)
+    if out.dtype.element_ty != tl.int32:
+        total = cast(finish(total, s, b, r, alpha, beta, ACTIVATION), out.dtype.element_ty)
+    tl.store(out + i, total, mask=inside)
+
+
+def _add_parts(
+    problem: Problem,
+    parts: Tensor,
+    splits: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    count = out.numel()
+    block = 256 if count < 256 * 8 * MULTIPROCESSORS else 1024
+    launch(
+        add_parts,
+        (triton.cdiv(count, block),),
+        parts,
+        out,
+        bias,
+        scale,
+        residual,
+        problem.attr("alpha"),
+        problem.attr("beta"),
+        count,
+        parts.numel() // splits,
+        out.shape[-1],
+        SPLITS=splits,
+        ACTIVATION=problem.attr("activation"),
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _bytes(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
+
+
+def _meta(tensor: TensorMeta) -> str:
+    return f"{tensor.dtype} {tensor.shape}"
