@@ -28,7 +28,7 @@ VERBS: dict[str, str] = {
     "show": "Describe a dataset, run, checkpoint, plan, or network; draw layers.",
     "serve": "Serve plans over HTTP (Open Inference Protocol).",
     "studio": "Open the studio: data, train, monitor, explore, plan, in the browser.",
-    "kernels": "List the kernels that plans are made of.",
+    "kernels": "List the kernels, or find the fastest for a problem: time, workspace, error.",
     "doctor": "Check this machine: GPU, libraries, disk, what works and what to do.",
 }
 

@@ -54,6 +54,9 @@ def kernels(
     max_workspace_mb: Annotated[float | None, Option(help="Refuse what needs more.")] = None,
     seconds: Annotated[float, Option(help="About how long to measure.")] = 0.5,
     plot: Annotated[Path | None, Option(help="Draw a roofline into this SVG file.")] = None,
+    cache: Annotated[
+        Path | None, Option(help="Folder of timings; default ~/.cache/tessella.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """List the kernels, or run all that fit a problem: time, workspace and error of each.
@@ -79,6 +82,7 @@ def kernels(
             algorithms=algorithm or None,
             constant_weight=constant_weight,
             budget_s=seconds,
+            folder=cache,
             **arguments,
         )
         if plot is not None:

@@ -35,6 +35,9 @@ def train(
         Option(help="fixed, step, multistep, exponential, inverse, polynomial, sigmoid or cosine."),
     ] = None,
     precision: Annotated[str | None, Option(help="fp32, tf32, bf16 or fp16.")] = None,
+    backend: Annotated[
+        str | None, Option(help="torch or tessella: whose convolutions and linear layers run.")
+    ] = None,
     gpus: Annotated[int | None, Option(help="Processes, each on a GPU of its own.")] = None,
     seed: Annotated[int | None, Option(help="Decides every random number.")] = None,
     recipe: Annotated[
@@ -62,6 +65,7 @@ def train(
             "epochs": epochs,
             "batch_size": batch_size,
             "precision": precision,
+            "backend": backend,
             "gpus": gpus,
             "seed": seed,
         }
