@@ -1,0 +1,214 @@
+"""Convolution as a matrix product whose input offsets are computed beforehand, into small tables.
+
+cuDNN's IMPLICIT_PRECOMP_GEMM. One table has an entry for each step of the product: where its
+channel and tap read, relative to a pixel's first tap, and which tap it is. Three more say for each
+output depth, row and column, one bit a tap, which taps are inside the image. The product then needs
+an addition and a shift where ``implicit_gemm`` computes and compares coordinates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.conv import tiles
+from tessella.kernels.conv.tiles import Geometry, first_input, place, split_pixel, split_tap
+from tessella.kernels.launch import launch
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = True
+
+MOST_TAPS = 32  # of one axis: bits of a mask
+
+
+def fits(problem: Problem) -> str | None:
+    refused = tiles.refusal(problem, (*tiles.FLOATS, "int8"))
+    if refused is None and problem.inputs[0].format == "strided":
+        return "offsets into a view of any strides may need 64 bits"
+    if refused is None and max(Geometry.of(problem).filter) > MOST_TAPS:
+        return f"more than {MOST_TAPS} taps along one axis"
+    return refused
+
+
+def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
+    return tiles.configs(problem)
+
+
+def workspace_bytes(problem: Problem, **config: Any) -> int:
+    return _product(problem, config, {}).nbytes + 4 * _entries(Geometry.of(problem))
+
+
+def _product(
+    problem: Problem, config: Mapping[str, Any], constants: Mapping[int, torch.Tensor]
+) -> tiles.Product:
+    """With a dense weight: offsets into it are multiples of the depth, and need no table."""
+    chosen = config or tiles.configs(problem, 1)[0]
+    return tiles.Product.of(problem, {**chosen, "pack": True}, constants)
+
+
+def _entries(geometry: Geometry) -> int:
+    return 2 * geometry.depth + sum(geometry.out)
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    product = _product(problem, config, constants)
+    geometry = product.geometry
+    entries = _entries(geometry)
+    x_at = [i for i, m in enumerate(problem.inputs) if m and i not in constants].index(0)
+
+    def convolve(
+        *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out.numel() == 0:
+            return out
+        tables = workspace[product.nbytes : product.nbytes + 4 * entries].view(torch.int32)
+        steps = (*tiles.strides(inputs[x_at])[2:], geometry.channels)
+        aligned = inputs[x_at].stride(1) == 1 and all(step % 16 == 0 for step in steps)
+        launch(
+            precompute,
+            (triton.cdiv(entries, 256),),
+            tables,
+            geometry.image,
+            geometry.out,
+            tiles.strides(inputs[x_at]),
+            C=geometry.channels,
+            FILTER=geometry.filter,
+            STRIDE=geometry.stride,
+            PADDING=geometry.padding,
+            DILATION=geometry.dilation,
+            SIZE=256,
+            num_warps=4,
+        )
+        return product.launch(
+            implicit_precomp_gemm,
+            inputs,
+            out,
+            workspace,
+            tables=tables,
+            ALIGNED=aligned,
+        )
+
+    return convolve
+
+
+@triton.jit
+def precompute(tables, image, out, x_strides, C: tl.constexpr, FILTER: tl.constexpr,
+               STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr,
+               SIZE: tl.constexpr):  # fmt: skip
+    """Fill the tables: offsets [depth], taps [depth], masks of depths, rows and columns."""
+    length = C * FILTER[0] * FILTER[1] * FILTER[2]
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tap = i // C
+    t, r, s = split_tap(tap, FILTER)
+    offset = (
+        i % C * x_strides[1]
+        + t * DILATION[0] * x_strides[2]
+        + r * DILATION[1] * x_strides[3]
+        + s * DILATION[2] * x_strides[4]
+    )
+    tl.store(tables + i, offset, mask=i < length)
+    tl.store(tables + length + i, t | (r << 8) | (s << 16), mask=i < length)
+    first = 2 * length
+    for axis in tl.static_range(3):
+        mask = axis_mask(i - first, image[axis], FILTER[axis], STRIDE[axis], PADDING[axis],
+                         DILATION[axis])  # fmt: skip
+        tl.store(tables + i, mask, mask=(i >= first) & (i < first + out[axis]))
+        first += out[axis]
+
+
+@triton.jit
+def axis_mask(place, size, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+              DILATION: tl.constexpr):  # fmt: skip
+    """Bit i: tap i of a place of the output reads inside the image, along one axis."""
+    mask = tl.zeros_like(place)
+    for tap in tl.static_range(TAPS):
+        read = place * STRIDE - PADDING + tap * DILATION
+        mask |= ((read >= 0) & (read < size)).to(tl.int32) << tap
+    return mask
+
+
+@triton.jit
+def offsets_of(tables, entry, end, ALIGNED: tl.constexpr):
+    """Offsets from the table; aligned ones are known to be multiples of 16."""
+    offset = tl.load(tables + entry, mask=entry < end, other=0)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 16)
+    return offset
+
+
+@triton.jit
+def is_marked(depths, rows, columns, tap, FILTER: tl.constexpr):
+    """Whether a tap is inside the image, by the masks of a pixel's depth, row and column."""
+    mask = (rows >> (tap >> 8 & 255)) & (columns >> (tap >> 16))
+    if FILTER[0] > 1:
+        mask = mask & (depths >> (tap & 255))
+    return (mask & 1) != 0
+
+
+@triton.jit
+def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels, filters,
+                          image, out, x_strides, w_strides, y_strides, residual_strides, alpha,
+                          beta, C: tl.constexpr, FILTER: tl.constexpr, STRIDE: tl.constexpr,
+                          PADDING: tl.constexpr, DILATION: tl.constexpr, ACTIVATION: tl.constexpr,
+                          PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
+                          PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr, PIXELS: tl.constexpr,
+                          FILTERS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
+                          STEPS: tl.constexpr, STAGES: tl.constexpr,
+                          ALIGNED: tl.constexpr):  # fmt: skip
+    TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
+    EXACT: tl.constexpr = SPLITS * STEPS * DEPTH == C * TAPS
+    UNIFORM: tl.constexpr = C % DEPTH == 0  # one tap a step
+    m, k, group, part = tiles.tile_of_program(filters, PIXELS, FILTERS, SPLITS)
+    inside_m = m < pixels
+    inside_k = k < filters
+    n, o, p, q = split_pixel(m.to(tl.int64) if WIDE else m, out)
+    m_at = first_input(n, o, p, q, x_strides, STRIDE, PADDING)[3]
+    masks = tables + 2 * C * TAPS
+    depths = tl.load(masks + o, mask=inside_m, other=0)
+    rows = tl.load(masks + out[0] + p, mask=inside_m, other=0)
+    columns = tl.load(masks + (out[0] + out[1]) + q, mask=inside_m, other=0)
+    x += group.to(tl.int64) * C * x_strides[1]
+    w += group.to(tl.int64) * filters * w_strides[0]
+    entry = tl.full((), 0, tl.int32) if UNIFORM else tl.arange(0, DEPTH)
+    end = C * TAPS
+    first = part * STEPS * DEPTH + entry
+    # a step's entries are loaded one step ahead: the load of x then does not wait for them
+    next_offset = offsets_of(tables, first, end, UNIFORM and ALIGNED)
+    next_tap = tl.load(tables + end + first, mask=first < end, other=0)
+    acc = tiles.zeros(PIXELS, FILTERS, x.dtype.element_ty, PIXELS_LAST)
+    for step in tl.range(part * STEPS, part * STEPS + STEPS, num_stages=STAGES):
+        offset, tap = next_offset, next_tap
+        ahead = (step + 1) * DEPTH + entry
+        next_offset = offsets_of(tables, ahead, end, UNIFORM and ALIGNED)
+        next_tap = tl.load(tables + end + ahead, mask=ahead < end, other=0)
+        depth = step * DEPTH + tl.arange(0, DEPTH)
+        if UNIFORM:
+            valid = inside_m if EXACT else inside_m & (step * DEPTH < end)
+            valid = valid & is_marked(depths, rows, columns, tap, FILTER)
+            valid = place(valid, depth, PIXELS_LAST)[0]
+            x_m, x_c = place(m_at + offset, tl.arange(0, DEPTH) * x_strides[1], PIXELS_LAST)
+        else:
+            valid, inside_c = place(inside_m, depth < end, PIXELS_LAST)
+            depths_m, tap_c = place(depths, tap, PIXELS_LAST)
+            rows_m = place(rows, tap, PIXELS_LAST)[0]
+            columns_m = place(columns, tap, PIXELS_LAST)[0]
+            valid = valid & inside_c & is_marked(depths_m, rows_m, columns_m, tap_c, FILTER)
+            x_m, x_c = place(m_at, offset, PIXELS_LAST)
+        x_tile = tl.load(x + (x_m + x_c), mask=valid, other=0.0)
+        inside_c, inside_w = place(depth < end, inside_k, PIXELS_LAST)
+        if not EXACT:
+            inside_w = inside_w & inside_c
+        w_c, w_k = place(depth * w_strides[1], k * w_strides[0], PIXELS_LAST)
+        w_tile = tl.load(w + (w_k + w_c), mask=inside_w, other=0.0)
+        acc = tiles.multiply(x_tile, w_tile, acc, PIXELS_LAST, PRECISION, IMPRECISE)
+    if SPLITS > 1:
+        tiles.store_part(acc, parts, part, m, k, group, pixels, filters,
+                         tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
+    else:
+        tiles.store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
+                    residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip

@@ -1,0 +1,533 @@
+"""What the portable convolution kernels share: the shape of the problem, indices, tiles, the end.
+
+A convolution is a matrix product of pixels × depth and depth × filters. Pixels are the places of
+the output (n, o, p, q), depth are the taps of the filter and under each the input channels
+(t, r, s, c), filters are the output channels of one group. There are always three spatial axes;
+those that a problem lacks have extent 1 and cost nothing, because they are known when compiling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tessella.kernels.epilogue_triton import cast, finish
+from tessella.kernels.launch import launch
+from tessella.kernels.packing import packed
+from tessella.kernels.problem import Problem
+
+MULTIPROCESSORS = 132  # of the target; configurations are ordered for it
+FLOATS = ("float32", "float16", "bfloat16")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+OUTPUTS = (*FLOATS, *FP8, "int8", "int32")
+SPATIAL_AXES = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+LARGEST_INT32 = 2**31 - 1
+
+Axes = tuple[int, int, int]  # depth, height, width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """A convolution's numbers, over three spatial axes.
+
+    Attributes:
+        channels, filters: of one group: what a filter reads, and how many there are.
+        image, filter, out: spatial extents of input, weight and output.
+    """
+
+    batch: int
+    groups: int
+    channels: int
+    filters: int
+    image: Axes
+    filter: Axes
+    out: Axes
+    stride: Axes
+    padding: Axes
+    dilation: Axes
+
+    @classmethod
+    def of(cls, problem: Problem) -> Geometry:
+        x, weight = problem.inputs[:2]
+        groups = problem.attrs["groups"]
+        return cls(
+            batch=x.shape[0],
+            groups=groups,
+            channels=weight.shape[1],
+            filters=weight.shape[0] // groups,
+            image=_three(x.shape[2:], 1),
+            filter=_three(weight.shape[2:], 1),
+            out=_three(problem.output.shape[2:], 1),
+            stride=_three(problem.attrs["stride"], 1),
+            padding=_three(problem.attrs["padding"], 0),
+            dilation=_three(problem.attrs["dilation"], 1),
+        )
+
+    @property
+    def pixels(self) -> int:
+        return self.batch * math.prod(self.out)
+
+    @property
+    def depth(self) -> int:
+        return self.channels * math.prod(self.filter)
+
+
+def _three(values: Sequence[int], absent: int) -> Axes:
+    return (absent,) * (3 - len(values)) + tuple(values)  # type: ignore[return-value]
+
+
+def strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    """In elements: of the first two axes, then of three spatial axes (0 where there is none)."""
+    if tensor is None:
+        return (0,) * 5
+    first, spatial = tensor.stride()[:2], tensor.stride()[2:]
+    return (*first, *(0,) * (3 - len(spatial)), *spatial)
+
+
+def is_wide(*tensors: torch.Tensor | None) -> bool:
+    """Whether offsets into one of the tensors need 64 bits."""
+    return any(
+        sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) > LARGEST_INT32
+        for t in tensors
+        if t is not None
+    )
+
+
+def refusal(problem: Problem, dtypes: Sequence[str]) -> str | None:
+    """Why a kernel for these element types cannot take the problem, or None."""
+    x, weight = problem.inputs[:2]
+    bias, residual, scale = (problem.meta(i) for i in (2, 3, 4))
+    out = problem.output.dtype
+    if isinstance(problem.attrs["padding"], str):
+        return "padding must be numbers"
+    if x.dtype != weight.dtype:
+        return f"input and weight of one element type, not {x.dtype} × {weight.dtype}"
+    if x.dtype not in dtypes:
+        return f"multiplies {', '.join(dtypes)}, not {x.dtype}"
+    if out not in OUTPUTS:
+        return f"cannot make {out}"
+    if out == "int32" and (x.dtype != "int8" or _has_epilogue(problem)):
+        return "int32 results are sums of int8 products, without an epilogue"
+    if any(t is not None and t.dtype not in FLOATS for t in (bias, scale)):
+        return f"bias and scale must be {', '.join(FLOATS)}"
+    if residual is not None and residual.dtype not in (*FLOATS, *FP8, "int8"):
+        return f"cannot add a residual of {residual.dtype}"
+    if 0 in weight.shape:
+        return "there are no filters, or no channels"
+    if Geometry.of(problem).pixels > LARGEST_INT32 - 1024:
+        return "more than 2³¹ pixels"
+    if problem.attrs["groups"] > 65535:
+        return "more than 65535 groups"
+    return None
+
+
+def _has_epilogue(problem: Problem) -> bool:
+    numbers = (problem.attr("alpha"), problem.attr("beta"), problem.attr("activation"))
+    return numbers != (1.0, 1.0, None) or any(problem.meta(i) is not None for i in (2, 3, 4))
+
+
+def on_plain_units(problem: Problem) -> bool:
+    """Whether the products run outside the tensor cores."""
+    return problem.inputs[0].dtype == "float32" and problem.math == "ieee"
+
+
+# ------------------------------------------------------------------ configurations
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """How a product is cut: a configuration of the kernels that are matrix products.
+
+    Attributes:
+        pixels, filters, depth: of one tile; a block goes through the depth in such steps.
+        splits: into how many parts the depth is cut, for more blocks; above 1 needs a workspace.
+        warps, stages: of a block, and how many steps are loaded ahead (and one more).
+        pack: whether a weight that comes as an argument is rearranged in the workspace first.
+    """
+
+    pixels: int
+    filters: int
+    depth: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+    pack: bool = False
+
+    def blocks(self, geometry: Geometry) -> tuple[int, int, int]:
+        """The grid: tiles (filters fastest), groups, splits."""
+        tiles = _ceil(geometry.pixels, self.pixels) * _ceil(geometry.filters, self.filters)
+        return tiles, geometry.groups, self.splits
+
+
+# pixels, filters, depth, warps, stages, and blocks of it that share a multiprocessor
+_PLAIN = (
+    (128, 128, 16, 8, 3, 1),
+    (128, 64, 16, 4, 3, 2),
+    (64, 128, 16, 4, 3, 2),
+    (64, 64, 16, 4, 3, 4),
+    (128, 32, 16, 4, 3, 4),
+    (64, 32, 16, 2, 3, 6),
+    (64, 16, 16, 2, 3, 8),
+)
+_TENSOR = (
+    (128, 128, 64, 8, 3, 1),
+    (128, 128, 64, 4, 3, 2),
+    (128, 64, 64, 4, 3, 2),
+    (64, 128, 64, 4, 3, 2),
+    (64, 64, 64, 4, 4, 3),
+    (128, 32, 64, 4, 3, 3),
+    (64, 32, 64, 4, 3, 5),
+    (64, 16, 64, 4, 3, 6),
+)
+
+
+def configs(problem: Problem, most: int = 8) -> tuple[dict[str, Any], ...]:
+    """Tiles in the order of their estimated time.
+
+    The estimate: rounds of blocks over the multiprocessors, times a tile's products, times what a
+    small tile loses to loading (a tile of a × b loads a + b values for a · b products).
+    """
+    geometry = Geometry.of(problem)
+    plain = on_plain_units(problem)
+    size = getattr(torch, problem.inputs[0].dtype).itemsize
+    pack = 1 not in problem.constant
+    estimates: dict[Tile, float] = {}
+    for pixels, filters, depth, warps, stages, resident in _PLAIN if plain else _TENSOR:
+        depth = _depth(geometry, depth if plain else depth * 2 // size, least=32 // size)
+        if not plain and problem.output.format != "channels_last":
+            # values are loaded one by one: more threads, or they do not fit the registers
+            depth, warps = min(depth, 32), 8
+        for splits in (1, 2, 4, 8, 16):
+            tile = Tile(pixels=pixels, filters=filters, depth=depth, splits=splits, warps=warps,
+                        stages=stages, pack=pack)  # fmt: skip
+            steps = _ceil(geometry.depth, depth * splits)
+            parts = splits * geometry.pixels * geometry.filters * geometry.groups
+            if splits > 1 and (steps < 4 or parts * 4 > 2**28):
+                continue
+            blocks = math.prod(tile.blocks(geometry))
+            rounds = _ceil(blocks, MULTIPROCESSORS * resident)
+            share = resident if blocks > MULTIPROCESSORS else 1
+            work = rounds * share * steps * depth * pixels * filters
+            loading = 1 + 24 / pixels + 24 / filters
+            estimates[tile] = work * loading + (splits > 1) * (2e5 + parts)
+    return tuple(asdict(tile) for tile in sorted(estimates, key=estimates.__getitem__)[:most])
+
+
+def _depth(geometry: Geometry, most: int, least: int) -> int:
+    """Values of the depth that a step takes: of one tap, if its channels divide into steps."""
+    whole = geometry.channels & -geometry.channels  # the largest power of two that divides it
+    fitting = min(most, whole) if whole >= least else most
+    return max(16 if least < 32 else 32, min(fitting, triton.next_power_of_2(geometry.depth)))
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _aligned(nbytes: int) -> int:
+    return _ceil(nbytes, 256) * 256
+
+
+# ------------------------------------------------------------------ calls
+@dataclass(frozen=True)
+class Product:
+    """A convolution as a matrix product, ready to be launched: what ``bind`` of a kernel keeps.
+
+    A workspace holds the packed weight, then the parts of a split product, then what a kernel wants
+    beside them.
+    """
+
+    problem: Problem
+    geometry: Geometry
+    tile: Tile
+    constants: Mapping[int, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, problem: Problem, config: Mapping[str, Any], constants: Mapping[int, torch.Tensor]
+    ) -> Product:
+        chosen = dict(config) or configs(problem, 1)[0]
+        geometry, tile = Geometry.of(problem), Tile(**chosen)
+        held = dict(constants)
+        if 1 in constants:
+            held[1] = packed(
+                constants[1],
+                ("conv.tiles", on_plain_units(problem)),
+                lambda weight: pack(weight, filters_last=on_plain_units(problem)),
+            )
+        return cls(problem, geometry, tile, held)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the workspace: the weight packed in a call."""
+        return _aligned(self.problem.inputs[1].nbytes) if self._packs else 0
+
+    @property
+    def parts_bytes(self) -> int:
+        """Of the workspace: the parts of a split product, four bytes a number."""
+        all_filters = self.geometry.filters * self.geometry.groups
+        parts = self.tile.splits * self.geometry.pixels * all_filters
+        return _aligned(4 * parts) if self.tile.splits > 1 else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the workspace, for both."""
+        return self.weight_bytes + self.parts_bytes
+
+    @property
+    def _packs(self) -> bool:
+        return self.tile.pack and 1 not in self.problem.constant
+
+    def launch(
+        self,
+        kernel: Any,
+        inputs: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        workspace: torch.Tensor | None,
+        **more: Any,
+    ) -> torch.Tensor:
+        """Pack the weight if that is part of the call, multiply, and add the parts."""
+        problem, geometry, tile = self.problem, self.geometry, self.tile
+        operands = problem.operands(self.constants, inputs)
+        x, weight, bias, residual, scale = (*operands, None, None, None)[:5]
+        if self._packs:
+            weight = pack_into(workspace, weight, filters_last=on_plain_units(problem))
+        parts = None
+        if tile.splits > 1:
+            kind = torch.int32 if x.dtype == torch.int8 else torch.float32
+            parts = workspace[self.weight_bytes : self.nbytes].view(kind)
+        pixels_last = out.stride(1) != 1 or geometry.filters * geometry.groups == 1
+        fp8 = problem.inputs[0].dtype in FP8
+        accurate = fp8 and not problem.attr("fast_accumulation")
+        ending = {
+            "bias": bias,
+            "scale": scale,
+            "residual": residual,
+            "pixels": geometry.pixels,
+            "out": geometry.out,
+            "y_strides": strides(out),
+            "residual_strides": strides(residual),
+            "alpha": float(problem.attr("alpha")),
+            "beta": float(problem.attr("beta")),
+            "ACTIVATION": problem.attr("activation"),
+            "PIXELS_LAST": pixels_last,
+            "WIDE": is_wide(x, out, residual),
+        }
+        launch(
+            kernel,
+            tile.blocks(geometry),
+            x,
+            weight,
+            out,
+            parts=parts,
+            filters=geometry.filters,
+            image=geometry.image,
+            x_strides=strides(x),
+            w_strides=strides(weight),
+            PRECISION=problem.math if problem.inputs[0].dtype == "float32" else "ieee",
+            IMPRECISE=min(tile.depth, 128) if accurate else None,
+            PIXELS=tile.pixels,
+            FILTERS=tile.filters,
+            DEPTH=tile.depth,
+            SPLITS=tile.splits,
+            STEPS=_ceil(geometry.depth, tile.depth * tile.splits),
+            STAGES=tile.stages,
+            C=geometry.channels,
+            FILTER=geometry.filter,
+            STRIDE=geometry.stride,
+            PADDING=geometry.padding,
+            DILATION=geometry.dilation,
+            num_warps=tile.warps,
+            **ending,
+            **more,
+        )
+        if parts is not None:
+            all_filters = geometry.filters * geometry.groups
+            launch(
+                add_parts,
+                (_ceil(geometry.pixels, 32), _ceil(all_filters, 32)),
+                parts,
+                out,
+                filters=all_filters,
+                SPLITS=tile.splits,
+                PIXELS=32,
+                FILTERS=32,
+                **ending,
+            )
+        return out
+
+
+# ------------------------------------------------------------------ weights
+def pack(weight: torch.Tensor, *, filters_last: bool) -> torch.Tensor:
+    """The same weight [K, C, …] in another order of memory: [K, taps, C], as tensor cores want it,
+    or [taps, C, K] for the plain units."""
+    taps_first = weight.movedim(1, -1)
+    if filters_last:
+        return taps_first.movedim(0, -1).contiguous().movedim(-1, 0).movedim(-1, 1)
+    return taps_first.contiguous().movedim(-1, 1)
+
+
+def pack_into(workspace: torch.Tensor, weight: torch.Tensor, *, filters_last: bool) -> torch.Tensor:
+    """``pack`` as part of a call: a copy into the workspace."""
+    flat = workspace[: weight.nbytes].view(weight.dtype)
+    filters, channels, *taps = weight.shape
+    if filters_last:
+        target = flat.view(*taps, channels, filters).movedim(-1, 0).movedim(-1, 1)
+    else:
+        target = flat.view(filters, *taps, channels).movedim(-1, 1)
+    return target.copy_(weight)
+
+
+# ------------------------------------------------------------------ device functions
+@triton.jit
+def tile_of_program(filters, PIXELS: tl.constexpr, FILTERS: tl.constexpr, SPLITS: tl.constexpr):
+    """What a block makes: its pixels, filters, group and part of the depth.
+
+    Blocks that share pixels are neighbours, so that one of them finds the input in the cache.
+    """
+    across = tl.cdiv(filters, FILTERS)
+    tile = tl.program_id(0)
+    m = tile // across * PIXELS + tl.arange(0, PIXELS)
+    k = tile % across * FILTERS + tl.arange(0, FILTERS)
+    return m, k, tl.program_id(1), tl.program_id(2)
+
+
+@triton.jit
+def split_pixel(m, out):
+    """The number of a pixel as (n, o, p, q); ``out`` are the output's three extents."""
+    row = m // out[2]
+    plane = row // out[1]
+    return plane // out[0], plane % out[0], row % out[1], m % out[2]
+
+
+@triton.jit
+def first_input(n, o, p, q, strides, STRIDE: tl.constexpr, PADDING: tl.constexpr):
+    """Where tap (0, 0, 0) of a pixel reads: (depth, row, column), and the offset of channel 0."""
+    d = o * STRIDE[0] - PADDING[0]
+    h = p * STRIDE[1] - PADDING[1]
+    v = q * STRIDE[2] - PADDING[2]
+    return d, h, v, n * strides[0] + d * strides[2] + h * strides[3] + v * strides[4]
+
+
+@triton.jit
+def split_tap(tap, FILTER: tl.constexpr):
+    """The number of a tap as (t, r, s)."""
+    return tap // (FILTER[1] * FILTER[2]), tap // FILTER[2] % FILTER[1], tap % FILTER[2]
+
+
+@triton.jit
+def is_inside(inside, d, h, v, image, PADDING: tl.constexpr):
+    """``inside``, and the place lies in the image; an axis without padding is never left."""
+    if PADDING[2] > 0:
+        inside = inside & (v >= 0) & (v < image[2])
+    if PADDING[1] > 0:
+        inside = inside & (h >= 0) & (h < image[1])
+    if PADDING[0] > 0:
+        inside = inside & (d >= 0) & (d < image[0])
+    return inside
+
+
+@triton.jit
+def place(pixels, filters, PIXELS_LAST: tl.constexpr):
+    """Two vectors as the axes of one tile: pixels × filters, or filters × pixels."""
+    if PIXELS_LAST:
+        across, down = pixels[None, :], filters[:, None]
+    else:
+        across, down = pixels[:, None], filters[None, :]
+    return across, down
+
+
+@triton.jit
+def multiply(
+    x, w, acc, PIXELS_LAST: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr
+):
+    """``acc + x · w``; the tiles are transposed where pixels are last."""
+    if PIXELS_LAST:
+        left, right = w, x
+    else:
+        left, right = x, w
+    return tl.dot(left, right, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE,
+                  out_dtype=acc.dtype)  # fmt: skip
+
+
+@triton.jit
+def zeros(PIXELS: tl.constexpr, FILTERS: tl.constexpr, DTYPE: tl.constexpr,
+          PIXELS_LAST: tl.constexpr):  # fmt: skip
+    """Accumulators of products of ``DTYPE``."""
+    kind: tl.constexpr = tl.int32 if DTYPE.is_int() else tl.float32
+    shape: tl.constexpr = (FILTERS, PIXELS) if PIXELS_LAST else (PIXELS, FILTERS)
+    return tl.zeros(shape, kind)
+
+
+@triton.jit
+def store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
+          residual_strides, alpha, beta, ACTIVATION: tl.constexpr, PIXELS_LAST: tl.constexpr,
+          WIDE: tl.constexpr):  # fmt: skip
+    """The epilogue of one tile, and the tile itself: pixels ``m``, filters ``k`` of a group."""
+    n, o, p, q = split_pixel(m.to(tl.int64) if WIDE else m, out)
+    inside_m, inside_k = place(m < pixels, k < filters, PIXELS_LAST)
+    inside = inside_m & inside_k
+    k += group * filters
+    if WIDE:
+        k = k.to(tl.int64)
+    at_m, at_k = place(
+        n * y_strides[0] + o * y_strides[2] + p * y_strides[3] + q * y_strides[4],
+        k * y_strides[1],
+        PIXELS_LAST,
+    )
+    if y.dtype.element_ty == tl.int32:
+        tl.store(y + (at_m + at_k), acc, mask=inside)
+    else:
+        _, channel = place(m, k, PIXELS_LAST)
+        biases = None if bias is None else tl.load(bias + channel, mask=inside_k, other=0.0)
+        scales = None if scale is None else tl.load(scale + channel, mask=inside_k, other=0.0)
+        residuals = None
+        if residual is not None:
+            from_m, from_k = place(
+                n * residual_strides[0]
+                + o * residual_strides[2]
+                + p * residual_strides[3]
+                + q * residual_strides[4],
+                k * residual_strides[1],
+                PIXELS_LAST,
+            )
+            residuals = tl.load(residual + (from_m + from_k), mask=inside, other=0.0)
+        made = finish(acc, scales, biases, residuals, alpha, beta, ACTIVATION)
+        tl.store(y + (at_m + at_k), cast(made, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_part(acc, parts, part, m, k, group, pixels, filters, all_filters,
+               PIXELS_LAST: tl.constexpr):  # fmt: skip
+    """An accumulator of a split product, for ``add_parts``: parts [splits, pixels, filters], or
+    [splits, filters, pixels] where pixels are last."""
+    inside_m, inside_k = place(m < pixels, k < filters, PIXELS_LAST)
+    at_m, at_k = place(m, k + group * filters, PIXELS_LAST)
+    base = parts + part.to(tl.int64) * pixels * all_filters
+    if PIXELS_LAST:
+        tl.store(base + (at_k * pixels + at_m), acc, mask=inside_m & inside_k)
+    else:
+        tl.store(base + (at_m * all_filters + at_k), acc, mask=inside_m & inside_k)
+
+
+@triton.jit
+def add_parts(parts, y, bias, scale, residual, pixels, filters, out, y_strides, residual_strides,
+              alpha, beta, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr,
+              PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr, PIXELS: tl.constexpr,
+              FILTERS: tl.constexpr):  # fmt: skip
+    """The second half of a split product: the parts are added in order, so always alike."""
+    m = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    k = tl.program_id(1) * FILTERS + tl.arange(0, FILTERS)
+    inside_m, inside_k = place(m < pixels, k < filters, PIXELS_LAST)
+    at_m, at_k = place(m, k, PIXELS_LAST)
+    at = at_k * pixels + at_m if PIXELS_LAST else at_m * filters + at_k
+    acc = tl.load(parts + at, mask=inside_m & inside_k, other=0)
+    for part in tl.static_range(1, SPLITS):
+        base = parts + tl.full((), part, tl.int64) * pixels * filters
+        acc += tl.load(base + at, mask=inside_m & inside_k, other=0)
+    store(acc, y, bias, scale, residual, m, k, 0, pixels, filters, out, y_strides,
+          residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
