@@ -1,4 +1,6 @@
-"""Linear by cuBLASLt through torch, with bias and ReLU or tanh-GELU in its epilogue."""
+"""Matrix products by cuBLASLt through torch: float with bias and ReLU or tanh-GELU in its epilogue,
+int8 to int32, and fp8; what else the problem asks for follows element by element.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +9,123 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
+from tessella.kernels.epilogue import finish_, store
+from tessella.kernels.matmul.shapes import FP8, operands, refusal, sizes
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
 
 
 def fits(problem: Problem) -> str | None:
-    if not {1, 2} <= set(problem.constant):
-        return "weight and bias must be there, as constants"
-    if problem.inputs[3] is not None:
-        return "a residual is not fused"
-    if problem.attrs.get("activation") not in ("relu", "gelu_tanh"):
-        return f"fuses relu and gelu_tanh only, not {problem.attrs.get('activation')}"
-    if len({t.dtype for t in problem.inputs if t is not None}) > 1:
-        return "one element type throughout"
+    refused = refusal(problem)
+    if refused:
+        return refused
     if problem.output.format != "contiguous":
         return "makes contiguous"
-    return None
+    if sizes(problem).batch != 1:
+        return "one product, not a batch"
+    dtype = problem.inputs[0].dtype
+    if dtype == "int8":
+        return _fits_int8(problem)
+    return _fits_fp8(problem) if dtype in FP8 else _fits_float(problem)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    """x [..., K] · weight[N, K]ᵀ, as one product of rows."""
-    weight_KN, bias = constants[1].t(), constants[2]
-    features_in, features_out = weight_KN.shape
-    use_gelu = problem.attrs["activation"] == "gelu_tanh"
+    dtype = problem.inputs[0].dtype
+    if dtype == "int8":
+        return _int8(problem, constants)
+    return _fp8(problem, constants) if dtype in FP8 else _float(problem, constants)
+
+
+def _fits_float(problem: Problem) -> str | None:
+    if problem.meta(2) is None:
+        return "a bias must be there"
+    if problem.meta(3) is not None or problem.meta(4) is not None:
+        return "a residual or a scale is not fused"
+    if problem.attr("alpha") != 1:
+        return "alpha is not fused"
+    if problem.attr("activation") not in ("relu", "gelu_tanh"):
+        return f"fuses relu and gelu_tanh only, not {problem.attr('activation')}"
+    if len({t.dtype for t in (*problem.inputs, problem.output) if t is not None}) > 1:
+        return "one element type throughout"
+    return None
+
+
+def _float(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    use_gelu = problem.attr("activation") == "gelu_tanh"
     product = torch.ops.aten._addmm_activation.out
 
-    def linear(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        rows, target = x.reshape(-1, features_in), out.view(-1, features_out)
-        product(bias, rows, weight_KN, use_gelu=use_gelu, out=target)
+    def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        o = operands(problem, constants, inputs, out)
+        product(o.bias, o.a[0], o.b[0], use_gelu=use_gelu, out=o.out[0])
         return out
 
-    return linear
+    return call
+
+
+def _fits_int8(problem: Problem) -> str | None:
+    made = sizes(problem)
+    # torch._int_mm's own conditions
+    if made.m <= 16 or made.k % 8 or made.n % 8 or not made.k or not made.n:
+        return f"int8 needs M > 16 and K, N multiples of 8, not {made.m}, {made.k}, {made.n}"
+    return None
+
+
+def _int8(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    dtype = getattr(torch, problem.output.dtype)
+    epilogue = {name: problem.attr(name) for name in ("alpha", "beta", "activation")}
+
+    def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        o = operands(problem, constants, inputs, out)
+        if dtype == torch.int32:
+            torch._int_mm(o.a[0], o.b[0], out=o.out[0])
+            return out
+        sums = torch._int_mm(o.a[0], o.b[0]).float()
+        residual = None if o.residual is None else o.residual[0]
+        made = finish_(sums, residual, bias=o.bias, scale=o.scale, **epilogue)
+        o.out[0].copy_(store(made, dtype))
+        return out
+
+    return call
+
+
+def _fits_fp8(problem: Problem) -> str | None:
+    made, (a, b) = sizes(problem), problem.inputs[:2]
+    if a.dtype == b.dtype == "float8_e5m2":
+        return "cuBLASLt multiplies e5m2 with e4m3 only"
+    if problem.attr("transpose_a") or not _b_by_rows(problem):
+        return "fp8 needs both operands with K innermost"
+    if a.format == "strided" or b.format == "strided":
+        return "fp8 needs dense operands"
+    if made.k % 16 or made.n % 16 or 0 in (made.m, made.k, made.n):
+        return f"fp8 needs K and N multiples of 16, not {made.k} and {made.n}"
+    if problem.output.dtype in FP8:
+        return "answers in 16 or 32 bits"
+    return None
+
+
+def _b_by_rows(problem: Problem) -> bool:
+    return problem.op == "linear" or bool(problem.attr("transpose_b"))
+
+
+def _fp8(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    dtype = getattr(torch, problem.output.dtype)
+    alpha, beta = float(problem.attr("alpha")), problem.attr("beta")
+    fast, activation = bool(problem.attr("fast_accumulation")), problem.attr("activation")
+    fused_bias = problem.meta(2) and problem.meta(2).dtype == problem.output.dtype != "float32"
+    fused_bias = fused_bias and problem.meta(4) is None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    alphas, ones = torch.full((), alpha, device=device), torch.ones((), device=device)
+
+    def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        o = operands(problem, constants, inputs, out)
+        torch._scaled_mm(
+            o.a[0], o.b[0], alphas, ones, o.bias if fused_bias else None,
+            out_dtype=dtype, use_fast_accum=fast, out=o.out[0],
+        )  # fmt: skip
+        residual = None if o.residual is None else o.residual[0]
+        bias = None if fused_bias else o.bias
+        finish_(o.out[0], residual, activation, bias=bias, scale=o.scale, beta=beta)
+        return out
+
+    return call

@@ -25,6 +25,8 @@ def fits(problem: Problem) -> str | None:
         return problem.plain
     if {t.dtype for t in problem.inputs if t is not None} != {"float32"}:
         return f"float32 throughout, not {x.dtype}"
+    if problem.meta(4) is not None or (problem.attr("alpha"), problem.attr("beta")) != (1, 1):
+        return "a scale, alpha or beta is not fused"
     if len(x.shape) < 2 or x.format != "contiguous" or problem.output.format != "contiguous":
         return "needs contiguous rows"
     return None

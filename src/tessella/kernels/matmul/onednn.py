@@ -29,6 +29,8 @@ def fits(problem: Problem) -> str | None:
         return "this CPU has no bfloat16 instructions"
     if len(x.shape) < 2 or x.format != "contiguous" or problem.output.format != "contiguous":
         return "needs contiguous rows"
+    if problem.meta(4) is not None or (problem.attr("alpha"), problem.attr("beta")) != (1, 1):
+        return "a scale, alpha or beta is not fused"
     activation = problem.attrs.get("activation")
     if activation not in POST_OPS:
         return f"activation {activation} is not fused"
