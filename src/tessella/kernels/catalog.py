@@ -103,15 +103,34 @@ def _aten(ops: str, module: str) -> tuple[Kernel, ...]:
     return tuple(_row(f"{op}.aten", module, *_TORCH, source="aten") for op in ops.split())
 
 
+def _rows(ops: str, algorithm: str, module: str, source: str) -> tuple[Kernel, ...]:
+    """A row ``OP.algorithm`` for the GPU for each operation that one module carries out."""
+    return tuple(_row(f"{op}.{algorithm}", module, "sm_90", source=source) for op in ops.split())
+
+
 KERNELS: tuple[Kernel, ...] = (
     # convolution
     _row("conv2d.onednn", "conv.onednn", "cpu", source="onednn"),
     _row("conv2d.cudnn", "conv.cudnn", "sm_90", source="cudnn"),
+    _row("conv2d.implicit_gemm.sm90", "conv.implicit_gemm_sm90", "sm_90", source="tessella"),
+    *_rows("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", "tessella"),
+    *_rows(
+        "conv2d conv1d conv3d", "implicit_precomp_gemm", "conv.implicit_precomp_gemm", "tessella"
+    ),
     *_aten("conv2d", "conv.aten"),
+    # its gradients
+    _row("conv2d_dgrad.implicit_gemm.sm90", "conv.dgrad_sm90", "sm_90", source="tessella"),
+    _row("conv2d_wgrad.implicit_gemm.sm90", "conv.wgrad_sm90", "sm_90", source="tessella"),
+    _row("conv2d_dgrad.cudnn", "conv.backward_cudnn", "sm_90", source="cudnn"),
+    _row("conv2d_wgrad.cudnn", "conv.backward_cudnn", "sm_90", source="cudnn"),
+    *_aten("conv1d_dgrad conv2d_dgrad conv3d_dgrad", "conv.backward_aten"),
+    *_aten("conv1d_wgrad conv2d_wgrad conv3d_wgrad", "conv.backward_aten"),
     # matrix products
     _row("linear.onednn", "matmul.onednn", "cpu", source="onednn"),
     _row("linear.mkl", "matmul.mkl", "cpu", source="mkl"),
-    _row("linear.cublaslt", "matmul.cublaslt", "sm_90", source="cublaslt"),
+    *_rows("linear matmul", "cublaslt", "matmul.cublaslt", "cublaslt"),
+    *_rows("linear matmul", "skinny", "matmul.skinny", "tessella"),
+    *_rows("linear matmul", "tiled", "matmul.tiled", "tessella"),
     *_aten("linear matmul", "matmul.aten"),
     # the other layers
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten"),

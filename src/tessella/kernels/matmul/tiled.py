@@ -1,0 +1,195 @@
+"""Matrix products in plain Triton: any sizes, strides, transposes, batches and element types.
+
+Every block makes one tile of the result from tiles of A and B that asynchronous copies bring to
+shared memory some steps ahead. It runs wherever Triton does, and in its interpreter: what the
+kernels for Hopper are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.epilogue_triton import cast, finish
+from tessella.kernels.launch import launch
+from tessella.kernels.matmul.shapes import FP8, Operands, Sizes, operands, refusal, sizes
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = True
+
+PROMOTE_AFTER = 128  # fp8 tensor cores keep 14 bits: products summed before float32 takes over
+
+
+@triton.jit
+def _tiled_kernel(
+    a, b, bias, residual, scale, out,
+    M, N, K,
+    a_batch, a_row, a_k, b_batch, b_k, b_column,
+    bias_stride, residual_batch, residual_row, residual_column, scale_stride,
+    out_batch, out_row, out_column,
+    alpha, beta,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    tile = tl.program_id(0)
+    batch = (tile // (tiles_m * tiles_n)).to(tl.int64)
+    tile = tile % (tiles_m * tiles_n)
+    # GROUP rows of tiles share their columns of B while these are in L2
+    first = tile // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    row = first + tile % (GROUP * tiles_n) % height
+    column = tile % (GROUP * tiles_n) // height
+
+    rows, columns = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    row_in, column_in = (rows < M)[:, None], (columns < N)[None, :]
+    rows_at, columns_at = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
+    a_at = a + batch * a_batch + rows_at * a_row + ks.to(tl.int64)[None, :] * a_k
+    b_at = b + batch * b_batch + ks.to(tl.int64)[:, None] * b_k + columns_at * b_column
+
+    acc = tl.zeros((BM, BN), dtype=SUM)
+    for step in range(tl.cdiv(K, BK)):
+        if EVEN_K:
+            a_tile = tl.load(a_at, mask=row_in, other=0.0)
+            b_tile = tl.load(b_at, mask=column_in, other=0.0)
+        else:
+            k_in = ks < K - step * BK
+            a_tile = tl.load(a_at, mask=row_in & k_in[None, :], other=0.0)
+            b_tile = tl.load(b_at, mask=column_in & k_in[:, None], other=0.0)
+        if WIDEN:
+            a_tile, b_tile = a_tile.to(tl.float32), b_tile.to(tl.float32)
+        acc = tl.dot(
+            a_tile, b_tile, acc,
+            input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE, out_dtype=SUM,
+        )  # fmt: skip
+        a_at += BK * a_k
+        b_at += BK * b_k
+
+    inside = row_in & column_in
+    out_at = out + batch * out_batch + rows_at * out_row + columns_at * out_column
+    if out.dtype.element_ty == tl.int32:
+        tl.store(out_at, acc, mask=inside)
+    else:
+        at = columns[None, :] * 1
+        scales = None if scale is None else tl.load(scale + at * scale_stride, column_in, other=0.0)
+        biases = None if bias is None else tl.load(bias + at * bias_stride, column_in, other=0.0)
+        if residual is None:
+            residuals = None
+        else:
+            residual_at = rows_at * residual_row + columns_at * residual_column
+            residuals = tl.load(residual + batch * residual_batch + residual_at, inside, other=0.0)
+        made = finish(acc, scales, biases, residuals, alpha, beta, ACTIVATION)
+        tl.store(out_at, cast(made, out.dtype.element_ty), mask=inside)
+
+
+def fits(problem: Problem) -> str | None:
+    return refusal(problem)
+
+
+def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
+    """Large tiles where they fill the GPU, smaller ones where there would be too few."""
+    made = sizes(problem)
+    wanted = _TILES_IEEE if _is_ieee(problem) else _TILES
+    keys = ("tile_m", "tile_n", "tile_k", "num_warps", "num_stages")
+    return tuple(
+        dict(zip(keys, (tm, tn, tk // problem_bytes(problem), warps, stages), strict=True))
+        for tm, tn, tk, warps, stages in _in_order(wanted, made)
+    )
+
+
+# tile_m, tile_n, bytes of tile_k, warps, stages
+_TILES = (
+    (128, 256, 128, 8, 3),
+    (128, 128, 128, 4, 4),
+    (128, 128, 128, 8, 4),
+    (64, 128, 128, 4, 4),
+    (64, 64, 256, 4, 4),
+    (16, 64, 256, 4, 4),
+)
+_TILES_IEEE = (
+    (128, 128, 64, 8, 3),
+    (128, 128, 32, 8, 4),
+    (128, 64, 64, 4, 3),
+    (64, 64, 64, 4, 3),
+    (16, 64, 128, 4, 3),
+)
+_SMS = 132
+
+
+def _in_order(tiles: tuple[tuple[int, ...], ...], made: Sizes) -> list[tuple[int, ...]]:
+    """By the time that a model gives them: waves of blocks, each as long as its tile is large."""
+
+    def cost(tile: tuple[int, ...]) -> float:
+        blocks = made.batch * triton.cdiv(made.m, tile[0]) * triton.cdiv(made.n, tile[1])
+        # loads of both edges count beside the products
+        return triton.cdiv(blocks, _SMS) * (tile[0] * tile[1] + 64 * (tile[0] + tile[1]))
+
+    return sorted(tiles, key=cost)
+
+
+def problem_bytes(problem: Problem) -> int:
+    """Bytes of one element of A."""
+    return int(getattr(torch, problem.inputs[0].dtype).itemsize)
+
+
+def _is_ieee(problem: Problem) -> bool:
+    return problem.inputs[0].dtype == "float32" and problem.math == "ieee"
+
+
+def bind(
+    problem: Problem,
+    constants: Mapping[int, torch.Tensor],
+    *,
+    tile_m: int = 64,
+    tile_n: int = 64,
+    tile_k: int = 32,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Call:
+    made, dtype = sizes(problem), problem.inputs[0].dtype
+    promote = dtype in FP8 and not problem.attr("fast_accumulation")
+    blocks = made.batch * triton.cdiv(made.m, tile_m) * triton.cdiv(made.n, tile_n)
+    options = {
+        "BM": tile_m,
+        "BN": tile_n,
+        "BK": tile_k,
+        "GROUP": 8,
+        "EVEN_K": made.k % tile_k == 0,
+        "ACTIVATION": problem.attr("activation"),
+        "PRECISION": problem.math,
+        "SUM": tl.int32 if dtype == "int8" else tl.float32,
+        "IMPRECISE": min(PROMOTE_AFTER, tile_k) if promote else None,
+        # the interpreter's bfloat16 products are garbage
+        "WIDEN": dtype == "bfloat16" and triton.knobs.runtime.interpret,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+    alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
+
+    def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        o = operands(problem, constants, inputs, out)
+        launch(
+            _tiled_kernel, (blocks,),
+            o.a, o.b, o.bias, o.residual, o.scale, o.out,
+            made.m, made.n, made.k,
+            *o.a.stride(), *o.b.stride(),
+            *_strides(o), *o.out.stride(),
+            alpha, beta, **options,
+        )  # fmt: skip
+        return out
+
+    return call
+
+
+def _strides(o: Operands) -> tuple[int, ...]:
+    """Of bias, residual and scale; zeros where there is none."""
+    bias = 0 if o.bias is None else o.bias.stride(0)
+    residual = (0, 0, 0) if o.residual is None else o.residual.stride()
+    return (bias, *residual, 0 if o.scale is None else o.scale.stride(0))
