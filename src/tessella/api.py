@@ -50,7 +50,7 @@ def train(
         out: the run's folder; by default ``runs/NETWORK-DATE``.
         resume: go on where the run in ``out`` stopped; the loss curve is that of an unbroken run.
         emit: told what happens.
-        settings: fields of ``Recipe`` (epochs, batch_size, solver, policy, precision, gpus, …).
+        settings: fields of ``Recipe`` (epochs, batch_size, solver, precision, backend, gpus, …).
 
     Returns:
         The run; ``run.best("val/accuracy")`` is its best checkpoint.

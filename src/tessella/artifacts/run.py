@@ -22,6 +22,7 @@ VERSION = 1
 
 SolverName = Literal["sgd", "nesterov", "adagrad", "adadelta", "adam", "adamw", "rmsprop"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Backend = Literal["torch", "tessella"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,8 @@ class Recipe:
         dataset: path of the dataset's folder.
         epochs: passes over the training split; may be a fraction.
         batch_size: images a step, over all processes together.
+        backend: whose convolutions and linear layers run: torch's, or for each shape the fastest of
+            our catalog. A checkpoint does not depend on it.
         gpus: processes, each on a GPU of its own (on the CPU: each with a share of the cores).
         val_interval, snapshot_interval: epochs between validations and checkpoints; may be
             fractions.
@@ -98,6 +101,7 @@ class Recipe:
     policy: Policy = field(default_factory=Policy)
     augment: Augment = field(default_factory=Augment)
     precision: Precision = "fp32"
+    backend: Backend = "torch"
     gpus: int = 1
     seed: int = 0
     val_interval: float = 1.0

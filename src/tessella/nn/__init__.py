@@ -1,1 +1,7 @@
-"""Networks as torch modules: the zoo that ``Network`` records name, Caffe's text, layer views."""
+"""Networks as torch modules: the zoo that ``Network`` records name, Caffe's text, layers over our
+kernels, layer views.
+"""
+
+from tessella.nn.layers import convert
+
+__all__ = ["convert"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.run import RunInfo
 from tessella.core.errors import OutOfMemory
-from tessella.nn import zoo
+from tessella.nn import convert, zoo
 from tessella.training.loss import balanced_weights, classification_loss
 from tessella.training.memory import is_out_of_memory, largest_that_runs, out_of_memory
 from tessella.training.parallel import World
@@ -49,6 +49,7 @@ class Trainer:
             self.kept = zoo.init_from(module, Checkpoint(recipe.init))
         on_gpu = world.device.type == "cuda"
         self._layout = torch.channels_last if on_gpu else torch.contiguous_format
+        module = convert(module, backend=recipe.backend)
         self.module = module.to(world.device, memory_format=self._layout)
         self._parallel = world.wrap(self.module)
         self.optimizer = optimizer_for(self.module, recipe.solver)
