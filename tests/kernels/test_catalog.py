@@ -51,6 +51,17 @@ def conv(activation: str | None, residual: bool, **changes: Any) -> Problem:
     return problem("conv2d", inputs, out, attrs, constant=(1, 2), **changes)
 
 
+def conv_gradients(axes: int) -> list[Problem]:
+    """Of a convolution of 6 pixels along each axis, padded, every second pixel, in two groups."""
+    x, dy, weight = ((*t, *(n,) * axes) for t, n in (((2, 4), 6), ((2, 8), 3), ((8, 2), 3)))
+    ones = (1,) * axes
+    attrs = {"stride": (2,) * axes, "padding": ones, "dilation": ones, "groups": 2}
+    return [
+        problem(f"conv{axes}d_dgrad", [dy, weight], x, {**attrs, "input_size": x}),
+        problem(f"conv{axes}d_wgrad", [dy, x], weight, {**attrs, "kernel_size": weight[2:]}),
+    ]
+
+
 def linear(
     activation: str | None, residual: bool, rows: tuple[int, ...], **changes: Any
 ) -> Problem:
@@ -77,6 +88,7 @@ PROBLEMS = [
     *(linear(a, r, rows) for a in ACTIVATIONS for r in (False, True) for rows in ((3,), (2, 3))),
     *(linear("relu", r, (3,), dtype="bfloat16") for r in (False, True)),
     problem("linear", [(3, 7), (5, 7), None, None], (3, 5), {"activation": None}, (1,)),
+    *(made for axes in (1, 2, 3) for made in conv_gradients(axes)),
     problem("matmul", [(2, 3, 4), (2, 4, 5)], (2, 3, 5), {}),
     problem("matmul", [(3, 4), (4, 5)], (3, 5), {}, constant=(1,)),
     problem("matmul", [(3, 4), (4, 5)], (3, 5), {}, constant=(0,)),

@@ -32,6 +32,7 @@ __all__ = [
     "gluon",
     "load_tile",
     "mbarrier",
+    "reinterpret",
     "store_tile",
     "store_wait",
     "warpgroup_mma",
@@ -46,6 +47,9 @@ _renamed = hasattr(tma, "async_load")
 load_tile = tma.async_load if _renamed else tma.async_copy_global_to_shared
 store_tile = tma.async_store if _renamed else tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+# reinterpret(shared, dtype, shape, layout): the same bytes, seen as another tile
+_shared = gl.shared_memory_descriptor
+reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret
 
 DTYPES: dict[torch.dtype, Any] = {
     torch.float32: gl.float32,

@@ -68,3 +68,51 @@ def conv_transpose2d(
     return F.conv_transpose2d(
         input, weight, bias, stride, padding, output_padding, groups, dilation
     )
+
+
+def _input_gradient(
+    dy: Tensor,
+    weight: Tensor,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    input_size: Sequence[int],
+) -> Tensor:
+    """dy [N, K, …], weight [K, C / groups, …] → dx of shape input_size [N, C, …].
+
+    A transposed convolution; pixels that the stride leaves over are output padding.
+    """
+    reached = [
+        (p - 1) * s - 2 * pad + d * (r - 1) + 1
+        for p, s, pad, d, r in zip(
+            dy.shape[2:], stride, padding, dilation, weight.shape[2:], strict=True
+        )
+    ]
+    rest = [size - most for size, most in zip(input_size[2:], reached, strict=True)]
+    transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(rest) - 1]
+    return transposed(dy, weight, None, stride, padding, rest, groups, dilation)
+
+
+def _weight_gradient(
+    dy: Tensor,
+    x: Tensor,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    kernel_size: Sequence[int],
+) -> Tensor:
+    """dy [N, K, …], x [N, C, …] → dw [K, C / groups, *kernel_size]."""
+    shape = (dy.shape[1], x.shape[1] // groups, *kernel_size)
+    weight = x.new_empty(shape)
+    return torch.ops.aten.convolution_backward(
+        dy, x, weight, None, stride, padding, dilation, False, [0] * len(kernel_size), groups,
+        [False, True, False],
+    )[1]  # fmt: skip
+
+
+conv1d_dgrad = conv2d_dgrad = conv3d_dgrad = _input_gradient
+conv1d_wgrad = conv2d_wgrad = conv3d_wgrad = _weight_gradient

@@ -1,0 +1,105 @@
+"""What the gradients of a convolution on Hopper share: what is refused, and boxes of pixels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tessella.kernels.problem import Problem, TensorMeta
+
+MULTIPROCESSORS = 132
+SHARED_BYTES = 227 * 1024 - 1024  # of a block; a kilobyte is left to barriers and alignment
+# a multiprocessor in one clock: products of 16-bit numbers; bytes that the L2 has been seen to give
+PRODUCTS, L2_BYTES = 2048, 40
+
+Box = tuple[int, int, int]  # images, rows, columns: each a power of two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """A convolution x [N, C, H, W] * weight [K, C, R, S] → y [N, K, P, Q]; pairs are
+    (rows, columns).
+
+    A convolution that moves no pixel is seen as N·H·W images of one pixel.
+    """
+
+    batch: int
+    channels: int
+    filters: int
+    image: tuple[int, int]
+    out: tuple[int, int]
+    taps: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @classmethod
+    def of(cls, problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta) -> Geometry:
+        stride, padding, dilation = (
+            tuple(problem.attrs[name]) for name in ("stride", "padding", "dilation")
+        )
+        batch, image, out, taps = x.shape[0], x.shape[2:], y.shape[2:], weight.shape[2:]
+        if taps == (1, 1) and stride == (1, 1) and padding == (0, 0):
+            batch, image, out = batch * math.prod(image), (1, 1), (1, 1)
+        return cls(batch=batch, channels=x.shape[1], filters=y.shape[1], image=image, out=out,
+                   taps=taps, stride=stride, padding=padding, dilation=dilation)  # fmt: skip
+
+    def pixels_last(
+        self, tensor: torch.Tensor, channels: int, image: tuple[int, int]
+    ) -> torch.Tensor:
+        """A channels_last tensor as [N, H, W, C]: strides of axes of one element are made whole."""
+        height, width = image
+        return tensor.as_strided(
+            (self.batch, height, width, channels),
+            (height * width * channels, width * channels, channels, 1),
+        )
+
+
+def refusal(problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta) -> str | None:
+    """Why the Hopper kernels cannot take a gradient of y = x * weight, or None."""
+    attrs = problem.attrs
+    if {x.dtype, y.dtype} not in ({"float16"}, {"bfloat16"}):
+        return f"multiplies float16 or bfloat16, not {x.dtype} × {y.dtype}"
+    if attrs["groups"] != 1:
+        return "one group only"
+    if isinstance(attrs["padding"], str):
+        return "padding must be numbers"
+    if (problem.attr("activation"), problem.attr("alpha")) != (None, 1.0):
+        return "a gradient has no epilogue"
+    if len(x.shape) != 4 or not (x.has("channels_last") and y.has("channels_last")):
+        return "both images must be channels_last"
+    if x.shape[1] % 8 or y.shape[1] % 8:
+        return f"channels must be multiples of 8, not {x.shape[1]} and {y.shape[1]}"
+    if math.prod(attrs["stride"]) > 4:
+        return f"strides up to 2 × 2, not {attrs['stride']}"
+    if 0 in (*x.shape, *y.shape, *weight.shape):
+        return "there is nothing to multiply"
+    if max(math.prod(x.shape) // x.shape[1], math.prod(y.shape) // y.shape[1]) > 2**30:
+        return "more than 2³⁰ pixels"
+    return None
+
+
+def boxes(batch: int, image: tuple[int, int], pixels: int) -> list[Box]:
+    """Boxes of ``pixels`` that cover all images: those that hang over least come first.
+
+    Among equals, boxes within one image or few come first: they share cache lines of taps.
+    """
+    limits = [1 << max(0, math.ceil(math.log2(extent))) for extent in (batch, *image)]
+    found = []
+    width = 1
+    while width <= min(pixels, 256):
+        height = 1
+        while width * height <= pixels and height <= 256:
+            images = pixels // (width * height)
+            if images <= 256:
+                box = (images, height, width)
+                covered = math.prod(
+                    -(-extent // side) * side for extent, side in zip((batch, *image), box)
+                )
+                beyond = any(side > limit for side, limit in zip(box, limits))
+                found.append((covered, beyond, abs(height - width), images, box))
+            height *= 2
+        width *= 2
+    return [box for *_, box in sorted(found)]

@@ -1,0 +1,53 @@
+"""Both gradients of a convolution by torch, whatever library it takes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.problem import Problem, memory_format
+
+WRITES_OUT = False
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def fits(problem: Problem) -> str | None:
+    first, second = problem.inputs[:2]
+    if problem.constant:
+        return "operands must be arguments"
+    if first.dtype != second.dtype or first.dtype not in FLOATS:
+        return f"floating-point operands of one type, not {first.dtype} × {second.dtype}"
+    if problem.output.dtype != first.dtype:
+        return f"makes {first.dtype}, not {problem.output.dtype}"
+    if (problem.attr("activation"), problem.attr("alpha")) != (None, 1.0):
+        return "a gradient has no epilogue"
+    if isinstance(problem.attrs["padding"], str):
+        return "padding must be numbers"
+    if problem.output.format == "strided":
+        return "makes contiguous or channels_last"
+    return None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    backward = torch.ops.aten.convolution_backward.default
+    attrs, made = problem.attrs, problem.output
+    stride, padding, dilation = (list(attrs[n]) for n in ("stride", "padding", "dilation"))
+    ending = (stride, padding, dilation, False, [0] * len(stride), attrs["groups"])
+    form = memory_format(made.format, len(made.shape))
+    dtype = getattr(torch, made.dtype)
+
+    # torch asks for the operand that only the other gradient reads: its shape and format count
+    def dgrad(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = torch.empty(made.shape, dtype=dtype, device=dy.device, memory_format=form)
+        dx = backward(dy, x, weight, None, *ending, [True, False, False])[0]
+        return dx.contiguous(memory_format=form)
+
+    def wgrad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.empty(made.shape, dtype=dtype, device=dy.device, memory_format=form)
+        dw = backward(dy, x, weight, None, *ending, [False, True, False])[1]
+        return dw.contiguous(memory_format=form)
+
+    return dgrad if problem.op.endswith("dgrad") else wgrad

@@ -1,0 +1,382 @@
+"""Gradient of a convolution by its weight, on Hopper: dy [N, P, Q, K], x [N, H, W, C] → dw.
+
+A matrix product over all pixels: channels of dy are its rows, (tap, channels of x) its columns,
+both read as they lie. The work (tiles of dw × boxes of pixels) is cut into equal parts, one a
+multiprocessor; what each finds of a tile goes to the workspace in float32, and a second kernel adds
+the parts in order: the same sums in every run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tessella.kernels.catalog import Call, Config
+from tessella.kernels.conv.backward import (
+    L2_BYTES,
+    MULTIPROCESSORS,
+    PRODUCTS,
+    SHARED_BYTES,
+    Geometry,
+    boxes,
+    refusal,
+)
+from tessella.kernels.hopper import (
+    barrier,
+    descriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tessella.kernels.launch import launch
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = True
+
+
+def fits(problem: Problem) -> str | None:
+    dy, x = problem.inputs[:2]
+    if problem.output.dtype not in (x.dtype, "float32"):
+        return f"makes {x.dtype} or float32, not {problem.output.dtype}"
+    if problem.output.format == "strided":
+        return "makes contiguous or channels_last"
+    return refusal(problem, x, problem.output, dy)
+
+
+def configs(problem: Problem) -> tuple[Config, ...]:
+    """Tiles in the order of their estimated time."""
+    geometry = _geometry(problem)
+    width = _width(geometry)
+    panels = _panels(geometry)
+    found = []
+    for rows, columns, pixels, warps in _TILES:
+        if rows > 64 and rows >= 2 * geometry.filters:
+            continue
+        if columns > 64 and columns >= 2 * panels * width:
+            continue
+        for box in boxes(geometry.batch, geometry.out, pixels)[:3]:
+            resident = 2 if warps == 4 else 1
+            stages = min(SHARED_BYTES // resident // (2 * pixels * (rows + columns)), 8)
+            config = {
+                "box_n": box[0], "box_h": box[1], "box_w": box[2], "rows": rows,
+                "panels": columns // width, "stages": stages, "warps": warps,
+            }  # fmt: skip
+            found.append((_clocks(geometry, config), config))
+    found.sort(key=lambda pair: pair[0])
+    return tuple(config for _, config in found[:12])
+
+
+# channels of dy, columns of (tap, channel of x), pixels in a step, warps that multiply
+_TILES = (
+    (128, 256, 64, 8),
+    (256, 128, 64, 8),
+    (128, 128, 64, 8),
+    (64, 256, 64, 8),
+    (128, 64, 64, 4),
+    (64, 128, 64, 4),
+    (64, 64, 64, 4),
+    (64, 64, 128, 4),
+)
+
+
+def _geometry(problem: Problem) -> Geometry:
+    return Geometry.of(problem, problem.inputs[1], problem.output, problem.inputs[0])
+
+
+def _width(geometry: Geometry) -> int:
+    """Channels of x in one panel of columns: as many as one swizzled row can hold, or all."""
+    return 64 if geometry.channels > 32 else 32 if geometry.channels > 16 else 16
+
+
+def _panels(geometry: Geometry) -> int:
+    return math.prod(geometry.taps) * -(-geometry.channels // _width(geometry))
+
+
+def _work(geometry: Geometry, config: Config) -> tuple[int, int, int, list[int]]:
+    """(blocks, tiles, tiles along the rows, boxes along each axis)."""
+    box = (config["box_n"], config["box_h"], config["box_w"])
+    across = [-(-n // s) for n, s in zip((geometry.batch, *geometry.out), box)]
+    rows = -(-geometry.filters // config["rows"])
+    tiles = rows * -(-_panels(geometry) // config["panels"])
+    resident = 2 if config["warps"] == 4 else 1
+    blocks = min(tiles * math.prod(across), MULTIPROCESSORS * resident)
+    return blocks, tiles, rows, across
+
+
+def _clocks(geometry: Geometry, config: Config) -> float:
+    """About how long a multiprocessor is busy."""
+    blocks, tiles, _, across = _work(geometry, config)
+    rows, columns = config["rows"], config["panels"] * _width(geometry)
+    pixels = config["box_n"] * config["box_h"] * config["box_w"]
+    step = max(rows * columns * pixels / PRODUCTS, 2 * pixels * (rows + columns) / L2_BYTES)
+    resident = 2 if config["warps"] == 4 else 1
+    units = tiles * math.prod(across) / blocks
+    parts = 4 * rows * columns * (blocks + tiles) / MULTIPROCESSORS / L2_BYTES
+    return units * step * min(resident, max(1, blocks / MULTIPROCESSORS)) + 2 * parts
+
+
+def workspace_bytes(problem: Problem, **config: Any) -> int:
+    """The parts: at most one for each block and one for each tile, less one; in float32."""
+    geometry, config = _geometry(problem), config or configs(problem)[0]
+    blocks, tiles, _, _ = _work(geometry, config)
+    return 4 * (blocks + tiles - 1) * config["rows"] * config["panels"] * _width(geometry)
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    geometry, config = _geometry(problem), config or configs(problem)[0]
+    box = (config["box_n"], config["box_h"], config["box_w"])
+    (R, S), (sh, sw), width = geometry.taps, geometry.stride, _width(geometry)
+    blocks, tiles, rows, across = _work(geometry, config)
+    count, columns = math.prod(across), config["panels"] * width
+    each, more = divmod(tiles * count, blocks)
+    c_panels = -(-geometry.channels // width)
+    size = (S, *geometry.padding, *geometry.dilation)
+    work = (tiles * count, count, across[2], across[1], rows, _panels(geometry), c_panels)
+    options = {} if config["warps"] == 8 else {"maxnreg": 128}
+    # a tile's parts: as many as blocks that can share it
+    together = min(triton.next_power_of_2(-(-count // max(each, 1)) + 1), 32)
+    chunk = min(max(64, 2048 // together), config["rows"] * columns)
+
+    def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
+        dy, x = problem.operands(constants, inputs)[:2]
+        images = geometry.pixels_last(x, geometry.channels, geometry.image)
+        parts = workspace.view(torch.float32)
+        launch(
+            _kernel,
+            (blocks,),
+            descriptor(
+                geometry.pixels_last(dy, geometry.filters, geometry.out), (*box, config["rows"])
+            ),
+            tuple(
+                descriptor(images[:, a::sh, b::sw], (*box, width))
+                for a, b in itertools.product(range(sh), range(sw))
+            ),
+            parts,
+            size,
+            work,
+            STAGES=config["stages"],
+            PANELS=config["panels"],
+            SH=sh,
+            SW=sw,
+            REGISTERS=40,
+            num_warps=config["warps"],
+            **options,
+        )
+        launch(
+            _add_parts,
+            (config["rows"] * columns // chunk, tiles),
+            parts,
+            out,
+            geometry.filters,
+            geometry.channels,
+            R * S,
+            count,
+            rows,
+            c_panels,
+            each,
+            more,
+            *_strides(out),
+            ROWS=config["rows"],
+            COLUMNS=columns,
+            WIDTH=width,
+            PARTS=together,
+            CHUNK=chunk,
+        )
+        return out
+
+    return call
+
+
+def _strides(weight: torch.Tensor) -> tuple[int, int, int]:
+    """Of output channels, input channels and taps, in a weight of either format."""
+    channels, *taps = weight.shape[1:]
+    depth = channels * math.prod(taps)
+    return (depth, math.prod(taps), 1) if weight.is_contiguous() else (depth, 1, channels)
+
+
+@gluon.jit
+def _part(total):
+    """The units of work [first, last) of this block: equal parts, the first ones larger by one."""
+    each = total // gl.num_programs(0)
+    more = total % gl.num_programs(0)
+    i = gl.program_id(0)
+    first = i * each + gl.minimum(i, more)
+    return first, first + each + gl.where(i < more, 1, 0)
+
+
+@gluon.jit
+def _copy_in(
+    dy, x, a_ring, b_ring, full, empty, size, work, STAGES: gl.constexpr, PANELS: gl.constexpr,
+    SH: gl.constexpr, SW: gl.constexpr,
+):  # fmt: skip
+    """The copying warp: for each unit, a box of dy and the boxes of x under PANELS columns."""
+    S, pad_h, pad_w, dil_h, dil_w = size
+    total, boxes, nw, nh, rows, panels, c_panels = work
+    BOX_N: gl.constexpr = dy.block_type.shape[0]
+    BOX_H: gl.constexpr = dy.block_type.shape[1]
+    BOX_W: gl.constexpr = dy.block_type.shape[2]
+    ROWS: gl.constexpr = dy.block_type.shape[3]
+    WIDTH: gl.constexpr = x[0].block_type.shape[3]
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    unit, end = _part(total)
+    for tile in range(unit // boxes, (end - 1) // boxes + 1):
+        panel0 = (tile // rows) * PANELS
+        row0 = (tile % rows) * ROWS
+        box = gl.maximum(unit - tile * boxes, 0)
+        for i in range(box, gl.minimum(end - tile * boxes, boxes)):
+            q = (i % nw) * BOX_W
+            p = ((i // nw) % nh) * BOX_H
+            n = (i // (nw * nh)) * BOX_N
+            mbarrier.wait(empty.index(stage), phase)
+            ready = full.index(stage)
+            for j in gl.static_range(1, PANELS + 1):
+                here = (panel0 + j == panels) if j < PANELS else (panel0 + j <= panels)
+                mbarrier.expect(ready, dy.block_type.nbytes + j * x[0].block_type.nbytes, pred=here)
+            load_tile(dy, [n, p, q, row0], ready, a_ring.index(stage))
+            for j in gl.static_range(PANELS):
+                panel = panel0 + j
+                here = panel < panels
+                tap = panel // c_panels
+                c = (panel % c_panels) * WIDTH
+                h = (tap // S) * dil_h + (SH - 1) * pad_h
+                w = (tap % S) * dil_w + (SW - 1) * pad_w
+                view = (h % SH) * SW + w % SW
+                at = [n, p + h // SH - pad_h, q + w // SW - pad_w, c]
+                for v in gl.static_range(SH * SW):
+                    load_tile(
+                        x[v], at, ready, b_ring.index(stage * PANELS + j),
+                        pred=here & (view == v),
+                    )  # fmt: skip
+            stage += 1
+            phase = gl.where(stage == STAGES, phase ^ 1, phase)
+            stage = gl.where(stage == STAGES, 0, stage)
+
+
+@gluon.jit
+def _multiply(
+    parts, a_ring, b_ring, full, empty, work, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, PIXELS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps: the sum of each tile of this block goes to its slot of the parts."""
+    boxes = work[1]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    unit, end = _part(work[0])
+    for tile in range(unit // boxes, (end - 1) // boxes + 1):
+        acc = gl.zeros((ROWS, COLUMNS), dtype=gl.float32, layout=LAYOUT)
+        before = stage
+        first = gl.maximum(unit - tile * boxes, 0)
+        for i in range(first, gl.minimum(end - tile * boxes, boxes)):
+            mbarrier.wait(full.index(stage), phase)
+            a = a_ring.index(stage).reshape([PIXELS, ROWS])
+            acc = warpgroup_mma(a.permute((1, 0)), b_ring.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            barrier()  # the product before this one is finished in all warps: its tiles are free
+            mbarrier.arrive(empty.index(before), pred=i > first)
+            before = stage
+            stage += 1
+            phase = gl.where(stage == STAGES, phase ^ 1, phase)
+            stage = gl.where(stage == STAGES, 0, stage)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        barrier()
+        mbarrier.arrive(empty.index(before))
+        # block and tile only grow along the work: their sum names a slot once
+        slot = (gl.program_id(0) + tile).to(gl.int64)
+        gl.store(parts + slot * (ROWS * COLUMNS) + (row * COLUMNS + column), acc)
+
+
+@gluon.jit(do_not_specialize=["size", "work"])
+def _kernel(
+    dy, x, parts, size, work, STAGES: gl.constexpr, PANELS: gl.constexpr,
+    SH: gl.constexpr, SW: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    BOX_N: gl.constexpr = x[0].block_type.shape[0]
+    BOX_H: gl.constexpr = x[0].block_type.shape[1]
+    BOX_W: gl.constexpr = x[0].block_type.shape[2]
+    WIDTH: gl.constexpr = x[0].block_type.shape[3]
+    PIXELS: gl.constexpr = BOX_N * BOX_H * BOX_W
+    ROWS: gl.constexpr = dy.block_type.shape[3]
+    COLUMNS: gl.constexpr = PANELS * WIDTH
+    beside: gl.constexpr = 1 if 16 * num_warps <= ROWS else 16 * num_warps // ROWS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[num_warps // beside, beside],
+        instr_shape=[16, COLUMNS // beside, 16],
+    )
+    a_ring = gl.allocate_shared_memory(dy.dtype, [STAGES, BOX_N, BOX_H, BOX_W, ROWS], dy.layout)
+    b_ring = gl.allocate_shared_memory(
+        x[0].dtype, [STAGES * PANELS, BOX_N, BOX_H, BOX_W, WIDTH], x[0].layout
+    )
+    # panels lie one behind the other, as the columns of a wider tile do
+    wide: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=2 * WIDTH, element_bitwidth=16, rank=2
+    )
+    b_wide = reinterpret(b_ring, x[0].dtype, [STAGES, PIXELS, COLUMNS], wide)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    parts, a_ring, b_wide, full, empty, work,
+                    STAGES, ROWS, COLUMNS, PIXELS, LAYOUT,
+                ),
+            ),
+            (_copy_in, (dy, x, a_ring, b_ring, full, empty, size, work, STAGES, PANELS, SH, SW)),
+        ],
+        [1],
+        [REGISTERS],
+    )  # fmt: skip
+
+
+@triton.jit
+def _block_of(unit, each, more):
+    """The block whose part of the work holds ``unit``."""
+    large = more * (each + 1)
+    return tl.where(unit < large, unit // (each + 1), more + (unit - large) // tl.maximum(each, 1))
+
+
+@triton.jit
+def _add_parts(
+    parts, out, K, C, taps, boxes, rows, c_panels, each, more, stride_k, stride_c, stride_tap,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """dw from the parts of one tile, added in the order of the blocks that made them."""
+    tile = tl.program_id(1)
+    first = _block_of(tile * boxes, each, more)
+    last = _block_of(tile * boxes + boxes - 1, each, more)
+    element = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    part = tl.arange(0, PARTS)
+    total = tl.zeros((CHUNK,), dtype=tl.float32)
+    for block in range(first, last + 1, PARTS):
+        slot = (block + part + tile).to(tl.int64)
+        at = parts + slot[:, None] * (ROWS * COLUMNS) + element[None, :]
+        total += tl.sum(tl.load(at, mask=(block + part <= last)[:, None], other=0.0), axis=0)
+    k = (tile % rows) * ROWS + element // COLUMNS
+    column = element % COLUMNS
+    panel = (tile // rows) * (COLUMNS // WIDTH) + column // WIDTH
+    tap = panel // c_panels
+    c = (panel % c_panels) * WIDTH + column % WIDTH
+    here = (k < K) & (c < C) & (tap < taps)
+    tl.store(out + k * stride_k + c * stride_c + tap * stride_tap, total, mask=here)

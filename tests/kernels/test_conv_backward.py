@@ -1,0 +1,232 @@
+"""Gradients of a convolution: references against autograd, and what each kernel takes, refuses and
+becomes in machine code."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tessella.kernels import catalog, reference
+from tessella.kernels.conv import backward, dgrad_sm90, wgrad_sm90
+from tessella.kernels.problem import Problem, TensorMeta
+from tests.kernels.compile_only import compile_all
+
+KERNELS = {"conv2d_dgrad": dgrad_sm90, "conv2d_wgrad": wgrad_sm90}
+CPU = torch.device("cpu")
+
+# x, weight, stride, padding, dilation, groups
+CASES = [
+    ((2, 4, 6, 6), (8, 4, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    ((2, 4, 7, 6), (6, 2, 3, 2), (2, 1), (1, 0), (1, 2), 2),
+    ((1, 3, 9, 9), (5, 3, 1, 1), (2, 2), (0, 0), (1, 1), 1),
+    ((2, 6, 5, 8), (6, 1, 3, 3), (1, 2), (2, 1), (2, 1), 6),
+    ((1, 2, 11, 8), (4, 2, 4, 3), (3, 3), (0, 2), (1, 1), 1),
+]
+
+
+def problem(
+    op: str,
+    x: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: Any = (1, 1),
+    padding: Any = (0, 0),
+    dilation: Any = (1, 1),
+    groups: int = 1,
+    *,
+    dtype: str = "float16",
+    made: str | None = None,
+    format: Any = "channels_last",
+    weight_format: Any = "channels_last",
+    constant: tuple[int, ...] = (),
+) -> Problem:
+    out = [
+        (n + 2 * p - d * (r - 1) - 1) // s + 1
+        for n, r, s, p, d in zip(x[2:], weight[2:], stride, padding, dilation)
+    ]
+    metas = {
+        "x": TensorMeta(shape=x, dtype=dtype, format=format),
+        "weight": TensorMeta(shape=weight, dtype=dtype, format=weight_format),
+        "dy": TensorMeta(shape=(x[0], weight[0], *out), dtype=dtype, format=format),
+    }
+    reads, makes = ("weight", "x") if op.endswith("dgrad") else ("x", "weight")
+    output = TensorMeta(shape=metas[makes].shape, dtype=made or dtype, format=metas[makes].format)
+    attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    more = {"input_size": x} if op.endswith("dgrad") else {"kernel_size": weight[2:]}
+    return Problem(
+        op=op,
+        inputs=(metas["dy"], metas[reads]),
+        outputs=(output,),
+        attrs={**attrs, **more},
+        constant=constant,
+    )
+
+
+def gradients(
+    x: torch.Tensor, weight: torch.Tensor, *window: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dy, and both gradients by autograd through a sum of shifted products, without convolution."""
+    stride, padding, dilation, groups = window
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    out = [
+        (n - d * (r - 1) - 1) // s + 1
+        for n, r, s, d in zip(padded.shape[2:], weight.shape[2:], stride, dilation)
+    ]
+    y: Any = 0
+    for r, s in itertools.product(range(weight.shape[2]), range(weight.shape[3])):
+        rows = slice(r * dilation[0], r * dilation[0] + (out[0] - 1) * stride[0] + 1, stride[0])
+        columns = slice(s * dilation[1], s * dilation[1] + (out[1] - 1) * stride[1] + 1, stride[1])
+        seen = padded[:, :, rows, columns].unflatten(1, (groups, -1))
+        taps = weight[:, :, r, s].unflatten(0, (groups, -1))
+        y = y + torch.einsum("ngchw,gkc->ngkhw", seen, taps).flatten(1, 2)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    return dy, x.grad, weight.grad
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_references_agree_with_autograd(case: Any) -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(shape, dtype=torch.float64) for shape in case[:2])
+    dy, dx, dw = gradients(x, weight, *case[2:])
+    for op, operand, expected in (("conv2d_dgrad", weight, dx), ("conv2d_wgrad", x, dw)):
+        asked = problem(op, *case, dtype="float64")
+        (made,) = reference.call(op, [dy, operand], asked.attrs)
+        torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
+        (shape,) = reference.call(op, [dy.to("meta"), operand.to("meta")], asked.attrs)
+        assert shape.shape == expected.shape
+
+
+@pytest.mark.parametrize("format", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_aten(op: str, case: Any, format: Any) -> None:
+    torch.manual_seed(0)
+    row = catalog.kernel(f"{op}.aten")
+    asked = problem(op, *case, dtype="float32", format=format, weight_format=format)
+    assert row.load().fits(asked) is None
+    x, weight = (torch.randn(shape, dtype=torch.float64) for shape in case[:2])
+    dy, dx, dw = gradients(x, weight, *case[2:])
+    operand, expected = (weight, dx) if op == "conv2d_dgrad" else (x, dw)
+    form = torch.channels_last if format == "channels_last" else torch.contiguous_format
+    made = row.load().bind(asked, {})(
+        *(t.float().contiguous(memory_format=form) for t in (dy, operand))
+    )
+    assert asked.output.matches(made)
+    torch.testing.assert_close(made.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+PLAIN = ((2, 64, 8, 8), (32, 64, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+REFUSED = {
+    "float32": ("multiplies float16 or bfloat16", {"dtype": "float32"}),
+    "fp8": ("multiplies float16 or bfloat16", {"dtype": "float8_e4m3fn"}),
+    "groups": ("one group", {"weight": (32, 32, 3, 3), "groups": 2}),
+    "C = 3": ("multiples of 8", {"x": (2, 3, 8, 8), "weight": (32, 3, 3, 3)}),
+    "K = 10": ("multiples of 8", {"weight": (10, 64, 3, 3)}),
+    "NCHW": ("channels_last", {"format": "contiguous"}),
+    "stride 3": ("strides up to", {"stride": (3, 3)}),
+    "no image": ("nothing to multiply", {"x": (0, 64, 8, 8)}),
+}
+
+
+@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.parametrize("why", REFUSED)
+def test_refuses_with_a_reason(op: str, why: str) -> None:
+    reason, changes = REFUSED[why]
+    names = ("x", "weight", "stride", "padding", "dilation", "groups")
+    asked = problem(op, **{**dict(zip(names, PLAIN)), **changes})
+    assert reason in (KERNELS[op].fits(asked) or "")
+
+
+def test_gradients_of_other_element_types() -> None:
+    made = {d: problem("conv2d_wgrad", *PLAIN, made=d) for d in ("float32", "float16", "bfloat16")}
+    assert [wgrad_sm90.fits(p) is None for p in made.values()] == [True, True, False]
+    assert dgrad_sm90.fits(problem("conv2d_dgrad", *PLAIN, made="float32")) is not None
+
+
+def test_boxes_cover_common_images_exactly() -> None:
+    for side in (7, 14, 28, 56, 112, 224):
+        for pixels in (64, 128, 256):
+            box = backward.boxes(128, (side, side), pixels)[0]
+            assert math.prod(box) == pixels
+            covered = [-(-n // b) * b for n, b in zip((128, side, side), box)]
+            waste = math.prod(covered) / (128 * side * side)
+            assert waste == 1 or (side == 7 and pixels == 256)
+    assert math.prod(backward.boxes(1, (13, 1), 128)[0]) == 128
+
+
+WORKSPACES = [PLAIN, ((1, 8, 1, 1), (8, 8, 1, 1)), ((3, 40, 9, 5), (24, 40, 5, 3), (2, 1), (2, 1))]
+
+
+@pytest.mark.parametrize("case", WORKSPACES, ids=str)
+def test_parts_of_wgrad_fill_the_workspace(case: Any) -> None:
+    """Every block's share of every tile has its own slot, and the last one ends the workspace."""
+    asked = problem("conv2d_wgrad", *case)
+    geometry = wgrad_sm90._geometry(asked)
+    for config in wgrad_sm90.configs(asked):
+        blocks, tiles, _, across = wgrad_sm90._work(geometry, config)
+        boxes = math.prod(across)
+        each, more = divmod(tiles * boxes, blocks)
+        slots = []
+        for block in range(blocks):
+            first = block * each + min(block, more)
+            last = first + each + (block < more) - 1
+            slots += [block + tile for tile in range(first // boxes, last // boxes + 1)]
+        assert len(slots) == len(set(slots))
+        columns = config["panels"] * wgrad_sm90._width(geometry)
+        size = 4 * config["rows"] * columns
+        assert wgrad_sm90.workspace_bytes(asked, **config) == size * (max(slots) + 1)
+
+
+def test_weights_are_copied_only_where_they_must() -> None:
+    asked = problem("conv2d_dgrad", *PLAIN, weight_format="contiguous")
+    assert dgrad_sm90.workspace_bytes(asked) == 32 * 64 * 9 * 2
+    constant = problem("conv2d_dgrad", *PLAIN, weight_format="contiguous", constant=(1,))
+    assert dgrad_sm90.workspace_bytes(constant) == 0
+    assert dgrad_sm90.workspace_bytes(problem("conv2d_dgrad", *PLAIN)) == 0
+    one = problem("conv2d_dgrad", (2, 64, 8, 8), (32, 64, 1, 1), weight_format="contiguous")
+    assert dgrad_sm90.workspace_bytes(one) == 0
+
+
+COMPILED = {
+    "3x3": PLAIN,
+    "3x3 stride 2": ((128, 128, 56, 56), (128, 128, 3, 3), (2, 2), (1, 1)),
+    "1x1": ((128, 480, 14, 14), (16, 480, 1, 1)),
+    "3x3 wide": ((128, 256, 14, 14), (256, 256, 3, 3), (1, 1), (1, 1)),
+}
+
+
+def cases() -> Iterator[tuple[str, Any]]:
+    """The first and the last configuration of each shape, both gradients."""
+    for (name, case), (op, kernel) in itertools.product(COMPILED.items(), KERNELS.items()):
+        asked = problem(op, *case)
+        configs = kernel.configs(asked)
+        for config in (configs[0], configs[-1]):
+            yield f"{op} {name} {config}", _runner(kernel, asked, config)
+
+
+def _runner(kernel: Any, asked: Problem, config: dict[str, Any]) -> Any:
+    def run() -> None:
+        inputs = [meta.empty(CPU) for meta in asked.inputs if meta is not None]
+        scratch = torch.empty(kernel.workspace_bytes(asked, **config), dtype=torch.uint8)
+        kernel.bind(asked, {}, **config)(*inputs, out=asked.output.empty(CPU), workspace=scratch)
+
+    return run
+
+
+def test_machine_code() -> None:
+    for name, launches in compile_all("tests.kernels.test_conv_backward:cases").items():
+        main = launches[0]
+        assert all(one["spilled_bytes"] == 0 for one in launches), name
+        assert main["opcodes"].get("HGMMA", 0) >= 4, name
+        assert main["opcodes"].get("UTMALDG", 0) >= 2, name
+        assert main["shared_bytes"] <= 227 * 1024, name
+        assert not {"LDL", "STL", "HMMA"} & set(main["opcodes"]), name
+        if "dgrad" in name:
+            assert main["opcodes"]["UTMASTG"] >= (4 if "stride 2" in name else 1), name
