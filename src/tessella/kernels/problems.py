@@ -80,7 +80,7 @@ def conv_dgrad(
         op=f"conv{axes}d_dgrad",
         inputs=(dy, weight),
         outputs=(TensorMeta(shape=shape, dtype=dy.dtype, format=_dense(dy)),),
-        attrs=window,
+        attrs={**window, "input_size": shape},
         math=math,
     )
 
@@ -107,7 +107,7 @@ def conv_wgrad(
         op=f"conv{axes}d_wgrad",
         inputs=(dy, x),
         outputs=(TensorMeta(shape=shape, dtype=out_dtype or x.dtype, format=_dense(x)),),
-        attrs=window,
+        attrs={**window, "kernel_size": taps},
         math=math,
     )
 
