@@ -5,7 +5,11 @@ the consumers, multiply them with WGMMA, apply the epilogue and have TMA store t
 its own pace: while one is in its epilogue the other has the tensor cores to itself. In cooperative
 mode they hold the upper and the lower half of one tile, in ping-pong mode alternate tiles.
 
-M, N, K: the product; WM, WN: what one warpgroup accumulates; a unit: one tile over a range of K.
+Words: WM, WN, what one warpgroup accumulates; BK, a tile's length along K; a unit, one tile of C
+over a range of K; STAGES of the ring; BUFFERS, where a warpgroup's results wait for TMA.
+Arguments travel in groups: ``ring`` (A's tiles, B's tiles, barriers "full" and "empty" of each
+stage), ``out`` (C's descriptor, buffers), ``extra`` (residual's descriptor, its barriers, scale,
+bias), ``work`` (units, tiles along M, N and K, tiles along K of one unit, batches).
 """
 
 from __future__ import annotations
@@ -35,12 +39,13 @@ def _several(count, shape):
 
 
 @gluon.jit
-def _unit(u, m_tiles, n_tiles, k_tiles, k_each, batches, GROUP: gl.constexpr):
+def _unit(u, work, GROUP: gl.constexpr):
     """Unit ``u`` → batch, its place in C, m, n (in tiles), first tile along K and their number.
 
     Neighbours in time share rows of A and columns of B in the L2 cache: GROUP tiles down, then one
     to the right.
     """
+    _, m_tiles, n_tiles, k_tiles, k_each, batches = work
     tiles = m_tiles * n_tiles
     t = u % tiles
     place = u // tiles
@@ -61,34 +66,21 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    a,
-    b,
-    a_ring,
-    b_ring,
-    full,
-    empty,
-    units,
-    m_tiles,
-    n_tiles,
-    k_tiles,
-    k_each,
-    batches,
-    b_batched,
-    PARTS: gl.constexpr,
-    WM: gl.constexpr,
-    WN: gl.constexpr,
-    BK: gl.constexpr,
-    A_K_MAJOR: gl.constexpr,
-    B_K_MAJOR: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+def _produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexpr):
+    """Loads A's and B's tiles, unit after unit, as fast as stages become empty."""
+    WM: gl.constexpr = LOOK[0]
+    WN: gl.constexpr = LOOK[1]
+    BK: gl.constexpr = LOOK[2]
+    A_K_MAJOR: gl.constexpr = LOOK[3]
+    B_K_MAJOR: gl.constexpr = LOOK[4]
+    STAGES: gl.constexpr = LOOK[5]
+    GROUP: gl.constexpr = LOOK[6]
     BYTES: gl.constexpr = PARTS * a.block_type.nbytes + b.block_type.nbytes
+    a_ring, b_ring, full, empty = ring
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # an empty ring: the first round does not wait
-    for u in range(gl.program_id(0), units, gl.num_programs(0)):
-        batch, _, m, n, begin, count = _unit(u, m_tiles, n_tiles, k_tiles, k_each, batches, GROUP)
+    for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
+        batch, _, m, n, begin, count = _unit(u, work, GROUP)
         m0 = m * (PARTS * WM)
         n0 = n * WN
         batch_b = batch * b_batched
@@ -111,7 +103,28 @@ def _produce(
 
 
 @gluon.jit
-def _load_residual(r, r_full, buffers, place, m0, n0, BUFFER: gl.constexpr):
+def _factors(ring, stage, part, LOOK: gl.constexpr):
+    """A's tile [WM, BK] and B's [BK, WN] in a stage, however they lie."""
+    WM: gl.constexpr = LOOK[0]
+    WN: gl.constexpr = LOOK[1]
+    BK: gl.constexpr = LOOK[2]
+    A_K_MAJOR: gl.constexpr = LOOK[3]
+    B_K_MAJOR: gl.constexpr = LOOK[4]
+    if A_K_MAJOR:
+        a = ring[0].index(part).reshape([WM, BK])
+    else:
+        a = ring[0].index(part).reshape([BK, WM]).permute((1, 0))
+    if B_K_MAJOR:
+        b = ring[1].index(stage).reshape([WN, BK]).permute((1, 0))
+    else:
+        b = ring[1].index(stage).reshape([BK, WN])
+    return a, b
+
+
+@gluon.jit
+def _load_residual(extra, buffers, place, m0, n0, BUFFER: gl.constexpr):
+    r = extra[0]
+    r_full = extra[1]
     ready = r_full.index(BUFFER)
     mbarrier.expect(ready, r.block_type.nbytes)
     load_tile(r, [place, m0, n0], ready, buffers.index(BUFFER))
@@ -119,155 +132,80 @@ def _load_residual(r, r_full, buffers, place, m0, n0, BUFFER: gl.constexpr):
 
 @gluon.jit
 def _store_columns(
-    x,
-    c,
-    r_full,
-    buffers,
-    scale,
-    bias,
-    place,
-    m0,
-    n0,
-    N,
-    phase,
-    FIRST: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    PIECES: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-    r,
-    ALPHA: gl.constexpr,
-    BETA: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    COLUMN: gl.constexpr,
-):
-    """The epilogue of the columns ``x`` of a tile, in pieces as wide as one buffer."""
+    x, out, extra, place, m0, n0, N, r_phase,
+    COLUMN: gl.constexpr, FIRST: gl.constexpr, BUFFERS: gl.constexpr, PIECES: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+):  # fmt: skip
+    """The epilogue of a tile's columns ``x``, in pieces as wide as one buffer."""
     WM: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
+    c, buffers = out
+    r, r_full, scale, bias = extra
     EN: gl.constexpr = c.block_type.shape[2]
     if WIDTH > EN:
         left, right = x.reshape([WM, 2, WIDTH // 2]).permute((0, 2, 1)).split()
         _store_columns(
-            left,
-            c,
-            r_full,
-            buffers,
-            scale,
-            bias,
-            place,
-            m0,
-            n0,
-            N,
-            phase,
-            FIRST,
-            BUFFERS,
-            PIECES,
-            RESIDUAL,
-            r,
-            ALPHA,
-            BETA,
-            ACTIVATION,
-            COLUMN,
-        )
+            left, out, extra, place, m0, n0, N, r_phase,
+            COLUMN, FIRST, BUFFERS, PIECES, EPILOGUE,
+        )  # fmt: skip
         _store_columns(
-            right,
-            c,
-            r_full,
-            buffers,
-            scale,
-            bias,
-            place,
-            m0,
-            n0,
-            N,
-            phase,
-            FIRST,
-            BUFFERS,
-            PIECES,
-            RESIDUAL,
-            r,
-            ALPHA,
-            BETA,
-            ACTIVATION,
-            COLUMN + WIDTH // 2,
-        )
+            right, out, extra, place, m0, n0, N, r_phase,
+            COLUMN + WIDTH // 2, FIRST, BUFFERS, PIECES, EPILOGUE,
+        )  # fmt: skip
     else:
         PIECE: gl.constexpr = COLUMN // EN
+        BUFFER: gl.constexpr = FIRST + PIECE % BUFFERS
         L: gl.constexpr = x.type.layout
+        ALPHA: gl.constexpr = EPILOGUE[0]
+        BETA: gl.constexpr = EPILOGUE[1]
+        ACTIVATION: gl.constexpr = EPILOGUE[2]
+        tile = buffers.index(BUFFER).reshape([WM, EN])
         V: gl.constexpr = gl.SliceLayout(0, L)
-        buffer = buffers.index(FIRST + PIECE % BUFFERS)
-        c_tile = buffer.reshape([WM, EN])
+        s = scale
         if scale is not None:
             s = channel_vector(scale, n0 + COLUMN, N, EN, V).expand_dims(0)
-        else:
-            s = None
+        v = bias
         if bias is not None:
             v = channel_vector(bias, n0 + COLUMN, N, EN, V).expand_dims(0)
-        else:
-            v = None
-        if RESIDUAL:
-            mbarrier.wait(r_full.index(FIRST + PIECE % BUFFERS), (phase + PIECE // BUFFERS) & 1)
-            y = finish(x, s, v, c_tile.load(L), ALPHA, BETA, ACTIVATION, c.dtype)
-            barrier()
-        else:
+        if r is None:
             y = finish(x, s, v, None, ALPHA, BETA, ACTIVATION, c.dtype)
             store_wait(BUFFERS - 1)
-            barrier()
-        c_tile.store(y)
+        else:
+            mbarrier.wait(r_full.index(BUFFER), (r_phase + PIECE // BUFFERS) & 1)
+            y = finish(x, s, v, tile.load(L), ALPHA, BETA, ACTIVATION, c.dtype)
+        barrier()
+        tile.store(y)
         fence_async_shared()
         barrier()
-        store_tile(c, [place, m0, n0 + COLUMN], buffer)
-        if RESIDUAL and PIECE + BUFFERS < PIECES:
+        store_tile(c, [place, m0, n0 + COLUMN], buffers.index(BUFFER))
+        if r is not None and PIECE + BUFFERS < PIECES:
             # the buffer's next residual, when its result has left
             store_wait(0)
             barrier()
-            column = COLUMN + BUFFERS * EN
-            _load_residual(r, r_full, buffers, place, m0, n0 + column, FIRST + PIECE % BUFFERS)
+            _load_residual(extra, buffers, place, m0, n0 + COLUMN + BUFFERS * EN, BUFFER)
 
 
 @gluon.jit
 def _consume(
-    c,
-    r,
-    scale,
-    bias,
-    a_ring,
-    b_ring,
-    buffers,
-    full,
-    empty,
-    r_full,
-    units,
-    m_tiles,
-    n_tiles,
-    k_tiles,
-    k_each,
-    batches,
-    N,
-    WHO: gl.constexpr,
-    PARTS: gl.constexpr,
-    PING_PONG: gl.constexpr,
-    WM: gl.constexpr,
-    WN: gl.constexpr,
-    BK: gl.constexpr,
-    A_K_MAJOR: gl.constexpr,
-    B_K_MAJOR: gl.constexpr,
-    STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    GROUP: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-    PROMOTE: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BETA: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-):
-    BITS: gl.constexpr = a_ring.dtype.primitive_bitwidth
-    INTEGER: gl.constexpr = a_ring.dtype.is_int()
-    # s8 WGMMA with N = 256 does not pass Triton 3.6
-    WIDEST: gl.constexpr = 128 if INTEGER else 256
+    ring, out, extra, work, N,
+    WHO: gl.constexpr, PARTS: gl.constexpr, BUFFERS: gl.constexpr, PROMOTE: gl.constexpr,
+    LOOK: gl.constexpr, EPILOGUE: gl.constexpr,
+):  # fmt: skip
+    """Multiplies, finishes and stores: half of every unit, or every other unit."""
+    WM: gl.constexpr = LOOK[0]
+    WN: gl.constexpr = LOOK[1]
+    STAGES: gl.constexpr = LOOK[5]
+    GROUP: gl.constexpr = LOOK[6]
+    PING_PONG: gl.constexpr = PARTS == 1
+    full = ring[2]
+    empty = ring[3]
+    c, buffers = out
+    INTEGER: gl.constexpr = ring[0].dtype.is_int()
+    WIDEST: gl.constexpr = 128 if INTEGER else 256  # s8 with N = 256 does not pass Triton 3.6
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0],
         warps_per_cta=[4, 1],
-        instr_shape=[16, WN if WN < WIDEST else WIDEST, 256 // BITS],
+        instr_shape=[16, WN if WN < WIDEST else WIDEST, 256 // ring[0].dtype.primitive_bitwidth],
     )
     ACC: gl.constexpr = gl.int32 if INTEGER else gl.float32
     EN: gl.constexpr = c.block_type.shape[2]
@@ -275,50 +213,42 @@ def _consume(
     PIECES: gl.constexpr = WN // EN
     start = gl.program_id(0)
     step = gl.num_programs(0)
-    position = gl.to_tensor(0)  # of the ring, counted from the start
+    position = gl.to_tensor(0)  # in the ring's sequence of tiles
     if PING_PONG:
         start += WHO * step
         step *= 2
-        position += WHO * k_tiles
+        position += WHO * work[3]
     stage = position % STAGES
     phase = (position // STAGES) & 1
     r_phase = gl.to_tensor(0)
-    for u in range(start, units, step):
-        _, place, m, n, _, count = _unit(u, m_tiles, n_tiles, k_tiles, k_each, batches, GROUP)
+    for u in range(start, work[0], step):
+        _, place, m, n, _, count = _unit(u, work, GROUP)
         m0 = m * (PARTS * WM)
         if not PING_PONG:
             m0 += WHO * WM
         n0 = n * WN
-        if RESIDUAL:
+        if extra[0] is not None:
             store_wait(0)
             barrier()
             for piece in gl.static_range(BUFFERS):
-                _load_residual(r, r_full, buffers, place, m0, n0 + piece * EN, FIRST + piece)
+                _load_residual(extra, buffers, place, m0, n0 + piece * EN, FIRST + piece)
         acc = gl.zeros((WM, WN), dtype=ACC, layout=L)
         before = stage
         for k in range(count):
             mbarrier.wait(full.index(stage), phase)
-            if PING_PONG:
-                a_tile = a_ring.index(stage)
-            else:
-                a_tile = a_ring.index(stage * PARTS + WHO)
-            if A_K_MAJOR:
-                a_tile = a_tile.reshape([WM, BK])
-            else:
-                a_tile = a_tile.reshape([BK, WM]).permute((1, 0))
-            if B_K_MAJOR:
-                b_tile = b_ring.index(stage).reshape([WN, BK]).permute((1, 0))
-            else:
-                b_tile = b_ring.index(stage).reshape([BK, WN])
+            part = stage
+            if not PING_PONG:
+                part = stage * PARTS + WHO
+            a, b = _factors(ring, stage, part, LOOK)
             if PROMOTE:
                 fresh = gl.zeros((WM, WN), dtype=ACC, layout=L)
-                fresh = warpgroup_mma(a_tile, b_tile, fresh, use_acc=False, is_async=True)
+                fresh = warpgroup_mma(a, b, fresh, use_acc=False, is_async=True)
                 fresh = warpgroup_mma_wait(0, deps=(fresh,))
                 barrier()
                 mbarrier.arrive(empty.index(stage), count=1)
                 acc += fresh
             else:
-                acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True)
+                acc = warpgroup_mma(a, b, acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 # the product before this one is done: its stage goes back
                 barrier()
@@ -330,30 +260,11 @@ def _consume(
             barrier()
             mbarrier.arrive(empty.index(before), count=1)
         if PING_PONG:  # over the other warpgroup's tile
-            position = stage + k_tiles
+            position = stage + work[3]
             phase = (phase + position // STAGES) & 1
             stage = position % STAGES
         _store_columns(
-            acc,
-            c,
-            r_full,
-            buffers,
-            scale,
-            bias,
-            place,
-            m0,
-            n0,
-            N,
-            r_phase,
-            FIRST,
-            BUFFERS,
-            PIECES,
-            RESIDUAL,
-            r,
-            ALPHA,
-            BETA,
-            ACTIVATION,
-            0,
+            acc, out, extra, place, m0, n0, N, r_phase, 0, FIRST, BUFFERS, PIECES, EPILOGUE
         )
         r_phase += PIECES // BUFFERS
     store_wait(0)
@@ -361,59 +272,32 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "N",
-        "units",
-        "m_tiles",
-        "n_tiles",
-        "k_tiles",
-        "k_each",
-        "batches",
-        "b_batched",
+        "N", "units", "m_tiles", "n_tiles", "k_tiles", "k_each", "batches", "b_batched",
     ]
-)
+)  # fmt: skip
 def multiply(
-    a,
-    b,
-    c,
-    r,
-    scale,
-    bias,
-    N,
-    units,
-    m_tiles,
-    n_tiles,
-    k_tiles,
-    k_each,
-    batches,
-    b_batched,
-    WM: gl.constexpr,
-    WN: gl.constexpr,
-    BK: gl.constexpr,
-    A_K_MAJOR: gl.constexpr,
-    B_K_MAJOR: gl.constexpr,
-    PING_PONG: gl.constexpr,
-    STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    GROUP: gl.constexpr,
-    PROMOTE: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BETA: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-):
+    a, b, c, r, scale, bias, N, units, m_tiles, n_tiles, k_tiles, k_each, batches, b_batched,
+    WM: gl.constexpr, WN: gl.constexpr, BK: gl.constexpr,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    PING_PONG: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
+    PROMOTE: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
     """C[batch] = epilogue(A[batch] · B[batch]); descriptors are [batch, rows, columns].
 
     A's and B's tiles are [1, rows, K] (K_MAJOR) or [1, K, rows]; C's and R's [1, WM, buffer width].
     Where K is split, C is the workspace [splits * batches, M, N] and gets bare partial sums.
+    PROMOTE: fp8 products of one BK are summed in float32 outside the tensor cores, whose own sums
+    keep about 14 bits.
     """
     PARTS: gl.constexpr = 1 if PING_PONG else 2
-    RESIDUAL: gl.constexpr = r is not None
-    a_ring = gl.allocate_shared_memory(
-        a.dtype, _several(STAGES * PARTS, a.block_type.shape), a.layout
-    )
-    b_ring = gl.allocate_shared_memory(b.dtype, _several(STAGES, b.block_type.shape), b.layout)
-    buffers = gl.allocate_shared_memory(
-        c.dtype, _several(2 * BUFFERS, c.block_type.shape), c.layout
-    )
+    LOOK: gl.constexpr = (WM, WN, BK, A_K_MAJOR, B_K_MAJOR, STAGES, GROUP)
+    EPILOGUE: gl.constexpr = (ALPHA, BETA, ACTIVATION)
+    A_SHAPE: gl.constexpr = _several(STAGES * PARTS, a.block_type.shape)
+    B_SHAPE: gl.constexpr = _several(STAGES, b.block_type.shape)
+    C_SHAPE: gl.constexpr = _several(2 * BUFFERS, c.block_type.shape)
+    a_ring = gl.allocate_shared_memory(a.dtype, A_SHAPE, a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, B_SHAPE, b.layout)
+    buffers = gl.allocate_shared_memory(c.dtype, C_SHAPE, c.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     r_full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -424,110 +308,15 @@ def multiply(
         mbarrier.init(r_full.index(i), count=1)
     fence_async_shared()
     barrier()
+    ring = (a_ring, b_ring, full, empty)
+    out = (c, buffers)
+    extra = (r, r_full, scale, bias)
+    work = (units, m_tiles, n_tiles, k_tiles, k_each, batches)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    c,
-                    r,
-                    scale,
-                    bias,
-                    a_ring,
-                    b_ring,
-                    buffers,
-                    full,
-                    empty,
-                    r_full,
-                    units,
-                    m_tiles,
-                    n_tiles,
-                    k_tiles,
-                    k_each,
-                    batches,
-                    N,
-                    0,
-                    PARTS,
-                    PING_PONG,
-                    WM,
-                    WN,
-                    BK,
-                    A_K_MAJOR,
-                    B_K_MAJOR,
-                    STAGES,
-                    BUFFERS,
-                    GROUP,
-                    RESIDUAL,
-                    PROMOTE,
-                    ALPHA,
-                    BETA,
-                    ACTIVATION,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    c,
-                    r,
-                    scale,
-                    bias,
-                    a_ring,
-                    b_ring,
-                    buffers,
-                    full,
-                    empty,
-                    r_full,
-                    units,
-                    m_tiles,
-                    n_tiles,
-                    k_tiles,
-                    k_each,
-                    batches,
-                    N,
-                    1,
-                    PARTS,
-                    PING_PONG,
-                    WM,
-                    WN,
-                    BK,
-                    A_K_MAJOR,
-                    B_K_MAJOR,
-                    STAGES,
-                    BUFFERS,
-                    GROUP,
-                    RESIDUAL,
-                    PROMOTE,
-                    ALPHA,
-                    BETA,
-                    ACTIVATION,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    a,
-                    b,
-                    a_ring,
-                    b_ring,
-                    full,
-                    empty,
-                    units,
-                    m_tiles,
-                    n_tiles,
-                    k_tiles,
-                    k_each,
-                    batches,
-                    b_batched,
-                    PARTS,
-                    WM,
-                    WN,
-                    BK,
-                    A_K_MAJOR,
-                    B_K_MAJOR,
-                    STAGES,
-                    GROUP,
-                ),
-            ),
+            (_consume, (ring, out, extra, work, N, 0, PARTS, BUFFERS, PROMOTE, LOOK, EPILOGUE)),
+            (_consume, (ring, out, extra, work, N, 1, PARTS, BUFFERS, PROMOTE, LOOK, EPILOGUE)),
+            (_produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
         ],
         [4, 1],
         # of 504 for a thread of each warpgroup; the first consumer gets what is left, 240
