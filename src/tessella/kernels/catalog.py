@@ -129,6 +129,7 @@ KERNELS: tuple[Kernel, ...] = (
     _row("linear.onednn", "matmul.onednn", "cpu", source="onednn"),
     _row("linear.mkl", "matmul.mkl", "cpu", source="mkl"),
     *_rows("linear matmul", "cublaslt", "matmul.cublaslt", "cublaslt"),
+    *_rows("linear matmul", "wgmma.sm90", "matmul.wgmma", "tessella"),
     *_rows("linear matmul", "skinny", "matmul.skinny", "tessella"),
     *_rows("linear matmul", "tiled", "matmul.tiled", "tessella"),
     *_aten("linear matmul", "matmul.aten"),
