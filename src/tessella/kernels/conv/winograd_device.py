@@ -36,7 +36,7 @@ def _apply(
 
 
 @triton.jit
-def _stored(x, dtype: tl.constexpr, TF32: tl.constexpr):
+def stored(x, dtype: tl.constexpr, TF32: tl.constexpr):
     """A transformed number as the products want it; for TF32 rounded, since they truncate."""
     if TF32:
         bits = x.to(tl.uint32, bitcast=True)
@@ -64,7 +64,7 @@ def _transform_filter(
     for i in tl.static_range(N):
         row = _apply(G, columns, i, N, N, R)
         for j in tl.static_range(N):
-            made = _stored(row[j], u.dtype.element_ty, TF32)
+            made = stored(row[j], u.dtype.element_ty, TF32)
             tl.store(u + (i * N + j) * up + k * uk + c * uc, made)
 
 
@@ -92,7 +92,7 @@ def _transform_input(
     for i in tl.static_range(N):
         row = _apply(BT, columns, i, N, N, N)
         for j in tl.static_range(N):
-            made = _stored(row[j], v.dtype.element_ty, TF32)
+            made = stored(row[j], v.dtype.element_ty, TF32)
             tl.store(v + (i * N + j) * vp + t * vt + c * vc, made)
 
 
@@ -192,3 +192,38 @@ def _finish(
     made = finish(made, scale, bias, other, alpha, beta, ACTIVATION)
     made = cast(made, y.dtype.element_ty)
     tl.store(y + n * yn + k * yk + p * yp + q * yq, made, mask=inside)
+
+
+@triton.jit
+def finish_tiles(
+    made, y, first, k, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
+    bias, residual, scale, rn, rk, rp, rq, alpha, beta,
+    ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Stores 2 × 2 outputs of BLOCK_T tiles from ``first`` on: made is (y00, y01, y10, y11) [t, k].
+
+    WIDE (pixels are neighbours): turned to [k, t] and a tile's two columns put side by side.
+    """
+    b = None if bias is None else tl.load(bias + k, mask=k < K, other=0.0)
+    s = None if scale is None else tl.load(scale + k, mask=k < K, other=0.0)
+    for i in tl.static_range(2):
+        if WIDE:
+            lane = tl.arange(0, BLOCK_T * 2)[None, :]
+            b_column = None if b is None else b[:, None]
+            s_column = None if s is None else s[:, None]
+            _finish(
+                tl.interleave(tl.trans(made[2 * i]), tl.trans(made[2 * i + 1])), y,
+                first + lane // 2, k[:, None], i, lane % 2, T, K, P, Q, tiles_h, tiles_w,
+                yn, yk, yp, yq, b_column, residual, s_column, rn, rk, rp, rq, alpha, beta,
+                2, ACTIVATION,
+            )  # fmt: skip
+        else:
+            t = first + tl.arange(0, BLOCK_T)[:, None]
+            b_row = None if b is None else b[None, :]
+            s_row = None if s is None else s[None, :]
+            for j in tl.static_range(2):
+                _finish(
+                    made[2 * i + j], y, t, k[None, :], i, j, T, K, P, Q, tiles_h, tiles_w,
+                    yn, yk, yp, yq, b_row, residual, s_row, rn, rk, rp, rq, alpha, beta,
+                    2, ACTIVATION,
+                )  # fmt: skip

@@ -228,7 +228,8 @@ def _multiply(plan: _Plan, v: torch.Tensor, u: torch.Tensor, m: torch.Tensor) ->
     grid = (plan.tiling.products * (i // config["block_i"]) * (j // config["block_j"]),)
     common: dict[str, Any] = {**blocks, "BLOCK_D": config["block_d"], "num_warps": config["warps"]}
     if plan.fma:
-        warps_i = 2 if config["warps"] > 4 else 1
+        warps_j = min(config["warps"], max(1, config["block_j"] // 64))
+        warps_i = config["warps"] // warps_j
         launch(
             multiply_fma,
             grid,
