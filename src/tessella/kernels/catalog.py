@@ -117,6 +117,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows(
         "conv2d conv1d conv3d", "implicit_precomp_gemm", "conv.implicit_precomp_gemm", "tessella"
     ),
+    _row("conv2d.winograd", "conv.winograd", "sm_90", source="tessella"),
+    _row("conv2d.winograd_nonfused", "conv.winograd_nonfused", "sm_90", source="tessella"),
     *_aten("conv2d", "conv.aten"),
     # its gradients
     _row("conv2d_dgrad.implicit_gemm.sm90", "conv.dgrad_sm90", "sm_90", source="tessella"),
