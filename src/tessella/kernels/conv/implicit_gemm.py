@@ -54,6 +54,7 @@ def implicit_gemm(x, w, y, bias, scale, residual, parts, pixels, filters, image,
                   PIXELS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
                   SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
+    UNIFORM: tl.constexpr = C % DEPTH == 0  # one tap a step
     EXACT: tl.constexpr = SPLITS * STEPS * DEPTH == C * TAPS
     m, k, group, part = tiles.tile_of_program(filters, PIXELS, FILTERS, SPLITS)
     n, o, p, q = split_pixel(m.to(tl.int64) if WIDE else m, out)
@@ -64,36 +65,31 @@ def implicit_gemm(x, w, y, bias, scale, residual, parts, pixels, filters, image,
     inside_k = k < filters
     acc = tiles.zeros(PIXELS, FILTERS, x.dtype.element_ty, PIXELS_LAST)
     for step in tl.range(part * STEPS, part * STEPS + STEPS, num_stages=STAGES):
-        if C % DEPTH == 0:  # one tap a step
-            tap = step // (C // DEPTH)
-            c = step % (C // DEPTH) * DEPTH + tl.arange(0, DEPTH)
-        else:
-            depth = step * DEPTH + tl.arange(0, DEPTH)
-            tap = depth // C
-            c = depth % C
-        if WIDE:
-            tap, c = tap.to(tl.int64), c.to(tl.int64)
+        first = tl.full((), 0, tl.int64 if WIDE else tl.int32) + step * DEPTH
+        depth = first + tl.arange(0, DEPTH)
+        tap = first // C if UNIFORM else depth // C
+        c = depth % C
         t, r, s = split_tap(tap, FILTER)
         dt, dr, ds = t * DILATION[0], r * DILATION[1], s * DILATION[2]
         tap_at = dt * x_strides[2] + dr * x_strides[3] + ds * x_strides[4]
-        if C % DEPTH == 0:
-            inside = inside_m if EXACT else inside_m & (tap < TAPS)
-            inside = is_inside(inside, d + dt, h + dr, v + ds, image, PADDING)
-            inside, _ = place(inside, c, PIXELS_LAST)
+        inside, inside_depth = place(inside_m, depth < C * TAPS, PIXELS_LAST)
+        if UNIFORM:  # coordinates of pixels, and those of the one tap
+            at = is_inside(inside_m, d + dt, h + dr, v + ds, image, PADDING)
+            inside = place(at, depth, PIXELS_LAST)[0]
             x_m, x_c = place(m_at + tap_at, c * x_strides[1], PIXELS_LAST)
-            inside_w = inside_k if EXACT else inside_k & (tap < TAPS)
-            _, inside_w = place(c, inside_w, PIXELS_LAST)
+            if not EXACT:
+                inside = inside & inside_depth
         else:
-            inside, inside_c = place(inside_m, tap < TAPS, PIXELS_LAST)
-            d_m, dt_c = place(d, dt, PIXELS_LAST)
             h_m, dr_c = place(h, dr, PIXELS_LAST)
             v_m, ds_c = place(v, ds, PIXELS_LAST)
+            d_m, dt_c = place(d, dt, PIXELS_LAST)
             inside = is_inside(
-                inside & inside_c, d_m + dt_c, h_m + dr_c, v_m + ds_c, image, PADDING
+                inside & inside_depth, d_m + dt_c, h_m + dr_c, v_m + ds_c, image, PADDING
             )
             x_m, x_c = place(m_at, c * x_strides[1] + tap_at, PIXELS_LAST)
-            inside_c, inside_w = place(tap < TAPS, inside_k, PIXELS_LAST)
-            inside_w = inside_c & inside_w
+        inside_depth, inside_w = place(depth < C * TAPS, inside_k, PIXELS_LAST)
+        if not EXACT:
+            inside_w = inside_w & inside_depth
         x_tile = tl.load(x + (x_m + x_c), mask=inside, other=0.0)
         w_c, w_k = place(
             c * w_strides[1] + t * w_strides[2] + r * w_strides[3] + s * w_strides[4],

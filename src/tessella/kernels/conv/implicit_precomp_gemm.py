@@ -188,9 +188,10 @@ def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels,
         next_tap = tl.load(tables + end + ahead, mask=ahead < end, other=0)
         depth = step * DEPTH + tl.arange(0, DEPTH)
         if UNIFORM:
-            valid = inside_m if EXACT else inside_m & (step * DEPTH < end)
-            valid = valid & is_marked(depths, rows, columns, tap, FILTER)
-            valid = place(valid, depth, PIXELS_LAST)[0]
+            valid = inside_m & is_marked(depths, rows, columns, tap, FILTER)
+            valid, inside_c = place(valid, depth < end, PIXELS_LAST)
+            if not EXACT:
+                valid = valid & inside_c
             x_m, x_c = place(m_at + offset, tl.arange(0, DEPTH) * x_strides[1], PIXELS_LAST)
         else:
             valid, inside_c = place(inside_m, depth < end, PIXELS_LAST)
