@@ -153,7 +153,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _user(call: OperatorCall, build: Builder) -> Result:
     """An operator of a user's own, with all its arguments in order."""
-    outputs = build.user(call.target, list(call.arguments.values()))
+    arguments = [call.arguments[a.name] for a in call.operator._schema.arguments]
+    outputs = build.user(call.target, arguments)
     return outputs if len(outputs) > 1 else outputs[0]
 
 

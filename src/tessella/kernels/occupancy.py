@@ -71,7 +71,7 @@ def occupancy(
     limits = {
         "warps": unit.warps // warps,
         "registers": resident_warps // warps,
-        "shared memory": unit.shared_bytes // of_block,
+        "shared memory": unit.shared_bytes // max(of_block, 1),
         "blocks": unit.blocks,
     }
     limited_by = min(limits, key=limits.__getitem__)
