@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tessella.kernels import catalog, reference
-from tessella.kernels.conv import backward, dgrad_sm90, wgrad_sm90
+from tessella.kernels.conv import backward, dgrad, dgrad_sm90, wgrad, wgrad_sm90
 from tessella.kernels.problem import Problem, TensorMeta
 from tests.kernels.compile_only import compile_all
 
@@ -120,6 +120,48 @@ def test_aten(op: str, case: Any, format: Any) -> None:
     )
     assert asked.output.matches(made)
     torch.testing.assert_close(made.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+PORTABLE = {"conv2d_dgrad": dgrad, "conv2d_wgrad": wgrad}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("format", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_portable(op: str, case: Any, format: Any, dtype: str) -> None:
+    """Interpreted; whole numbers, whose sums are exact in every type and order."""
+    torch.manual_seed(0)
+    asked = problem(op, *case, dtype=dtype, format=format, weight_format=format)
+    kernel = PORTABLE[op]
+    assert kernel.fits(asked) is None
+    x, weight = (torch.randint(-2, 3, shape).double() for shape in case[:2])
+    dy, _, _ = gradients(x, weight, *case[2:])
+    dy = dy.round().clamp(-2, 2)
+    operands = dy, (weight if op == "conv2d_dgrad" else x)
+    (expected,) = reference.call(op, operands, asked.attrs)
+    form = torch.channels_last if format == "channels_last" else torch.contiguous_format
+    inputs = [t.to(getattr(torch, dtype)).contiguous(memory_format=form) for t in operands]
+    for config in kernel.configs(asked):
+        out = asked.output.empty(CPU).fill_(float("nan"))
+        more = {}
+        if op == "conv2d_wgrad" and (size := kernel.workspace_bytes(asked, **config)):
+            more["workspace"] = torch.full((size,), 255, dtype=torch.uint8)
+        kernel.bind(asked, {}, **config)(*inputs, out=out, **more)
+        assert torch.equal(out.double(), expected)
+
+
+def test_portable_adds_parts() -> None:
+    """Many pixels for few weights: the sum is made in parts, each with its place."""
+    torch.manual_seed(0)
+    asked = problem("conv2d_wgrad", (4, 3, 17, 17), (5, 3, 2, 2), dtype="float32")
+    config = wgrad.configs(asked)[-1]
+    assert config["splits"] > 4
+    dy, x = torch.randn(asked.inputs[0].shape), torch.randn(4, 3, 17, 17)
+    (expected,) = reference.call("conv2d_wgrad", (dy.double(), x.double()), asked.attrs)
+    scratch = torch.full((wgrad.workspace_bytes(asked, **config),), 255, dtype=torch.uint8)
+    made = wgrad.bind(asked, {}, **config)(dy, x, out=asked.output.empty(CPU), workspace=scratch)
+    torch.testing.assert_close(made.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 PLAIN = ((2, 64, 8, 8), (32, 64, 3, 3), (1, 1), (1, 1), (1, 1), 1)

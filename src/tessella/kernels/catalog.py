@@ -123,6 +123,8 @@ KERNELS: tuple[Kernel, ...] = (
     # its gradients
     _row("conv2d_dgrad.implicit_gemm.sm90", "conv.dgrad_sm90", "sm_90", source="tessella"),
     _row("conv2d_wgrad.implicit_gemm.sm90", "conv.wgrad_sm90", "sm_90", source="tessella"),
+    _row("conv2d_dgrad.implicit_gemm", "conv.dgrad", "sm_90", source="tessella"),
+    _row("conv2d_wgrad.implicit_gemm", "conv.wgrad", "sm_90", source="tessella"),
     _row("conv2d_dgrad.cudnn", "conv.backward_cudnn", "sm_90", source="cudnn"),
     _row("conv2d_wgrad.cudnn", "conv.backward_cudnn", "sm_90", source="cudnn"),
     *_aten("conv1d_dgrad conv2d_dgrad conv3d_dgrad", "conv.backward_aten"),

@@ -10,6 +10,7 @@ import torch
 from tessella.kernels.problem import Problem, TensorMeta
 
 MULTIPROCESSORS = 132
+FLOATS = ("float32", "float16", "bfloat16")
 SHARED_BYTES = 227 * 1024 - 1024  # of a block; a kilobyte is left to barriers and alignment
 # a multiprocessor in one clock: products of 16-bit numbers; bytes that the L2 has been seen to give
 PRODUCTS, L2_BYTES = 2048, 40
@@ -103,3 +104,26 @@ def boxes(batch: int, image: tuple[int, int], pixels: int) -> list[Box]:
             height *= 2
         width *= 2
     return [box for *_, box in sorted(found)]
+
+
+def portable_refusal(
+    problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta
+) -> str | None:
+    """Why the plain Triton kernels cannot take a gradient of y = x * weight, or None."""
+    first, second = problem.inputs[:2]
+    made = problem.output
+    if first.dtype != second.dtype or first.dtype not in FLOATS:
+        return f"multiplies {', '.join(FLOATS)}, not {first.dtype} × {second.dtype}"
+    if made.dtype not in FLOATS:
+        return f"cannot make {made.dtype}"
+    if isinstance(problem.attrs["padding"], str):
+        return "padding must be numbers"
+    if (problem.attr("activation"), problem.attr("alpha")) != (None, 1.0):
+        return "a gradient has no epilogue"
+    if 0 in (*x.shape, *y.shape, *weight.shape):
+        return "there is nothing to multiply"
+    if max(math.prod(x.shape) // x.shape[1], math.prod(y.shape) // y.shape[1]) > 2**30:
+        return "more than 2³⁰ pixels"
+    if problem.attrs["groups"] > 65535 or math.prod(weight.shape) >= 2**31:
+        return "more than 65535 groups, or 2³¹ weights"
+    return None
