@@ -40,15 +40,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
-    return _product(problem, config, {}).nbytes + 4 * _entries(Geometry.of(problem))
-
-
-def _product(
-    problem: Problem, config: Mapping[str, Any], constants: Mapping[int, torch.Tensor]
-) -> tiles.Product:
-    """With a dense weight: offsets into it are multiples of the depth, and need no table."""
-    chosen = config or tiles.configs(problem, 1)[0]
-    return tiles.Product.of(problem, {**chosen, "pack": True}, constants)
+    return tiles.Product.dense(problem, config, {}).nbytes + 4 * _entries(Geometry.of(problem))
 
 
 def _entries(geometry: Geometry) -> int:
@@ -56,7 +48,7 @@ def _entries(geometry: Geometry) -> int:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
-    product = _product(problem, config, constants)
+    product = tiles.Product.dense(problem, config, constants)
     geometry = product.geometry
     entries = _entries(geometry)
     x_at = [i for i, m in enumerate(problem.inputs) if m and i not in constants].index(0)

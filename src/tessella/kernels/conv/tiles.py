@@ -157,9 +157,9 @@ class Tile:
     stages: int = 3
     pack: bool = False
 
-    def blocks(self, geometry: Geometry) -> tuple[int, int, int]:
+    def blocks(self, geometry: Geometry, pixels: int) -> tuple[int, int, int]:
         """The grid: tiles (filters fastest), groups, splits."""
-        tiles = _ceil(geometry.pixels, self.pixels) * _ceil(geometry.filters, self.filters)
+        tiles = _ceil(pixels, self.pixels) * _ceil(geometry.filters, self.filters)
         return tiles, geometry.groups, self.splits
 
 
@@ -208,7 +208,7 @@ def configs(problem: Problem, most: int = 8) -> tuple[dict[str, Any], ...]:
             parts = splits * geometry.pixels * geometry.filters * geometry.groups
             if splits > 1 and (steps < 4 or parts * 4 > 2**28):
                 continue
-            blocks = math.prod(tile.blocks(geometry))
+            blocks = math.prod(tile.blocks(geometry, geometry.pixels))
             rounds = _ceil(blocks, MULTIPROCESSORS * resident)
             share = resident if blocks > MULTIPROCESSORS else 1
             work = rounds * share * steps * depth * pixels * filters
@@ -261,6 +261,13 @@ class Product:
             )
         return cls(problem, geometry, tile, held)
 
+    @classmethod
+    def dense(
+        cls, problem: Problem, config: Mapping[str, Any], constants: Mapping[int, torch.Tensor]
+    ) -> Product:
+        """With a weight that is packed in any case: offsets into it are multiples of the depth."""
+        return cls.of(problem, {**(config or configs(problem, 1)[0]), "pack": True}, constants)
+
     @property
     def weight_bytes(self) -> int:
         """Of the workspace: the weight packed in a call."""
@@ -279,8 +286,20 @@ class Product:
         return self.weight_bytes + self.parts_bytes
 
     @property
+    def _plain(self) -> bool:
+        return on_plain_units(self.problem)
+
+    @property
     def _packs(self) -> bool:
         return self.tile.pack and 1 not in self.problem.constant
+
+    def operands(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """Input, weight, bias, residual, scale."""
+        return (*self.problem.operands(self.constants, inputs), None, None, None)[:5]
+
+    def pixels_last(self, out: torch.Tensor) -> bool:
+        """Whether the neighbour in memory is the next pixel, not the next channel."""
+        return out.stride(1) != 1 or self.geometry.filters * self.geometry.groups == 1
 
     def launch(
         self,
@@ -288,19 +307,25 @@ class Product:
         inputs: Sequence[torch.Tensor],
         out: torch.Tensor,
         workspace: torch.Tensor | None,
+        begin: int = 0,
+        end: int | None = None,
         **more: Any,
     ) -> torch.Tensor:
-        """Pack the weight if that is part of the call, multiply, and add the parts."""
+        """Pack the weight if that is part of the call, multiply, and add the parts.
+
+        Args:
+            begin, end: which pixels; the first call packs, the last one adds.
+            more: what the kernel takes beside the arguments that are always the same.
+        """
         problem, geometry, tile = self.problem, self.geometry, self.tile
-        operands = problem.operands(self.constants, inputs)
-        x, weight, bias, residual, scale = (*operands, None, None, None)[:5]
+        x, weight, bias, residual, scale = self.operands(inputs)
+        end = geometry.pixels if end is None else end
         if self._packs:
-            weight = pack_into(workspace, weight, filters_last=on_plain_units(problem))
+            weight = pack_into(workspace, weight, self._plain, copy=begin == 0)
         parts = None
         if tile.splits > 1:
             kind = torch.int32 if x.dtype == torch.int8 else torch.float32
             parts = workspace[self.weight_bytes : self.nbytes].view(kind)
-        pixels_last = out.stride(1) != 1 or geometry.filters * geometry.groups == 1
         fp8 = problem.inputs[0].dtype in FP8
         accurate = fp8 and not problem.attr("fast_accumulation")
         ending = {
@@ -314,12 +339,12 @@ class Product:
             "alpha": float(problem.attr("alpha")),
             "beta": float(problem.attr("beta")),
             "ACTIVATION": problem.attr("activation"),
-            "PIXELS_LAST": pixels_last,
+            "PIXELS_LAST": self.pixels_last(out),
             "WIDE": is_wide(x, out, residual),
         }
         launch(
             kernel,
-            tile.blocks(geometry),
+            tile.blocks(geometry, end - begin),
             x,
             weight,
             out,
@@ -345,7 +370,7 @@ class Product:
             **ending,
             **more,
         )
-        if parts is not None:
+        if parts is not None and end == geometry.pixels:
             all_filters = geometry.filters * geometry.groups
             launch(
                 add_parts,
@@ -371,15 +396,17 @@ def pack(weight: torch.Tensor, *, filters_last: bool) -> torch.Tensor:
     return taps_first.contiguous().movedim(-1, 1)
 
 
-def pack_into(workspace: torch.Tensor, weight: torch.Tensor, *, filters_last: bool) -> torch.Tensor:
-    """``pack`` as part of a call: a copy into the workspace."""
+def pack_into(
+    workspace: torch.Tensor, weight: torch.Tensor, filters_last: bool, *, copy: bool
+) -> torch.Tensor:
+    """``pack`` as part of a call: a copy into the workspace, or the one that is there."""
     flat = workspace[: weight.nbytes].view(weight.dtype)
     filters, channels, *taps = weight.shape
     if filters_last:
         target = flat.view(*taps, channels, filters).movedim(-1, 0).movedim(-1, 1)
     else:
         target = flat.view(filters, *taps, channels).movedim(-1, 1)
-    return target.copy_(weight)
+    return target.copy_(weight) if copy else target
 
 
 # ------------------------------------------------------------------ device functions
