@@ -7,6 +7,7 @@ be there. Triton is imported only where it is used: a torch without CUDA comes w
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import subprocess
@@ -181,6 +182,7 @@ class _AbsentGpu:
         return torch.device("cpu")
 
 
+@functools.lru_cache(maxsize=256)
 def resource_usage(cubin: bytes, function: str) -> dict[str, int]:
     """What one function of a cubin takes: ``REG``, ``STACK``, ``SHARED`` (with the system's)."""
     text = _cuobjdump(cubin, "--dump-resource-usage")
