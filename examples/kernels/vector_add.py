@@ -2,10 +2,10 @@
 
     python -m examples.kernels.vector_add
 
-The same kernel with one to eight warps a block. Each thread adds eight elements, so fewer warps mean
-more blocks; with one warp the number of blocks limits the occupancy to half. An H200 moves 4.22 to
-4.26 TB/s with all of them (torch: 4.25): occupancy is a means to have enough bytes on their way, and
-half of it does here.
+The same kernel with one to eight warps a block. Each thread adds eight elements, so fewer warps
+mean more blocks; with one warp the number of blocks limits the occupancy to half. An H200 moves
+4.22 to 4.26 TB/s with all of them (torch: 4.25): occupancy is a means to have enough bytes on their
+way, and half of it does here.
 """
 
 from __future__ import annotations
