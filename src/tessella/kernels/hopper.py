@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -26,6 +27,8 @@ __all__ = [
     "DTYPES",
     "TensorDescriptor",
     "barrier",
+    "commit_copies",
+    "copy_elements",
     "descriptor",
     "fence_async_shared",
     "gl",
@@ -35,6 +38,7 @@ __all__ = [
     "reinterpret",
     "store_tile",
     "store_wait",
+    "wait_for_copies",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -47,6 +51,11 @@ _renamed = hasattr(tma, "async_load")
 load_tile = tma.async_load if _renamed else tma.async_copy_global_to_shared
 store_tile = tma.async_store if _renamed else tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+# copy_elements(shared, pointers): every thread copies what its pointers name, on the way while it
+# goes on; commit_copies() closes a group, wait_for_copies(n) leaves the n newest groups under way
+copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+commit_copies = async_copy.commit_group
+wait_for_copies = async_copy.wait_group
 # reinterpret(shared, dtype, shape, layout): the same bytes, seen as another tile
 _shared = gl.shared_memory_descriptor
 reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.winograd_device import finish_tiles, stored, transform_filter
+from tessella.kernels.conv.winograd_fma import convolve_fma
 from tessella.kernels.conv.winograd_tiling import Tiling, refusal
 from tessella.kernels.conv.winograd_transforms import coefficients, transform
 from tessella.kernels.launch import launch
@@ -40,10 +41,21 @@ def fits(problem: Problem) -> str | None:
 def configs(problem: Problem) -> tuple[Config, ...]:
     ieee = problem.inputs[0].dtype == "float32" and problem.math == "ieee"
     if ieee:
-        shapes = [(32, 128, 16, 4, 3), (32, 128, 16, 8, 3), (64, 64, 16, 8, 3), (64, 64, 16, 4, 3)]
+        shapes = [
+            ("fma", 32, 128, 16, 4, 3),
+            ("fma", 64, 64, 16, 4, 3),
+            ("fma", 64, 128, 16, 8, 3),
+            ("fma", 32, 64, 16, 2, 3),
+            ("dot", 32, 128, 16, 8, 3),
+        ]
     else:
-        shapes = [(64, 64, 32, 4, 3), (64, 64, 64, 4, 3), (128, 64, 32, 8, 3), (64, 32, 32, 4, 3)]
-    names = ("block_t", "block_k", "block_c", "warps", "stages")
+        shapes = [
+            ("dot", 64, 64, 32, 4, 3),
+            ("dot", 64, 64, 64, 4, 3),
+            ("dot", 128, 64, 32, 8, 3),
+            ("dot", 64, 32, 32, 4, 3),
+        ]
+    names = ("product", "block_t", "block_k", "block_c", "warps", "stages")
     return tuple(dict(zip(names, values, strict=True)) for values in shapes)
 
 
@@ -125,8 +137,25 @@ def _convolve(
     filters, channels = _padded(problem, config)
     residual = residual if problem.attr("beta") else None
     blocks_k = filters // config["block_k"]
+    fma = config["product"] == "fma"
+    if fma:
+        warps_k = min(config["warps"], config["block_k"] // 32)
+        form = {
+            "STAGES": config["stages"],
+            "WARPS_T": config["warps"] // warps_k,
+            "WHOLE": tiling.channels == channels,
+            "WIDE": x.stride(3) == 1,
+            "WIDE_OUT": problem.output.format != "channels_last",
+        }
+    else:
+        form = {
+            "PRECISION": "tf32" if _tf32(problem) else "ieee",
+            "WIDE": problem.output.format != "channels_last",
+            "num_stages": config["stages"],
+        }
     launch(
-        convolve, (-(-tiling.count // config["block_t"]) * blocks_k,),
+        convolve_fma if fma else convolve,
+        (-(-tiling.count // config["block_t"]) * blocks_k,),
         x, u, out, tiling.count, tiling.channels, tiling.filters, *tiling.image, *tiling.out,
         tiling.down, tiling.across, *x.stride(), filters, blocks_k, *out.stride(),
         bias, residual, scale, *((0, 0, 0, 0) if residual is None else residual.stride()),
@@ -134,9 +163,7 @@ def _convolve(
         DEPTH=channels, INPUTS=_INPUTS, FACTORS=_FACTORS, OUTPUTS=_OUTPUTS,
         PAD_H=tiling.padding[0], PAD_W=tiling.padding[1],
         BLOCK_T=config["block_t"], BLOCK_K=config["block_k"], BLOCK_C=config["block_c"],
-        PRECISION="tf32" if _tf32(problem) else "ieee", ACTIVATION=problem.attr("activation"),
-        WIDE=problem.output.format != "channels_last",
-        num_warps=config["warps"], num_stages=config["stages"],
+        ACTIVATION=problem.attr("activation"), num_warps=config["warps"], **form,
     )  # fmt: skip
 
 

@@ -10,9 +10,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from tessella.kernels.hopper import barrier, gl, gluon
+from tessella.kernels.hopper import (
+    barrier,
+    commit_copies,
+    copy_elements,
+    gl,
+    gluon,
+    wait_for_copies,
+)
 
 
 @triton.jit
@@ -74,20 +80,20 @@ def multiply_fma(
     steps = DEPTH // BLOCK_D
     for first in gl.static_range(STAGES - 1):
         if first < steps:
-            async_copy.async_copy_global_to_shared(a_ring.index(first), a)
-            async_copy.async_copy_global_to_shared(b_ring.index(first), b)
-        async_copy.commit_group()
+            copy_elements(a_ring.index(first), a)
+            copy_elements(b_ring.index(first), b)
+        commit_copies()
         a += BLOCK_D * I
         b += BLOCK_D * J
     product = gl.zeros([BLOCK_I, BLOCK_J], gl.float32, layout=LAYOUT)
     for step in range(steps):
-        async_copy.wait_group(STAGES - 2)
+        wait_for_copies(STAGES - 2)
         barrier()
         if step + STAGES - 1 < steps:
             slot = (step + STAGES - 1) % STAGES
-            async_copy.async_copy_global_to_shared(a_ring.index(slot), a)
-            async_copy.async_copy_global_to_shared(b_ring.index(slot), b)
-        async_copy.commit_group()
+            copy_elements(a_ring.index(slot), a)
+            copy_elements(b_ring.index(slot), b)
+        commit_copies()
         a += BLOCK_D * I
         b += BLOCK_D * J
         a_tile = a_ring.index(step % STAGES)

@@ -1,0 +1,195 @@
+"""Winograd's F(2, 3) in one kernel, in true float32 on the plain units: the Gluon twin of
+``winograd.convolve``.
+
+The 16 products follow one another, each over all channels, 16 at a time. While the units multiply,
+the next slice of the transformed filter is copied and the pixels of the next slice of the input are
+on their way to registers, where they are combined and put into shared memory.
+"""
+
+from __future__ import annotations
+
+from tessella.kernels.epilogue_device import channel_vector, finish
+from tessella.kernels.hopper import (
+    barrier,
+    commit_copies,
+    copy_elements,
+    gl,
+    gluon,
+    wait_for_copies,
+)
+
+SLICE = 16  # channels a step, the least that a product takes
+
+
+@gluon.jit
+def _pick(VALUES: gl.constexpr, ROW: gl.constexpr, i):
+    """VALUES[ROW][i], i known at run time, of four."""
+    picked = i * 0 + VALUES[ROW][3]
+    for index in gl.static_range(3):
+        picked = gl.where(i == index, VALUES[ROW][index], picked)
+    return picked
+
+
+@gluon.jit
+def _pixels(
+    images, seen, c, h, w, i, j, C, H, W, xc, xh, xw,
+    INPUTS: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """The four pixels of each tile that product (i, j) combines, for channels c."""
+    r1 = _pick(INPUTS, 0, i)
+    r2 = _pick(INPUTS, 1, i)
+    c1 = _pick(INPUTS, 0, j)
+    c2 = _pick(INPUTS, 1, j)
+    top = seen & (h + r1 >= 0) & (h + r1 < H)
+    bottom = seen & (h + r2 >= 0) & (h + r2 < H)
+    left = (w + c1 >= 0) & (w + c1 < W)
+    right = (w + c2 >= 0) & (w + c2 < W)
+    p = images + c * xc
+    if not WHOLE:
+        top = top & (c < C)
+        bottom = bottom & (c < C)
+    a = gl.load(p + (r1 * xh + c1 * xw), mask=top & left, other=0.0)
+    b = gl.load(p + (r1 * xh + c2 * xw), mask=top & right, other=0.0)
+    d = gl.load(p + (r2 * xh + c1 * xw), mask=bottom & left, other=0.0)
+    e = gl.load(p + (r2 * xh + c2 * xw), mask=bottom & right, other=0.0)
+    return a, b, d, e
+
+
+@gluon.jit
+def _store_rows(
+    made, y, i, first, k0, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
+    bias, residual, scale, rn, rk, rp, rq, alpha, beta,
+    ACTIVATION: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Row i of the tiles' outputs, made [k, 2 t]: two neighbours a tile."""
+    made = gl.convert_layout(made, LAYOUT)
+    KS: gl.constexpr = made.shape[0]
+    LANES: gl.constexpr = made.shape[1]
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    k = k0 + gl.arange(0, KS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    t = first + lane // 2
+    p = (t // tiles_w) % tiles_h * 2 + i
+    q = t % tiles_w * 2 + lane % 2
+    n = t // (tiles_w * tiles_h)
+    inside = (t < T) & (p < P) & (q < Q) & (k < K)
+    s = None
+    b = None
+    other = None
+    if scale is not None:
+        s = channel_vector(scale, k0, K, KS, gl.SliceLayout(1, LAYOUT))[:, None]
+    if bias is not None:
+        b = channel_vector(bias, k0, K, KS, gl.SliceLayout(1, LAYOUT))[:, None]
+    if residual is not None:
+        other = gl.load(residual + n * rn + k * rk + p * rp + q * rq, mask=inside, other=0.0)
+    dtype: gl.constexpr = y.dtype.element_ty
+    made = finish(made, s, b, other, alpha, beta, ACTIVATION, dtype)
+    gl.store(y + n * yn + k * yk + p * yp + q * yq, made.to(dtype), mask=inside)
+
+
+@gluon.jit
+def convolve_fma(
+    x, u, y, T, C, K, H, W, P, Q, tiles_h, tiles_w, xn, xc, xh, xw, filters, blocks_k,
+    yn, yk, yp, yq, bias, residual, scale, rn, rk, rp, rq, alpha, beta,
+    DEPTH: gl.constexpr, INPUTS: gl.constexpr, FACTORS: gl.constexpr, OUTPUTS: gl.constexpr,
+    PAD_H: gl.constexpr, PAD_W: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    BLOCK_C: gl.constexpr, STAGES: gl.constexpr, WARPS_T: gl.constexpr, WHOLE: gl.constexpr,
+    ACTIVATION: gl.constexpr, WIDE: gl.constexpr, WIDE_OUT: gl.constexpr,
+):  # fmt: skip
+    """y = epilogue(conv(x)). WIDE, WIDE_OUT: pixels are neighbours in x, in y; else channels."""
+    NUM_WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [WARPS_T, NUM_WARPS // WARPS_T], [1, 0])
+    READ: gl.constexpr = (
+        gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0])
+        if WIDE
+        else gl.BlockedLayout([1, 1], [16, 2], [1, NUM_WARPS], [0, 1])
+    )
+    ACROSS: gl.constexpr = min(BLOCK_K // 4, 32)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [NUM_WARPS, 1], [1, 0])
+    OUT: gl.constexpr = (
+        gl.BlockedLayout([1, 4], [2, 16], [NUM_WARPS, 1], [1, 0])
+        if WIDE_OUT
+        else gl.BlockedLayout([4, 1], [32, 1], [1, NUM_WARPS], [0, 1])
+    )
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    MIXED: gl.constexpr = (
+        PLAIN
+        if WIDE
+        else gl.PaddedSharedLayout.with_identity_for([[BLOCK_T, 4]], [BLOCK_C, BLOCK_T], [1, 0])
+    )
+    v_ring = gl.allocate_shared_memory(gl.float32, [2, BLOCK_C, BLOCK_T], MIXED)
+    u_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_C, BLOCK_K], PLAIN)
+
+    block = gl.program_id(0)
+    first = block // blocks_k * BLOCK_T
+    k0 = block % blocks_k * BLOCK_K
+    t = first + gl.arange(0, BLOCK_T, layout=gl.SliceLayout(0, READ))[None, :]
+    lane = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(1, READ))[:, None]
+    h = (t // tiles_w) % tiles_h * 2 - PAD_H
+    w = t % tiles_w * 2 - PAD_W
+    images = x + t // (tiles_w * tiles_h) * xn + h * xh + w * xw
+    real = t < T
+    u_c = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(1, COPY))[:, None]
+    u_k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, COPY))[None, :]
+    u += k0 + u_c * filters + u_k
+
+    STEPS: gl.constexpr = DEPTH // BLOCK_C
+    y00 = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    y01 = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    y10 = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    y11 = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    product = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    for ahead in gl.static_range(STAGES - 1):  # the 16 products take at least 16 steps
+        copy_elements(u_ring.index(ahead), u)
+        commit_copies()
+        u += BLOCK_C * filters
+    zero = block * 0
+    a, b, d, e = _pixels(images, real, lane, h, w, zero, zero, C, H, W, xc, xh, xw, INPUTS, WHOLE)
+    f1 = _pick(FACTORS, 0, zero)
+    f2 = _pick(FACTORS, 1, zero)
+    v_ring.index(0).store(f1 * (f1 * a + f2 * b) + f2 * (f1 * d + f2 * e))
+    for step in range(16 * STEPS):
+        wait_for_copies(STAGES - 2)
+        barrier()
+        if step + STAGES - 1 < 16 * STEPS:
+            copy_elements(u_ring.index((step + STAGES - 1) % STAGES), u)
+        commit_copies()
+        u += BLOCK_C * filters
+        after = step + 1
+        seen = real & (after < 16 * STEPS)
+        i = after // STEPS // 4
+        j = after // STEPS % 4
+        c = after % STEPS * BLOCK_C + lane
+        a, b, d, e = _pixels(images, seen, c, h, w, i, j, C, H, W, xc, xh, xw, INPUTS, WHOLE)
+        v_tile = v_ring.index(step % 2)
+        u_tile = u_ring.index(step % STAGES)
+        for s in gl.static_range(BLOCK_C):
+            left = v_tile.slice(s, 1, dim=0).permute((1, 0)).load(LAYOUT)
+            right = u_tile.slice(s, 1, dim=0).load(LAYOUT)
+            product += left * right
+        f1 = _pick(FACTORS, 0, i)
+        f2 = _pick(FACTORS, 1, i)
+        g1 = _pick(FACTORS, 0, j)
+        g2 = _pick(FACTORS, 1, j)
+        v_ring.index(after % 2).store(f1 * (g1 * a + g2 * b) + f2 * (g1 * d + g2 * e))
+        if after % STEPS == 0:
+            i = step // STEPS // 4
+            j = step // STEPS % 4
+            top = _pick(OUTPUTS, 0, i)
+            bottom = _pick(OUTPUTS, 1, i)
+            leftmost = _pick(OUTPUTS, 0, j)
+            rightmost = _pick(OUTPUTS, 1, j)
+            y00 += top * leftmost * product
+            y01 += top * rightmost * product
+            y10 += bottom * leftmost * product
+            y11 += bottom * rightmost * product
+            product = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    rows = gl.join(y00, y01).permute((1, 0, 2)).reshape([BLOCK_K, BLOCK_T * 2])
+    _store_rows(
+        rows, y, 0, first, k0, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
+        bias, residual, scale, rn, rk, rp, rq, alpha, beta, ACTIVATION, OUT,
+    )  # fmt: skip
+    rows = gl.join(y10, y11).permute((1, 0, 2)).reshape([BLOCK_K, BLOCK_T * 2])
+    _store_rows(
+        rows, y, 1, first, k0, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
+        bias, residual, scale, rn, rk, rp, rq, alpha, beta, ACTIVATION, OUT,
+    )  # fmt: skip
