@@ -119,6 +119,8 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _row("conv2d.winograd", "conv.winograd", "sm_90", source="tessella"),
     _row("conv2d.winograd_nonfused", "conv.winograd_nonfused", "sm_90", source="tessella"),
+    _row("conv2d.fft", "conv.fft", "sm_90", source="tessella"),
+    _row("conv2d.fft_tiling", "conv.fft_tiling", "sm_90", source="tessella"),
     *_aten("conv2d", "conv.aten"),
     # its gradients
     _row("conv2d_dgrad.implicit_gemm.sm90", "conv.dgrad_sm90", "sm_90", source="tessella"),

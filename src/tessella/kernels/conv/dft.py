@@ -1,0 +1,203 @@
+"""Fourier transforms as matrix products, and the product of two spectra: for fft and fft_tiling.
+
+Along an image's width the frequencies are half-integers, 2π(u + ½)/T for u < T/2: the T real
+numbers of a row become T/2 complex ones with none left over, and what wraps around comes back with
+the sign reversed, which does not matter where it is thrown away. Along the height they are
+integers, 2πv/T for v < T. A spectrum is a float32 tensor [2 (real, imaginary), T/2 · T (u, v),
+channels, images].
+
+Sources: G. Bongiovanni, P. Corsini, G. Frosini, "One-dimensional and two-dimensional generalized
+discrete Fourier transforms", IEEE Trans. ASSP 24(1), 1976; M. Mathieu, M. Henaff, Y. LeCun, "Fast
+training of convolutional networks through FFTs", 2014; N. Vasilache et al., "Fast convolutional
+nets with fbfft", 2015 (tiles).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+from tessella.kernels.launch import launch
+
+
+@functools.cache
+def width_matrix(
+    period: int, points: tuple[int, ...], shape: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """Real numbers at ``points`` of a row → (u, real or imaginary): [len(points), T], padded."""
+    angle = _angles(points, period // 2, period, 0.5)
+    return _padded(torch.stack((angle.cos(), -angle.sin()), 2).flatten(1), shape, device)
+
+
+@functools.cache
+def height_matrix(
+    period: int, points: tuple[int, ...], shape: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """Complex numbers at ``points`` of a column → v: [(len(points), 2), (T, 2)], padded."""
+    return _padded(_complex(-_angles(points, period, period, 0.0)), shape, device)
+
+
+@functools.cache
+def height_inverse(
+    period: int, points: tuple[int, ...], shape: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """Frequencies v → complex numbers at ``points`` of a column: [(T, 2), (len(points), 2)]."""
+    matrix = _complex(_angles(points, period, period, 0.0).T) / period
+    return _padded(matrix, shape, device)
+
+
+@functools.cache
+def width_inverse(
+    period: int, points: tuple[int, ...], shape: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """(u, real or imaginary) → real numbers at ``points`` of a row: [T, len(points)], padded.
+
+    Twice the real part, for the frequencies −u − 1 that a real row's spectrum repeats conjugated.
+    """
+    angle = _angles(points, period // 2, period, 0.5).T
+    matrix = torch.stack((angle.cos(), -angle.sin()), 1).flatten(0, 1) * (2 / period)
+    return _padded(matrix, shape, device)
+
+
+def _angles(points: tuple[int, ...], count: int, period: int, shift: float) -> torch.Tensor:
+    """2π (frequency + shift) · point / period, reduced exactly: [points, count]."""
+    twice = torch.arange(count) * 2 + int(2 * shift)
+    turns = torch.outer(torch.tensor(points), twice) % (2 * period)
+    return turns.double() * (math.pi / period)
+
+
+def _complex(angle: torch.Tensor) -> torch.Tensor:
+    """exp(i·angle) [A, B] as a real matrix [(A, 2), (B, 2)]: a row of (re, im) times it."""
+    cos, sin = angle.cos(), angle.sin()
+    rows = (torch.stack((cos, sin), 2), torch.stack((-sin, cos), 2))  # [A, B, 2] each
+    return torch.stack(rows, 1).flatten(2).flatten(0, 1)
+
+
+def _padded(matrix: torch.Tensor, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    made = torch.zeros(shape, dtype=torch.float32)
+    made[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return made.to(device)
+
+
+@triton.jit
+def _product(
+    weights, images, out, C, KL, ML, weight_plane, image_plane, out_plane,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    EVEN_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[f, k, m] = Σ_c conj(weights[f, c, k]) · images[f, c, m], complex in two planes."""
+    f = tl.program_id(2).to(tl.int64)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_C)
+    w = weights + f * C * KL + c[:, None] * KL + k[None, :]
+    x = images + f * C * ML + c[:, None] * ML + m[None, :]
+    real = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
+    imaginary = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
+    minus = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)  # of the imaginary part: negating an operand
+    for start in range(0, C, BLOCK_C):  # would cost a pass through shared memory
+        if EVEN_C:
+            w_re, w_im = tl.load(w), tl.load(w + weight_plane)
+            x_re, x_im = tl.load(x), tl.load(x + image_plane)
+        else:
+            inside = (start + c < C)[:, None]
+            w_re = tl.load(w, mask=inside, other=0.0)
+            w_im = tl.load(w + weight_plane, mask=inside, other=0.0)
+            x_re = tl.load(x, mask=inside, other=0.0)
+            x_im = tl.load(x + image_plane, mask=inside, other=0.0)
+        w_re, w_im = tl.trans(w_re), tl.trans(w_im)
+        real = tl.dot(w_re, x_re, real, input_precision=PRECISION)
+        real = tl.dot(w_im, x_im, real, input_precision=PRECISION)
+        imaginary = tl.dot(w_re, x_im, imaginary, input_precision=PRECISION)
+        minus = tl.dot(w_im, x_re, minus, input_precision=PRECISION)
+        w += BLOCK_C * KL
+        x += BLOCK_C * ML
+    K_rows = tl.num_programs(1) * BLOCK_K
+    y = out + (f * K_rows + k[:, None]) * ML + m[None, :]
+    tl.store(y, real)
+    tl.store(y + out_plane, imaginary - minus)
+
+
+@triton.jit
+def _product_of_few(
+    weights, images, out, C, KL, weight_plane, image_plane, out_plane,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """``_product`` for few images: the filters' spectrum is read once, at the memory's speed."""
+    f = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    m = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_C)
+    w = weights + f * C * KL + c[:, None] * KL + k[None, :]
+    x = images + f * C * BLOCK_M + c[:, None] * BLOCK_M + m[None, :]
+    real = tl.zeros((BLOCK_C, BLOCK_K, BLOCK_M), tl.float32)
+    imaginary = tl.zeros((BLOCK_C, BLOCK_K, BLOCK_M), tl.float32)
+    for start in range(0, C, BLOCK_C):
+        inside = (start + c < C)[:, None]
+        w_re = tl.load(w, mask=inside, other=0.0)[:, :, None]
+        w_im = tl.load(w + weight_plane, mask=inside, other=0.0)[:, :, None]
+        x_re = tl.load(x, mask=inside, other=0.0)[:, None, :]
+        x_im = tl.load(x + image_plane, mask=inside, other=0.0)[:, None, :]
+        real += w_re * x_re + w_im * x_im
+        imaginary += w_re * x_im - w_im * x_re
+        w += BLOCK_C * KL
+        x += BLOCK_C * BLOCK_M
+    y = out + (f * KL + k[:, None]) * BLOCK_M + m[None, :]
+    tl.store(y, tl.sum(real, 0))
+    tl.store(y + out_plane, tl.sum(imaginary, 0))
+
+
+def product(
+    weights: torch.Tensor,
+    images: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    block_k: int,
+    block_m: int,
+    precision: str,
+    block_c: int = 16,
+    num_warps: int = 8,
+    num_stages: int = 3,
+) -> None:
+    """The spectrum of a correlation, in ``out``.
+
+    Args:
+        weights: [2, frequencies, C, K], K padded to a multiple of ``block_k``.
+        images: [2, frequencies, C, M], M padded to a multiple of ``block_m``.
+        out: [2, frequencies, K, M].
+        block_m: below 16, M itself.
+    """
+    _, frequencies, c, k = weights.shape
+    m = images.shape[3]
+    planes = (weights.stride(0), images.stride(0), out.stride(0))
+    if block_m < 16:
+        launch(
+            _product_of_few, (k // block_k, frequencies), weights, images, out, c, k, *planes,
+            BLOCK_K=block_k, BLOCK_M=block_m, BLOCK_C=max(1, 32 // block_m), num_warps=4,
+        )  # fmt: skip
+        return
+    launch(
+        _product,
+        (m // block_m, k // block_k, frequencies),
+        weights, images, out, c, k, m, *planes,
+        BLOCK_K=block_k, BLOCK_M=block_m, BLOCK_C=block_c,
+        EVEN_C=c % block_c == 0, PRECISION=precision,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def carved(workspace: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> list[torch.Tensor]:
+    """float32 tensors of these shapes, as parts of the workspace; as many as it has room for."""
+    parts, start = [], 0
+    for shape in shapes.values():
+        end = start + 4 * math.prod(shape)
+        if end > workspace.numel():
+            break
+        parts.append(workspace[start:end].view(torch.float32).view(shape))
+        start = -(-end // 256) * 256
+    return parts

@@ -1,0 +1,350 @@
+"""Convolution by Fourier transforms of whole images.
+
+Each transform is two passes, along rows and along columns, and each pass a matrix product with a
+constant matrix (dft.py): for the sides that images have, that costs less than moving the spectra.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.conv import dft
+from tessella.kernels.conv.tiles import on_plain_units, refusal
+from tessella.kernels.epilogue_triton import cast, finish
+from tessella.kernels.launch import launch
+from tessella.kernels.packing import packed
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = True
+LARGEST_PERIOD = 1024
+
+
+@triton.jit
+def _forward_rows(
+    image, matrix, out, batch, inner, lines, width, frequencies, columns,
+    stride_n, stride_c, stride_h, stride_w, plane,
+    BLOCK_U: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[u, h, (c, n)] = Σ_w matrix[w, u] · image[n, c, h, w], complex in two planes."""
+    h = tl.program_id(2)
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    u = tl.program_id(1) * BLOCK_U + tl.arange(0, BLOCK_U)
+    n = r % inner
+    c = r // inner
+    there = (n < batch) & (r < columns)
+    at = image + n.to(tl.int64) * stride_n + c.to(tl.int64) * stride_c + h * stride_h
+    real = tl.zeros((BLOCK_U, BLOCK_R), tl.float32)
+    imaginary = tl.zeros((BLOCK_U, BLOCK_R), tl.float32)
+    for start in range(0, width, BLOCK_W):
+        w = start + tl.arange(0, BLOCK_W)
+        mask = (w < width)[:, None] & there[None, :]
+        x = tl.load(at[None, :] + w[:, None] * stride_w, mask=mask, other=0.0).to(tl.float32)
+        mask = (w < width)[None, :] & (u < frequencies)[:, None]
+        angle = matrix + w[None, :] * (2 * frequencies) + 2 * u[:, None]
+        real = tl.dot(tl.load(angle, mask=mask, other=0.0), x, real, input_precision=PRECISION)
+        sine = tl.load(angle + 1, mask=mask, other=0.0)
+        imaginary = tl.dot(sine, x, imaginary, input_precision=PRECISION)
+    to = out + (u.to(tl.int64) * lines + h)[:, None] * columns + r[None, :]
+    mask = (u < frequencies)[:, None] & (r < columns)[None, :]
+    tl.store(to, real, mask=mask)
+    tl.store(to + plane, imaginary, mask=mask)
+
+
+@triton.jit
+def _columns(
+    source, matrix, out, columns, source_plane, out_plane, A, B,
+    BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_A: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[u, b, r] = Σ_a source[u, a, r] · matrix[a, b], complex: source and out in two planes."""
+    u = tl.program_id(2).to(tl.int64)
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    source += u * A * columns
+    out += u * B * columns
+    real = tl.zeros((BLOCK_B, BLOCK_R), tl.float32)
+    imaginary = tl.zeros((BLOCK_B, BLOCK_R), tl.float32)
+    for start in range(0, A, BLOCK_A):
+        a = start + tl.arange(0, BLOCK_A)
+        at = source + a[:, None].to(tl.int64) * columns + r[None, :]
+        mask = (a < A)[:, None] & (r < columns)[None, :]
+        x_re = tl.load(at, mask=mask, other=0.0)
+        x_im = tl.load(at + source_plane, mask=mask, other=0.0)
+        # matrix[(a, 2), (b, 2)] holds cosine, ± sine; ∓ sine, cosine
+        at = matrix + a[None, :] * (4 * B) + 2 * b[:, None]
+        mask = (a < A)[None, :] & (b < B)[:, None]
+        cosine = tl.load(at, mask=mask, other=0.0)
+        re_to_im = tl.load(at + 1, mask=mask, other=0.0)
+        im_to_re = tl.load(at + 2 * B, mask=mask, other=0.0)
+        real = tl.dot(cosine, x_re, real, input_precision=PRECISION)
+        real = tl.dot(im_to_re, x_im, real, input_precision=PRECISION)
+        imaginary = tl.dot(cosine, x_im, imaginary, input_precision=PRECISION)
+        imaginary = tl.dot(re_to_im, x_re, imaginary, input_precision=PRECISION)
+    to = out + b[:, None].to(tl.int64) * columns + r[None, :]
+    mask = (b < B)[:, None] & (r < columns)[None, :]
+    tl.store(to, real, mask=mask)
+    tl.store(to + out_plane, imaginary, mask=mask)
+
+
+@triton.jit
+def _inverse_rows(
+    source, matrix, out, bias, residual, scale, alpha, beta,
+    batch, inner, filters, lines, width, frequencies, columns,
+    stride_n, stride_c, stride_h, stride_w, residual_n, residual_c, residual_h, residual_w, plane,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_U: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """out[n, k, h, w] = epilogue(Σ_u source[u, h, (k, n)] · matrix[u, w])."""
+    h = tl.program_id(2)
+    w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    acc = tl.zeros((BLOCK_R, BLOCK_W), tl.float32)
+    for start in range(0, frequencies, BLOCK_U):
+        u = start + tl.arange(0, BLOCK_U)
+        at = source + (u.to(tl.int64) * lines + h)[None, :] * columns + r[:, None]
+        mask = (u < frequencies)[None, :] & (r < columns)[:, None]
+        x_re = tl.load(at, mask=mask, other=0.0)
+        x_im = tl.load(at + plane, mask=mask, other=0.0)
+        angle = matrix + 2 * u[:, None] * width + w[None, :]
+        mask = (u < frequencies)[:, None] & (w < width)[None, :]
+        cosine = tl.load(angle, mask=mask, other=0.0)
+        sine = tl.load(angle + width, mask=mask, other=0.0)
+        acc = tl.dot(x_re, cosine, acc, input_precision=PRECISION)
+        acc = tl.dot(x_im, sine, acc, input_precision=PRECISION)
+    n = r % inner
+    k = r // inner
+    there = (n < batch) & (k < filters)
+    mask = there[:, None] & (w < width)[None, :]
+    biases, scales, residuals = None, None, None
+    if bias is not None:
+        biases = tl.load(bias + k, mask=there, other=0.0)[:, None]
+    if scale is not None:
+        scales = tl.load(scale + k, mask=there, other=0.0)[:, None]
+    if residual is not None:
+        at = residual + n.to(tl.int64) * residual_n + k.to(tl.int64) * residual_c + h * residual_h
+        residuals = tl.load(at[:, None] + w[None, :] * residual_w, mask=mask, other=0.0)
+    y = finish(acc, scales, biases, residuals, alpha, beta, ACTIVATION)
+    to = out + n.to(tl.int64) * stride_n + k.to(tl.int64) * stride_c + h * stride_h
+    tl.store(to[:, None] + w[None, :] * stride_w, cast(y, out.dtype.element_ty), mask=mask)
+
+
+# ------------------------------------------------------------------ how large the transforms are
+@dataclass(frozen=True, kw_only=True)
+class Period:
+    """Sides of the transform: the image and its padding on one side; the other wraps onto it."""
+
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> Period:
+        sides = (*problem.inputs[0].shape[2:], *problem.attrs["padding"])
+        height, width = (
+            max(side + padding, (n - 1) * d + 1)
+            for side, padding, n, d in zip(
+                sides[:2], sides[2:], problem.inputs[1].shape[2:], problem.attrs["dilation"]
+            )
+        )
+        return cls(height=height, width=width + width % 2)
+
+    @property
+    def half(self) -> int:
+        return self.width // 2
+
+
+def fits(problem: Problem) -> str | None:
+    refused = refusal(problem, ("float32", "float16", "bfloat16"))
+    if refused is not None:
+        return refused
+    if len(problem.output.shape) != 4:
+        return "two spatial axes only"
+    if problem.attrs["groups"] != 1:
+        return "one group only"
+    period = Period.of(problem)
+    if max(period.height, period.width) > LARGEST_PERIOD:
+        return f"images of at most {LARGEST_PERIOD} pixels a side, padding included"
+    return None
+
+
+def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
+    """Blocks of the product: as many images as there are, and not many more."""
+    if problem.output_is_empty:
+        return ({},)
+    batch, filters = problem.inputs[0].shape[0], problem.inputs[1].shape[0]
+    block_k = 64 if filters > 32 else 32
+    if batch < 16:
+        return ({"block_m": 1 << (batch - 1).bit_length(), "block_k": block_k * 2},)
+    sizes = [m for m in (16, 32, 64) if m <= max(16, batch)]
+    return tuple({"block_m": m, "block_k": block_k} for m in reversed(sizes))
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _shapes(problem: Problem, block_k: int, block_m: int) -> dict[str, tuple[int, ...]]:
+    """Spectra, and what lies between two passes: it shares one part of the workspace."""
+    period = Period.of(problem)
+    filters, channels, lines, _ = problem.inputs[1].shape
+    images = _up(problem.inputs[0].shape[0], block_m)
+    filters = _up(filters, block_k)
+    frequencies = period.half * period.height
+    between = max(
+        lines * channels * filters * (1 not in problem.constant),
+        problem.inputs[0].shape[2] * channels * images,
+        problem.output.shape[2] * filters * images,
+    )
+    return {
+        "between": (2 * period.half * between,),
+        "images": (2, frequencies, channels, images),
+        "products": (2, frequencies, filters, images),
+        "weights": (2, frequencies, channels, filters),
+    }
+
+
+def workspace_bytes(problem: Problem, *, block_k: int = 64, block_m: int = 16, **_: Any) -> int:
+    if problem.output_is_empty:
+        return 0
+    shapes = _shapes(problem, block_k, block_m)
+    if 1 in problem.constant:
+        del shapes["weights"]
+    return sum(_up(4 * math.prod(shape), 256) for shape in shapes.values())
+
+
+# ------------------------------------------------------------------ calls
+def bind(
+    problem: Problem,
+    constants: Mapping[int, torch.Tensor],
+    *,
+    block_k: int = 64,
+    block_m: int = 16,
+) -> Call:
+    """Filters that are constant are transformed here, once."""
+    if problem.output_is_empty:
+        return lambda *inputs, out, workspace=None: out
+    period = Period.of(problem)
+    shapes = _shapes(problem, block_k, block_m)
+    precision = "ieee" if on_plain_units(problem) else "tf32"
+    dilation = problem.attrs["dilation"]
+
+    def of_filters(
+        weight: torch.Tensor, between: torch.Tensor, spectrum: torch.Tensor
+    ) -> torch.Tensor:
+        points = [tuple(range(0, n * d, d)) for n, d in zip(weight.shape[2:], dilation)]
+        forward(weight, between, spectrum, period, points, precision)
+        return spectrum
+
+    def pack(weight: torch.Tensor) -> torch.Tensor:
+        c, k = shapes["weights"][2:]
+        between = weight.new_empty(2 * period.half * weight.shape[2] * c * k, dtype=torch.float32)
+        spectrum = weight.new_empty(shapes["weights"], dtype=torch.float32)
+        return of_filters(weight, between, spectrum)
+
+    weights = None
+    if 1 in constants:
+        how = ("conv2d.fft", period, block_k, dilation, precision)
+        weights = packed(constants[1], how, pack)
+    image_points = [
+        tuple(range(p, p + n))
+        for n, p in zip(problem.inputs[0].shape[2:], problem.attrs["padding"])
+    ]
+
+    def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
+        operands = [*problem.operands(constants, inputs), None, None, None]
+        x, weight, *rest = operands[:5]
+        between, images, products, *own = dft.carved(workspace, shapes)
+        spectrum = of_filters(weight, between, own[0]) if weights is None else weights
+        forward(x, between, images, period, image_points, precision)
+        dft.product(spectrum, images, products, block_k=block_k, block_m=block_m,
+                    precision=precision)  # fmt: skip
+        inverse(problem, products, between, out, *rest, period, precision)
+        return out
+
+    return call
+
+
+def forward(
+    image: torch.Tensor,
+    between: torch.Tensor,
+    spectrum: torch.Tensor,
+    period: Period,
+    points: list[tuple[int, ...]],
+    precision: str,
+) -> None:
+    """image [N, C, H, W], whose rows and columns lie at ``points`` → [2, frequencies, C, N]."""
+    lines, width = image.shape[2:]
+    inner = spectrum.shape[3]
+    columns = spectrum.shape[2] * inner
+    launch(
+        _forward_rows,
+        (-(-columns // 64), -(-period.half // 64), lines),
+        image,
+        dft.width_matrix(period.width, points[1], (width, period.width), image.device),
+        between, image.shape[0], inner, lines, width, period.half, columns, *image.stride(),
+        period.half * lines * columns,
+        BLOCK_U=64, BLOCK_R=64, BLOCK_W=16, PRECISION=precision, num_warps=8,
+    )  # fmt: skip
+    shape = (2 * lines, 2 * period.height)
+    matrix = dft.height_matrix(period.height, points[0], shape, image.device)
+    columns_pass(between, matrix, spectrum, lines, period.height, period, columns, precision)
+
+
+def columns_pass(
+    source: torch.Tensor,
+    matrix: torch.Tensor,
+    out: torch.Tensor,
+    before: int,
+    after: int,
+    period: Period,
+    columns: int,
+    precision: str,
+) -> None:
+    """[2, u, before, columns] → [2, u, after, columns]."""
+    launch(
+        _columns,
+        (-(-columns // 64), -(-after // 64), period.half),
+        source, matrix, out, columns, period.half * before * columns,
+        period.half * after * columns, before, after,
+        BLOCK_B=64, BLOCK_R=64, BLOCK_A=16, PRECISION=precision, num_warps=8,
+    )  # fmt: skip
+
+
+def inverse(
+    problem: Problem,
+    spectrum: torch.Tensor,
+    between: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    period: Period,
+    precision: str,
+) -> None:
+    """Outputs from their spectra [2, frequencies, filters, images], epilogue included."""
+    filters, inner = spectrum.shape[2:]
+    columns = filters * inner
+    lines, width = out.shape[2:]
+    points = [tuple(range(0, n * s, s)) for n, s in zip(out.shape[2:], problem.attrs["stride"])]
+    shape = (2 * period.height, 2 * lines)
+    matrix = dft.height_inverse(period.height, points[0], shape, out.device)
+    columns_pass(spectrum, matrix, between, period.height, lines, period, columns, precision)
+    beta = float(problem.attr("beta"))
+    residual = None if beta == 0 else residual
+    launch(
+        _inverse_rows,
+        (-(-width // 64), -(-columns // 64), lines),
+        between,
+        dft.width_inverse(period.width, points[1], (period.width, width), out.device),
+        out, bias, residual, scale, float(problem.attr("alpha")), beta,
+        out.shape[0], inner, out.shape[1], lines, width, period.half, columns, *out.stride(),
+        *((0,) * 4 if residual is None else residual.stride()), period.half * lines * columns,
+        BLOCK_R=64, BLOCK_W=64, BLOCK_U=16, PRECISION=precision,
+        ACTIVATION=problem.attr("activation"), num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,389 @@
+"""Convolution by Fourier transforms of overlapping tiles of up to 32×32 pixels (overlap-save).
+
+Three kernels: tiles (and filters) → spectra, a complex matrix product at each frequency, spectra →
+outputs with the epilogue. A transform is two matrix products with constant matrices (dft.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.conv import dft
+from tessella.kernels.conv.tiles import on_plain_units, refusal
+from tessella.kernels.epilogue_triton import cast, finish
+from tessella.kernels.launch import launch
+from tessella.kernels.packing import packed
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = True
+LARGEST_TILE = 32
+PASS_NUMBERS = 2**27  # of one spectrum, at most: larger batches go in several passes
+
+
+@triton.jit
+def _forward(
+    image, width_matrix, height_matrix, spectrum,
+    tiles, first, channels, height, width, stride_n, stride_c, stride_h, stride_w,
+    tiles_h, tiles_w, step_h, step_w, pad_h, pad_w, inner, plane,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PERIOD: tl.constexpr,
+    I: tl.constexpr, J: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
+    TILES: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Spectra of TILES tiles in each of CHANNELS channels; a filter is an image of one tile."""
+    ENTRIES: tl.constexpr = TILES * CHANNELS
+    entry = tl.arange(0, ENTRIES)
+    m = tl.program_id(0) * TILES + entry % TILES
+    c = tl.program_id(1) * CHANNELS + entry // TILES
+    there = (m < tiles) & (c < channels)
+    tile = first + m
+    n = tile // (tiles_h * tiles_w)
+    top = tile // tiles_w % tiles_h * step_h - pad_h
+    left = tile % tiles_w * step_w - pad_w
+    i = tl.arange(0, I)
+    j = tl.arange(0, J)
+    h = top[:, None] + i[None, :]
+    w = left[:, None] + j[None, :]
+    in_h = there[:, None] & (i < ROWS)[None, :] & (h >= 0) & (h < height)
+    in_w = (j < COLUMNS)[None, :] & (w >= 0) & (w < width)
+    base = n.to(tl.int64) * stride_n + c.to(tl.int64) * stride_c
+    offset = base[:, None, None] + h[:, :, None] * stride_h + w[:, None, :] * stride_w
+    x = tl.load(image + offset, mask=in_h[:, :, None] & in_w[:, None, :], other=0.0)
+    x = tl.reshape(x.to(tl.float32), (ENTRIES * I, J))
+    first_matrix = tl.load(width_matrix + j[:, None] * (2 * U) + tl.arange(0, 2 * U)[None, :])
+    x = tl.dot(x, first_matrix, input_precision=PRECISION)  # (entry, i), (u, re | im)
+    x = tl.permute(tl.reshape(x, (ENTRIES, I, U, 2)), (0, 2, 1, 3))
+    x = tl.reshape(x, (ENTRIES * U, 2 * I))
+    row = tl.arange(0, 2 * I)
+    second_matrix = tl.load(height_matrix + row[:, None] * (2 * V) + tl.arange(0, 2 * V)[None, :])
+    x = tl.dot(x, second_matrix, input_precision=PRECISION)  # (entry, u), (v, re | im)
+    x = tl.reshape(x, (ENTRIES, U, 2 * V))
+    u = tl.arange(0, U)
+    v = tl.arange(0, 2 * V) // 2
+    imaginary = tl.arange(0, 2 * V) % 2
+    frequency = u[:, None] * PERIOD + v[None, :]
+    wanted = (u < PERIOD // 2)[:, None] & (v < PERIOD)[None, :]
+    offset = frequency * (channels * inner) + imaginary[None, :] * plane
+    at = spectrum + (c * inner + m)[:, None, None] + offset[None, :, :]
+    tl.store(at, x, mask=there[:, None, None] & wanted[None, :, :])
+
+
+@triton.jit
+def _inverse(
+    spectrum, height_matrix, width_matrix, out, bias, residual, scale, alpha, beta,
+    tiles, first, channels, rows, height, width, stride_n, stride_c, stride_h, stride_w,
+    residual_n, residual_c, residual_h, residual_w, tiles_h, tiles_w, inner, plane,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PERIOD: tl.constexpr,
+    I: tl.constexpr, J: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
+    TILES: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Outputs of TILES tiles in each of CHANNELS output channels, epilogue included."""
+    ENTRIES: tl.constexpr = TILES * CHANNELS
+    entry = tl.arange(0, ENTRIES)
+    m = tl.program_id(0) * TILES + entry % TILES
+    k = tl.program_id(1) * CHANNELS + entry // TILES
+    there = (m < tiles) & (k < channels)
+    u = tl.arange(0, U)
+    v = tl.arange(0, 2 * V) // 2
+    imaginary = tl.arange(0, 2 * V) % 2
+    frequency = u[:, None] * PERIOD + v[None, :]
+    wanted = (u < PERIOD // 2)[:, None] & (v < PERIOD)[None, :]
+    offset = frequency * (rows * inner) + imaginary[None, :] * plane
+    at = spectrum + (k * inner + m)[:, None, None] + offset[None, :, :]
+    x = tl.load(at, mask=there[:, None, None] & wanted[None, :, :], other=0.0)
+    x = tl.reshape(x, (ENTRIES * U, 2 * V))
+    row = tl.arange(0, 2 * V)
+    first_matrix = tl.load(height_matrix + row[:, None] * (2 * I) + tl.arange(0, 2 * I)[None, :])
+    x = tl.dot(x, first_matrix, input_precision=PRECISION)  # (entry, u), (i, re | im)
+    x = tl.permute(tl.reshape(x, (ENTRIES, U, I, 2)), (0, 2, 1, 3))
+    x = tl.reshape(x, (ENTRIES * I, 2 * U))
+    j = tl.arange(0, J)
+    row = tl.arange(0, 2 * U)
+    second_matrix = tl.load(width_matrix + row[:, None] * J + j[None, :])
+    x = tl.dot(x, second_matrix, input_precision=PRECISION)  # (entry, i), j
+    x = tl.reshape(x, (ENTRIES, I, J))
+    tile = first + m
+    n = tile // (tiles_h * tiles_w)
+    i = tl.arange(0, I)
+    h = (tile // tiles_w % tiles_h * ROWS)[:, None] + i[None, :]
+    w = (tile % tiles_w * COLUMNS)[:, None] + j[None, :]
+    in_h = there[:, None] & (i < ROWS)[None, :] & (h < height)
+    in_w = (j < COLUMNS)[None, :] & (w < width)
+    mask = in_h[:, :, None] & in_w[:, None, :]
+    biases, scales, residuals = None, None, None
+    if bias is not None:
+        biases = tl.load(bias + k, mask=there, other=0.0)[:, None, None]
+    if scale is not None:
+        scales = tl.load(scale + k, mask=there, other=0.0)[:, None, None]
+    if residual is not None:
+        base = n.to(tl.int64) * residual_n + k.to(tl.int64) * residual_c
+        offset = base[:, None, None] + h[:, :, None] * residual_h + w[:, None, :] * residual_w
+        residuals = tl.load(residual + offset, mask=mask, other=0.0)
+    x = finish(x, scales, biases, residuals, alpha, beta, ACTIVATION)
+    base = n.to(tl.int64) * stride_n + k.to(tl.int64) * stride_c
+    offset = base[:, None, None] + h[:, :, None] * stride_h + w[:, None, :] * stride_w
+    tl.store(out + offset, cast(x, out.dtype.element_ty), mask=mask)
+
+
+# ------------------------------------------------------------------ how a problem is cut
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a problem is cut into tiles.
+
+    Attributes:
+        period: a tile's side, T.
+        kept: outputs of a tile, by axis.
+        grid: tiles of an image, by axis.
+        tiles: of all images.
+        reach: (filter side − 1) · dilation + 1, by axis.
+    """
+
+    period: int
+    kept: tuple[int, int]
+    grid: tuple[int, int]
+    tiles: int
+    reach: tuple[int, int]
+
+    @classmethod
+    def of(cls, problem: Problem, tile: int) -> Cut:
+        stride = problem.attrs["stride"]
+        batch, _, *outputs = problem.output.shape
+        reach = _reach(problem)
+        kept = tuple(min(p, (tile - e) // s + 1) for p, e, s in zip(outputs, reach, stride))
+        grid = tuple(-(-p // k) for p, k in zip(outputs, kept))
+        return cls(period=tile, kept=kept, grid=grid, tiles=batch * math.prod(grid), reach=reach)
+
+    @property
+    def frequencies(self) -> int:
+        return self.period * (self.period // 2)
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """U, V: the frequencies along width and height, in powers of two."""
+        u = max(8, triton.next_power_of_2(self.period // 2))
+        return u, max(8, triton.next_power_of_2(self.period))
+
+
+def _reach(problem: Problem) -> tuple[int, int]:
+    sides = zip(problem.inputs[1].shape[2:], problem.attrs["dilation"])
+    return tuple((n - 1) * d + 1 for n, d in sides)
+
+
+def fits(problem: Problem) -> str | None:
+    refused = refusal(problem, ("float32", "float16", "bfloat16"))
+    if refused is not None:
+        return refused
+    if len(problem.output.shape) != 4:
+        return "two spatial axes only"
+    if problem.attrs["groups"] != 1:
+        return "one group only"
+    if max(_reach(problem)) > LARGEST_TILE:
+        return f"filters reach over at most {LARGEST_TILE} pixels, not {max(_reach(problem))}"
+    filters, channels = problem.inputs[1].shape[:2]
+    if 2 * LARGEST_TILE**2 * (filters + 128) * (channels + 16) >= 2**31:
+        return "more than 2³¹ numbers in the filters' spectra"
+    return None
+
+
+def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
+    """Tile sides and blocks of the product, by estimated time."""
+    if problem.output_is_empty:
+        return ({},)
+    estimates = {}
+    for tile in range(8, LARGEST_TILE + 1, 2):
+        if tile < max(_reach(problem)):
+            continue
+        cut = Cut.of(problem, tile)
+        for block_k, block_m in ((128, 64), (64, 64), (128, 32), (64, 32), (64, 16), (128, 128)):
+            config = {"tile": tile, "block_k": block_k, "block_m": block_m}
+            estimates[tuple(config.items())] = _estimate_us(problem, cut, **config)
+    best = sorted(estimates, key=estimates.__getitem__)
+    return tuple(dict(items) for items in best[:8])
+
+
+def _estimate_us(problem: Problem, cut: Cut, tile: int, block_k: int, block_m: int) -> float:
+    """Products at 30 TFLOP/s (tiles of 128 × 64), spectra at 3.5 TB/s, written and read."""
+    filters, channels = problem.inputs[1].shape[:2]
+    m, k = _up(cut.tiles, block_m), _up(filters, block_k)
+    work = 8 * cut.frequencies * m * k * channels * (1 + 16 / block_k + 16 / block_m)
+    constant = 1 in problem.constant
+    numbers = m * channels + m * k + k * channels * (0.5 if constant else 1)
+    u, v = cut.padded
+    entries = m * channels + m * filters + (0 if constant else filters * channels / 2)
+    transforms = entries * 4 * u * v * (v + 2 * v)
+    return (work / 30e12 + transforms / 20e12 + numbers * cut.frequencies * 16 / 3.5e12) * 1e6
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+# ------------------------------------------------------------------ calls
+def _spectra(problem: Problem, cut: Cut, block_k: int, block_m: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the spectra: of filters, of tiles, and of their product."""
+    filters, channels = problem.inputs[1].shape[:2]
+    a_pass = PASS_NUMBERS // (2 * cut.frequencies * max(channels, _up(filters, block_k)))
+    m = _up(min(cut.tiles, max(a_pass, block_m)), block_m)
+    k = _up(filters, block_k)
+    return {
+        "images": (2, cut.frequencies, channels, m),
+        "products": (2, cut.frequencies, k, m),
+        "weights": (2, cut.frequencies, channels, k),
+    }
+
+
+def workspace_bytes(
+    problem: Problem, *, tile: int = 32, block_k: int = 128, block_m: int = 64, **_: Any
+) -> int:
+    if problem.output_is_empty:
+        return 0
+    spectra = _spectra(problem, Cut.of(problem, tile), block_k, block_m)
+    if 1 in problem.constant:
+        del spectra["weights"]
+    return sum(_up(4 * math.prod(shape), 256) for shape in spectra.values())
+
+
+def bind(
+    problem: Problem,
+    constants: Mapping[int, torch.Tensor],
+    *,
+    tile: int = 32,
+    block_k: int = 128,
+    block_m: int = 64,
+    block_c: int = 16,
+    warps: int = 8,
+    stages: int = 3,
+    transform_warps: int = 8,
+    entries: int = 16,
+) -> Call:
+    """Filters that are constant are transformed here, once."""
+    if problem.output_is_empty:
+        return lambda *inputs, out, workspace=None: out
+    cut = Cut.of(problem, tile)
+    shapes = _spectra(problem, cut, block_k, block_m)
+    plain = on_plain_units(problem)
+    precision = "ieee" if plain else "tf32"
+    transform = {"precision": precision, "num_warps": transform_warps, "entries": entries}
+    dilation = problem.attrs["dilation"]
+
+    def of_filters(weight: torch.Tensor, spectrum: torch.Tensor) -> torch.Tensor:
+        filter_cut = Cut(period=tile, kept=(1, 1), grid=(1, 1), tiles=weight.shape[0], reach=(1, 1))
+        forward(weight, spectrum, filter_cut, sides=tuple(weight.shape[2:]), spread=dilation,
+                step=(0, 0), padding=(0, 0), first=0, **transform)  # fmt: skip
+        return spectrum
+
+    weights = None
+    if 1 in constants:
+        weights = packed(
+            constants[1],
+            ("conv2d.fft_tiling", tile, block_k, dilation, precision),
+            lambda w: of_filters(w, w.new_empty(shapes["weights"], dtype=torch.float32)),
+        )
+
+    def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
+        operands = [*problem.operands(constants, inputs), None, None, None]
+        x, weight, *rest = operands[:5]
+        images, products, *own = dft.carved(workspace, shapes)
+        spectrum = of_filters(weight, own[0]) if weights is None else weights
+        step = tuple(k * s for k, s in zip(cut.kept, problem.attrs["stride"]))
+        for first in range(0, cut.tiles, images.shape[3]):
+            forward(x, images, cut, sides=(tile, tile), spread=(1, 1), step=step,
+                    padding=problem.attrs["padding"], first=first, **transform)  # fmt: skip
+            dft.product(spectrum, images, products, block_k=block_k, block_m=block_m,
+                        block_c=block_c, precision=precision, num_warps=warps,
+                        num_stages=stages)  # fmt: skip
+            inverse(problem, products, cut, out, *rest, first=first, **transform)
+        return out
+
+    return call
+
+
+def forward(
+    image: torch.Tensor,
+    spectrum: torch.Tensor,
+    cut: Cut,
+    *,
+    sides: tuple[int, int],
+    spread: tuple[int, int],
+    step: tuple[int, int],
+    padding: tuple[int, int],
+    first: int,
+    precision: str,
+    num_warps: int,
+    entries: int,
+) -> None:
+    """The spectra of tiles ``first``, …, as many as ``spectrum`` has room for.
+
+    Args:
+        image: [N, C, H, W].
+        spectrum: [2, frequencies, C, tiles].
+        sides: a tile's height and width, as far as they hold anything.
+        spread: from one number of it to the next, on the grid of the transform.
+        step: from one tile to the next in the image.
+    """
+    period, (u, v) = cut.period, cut.padded
+    i = max(8, triton.next_power_of_2(sides[0]))
+    j = max(16, triton.next_power_of_2(sides[1]))
+    points = [tuple(range(0, n * s, s)) for n, s in zip(sides, spread)]
+    tiles = min(cut.tiles - first, spectrum.shape[3])
+    channels = image.shape[1]
+    across = 4 if image.stride(1) == 1 and channels > 1 else 1  # channels that lie together
+    launch(
+        _forward,
+        (-(-tiles // (entries // across)), -(-channels // across)),
+        image,
+        dft.width_matrix(period, points[1], (j, 2 * u), image.device),
+        dft.height_matrix(period, points[0], (2 * i, 2 * v), image.device),
+        spectrum, tiles, first, channels, *image.shape[2:], *image.stride(),
+        *cut.grid, *step, *padding, spectrum.shape[3], spectrum.stride(0),
+        ROWS=sides[0], COLUMNS=sides[1], PERIOD=period, I=i, J=j, U=u, V=v,
+        TILES=entries // across, CHANNELS=across, PRECISION=precision, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def inverse(
+    problem: Problem,
+    spectrum: torch.Tensor,
+    cut: Cut,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    *,
+    first: int,
+    precision: str,
+    num_warps: int,
+    entries: int,
+) -> None:
+    """Outputs of the tiles ``first``, … from their spectra [2, frequencies, filters, tiles]."""
+    period, (u, v) = cut.period, cut.padded
+    points = [tuple(range(0, n * s, s)) for n, s in zip(cut.kept, problem.attrs["stride"])]
+    i = max(8, triton.next_power_of_2(cut.kept[0]))
+    j = max(16, triton.next_power_of_2(cut.kept[1]))
+    tiles = min(cut.tiles - first, spectrum.shape[3])
+    channels = out.shape[1]
+    across = 4 if out.stride(1) == 1 and channels > 1 else 1
+    beta = float(problem.attr("beta"))
+    residual = None if beta == 0 else residual
+    launch(
+        _inverse,
+        (-(-tiles // (entries // across)), -(-channels // across)),
+        spectrum,
+        dft.height_inverse(period, points[0], (2 * v, 2 * i), out.device),
+        dft.width_inverse(period, points[1], (2 * u, j), out.device),
+        out, bias, residual, scale, float(problem.attr("alpha")), beta,
+        tiles, first, channels, spectrum.shape[2], *out.shape[2:], *out.stride(),
+        *((0,) * 4 if residual is None else residual.stride()),
+        *cut.grid, spectrum.shape[3], spectrum.stride(0),
+        ROWS=cut.kept[0], COLUMNS=cut.kept[1], PERIOD=period, I=i, J=j, U=u, V=v,
+        TILES=entries // across, CHANNELS=across, PRECISION=precision,
+        ACTIVATION=problem.attr("activation"), num_warps=num_warps,
+    )  # fmt: skip
