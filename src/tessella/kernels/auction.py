@@ -289,11 +289,19 @@ class _Auction:
             buffers = self._buffers(row, config)
             call = row.load().bind(self._problem, self._constants, **config)
             made = call(*inputs, **buffers)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()  # who crashes is named
             made = (made,) if isinstance(made, torch.Tensor) else made
             for tensor, meta in zip(made, self._problem.outputs, strict=True):
                 if not meta.matches(tensor):
                     seen = f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
                     raise ValueError(f"made {seen} instead of {meta}")
+        except torch.AcceleratorError as error:
+            raise KernelError(
+                f"kernel {row.id} crashed the GPU, which no call survives",
+                seen=f"{config} on {self._problem}: {str(error).splitlines()[0]}",
+                fix="report it, and leave the kernel out with algorithms=",
+            ) from error
         except (KernelError, RuntimeError, ValueError, TypeError) as error:
             return Tried(config=config, refused=f"failed: {str(error).splitlines()[0][:120]}")
 
