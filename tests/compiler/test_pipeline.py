@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from torch import nn
 
 from tessella import runtime
-from tessella.artifacts.plan import to_bytes
+from tessella.artifacts.plan import load_plan, to_bytes
 from tessella.compiler.pipeline import PASSES, bucket_sizes
-from tessella.core.errors import CompileError, UsageError
+from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.core.events import Event
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.kernels import catalog
@@ -19,6 +20,7 @@ from tessella.kernels.conv import aten as conv_aten
 from tessella.kernels.conv import onednn as conv_onednn
 from tessella.runtime import profiler
 from tests.compiler.networks import NETWORKS, build, captured, network, plan
+from tests.kernels import scratch
 
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(1, 3, 8, 8))
 
@@ -206,3 +208,36 @@ def test_tells_what_it_does() -> None:
     tuned = [e for e in events if e.kind == "progress" and e.name == "batch 2"]
     count = len(lenet.program.buckets[-1].steps)
     assert [e.values for e in tuned] == [{"done": i + 1, "total": count} for i in range(count)]
+
+
+def test_a_kernel_with_configurations_and_a_workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = tuple(k for k in catalog.KERNELS if k.op != "linear")
+    monkeypatch.setattr(catalog, "KERNELS", (*others, scratch.ROW))
+    monkeypatch.setattr(catalog, "BY_ID", {**catalog.BY_ID, scratch.ROW.id: scratch.ROW})
+    monkeypatch.setattr(scratch, "fits", lambda p: None if len(p.output.shape) == 2 else "rows")
+    path = plan(captured("lenet")).save(tmp_path / "lenet.plan")
+    loaded = load_plan(path)
+    bucket = loaded.program.buckets[-1]
+    linear = [step for step in bucket.steps if step.op == "linear"]
+    sizes = {b.name: b for b in bucket.buffers}
+    for step in linear:
+        rows, columns = sizes[step.outputs[0]].shape
+        assert step.config["pieces"] in (1, 2)
+        scratch_bytes = 4 * step.config["pieces"] * rows * columns
+        assert sizes[step.workspace].shape == (scratch_bytes,)
+        assert sizes[step.workspace].offset is not None
+    module, spec = network("lenet")
+    x = torch.randn(bucket.batch, *spec.shape[1:])
+    (made,) = runtime.load(path)(x).values()
+    assert error(made, float64(module, x)) < 1e-4
+    # a plan is hostile: a configuration that no kernel proposed, a workspace that is too small
+    for change, what in (
+        ({"config": {"pieces": 4}}, "does not know the configuration"),
+        ({"config": {"pieces": 2}, "workspace": None}, "too little workspace"),
+    ):
+        steps = tuple(replace(s, **change) if s is linear[0] else s for s in bucket.steps)
+        program = replace(loaded.program, buckets=(replace(bucket, steps=steps),))
+        with pytest.raises(ArtifactError, match=what):
+            runtime.load(replace(loaded, program=program))

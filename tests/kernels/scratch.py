@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tessella.kernels.catalog import Call, Config, Kernel
+from tessella.kernels.epilogue import finish_
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
@@ -32,11 +33,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, pieces: int
         raise ValueError("three is one too many")
 
     def linear(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> Any:
-        x, weight, bias = [*problem.operands(constants, inputs), None][:3]
+        x, weight, bias, residual = [*problem.operands(constants, inputs), None, None][:4]
         parts = workspace.view(torch.float32).view(pieces, *out.shape)
         for part, xs, ws in zip(parts, x.chunk(pieces, 1), weight.chunk(pieces, 1), strict=True):
             torch.mm(xs, ws.t(), out=part)
         torch.sum(parts, 0, out=out)
-        return out if bias is None else out.add_(bias)
+        return finish_(out, residual, problem.attr("activation"), bias=bias)
 
     return linear

@@ -186,7 +186,12 @@ def test_loading_measures_and_compiles_nothing(
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("loading must not do this")
 
-    for place, name in ((timing, "measure"), (auction, "race"), (auction, "find"), (torch, "compile")):
+    for place, name in (
+        (timing, "measure"),
+        (auction, "race"),
+        (auction, "find"),
+        (torch, "compile"),
+    ):
         monkeypatch.setattr(place, name, forbidden)
     runtime.load(lenet.save(tmp_path / "lenet.plan"))(images(3))
 
