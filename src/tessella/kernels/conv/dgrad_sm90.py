@@ -23,6 +23,7 @@ from tessella.kernels.conv.backward import (
     Box,
     Geometry,
     boxes,
+    four,
     refusal,
 )
 from tessella.kernels.hopper import (
@@ -175,7 +176,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             (grid,),
             descriptor(pixels, (*box, DEPTH)),
             descriptor(taps, (DEPTH, 1, columns)),
-            tuple(
+            *four(
                 descriptor(made[:, a::sh, b::sw], (*box, columns))
                 for a, b in itertools.product(range(sh), range(sw))
             ),
@@ -337,10 +338,11 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["size", "tiles"])
 def _kernel(
-    dy, weight, dx, size, tiles, STAGES: gl.constexpr,
+    dy, weight, dx0, dx1, dx2, dx3, size, tiles, STAGES: gl.constexpr,
     SH: gl.constexpr, SW: gl.constexpr, R_STEP: gl.constexpr, S_STEP: gl.constexpr,
     SWAP: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
+    dx = (dx0, dx1, dx2, dx3)  # the classes of pixels
     BOX_N: gl.constexpr = dy.block_type.shape[0]
     BOX_H: gl.constexpr = dy.block_type.shape[1]
     BOX_W: gl.constexpr = dy.block_type.shape[2]

@@ -25,6 +25,7 @@ from tessella.kernels.conv.backward import (
     SHARED_BYTES,
     Geometry,
     boxes,
+    four,
     refusal,
 )
 from tessella.kernels.hopper import (
@@ -158,7 +159,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             descriptor(
                 geometry.pixels_last(dy, geometry.filters, geometry.out), (*box, config["rows"])
             ),
-            tuple(
+            *four(
                 descriptor(images[:, a::sh, b::sw], (*box, width))
                 for a, b in itertools.product(range(sh), range(sw))
             ),
@@ -301,9 +302,10 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["size", "work"])
 def _kernel(
-    dy, x, parts, size, work, STAGES: gl.constexpr, PANELS: gl.constexpr,
+    dy, x0, x1, x2, x3, parts, size, work, STAGES: gl.constexpr, PANELS: gl.constexpr,
     SH: gl.constexpr, SW: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
+    x = (x0, x1, x2, x3)  # the pixels (h mod SH, w mod SW)
     BOX_N: gl.constexpr = x[0].block_type.shape[0]
     BOX_H: gl.constexpr = x[0].block_type.shape[1]
     BOX_W: gl.constexpr = x[0].block_type.shape[2]
@@ -356,9 +358,15 @@ def _block_of(unit, each, more):
     return tl.where(unit < large, unit // (each + 1), more + (unit - large) // tl.maximum(each, 1))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "filters", "channels", "taps", "boxes", "rows", "c_panels", "each", "more",
+        "stride_k", "stride_c", "stride_tap",
+    ]
+)  # fmt: skip
 def _add_parts(
-    parts, out, K, C, taps, boxes, rows, c_panels, each, more, stride_k, stride_c, stride_tap,
+    parts, out, filters, channels, taps, boxes, rows, c_panels, each, more,
+    stride_k, stride_c, stride_tap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -378,5 +386,5 @@ def _add_parts(
     panel = (tile // rows) * (COLUMNS // WIDTH) + column // WIDTH
     tap = panel // c_panels
     c = (panel % c_panels) * WIDTH + column % WIDTH
-    here = (k < K) & (c < C) & (tap < taps)
+    here = (k < filters) & (c < channels) & (tap < taps)
     tl.store(out + k * stride_k + c * stride_c + tap * stride_tap, total, mask=here)
