@@ -134,6 +134,25 @@ def test_check_finds_a_wrong_value_and_a_wrong_gradient():
         wrong_gradient.check(torch.randn(8), 2.0)
 
 
+def test_an_element_type_that_the_kernel_was_not_written_for():
+    with pytest.raises(KernelError, match="does not take this element type"):
+        scale(torch.ones(3).half())
+    with torch.autocast("cpu", torch.bfloat16):  # in float32 then
+        assert scale(torch.ones(3).bfloat16()).dtype == torch.float32
+
+
+def test_it_may_be_defined_again():
+    def define(factor: float):
+        @operator("tests::again", shape=torch.empty_like)
+        def again(x: Tensor, *, out: Tensor) -> Launch:
+            return scale_launch(x, factor, out)
+
+        return again
+
+    assert define(2.0)(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert define(3.0)(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
 def test_without_a_gradient_it_does_not_train():
     @operator("tests::fixed", shape=like)
     def fixed(x: Tensor, factor: float, *, out: Tensor) -> Launch:
@@ -177,7 +196,13 @@ def test_cuda_source_that_cannot_be_called(source, name, error):
 
 def test_cuda_arguments_are_checked():
     kernel = cuda('extern "C" __global__ void f(float* x, /* of x */ int n) {}', "f")
-    for args, error in (((1, 2), "parameter list"), ((torch.ones(1),), "takes 2 arguments")):
+    x = torch.ones(1)
+    for args, error in (
+        ((1, 2), "parameter list"),
+        ((x, x), "parameter list"),
+        ((x.half(), 2), "torch.float16 for 'float. x'"),
+        ((x,), "takes 2 arguments"),
+    ):
         with pytest.raises(UsageError, match=error):
             kernel.launch((1, 1, 1), (32, 1, 1), args, target="sm_90")
     broken = cuda('extern "C" __global__ void f(int n) { oops; }', "f")
@@ -226,9 +251,9 @@ def test_a_plan_runs_it(tmp_path: Path):
     module = Network().eval()
     plan = plan_of(module)
     assert plan.manifest.imports == {"tests::scale": __name__}
-    steps = plan.program.buckets[-1].steps
-    assert [s.title for s in steps if s.op == "user"] == ["user.operator tests::scale"] * 2
-    assert steps[1].attrs["args"][1] == -1.0
+    own = [step for step in plan.program.buckets[-1].steps if step.op == "user"]
+    assert [step.title for step in own] == ["user.operator tests::scale"] * 2
+    assert [step.attrs["args"][1] for step in own] == [-1.0, 2.0]
     engine = runtime.load(plan.save(tmp_path / "own.plan"))
     for count in (1, 3, 5):
         image = torch.randn(count, 2, 3, 3)

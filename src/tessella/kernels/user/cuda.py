@@ -6,6 +6,7 @@ import ctypes
 import functools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,21 @@ _NUMBERS: dict[str, Any] = {
     "long long": ctypes.c_longlong,
     "unsigned long long": ctypes.c_ulonglong,
     "size_t": ctypes.c_size_t,
+}
+# what a pointer points to → the element type of its tensor; any where it is not listed (void)
+_POINTERS: dict[str, torch.dtype] = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "__half": torch.float16,
+    "__nv_bfloat16": torch.bfloat16,
+    "bool": torch.bool,
+    "char": torch.int8,
+    "signed char": torch.int8,
+    "unsigned char": torch.uint8,
+    "short": torch.int16,
+    "int": torch.int32,
+    "long long": torch.int64,
 }
 
 
@@ -54,7 +70,7 @@ class CudaKernel:
 
     def __init__(self, source: str, name: str, options: tuple[str, ...]) -> None:
         self.source, self.name, self.options = source, name, options
-        self._types = _parameter_types(source, name)
+        self._parameters = _parameters(source, name)
         self.cubin = functools.cache(self._cubin)
         self._loaded: dict[int, Any] = {}  # device index → the function on that device
 
@@ -111,20 +127,11 @@ class CudaKernel:
         return cubin
 
     def _values(self, args: Sequence[Any]) -> list[Any]:
-        if len(args) != len(self._types):
+        if len(args) != len(self._parameters):
             raise UsageError(
-                f"{self.name} takes {len(self._types)} arguments", seen=f"{len(args)} of them"
+                f"{self.name} takes {len(self._parameters)} arguments", seen=f"{len(args)} of them"
             )
-        values = []
-        for arg, kind in zip(args, self._types, strict=True):
-            if isinstance(arg, torch.Tensor) != (kind is ctypes.c_void_p):
-                raise UsageError(
-                    f"an argument of {self.name} is not what its parameter list says",
-                    seen=f"{type(arg).__name__} for {kind.__name__.removeprefix('c_')}",
-                    fix="give a tensor for each pointer and a number for each number",
-                )
-            values.append(kind(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg))
-        return values
+        return [p.value(self.name, a) for p, a in zip(self._parameters, args, strict=True)]
 
     def _start(
         self,
@@ -147,8 +154,30 @@ class CudaKernel:
         )  # fmt: skip
 
 
-def _parameter_types(source: str, name: str) -> list[Any]:
-    """The ctypes of the kernel's parameters, read from its source."""
+@dataclass(frozen=True, kw_only=True)
+class _Parameter:
+    """One parameter of a kernel: a number, or a pointer to elements of a type (None: of any)."""
+
+    text: str
+    number: Any = None
+    dtype: torch.dtype | None = None
+
+    def value(self, kernel: str, arg: Any) -> Any:
+        """The argument as the driver takes it."""
+        is_tensor = isinstance(arg, torch.Tensor)
+        if is_tensor == (self.number is None) and (
+            not is_tensor or self.dtype in (None, arg.dtype)
+        ):
+            return ctypes.c_void_p(arg.data_ptr()) if is_tensor else self.number(arg)
+        raise UsageError(
+            f"an argument of {kernel} is not what its parameter list says",
+            seen=f"{arg.dtype if is_tensor else type(arg).__name__} for {self.text!r}",
+            fix="give a tensor of its element type for each pointer, and numbers",
+        )
+
+
+def _parameters(source: str, name: str) -> list[_Parameter]:
+    """The kernel's parameters, read from its source."""
     code = re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL)
     found = re.search(rf"__global__[^;{{]*?\b{re.escape(name)}\s*\(([^)]*)\)", code)
     if found is None or 'extern "C"' not in code:
@@ -157,18 +186,20 @@ def _parameter_types(source: str, name: str) -> list[Any]:
             seen=name,
             fix=f'declare it as extern "C" __global__ void {name}(…)',
         )
-    parameters = [p for p in found[1].split(",") if p.strip()]
-    return [_type(name, " ".join(p.split())) for p in parameters]
+    return [_parameter(name, " ".join(p.split())) for p in found[1].split(",") if p.strip()]
 
 
-def _type(kernel: str, parameter: str) -> Any:
-    if "*" in parameter:
-        return ctypes.c_void_p
-    words = [w for w in parameter.split() if w not in ("const", "__restrict__")][:-1]
-    if " ".join(words) not in _NUMBERS:
+def _parameter(kernel: str, text: str) -> _Parameter:
+    words = re.sub(r"\b(const|__restrict__|volatile)\b", " ", text)
+    if "*" in words:
+        kind = " ".join(words.split("*")[0].split())
+        pointers_to_pointers = words.count("*") > 1
+        return _Parameter(text=text, dtype=None if pointers_to_pointers else _POINTERS.get(kind))
+    kind = " ".join(words.split()[:-1])
+    if kind not in _NUMBERS:
         raise UsageError(
             f"a parameter of {kernel} is of a type that Python cannot hand over",
-            seen=parameter,
+            seen=text,
             fix=f"use a pointer, or one of {', '.join(_NUMBERS)}",
         )
-    return _NUMBERS[" ".join(words)]
+    return _Parameter(text=text, number=_NUMBERS[kind])

@@ -12,7 +12,6 @@ import sys
 import typing
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,71 +23,10 @@ from tessella.kernels import catalog, launch
 from tessella.kernels.launch import Launched
 from tessella.kernels.problem import Problem
 from tessella.kernels.user import candidate, registry
-from tessella.kernels.user.cuda import CudaKernel
-from tessella.kernels.user.registry import Tensors
+from tessella.kernels.user.check import compare
+from tessella.kernels.user.launches import Launch
+from tessella.kernels.user.registry import Tensors, as_tuple
 from tessella.kernels.user.report import Report, Where, report
-
-# largest error over largest value, where the user gives no tolerance
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One launch: what ``kernel[grid](*args, **constants)`` says in Triton.
-
-    Attributes:
-        kernel: decorated by ``triton.jit`` or ``gluon.jit``, or made by ``cuda``.
-        grid: blocks, one to three numbers.
-        args: tensors, descriptors and numbers.
-        warps: of 32 threads in a block (Triton, Gluon).
-        block: threads of a block along x, y and z (CUDA C++).
-        shared_bytes: dynamic shared memory of a block (CUDA C++).
-        constants: constexpr parameters, and options such as ``num_stages`` (Triton, Gluon).
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    warps: int = 4
-    block: tuple[int, ...] | None = None
-    shared_bytes: int = 0
-    constants: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name if self.is_cuda else _undecorated(self.kernel).__name__
-
-    @property
-    def is_cuda(self) -> bool:
-        return isinstance(self.kernel, CudaKernel)
-
-    @property
-    def threads(self) -> tuple[int, ...]:
-        """Of a block, along each axis."""
-        return self.block or (32 * self.warps,)
-
-    @property
-    def interpreted(self) -> bool:
-        """Whether it runs on the CPU, in Triton's interpreter."""
-        return type(_layers(self.kernel)[-1]).__name__ == "InterpretedFunction"
-
-    def start(self, target: str | None = None) -> Launched | None:
-        """Launch it; with a ``target`` only compile it. None where there is nothing to do."""
-        if 0 in self.grid:
-            return None
-        if self.is_cuda:
-            grid, block = ((*shape, 1, 1)[:3] for shape in (self.grid, self.threads))
-            made = self.kernel.launch(
-                grid, block, self.args, shared_bytes=self.shared_bytes, target=target
-            )
-            launch.record(made)
-            return made
-        with launch.watching() as launches:
-            launch.launch(
-                self.kernel, self.grid, *self.args, num_warps=self.warps, **self.constants
-            )
-        launch.record(launches[0])
-        return launches[0]
 
 
 def operator(
@@ -162,7 +100,10 @@ class Operator:
         registry.OPERATORS[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensors:
-        return self._torch(*args, **kwargs)
+        """The outputs. Under autocast in its element type if the kernels take it, else float32."""
+        return self._torch(
+            *[self._cast(a) for a in args], **{n: self._cast(a) for n, a in kwargs.items()}
+        )
 
     def __repr__(self) -> str:
         return f"<operator {self.name}{self.signature}>"
@@ -171,10 +112,11 @@ class Operator:
         """The outputs (``out``, filled, if given), without autograd.
 
         Raises:
-            KernelError: the tensors are on the CPU, and there is neither an interpreted kernel nor
-                a reference.
+            KernelError: a tensor's element type is not among ``dtypes``; or the tensors are on the
+                CPU, and there is neither an interpreted kernel nor a reference.
         """
         args = _contiguous(self._bound(args))
+        self._require_dtypes(args)
         made = self._shape(*args) if out is None else out
         launches = self.launches(*args, out=made)
         where = self._where(args, launches)
@@ -219,24 +161,14 @@ class Operator:
         """
         if self.reference is None:
             raise UsageError("there is no reference to compare with", seen=self.name)
-        args = self._bound(args)
-        made, wanted = _differentiated(self, args), _differentiated(self.reference, _double(args))
-        if self._gradient is None:
-            made, wanted = made[:1], wanted[:1]
-        floats = [t.dtype for t in made[0] if t.is_floating_point()]
-        limit = tolerance or max((TOLERANCES.get(d, 1e-6) for d in floats), default=0.0)
-        worst = 0.0
-        for what, ours, right in zip(("result", "gradient"), made, wanted):
-            for position, (a, b) in enumerate(zip(ours, right, strict=True)):
-                error = _error(a, b)
-                worst = max(worst, error)
-                if not error <= limit:
-                    raise KernelError(
-                        f"{what} {position} of {self.name} is not that of its reference",
-                        seen=f"error {error:.2e} of the largest value, allowed {limit:.0e}",
-                        fix="correct the kernel, its gradient or its reference",
-                    )
-        return worst
+        return compare(
+            self.name,
+            self,
+            self.reference,
+            self._bound(args),
+            gradients=self._gradient is not None,
+            tolerance=tolerance,
+        )
 
     def register(
         self,
@@ -276,6 +208,26 @@ class Operator:
         registry.CANDIDATES[row.id] = self.module
         return row.id
 
+    def _cast(self, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.is_floating_point()):
+            return value
+        if not torch.is_autocast_enabled(value.device.type):
+            return value
+        dtype = torch.get_autocast_dtype(value.device.type)
+        return value.to(dtype if _name(dtype) in self.dtypes else torch.float32)
+
+    def _require_dtypes(self, args: Sequence[Any]) -> None:
+        """A kernel that reads another type than it was written for would answer nonsense."""
+        for arg in args:
+            floats = isinstance(arg, Tensor) and arg.is_floating_point()
+            if floats and _name(arg.dtype) not in self.dtypes:
+                raise KernelError(
+                    f"{self.name} does not take this element type",
+                    seen=_name(arg.dtype),
+                    fix=f"give {' or '.join(self.dtypes)}, or name the type in dtypes= if the "
+                    "kernel takes it",
+                )
+
     def _defined(self) -> Any:
         """The operator of torch."""
 
@@ -299,7 +251,7 @@ class Operator:
 
     def _remember(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         inputs = self._bound(inputs)  # torch leaves out what has its default value
-        outputs = _tuple(output)
+        outputs = as_tuple(output)
         tensors = [t for t in (*inputs, *outputs) if isinstance(t, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.values = [
@@ -356,7 +308,7 @@ class Operator:
         made = _contiguous_outputs(self.reference(*args))
         if out is None:
             return made
-        for to, value in zip(_tuple(out), _tuple(made), strict=True):
+        for to, value in zip(as_tuple(out), as_tuple(made), strict=True):
             to.copy_(value)
         return out
 
@@ -368,18 +320,6 @@ class Operator:
     def _version(self) -> int:
         """Changes with the source of the launch and its kernels' module: old timings are void."""
         return int(hashlib.sha256(_source(self._function).encode()).hexdigest()[:8], 16)
-
-
-def _layers(kernel: Any) -> list[Any]:
-    """A kernel and what it wraps (autotuning, heuristics), down to Triton's own object."""
-    layers = [kernel]
-    while hasattr(layers[-1], "fn") and not inspect.isfunction(layers[-1].fn):
-        layers.append(layers[-1].fn)
-    return layers
-
-
-def _undecorated(kernel: Any) -> Any:
-    return _layers(kernel)[-1].fn
 
 
 def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
@@ -424,10 +364,6 @@ def _contiguous_outputs(made: Tensors) -> Tensors:
     return made.contiguous() if isinstance(made, Tensor) else tuple(t.contiguous() for t in made)
 
 
-def _tuple(tensors: Tensors) -> tuple[Tensor, ...]:
-    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-
-
 def _target(args: Sequence[Any]) -> str:
     """For which GPU to compile: that of the tensors; on the CPU, Hopper."""
     for arg in args:
@@ -445,32 +381,8 @@ def _report(where: Where, one: Launch, made: Launched | None) -> Report:
     return report(where, one.name, one.threads, made, target)
 
 
-def _double(args: Sequence[Any]) -> list[Any]:
-    return [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
-
-
-def _differentiated(
-    function: Callable[..., Tensors], args: Sequence[Any]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and the gradients of floating arguments for a fixed random cotangent."""
-    leaves = [
-        a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
-        for a in args
-    ]
-    outputs = _tuple(function(*leaves))
-    floating = [o for o in outputs if o.requires_grad]
-    if not floating:
-        return list(outputs), []
-    generator = torch.Generator().manual_seed(0)
-    cotangents = [torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in floating]
-    wanted = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
-    try:
-        grads = torch.autograd.grad(floating, wanted, cotangents, materialize_grads=True)
-    except RuntimeError as error:
-        if "autograd formula was registered" not in str(error):
-            raise
-        grads = ()
-    return [o.detach() for o in outputs], list(grads)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _through(
@@ -484,7 +396,7 @@ def _through(
         leaves = [
             a.detach().requires_grad_() if need else a for a, need in zip(args, needed, strict=True)
         ]
-        outputs = _tuple(function(*leaves))
+        outputs = as_tuple(function(*leaves))
         wanted = [a for a, need in zip(leaves, needed, strict=True) if need]
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
         made = iter(
@@ -493,13 +405,3 @@ def _through(
             )
         )
     return tuple(next(made) if need else None for need in needed)
-
-
-def _error(made: Tensor, right: Tensor) -> float:
-    """Largest absolute error over the largest absolute value."""
-    if made.shape != right.shape:
-        return float("inf")
-    if made.numel() == 0:
-        return 0.0
-    made, right = made.detach().double(), right.detach().double().to(made.device)
-    return float((made - right).abs().max() / right.abs().max().clamp_min(1e-30))

@@ -64,3 +64,8 @@ def named(name: str) -> Defined:
     """
     require({} if name in OPERATORS else {name: f"the module that defines {name}"})
     return OPERATORS[name]
+
+
+def as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    """The outputs of an operator, one or several, as a tuple."""
+    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)

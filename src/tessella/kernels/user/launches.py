@@ -1,0 +1,82 @@
+"""One launch of a user's kernel, as data: what its author says, before it runs."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+from tessella.kernels import launch
+from tessella.kernels.launch import Launched
+from tessella.kernels.user.cuda import CudaKernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch: what ``kernel[grid](*args, **constants)`` says in Triton.
+
+    Attributes:
+        kernel: decorated by ``triton.jit`` or ``gluon.jit``, or made by ``cuda``.
+        grid: blocks, one to three numbers.
+        args: tensors, descriptors and numbers.
+        warps: of 32 threads in a block (Triton, Gluon).
+        block: threads of a block along x, y and z (CUDA C++).
+        shared_bytes: dynamic shared memory of a block (CUDA C++).
+        constants: constexpr parameters, and options such as ``num_stages`` (Triton, Gluon).
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    warps: int = 4
+    block: tuple[int, ...] | None = None
+    shared_bytes: int = 0
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name if self.is_cuda else _undecorated(self.kernel).__name__
+
+    @property
+    def is_cuda(self) -> bool:
+        return isinstance(self.kernel, CudaKernel)
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """Of a block, along each axis."""
+        return self.block or (32 * self.warps,)
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether it runs on the CPU, in Triton's interpreter."""
+        return type(_layers(self.kernel)[-1]).__name__ == "InterpretedFunction"
+
+    def start(self, target: str | None = None) -> Launched | None:
+        """Launch it; with a ``target`` only compile it. None where there is nothing to do."""
+        if 0 in self.grid:
+            return None
+        if self.is_cuda:
+            grid, block = ((*shape, 1, 1)[:3] for shape in (self.grid, self.threads))
+            made = self.kernel.launch(
+                grid, block, self.args, shared_bytes=self.shared_bytes, target=target
+            )
+            launch.record(made)
+            return made
+        with launch.watching() as launches:
+            launch.launch(
+                self.kernel, self.grid, *self.args, num_warps=self.warps, **self.constants
+            )
+        launch.record(launches[0])
+        return launches[0]
+
+
+def _layers(kernel: Any) -> list[Any]:
+    """A kernel and what it wraps (autotuning, heuristics), down to Triton's own object."""
+    layers = [kernel]
+    while hasattr(layers[-1], "fn") and not inspect.isfunction(layers[-1].fn):
+        layers.append(layers[-1].fn)
+    return layers
+
+
+def _undecorated(kernel: Any) -> Any:
+    return _layers(kernel)[-1].fn
