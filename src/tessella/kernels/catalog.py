@@ -113,6 +113,9 @@ KERNELS: tuple[Kernel, ...] = (
     _row("conv2d.onednn", "conv.onednn", "cpu", source="onednn"),
     _row("conv2d.cudnn", "conv.cudnn", "sm_90", source="cudnn"),
     _row("conv2d.implicit_gemm.sm90", "conv.implicit_gemm_sm90", "sm_90", source="tessella"),
+    _row("conv2d.direct.sm90", "conv.direct_sm90", "sm_90", source="tessella"),
+    *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella"),
+    *_rows("conv2d conv1d conv3d", "gemm", "conv.gemm", "tessella"),
     *_rows("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", "tessella"),
     *_rows(
         "conv2d conv1d conv3d", "implicit_precomp_gemm", "conv.implicit_precomp_gemm", "tessella"

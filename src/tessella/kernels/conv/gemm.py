@@ -78,9 +78,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        x = product.operands(inputs)[0]
+        x = tiles.operands(problem, product.constants, inputs)[0]
         columns = workspace[product.nbytes : product.nbytes + nbytes].view(x.dtype)
-        pixels_last = product.pixels_last(out)
+        pixels_last = tiles.are_pixels_last(out)
         m_stride, d_stride = (1, at_once) if pixels_last else (geometry.groups * depth, 1)
         across, down = (256, 16) if pixels_last else (32, 64)
         for begin in range(0, geometry.pixels, at_once):

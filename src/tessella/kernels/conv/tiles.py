@@ -233,6 +233,44 @@ def _aligned(nbytes: int) -> int:
 
 
 # ------------------------------------------------------------------ calls
+def operands(
+    problem: Problem, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Input, weight, bias, residual, scale."""
+    return (*problem.operands(constants, inputs), None, None, None)[:5]
+
+
+def are_pixels_last(out: torch.Tensor) -> bool:
+    """Whether the neighbour in memory is the next pixel, not the next channel."""
+    return out.stride(1) != 1 or out.shape[1] == 1
+
+
+def destination(
+    problem: Problem,
+    geometry: Geometry,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    out: torch.Tensor,
+) -> dict[str, Any]:
+    """The arguments that ``store`` of a tile takes, by name."""
+    return {
+        "bias": bias,
+        "scale": scale,
+        "residual": residual,
+        "pixels": geometry.pixels,
+        "out": geometry.out,
+        "y_strides": strides(out),
+        "residual_strides": strides(residual),
+        "alpha": float(problem.attr("alpha")),
+        "beta": float(problem.attr("beta")),
+        "ACTIVATION": problem.attr("activation"),
+        "PIXELS_LAST": are_pixels_last(out),
+        "WIDE": is_wide(x, out, residual),
+    }
+
+
 @dataclass(frozen=True)
 class Product:
     """A convolution as a matrix product, ready to be launched: what ``bind`` of a kernel keeps.
@@ -252,13 +290,7 @@ class Product:
     ) -> Product:
         chosen = dict(config) or configs(problem, 1)[0]
         geometry, tile = Geometry.of(problem), Tile(**chosen)
-        held = dict(constants)
-        if 1 in constants:
-            held[1] = packed(
-                constants[1],
-                ("conv.tiles", on_plain_units(problem)),
-                lambda weight: pack(weight, filters_last=on_plain_units(problem)),
-            )
+        held = with_packed_weight(constants, filters_last=on_plain_units(problem))
         return cls(problem, geometry, tile, held)
 
     @classmethod
@@ -293,14 +325,6 @@ class Product:
     def _packs(self) -> bool:
         return self.tile.pack and 1 not in self.problem.constant
 
-    def operands(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """Input, weight, bias, residual, scale."""
-        return (*self.problem.operands(self.constants, inputs), None, None, None)[:5]
-
-    def pixels_last(self, out: torch.Tensor) -> bool:
-        """Whether the neighbour in memory is the next pixel, not the next channel."""
-        return out.stride(1) != 1 or self.geometry.filters * self.geometry.groups == 1
-
     def launch(
         self,
         kernel: Any,
@@ -318,7 +342,7 @@ class Product:
             more: what the kernel takes beside the arguments that are always the same.
         """
         problem, geometry, tile = self.problem, self.geometry, self.tile
-        x, weight, bias, residual, scale = self.operands(inputs)
+        x, weight, *rest = operands(problem, self.constants, inputs)
         end = geometry.pixels if end is None else end
         if self._packs:
             weight = pack_into(workspace, weight, self._plain, copy=begin == 0)
@@ -328,20 +352,7 @@ class Product:
             parts = workspace[self.weight_bytes : self.nbytes].view(kind)
         fp8 = problem.inputs[0].dtype in FP8
         accurate = fp8 and not problem.attr("fast_accumulation")
-        ending = {
-            "bias": bias,
-            "scale": scale,
-            "residual": residual,
-            "pixels": geometry.pixels,
-            "out": geometry.out,
-            "y_strides": strides(out),
-            "residual_strides": strides(residual),
-            "alpha": float(problem.attr("alpha")),
-            "beta": float(problem.attr("beta")),
-            "ACTIVATION": problem.attr("activation"),
-            "PIXELS_LAST": self.pixels_last(out),
-            "WIDE": is_wide(x, out, residual),
-        }
+        ending = destination(problem, geometry, x, *rest, out)
         launch(
             kernel,
             tile.blocks(geometry, end - begin),
@@ -394,6 +405,19 @@ def pack(weight: torch.Tensor, *, filters_last: bool) -> torch.Tensor:
     if filters_last:
         return taps_first.movedim(0, -1).contiguous().movedim(-1, 0).movedim(-1, 1)
     return taps_first.contiguous().movedim(-1, 1)
+
+
+def with_packed_weight(
+    constants: Mapping[int, torch.Tensor], *, filters_last: bool
+) -> dict[int, torch.Tensor]:
+    """The constants, the weight among them packed once."""
+    if 1 not in constants:
+        return dict(constants)
+    how = ("conv.tiles", filters_last)
+    return {
+        **constants,
+        1: packed(constants[1], how, lambda weight: pack(weight, filters_last=filters_last)),
+    }
 
 
 def pack_into(
