@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -190,6 +191,67 @@ def test_gradients_of_other_element_types() -> None:
     made = {d: problem("conv2d_wgrad", *PLAIN, made=d) for d in ("float32", "float16", "bfloat16")}
     assert [wgrad_sm90.fits(p) is None for p in made.values()] == [True, True, False]
     assert dgrad_sm90.fits(problem("conv2d_dgrad", *PLAIN, made="float32")) is not None
+
+
+class Truncated(int):
+    """Whole numbers that divide as a GPU's do: towards zero."""
+
+    def __add__(self, other: int) -> Truncated:
+        return Truncated(int(self) + int(other))
+
+    def __sub__(self, other: int) -> Truncated:
+        return Truncated(int(self) - int(other))
+
+    def __mul__(self, other: int) -> Truncated:
+        return Truncated(int(self) * int(other))
+
+    def __floordiv__(self, other: int) -> Truncated:
+        return Truncated(math.trunc(int(self) / int(other)))
+
+    def __mod__(self, other: int) -> Truncated:
+        return self - (self // other) * other
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+class Language:
+    """As much of Gluon as a function of numbers needs, on the CPU."""
+
+    where = staticmethod(lambda condition, a, b: Truncated(a if condition else b))
+    maximum = staticmethod(lambda a, b: Truncated(max(a, b)))
+    minimum = staticmethod(lambda a, b: Truncated(min(a, b)))
+    static_range = staticmethod(lambda count: [Truncated(i) for i in range(count)])
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("dilation", [1, 2, 3])
+@pytest.mark.parametrize("taps", [1, 2, 3, 5])
+def test_taps_of_a_box_are_those_that_reach_dy(stride: int, dilation: int, taps: int) -> None:
+    """The device's own function, run on the CPU, against the definition of a convolution."""
+    device = dgrad_sm90._taps.fn
+    find = FunctionType(device.__code__, {**device.__globals__, "gl": Language})
+    common = math.gcd(stride, dilation)
+    for padding, size, box in itertools.product((0, 1, 2, 5), (1, 4, 7, 16), (1, 2, 8)):
+        out = (size + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
+        for part, at in itertools.product(range(stride), range(0, -(-size // stride), box)):
+            if out < 1:
+                continue
+            numbers = (part, at, out, taps, padding, dilation, dilation // common)
+            shapes = (box, stride, stride // common)
+            tap, p, count = find(*map(Truncated, numbers), *shapes)
+            found = {
+                (tap + i * (stride // common), p - i * (dilation // common)) for i in range(count)
+            }
+            needed = set()
+            for r, i in itertools.product(range(taps), range(box)):
+                above = (at + i) * stride + part + padding - r * dilation
+                if above % stride == 0 and 0 <= above // stride < out:
+                    needed.add((r, above // stride - i))
+            assert needed <= found
+            assert all(
+                0 <= r < taps and at * stride + part + padding - r * dilation == q * stride
+                for r, q in found
+            )
 
 
 def test_boxes_cover_common_images_exactly() -> None:
