@@ -168,11 +168,11 @@ def assert_some(problem: Problem, *, exact: bool) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_every_other_configuration(shape: tuple[Any, ...], dtype: str) -> None:
+def test_every_third_configuration(shape: tuple[Any, ...], dtype: str) -> None:
     problem = problem_of(
         shape, dtype, dtype, residual=True, scale=dtype == "int8", activation="relu"
     )
-    assert_right(problem, exact=False, configs=kernel.configs(problem)[::2])
+    assert_right(problem, exact=False, configs=kernel.configs(problem)[::3])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

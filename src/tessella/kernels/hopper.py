@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "DTYPES",
+    "OVERLAPPING_TILES",
     "TensorDescriptor",
     "barrier",
     "commit_copies",
@@ -58,7 +59,10 @@ commit_copies = async_copy.commit_group
 wait_for_copies = async_copy.wait_group
 # reinterpret(shared, dtype, shape, layout): the same bytes, seen as another tile
 _shared = gl.shared_memory_descriptor
-reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret
+_checked = hasattr(_shared, "reinterpret")
+reinterpret = _shared.reinterpret if _checked else _shared._reinterpret
+# whether the new tile may reach beyond the old one: later versions refuse it
+OVERLAPPING_TILES = not _checked
 
 DTYPES: dict[torch.dtype, Any] = {
     torch.float32: gl.float32,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import triton.language as tl
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.implicit_gemm_sm90_device import convolve
 from tessella.kernels.epilogue_triton import cast, finish
-from tessella.kernels.hopper import descriptor, gl
+from tessella.kernels.hopper import DTYPES, OVERLAPPING_TILES, descriptor, gl
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem, TensorMeta
@@ -126,7 +126,8 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
     Keys: ``tile_n · tile_h · tile_w`` pixels × ``tile_k`` output channels, ``tile_c`` input
     channels a stage, ``stages``, ``slots`` (output buffers of a group), ``groups`` of ``warps``
-    that multiply in turns, ``swap`` (output channels as the product's rows), ``splits`` of the sum.
+    that multiply in turns, ``swap`` (output channels as the product's rows), ``splits`` of the sum,
+    ``taps`` of a filter's column a stage.
     """
     shape = _shape(problem)
     residual = problem.meta(3) is not None
@@ -135,7 +136,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
         config["splits"] = _splits(shape, config)
         time = _estimate(shape, config, residual)
         key = (config["tile_k"], config["groups"], config["warps"], config["swap"],
-               config["tile_n"] * config["tile_h"] * config["tile_w"])  # fmt: skip
+               config["tile_n"] * config["tile_h"] * config["tile_w"], config["taps"])  # fmt: skip
         rank = found.setdefault(key, (time, config))
         if time < rank[0]:
             found[key] = (time, config)
@@ -143,7 +144,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     return tuple(config for _, config in ranked[:MAX_CONFIGS])
 
 
-def _candidates(problem: Problem, shape: _Shape):
+def _candidates(problem: Problem, shape: _Shape) -> Iterator[dict[str, Any]]:
     """Every tile that fits registers and shared memory, with its ring as deep as memory allows."""
     eight_bits = problem.output.dtype in EIGHT_BITS
     least_k = 64 if eight_bits else 16
@@ -162,11 +163,11 @@ def _candidates(problem: Problem, shape: _Shape):
                 continue
             if warps == 8 and rows == 64 and (pixels if swap else tile_k) < 64:
                 continue
-            for box in _boxes(shape, pixels):
+            for box, taps in _boxes(shape, pixels):
                 config = {
                     "tile_n": box[0], "tile_h": box[1], "tile_w": box[2], "tile_k": tile_k,
                     "tile_c": tile_c, "stages": 2, "slots": 1, "groups": groups, "warps": warps,
-                    "swap": swap, "splits": 1,
+                    "swap": swap, "splits": 1, "taps": taps,
                 }  # fmt: skip
                 if _deepen(shape, config):
                     yield config
@@ -182,8 +183,12 @@ def _tile_c(shape: _Shape) -> int:
     return narrow
 
 
-def _boxes(shape: _Shape, pixels: int) -> list[tuple[int, int, int]]:
-    """Boxes of images × rows × columns that waste least; the squarest and the flattest of them."""
+def _boxes(shape: _Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
+    """Boxes of images × rows × columns that waste least, and how many taps a stage holds.
+
+    The squarest and the flattest box with one tap; the tallest with a column of taps, whose rows
+    are then loaded once. The boxes that reach over its end must be powers of two, too.
+    """
     boxes = []
     for h, w in itertools.product((1, 2, 4, 8, 16, 32), repeat=2):
         n = pixels // (h * w)
@@ -194,34 +199,45 @@ def _boxes(shape: _Shape, pixels: int) -> list[tuple[int, int, int]]:
         waste = _up(shape.N, n) * _up(shape.P, h) * _up(shape.Q, w)
         boxes.append((waste, abs(math.log2(h / w)), (n, h, w)))
     if not boxes:
-        return [(pixels, 1, 1)]
+        return [((pixels, 1, 1), 1)]
     least = min(boxes)[0]
     good = [box for box in boxes if box[0] <= 1.02 * least]
     squarest = min(good, key=lambda box: (box[1], box[2][0]))
     flattest = max(good, key=lambda box: (box[2][0], -box[1]))
-    return [box for _, _, box in dict.fromkeys((squarest, flattest))]
+    found = [(box, 1) for _, _, box in dict.fromkeys((squarest, flattest))]
+    if OVERLAPPING_TILES and shape.stride[0] == shape.dilation[0] == 1 and shape.R in (2, 3, 5):
+        tall = [box for box in good if box[2][1] > 2 and box[2][0] * box[2][2] >= 8]
+        found += [(box, shape.R) for _, _, box in sorted(tall, key=lambda box: -box[2][1])[:2]]
+    return found
 
 
 def _deepen(shape: _Shape, config: dict[str, Any]) -> bool:
     """Fill shared memory: output buffers first, then stages. False if it does not fit."""
     pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
-    stage = (pixels + config["tile_k"]) * config["tile_c"] * shape.itemsize
+    stage = _stage_bytes(shape, config)
     slot = pixels * config["tile_k"] * shape.out_itemsize
     for slots in (2, 1):
         left = SHARED_BYTES - config["groups"] * slots * slot
         stages = min(8, left // stage)
-        if stages >= (3 if slots == 2 else 2):
+        if stages >= (3 if slots == 2 and config["taps"] == 1 else 2):
             config["stages"], config["slots"] = stages, slots
             return True
     return False
+
+
+def _stage_bytes(shape: _Shape, config: Mapping[str, Any]) -> int:
+    taps = config["taps"]
+    pixels = config["tile_n"] * (config["tile_h"] + taps - 1) * config["tile_w"]
+    return (pixels + taps * config["tile_k"]) * config["tile_c"] * shape.itemsize
 
 
 def _steps(shape: _Shape, config: dict[str, Any]) -> float:
     """Stages of one tile, on average: taps that only see padding are skipped."""
     chunks = math.ceil(shape.C / config["tile_c"])
     taps = 1.0
+    rows = 1 if config["taps"] > 1 else shape.R
     for size, out, count, stride, pad, dilation, box in (
-        (shape.H, shape.P, shape.R, shape.stride[0], shape.padding[0], shape.dilation[0],
+        (shape.H, shape.P, rows, shape.stride[0], shape.padding[0], shape.dilation[0],
          config["tile_h"]),
         (shape.W, shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.dilation[1],
          config["tile_w"]),
@@ -271,9 +287,9 @@ def _estimate(shape: _Shape, config: dict[str, Any], residual: bool) -> float:
     depth = config["tile_c"] * shape.itemsize  # bytes
     warps_n = config["warps"] // min(config["warps"], max(4, rows // 16))
     width = min(columns // warps_n, 128 if shape.itemsize == 1 else 256)
-    products = rows * columns * depth / 4096
-    reads = (rows / 64) * (columns / width) * (64 + width) * depth
-    fill = (pixels + config["tile_k"]) * depth
+    products = config["taps"] * rows * columns * depth / 4096
+    reads = config["taps"] * (rows / 64) * (columns / width) * (64 + width) * depth
+    fill = _stage_bytes(shape, config)
     stage = max(products, (reads + fill) / 128, fill / 48) + 40
     tiles = math.prod(_tiles(shape, config))
     splits = config["splits"]
@@ -380,35 +396,42 @@ def _run(
     workspace: Tensor | None,
 ) -> None:
     """One launch, or two where the sum is split."""
-    box = [config["tile_n"], config["tile_h"], config["tile_w"]]
+    box = [config["tile_h"], config["tile_n"], config["tile_w"]]
+    taps = config["taps"]
     pixels, tile_k, tile_c = math.prod(box), config["tile_k"], config["tile_c"]
     splits = config["splits"]
     whole = splits == 1
     nhwc = _rows(x, (shape.N, shape.H, shape.W, shape.C))
     sh, sw = shape.stride
-    views = [nhwc[:, i % sh :: sh, j % sw :: sw] for i in range(2) for j in range(2)]
-    x_views = [descriptor(_some(view, nhwc), [*box, tile_c]) for view in views]
+    if taps > 1:
+        last = descriptor(nhwc, [taps - 1, *box[1:], tile_c])
+        x_views = [descriptor(nhwc, [*box, tile_c]), last, last, last]
+    else:
+        views = [nhwc[i % sh :: sh, :, j % sw :: sw] for i in range(2) for j in range(2)]
+        x_views = [descriptor(_some(view, nhwc), [*box, tile_c]) for view in views]
     interleave = _interleave(problem, config)
-    result = _rows(out, (shape.N, shape.P, shape.Q, shape.K))
+    out_shape = (shape.N, shape.P, shape.Q, shape.K)
+    result = _rows(out, out_shape)
     if whole:
         target = result
     else:
         images = _up(shape.N, config["tile_n"])
         sums = torch.int32 if x.dtype == torch.int8 else torch.float32
         target = workspace[: splits * images * shape.P * shape.Q * shape.K * 4].view(sums)
-        target = target.view(splits * images, shape.P, shape.Q, shape.K)
+        target = _rows(target, (splits * images, shape.P, shape.Q, shape.K))
     y = descriptor(target, [*box, tile_k])
     adds = residual is not None and whole
-    added = descriptor(_rows(residual, result.shape), [*box, tile_k]) if adds else y
+    added = descriptor(_rows(residual, out_shape), [*box, tile_k]) if adds else y
     tiles = _tiles(shape, config)
     items = math.prod(tiles) * splits
+    blocks = min(items, MULTIPROCESSORS)
     rows, columns = (tile_k, pixels) if config["swap"] else (pixels, tile_k)
     options = {}
     if config["warps"] == 4:
         options["maxnreg"] = 168
     launch(
         convolve,
-        (min(items, MULTIPROCESSORS),),
+        (blocks,),
         *x_views,
         _weight_descriptor(weight, interleave, tile_k, tile_c),
         y,
@@ -417,23 +440,28 @@ def _run(
         scale if whole else None,
         problem.attr("alpha") if whole else 1.0,
         problem.attr("beta"),
-        shape.K, shape.C, shape.H, shape.W, shape.R, shape.S,
-        *shape.padding, *shape.dilation, *tiles[:3], splits,
-        target.shape[0] // splits, items,
-        BN=box[0], BH=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
+        shape.K, shape.C, math.ceil(shape.C / tile_c), shape.H, shape.W,
+        1 if taps > 1 else shape.R, shape.S,
+        *shape.padding, *shape.dilation, *tiles[:3], *_digits(blocks, tiles[:3]), splits,
+        target.shape[1] // splits, items,
+        BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
+        DILATED=shape.dilation != (1, 1), SPLIT=not whole,
         STAGES=config["stages"], SLOTS=config["slots"], GROUPS=config["groups"],
-        RESIDUAL=adds, ACTIVATION=problem.attr("activation") if whole else None,
+        RESIDUAL=adds, UNSCALED=problem.attr("alpha") == problem.attr("beta") == 1.0,
+        ACTIVATION=problem.attr("activation") if whole else None,
         SWAP=config["swap"],
         PROMOTE=x.dtype in FP8 and not problem.attr("fast_accumulation"),
         INTERLEAVE=interleave,
         GROUP_REGISTERS=232,
         LOAD_REGISTERS=88 if (config["groups"], config["warps"]) == (1, 4) else 40,
+        TAPS=taps,
         LAYOUT=_layout(x.dtype, rows, columns, config["warps"]),
+        SLAB=gl.NVMMASharedLayout.get_default_for([pixels, tile_c], DTYPES[x.dtype]),
         num_warps=config["warps"],
         **options,
     )  # fmt: skip
     if not whole:
-        _add_parts(problem, target, splits, bias, residual, scale, result)
+        _add_parts(problem, target, splits, bias, residual, scale, out)
 
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -475,10 +503,19 @@ def _layout(dtype: torch.dtype, rows: int, columns: int, warps: int) -> Any:
     )
 
 
+def _digits(number: int, bases: Sequence[int]) -> list[int]:
+    """``number`` with ``bases``, the lowest digit first; what is left over last."""
+    digits = []
+    for base in bases:
+        number, digit = divmod(number, base)
+        digits.append(digit)
+    return [*digits, number]
+
+
 def _rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A channels_last tensor as [N, H, W, C]; strides of axes of length one are what they must."""
-    _, H, W, C = shape
-    return tensor.as_strided(tuple(shape), (H * W * C, W * C, C, 1))
+    """N, H, W, C dense in memory → the view [H, N, W, C]."""
+    N, H, W, C = shape
+    return tensor.as_strided((H, N, W, C), (W * C, H * W * C, C, 1))
 
 
 def _some(view: Tensor, instead: Tensor) -> Tensor:
@@ -549,7 +586,7 @@ def _add_parts(
         problem.attr("beta"),
         count,
         parts.numel() // splits,
-        out.shape[-1],
+        out.shape[1],
         SPLITS=splits,
         ACTIVATION=problem.attr("activation"),
         BLOCK=block,

@@ -7,11 +7,14 @@ channels (what lies outside the image is filled with zeros, which is the padding
 residuals straight into the buffers that the outputs will leave from. With two multiplying groups
 the products of one tile hide the epilogue of the other.
 
-Letters: a tile is BN images × BH × BW output pixels (BM together) × BCO output channels.
-``_taps``, ``_place``, ``_begin`` and ``_next`` say which taps touch a tile and walk over them; a
+Letters: a tile is BH × BN images × BW output pixels (BM together, in this order) × BCO output
+channels. Where a stage holds TAPS filter taps of one column, their pixels overlap: BH + TAPS - 1
+rows are loaded once, and tap t multiplies from row t on.
+``_first_tile``, ``_next_tile``, ``_part`` and ``_next`` walk over tiles, taps and channels; a
 gradient with respect to the input is the same walk over flipped weights.
 """
 
+# ruff: noqa: RUF005, SIM113 (device code has no starred lists and no enumerate)
 from __future__ import annotations
 
 from tessella.kernels.epilogue_device import channel_vector, finish
@@ -22,6 +25,7 @@ from tessella.kernels.hopper import (
     gluon,
     load_tile,
     mbarrier,
+    reinterpret,
     store_tile,
     store_wait,
     warpgroup_mma,
@@ -30,75 +34,78 @@ from tessella.kernels.hopper import (
 
 
 @gluon.jit
-def _taps(first, last, size, taps, pad, dilation, STRIDE: gl.constexpr):
+def _taps(first, last, size, taps, pad, dilation, STRIDE: gl.constexpr, DILATED: gl.constexpr):
     """The first and last tap that reach the image from output rows first … last; at least one."""
-    high = gl.minimum(gl.maximum(size - 1 + pad - first * STRIDE, 0) // dilation, taps - 1)
-    low = (gl.maximum(pad - last * STRIDE, 0) + dilation - 1) // dilation
+    high = gl.maximum(size - 1 + pad - first * STRIDE, 0)
+    low = gl.maximum(pad - last * STRIDE, 0)
+    if DILATED:
+        high = high // dilation
+        low = (low + dilation - 1) // dilation
+    high = gl.minimum(high, taps - 1)
     return gl.minimum(low, high), high
 
 
 @gluon.jit
-def _place(item, grid, BN: gl.constexpr, BH: gl.constexpr, BW: gl.constexpr, BCO: gl.constexpr):
-    """Where a tile lies: first image, row, column, output channel; and which part of the sum."""
-    tiles_k, tiles_q, tiles_p, splits = grid
-    tile = item // splits
-    pixel = tile // tiles_k
-    row = pixel // tiles_q
-    n0 = (row // tiles_p) * BN
-    return (
-        n0,
-        (row % tiles_p) * BH,
-        (pixel % tiles_q) * BW,
-        (tile % tiles_k) * BCO,
-        item % splits,
-    )
+def _first_tile(grid):
+    """The tile that a block starts with, by its axes: channels, columns, rows, images."""
+    tiles, _, splits = grid
+    tile = gl.program_id(0) // splits
+    pixel = tile // tiles[0]
+    row = pixel // tiles[1]
+    return tile % tiles[0], pixel % tiles[1], row % tiles[2], row // tiles[2]
 
 
 @gluon.jit
-def _begin(
-    p0,
-    q0,
-    split,
-    splits,
-    geometry,
-    BH: gl.constexpr,
-    BW: gl.constexpr,
-    BK: gl.constexpr,
-    SH: gl.constexpr,
-    SW: gl.constexpr,
-):
-    """A tile's part of the sum: (number of steps, first tap row, column, chunk, column range)."""
-    C, H, W, R, S, pad_h, pad_w, dil_h, dil_w = geometry
-    r_low, r_high = _taps(p0, p0 + BH - 1, H, R, pad_h, dil_h, SH)
-    s_low, s_high = _taps(q0, q0 + BW - 1, W, S, pad_w, dil_w, SW)
-    chunks = (C + BK - 1) // BK
-    columns = s_high - s_low + 1
-    steps = (r_high - r_low + 1) * columns * chunks
-    begin = steps * split // splits
-    end = steps * (split + 1) // splits
-    tap = begin // chunks
-    r = r_low + tap // columns
-    s = s_low + tap % columns
-    return end - begin, r, s, (begin % chunks) * BK, s_low, s_high
+def _next_tile(k, q, p, n, grid):
+    """The tile as many places on as there are blocks: an addition with carries, not a division."""
+    tiles, step, _ = grid
+    k += step[0]
+    over = k >= tiles[0]
+    k = gl.where(over, k - tiles[0], k)
+    q += step[1] + over.to(gl.int32)
+    over = q >= tiles[1]
+    q = gl.where(over, q - tiles[1], q)
+    p += step[2] + over.to(gl.int32)
+    over = p >= tiles[2]
+    p = gl.where(over, p - tiles[2], p)
+    return k, q, p, n + step[3] + over.to(gl.int32)
 
 
 @gluon.jit
-def _steps(
-    item,
+def _part(
+    p,
+    q,
     grid,
     geometry,
-    BN: gl.constexpr,
     BH: gl.constexpr,
     BW: gl.constexpr,
-    BCO: gl.constexpr,
     BK: gl.constexpr,
     SH: gl.constexpr,
     SW: gl.constexpr,
+    DILATED: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
-    """How many stages a tile takes."""
-    _, p0, q0, _, split = _place(item, grid, BN, BH, BW, BCO)
-    steps, _, _, _, _, _ = _begin(p0, q0, split, grid[3], geometry, BH, BW, BK, SH, SW)
-    return steps
+    """This block's part of a tile's sum: steps; tap row, column and channel of the first; columns.
+
+    All of the sum, unless it is SPLIT.
+    """
+    _, chunks, H, W, R, S, pad_h, pad_w, dil_h, dil_w = geometry
+    r, r_high = _taps(p * BH, p * BH + BH - 1, H, R, pad_h, dil_h, SH, DILATED)
+    s_low, s_high = _taps(q * BW, q * BW + BW - 1, W, S, pad_w, dil_w, SW, DILATED)
+    columns = s_high - s_low + 1
+    steps = (r_high - r + 1) * columns * chunks
+    s = s_low
+    c = 0
+    if SPLIT:
+        splits = grid[2]
+        split = gl.program_id(0) % splits
+        begin = steps * split // splits
+        steps = steps * (split + 1) // splits - begin
+        tap = begin // chunks
+        r += tap // columns
+        s += tap % columns
+        c = (begin % chunks) * BK
+    return steps, r, s, c, s_low, s_high
 
 
 @gluon.jit
@@ -116,19 +123,28 @@ def _next(r, s, c, s_low, s_high, C, BK: gl.constexpr):
 def _load_x(x, n0, h, w, c, full, stage, SH: gl.constexpr, SW: gl.constexpr):
     """One tap's pixels. A stride of two reads the view of x that has this row's parity."""
     if SH == 1 and SW == 1:
-        load_tile(x[0], [n0, h, w, c], full, stage)
+        load_tile(x[0], [h, n0, w, c], full, stage)
     else:
         view = (h & (SH - 1)) * 2 + (w & (SW - 1))
         h = h >> (SH - 1)
         w = w >> (SW - 1)
         if view == 0:
-            load_tile(x[0], [n0, h, w, c], full, stage)
+            load_tile(x[0], [h, n0, w, c], full, stage)
         elif view == 1:
-            load_tile(x[1], [n0, h, w, c], full, stage)
+            load_tile(x[1], [h, n0, w, c], full, stage)
         elif view == 2:
-            load_tile(x[2], [n0, h, w, c], full, stage)
+            load_tile(x[2], [h, n0, w, c], full, stage)
         else:
-            load_tile(x[3], [n0, h, w, c], full, stage)
+            load_tile(x[3], [h, n0, w, c], full, stage)
+
+
+@gluon.jit
+def _load_w(w, k0, tap, c, full, stage, INTERLEAVE: gl.constexpr):
+    """One tap's weights; INTERLEAVE: with output channels in the order that the epilogue wants."""
+    if INTERLEAVE > 1:
+        load_tile(w, [k0 // (4 * INTERLEAVE), 0, 0, tap, c], full, stage)
+    else:
+        load_tile(w, [k0, tap, c], full, stage)
 
 
 @gluon.jit
@@ -149,29 +165,45 @@ def _load(
     BK: gl.constexpr,
     SH: gl.constexpr,
     SW: gl.constexpr,
+    DILATED: gl.constexpr,
+    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
+    TAPS: gl.constexpr,
     INTERLEAVE: gl.constexpr,
 ):
-    C, _, _, _, S, pad_h, pad_w, dil_h, dil_w = geometry
+    C, _, _, _, _, S, pad_h, pad_w, dil_h, dil_w = geometry
     g = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n0, p0, q0, k0, split = _place(item, grid, BN, BH, BW, BCO)
-        steps, r, s, c, s_low, s_high = _begin(p0, q0, split, grid[3], geometry, BH, BW, BK, SH, SW)
-        for _ in range(0, steps):
+    k, q, p, n = _first_tile(grid)
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        steps, r, s, c, s_low, s_high = _part(
+            p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
+        )
+        for _ in range(steps):
             i = g % STAGES
             ready = full.index(i)
             mbarrier.wait(empty.index(i), ((g // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready, x[0].block_type.nbytes + w.block_type.nbytes)
-            h_at = p0 * SH + r * dil_h - pad_h
-            w_at = q0 * SW + s * dil_w - pad_w
-            _load_x(x, n0, h_at, w_at, c, ready, x_ring.index(i), SH, SW)
-            if INTERLEAVE > 1:
-                at = [k0 // (4 * INTERLEAVE), 0, 0, r * S + s, c]
-                load_tile(w, at, ready, w_ring.index(i))
-            else:
-                load_tile(w, [k0, r * S + s, c], ready, w_ring.index(i))
+            h_at = p * (BH * SH) + r * dil_h - pad_h
+            w_at = q * (BW * SW) + s * dil_w - pad_w
+            if TAPS == 1:
+                mbarrier.expect(ready, x[0].block_type.nbytes + w.block_type.nbytes)
+                _load_x(x, n * BN, h_at, w_at, c, ready, x_ring.index(i), SH, SW)
+                _load_w(w, k * BCO, r * S + s, c, ready, w_ring.index(i), INTERLEAVE)
+            else:  # x[1] describes the rows below the tile that its last taps reach
+                BYTES: gl.constexpr = (
+                    x[0].block_type.nbytes + x[1].block_type.nbytes + TAPS * w.block_type.nbytes
+                )
+                mbarrier.expect(ready, BYTES)
+                top = x_ring.index(i * (BH + TAPS - 1))
+                top = reinterpret(top, x[0].dtype, x[0].block_type.shape, x[0].layout)
+                load_tile(x[0], [h_at, n * BN, w_at, c], ready, top)
+                end = x_ring.index(i * (BH + TAPS - 1) + BH)
+                end = reinterpret(end, x[1].dtype, x[1].block_type.shape, x[1].layout)
+                load_tile(x[1], [h_at + BH, n * BN, w_at, c], ready, end)
+                for t in gl.static_range(TAPS):
+                    _load_w(w, k * BCO, t * S + s, c, ready, w_ring.index(i * TAPS + t), INTERLEAVE)
             r, s, c = _next(r, s, c, s_low, s_high, C, BK)
             g += 1
+        k, q, p, n = _next_tile(k, q, p, n, grid)
 
 
 @gluon.jit
@@ -191,25 +223,44 @@ def _load_residual(
     RESIDUAL: gl.constexpr,
 ):
     u = 0
+    k, q, p, n = _first_tile(grid)
     count = items if RESIDUAL else 0
-    for item in range(gl.program_id(0), count, gl.num_programs(0)):
-        n0, p0, q0, k0, _ = _place(item, grid, BN, BH, BW, BCO)
+    for _ in range(gl.program_id(0), count, gl.num_programs(0)):
         v = u // GROUPS
         slot = (u % GROUPS) * SLOTS + v % SLOTS
         mbarrier.wait(freed.index(slot), ((v // SLOTS) & 1) ^ 1)
         mbarrier.expect(landed.index(slot), residual.block_type.nbytes)
-        load_tile(residual, [n0, p0, q0, k0], landed.index(slot), slots.index(slot))
+        at = [p * BH, n * BN, q * BW, k * BCO]
+        load_tile(residual, at, landed.index(slot), slots.index(slot))
         u += 1
+        k, q, p, n = _next_tile(k, q, p, n, grid)
 
 
 @gluon.jit
-def _product(acc, x, w, BM: gl.constexpr, BK: gl.constexpr, BCO: gl.constexpr, SWAP: gl.constexpr):
-    x = x.reshape([BM, BK])
-    w = w.reshape([BCO, BK])
-    if SWAP:
-        acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
-    else:
-        acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
+def _product(
+    acc,
+    x_ring,
+    w_ring,
+    i,
+    BM: gl.constexpr,
+    BH: gl.constexpr,
+    BK: gl.constexpr,
+    BCO: gl.constexpr,
+    TAPS: gl.constexpr,
+    SWAP: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Starts the products of stage i. ROWS: the layout of the pixels of one tap, [BM, BK]."""
+    for t in gl.static_range(TAPS):
+        if TAPS == 1:
+            x = x_ring.index(i).reshape([BM, BK])
+        else:
+            x = reinterpret(x_ring.index(i * (BH + TAPS - 1) + t), x_ring.dtype, [BM, BK], ROWS)
+        w = w_ring.index(i * TAPS + t).reshape([BCO, BK])
+        if SWAP:
+            acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
+        else:
+            acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
     return acc
 
 
@@ -228,6 +279,7 @@ def _multiply(
     empty,
     landed,
     freed,
+    turns,
     geometry,
     grid,
     items,
@@ -239,45 +291,65 @@ def _multiply(
     BK: gl.constexpr,
     SH: gl.constexpr,
     SW: gl.constexpr,
+    DILATED: gl.constexpr,
+    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
     RESIDUAL: gl.constexpr,
+    UNSCALED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SWAP: gl.constexpr,
     PROMOTE: gl.constexpr,
     INTERLEAVE: gl.constexpr,
+    TAPS: gl.constexpr,
     LAYOUT: gl.constexpr,
+    SLAB: gl.constexpr,
 ):
     BM: gl.constexpr = BN * BH * BW
     ROWS: gl.constexpr = BCO if SWAP else BM
     COLUMNS: gl.constexpr = BM if SWAP else BCO
     SUM: gl.constexpr = gl.int32 if x_ring.dtype == gl.int8 else gl.float32
+    sums = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
+    FINAL: gl.constexpr = _in_order(sums, BM, BCO, INTERLEAVE).type.layout
+    SIDE: gl.constexpr = 1 if SWAP else 0
+    VECTOR: gl.constexpr = gl.SliceLayout(SIDE, FINAL)
     g = 0
+    k, q, p, n = _first_tile(grid)
     if GROUP == 1:
-        g += _steps(gl.program_id(0), grid, geometry, BN, BH, BW, BCO, BK, SH, SW)
+        steps, _, _, _, _, _ = _part(p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT)
+        g += steps
+        k, q, p, n = _next_tile(k, q, p, n, grid)
     v = 0
     every = GROUPS * gl.num_programs(0)
-    for item in range(gl.program_id(0) + GROUP * gl.num_programs(0), items, every):
-        n0, p0, q0, k0, split = _place(item, grid, BN, BH, BW, BCO)
-        steps, _, _, _, _, _ = _begin(p0, q0, split, grid[3], geometry, BH, BW, BK, SH, SW)
+    for _ in range(gl.program_id(0) + GROUP * gl.num_programs(0), items, every):
+        steps, _, _, _, _, _ = _part(p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT)
+        # what the epilogue wants of global memory is on its way while the products run
+        s = None
+        b = None
+        if scale is not None:
+            s = channel_vector(scale, k * BCO, K, BCO, VECTOR).expand_dims(SIDE)
+        if bias is not None:
+            b = channel_vector(bias, k * BCO, K, BCO, VECTOR).expand_dims(SIDE)
         acc = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
-        for k in range(0, steps):
+        if GROUPS == 2:  # in turns: a stage's parity tells only two rounds of the ring apart
+            mbarrier.wait(turns.index(GROUP), (v & 1) ^ (1 - GROUP))
+        for step in range(steps):
             i = g % STAGES
             mbarrier.wait(full.index(i), (g // STAGES) & 1)
             if PROMOTE:  # sums of one stage only in the tensor core's narrow fp8 accumulator
                 part = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
-                part = _product(part, x_ring.index(i), w_ring.index(i), BM, BK, BCO, SWAP)
+                part = _product(part, x_ring, w_ring, i, BM, BH, BK, BCO, TAPS, SWAP, SLAB)
                 acc += warpgroup_mma_wait(0, deps=(part,))
                 barrier()
                 mbarrier.arrive(empty.index(i))
             else:
-                acc = _product(acc, x_ring.index(i), w_ring.index(i), BM, BK, BCO, SWAP)
-                # the product before this one has finished: hand its stage back
-                acc = warpgroup_mma_wait(1, deps=(acc,))
+                acc = _product(acc, x_ring, w_ring, i, BM, BH, BK, BCO, TAPS, SWAP, SLAB)
+                # the products of the stage before have finished: hand it back
+                acc = warpgroup_mma_wait(TAPS, deps=(acc,))
                 barrier()
-                mbarrier.arrive(empty.index((g + STAGES - 1) % STAGES), pred=k > 0)
+                mbarrier.arrive(empty.index((g + STAGES - 1) % STAGES), pred=step > 0)
             g += 1
         if not PROMOTE:
             acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -289,6 +361,8 @@ def _multiply(
         barrier()
         if not PROMOTE:
             mbarrier.arrive(empty.index((g + STAGES - 1) % STAGES), pred=steps > 0)
+        if GROUPS == 2:
+            mbarrier.arrive(turns.index(1 - GROUP))
         at: gl.constexpr = GROUP * SLOTS
         slot = at + v % SLOTS
         if RESIDUAL:
@@ -297,53 +371,44 @@ def _multiply(
         staged = slots.index(slot).reshape([BM, BCO])
         if SWAP:
             staged = staged.permute((1, 0))
-        if INTERLEAVE > 1:  # undo the order of the weights' rows: no data moves
-            acc = acc.reshape([BM, BCO // (4 * INTERLEAVE), INTERLEAVE // 2, 8])
-            acc = acc.permute((0, 1, 3, 2)).reshape([BM, BCO])
-        _finish_tile(acc, staged, bias, scale, alpha, beta, k0, K, RESIDUAL, ACTIVATION, SWAP, BCO)
+        acc = _in_order(acc, BM, BCO, INTERLEAVE)
+        added = None
+        if RESIDUAL:
+            added = staged.load(FINAL)
+        if UNSCALED:
+            acc = finish(acc, s, b, added, 1.0, 1.0, ACTIVATION, staged.dtype)
+        else:
+            acc = finish(acc, s, b, added, alpha, beta, ACTIVATION, staged.dtype)
+        staged.store(acc)
         fence_async_shared()
         barrier()
-        store_tile(y, [split * images + n0, p0, q0, k0], slots.index(slot))
+        image = n * BN
+        if SPLIT:
+            image += gl.program_id(0) % grid[2] * images
+        store_tile(y, [p * BH, image, q * BW, k * BCO], slots.index(slot))
+        k, q, p, n = _next_tile(k, q, p, n, grid)
         if GROUPS == 2:
-            g += _steps(item + gl.num_programs(0), grid, geometry, BN, BH, BW, BCO, BK, SH, SW)
+            steps, _, _, _, _, _ = _part(p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT)
+            g += steps
+            k, q, p, n = _next_tile(k, q, p, n, grid)
         v += 1
     store_wait(pendings=0)
 
 
 @gluon.jit
-def _finish_tile(
-    acc,
-    staged,
-    bias,
-    scale,
-    alpha,
-    beta,
-    k0,
-    K,
-    RESIDUAL: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    SWAP: gl.constexpr,
-    BCO: gl.constexpr,
-):
-    """The epilogue, from registers into shared memory, where the residual lay until now."""
-    SIDE: gl.constexpr = 1 if SWAP else 0
-    VECTOR: gl.constexpr = gl.SliceLayout(SIDE, acc.type.layout)
-    b = None
-    s = None
-    r = None
-    if bias is not None:
-        b = channel_vector(bias, k0, K, BCO, VECTOR).expand_dims(SIDE)
-    if scale is not None:
-        s = channel_vector(scale, k0, K, BCO, VECTOR).expand_dims(SIDE)
-    if RESIDUAL:
-        r = staged.load(acc.type.layout)
-    staged.store(finish(acc, s, b, r, alpha, beta, ACTIVATION, staged.dtype))
+def _in_order(acc, BM: gl.constexpr, BCO: gl.constexpr, INTERLEAVE: gl.constexpr):
+    """Undoes the order of the weights' rows: a new name for each element, no data moves."""
+    if INTERLEAVE > 1:
+        acc = acc.reshape([BM, BCO // (4 * INTERLEAVE), INTERLEAVE // 2, 8])
+        acc = acc.permute((0, 1, 3, 2)).reshape([BM, BCO])
+    return acc
 
 
 @gluon.jit(
     do_not_specialize=[
         "alpha", "beta", "K", "C", "H", "W", "R", "S", "pad_h", "pad_w", "dil_h", "dil_w",
-        "tiles_k", "tiles_q", "tiles_p", "splits", "images", "items",
+        "chunks", "tiles_k", "tiles_q", "tiles_p", "step_k", "step_q", "step_p", "step_n", "splits",
+        "images", "items",
     ]
 )  # fmt: skip
 def convolve(
@@ -360,6 +425,7 @@ def convolve(
     beta,
     K,
     C,
+    chunks,
     H,
     W,
     R,
@@ -371,6 +437,10 @@ def convolve(
     tiles_k,
     tiles_q,
     tiles_p,
+    step_k,
+    step_q,
+    step_p,
+    step_n,
     splits,
     images,
     items,
@@ -381,38 +451,55 @@ def convolve(
     BK: gl.constexpr,
     SH: gl.constexpr,
     SW: gl.constexpr,
+    DILATED: gl.constexpr,
+    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,
     GROUPS: gl.constexpr,
     RESIDUAL: gl.constexpr,
+    UNSCALED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SWAP: gl.constexpr,
     PROMOTE: gl.constexpr,
     INTERLEAVE: gl.constexpr,
+    TAPS: gl.constexpr,
     GROUP_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
     LAYOUT: gl.constexpr,
+    SLAB: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """A convolution's forward pass, [N, H, W, C] and [K, R·S, C] → [N, P, Q, K].
 
     Args:
-        x0 … x3: descriptors of x; with a stride of two, of its even/odd rows × even/odd columns.
+        x0 … x3: descriptors of x as [H, N, W, C]; with a stride of two, of its even/odd rows ×
+            even/odd columns; with TAPS, x1 has boxes of TAPS - 1 rows.
         w: descriptor of the weights; with INTERLEAVE, of their rows in the epilogue's order.
-        y, residual: descriptors of the result and of what is added to it.
-        splits: parts that the sum is cut into; part i goes to image i · images of y.
+        y, residual: descriptors of the result and of what is added to it, [P, N, Q, K].
+        chunks: stages that a tap's channels take.
+        step_k … step_n: the number of blocks, written in digits of tiles_k, tiles_q, tiles_p.
+        splits: with SPLIT, parts that the sum is cut into, a block each; part i goes to image
+            i · images of y.
         items: tiles × splits.
+        DILATED: whether a dilation is not one.
+        UNSCALED: alpha and beta are one.
     """
     x = (x0, x1, x2, x3)
-    geometry = (C, H, W, R, S, pad_h, pad_w, dil_h, dil_w)
-    grid = (tiles_k, tiles_q, tiles_p, splits)
-    x_ring = gl.allocate_shared_memory(x0.dtype, [STAGES] + x0.block_type.shape, x0.layout)
-    w_ring = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_type.shape, w.layout)
+    geometry = (C, chunks, H, W, R, S, pad_h, pad_w, dil_h, dil_w)
+    grid = ((tiles_k, tiles_q, tiles_p), (step_k, step_q, step_p, step_n), splits)
+    if TAPS == 1:
+        x_ring = gl.allocate_shared_memory(x0.dtype, [STAGES] + x0.block_type.shape, x0.layout)
+    else:  # a row of pixels at a time: BN · BW ≥ 8 of them keep the swizzle's phase
+        x_ring = gl.allocate_shared_memory(x0.dtype, [STAGES * (BH + TAPS - 1), BN * BW, BK], SLAB)
+    w_ring = gl.allocate_shared_memory(w.dtype, [STAGES * TAPS] + w.block_type.shape, w.layout)
     slots = gl.allocate_shared_memory(y.dtype, [GROUPS * SLOTS] + y.block_type.shape, y.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     landed = gl.allocate_shared_memory(gl.int64, [GROUPS * SLOTS, 1], mbarrier.MBarrierLayout())
     freed = gl.allocate_shared_memory(gl.int64, [GROUPS * SLOTS, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -425,26 +512,26 @@ def convolve(
     if GROUPS == 1:
         gl.warp_specialize([
             (_multiply, (y, bias, scale, alpha, beta, K, x_ring, w_ring, slots, full, empty, landed,
-                         freed, geometry, grid, items, images, BN, BH, BW, BCO, BK, SH, SW, STAGES,
-                         SLOTS, GROUPS, 0, RESIDUAL, ACTIVATION, SWAP, PROMOTE, INTERLEAVE,
-                         LAYOUT)),
+                         freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK, SH, SW,
+                         DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED, ACTIVATION,
+                         SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
             (_load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
-                     SH, SW, STAGES, INTERLEAVE)),
+                     SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE)),
             (_load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
                               GROUPS, RESIDUAL)),
         ], [1, 1], [LOAD_REGISTERS, LOAD_REGISTERS])
     else:
         gl.warp_specialize([
             (_multiply, (y, bias, scale, alpha, beta, K, x_ring, w_ring, slots, full, empty, landed,
-                         freed, geometry, grid, items, images, BN, BH, BW, BCO, BK, SH, SW, STAGES,
-                         SLOTS, GROUPS, 0, RESIDUAL, ACTIVATION, SWAP, PROMOTE, INTERLEAVE,
-                         LAYOUT)),
+                         freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK, SH, SW,
+                         DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED, ACTIVATION,
+                         SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
             (_multiply, (y, bias, scale, alpha, beta, K, x_ring, w_ring, slots, full, empty, landed,
-                         freed, geometry, grid, items, images, BN, BH, BW, BCO, BK, SH, SW, STAGES,
-                         SLOTS, GROUPS, 1, RESIDUAL, ACTIVATION, SWAP, PROMOTE, INTERLEAVE,
-                         LAYOUT)),
+                         freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK, SH, SW,
+                         DILATED, SPLIT, STAGES, SLOTS, GROUPS, 1, RESIDUAL, UNSCALED, ACTIVATION,
+                         SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
             (_load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
-                     SH, SW, STAGES, INTERLEAVE)),
+                     SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE)),
             (_load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
                               GROUPS, RESIDUAL)),
         ], [num_warps, 1, 1], [GROUP_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])

@@ -1,0 +1,320 @@
+"""The Hopper convolution without a GPU: what it takes and refuses, its configurations, its code."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tessella.kernels import catalog
+from tessella.kernels.conv import implicit_gemm_sm90 as kernel
+from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.kernels.problem import Format, Problem, TensorMeta
+from tests.kernels.compile_only import compile_all
+
+CPU = torch.device("cpu")
+
+
+def problem_of(
+    dtype: str = "float16",
+    out: str | None = None,
+    *,
+    N: int = 8,
+    C: int = 64,
+    size: tuple[int, int] = (28, 28),
+    K: int = 64,
+    filter: tuple[int, int] = (3, 3),
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] = (1, 1),
+    dilation: tuple[int, int] = (1, 1),
+    residual: bool = False,
+    scale: bool = False,
+    weight_format: Format = "channels_last",
+    constant: tuple[int, ...] = (1, 2, 4),
+    **attrs: Any,
+) -> Problem:
+    out = out or dtype
+    P, Q = (
+        (n + 2 * p - d * (f - 1) - 1) // s + 1
+        for n, f, s, p, d in zip(size, filter, stride, padding, dilation, strict=True)
+    )
+    y = TensorMeta(shape=(N, K, P, Q), dtype=out, format="channels_last")
+    vector = TensorMeta(shape=(K,), dtype="float32")
+    return Problem(
+        op="conv2d",
+        inputs=(
+            TensorMeta(shape=(N, C, *size), dtype=dtype, format="channels_last"),
+            TensorMeta(shape=(K, C, *filter), dtype=dtype, format=weight_format),
+            None if out == "int32" else vector,
+            y if residual else None,
+            vector if scale else None,
+        ),
+        outputs=(y,),
+        attrs={
+            "stride": stride, "padding": padding, "dilation": dilation, "groups": 1, **attrs
+        },
+        constant=constant,
+        math="tf32",
+    )  # fmt: skip
+
+
+# ResNet-50, VGG-16 and GoogLeNet, and some that are in none of them
+SHAPES: dict[str, dict[str, Any]] = {
+    "3x3@56": {"N": 128, "size": (56, 56)},
+    "3x3/2@28": {"N": 128, "C": 256, "K": 256, "stride": (2, 2)},
+    "3x3@7": {"N": 128, "C": 512, "K": 512, "size": (7, 7)},
+    "3x3@7 N=1": {"N": 1, "C": 512, "K": 512, "size": (7, 7)},
+    "1x1@56": {"N": 128, "K": 256, "size": (56, 56), "filter": (1, 1), "padding": (0, 0)},
+    "1x1@14 K=16": {"N": 128, "C": 480, "K": 16, "filter": (1, 1), "padding": (0, 0)},
+    "5x5 dilated": {"N": 2, "C": 48, "K": 80, "filter": (5, 5), "dilation": (2, 3)},
+    "1x7": {"N": 3, "C": 160, "K": 192, "filter": (1, 7), "padding": (0, 3), "size": (17, 17)},
+    "one pixel": {"N": 1, "size": (1, 1)},
+    "VGG@224": {"N": 4, "size": (224, 224)},
+}
+
+
+def test_is_in_the_catalog() -> None:
+    row = catalog.kernel("conv2d.implicit_gemm.sm90")
+    assert row.targets == ("sm_90",)
+    assert row.load() is kernel
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"stride": (3, 3)}, "strides of 1 and 2"),
+        ({"groups": 2}, "one group"),
+        ({"C": 12}, "C = 12"),
+        ({"K": 12}, "K = 12"),
+        ({"dtype": "int8", "C": 24}, "C = 24"),
+        ({"dtype": "float64"}, "does not make"),
+        ({"dtype": "float16", "out": "int8"}, "does not make"),
+        ({"N": 0}, "empty"),
+        ({"N": 2**16, "size": (128, 128)}, "2^31"),
+        ({"dtype": "int8", "out": "int32", "activation": "relu"}, "bare products"),
+    ],
+)
+def test_refuses_what_it_cannot_do(change: dict[str, Any], reason: str) -> None:
+    refused = kernel.fits(problem_of(**change))
+    assert refused is not None
+    assert reason in refused
+
+
+def test_refuses_formats_that_it_cannot_read() -> None:
+    problem = problem_of(residual=True)
+    for position in (0, 1, 3):
+        inputs = list(problem.inputs)
+        inputs[position] = dataclasses.replace(inputs[position], format="strided")
+        assert kernel.fits(dataclasses.replace(problem, inputs=tuple(inputs)))
+    nchw = dataclasses.replace(problem.output, format="contiguous")
+    assert kernel.fits(dataclasses.replace(problem, outputs=(nchw,)))
+    assert kernel.fits(dataclasses.replace(problem_of("float32"), math="ieee"))
+
+
+@pytest.mark.parametrize("dtype", kernel.OUTPUTS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_configurations_fit_the_multiprocessor(name: str, dtype: str) -> None:
+    problem = problem_of(dtype, **SHAPES[name])
+    assert kernel.fits(problem) is None
+    configs = kernel.configs(problem)
+    assert 1 <= len(configs) <= kernel.MAX_CONFIGS
+    assert len({repr(c) for c in configs}) == len(configs)
+    for config in configs:
+        pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
+        accumulators = pixels * config["tile_k"] / (32 * config["warps"])
+        assert accumulators <= 128
+        assert all(value & (value - 1) == 0 for key, value in config.items() if "tile" in key)
+        tiles = math.prod(kernel._tiles(kernel._shape(problem), config))
+        assert config["splits"] == 1 or tiles * config["splits"] <= kernel.MULTIPROCESSORS
+
+
+def test_many_tiles_are_not_split_and_few_are() -> None:
+    large = kernel.configs(problem_of(**SHAPES["3x3@56"]))
+    assert all(config["splits"] == 1 for config in large)
+    assert kernel.configs(problem_of(**SHAPES["3x3@7 N=1"]))[0]["splits"] > 1
+
+
+def test_workspace_holds_the_parts_and_the_packed_weight() -> None:
+    problem = problem_of(N=1, C=512, K=512, size=(7, 7))
+    split = next(c for c in kernel.configs(problem) if c["splits"] > 1)
+    images = kernel._up(1, split["tile_n"])
+    assert kernel.workspace_bytes(problem, **split) == kernel._up(
+        split["splits"] * images * 49 * 512 * 4, 256
+    )
+    whole = {**split, "splits": 1}
+    assert kernel.workspace_bytes(problem, **whole) == 0
+    given = problem_of("int8", K=80, constant=())  # output channels are taken by 64
+    assert kernel.workspace_bytes(given, **kernel.configs(given)[-1]) >= 128 * 64 * 9
+
+
+@pytest.mark.parametrize("weight_format", ["contiguous", "channels_last"])
+def test_packing_keeps_every_weight(weight_format: Format) -> None:
+    weight = torch.randn(5, 8, 3, 2).contiguous(
+        memory_format=torch.channels_last
+        if weight_format == "channels_last"
+        else torch.contiguous_format
+    )
+    packed = kernel._pack(weight, 64)
+    assert torch.equal(packed[:5], weight)
+    assert not packed[5:].any()
+    assert packed.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_epilogues_order_of_channels() -> None:
+    """Accumulator column 8 j + q of every 64 belongs to output channel j + 8 q."""
+    weight = torch.arange(128).view(128, 1, 1, 1).expand(128, 16, 1, 1).to(torch.int8)
+    described = kernel._weight_descriptor(
+        weight.contiguous(memory_format=torch.channels_last), 16, 64, 16
+    )
+    rows = described.base[..., 0, 0].reshape(2, 64)
+    column = torch.arange(64)
+    expected = column // 8 + 8 * (column % 8)
+    assert torch.equal(rows[0].long(), expected)
+    assert torch.equal(rows[1].long(), expected + 64)
+
+
+def _walk(problem: Problem, config: dict[str, Any]) -> float:
+    """Stages of the average tile, counted tap by tap; a tile takes at least one."""
+    shape = kernel._shape(problem)
+    counts = []
+    for size, out, count, stride, pad, dilation, box in (
+        (shape.H, shape.P, shape.R, shape.stride[0], shape.padding[0], shape.dilation[0],
+         config["tile_h"]),
+        (shape.W, shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.dilation[1],
+         config["tile_w"]),
+    ):  # fmt: skip
+        seen = [
+            max(
+                1,
+                sum(
+                    any(0 <= p * stride + r * dilation - pad < size for p in range(q, q + box))
+                    for r in range(count)
+                ),
+            )
+            for q in range(0, out, box)
+        ]
+        counts.append(sum(seen) / len(seen))
+    return math.prod(counts) * math.ceil(shape.C / config["tile_c"])
+
+
+def test_taps_that_see_only_padding_are_skipped() -> None:
+    for size, padding in (((7, 7), (1, 1)), ((14, 14), (1, 1)), ((9, 30), (1, 3))):
+        problem = problem_of(N=128, size=size, padding=padding)
+        config = {**kernel.configs(problem)[0], "tile_h": 1, "tile_w": 1, "taps": 1}
+        assert kernel._steps(kernel._shape(problem), config) == pytest.approx(
+            _walk(problem, config)
+        )
+
+
+# ------------------------------------------------------------------ machine code
+
+
+def compiled_problems() -> dict[str, Problem]:
+    return {
+        "float16": problem_of(N=128, size=(56, 56), residual=True, activation="relu"),
+        "bfloat16": problem_of("bfloat16", N=128, K=256, filter=(1, 1), padding=(0, 0)),
+        "float32": problem_of("float32", N=32, C=128, K=128),
+        "int8": problem_of("int8", N=128, C=128, K=128, residual=True, scale=True),
+        "float8_e4m3fn": problem_of("float8_e4m3fn", "float16", C=128, K=128, stride=(2, 2)),
+        "int8 to int32, N=1": problem_of("int8", "int32", N=1, C=512, K=512, size=(7, 7)),
+    }
+
+
+def _compiled_configs(problem: Problem) -> list[dict[str, Any]]:
+    """The best configuration of each structure (groups, roles, taps), three at most."""
+    kinds: dict[Any, dict[str, Any]] = {}
+    for config in kernel.configs(problem):
+        kinds.setdefault((config["groups"], config["swap"], config["taps"]), config)
+    return list(kinds.values())[:3]
+
+
+def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    for name, problem in compiled_problems().items():
+        for i, config in enumerate(_compiled_configs(problem)):
+            yield f"{name} #{i}", lambda problem=problem, config=config: _run(problem, config)
+
+
+def _run(problem: Problem, config: dict[str, Any]) -> None:
+    small = {i: meta.empty(CPU) for i, meta in enumerate(problem.inputs) if meta is not None}
+    constants = {i: small[i] for i in problem.constant if i in small}
+    call = kernel.bind(problem, constants, **config)
+    workspace = torch.empty(kernel.workspace_bytes(problem, **config), dtype=torch.uint8)
+    rest = [tensor for i, tensor in small.items() if i not in constants]
+    call(*rest, out=problem.output.empty(CPU), workspace=workspace)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    return compile_all("tests.kernels.test_conv_sm90:cases")
+
+
+PRODUCT = {"int8": "IGMMA", "float8_e4m3fn": "QGMMA"}
+
+
+@pytest.mark.parametrize("name", compiled_problems())
+def test_compiles_to_tensor_core_products_fed_by_tma(
+    name: str, compiled: dict[str, list[dict[str, Any]]]
+) -> None:
+    problem = compiled_problems()[name]
+    dtype = problem.inputs[0].dtype
+    for i, config in enumerate(_compiled_configs(problem)):
+        convolution, *second = compiled[f"{name} #{i}"]
+        assert len(second) == (config["splits"] > 1)
+        assert convolution["spilled_bytes"] == 0
+        assert convolution["shared_bytes"] <= 227 * 1024
+        assert convolution["threads"] <= 384
+        opcodes = convolution["opcodes"]
+        assert opcodes[PRODUCT.get(dtype, "HGMMA")] == _products(problem, config), config
+        assert opcodes["UTMALDG"] >= 2
+        assert opcodes["UTMASTG"] >= 1
+        assert not opcodes.get("LDL")
+        assert not opcodes.get("STL")
+
+
+def _products(problem: Problem, config: dict[str, Any]) -> int:
+    """Instructions that one stage takes, in each of the groups."""
+    rows, columns = config["tile_n"] * config["tile_h"] * config["tile_w"], config["tile_k"]
+    if config["swap"]:
+        rows, columns = columns, rows
+    itemsize = getattr(torch, problem.inputs[0].dtype).itemsize
+    per_warpgroup = rows * columns // (config["warps"] // 4)
+    layout = kernel._layout(getattr(torch, problem.inputs[0].dtype), rows, columns, config["warps"])
+    product = 64 * layout.instr_shape[1]
+    depth = config["tile_c"] * itemsize // 32
+    return config["groups"] * config["taps"] * depth * per_warpgroup // product
+
+
+# ------------------------------------------------------------------ sums in parts
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_parts_are_added_and_finished(activation: str | None) -> None:
+    torch.manual_seed(0)
+    parts = torch.randn(3, 2, 5, 7, 16)  # splits, images (one of them is not real), P, Q, K
+    bias, scale, residual = torch.randn(16), torch.rand(16), torch.randn(1, 5, 7, 16)
+    problem = problem_of(
+        "float16", "float32", N=1, K=16, size=(5, 7), residual=True, scale=True,
+        activation=activation, alpha=0.5, beta=-2.0,
+    )  # fmt: skip
+    out = torch.full((1, 5, 7, 16), 77.0).permute(0, 3, 1, 2)
+    kernel._add_parts(
+        problem, parts.flatten(0, 1), 3, bias, residual.permute(0, 3, 1, 2), scale, out
+    )
+    right = 0.5 * scale.double() * parts[:, :1].double().sum(0) + bias - 2.0 * residual.double()
+    if activation:
+        right = ACTIVATIONS[activation](right)
+    torch.testing.assert_close(
+        out.permute(0, 2, 3, 1).double(), right.double(), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_parts_of_int8_are_exact() -> None:
+    parts = torch.randint(-(2**20), 2**20, (4, 1, 3, 3, 32), dtype=torch.int32)
+    problem = problem_of("int8", "int32", N=1, K=32, size=(3, 3))
+    out = torch.zeros(1, 3, 3, 32, dtype=torch.int32).permute(0, 3, 1, 2)
+    kernel._add_parts(problem, parts.flatten(0, 1), 4, None, None, None, out)
+    assert torch.equal(out.permute(0, 2, 3, 1), parts.sum(0, dtype=torch.int32))
