@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tessella.kernels import catalog
 from tessella.kernels.conv import implicit_gemm_sm90 as kernel
+from tessella.kernels.conv import implicit_gemm_sm90_device as device
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import Format, Problem, TensorMeta
 from tests.kernels.compile_only import compile_all
@@ -208,6 +211,97 @@ def test_taps_that_see_only_padding_are_skipped() -> None:
         assert kernel._steps(kernel._shape(problem), config) == pytest.approx(
             _walk(problem, config)
         )
+
+
+class Language:
+    """As much of Gluon as the walk over tiles and taps needs, on the CPU."""
+
+    where = staticmethod(lambda condition, a, b: a if condition else b)
+    maximum, minimum = max, min
+    block = 0
+
+    @classmethod
+    def program_id(cls, axis: int) -> int:
+        return cls.block
+
+
+# the device's own functions, on whole numbers; all that they divide is positive
+WALK: dict[str, Any] = {"gl": Language}
+WALK |= {
+    name: FunctionType(getattr(device, name).fn.__code__, WALK)
+    for name in ("_taps", "_first_tile", "_next_tile", "_part", "_next")
+}
+
+
+def _walked(
+    problem: Problem, config: dict[str, Any], blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A convolution as the blocks walk over it, zeros around the image included; and torch's."""
+    shape = kernel._shape(problem)
+    x = torch.randint(-3, 4, (shape.N, shape.H, shape.W, shape.C)).double()
+    w = torch.randint(-3, 4, (shape.K, shape.R, shape.S, shape.C)).double()
+    BN, BH, BW = config["tile_n"], config["tile_h"], config["tile_w"]
+    BCO, BK, splits = config["tile_k"], config["tile_c"], config["splits"]
+    (SH, SW), tiles = shape.stride, kernel._tiles(shape, config)
+    far = 64  # zeros on each side, and pixels of tiles that reach over the edge
+    padded = F.pad(x, (0, BK, far, far, far, far, 0, BN))
+    weights = F.pad(w, (0, BK, 0, 0, 0, 0, 0, BCO))
+    y = torch.zeros(shape.N + BN, shape.P + BH, shape.Q + BW, shape.K + BCO).double()
+    chunks = math.ceil(shape.C / BK)
+    geometry = (
+        shape.C, chunks, shape.H, shape.W, shape.R, shape.S, *shape.padding, *shape.dilation
+    )  # fmt: skip
+    grid = (tiles[:3], tuple(kernel._digits(blocks, tiles[:3])), splits)
+    for Language.block in range(blocks):
+        k, q, p, n = WALK["_first_tile"](grid)
+        for _ in range(Language.block, math.prod(tiles) * splits, blocks):
+            steps, r, s, c, s_low, s_high = WALK["_part"](
+                p, q, grid, geometry, BH, BW, BK, SH, SW, shape.dilation != (1, 1), splits > 1
+            )
+            for _ in range(steps):
+                h = p * BH * SH + r * shape.dilation[0] - shape.padding[0] + far
+                v = q * BW * SW + s * shape.dilation[1] - shape.padding[1] + far
+                box = padded[
+                    n * BN : n * BN + BN, h : h + BH * SH : SH, v : v + BW * SW : SW, c : c + BK
+                ]
+                part = weights[k * BCO : k * BCO + BCO, r, s, c : c + BK]
+                y[
+                    n * BN : n * BN + BN,
+                    p * BH : p * BH + BH,
+                    q * BW : q * BW + BW,
+                    k * BCO : k * BCO + BCO,
+                ] += torch.einsum("nhwc,kc->nhwk", box, part)
+                r, s, c = WALK["_next"](r, s, c, s_low, s_high, shape.C, BK)
+            k, q, p, n = WALK["_next_tile"](k, q, p, n, grid)
+    right = F.conv2d(
+        x.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2), None, shape.stride, shape.padding,
+        shape.dilation,
+    )  # fmt: skip
+    return y[: shape.N, : shape.P, : shape.Q, : shape.K].permute(0, 3, 1, 2), right
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"N": 3, "C": 24, "K": 40, "size": (9, 7)},
+        {"N": 2, "C": 16, "K": 16, "size": (8, 11), "stride": (2, 1), "padding": (0, 2)},
+        {"N": 1, "C": 16, "K": 16, "filter": (2, 5), "dilation": (3, 2), "size": (9, 12)},
+        {"N": 5, "C": 40, "K": 72, "filter": (1, 1), "padding": (0, 0), "size": (5, 5)},
+        {"N": 2, "C": 16, "K": 16, "size": (3, 2), "padding": (4, 3)},
+    ],
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_walk_over_tiles_and_taps_is_a_convolution(shape: dict[str, Any], splits: int) -> None:
+    torch.manual_seed(0)
+    problem = problem_of(**shape)
+    config = {
+        "tile_n": 2, "tile_h": 4, "tile_w": 2, "tile_k": 32, "tile_c": 16, "splits": splits,
+        "taps": 1,
+    }  # fmt: skip
+    items = math.prod(kernel._tiles(kernel._shape(problem), config)) * splits
+    for blocks in {items} if splits > 1 else {1, min(items, 5), items}:
+        made, right = _walked(problem, config, blocks)
+        assert torch.equal(made, right)
 
 
 # ------------------------------------------------------------------ machine code

@@ -62,13 +62,13 @@ def _next_tile(k, q, p, n, grid):
     k += step[0]
     over = k >= tiles[0]
     k = gl.where(over, k - tiles[0], k)
-    q += step[1] + over.to(gl.int32)
+    q += step[1] + gl.where(over, 1, 0)
     over = q >= tiles[1]
     q = gl.where(over, q - tiles[1], q)
-    p += step[2] + over.to(gl.int32)
+    p += step[2] + gl.where(over, 1, 0)
     over = p >= tiles[2]
     p = gl.where(over, p - tiles[2], p)
-    return k, q, p, n + step[3] + over.to(gl.int32)
+    return k, q, p, n + step[3] + gl.where(over, 1, 0)
 
 
 @gluon.jit
