@@ -30,24 +30,32 @@ def width_matrix(
     period: int, points: tuple[int, ...], shape: tuple[int, int], device: torch.device
 ) -> torch.Tensor:
     """Real numbers at ``points`` of a row → (u, real or imaginary): [len(points), T], padded."""
-    angle = _angles(points, period // 2, period, 0.5)
+    angle = _angles(points, range(period // 2), period, 0.5)
     return _padded(torch.stack((angle.cos(), -angle.sin()), 2).flatten(1), shape, device)
 
 
 @functools.cache
 def height_matrix(
-    period: int, points: tuple[int, ...], shape: tuple[int, int], device: torch.device
+    period: int,
+    points: tuple[int, ...],
+    frequencies: range,
+    shape: tuple[int, int],
+    device: torch.device,
 ) -> torch.Tensor:
-    """Complex numbers at ``points`` of a column → v: [(len(points), 2), (T, 2)], padded."""
-    return _padded(_complex(-_angles(points, period, period, 0.0)), shape, device)
+    """Complex numbers at ``points`` of a column → v: [(len(points), 2), (frequencies, 2)]."""
+    return _padded(_complex(-_angles(points, frequencies, period, 0.0)), shape, device)
 
 
 @functools.cache
 def height_inverse(
-    period: int, points: tuple[int, ...], shape: tuple[int, int], device: torch.device
+    period: int,
+    frequencies: range,
+    points: tuple[int, ...],
+    shape: tuple[int, int],
+    device: torch.device,
 ) -> torch.Tensor:
-    """Frequencies v → complex numbers at ``points`` of a column: [(T, 2), (len(points), 2)]."""
-    matrix = _complex(_angles(points, period, period, 0.0).T) / period
+    """Their share in complex numbers at ``points``: [(frequencies, 2), (len(points), 2)]."""
+    matrix = _complex(_angles(points, frequencies, period, 0.0).T) / period
     return _padded(matrix, shape, device)
 
 
@@ -59,14 +67,14 @@ def width_inverse(
 
     Twice the real part, for the frequencies −u − 1 that a real row's spectrum repeats conjugated.
     """
-    angle = _angles(points, period // 2, period, 0.5).T
+    angle = _angles(points, range(period // 2), period, 0.5).T
     matrix = torch.stack((angle.cos(), -angle.sin()), 1).flatten(0, 1) * (2 / period)
     return _padded(matrix, shape, device)
 
 
-def _angles(points: tuple[int, ...], count: int, period: int, shift: float) -> torch.Tensor:
-    """2π (frequency + shift) · point / period, reduced exactly: [points, count]."""
-    twice = torch.arange(count) * 2 + int(2 * shift)
+def _angles(points: tuple[int, ...], frequencies: range, period: int, shift: float) -> torch.Tensor:
+    """2π (frequency + shift) · point / period, reduced exactly: [points, frequencies]."""
+    twice = torch.tensor(frequencies) * 2 + int(2 * shift)
     turns = torch.outer(torch.tensor(points), twice) % (2 * period)
     return turns.double() * (math.pi / period)
 
@@ -99,8 +107,7 @@ def _product(
     x = images + f * C * ML + c[:, None] * ML + m[None, :]
     real = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
     imaginary = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
-    minus = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)  # of the imaginary part: negating an operand
-    for start in range(0, C, BLOCK_C):  # would cost a pass through shared memory
+    for start in range(0, C, BLOCK_C):
         if EVEN_C:
             w_re, w_im = tl.load(w), tl.load(w + weight_plane)
             x_re, x_im = tl.load(x), tl.load(x + image_plane)
@@ -114,13 +121,13 @@ def _product(
         real = tl.dot(w_re, x_re, real, input_precision=PRECISION)
         real = tl.dot(w_im, x_im, real, input_precision=PRECISION)
         imaginary = tl.dot(w_re, x_im, imaginary, input_precision=PRECISION)
-        minus = tl.dot(w_im, x_re, minus, input_precision=PRECISION)
+        imaginary = tl.dot(w_im, -x_re, imaginary, input_precision=PRECISION)
         w += BLOCK_C * KL
         x += BLOCK_C * ML
     K_rows = tl.num_programs(1) * BLOCK_K
     y = out + (f * K_rows + k[:, None]) * ML + m[None, :]
     tl.store(y, real)
-    tl.store(y + out_plane, imaginary - minus)
+    tl.store(y + out_plane, imaginary)
 
 
 @triton.jit

@@ -292,7 +292,7 @@ def forward(
         BLOCK_U=64, BLOCK_R=64, BLOCK_W=16, PRECISION=precision, num_warps=8,
     )  # fmt: skip
     shape = (2 * lines, 2 * period.height)
-    matrix = dft.height_matrix(period.height, points[0], shape, image.device)
+    matrix = dft.height_matrix(period.height, points[0], range(period.height), shape, image.device)
     columns_pass(between, matrix, spectrum, lines, period.height, period, columns, precision)
 
 
@@ -333,7 +333,7 @@ def inverse(
     lines, width = out.shape[2:]
     points = [tuple(range(0, n * s, s)) for n, s in zip(out.shape[2:], problem.attrs["stride"])]
     shape = (2 * period.height, 2 * lines)
-    matrix = dft.height_inverse(period.height, points[0], shape, out.device)
+    matrix = dft.height_inverse(period.height, range(period.height), points[0], shape, out.device)
     columns_pass(spectrum, matrix, between, period.height, lines, period, columns, precision)
     beta = float(problem.attr("beta"))
     residual = None if beta == 0 else residual

@@ -6,6 +6,7 @@ outputs with the epilogue. A transform is two matrix products with constant matr
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,14 +31,18 @@ PASS_NUMBERS = 2**27  # of one spectrum, at most: larger batches go in several p
 
 @triton.jit
 def _forward(
-    image, width_matrix, height_matrix, spectrum,
+    image, width_matrix, even_matrix, odd_matrix, spectrum,
     tiles, first, channels, height, width, stride_n, stride_c, stride_h, stride_w,
     tiles_h, tiles_w, step_h, step_w, pad_h, pad_w, inner, plane,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PERIOD: tl.constexpr,
-    I: tl.constexpr, J: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PERIOD: tl.constexpr, SIGN: tl.constexpr,
+    I: tl.constexpr, J: tl.constexpr, U: tl.constexpr,
     TILES: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Spectra of TILES tiles in each of CHANNELS channels; a filter is an image of one tile."""
+    """Spectra of TILES tiles in each of CHANNELS channels; a filter is an image of one tile.
+
+    Even and odd rows are transformed apart, to v < T/2. Their sum is the spectrum there, and their
+    difference (SIGN −1; the sum again if the rows lie an even number apart) that at v + T/2.
+    """
     ENTRIES: tl.constexpr = TILES * CHANNELS
     entry = tl.arange(0, ENTRIES)
     m = tl.program_id(0) * TILES + entry % TILES
@@ -47,90 +52,114 @@ def _forward(
     n = tile // (tiles_h * tiles_w)
     top = tile // tiles_w % tiles_h * step_h - pad_h
     left = tile % tiles_w * step_w - pad_w
-    i = tl.arange(0, I)
+    base = n.to(tl.int64) * stride_n + c.to(tl.int64) * stride_c
+    even = _rows(image + base, width_matrix, even_matrix, there, top, left, height, width,
+                 stride_h, stride_w, 0, ROWS, COLUMNS, ENTRIES, I, J, U, PRECISION)  # fmt: skip
+    odd = _rows(image + base, width_matrix, odd_matrix, there, top, left, height, width,
+                stride_h, stride_w, 1, ROWS, COLUMNS, ENTRIES, I, J, U, PRECISION)  # fmt: skip
+    u = tl.arange(0, U)
+    v = tl.arange(0, 2 * U) // 2
+    imaginary = tl.arange(0, 2 * U) % 2
+    wanted = (u < PERIOD // 2)[:, None] & (v < PERIOD // 2)[None, :]
+    mask = there[:, None, None] & wanted[None, :, :]
+    pitch = channels * inner
+    offset = (u[:, None] * PERIOD + v[None, :]) * pitch + imaginary[None, :] * plane
+    at = spectrum + (c * inner + m)[:, None, None] + offset[None, :, :]
+    tl.store(at, even + odd, mask=mask)
+    tl.store(at + PERIOD // 2 * pitch, even + SIGN * odd, mask=mask)
+
+
+@triton.jit
+def _rows(
+    image, width_matrix, height_matrix, there, top, left, height, width, stride_h, stride_w,
+    odd, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
+    I: tl.constexpr, J: tl.constexpr, U: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What every other row of the tiles adds to their spectra: [ENTRIES, u, (v, re | im)]."""
+    i = 2 * tl.arange(0, I) + odd
     j = tl.arange(0, J)
     h = top[:, None] + i[None, :]
     w = left[:, None] + j[None, :]
     in_h = there[:, None] & (i < ROWS)[None, :] & (h >= 0) & (h < height)
     in_w = (j < COLUMNS)[None, :] & (w >= 0) & (w < width)
-    base = n.to(tl.int64) * stride_n + c.to(tl.int64) * stride_c
-    offset = base[:, None, None] + h[:, :, None] * stride_h + w[:, None, :] * stride_w
-    x = tl.load(image + offset, mask=in_h[:, :, None] & in_w[:, None, :], other=0.0)
-    x = tl.reshape(x.to(tl.float32), (ENTRIES * I, J))
-    first_matrix = tl.load(width_matrix + j[:, None] * (2 * U) + tl.arange(0, 2 * U)[None, :])
-    x = tl.dot(x, first_matrix, input_precision=PRECISION)  # (entry, i), (u, re | im)
+    at = image[:, None, None] + h[:, :, None] * stride_h + w[:, None, :] * stride_w
+    x = tl.load(at, mask=in_h[:, :, None] & in_w[:, None, :], other=0.0).to(tl.float32)
+    u = tl.arange(0, 2 * U)
+    matrix = tl.load(width_matrix + j[:, None] * (2 * U) + u[None, :])
+    x = tl.dot(tl.reshape(x, (ENTRIES * I, J)), matrix, input_precision=PRECISION)
     x = tl.permute(tl.reshape(x, (ENTRIES, I, U, 2)), (0, 2, 1, 3))
-    x = tl.reshape(x, (ENTRIES * U, 2 * I))
     row = tl.arange(0, 2 * I)
-    second_matrix = tl.load(height_matrix + row[:, None] * (2 * V) + tl.arange(0, 2 * V)[None, :])
-    x = tl.dot(x, second_matrix, input_precision=PRECISION)  # (entry, u), (v, re | im)
-    x = tl.reshape(x, (ENTRIES, U, 2 * V))
-    u = tl.arange(0, U)
-    v = tl.arange(0, 2 * V) // 2
-    imaginary = tl.arange(0, 2 * V) % 2
-    frequency = u[:, None] * PERIOD + v[None, :]
-    wanted = (u < PERIOD // 2)[:, None] & (v < PERIOD)[None, :]
-    offset = frequency * (channels * inner) + imaginary[None, :] * plane
-    at = spectrum + (c * inner + m)[:, None, None] + offset[None, :, :]
-    tl.store(at, x, mask=there[:, None, None] & wanted[None, :, :])
+    matrix = tl.load(height_matrix + row[:, None] * (2 * U) + u[None, :])
+    x = tl.dot(tl.reshape(x, (ENTRIES * U, 2 * I)), matrix, input_precision=PRECISION)
+    return tl.reshape(x, (ENTRIES, U, 2 * U))
 
 
 @triton.jit
 def _inverse(
-    spectrum, height_matrix, width_matrix, out, bias, residual, scale, alpha, beta,
+    spectrum, even_matrix, odd_matrix, width_matrix, out, bias, residual, scale, alpha, beta,
     tiles, first, channels, rows, height, width, stride_n, stride_c, stride_h, stride_w,
     residual_n, residual_c, residual_h, residual_w, tiles_h, tiles_w, inner, plane,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PERIOD: tl.constexpr,
-    I: tl.constexpr, J: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PERIOD: tl.constexpr, LOW: tl.constexpr,
+    I: tl.constexpr, J: tl.constexpr, U: tl.constexpr,
     TILES: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of TILES tiles in each of CHANNELS output channels, epilogue included."""
+    """Outputs of TILES tiles in each of CHANNELS output channels, epilogue included.
+
+    The first LOW rows are the sum of what even and odd frequencies v give, and rows T/2 below them,
+    if there are more, the difference.
+    """
     ENTRIES: tl.constexpr = TILES * CHANNELS
     entry = tl.arange(0, ENTRIES)
     m = tl.program_id(0) * TILES + entry % TILES
     k = tl.program_id(1) * CHANNELS + entry // TILES
     there = (m < tiles) & (k < channels)
     u = tl.arange(0, U)
-    v = tl.arange(0, 2 * V) // 2
-    imaginary = tl.arange(0, 2 * V) % 2
-    frequency = u[:, None] * PERIOD + v[None, :]
+    v = tl.arange(0, 2 * U)
     wanted = (u < PERIOD // 2)[:, None] & (v < PERIOD)[None, :]
-    offset = frequency * (rows * inner) + imaginary[None, :] * plane
+    mask = there[:, None, None] & wanted[None, :, :]
+    pitch = rows * inner
+    offset = (u[:, None] * PERIOD + (v // 2 * 2)[None, :]) * pitch + (v % 2 * plane)[None, :]
     at = spectrum + (k * inner + m)[:, None, None] + offset[None, :, :]
-    x = tl.load(at, mask=there[:, None, None] & wanted[None, :, :], other=0.0)
-    x = tl.reshape(x, (ENTRIES * U, 2 * V))
-    row = tl.arange(0, 2 * V)
-    first_matrix = tl.load(height_matrix + row[:, None] * (2 * I) + tl.arange(0, 2 * I)[None, :])
-    x = tl.dot(x, first_matrix, input_precision=PRECISION)  # (entry, u), (i, re | im)
-    x = tl.permute(tl.reshape(x, (ENTRIES, U, I, 2)), (0, 2, 1, 3))
-    x = tl.reshape(x, (ENTRIES * I, 2 * U))
-    j = tl.arange(0, J)
-    row = tl.arange(0, 2 * U)
-    second_matrix = tl.load(width_matrix + row[:, None] * J + j[None, :])
-    x = tl.dot(x, second_matrix, input_precision=PRECISION)  # (entry, i), j
-    x = tl.reshape(x, (ENTRIES, I, J))
+    i = tl.arange(0, 2 * I)
+    even = tl.reshape(tl.load(at, mask=mask, other=0.0), (ENTRIES * U, 2 * U))
+    matrix = tl.load(even_matrix + v[:, None] * (2 * I) + i[None, :])
+    even = tl.dot(even, matrix, input_precision=PRECISION)  # (entry, u), (i, re | im)
+    odd = tl.reshape(tl.load(at + pitch, mask=mask, other=0.0), (ENTRIES * U, 2 * U))
+    matrix = tl.load(odd_matrix + v[:, None] * (2 * I) + i[None, :])
+    odd = tl.dot(odd, matrix, input_precision=PRECISION)
     tile = first + m
-    n = tile // (tiles_h * tiles_w)
-    i = tl.arange(0, I)
-    h = (tile // tiles_w % tiles_h * ROWS)[:, None] + i[None, :]
-    w = (tile % tiles_w * COLUMNS)[:, None] + j[None, :]
-    in_h = there[:, None] & (i < ROWS)[None, :] & (h < height)
-    in_w = (j < COLUMNS)[None, :] & (w < width)
-    mask = in_h[:, :, None] & in_w[:, None, :]
-    biases, scales, residuals = None, None, None
+    n = (tile // (tiles_h * tiles_w)).to(tl.int64)
+    top = tile // tiles_w % tiles_h * ROWS
+    left = tile % tiles_w * COLUMNS
+    out += n * stride_n + k.to(tl.int64) * stride_c
+    biases, scales = None, None
     if bias is not None:
         biases = tl.load(bias + k, mask=there, other=0.0)[:, None, None]
     if scale is not None:
         scales = tl.load(scale + k, mask=there, other=0.0)[:, None, None]
     if residual is not None:
-        base = n.to(tl.int64) * residual_n + k.to(tl.int64) * residual_c
-        offset = base[:, None, None] + h[:, :, None] * residual_h + w[:, None, :] * residual_w
-        residuals = tl.load(residual + offset, mask=mask, other=0.0)
-    x = finish(x, scales, biases, residuals, alpha, beta, ACTIVATION)
-    base = n.to(tl.int64) * stride_n + k.to(tl.int64) * stride_c
-    offset = base[:, None, None] + h[:, :, None] * stride_h + w[:, None, :] * stride_w
-    tl.store(out + offset, cast(x, out.dtype.element_ty), mask=mask)
+        residual += n * residual_n + k.to(tl.int64) * residual_c
+    for half in tl.static_range(2 if ROWS > LOW else 1):
+        x = even + odd if half == 0 else even - odd
+        x = tl.permute(tl.reshape(x, (ENTRIES, U, I, 2)), (0, 2, 1, 3))
+        j = tl.arange(0, J)
+        matrix = tl.load(width_matrix + v[:, None] * J + j[None, :])
+        x = tl.dot(tl.reshape(x, (ENTRIES * I, 2 * U)), matrix, input_precision=PRECISION)
+        x = tl.reshape(x, (ENTRIES, I, J))
+        i = half * LOW + tl.arange(0, I)
+        h = top[:, None] + i[None, :]
+        w = left[:, None] + j[None, :]
+        in_h = there[:, None] & (h < height) & (i < (ROWS if half == 1 else LOW))[None, :]
+        in_w = (j < COLUMNS)[None, :] & (w < width)
+        mask = in_h[:, :, None] & in_w[:, None, :]
+        residuals = None
+        if residual is not None:
+            at = residual[:, None, None] + h[:, :, None] * residual_h + w[:, None, :] * residual_w
+            residuals = tl.load(at, mask=mask, other=0.0)
+        x = finish(x, scales, biases, residuals, alpha, beta, ACTIVATION)
+        at = out[:, None, None] + h[:, :, None] * stride_h + w[:, None, :] * stride_w
+        tl.store(at, cast(x, out.dtype.element_ty), mask=mask)
 
 
 # ------------------------------------------------------------------ how a problem is cut
@@ -166,10 +195,9 @@ class Cut:
         return self.period * (self.period // 2)
 
     @property
-    def padded(self) -> tuple[int, int]:
-        """U, V: the frequencies along width and height, in powers of two."""
-        u = max(8, triton.next_power_of_2(self.period // 2))
-        return u, max(8, triton.next_power_of_2(self.period))
+    def half(self) -> int:
+        """Half the frequencies of an axis, in a power of two."""
+        return max(8, triton.next_power_of_2(self.period // 2))
 
 
 def _reach(problem: Problem) -> tuple[int, int]:
@@ -216,9 +244,8 @@ def _estimate_us(problem: Problem, cut: Cut, tile: int, block_k: int, block_m: i
     work = 8 * cut.frequencies * m * k * channels * (1 + 16 / block_k + 16 / block_m)
     constant = 1 in problem.constant
     numbers = m * channels + m * k + k * channels * (0.5 if constant else 1)
-    u, v = cut.padded
     entries = m * channels + m * filters + (0 if constant else filters * channels / 2)
-    transforms = entries * 4 * u * v * (v + 2 * v)
+    transforms = entries * 32 * cut.half**3
     return (work / 30e12 + transforms / 20e12 + numbers * cut.frequencies * 16 / 3.5e12) * 1e6
 
 
@@ -329,10 +356,14 @@ def forward(
         spread: from one number of it to the next, on the grid of the transform.
         step: from one tile to the next in the image.
     """
-    period, (u, v) = cut.period, cut.padded
-    i = max(8, triton.next_power_of_2(sides[0]))
+    period, u = cut.period, cut.half
+    i = max(8, triton.next_power_of_2((sides[0] + 1) // 2))
     j = max(16, triton.next_power_of_2(sides[1]))
-    points = [tuple(range(0, n * s, s)) for n, s in zip(sides, spread)]
+    rows, columns = (tuple(range(0, n * s, s)) for n, s in zip(sides, spread))
+    of_rows = functools.partial(
+        dft.height_matrix, period, frequencies=range(period // 2), shape=(2 * i, 2 * u),
+        device=image.device,
+    )  # fmt: skip
     tiles = min(cut.tiles - first, spectrum.shape[3])
     channels = image.shape[1]
     across = 4 if image.stride(1) == 1 and channels > 1 else 1  # channels that lie together
@@ -340,11 +371,11 @@ def forward(
         _forward,
         (-(-tiles // (entries // across)), -(-channels // across)),
         image,
-        dft.width_matrix(period, points[1], (j, 2 * u), image.device),
-        dft.height_matrix(period, points[0], (2 * i, 2 * v), image.device),
+        dft.width_matrix(period, columns, (j, 2 * u), image.device),
+        of_rows(rows[::2]), of_rows(rows[1::2]),
         spectrum, tiles, first, channels, *image.shape[2:], *image.stride(),
         *cut.grid, *step, *padding, spectrum.shape[3], spectrum.stride(0),
-        ROWS=sides[0], COLUMNS=sides[1], PERIOD=period, I=i, J=j, U=u, V=v,
+        ROWS=sides[0], COLUMNS=sides[1], PERIOD=period, SIGN=(-1) ** spread[0], I=i, J=j, U=u,
         TILES=entries // across, CHANNELS=across, PRECISION=precision, num_warps=num_warps,
     )  # fmt: skip
 
@@ -364,10 +395,16 @@ def inverse(
     entries: int,
 ) -> None:
     """Outputs of the tiles ``first``, … from their spectra [2, frequencies, filters, tiles]."""
-    period, (u, v) = cut.period, cut.padded
-    points = [tuple(range(0, n * s, s)) for n, s in zip(cut.kept, problem.attrs["stride"])]
-    i = max(8, triton.next_power_of_2(cut.kept[0]))
+    period, u = cut.period, cut.half
+    rows, columns = (tuple(range(0, n * s, s)) for n, s in zip(cut.kept, problem.attrs["stride"]))
+    low = len(rows)
+    if low > 16 and period // 2 % problem.attrs["stride"][0] == 0:
+        low = period // 2 // problem.attrs["stride"][0]
+    i = max(8, triton.next_power_of_2(low))
     j = max(16, triton.next_power_of_2(cut.kept[1]))
+    of_rows = functools.partial(
+        dft.height_inverse, period, points=rows[:low], shape=(2 * u, 2 * i), device=out.device
+    )
     tiles = min(cut.tiles - first, spectrum.shape[3])
     channels = out.shape[1]
     across = 4 if out.stride(1) == 1 and channels > 1 else 1
@@ -376,14 +413,13 @@ def inverse(
     launch(
         _inverse,
         (-(-tiles // (entries // across)), -(-channels // across)),
-        spectrum,
-        dft.height_inverse(period, points[0], (2 * v, 2 * i), out.device),
-        dft.width_inverse(period, points[1], (2 * u, j), out.device),
+        spectrum, of_rows(range(0, period, 2)), of_rows(range(1, period, 2)),
+        dft.width_inverse(period, columns, (2 * u, j), out.device),
         out, bias, residual, scale, float(problem.attr("alpha")), beta,
         tiles, first, channels, spectrum.shape[2], *out.shape[2:], *out.stride(),
         *((0,) * 4 if residual is None else residual.stride()),
         *cut.grid, spectrum.shape[3], spectrum.stride(0),
-        ROWS=cut.kept[0], COLUMNS=cut.kept[1], PERIOD=period, I=i, J=j, U=u, V=v,
+        ROWS=cut.kept[0], COLUMNS=cut.kept[1], PERIOD=period, LOW=low, I=i, J=j, U=u,
         TILES=entries // across, CHANNELS=across, PRECISION=precision,
         ACTIVATION=problem.attr("activation"), num_warps=num_warps,
     )  # fmt: skip
