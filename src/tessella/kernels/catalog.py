@@ -141,6 +141,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("linear matmul", "wgmma.sm90", "matmul.wgmma", "tessella"),
     *_rows("linear matmul", "skinny", "matmul.skinny", "tessella"),
     *_rows("linear matmul", "tiled", "matmul.tiled", "tessella"),
+    *_rows("linear matmul", "fma.sm90", "matmul.fma_sm90", "tessella"),
     *_aten("linear matmul", "matmul.aten"),
     # the other layers
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten"),

@@ -112,6 +112,15 @@ def operands(
     )
 
 
+def strides(o: Operands) -> tuple[int, ...]:
+    """Of bias, residual (three) and scale; zeros where there is none."""
+    return (
+        0 if o.bias is None else o.bias.stride(0),
+        *((0, 0, 0) if o.residual is None else o.residual.stride()),
+        0 if o.scale is None else o.scale.stride(0),
+    )
+
+
 def _b_by_rows(problem: Problem) -> bool:
     """Whether B lies as [N, K]."""
     return problem.op == "linear" or bool(problem.attr("transpose_b"))

@@ -2,7 +2,8 @@
 
 The roles are swapped, outᵀ = W · xᵀ, so that the tensor cores' 64 rows are rows of W. Blocks share
 the work along N and, where there are too few of them, along K: then each leaves its sums in the
-workspace, and a second kernel adds them in a fixed order.
+workspace, and a second kernel adds them in a fixed order. On a GPU the launches are programmatic:
+a product asks for its first weights while the kernel before it still runs.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.launch import launch
-from tessella.kernels.matmul.shapes import FP8, operands, refusal, sizes
+from tessella.kernels.matmul.shapes import FP8, operands, refusal, sizes, strides
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
@@ -27,25 +29,44 @@ MAX_ROWS = 64
 
 @triton.jit
 def _skinny_kernel(
-    x, w, bias, residual, scale, out, partial, counters,
+    x, w, bias, residual, scale, out, partial,
     M, N, K,
     x_row, x_k, w_k, w_column,
     bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
     alpha, beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr, REDUCE: tl.constexpr,
+    SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr, SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr, AHEAD: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    split, splits = tl.program_id(1), tl.num_programs(1)
+    split, splits = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     columns, rows = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BM)
     ks = tl.arange(0, BK)
     column_in, row_in = (columns < N)[:, None], (rows < M)[None, :]
     columns_at, rows_at = columns.to(tl.int64)[:, None], rows.to(tl.int64)[None, :]
     steps = tl.cdiv(K, BK)
-    start, stop = split * steps // splits, (split + 1) * steps // splits
+    start, stop = (
+        (split * steps // splits).to(tl.int32),
+        ((split + 1) * steps // splits).to(tl.int32),
+    )
     k_at = (start * BK + ks).to(tl.int64)
     w_at = w + columns_at * w_column + k_at[None, :] * w_k
     x_at = x + rows_at * x_row + k_at[:, None] * x_k
+
+    if OVERLAP:
+        if EARLY == 1:
+            tl_cuda.gdc_launch_dependents()
+        if AHEAD > 0:
+            # the first weights start for L2, whatever the kernel before this one still writes
+            chunks = start * BK + tl.arange(0, AHEAD) * CHUNK
+            chunks = tl.where(chunks + CHUNK <= K, chunks, 0)
+            wanted = tl.where(columns < N, columns, 0).to(tl.int64)[:, None] * w_column
+            _prefetch(
+                w + wanted + chunks[None, :], CHUNK * (w.dtype.element_ty.primitive_bitwidth // 8)
+            )
+        tl_cuda.gdc_wait()
+        if EARLY == 2:
+            tl_cuda.gdc_launch_dependents()
 
     acc = tl.zeros((BN, BM), dtype=SUM)
     for step in range(start, stop):
@@ -67,59 +88,50 @@ def _skinny_kernel(
         x_at += BK * x_k
 
     inside = column_in & row_in
-    if REDUCE == "pass":
+    if SPLIT:
         tl.store(partial + split * M * N + rows_at * N + columns_at, acc, mask=inside)
     else:
-        last = True
-        if REDUCE == "last":
-            tl.store(partial + split * M * N + rows_at * N + columns_at, acc, mask=inside)
-            tl.debug_barrier()
-            last = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == splits - 1
-        if last:
-            if REDUCE == "last":
-                at = partial + rows_at * N + columns_at
-                acc = tl.zeros((BN, BM), dtype=SUM)
-                tl.store(counters + tl.program_id(0), 0)
-                for i in range(splits):
-                    acc += tl.load(at + i * M * N, mask=inside, other=0, cache_modifier=".cg")
-            _store(
-                acc, bias, residual, scale, out, columns[:, None], columns_at, rows_at, inside,
-                bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-                alpha, beta, column_in, ACTIVATION,
-            )  # fmt: skip
+        _store(
+            acc, bias, residual, scale, out, columns_at, rows_at, column_in, inside,
+            bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
+            alpha, beta, ACTIVATION,
+        )  # fmt: skip
 
 
 @triton.jit
 def _reduce_kernel(
     partial, bias, residual, scale, out,
-    M, N,
+    N,
     bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
     alpha, beta,
-    SPLITS: tl.constexpr, BN: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, BN: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    if OVERLAP:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    columns = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     inside = columns < N
     at = partial + row * N + columns
     acc = tl.load(at, mask=inside, other=0)
-    for i in tl.static_range(1, SPLITS):
-        acc += tl.load(at + i * M * N, mask=inside, other=0)
+    for _ in tl.static_range(1, SPLITS):
+        at += tl.num_programs(1).to(tl.int64) * N
+        acc += tl.load(at, mask=inside, other=0)
     _store(
-        acc, bias, residual, scale, out, columns, columns.to(tl.int64), row, inside,
+        acc, bias, residual, scale, out, columns, row, inside, inside,
         bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-        alpha, beta, inside, ACTIVATION,
+        alpha, beta, ACTIVATION,
     )  # fmt: skip
 
 
 @triton.jit
 def _store(
-    acc, bias, residual, scale, out, columns, columns_at, rows_at, inside,
+    acc, bias, residual, scale, out, columns, rows, column_in, inside,
     bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-    alpha, beta, column_in, ACTIVATION: tl.constexpr,
+    alpha, beta, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    out_at = out + rows_at * out_row + columns_at * out_column
+    """The epilogue of sums at (rows, columns), which broadcast to them."""
+    out_at = out + rows * out_row + columns * out_column
     if out.dtype.element_ty == tl.int32:
         tl.store(out_at, acc, mask=inside)
     else:
@@ -128,11 +140,19 @@ def _store(
         if residual is None:
             residuals = None
         else:
-            residuals = tl.load(
-                residual + rows_at * residual_row + columns_at * residual_column, inside
-            )
+            residual_at = residual + rows * residual_row + columns * residual_column
+            residuals = tl.load(residual_at, inside)
         made = finish(acc, scales, biases, residuals, alpha, beta, ACTIVATION)
         tl.store(out_at, cast(made, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefetch(addresses, BYTES: tl.constexpr):
+    """Ask for BYTES from each address (multiples of 16) to be brought to L2."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,n", [addresses, BYTES], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 def fits(problem: Problem) -> str | None:
@@ -179,14 +199,15 @@ def bind(
     splits: int = 1,
     num_warps: int = 4,
     num_stages: int = 4,
-    reduce: str = "pass",
-    pdl: bool = True,
-    own: bool = False,
+    ahead: int = 0,
+    chunk: int = 512,
+    early: int = 0,
     bm: int = 0,
 ) -> Call:
     made, dtype = sizes(problem), problem.inputs[0].dtype
     promote = dtype in FP8 and not problem.attr("fast_accumulation")
     interpreted = triton.knobs.runtime.interpret
+    overlap = {} if interpreted else {"launch_pdl": True}
     tiles = triton.cdiv(made.n, tile_n)
     options = {
         "BM": bm or max(16, triton.next_power_of_2(made.m)),
@@ -199,42 +220,40 @@ def bind(
         "IMPRECISE": min(128, tile_k) if promote else None,
         # the interpreter's bfloat16 products are garbage
         "WIDEN": dtype == "bfloat16" and interpreted,
-        "REDUCE": reduce if splits > 1 else "no",
+        "SPLIT": splits > 1,
+        "OVERLAP": not interpreted,
+        "CHUNK": chunk // getattr(torch, dtype).itemsize,
+        "EARLY": early,
+        "AHEAD": ahead,
         "num_warps": num_warps,
         "num_stages": num_stages,
+        **overlap,
     }
     sum_dtype = torch.int32 if dtype == "int8" else torch.float32
     alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
-    held = torch.zeros(tiles, dtype=torch.int32, device="cuda") if own else None
 
-    def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None):
+    def call(
+        *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not out.numel():
+            return out
         o = operands(problem, constants, inputs, out)
-        partial = None if workspace is None else workspace.view(sum_dtype)
-        counters = held
-        if reduce == "last" and splits > 1 and not own:
-            counters = partial[splits * made.m * made.n :].view(torch.int32)
-            counters.zero_()
-        ends = (
-            0 if o.bias is None else o.bias.stride(0),
-            *((0, 0) if o.residual is None else o.residual.stride()[1:]),
-            0 if o.scale is None else o.scale.stride(0),
-            *o.out.stride()[1:],
-            alpha,
-            beta,
-        )
+        partial = None if splits == 1 else workspace.view(sum_dtype)
         epilogue = (o.bias, o.residual, o.scale, o.out)
+        bias_stride, _, row, column, scale_stride = strides(o)
+        ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], alpha, beta)
         launch(
             _skinny_kernel, (tiles, splits),
-            o.a, o.b, *epilogue, partial, counters,
+            o.a, o.b, *epilogue, partial,
             made.m, made.n, made.k, *o.a.stride()[1:], *o.b.stride()[1:], *ends,
             **options,
         )  # fmt: skip
-        if splits > 1 and reduce == "pass":
+        if splits > 1:
             launch(
                 _reduce_kernel, (triton.cdiv(made.n, 512), made.m),
-                partial, *epilogue, made.m, made.n, *ends,
+                partial, *epilogue, made.n, *ends,
                 SPLITS=splits, BN=512, ACTIVATION=problem.attr("activation"),
-                PDL=pdl and not interpreted, launch_pdl=pdl and not interpreted, num_warps=4,
+                OVERLAP=not interpreted, **overlap,
             )  # fmt: skip
         return out
 

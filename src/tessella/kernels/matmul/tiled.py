@@ -17,7 +17,7 @@ import triton.language as tl
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.launch import launch
-from tessella.kernels.matmul.shapes import FP8, Operands, Sizes, operands, refusal, sizes
+from tessella.kernels.matmul.shapes import FP8, Sizes, operands, refusal, sizes, strides
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
@@ -114,8 +114,7 @@ _TILES = (
     (16, 64, 256, 4, 4),
 )
 _TILES_IEEE = (
-    (128, 128, 64, 8, 3),
-    (128, 128, 32, 8, 4),
+    (128, 128, 128, 8, 3),
     (128, 64, 64, 4, 3),
     (64, 64, 64, 4, 3),
     (16, 64, 128, 4, 3),
@@ -180,16 +179,9 @@ def bind(
             o.a, o.b, o.bias, o.residual, o.scale, o.out,
             made.m, made.n, made.k,
             *o.a.stride(), *o.b.stride(),
-            *_strides(o), *o.out.stride(),
+            *strides(o), *o.out.stride(),
             alpha, beta, **options,
         )  # fmt: skip
         return out
 
     return call
-
-
-def _strides(o: Operands) -> tuple[int, ...]:
-    """Of bias, residual and scale; zeros where there is none."""
-    bias = 0 if o.bias is None else o.bias.stride(0)
-    residual = (0, 0, 0) if o.residual is None else o.residual.stride()
-    return (bias, *residual, 0 if o.scale is None else o.scale.stride(0))

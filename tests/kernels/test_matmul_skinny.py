@@ -1,0 +1,127 @@
+"""The product of few rows, interpreted, against float64; and compiled for the GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.kernels.matmul import skinny
+from tests.kernels.compile_only import compile_all
+from tests.kernels.products import Case, assert_exact, assert_right, draw, run
+
+FULL: dict[str, Any] = {
+    "bias": "float32", "residual": "float16", "scale": True, "alpha": 0.5, "beta": -2.0,
+}  # fmt: skip
+SMALL = {"tile_n": 16, "tile_k": 32}
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("case", [
+    *(Case(m=m, n=33, k=200) for m in (1, 7, 16, 33, 64)),
+    Case(m=3, n=33, k=200, dtype="float32"),
+    Case(m=3, n=33, k=200, dtype="bfloat16"),
+    Case(m=3, n=33, k=200, dtype="float8_e4m3fn", out="float32"),
+    Case(m=3, n=33, k=200, dtype="int8", out="int8", scale=True, bias="float32"),
+    Case(m=3, n=33, k=200, dtype="int8", out="int32"),
+    *(Case(m=5, n=6, k=70, activation=name, **FULL) for name in (None, *ACTIVATIONS)),
+    Case(m=1, n=1, k=1),
+    Case(m=0, n=5, k=70),
+    Case(m=5, n=0, k=70),
+    Case(m=5, n=6, k=0, bias="float16"),
+    Case(m=3, n=20, k=33, op="matmul", batch=(2, 3), residual="float16", beta=0.5),
+    Case(m=3, n=20, k=33, op="matmul", transpose_a=True, transpose_b=True),
+    Case(m=3, n=20, k=33, op="matmul", strided=True),
+], ids=repr)  # fmt: skip
+def test_agrees_with_float64(case: Case, splits: int) -> None:
+    assert_right(*run(skinny, case, config={**SMALL, "splits": splits}), case)
+
+
+@pytest.mark.parametrize(("dtype", "out"), [
+    ("float32", "float32"), ("float16", "float32"), ("bfloat16", "float32"), ("int8", "int8"),
+    ("int8", "float16"), ("float8_e4m3fn", "float32"),
+])  # fmt: skip
+@pytest.mark.parametrize("splits", [1, 3])
+def test_small_integers_are_exact(dtype: str, out: str, splits: int) -> None:
+    case = Case(m=16, n=40, k=96, dtype=dtype, out=out, activation="relu", **FULL)
+    assert_exact(*run(skinny, case, integers=True, config={**SMALL, "splits": splits}))
+
+
+@pytest.mark.parametrize("m", [1, 12, 64])
+def test_every_configuration(m: int) -> None:
+    case = Case(m=m, n=80, k=600, bias="float16")
+    problem, *_ = draw(case)
+    configs = skinny.configs(problem)
+    assert any(config["splits"] > 1 for config in configs)
+    for config in configs:
+        assert_right(*run(skinny, case, config=config), case)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    m=st.integers(0, 64), n=st.integers(0, 50), k=st.integers(0, 150), splits=st.integers(1, 6),
+    dtype=st.sampled_from(["float32", "float16", "int8"]), strided=st.booleans(),
+    transpose_a=st.booleans(), transpose_b=st.booleans(), scale=st.booleans(),
+    bias=st.sampled_from([None, "float32"]), residual=st.sampled_from([None, "float16"]),
+)  # fmt: skip
+def test_any_problem_is_right(splits: int, **changes: Any) -> None:
+    case = Case(op="matmul", out="float32", **changes)
+    assert_right(*run(skinny, case, config={**SMALL, "splits": splits}), case)
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"m": 65}, "at most 64 rows"),
+    ({"m": 4, "op": "matmul", "batch": (2,), "shared": False}, "not 2 of 4"),
+    ({"m": 4, "dtype": "float64"}, "float64 products"),
+])  # fmt: skip
+def test_refusals(changes: dict[str, Any], reason: str) -> None:
+    problem, *_ = draw(Case(n=4, k=4, **changes))
+    assert reason in (skinny.fits(problem) or "")
+
+
+def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every configuration for one row, and the largest number of rows in every type."""
+    kinds = {
+        "one": Case(m=1, n=256, k=2048, bias="float16", activation="gelu"),
+        "half": Case(m=64, n=256, k=2048, residual="float16"),
+        "int8": Case(m=64, n=256, k=2048, dtype="int8", out="int8", scale=True, bias="float32"),
+        "fp8": Case(m=64, n=256, k=2048, dtype="float8_e4m3fn", out="bfloat16"),
+    }
+    for kind, case in kinds.items():
+        problem, inputs, out = draw(case)
+        for config in skinny.configs(problem):
+            call = skinny.bind(problem, {}, **config)
+            scratch = torch.empty(skinny.workspace_bytes(problem, **config), dtype=torch.uint8)
+            given = [t for t in inputs if t is not None]
+            run_ = functools.partial(call, *given, out=out, workspace=scratch)
+            yield f"{kind} {config['tile_n']} {config}", run_
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    return compile_all("tests.kernels.test_matmul_skinny:compiled_cases")
+
+
+def test_nothing_spills(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    assert compiled
+    launches = {f"{name} {i}": one for name, made in compiled.items() for i, one in enumerate(made)}
+    assert not {name: one for name, one in launches.items() if one["spilled_bytes"]}
+    assert all(one["shared_bytes"] <= 227 * 1024 for one in launches.values())
+
+
+@pytest.mark.parametrize(("kind", "opcode"), [
+    ("one", "HGMMA"), ("half", "HGMMA"), ("int8", "IGMMA"), ("fp8", "QGMMA"),
+])  # fmt: skip
+def test_products_run_on_tensor_cores(
+    compiled: dict[str, list[dict[str, Any]]], kind: str, opcode: str
+) -> None:
+    large = [n for n in compiled if n.startswith((f"{kind} 64", f"{kind} 128"))]
+    assert large
+    for name in large:
+        assert compiled[name][0]["opcodes"].get(opcode, 0) > 0, name
