@@ -1,0 +1,305 @@
+"""Convolution in plain Triton: numbers in the interpreter, code compiled for a Hopper GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessella.kernels import catalog
+from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.kernels.problem import MEMORY_FORMATS, TensorMeta
+from tests.kernels.compile_only import compile_all
+from tests.kernels.convolutions import Case, check
+
+ALGORITHMS = ("gemm", "implicit_gemm", "implicit_precomp_gemm", "direct")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="numbers are tests/gpu's where there is one"
+)
+
+LAST = "channels_last"
+CASES = {
+    "plain": Case(x=(1, 16, 9, 7), w=(8, 16, 3, 3), padding=1),
+    "last": Case(x=(1, 16, 9, 7), w=(8, 16, 3, 3), padding=1, x_format=LAST),
+    "to last": Case(x=(1, 16, 5, 7), w=(20, 16, 3, 1), padding=(1, 0), out_format=LAST),
+    "from last": Case(
+        x=(1, 16, 5, 7), w=(8, 16, 1, 3), padding=(0, 1), x_format=LAST, out_format="contiguous",
+    ),
+    "odd": Case(x=(2, 5, 9, 7), w=(7, 5, 3, 3), padding=1, stride=2, bias="float32"),
+    "odd last": Case(x=(2, 5, 9, 7), w=(7, 5, 3, 3), padding=1, stride=2, x_format=LAST),
+    "pointwise": Case(x=(2, 17, 3, 5), w=(9, 17, 1, 1), x_format=LAST, residual=True, beta=0.5),
+    "one pixel": Case(x=(1, 3, 1, 1), w=(4, 3, 5, 5), padding=2),
+    "empty": Case(x=(0, 3, 8, 8), w=(4, 3, 3, 3)),
+    "groups": Case(x=(1, 8, 6, 7), w=(12, 4, 3, 2), groups=2, dilation=(2, 1), padding=(0, 3)),
+    "depthwise": Case(x=(2, 6, 9, 7), w=(6, 1, 3, 3), groups=6, padding=1, activation="relu"),
+    "depthwise last": Case(
+        x=(1, 6, 10, 7), w=(12, 1, 5, 5), groups=6, padding=2, stride=2, x_format=LAST,
+        bias="float32",
+    ),
+    "depthwise dilated": Case(x=(1, 4, 11, 9), w=(4, 1, 3, 3), groups=4, dilation=2, stride=(3, 1)),
+    "view": Case(x=(1, 5, 6, 7), w=(6, 5, 2, 2), x_format="strided"),
+    "argument": Case(x=(1, 16, 6, 6), w=(8, 16, 3, 3), constant=False, padding=1),
+    "argument last": Case(
+        x=(1, 6, 5, 5), w=(8, 6, 3, 3), constant=False, padding=1, x_format=LAST, w_format=LAST,
+    ),
+    "whole epilogue": Case(
+        x=(1, 8, 5, 6), w=(9, 8, 3, 3), bias="float32", residual=True, scale=True, alpha=0.5,
+        beta=-2.0, activation="silu", x_format=LAST,
+    ),
+    "float16": Case(x=(1, 32, 5, 5), w=(24, 32, 3, 3), dtype="float16", padding=1, bias="float16"),
+    "int8": Case(
+        x=(1, 32, 5, 5), w=(24, 32, 3, 3), dtype="int8", padding=1, x_format=LAST, scale=True,
+        bias="float32", residual=True, activation="relu",
+    ),
+    "int8 sums": Case(x=(1, 5, 5, 5), w=(6, 5, 3, 3), dtype="int8", out="int32"),
+    "one axis": Case(x=(2, 4, 17), w=(8, 4, 5), stride=2, padding=2, bias="float32"),
+    "three axes": Case(x=(2, 4, 5, 6, 7), w=(8, 4, 3, 2, 1), padding=(1, 0, 0), stride=(2, 1, 1)),
+    "three axes depthwise": Case(x=(1, 4, 5, 6, 7), w=(4, 1, 2, 3, 3), groups=4, padding=1),
+}  # fmt: skip
+
+
+def row(algorithm: str, case: Case) -> catalog.Kernel:
+    return catalog.kernel(f"{case.problem.op}.{algorithm}")
+
+
+@interpreted
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_float64(algorithm: str, name: str) -> None:
+    case = CASES[name]
+    kernel = row(algorithm, case)
+    refused = kernel.load().fits(case.problem)
+    if refused is not None:
+        assert name == "view", refused
+        return
+    check(kernel, case)
+    check(kernel, case, integers=True)
+
+
+@interpreted
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str) -> None:
+    case = Case(x=(1, 4, 5, 5), w=(6, 4, 3, 3), activation=activation, bias="float32")
+    check(catalog.kernel("conv2d.implicit_gemm"), case)
+
+
+@interpreted
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:3])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("splits", [2, 4])
+def test_a_split_depth_is_added_up(algorithm: str, last: bool, splits: int) -> None:
+    config = {"pixels": 32, "filters": 16, "depth": 16, "splits": splits}
+    case = Case(
+        x=(1, 32, 5, 5), w=(24, 32, 3, 3), x_format=LAST if last else "contiguous", bias="float32",
+        residual=True, activation="relu",
+    )  # fmt: skip
+    for constant in (True, False):
+        varied = replace(case, constant=constant)
+        check(row(algorithm, case), varied, {**config, "pack": not constant}, integers=True)
+
+
+@interpreted
+def test_columns_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pixels than the columns hold at once: the last part is smaller, and splits are added."""
+    from tessella.kernels.conv import gemm
+
+    case = Case(x=(2, 4, 18, 18), w=(8, 4, 3, 3), bias="float32", padding=1)
+    monkeypatch.setattr(gemm, "MOST_BYTES", 300 * 4 * 48)
+    tile = {"pixels": 64, "filters": 16, "depth": 16}
+    assert gemm._pixels_at_once(case.problem) == 256
+    for last in (False, True):
+        for splits in (1, 2):
+            varied = replace(case, x_format=LAST if last else "contiguous")
+            check(row("gemm", case), varied, {**tile, "splits": splits}, integers=True)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_what_is_beside_an_image_is_no_part_of_a_sum() -> None:
+    """Infinity and NaN reach the pixels that read them, and no others."""
+    case = Case(x=(1, 16, 6, 6), w=(4, 16, 3, 3), padding=1)
+    x = torch.ones(case.x)
+    x[0, 0, 0, 0], x[0, 15, 5, 5] = torch.inf, torch.nan
+    w = torch.ones(case.w)
+    for algorithm in ALGORITHMS:
+        module = row(algorithm, case).load()
+        config = module.configs(case.problem)[0]
+        nbytes = row(algorithm, case).workspace_bytes(case.problem, config)
+        workspace = {"workspace": torch.full((nbytes,), 0xFF, dtype=torch.uint8)} if nbytes else {}
+        out = torch.empty(case.problem.output.shape)
+        made = module.bind(case.problem, {1: w}, **config)(x, out=out, **workspace)
+        assert made.isinf().sum() == 4 * 4, algorithm  # 2 × 2 pixels of four filters
+        assert made.isnan().sum() == 4 * 4, algorithm
+
+
+sizes = st.integers(1, 7)
+
+
+@st.composite
+def cases(draw: Callable[[Any], Any]) -> Case:
+    """Any convolution of small numbers whose result is not empty."""
+    axes = draw(st.sampled_from([1, 2, 2, 2, 3]))
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    channels, filters = draw(st.integers(1, 9)), draw(st.integers(1, 6))
+    taps = tuple(draw(st.integers(1, 4 if axes < 3 else 2)) for _ in range(axes))
+    dilation = tuple(draw(st.integers(1, 2)) for _ in range(axes))
+    padding = tuple(draw(st.integers(0, 3)) for _ in range(axes))
+    extent = tuple(
+        draw(st.integers(max(1, d * (t - 1) + 1 - 2 * p), 8 if axes < 3 else 4 + t))
+        for t, d, p in zip(taps, dilation, padding, strict=True)
+    )
+    formats = st.sampled_from(["contiguous", LAST]) if axes == 2 else st.just("contiguous")
+    return Case(
+        x=(draw(st.integers(0, 2)), channels * groups, *extent),
+        w=(filters * groups, channels, *taps),
+        groups=groups,
+        stride=tuple(draw(st.integers(1, 3)) for _ in range(axes)),
+        padding=padding,
+        dilation=dilation,
+        dtype=draw(st.sampled_from(["float32", "float32", "int8", "float16"])),
+        x_format=draw(st.sampled_from(["strided"]) | formats | formats | formats),
+        w_format=draw(formats),
+        out_format=draw(formats),
+        bias=draw(st.sampled_from([None, "float32"])),
+        residual=draw(st.booleans()),
+        scale=draw(st.booleans()),
+        constant=draw(st.booleans()),
+    )
+
+
+@interpreted
+@given(case=cases(), algorithm=st.sampled_from(ALGORITHMS))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_any_small_convolution(case: Case, algorithm: str) -> None:
+    kernel = row(algorithm, case)
+    refused = kernel.load().fits(case.problem)
+    if refused is not None:
+        assert case.x_format == "strided", refused
+        return
+    check(kernel, case, integers=True)
+
+
+def test_refusals() -> None:
+    case = Case(x=(1, 8, 5, 5), w=(8, 8, 3, 3))
+    problem = case.problem
+    fits = {name: catalog.kernel(f"conv2d.{name}").load().fits for name in ALGORITHMS}
+    for name in ALGORITHMS:
+        assert fits[name](problem) is None
+        assert "padding" in fits[name](replace(problem, attrs={**problem.attrs, "padding": "same"}))
+        assert "int32" in fits[name](replace(case, out="int32").problem)
+        mixed = (problem.inputs[0], replace(problem.inputs[1], dtype="float16"))
+        assert "one element type" in fits[name](replace(problem, inputs=mixed))
+        double = tuple(TensorMeta(shape=t.shape, dtype="float64") for t in problem.inputs[:2])
+        assert "float64" in fits[name](replace(problem, inputs=double))
+    wide = Case(x=(1, 2, 40, 40), w=(2, 2, 40, 1)).problem
+    assert "more than 32 taps" in fits["implicit_precomp_gemm"](wide)
+    huge = Case(x=(2**16, 1, 2**8, 2**8), w=(1, 1, 1, 1), dtype="float16").problem
+    assert all("pixels" in fit(huge) for fit in fits.values())
+
+
+def test_the_first_configuration_fills_the_machine() -> None:
+    """Few pixels: the depth is cut; many: it is not."""
+    few = Case(x=(1, 512, 7, 7), w=(512, 512, 3, 3), dtype="float16", x_format=LAST).problem
+    many = Case(x=(64, 64, 56, 56), w=(64, 64, 3, 3), dtype="float16", x_format=LAST).problem
+    configs = catalog.kernel("conv2d.implicit_gemm").configs
+    assert configs(few)[0]["splits"] > 1
+    assert configs(many)[0]["splits"] == 1
+    assert len(configs(few)) <= 12
+
+
+# ------------------------------------------------------------------ compiled, where no GPU is
+MISSION = Case(x=(1, 128, 128, 128), w=(128, 128, 3, 3), padding=1)
+LAYER = Case(x=(128, 64, 56, 56), w=(64, 64, 3, 3), padding=1, x_format=LAST, dtype="float16")
+STEM = Case(
+    x=(128, 3, 224, 224), w=(64, 3, 7, 7), stride=2, padding=3, x_format=LAST, dtype="float16",
+    bias="float32", activation="relu",
+)  # fmt: skip
+DEPTHWISE = Case(x=(8, 144, 56, 56), w=(144, 1, 3, 3), groups=144, padding=1, x_format=LAST,
+                 dtype="float16")  # fmt: skip
+COMPILED = {
+    "gemm float32": ("gemm", MISSION),
+    "implicit_gemm float32": ("implicit_gemm", MISSION),
+    "implicit_precomp_gemm float32": ("implicit_precomp_gemm", MISSION),
+    "implicit_gemm float32 last": ("implicit_gemm", replace(MISSION, x_format=LAST)),
+    "gemm float16": ("gemm", LAYER),
+    "implicit_gemm float16": ("implicit_gemm", LAYER),
+    "implicit_gemm float16 first": ("implicit_gemm", replace(LAYER, x_format="contiguous")),
+    "implicit_precomp_gemm bfloat16": ("implicit_precomp_gemm", replace(LAYER, dtype="bfloat16")),
+    "implicit_gemm tf32": ("implicit_gemm", replace(LAYER, dtype="float32", math="tf32")),
+    "implicit_gemm int8": ("implicit_gemm", replace(LAYER, dtype="int8", scale=True)),
+    "implicit_gemm fp8": ("implicit_gemm", replace(LAYER, dtype="float8_e4m3fn")),
+    "direct depthwise": ("direct", DEPTHWISE),
+    "direct depthwise first": ("direct", replace(DEPTHWISE, x_format="contiguous")),
+    "direct float32": ("direct", MISSION),
+    "stem float16": ("direct.sm90", STEM),
+    "stem float16 first": ("direct.sm90", replace(STEM, x_format="contiguous")),
+    "stem int8": ("direct.sm90", replace(STEM, dtype="int8", scale=True)),
+    "stem tf32": ("direct.sm90", replace(STEM, dtype="float32", math="tf32")),
+    "stem argument": ("direct.sm90", replace(STEM, constant=False)),
+}
+
+
+def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Names, and calls that launch, for ``compile_all``."""
+    for name, (algorithm, case) in COMPILED.items():
+        yield name, lambda algorithm=algorithm, case=case: launch_once(algorithm, case)
+
+
+def launch_once(algorithm: str, case: Case) -> None:
+    problem = case.problem
+    kernel = row(algorithm, case)
+    assert kernel.load().fits(problem) is None
+    config = kernel.configs(problem)[0]
+
+    def empty(meta: TensorMeta) -> torch.Tensor:
+        made = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
+        return made.contiguous(memory_format=MEMORY_FORMATS[meta.format])
+
+    operands = {i: empty(m) for i, m in enumerate(problem.inputs) if m is not None}
+    constants = {i: operands.pop(i) for i in problem.constant}
+    nbytes = kernel.workspace_bytes(problem, config)
+    workspace = {"workspace": torch.empty(nbytes, dtype=torch.uint8)} if nbytes else {}
+    call = kernel.load().bind(problem, constants, **config)
+    call(*operands.values(), out=empty(problem.output), **workspace)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    return compile_all("tests.kernels.test_conv_portable:compiled_cases")
+
+
+def test_nothing_spills(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    for name in COMPILED:
+        for kernel in compiled[name]:
+            assert kernel["spilled_bytes"] == 0, (name, kernel)
+            assert kernel["opcodes"].get("LDL", 0) == 0, (name, kernel)
+            assert kernel["shared_bytes"] <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "opcode", "least"),
+    [
+        ("implicit_gemm float32", "FFMA", 1024),
+        ("implicit_precomp_gemm float32", "FFMA", 1024),
+        ("gemm float32", "FFMA", 1024),
+        ("gemm float16", "HGMMA", 4),
+        ("implicit_gemm float16", "HGMMA", 4),
+        ("implicit_gemm tf32", "HGMMA", 4),
+        ("implicit_gemm int8", "IGMMA", 2),
+        ("implicit_gemm fp8", "QGMMA", 2),
+        ("stem float16", "HGMMA", 11),  # 7 runs of three granules, two a product
+        ("stem float16", "UTMASTG", 1),
+        ("stem int8", "IGMMA", 7),
+        ("stem tf32", "HGMMA", 21),
+    ],
+)
+def test_the_right_units_multiply(
+    compiled: dict[str, list[dict[str, Any]]], name: str, opcode: str, least: int
+) -> None:
+    assert compiled[name][-1]["opcodes"].get(opcode, 0) >= least
