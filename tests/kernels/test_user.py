@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,19 @@ def test_what_was_launched():
     )  # fmt: skip
     assert seen.warps == 2
     assert str(seen) == ("scale_kernel: grid 3, block 64 (2 warps) [no GPU: Triton's interpreter]")
+
+
+def test_it_keeps_no_tensors():
+    x = torch.randn(3, 50)
+    gone = weakref.ref(x)
+    scale(x)
+    del x
+    assert gone() is None
+
+
+def test_tensors_of_two_devices_are_refused():
+    with pytest.raises(KernelError, match="not on one device"):
+        saxpy.saxpy.run(1.0, torch.ones(2), torch.ones(2, device="meta"))
 
 
 def test_cuda_is_compiled_without_a_gpu():

@@ -65,35 +65,30 @@ class UserKernel(Kernel):
         return self._other_result(problem) or (self.refuses(problem) if self.refuses else None)
 
     def bind(self, problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Call:
-        operator, order = self.operator, list(self.operator.signature.parameters)
-        tensors, numbers = _split(operator.signature)
-        fixed = {p.name: problem.attr(p.name) for p in numbers if _given(problem, p.name)}
-
         def call(*inputs: Tensor, out: Tensor) -> Tensor:
-            operands = problem.operands(constants, inputs)
-            named = {p.name: t for p, t in zip(tensors, operands)} | fixed
-            bound = operator.signature.bind(**{n: named[n] for n in order if n in named})
-            bound.apply_defaults()
-            return operator.run(*bound.args, out=out)
+            arguments = self._arguments(problem, problem.operands(constants, inputs))
+            return self.operator.run(*arguments, out=out)
 
         return call
 
     def _other_result(self, problem: Problem) -> str | None:
         """Why the operator's result would not be the problem's."""
         meta = torch.device("meta")
-        inputs = [m.empty(meta) for i, m in enumerate(problem.inputs) if m is not None]
-        shown = self._empty(problem, inputs)
-        if not isinstance(shown, Tensor) or not problem.output.matches(shown):
+        operands = [None if m is None else m.empty(meta) for m in problem.inputs]
+        made = self.operator.empty(*self._arguments(problem, operands))
+        if not isinstance(made, Tensor) or not problem.output.matches(made):
             return f"its shape function does not give {problem.output}"
         return None
 
-    def _empty(self, problem: Problem, inputs: list[Tensor]) -> Any:
-        tensors, numbers = _split(self.operator.signature)
-        named = dict(zip((p.name for p in tensors), problem.operands({}, inputs)))
+    def _arguments(self, problem: Problem, operands: list[Tensor | None]) -> tuple[Any, ...]:
+        """The operator's, in order: the problem's tensors by position, its attributes by name."""
+        signature = self.operator.signature
+        tensors, numbers = _split(signature)
+        named = dict(zip((p.name for p in tensors), operands))
         named |= {p.name: problem.attr(p.name) for p in numbers if _given(problem, p.name)}
-        bound = self.operator.signature.bind(**named)
+        bound = signature.bind(**named)
         bound.apply_defaults()
-        return self.operator.empty(*bound.args)
+        return bound.args
 
 
 def _split(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from torch.cuda import _utils as driver
 
 from tessella.core.errors import KernelError, UsageError
 from tessella.kernels.launch import Launched, resource_usage
+from tessella.kernels.occupancy import MULTIPROCESSORS
 
-SYSTEM_SHARED_BYTES = 1024  # what the cubin counts in for the system, on every block of sm_90
+# what a cubin's count of shared memory holds for the system
+SYSTEM_SHARED_BYTES = {name: m.reserved_shared_bytes for name, m in MULTIPROCESSORS.items()}
 LARGE_SHARED_BYTES = 48 << 10  # from here on dynamic shared memory has to be asked for
 
 # parameter types of a kernel, as they stand in its source → what the driver is handed
@@ -91,20 +94,30 @@ class CudaKernel:
             shared_bytes: dynamic shared memory of a block.
         """
         values = self._values(args)
-        capability = torch.cuda.get_device_capability() if target is None else None
-        architecture = target or "sm_{}{}".format(*capability)
-        cubin = self.cubin(architecture)
-        static = resource_usage(cubin, self.name)["SHARED"] - SYSTEM_SHARED_BYTES
-        if target is None:
-            self._start(grid, block, values, cubin, shared_bytes)
-        threads = block[0] * block[1] * block[2]
+        if target is not None:
+            return self.compiled(grid, block, shared_bytes=shared_bytes, target=target)
+        target = "sm_{}{}".format(*torch.cuda.get_device_capability())
+        self._start(grid, block, values, self.cubin(target), shared_bytes)
+        return self.compiled(grid, block, shared_bytes=shared_bytes, target=target)
+
+    def compiled(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        *,
+        shared_bytes: int = 0,
+        target: str,
+    ) -> Launched:
+        """What such a launch is, for its resources; needs no GPU."""
+        cubin = self.cubin(target)
+        of_system = SYSTEM_SHARED_BYTES.get(target, 0)
+        static = resource_usage(cubin, self.name)["SHARED"] - of_system
+        threads = math.prod(block)
         metadata = SimpleNamespace(
-            name=self.name, num_warps=-(-threads // 32), shared=max(static, 0) + shared_bytes
+            name=self.name, num_warps=-(-threads // 32), shared=static + shared_bytes
         )
-        compiled = SimpleNamespace(
-            metadata=metadata, asm={"cubin": cubin, "ptx": f".maxntid {threads}"}
-        )
-        return Launched(grid=grid, compiled=compiled)
+        asm = {"cubin": cubin, "ptx": f".maxntid {threads}"}
+        return Launched(grid=grid, compiled=SimpleNamespace(metadata=metadata, asm=asm))
 
     def function(self, cubin: bytes) -> Any:
         """The loaded function on the current device, for the CUDA driver."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tessella.kernels import launch
@@ -56,9 +56,8 @@ class Launch:
         if 0 in self.grid:
             return None
         if self.is_cuda:
-            grid, block = ((*shape, 1, 1)[:3] for shape in (self.grid, self.threads))
             made = self.kernel.launch(
-                grid, block, self.args, shared_bytes=self.shared_bytes, target=target
+                *self._geometry, self.args, shared_bytes=self.shared_bytes, target=target
             )
             launch.record(made)
             return made
@@ -68,6 +67,21 @@ class Launch:
             )
         launch.record(launches[0])
         return launches[0]
+
+    def compiled(self, target: str) -> Launched:
+        """What it would be on a GPU, without running it; Triton's kernels say nothing here."""
+        if not self.is_cuda or 0 in self.grid:
+            return Launched(grid=self.grid, compiled=None)
+        return self.kernel.compiled(*self._geometry, shared_bytes=self.shared_bytes, target=target)
+
+    def without_arguments(self) -> Launch:
+        """The same, to remember it: tensors would stay in memory."""
+        return replace(self, args=())
+
+    @property
+    def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Grid and block in three dimensions."""
+        return (*self.grid, 1, 1)[:3], (*self.threads, 1, 1)[:3]
 
 
 def _layers(kernel: Any) -> list[Any]:

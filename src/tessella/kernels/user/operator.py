@@ -12,6 +12,7 @@ import sys
 import typing
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class Operator:
         self.module = _importable(function)
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._function, self._shape, self._gradient = function, shape, gradient
-        self._last: tuple[Where, list[tuple[Launch, Launched | None]]] | None = None
+        self._last: tuple[Where, str, list[tuple[Launch, Launched | None]]] | None = None
         self._warned = False
         self.signature = _signature(name, function)
         if gradient == "reference" and reference is None:
@@ -116,15 +117,19 @@ class Operator:
                 CPU, and there is neither an interpreted kernel nor a reference.
         """
         args = _contiguous(self._bound(args))
-        self._require_dtypes(args)
+        device = self._require(args)
         made = self._shape(*args) if out is None else out
         launches = self.launches(*args, out=made)
-        where = self._where(args, launches)
+        where = self._where(device, launches)
         if where == "reference":
-            self._last = where, [(one, None) for one in launches]
-            return self._by_reference(args, out)
-        target = _target(args) if where == "compiled" else None
-        self._last = where, [(one, one.start(target)) for one in launches]
+            started: list[Launched | None] = [None] * len(launches)
+            made = self._by_reference(args, out)
+        else:
+            target = target_of(device) if where == "compiled" else None
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                started = [one.start(target) for one in launches]
+        kept = [one.without_arguments() for one in launches]
+        self._last = where, target_of(device), list(zip(kept, started, strict=True))
         return made
 
     def empty(self, *args: Any) -> Tensors:
@@ -142,8 +147,11 @@ class Operator:
         """What the last call launched, in order: grid, block, registers, occupancy."""
         if self._last is None:
             raise UsageError("the operator has not run yet", seen=self.name, fix="call it")
-        where, started = self._last
-        return tuple(_report(where, one, made) for one, made in started)
+        where, target, launches = self._last
+        return tuple(
+            report(where, one.name, one.threads, made or one.compiled(target), target)
+            for one, made in launches
+        )
 
     @property
     def last_launch(self) -> Report:
@@ -216,17 +224,27 @@ class Operator:
         dtype = torch.get_autocast_dtype(value.device.type)
         return value.to(dtype if _name(dtype) in self.dtypes else torch.float32)
 
-    def _require_dtypes(self, args: Sequence[Any]) -> None:
-        """A kernel that reads another type than it was written for would answer nonsense."""
-        for arg in args:
-            floats = isinstance(arg, Tensor) and arg.is_floating_point()
-            if floats and _name(arg.dtype) not in self.dtypes:
+    def _require(self, args: Sequence[Any]) -> torch.device:
+        """The device of all tensors. A kernel that reads another type than it was written for, or
+        an address of another device, would answer nonsense, or worse.
+        """
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        for tensor in tensors:
+            if tensor.is_floating_point() and _name(tensor.dtype) not in self.dtypes:
                 raise KernelError(
                     f"{self.name} does not take this element type",
-                    seen=_name(arg.dtype),
+                    seen=_name(tensor.dtype),
                     fix=f"give {' or '.join(self.dtypes)}, or name the type in dtypes= if the "
                     "kernel takes it",
                 )
+        devices = {t.device for t in tensors} or {torch.device("cpu")}
+        if len(devices) > 1:
+            raise KernelError(
+                f"the tensors of {self.name} are not on one device",
+                seen=", ".join(sorted(map(str, devices))),
+                fix="move them to one",
+            )
+        return devices.pop()
 
     def _defined(self) -> Any:
         """The operator of torch."""
@@ -251,13 +269,17 @@ class Operator:
 
     def _remember(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         inputs = self._bound(inputs)  # torch leaves out what has its default value
-        outputs = as_tuple(output)
+        outputs = as_tuple(output) if self._gradient_reads_out else ()
         tensors = [t for t in (*inputs, *outputs) if isinstance(t, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.values = [
             None if isinstance(i, Tensor) else (i,) for i in (*inputs, *outputs)
         ]  # a number in its place, None for the next saved tensor
         ctx.arguments = len(inputs)
+
+    @property
+    def _gradient_reads_out(self) -> bool:
+        return callable(self._gradient) and "out" in inspect.signature(self._gradient).parameters
 
     def _backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
@@ -268,7 +290,7 @@ class Operator:
             needed = [*ctx.needs_input_grad, *[False] * len(args)][: len(args)]
             return _through(self.reference, args, grads, needed)
         extra = {}
-        if "out" in inspect.signature(self._gradient).parameters:
+        if self._gradient_reads_out:
             extra["out"] = outputs[0] if len(outputs) == 1 else outputs
         made = self._gradient(grad, *args, **extra)
         made = (made,) if isinstance(made, Tensor) or made is None else tuple(made)
@@ -280,10 +302,10 @@ class Operator:
             )
         return made
 
-    def _where(self, args: Sequence[Any], launches: Sequence[Launch]) -> Where:
+    def _where(self, device: torch.device, launches: Sequence[Launch]) -> Where:
         if launch.only_compiles():
             return "compiled"
-        if any(isinstance(a, Tensor) and a.device.type == "cuda" for a in args):
+        if device.type == "cuda":
             return "gpu"
         if all(one.interpreted for one in launches):
             return "interpreter"
@@ -364,21 +386,11 @@ def _contiguous_outputs(made: Tensors) -> Tensors:
     return made.contiguous() if isinstance(made, Tensor) else tuple(t.contiguous() for t in made)
 
 
-def _target(args: Sequence[Any]) -> str:
-    """For which GPU to compile: that of the tensors; on the CPU, Hopper."""
-    for arg in args:
-        if isinstance(arg, Tensor) and arg.device.type == "cuda":
-            return "sm_{}{}".format(*torch.cuda.get_device_capability(arg.device))
+def target_of(device: torch.device) -> str:
+    """For which GPU to compile: the device; for the CPU, Hopper."""
+    if device.type == "cuda":
+        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return "sm_90"
-
-
-def _report(where: Where, one: Launch, made: Launched | None) -> Report:
-    if made is None and one.is_cuda and 0 not in one.grid:
-        made = one.start("sm_90")  # nvrtc needs no GPU
-    if made is None:
-        made = Launched(grid=one.grid, compiled=None)
-    target = _target(one.args) if where == "gpu" else "sm_90"
-    return report(where, one.name, one.threads, made, target)
 
 
 def _name(dtype: torch.dtype) -> str:

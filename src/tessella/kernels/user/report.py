@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from tessella.kernels.launch import Launched, Resources
-from tessella.kernels.occupancy import Occupancy, occupancy
+from tessella.kernels.occupancy import MULTIPROCESSORS, Occupancy, occupancy
 
 Where = Literal["gpu", "interpreter", "reference", "compiled"]
 
@@ -34,10 +35,7 @@ class Report:
     @property
     def warps(self) -> int:
         """Of a block."""
-        threads = 1
-        for size in self.block:
-            threads *= size
-        return -(-threads // 32)
+        return -(-math.prod(self.block) // 32)
 
     def __str__(self) -> str:
         grid, block = ("×".join(str(n) for n in shape) for shape in (self.grid, self.block))
@@ -66,14 +64,16 @@ def report(
     if launched.compiled is None:
         return Report(where=where, kernel=kernel, grid=launched.grid, block=block)
     used = launched.resources()
-    if used.threads != 32 * (-(-_product(block) // 32)):  # specialized warps come on top
+    if used.threads > math.prod(block):  # specialized warps come on top
         block = (used.threads,)
-    held = occupancy(
-        threads=used.threads,
-        registers=used.registers,
-        shared_bytes=used.shared_bytes,
-        target=target,
-    )
+    held = None
+    if target in MULTIPROCESSORS:
+        held = occupancy(
+            threads=used.threads,
+            registers=used.registers,
+            shared_bytes=used.shared_bytes,
+            target=target,
+        )
     return Report(
         where=where,
         kernel=kernel,
@@ -82,10 +82,3 @@ def report(
         resources=used,
         occupancy=held,
     )
-
-
-def _product(block: tuple[int, ...]) -> int:
-    made = 1
-    for size in block:
-        made *= size
-    return made
