@@ -8,17 +8,18 @@ both kinds of fp8, with the whole epilogue fused.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from tessella.core.errors import KernelError
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.hopper import descriptor
+from tessella.kernels.hopper import TensorDescriptor, descriptor
 from tessella.kernels.launch import launch
-from tessella.kernels.matmul.wgmma_device import multiply, reduce_splits
+from tessella.kernels.matmul.wgmma_device import add_ranges, multiply
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem, TensorMeta
 
@@ -28,6 +29,7 @@ A, B, BIAS, RESIDUAL, SCALE = range(5)
 ROW_BYTES = 128  # of a tile along K: what one swizzled line of shared memory holds
 SHARED_BYTES = 227 * 1024  # what a block may have
 BARRIER_BYTES = 1024  # room for barriers, and for the alignment of what comes before them
+ADDED_ROWS = 8  # of a tile, in a block of the second kernel
 MULTIPROCESSORS = 132  # where there is no GPU to ask
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -172,146 +174,285 @@ class Tiling:
 
     Attributes:
         tile_m, tile_n: what a block computes at a time.
-        ping_pong: the warpgroups take turns at whole tiles, instead of halves of each tile.
+        schedule: how two warpgroups share the work: ``cooperative``, in step on halves of a tile;
+            ``staggered``, each at its own pace; ``ping_pong``, alternate tiles.
         stages: of the ring; each holds ``ROW_BYTES`` along K of both factors.
         buffers: of a warpgroup, for its results on their way out.
-        split_k: ranges of K, summed by a second kernel in a fixed order.
+        split_k: ranges of K of the tiles that are not whole; a second kernel adds them in order.
+        whole_waves: rounds of the grid with tiles over all of K, before those whose K is split.
         group: tiles down a column before the next column (what the L2 cache holds).
     """
 
     tile_m: int
     tile_n: int
-    ping_pong: bool
+    schedule: str
     stages: int
     buffers: int
     split_k: int = 1
+    whole_waves: int = 0
     group: int = 8
 
     @property
     def rows(self) -> int:
-        """Rows that one warpgroup accumulates."""
-        return self.tile_m if self.ping_pong else self.tile_m // 2
+        """Of a tile, that one consumer accumulates."""
+        return self.tile_m // 2 if self.schedule == "staggered" else self.tile_m
+
+    @property
+    def consumers(self) -> int:
+        return 1 if self.schedule == "cooperative" else 2
 
     def shared_bytes(self) -> int:
         """Upper bound: results leave in pieces of ``ROW_BYTES`` a row, whatever their type."""
         ring = self.stages * (self.tile_m + self.tile_n) * ROW_BYTES
-        return ring + 2 * self.buffers * self.rows * ROW_BYTES + BARRIER_BYTES
+        return ring + self.consumers * self.buffers * self.rows * ROW_BYTES + BARRIER_BYTES
 
 
-def _pieces(tile_n: int, dtype: str) -> int:
-    """Buffers that hold a warpgroup's whole tile."""
-    return max(1, _row_bytes(tile_n, dtype) // ROW_BYTES)
+# Tiles worth trying: (tile_m, tile_n, schedule)
+TILES = (
+    (128, 256, "staggered"),
+    (256, 128, "staggered"),
+    (128, 128, "ping_pong"),
+    (64, 256, "ping_pong"),
+    (128, 128, "staggered"),
+    (64, 128, "ping_pong"),
+    (128, 64, "staggered"),
+    (64, 64, "ping_pong"),
+)
+MOST_CONFIGS = 12
+MOST_RANGES = 32
+SHORTEST_RANGE = 4  # tiles along K: below, filling the ring costs more than is shared
+# The model that orders configurations, in clocks of one multiprocessor
+BYTES_PER_CLOCK = 45.0  # from the L2 cache
+MACS_PER_CLOCK = 1800.0  # of 16 bits, in long runs
+START_CLOCKS = 2500.0  # until the first tile has been multiplied, and from the last one's end
+EPILOGUE_CLOCKS = 0.04  # per element of a tile, where nothing hides it
+ADD_CLOCKS = 5000.0  # the second kernel
+ADDED_BYTES_PER_CLOCK = 2400.0  # that it reads, all multiprocessors together
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    return ({"tile_m": 128, "tile_n": 256, "ping_pong": False, "stages": 4, "buffers": 2},)
+    """The tilings by a model of their time, best first."""
+    ranked = sorted(_tilings(problem), key=lambda tiling: _clocks(problem, tiling))
+    return tuple(asdict(tiling) for tiling in ranked[:MOST_CONFIGS])
 
 
-def workspace_bytes(problem: Problem, *, split_k: int = 1, **_: int) -> int:
-    product = Product.of(problem)
-    return 4 * split_k * product.batch * product.m * product.n if split_k > 1 else 0
+def _tilings(problem: Problem) -> Iterator[Tiling]:
+    accurate = problem.inputs[A].dtype in FP8 and not problem.attr("fast_accumulation")
+    for tile_m, tile_n, schedule in TILES:
+        if accurate and tile_m * tile_n > 64 * 128 * (1 if schedule == "ping_pong" else 2):
+            continue  # two accumulators are too much for the registers
+        plain = _ring(problem, tile_m, tile_n, schedule)
+        yield plain
+        work = _Work.of(problem, plain)
+        waves, left = divmod(work.whole, _multiprocessors())
+        if not left:
+            continue
+        most = min(MOST_RANGES, work.tiles_k // SHORTEST_RANGE)
+        splits = {
+            replace(plain, split_k=_even(ranges, work.tiles_k), whole_waves=waves)
+            for ranges in range(2, most + 1)
+        }
+        if splits:
+            yield min(splits, key=lambda tiling: (_clocks(problem, tiling), tiling.split_k))
 
 
-def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
+def _even(ranges: int, tiles_k: int) -> int:
+    """The fewest ranges that are as long as these: none is empty."""
+    return -(-tiles_k // -(-tiles_k // ranges))
+
+
+def _ring(problem: Problem, tile_m: int, tile_n: int, schedule: str) -> Tiling:
+    """Buffers for results: all, where a residual waits there; then as many stages as fit."""
+    pieces = max(1, _row_bytes(tile_n, problem.output.dtype) // ROW_BYTES)
+    residual = problem.meta(RESIDUAL) is not None
+    for buffers in (pieces if residual else min(2, pieces), min(2, pieces), 1):
+        plain = Tiling(tile_m=tile_m, tile_n=tile_n, schedule=schedule, stages=0, buffers=buffers)
+        stage_bytes = (tile_m + tile_n) * ROW_BYTES
+        stages = min(8, (SHARED_BYTES - plain.shared_bytes()) // stage_bytes)
+        if stages >= (3 if residual else 4):
+            break
+    return replace(plain, stages=stages)
+
+
+def _clocks(problem: Problem, tiling: Tiling) -> float:
+    """About how long it takes."""
+    work = _Work.of(problem, tiling)
+    m, n = tiling.tile_m, tiling.tile_n
+    macs = m * n * 64 / MACS_PER_CLOCK  # of a tile along K, of any type
+    step = max(macs, (m + n) * ROW_BYTES / BYTES_PER_CLOCK)
+    exposed = EPILOGUE_CLOCKS * m * n * (0.2 if tiling.schedule == "ping_pong" else 0.5)
+    blocks = _multiprocessors()
+    whole = -(-work.whole // blocks) * (work.tiles_k * step + exposed)
+    ranges = -(-tiling.split_k * work.split // blocks) * (work.k_each * step + exposed)
+    added = 0.0
+    if work.split:
+        added = ADD_CLOCKS + work.workspace_bytes / ADDED_BYTES_PER_CLOCK
+    return START_CLOCKS + whole + ranges + EPILOGUE_CLOCKS * m * n + added
+
+
+def workspace_bytes(problem: Problem, **config: Any) -> int:
+    return _Work.of(problem, Tiling(**config)).workspace_bytes if config else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """How a product is cut: a unit is a tile over all of K (the first ``whole``) or over a range.
+
+    ``tiles_m``, ``tiles_n``, ``tiles_k``: how many; ``split``: tiles whose K is cut into
+    ``ranges`` of ``k_each`` tiles along K; ``blocks``: the grid.
+    """
+
+    tiling: Tiling
+    tiles_m: int
+    tiles_n: int
+    tiles_k: int
+    whole: int
+    split: int
+    blocks: int
+
+    @staticmethod
+    def of(problem: Problem, tiling: Tiling) -> _Work:
+        product = Product.of(problem)
+        tiles_m = -(-product.m // tiling.tile_m)
+        tiles_n = -(-product.n // tiling.tile_n)
+        tiles = product.batch * tiles_m * tiles_n
+        blocks = _multiprocessors()
+        whole = tiles if tiling.split_k == 1 else min(tiles, tiling.whole_waves * blocks)
+        split = tiles - whole
+        return _Work(
+            tiling=tiling,
+            tiles_m=tiles_m,
+            tiles_n=tiles_n,
+            tiles_k=-(-_row_bytes(product.k, problem.inputs[A].dtype) // ROW_BYTES),
+            whole=whole,
+            split=split,
+            blocks=min(whole + tiling.split_k * split, blocks),
+        )
+
+    @property
+    def units(self) -> int:
+        return self.whole + self.tiling.split_k * self.split
+
+    @property
+    def k_each(self) -> int:
+        return -(-self.tiles_k // self.tiling.split_k)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return 4 * self.tiling.split_k * self.split * self.tiling.tile_m * self.tiling.tile_n
+
+
+EXTRA = {}
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     """The factors as [batch, rows, columns], descriptors of them, and one or two launches."""
     tiling = Tiling(**(config or configs(problem)[0]))
-    product = Product.of(problem)
+    product, work = Product.of(problem), _Work.of(problem, tiling)
     dtype = problem.inputs[A].dtype
     a_k_major = product.a_k_major or _wants_k_major(dtype)
     b_k_major = product.b_k_major or _wants_k_major(dtype)
     ready = dict(constants)
-    for i, k_major, lies in ((A, a_k_major, product.a_k_major), (B, b_k_major, product.b_k_major)):
+    for i, turn in (
+        (A, a_k_major != product.a_k_major),
+        (B, b_k_major != product.b_k_major),
+    ):
         if i in ready:
-            turn = k_major != lies
-            ready[i] = packed(
-                ready[i], ("dense", turn), lambda t, turn=turn: _dense(t.mT if turn else t)
-            )
-    alpha, beta = (float(problem.attr(name)) for name in ("alpha", "beta"))
-    activation = problem.attr("activation")
-    partial = torch.int32 if dtype == "int8" else torch.float32
-    split = tiling.split_k
-    tiles_m = -(-product.m // tiling.tile_m)
-    tiles_n = -(-product.n // tiling.tile_n)
+            ready[i] = packed(ready[i], ("dense rows", turn), _turned if turn else _dense)
     width = ROW_BYTES // int(getattr(torch, dtype).itemsize)
-    tiles_k = -(-product.k // width)
-    units = product.batch * split * tiles_m * tiles_n
-    grid = (min(units, _multiprocessors()),)
+    piece = min(ROW_BYTES // getattr(torch, problem.output.dtype).itemsize, tiling.tile_n)
     box_a = [1, tiling.rows, width] if a_k_major else [1, width, tiling.rows]
     box_b = [1, tiling.tile_n, width] if b_k_major else [1, width, tiling.tile_n]
-
-    def tiles(tensor: torch.Tensor, rows: int, columns: int, box: list[int]):
-        if tensor.data_ptr() % 16:
-            raise KernelError(
-                "a tensor is not aligned to 16 bytes, as TMA wants it",
-                seen=f"address {tensor.data_ptr():#x}, shape {tuple(tensor.shape)}",
-                fix="pass a copy of it (tensor.clone())",
-            )
-        return descriptor(tensor.view(-1, rows, columns), box)
+    box_c = [1, tiling.rows, piece]
+    box_p = [1, tiling.rows, _row_bytes(piece, problem.output.dtype) // 4]
+    partial = torch.int32 if dtype == "int8" else torch.float32
+    epilogue = {
+        "ALPHA": float(problem.attr("alpha")),
+        "BETA": float(problem.attr("beta")),
+        "ACTIVATION": problem.attr("activation"),
+    }
+    m, n, k = product.m, product.n, product.k
 
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
         operands = problem.operands(ready, inputs)
         a, b, bias, residual, scale = (*operands, *[None] * (5 - len(operands)))
-        m, n, k = product.m, product.n, product.k
-        into = out if split == 1 else workspace.view(partial)
-        box_c = [1, tiling.rows, min(ROW_BYTES // into.itemsize, tiling.tile_n)]
-        fused = split == 1
+        sums = workspace.view(partial) if work.split else None
         launch(
             multiply,
-            grid,
-            tiles(a, *((m, k) if a_k_major else (k, m)), box_a),
-            tiles(b, *((n, k) if b_k_major else (k, n)), box_b),
-            tiles(into, m, n, box_c),
-            tiles(residual, m, n, box_c) if fused and residual is not None else None,
-            scale if fused else None,
-            bias if fused else None,
+            (work.blocks,),
+            _tiles(a, (m, k) if a_k_major else (k, m), box_a),
+            _tiles(b, (n, k) if b_k_major else (k, n), box_b),
+            _tiles(out, (m, n), box_c),
+            None if sums is None else _tiles(sums, (tiling.tile_m, tiling.tile_n), box_p),
+            None if residual is None else _tiles(residual, (m, n), box_c),
+            scale,
+            bias,
             n,
-            units,
-            tiles_m,
-            tiles_n,
-            tiles_k,
-            -(-tiles_k // split),
-            product.batch,
+            work.units,
+            work.whole,
+            max(work.split, 1),
+            work.tiles_m,
+            work.tiles_n,
+            work.tiles_k,
+            work.k_each,
             int(product.b_batched),
             WM=tiling.rows,
             WN=tiling.tile_n,
             BK=width,
             A_K_MAJOR=a_k_major,
             B_K_MAJOR=b_k_major,
-            PING_PONG=tiling.ping_pong,
+            SCHEDULE=tiling.schedule,
             STAGES=tiling.stages,
             BUFFERS=tiling.buffers,
             GROUP=tiling.group,
             PROMOTE=dtype in FP8 and not problem.attr("fast_accumulation"),
-            ALPHA=alpha if fused else 1.0,
-            BETA=beta,
-            ACTIVATION=activation if fused else None,
-            num_warps=4,
+            num_warps=8 if tiling.schedule == "cooperative" else 4,
+            **EXTRA,
+            **epilogue,
         )
-        if not fused:
-            rows = product.batch * m
+        if sums is not None:
             launch(
-                reduce_splits,
-                (-(-rows // 4), -(-n // 256)),
-                into,
+                add_ranges,
+                (work.split * tiling.tile_m // ADDED_ROWS,),
+                sums,
                 out,
+                residual,
                 scale,
                 bias,
-                residual,
-                rows,
+                m,
                 n,
-                alpha,
-                beta,
-                SPLITS=split,
-                ACTIVATION=activation,
-                ROWS=4,
-                COLUMNS=256,
+                work.whole,
+                work.split,
+                work.tiles_m,
+                work.tiles_n,
+                RANGES=tiling.split_k,
+                TILE_M=tiling.tile_m,
+                TILE_N=tiling.tile_n,
+                ROWS=ADDED_ROWS,
+                GROUP=tiling.group,
                 num_warps=4,
+                **epilogue,
             )
         return out
 
     return call
+
+
+def _tiles(tensor: torch.Tensor, matrix: tuple[int, int], box: list[int]) -> TensorDescriptor:
+    """TMA's view of a dense tensor as [batch, rows, columns]."""
+    if tensor.data_ptr() % 16:
+        raise KernelError(
+            "a tensor is not aligned to 16 bytes, as TMA wants it",
+            seen=f"address {tensor.data_ptr():#x}, shape {tuple(tensor.shape)}",
+            fix="pass a copy of it (tensor.clone())",
+        )
+    return descriptor(tensor.view(-1, *matrix), box)
+
+
+def _turned(tensor: torch.Tensor) -> torch.Tensor:
+    return _dense(tensor.mT)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,23 +1,21 @@
 """Device code of the Hopper matrix product: three roles that work at the same time.
 
 One warp, the producer, has TMA bring tiles of A and B into a ring in shared memory. Two warpgroups,
-the consumers, multiply them with WGMMA, apply the epilogue and have TMA store the result, each at
-its own pace: while one is in its epilogue the other has the tensor cores to itself. In cooperative
-mode they hold the upper and the lower half of one tile, in ping-pong mode alternate tiles.
+the consumers, multiply them with WGMMA, apply the epilogue and have TMA store the result, in one
+of three ways. Cooperative: in step, on the upper and the lower half of one tile. Staggered: the
+same halves, each at its own pace, so that one has the tensor cores to itself while the other is in
+its epilogue. Ping-pong: alternate tiles.
 
 Words: WM, WN, what one warpgroup accumulates; BK, a tile's length along K; a unit, one tile of C
-over a range of K; STAGES of the ring; BUFFERS, where a warpgroup's results wait for TMA.
+over all of K or a range of it; STAGES, of the ring; BUFFERS, where a warpgroup's results wait.
 Arguments travel in groups: ``ring`` (A's tiles, B's tiles, barriers "full" and "empty" of each
 stage), ``out`` (C's descriptor, buffers), ``extra`` (residual's descriptor, its barriers, scale,
-bias), ``work`` (units, tiles along M, N and K, tiles along K of one unit, batches).
+bias, N), ``work`` (units, tiles computed whole, tiles whose K is split, tiles along M, N and K,
+tiles along K of one range).
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
-from tessella.kernels import epilogue_triton
 from tessella.kernels.epilogue_device import channel_vector, finish
 from tessella.kernels.hopper import (
     barrier,
@@ -26,6 +24,7 @@ from tessella.kernels.hopper import (
     gluon,
     load_tile,
     mbarrier,
+    reinterpret,
     store_tile,
     store_wait,
     warpgroup_mma,
@@ -39,23 +38,32 @@ def _several(count, shape):
 
 
 @gluon.jit
-def _unit(u, work, GROUP: gl.constexpr):
-    """Unit ``u`` → batch, its place in C, m, n (in tiles), first tile along K and their number.
+def _tile(t, m_tiles, n_tiles, GROUP: gl.constexpr):
+    """Tile ``t`` → batch, m, n, counted in tiles.
 
     Neighbours in time share rows of A and columns of B in the L2 cache: GROUP tiles down, then one
     to the right.
     """
-    _, m_tiles, n_tiles, k_tiles, k_each, batches = work
-    tiles = m_tiles * n_tiles
-    t = u % tiles
-    place = u // tiles
+    batch = t // (m_tiles * n_tiles)
+    t = t % (m_tiles * n_tiles)
     width = GROUP * n_tiles
     first = (t // width) * GROUP
     rows = gl.minimum(m_tiles - first, GROUP)
-    m = first + (t % width) % rows
-    n = (t % width) // rows
-    begin = (place // batches) * k_each
-    return place % batches, place, m, n, begin, gl.minimum(k_each, k_tiles - begin)
+    return batch, first + (t % width) % rows, (t % width) // rows
+
+
+@gluon.jit
+def _unit(u, work, GROUP: gl.constexpr):
+    """Unit ``u`` → batch, m, n (in tiles), its first tile along K and their number.
+
+    The first ``whole`` units are tiles over all of K; then come ranges of K of the other tiles.
+    """
+    _, whole, split, m_tiles, n_tiles, k_tiles, k_each = work
+    part = gl.maximum(u - whole, 0)
+    begin = (part // split) * k_each
+    batch, m, n = _tile(gl.minimum(u, whole + part % split), m_tiles, n_tiles, GROUP)
+    count = gl.where(u < whole, k_tiles, gl.minimum(k_each, k_tiles - begin))
+    return batch, m, n, begin, count
 
 
 @gluon.jit
@@ -63,6 +71,12 @@ def _next(stage, phase, STAGES: gl.constexpr):
     stage += 1
     wrap = stage == STAGES
     return gl.where(wrap, 0, stage), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def _skip(stage, phase, count, STAGES: gl.constexpr):
+    position = stage + count
+    return position % STAGES, (phase + position // STAGES) & 1
 
 
 @gluon.jit
@@ -80,7 +94,7 @@ def _produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexp
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # an empty ring: the first round does not wait
     for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
-        batch, _, m, n, begin, count = _unit(u, work, GROUP)
+        batch, m, n, begin, count = _unit(u, work, GROUP)
         m0 = m * (PARTS * WM)
         n0 = n * WN
         batch_b = batch * b_batched
@@ -132,7 +146,7 @@ def _load_residual(extra, buffers, place, m0, n0, BUFFER: gl.constexpr):
 
 @gluon.jit
 def _store_columns(
-    x, out, extra, place, m0, n0, N, r_phase,
+    x, out, extra, place, m0, n0, r_phase,
     COLUMN: gl.constexpr, FIRST: gl.constexpr, BUFFERS: gl.constexpr, PIECES: gl.constexpr,
     EPILOGUE: gl.constexpr,
 ):  # fmt: skip
@@ -140,16 +154,16 @@ def _store_columns(
     WM: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     c, buffers = out
-    r, r_full, scale, bias = extra
+    r, r_full, scale, bias, N = extra
     EN: gl.constexpr = c.block_type.shape[2]
     if WIDTH > EN:
         left, right = x.reshape([WM, 2, WIDTH // 2]).permute((0, 2, 1)).split()
         _store_columns(
-            left, out, extra, place, m0, n0, N, r_phase,
+            left, out, extra, place, m0, n0, r_phase,
             COLUMN, FIRST, BUFFERS, PIECES, EPILOGUE,
         )  # fmt: skip
         _store_columns(
-            right, out, extra, place, m0, n0, N, r_phase,
+            right, out, extra, place, m0, n0, r_phase,
             COLUMN + WIDTH // 2, FIRST, BUFFERS, PIECES, EPILOGUE,
         )  # fmt: skip
     else:
@@ -187,16 +201,17 @@ def _store_columns(
 
 @gluon.jit
 def _consume(
-    ring, out, extra, work, N,
-    WHO: gl.constexpr, PARTS: gl.constexpr, BUFFERS: gl.constexpr, PROMOTE: gl.constexpr,
-    LOOK: gl.constexpr, EPILOGUE: gl.constexpr,
+    ring, out, sums, extra, work,
+    WHO: gl.constexpr, PARTS: gl.constexpr, PING_PONG: gl.constexpr, WARPS: gl.constexpr,
+    BUFFERS: gl.constexpr, PROMOTE: gl.constexpr, LOOK: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies, finishes and stores: half of every unit, or every other unit."""
+    """Multiplies, finishes and stores: every unit, half of every unit, or every other unit."""
     WM: gl.constexpr = LOOK[0]
     WN: gl.constexpr = LOOK[1]
     STAGES: gl.constexpr = LOOK[5]
     GROUP: gl.constexpr = LOOK[6]
-    PING_PONG: gl.constexpr = PARTS == 1
+    PART: gl.constexpr = WHO % PARTS
+    ROW: gl.constexpr = PART * WM  # in the block's tile
     full = ring[2]
     empty = ring[3]
     c, buffers = out
@@ -204,42 +219,40 @@ def _consume(
     WIDEST: gl.constexpr = 128 if INTEGER else 256  # s8 with N = 256 does not pass Triton 3.6
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0],
-        warps_per_cta=[4, 1],
+        warps_per_cta=[WARPS, 1],
         instr_shape=[16, WN if WN < WIDEST else WIDEST, 256 // ring[0].dtype.primitive_bitwidth],
     )
     ACC: gl.constexpr = gl.int32 if INTEGER else gl.float32
     EN: gl.constexpr = c.block_type.shape[2]
     FIRST: gl.constexpr = WHO * BUFFERS
     PIECES: gl.constexpr = WN // EN
+    BARE: gl.constexpr = (1.0, 1.0, None)
     start = gl.program_id(0)
     step = gl.num_programs(0)
-    position = gl.to_tensor(0)  # in the ring's sequence of tiles
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
     if PING_PONG:
-        start += WHO * step
+        if WHO == 1:
+            _, _, _, _, others = _unit(start, work, GROUP)
+            stage, phase = _skip(stage, phase, others, STAGES)
+            start += step
         step *= 2
-        position += WHO * work[3]
-    stage = position % STAGES
-    phase = (position // STAGES) & 1
     r_phase = gl.to_tensor(0)
     for u in range(start, work[0], step):
-        _, place, m, n, _, count = _unit(u, work, GROUP)
-        m0 = m * (PARTS * WM)
-        if not PING_PONG:
-            m0 += WHO * WM
+        batch, m, n, _, count = _unit(u, work, GROUP)
+        m0 = m * (PARTS * WM) + ROW
         n0 = n * WN
         if extra[0] is not None:
             store_wait(0)
             barrier()
-            for piece in gl.static_range(BUFFERS):
-                _load_residual(extra, buffers, place, m0, n0 + piece * EN, FIRST + piece)
+            if u < work[1]:
+                for piece in gl.static_range(BUFFERS):
+                    _load_residual(extra, buffers, batch, m0, n0 + piece * EN, FIRST + piece)
         acc = gl.zeros((WM, WN), dtype=ACC, layout=L)
         before = stage
         for k in range(count):
             mbarrier.wait(full.index(stage), phase)
-            part = stage
-            if not PING_PONG:
-                part = stage * PARTS + WHO
-            a, b = _factors(ring, stage, part, LOOK)
+            a, b = _factors(ring, stage, stage * PARTS + PART, LOOK)
             if PROMOTE:
                 fresh = gl.zeros((WM, WN), dtype=ACC, layout=L)
                 fresh = warpgroup_mma(a, b, fresh, use_acc=False, is_async=True)
@@ -259,109 +272,132 @@ def _consume(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             barrier()
             mbarrier.arrive(empty.index(before), count=1)
-        if PING_PONG:  # over the other warpgroup's tile
-            position = stage + work[3]
-            phase = (phase + position // STAGES) & 1
-            stage = position % STAGES
-        _store_columns(
-            acc, out, extra, place, m0, n0, N, r_phase, 0, FIRST, BUFFERS, PIECES, EPILOGUE
-        )
-        r_phase += PIECES // BUFFERS
+        if PING_PONG:  # over the other warpgroup's unit
+            _, _, _, _, others = _unit(u + gl.num_programs(0), work, GROUP)
+            stage, phase = _skip(stage, phase, others, STAGES)
+        if sums[0] is None or u < work[1]:
+            _store_columns(
+                acc, out, extra, batch, m0, n0, r_phase, 0, FIRST, BUFFERS, PIECES, EPILOGUE
+            )
+            r_phase += PIECES // BUFFERS
+        else:
+            _store_columns(
+                acc, sums, (None, None, None, None, None), u - work[1], ROW, 0, 0,
+                0, FIRST, BUFFERS, PIECES, BARE,
+            )  # fmt: skip
     store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "N", "units", "m_tiles", "n_tiles", "k_tiles", "k_each", "batches", "b_batched",
+        "N", "units", "whole", "split", "m_tiles", "n_tiles", "k_tiles", "k_each", "b_batched",
     ]
 )  # fmt: skip
 def multiply(
-    a, b, c, r, scale, bias, N, units, m_tiles, n_tiles, k_tiles, k_each, batches, b_batched,
+    a, b, c, p, r, scale, bias, N,
+    units, whole, split, m_tiles, n_tiles, k_tiles, k_each, b_batched,
     WM: gl.constexpr, WN: gl.constexpr, BK: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
-    PING_PONG: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
+    SCHEDULE: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
     PROMOTE: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, ACTIVATION: gl.constexpr,
+    CREG: gl.constexpr = 240, PREG: gl.constexpr = 24,
 ):  # fmt: skip
     """C[batch] = epilogue(A[batch] · B[batch]); descriptors are [batch, rows, columns].
 
     A's and B's tiles are [1, rows, K] (K_MAJOR) or [1, K, rows]; C's and R's [1, WM, buffer width].
-    Where K is split, C is the workspace [splits * batches, M, N] and gets bare partial sums.
+    P, or None: the workspace [ranges of K · split tiles, rows, columns of a tile], which gets the
+    partial sums of the tiles whose K is split, in pieces of as many bytes as C's.
     PROMOTE: fp8 products of one BK are summed in float32 outside the tensor cores, whose own sums
     keep about 14 bits.
     """
-    PARTS: gl.constexpr = 1 if PING_PONG else 2
+    PARTS: gl.constexpr = 2 if SCHEDULE == "staggered" else 1
+    PING_PONG: gl.constexpr = SCHEDULE == "ping_pong"
+    CONSUMERS: gl.constexpr = 1 if SCHEDULE == "cooperative" else 2
+    WARPS: gl.constexpr = 8 // CONSUMERS
     LOOK: gl.constexpr = (WM, WN, BK, A_K_MAJOR, B_K_MAJOR, STAGES, GROUP)
     EPILOGUE: gl.constexpr = (ALPHA, BETA, ACTIVATION)
     A_SHAPE: gl.constexpr = _several(STAGES * PARTS, a.block_type.shape)
     B_SHAPE: gl.constexpr = _several(STAGES, b.block_type.shape)
-    C_SHAPE: gl.constexpr = _several(2 * BUFFERS, c.block_type.shape)
+    C_SHAPE: gl.constexpr = _several(CONSUMERS * BUFFERS, c.block_type.shape)
     a_ring = gl.allocate_shared_memory(a.dtype, A_SHAPE, a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, B_SHAPE, b.layout)
     buffers = gl.allocate_shared_memory(c.dtype, C_SHAPE, c.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    r_full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
+    r_full = gl.allocate_shared_memory(
+        gl.int64, [CONSUMERS * BUFFERS, 1], mbarrier.MBarrierLayout()
+    )
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=PARTS)
-    for i in gl.static_range(2 * BUFFERS):
+    for i in gl.static_range(CONSUMERS * BUFFERS):
         mbarrier.init(r_full.index(i), count=1)
     fence_async_shared()
     barrier()
     ring = (a_ring, b_ring, full, empty)
     out = (c, buffers)
-    extra = (r, r_full, scale, bias)
-    work = (units, m_tiles, n_tiles, k_tiles, k_each, batches)
-    gl.warp_specialize(
-        [
-            (_consume, (ring, out, extra, work, N, 0, PARTS, BUFFERS, PROMOTE, LOOK, EPILOGUE)),
-            (_consume, (ring, out, extra, work, N, 1, PARTS, BUFFERS, PROMOTE, LOOK, EPILOGUE)),
-            (_produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
-        ],
-        [4, 1],
-        # of 504 for a thread of each warpgroup; the first consumer gets what is left, 240
-        [240, 24],
-    )
-
-
-@triton.jit
-def reduce_splits(
-    partial,
-    out,
-    scale,
-    bias,
-    residual,
-    rows,
-    n,
-    alpha,
-    beta,
-    SPLITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """out[rows, n] = epilogue(Σ partial[batch, splits, …]), always in the same order.
-
-    partial: [splits, rows, n]; rows: of all batches.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows) & (column < n)
-    at = row.to(tl.int64) * n + column
-    x = tl.load(partial + at, mask=inside, other=0)
-    for s in tl.static_range(1, SPLITS):
-        x += tl.load(partial + at + s * rows.to(tl.int64) * n, mask=inside, other=0)
-    if out.dtype.element_ty == tl.int32:
-        tl.store(out + at, x, mask=inside)
+    sums = (p, buffers)
+    if p is not None:
+        P_SHAPE: gl.constexpr = _several(CONSUMERS * BUFFERS, p.block_type.shape)
+        sums = (p, reinterpret(buffers, p.dtype, P_SHAPE, p.layout))
+    extra = (r, r_full, scale, bias, N)
+    work = (units, whole, split, m_tiles, n_tiles, k_tiles, k_each)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (ring, out, sums, extra, work, 0, PARTS, PING_PONG, WARPS, BUFFERS,
+                            PROMOTE, LOOK, EPILOGUE)),
+                (_produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
+            ],
+            [1],
+            [40],  # of 504 for a thread of each warpgroup; the consumer gets the rest, 232
+        )  # fmt: skip
     else:
-        s = None
-        b = None
-        r = None
-        if scale is not None:
-            s = tl.load(scale + column, mask=column < n, other=0)
-        if bias is not None:
-            b = tl.load(bias + column, mask=column < n, other=0)
-        if residual is not None:
-            r = tl.load(residual + at, mask=inside, other=0)
-        x = epilogue_triton.finish(x, s, b, r, alpha, beta, ACTIVATION)
-        tl.store(out + at, epilogue_triton.cast(x, out.dtype.element_ty), mask=inside)
+        gl.warp_specialize(
+            [
+                (_consume, (ring, out, sums, extra, work, 0, PARTS, PING_PONG, WARPS, BUFFERS,
+                            PROMOTE, LOOK, EPILOGUE)),
+                (_consume, (ring, out, sums, extra, work, 1, PARTS, PING_PONG, WARPS, BUFFERS,
+                            PROMOTE, LOOK, EPILOGUE)),
+                (_produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
+            ],
+            [4, 1],
+            [CREG, PREG],
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M", "whole", "split", "m_tiles", "n_tiles"])
+def add_ranges(
+    p, c, r, scale, bias, M, N, whole, split, m_tiles, n_tiles,
+    RANGES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, ROWS: gl.constexpr,
+    GROUP: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """The tiles whose K was split: C = epilogue(sum of P over the ranges, always in one order).
+
+    A block does ROWS rows of one tile. Pointers; P as ``multiply`` leaves it.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    V: gl.constexpr = gl.SliceLayout(0, L)
+    t = gl.program_id(0) // (TILE_M // ROWS)
+    row = (gl.program_id(0) % (TILE_M // ROWS)) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    column = gl.arange(0, TILE_N, V)
+    at = (t * TILE_M + row).to(gl.int64).expand_dims(1) * TILE_N + column.expand_dims(0)
+    x = gl.load(p + at)
+    for i in gl.static_range(1, RANGES):
+        x += gl.load(p + at + i * (split.to(gl.int64) * (TILE_M * TILE_N)))
+    batch, m, n = _tile(whole + t, m_tiles, n_tiles, GROUP)
+    row += m * TILE_M
+    column += n * TILE_N
+    inside = (row < M).expand_dims(1) & (column < N).expand_dims(0)
+    to = (batch.to(gl.int64) * M + row).expand_dims(1) * N + column.expand_dims(0)
+    s = scale
+    if scale is not None:
+        s = channel_vector(scale, n * TILE_N, N, TILE_N, V).expand_dims(0)
+    v = bias
+    if bias is not None:
+        v = channel_vector(bias, n * TILE_N, N, TILE_N, V).expand_dims(0)
+    old = r
+    if r is not None:
+        old = gl.load(r + to, mask=inside, other=0.0)
+    y = finish(x, s, v, old, ALPHA, BETA, ACTIVATION, c.dtype.element_ty)
+    gl.store(c + to, y, mask=inside)
