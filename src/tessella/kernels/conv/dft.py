@@ -22,7 +22,25 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.kernels.conv import tiles
 from tessella.kernels.launch import launch
+from tessella.kernels.problem import Problem
+
+INPUTS = ("float32", "float16", "bfloat16")
+
+
+def refusal(problem: Problem) -> str | None:
+    """What neither algorithm takes."""
+    refused = tiles.refusal(problem, INPUTS)
+    if refused is not None:
+        return refused
+    if problem.output.dtype not in INPUTS:
+        return f"makes {', '.join(INPUTS)}, not {problem.output.dtype}"
+    if len(problem.output.shape) != 4:
+        return "two spatial axes only"
+    if problem.attrs["groups"] != 1:
+        return "one group only"
+    return None
 
 
 @functools.cache
@@ -90,6 +108,14 @@ def _padded(matrix: torch.Tensor, shape: tuple[int, int], device: torch.device) 
     made = torch.zeros(shape, dtype=torch.float32)
     made[: matrix.shape[0], : matrix.shape[1]] = matrix
     return made.to(device)
+
+
+@triton.jit
+def rounded(x, ROUND: tl.constexpr):
+    """float32 to the nearest TF32 if ROUND: tensor cores would cut the last 13 bits off."""
+    if ROUND:
+        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit
@@ -185,7 +211,7 @@ def product(
     if block_m < 16:
         launch(
             _product_of_few, (k // block_k, frequencies), weights, images, out, c, k, *planes,
-            BLOCK_K=block_k, BLOCK_M=block_m, BLOCK_C=max(1, 32 // block_m), num_warps=4,
+            BLOCK_K=block_k, BLOCK_M=block_m, BLOCK_C=max(1, 16 // block_m), num_warps=4,
         )  # fmt: skip
         return
     launch(

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import dft
-from tessella.kernels.conv.tiles import on_plain_units, refusal
+from tessella.kernels.conv.tiles import on_plain_units
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
@@ -31,7 +31,7 @@ LARGEST_PERIOD = 1024
 def _forward_rows(
     image, matrix, out, batch, inner, lines, width, frequencies, columns,
     stride_n, stride_c, stride_h, stride_w, plane,
-    BLOCK_U: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_U: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """out[u, h, (c, n)] = Σ_w matrix[w, u] · image[n, c, h, w], complex in two planes."""
     h = tl.program_id(2)
@@ -49,9 +49,9 @@ def _forward_rows(
         x = tl.load(at[None, :] + w[:, None] * stride_w, mask=mask, other=0.0).to(tl.float32)
         mask = (w < width)[None, :] & (u < frequencies)[:, None]
         angle = matrix + w[None, :] * (2 * frequencies) + 2 * u[:, None]
-        real = tl.dot(tl.load(angle, mask=mask, other=0.0), x, real, input_precision=PRECISION)
+        real = tl.dot(tl.load(angle, mask=mask, other=0.0), x, real, input_precision="ieee")
         sine = tl.load(angle + 1, mask=mask, other=0.0)
-        imaginary = tl.dot(sine, x, imaginary, input_precision=PRECISION)
+        imaginary = tl.dot(sine, x, imaginary, input_precision="ieee")
     to = out + (u.to(tl.int64) * lines + h)[:, None] * columns + r[None, :]
     mask = (u < frequencies)[:, None] & (r < columns)[None, :]
     tl.store(to, real, mask=mask)
@@ -61,7 +61,7 @@ def _forward_rows(
 @triton.jit
 def _columns(
     source, matrix, out, columns, source_plane, out_plane, A, B,
-    BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_A: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_A: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """out[u, b, r] = Σ_a source[u, a, r] · matrix[a, b], complex: source and out in two planes."""
     u = tl.program_id(2).to(tl.int64)
@@ -83,14 +83,14 @@ def _columns(
         cosine = tl.load(at, mask=mask, other=0.0)
         re_to_im = tl.load(at + 1, mask=mask, other=0.0)
         im_to_re = tl.load(at + 2 * B, mask=mask, other=0.0)
-        real = tl.dot(cosine, x_re, real, input_precision=PRECISION)
-        real = tl.dot(im_to_re, x_im, real, input_precision=PRECISION)
-        imaginary = tl.dot(cosine, x_im, imaginary, input_precision=PRECISION)
-        imaginary = tl.dot(re_to_im, x_re, imaginary, input_precision=PRECISION)
+        real = tl.dot(cosine, x_re, real, input_precision="ieee")
+        real = tl.dot(im_to_re, x_im, real, input_precision="ieee")
+        imaginary = tl.dot(cosine, x_im, imaginary, input_precision="ieee")
+        imaginary = tl.dot(re_to_im, x_re, imaginary, input_precision="ieee")
     to = out + b[:, None].to(tl.int64) * columns + r[None, :]
     mask = (b < B)[:, None] & (r < columns)[None, :]
-    tl.store(to, real, mask=mask)
-    tl.store(to + out_plane, imaginary, mask=mask)
+    tl.store(to, dft.rounded(real, ROUND), mask=mask)
+    tl.store(to + out_plane, dft.rounded(imaginary, ROUND), mask=mask)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _inverse_rows(
     source, matrix, out, bias, residual, scale, alpha, beta,
     batch, inner, filters, lines, width, frequencies, columns,
     stride_n, stride_c, stride_h, stride_w, residual_n, residual_c, residual_h, residual_w, plane,
-    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_U: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_U: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """out[n, k, h, w] = epilogue(Σ_u source[u, h, (k, n)] · matrix[u, w])."""
@@ -116,8 +116,8 @@ def _inverse_rows(
         mask = (u < frequencies)[:, None] & (w < width)[None, :]
         cosine = tl.load(angle, mask=mask, other=0.0)
         sine = tl.load(angle + width, mask=mask, other=0.0)
-        acc = tl.dot(x_re, cosine, acc, input_precision=PRECISION)
-        acc = tl.dot(x_im, sine, acc, input_precision=PRECISION)
+        acc = tl.dot(x_re, cosine, acc, input_precision="ieee")
+        acc = tl.dot(x_im, sine, acc, input_precision="ieee")
     n = r % inner
     k = r // inner
     there = (n < batch) & (k < filters)
@@ -160,13 +160,9 @@ class Period:
 
 
 def fits(problem: Problem) -> str | None:
-    refused = refusal(problem, ("float32", "float16", "bfloat16"))
+    refused = dft.refusal(problem)
     if refused is not None:
         return refused
-    if len(problem.output.shape) != 4:
-        return "two spatial axes only"
-    if problem.attrs["groups"] != 1:
-        return "one group only"
     period = Period.of(problem)
     if max(period.height, period.width) > LARGEST_PERIOD:
         return f"images of at most {LARGEST_PERIOD} pixels a side, padding included"
@@ -231,14 +227,15 @@ def bind(
         return lambda *inputs, out, workspace=None: out
     period = Period.of(problem)
     shapes = _shapes(problem, block_k, block_m)
-    precision = "ieee" if on_plain_units(problem) else "tf32"
+    plain = on_plain_units(problem)
+    precision = "ieee" if plain else "tf32"
     dilation = problem.attrs["dilation"]
 
     def of_filters(
         weight: torch.Tensor, between: torch.Tensor, spectrum: torch.Tensor
     ) -> torch.Tensor:
         points = [tuple(range(0, n * d, d)) for n, d in zip(weight.shape[2:], dilation)]
-        forward(weight, between, spectrum, period, points, precision)
+        forward(weight, between, spectrum, period, points, not plain)
         return spectrum
 
     def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -261,10 +258,10 @@ def bind(
         x, weight, *rest = operands[:5]
         between, images, products, *own = dft.carved(workspace, shapes)
         spectrum = of_filters(weight, between, own[0]) if weights is None else weights
-        forward(x, between, images, period, image_points, precision)
+        forward(x, between, images, period, image_points, not plain)
         dft.product(spectrum, images, products, block_k=block_k, block_m=block_m,
                     precision=precision)  # fmt: skip
-        inverse(problem, products, between, out, *rest, period, precision)
+        inverse(problem, products, between, out, *rest, period)
         return out
 
     return call
@@ -276,7 +273,7 @@ def forward(
     spectrum: torch.Tensor,
     period: Period,
     points: list[tuple[int, ...]],
-    precision: str,
+    round_to_tf32: bool,
 ) -> None:
     """image [N, C, H, W], whose rows and columns lie at ``points`` → [2, frequencies, C, N]."""
     lines, width = image.shape[2:]
@@ -289,11 +286,11 @@ def forward(
         dft.width_matrix(period.width, points[1], (width, period.width), image.device),
         between, image.shape[0], inner, lines, width, period.half, columns, *image.stride(),
         period.half * lines * columns,
-        BLOCK_U=64, BLOCK_R=64, BLOCK_W=16, PRECISION=precision, num_warps=8,
+        BLOCK_U=64, BLOCK_R=64, BLOCK_W=16, num_warps=8,
     )  # fmt: skip
     shape = (2 * lines, 2 * period.height)
     matrix = dft.height_matrix(period.height, points[0], range(period.height), shape, image.device)
-    columns_pass(between, matrix, spectrum, lines, period.height, period, columns, precision)
+    columns_pass(between, matrix, spectrum, lines, period.height, period, columns, round_to_tf32)
 
 
 def columns_pass(
@@ -304,7 +301,7 @@ def columns_pass(
     after: int,
     period: Period,
     columns: int,
-    precision: str,
+    round_to_tf32: bool,
 ) -> None:
     """[2, u, before, columns] → [2, u, after, columns]."""
     launch(
@@ -312,7 +309,7 @@ def columns_pass(
         (-(-columns // 64), -(-after // 64), period.half),
         source, matrix, out, columns, period.half * before * columns,
         period.half * after * columns, before, after,
-        BLOCK_B=64, BLOCK_R=64, BLOCK_A=16, PRECISION=precision, num_warps=8,
+        BLOCK_B=64, BLOCK_R=64, BLOCK_A=16, ROUND=round_to_tf32, num_warps=8,
     )  # fmt: skip
 
 
@@ -325,7 +322,6 @@ def inverse(
     residual: torch.Tensor | None,
     scale: torch.Tensor | None,
     period: Period,
-    precision: str,
 ) -> None:
     """Outputs from their spectra [2, frequencies, filters, images], epilogue included."""
     filters, inner = spectrum.shape[2:]
@@ -334,7 +330,7 @@ def inverse(
     points = [tuple(range(0, n * s, s)) for n, s in zip(out.shape[2:], problem.attrs["stride"])]
     shape = (2 * period.height, 2 * lines)
     matrix = dft.height_inverse(period.height, range(period.height), points[0], shape, out.device)
-    columns_pass(spectrum, matrix, between, period.height, lines, period, columns, precision)
+    columns_pass(spectrum, matrix, between, period.height, lines, period, columns, False)
     beta = float(problem.attr("beta"))
     residual = None if beta == 0 else residual
     launch(
@@ -345,6 +341,6 @@ def inverse(
         out, bias, residual, scale, float(problem.attr("alpha")), beta,
         out.shape[0], inner, out.shape[1], lines, width, period.half, columns, *out.stride(),
         *((0,) * 4 if residual is None else residual.stride()), period.half * lines * columns,
-        BLOCK_R=64, BLOCK_W=64, BLOCK_U=16, PRECISION=precision,
+        BLOCK_R=64, BLOCK_W=64, BLOCK_U=16,
         ACTIVATION=problem.attr("activation"), num_warps=8,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import dft
-from tessella.kernels.conv.tiles import on_plain_units, refusal
+from tessella.kernels.conv.tiles import on_plain_units
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
@@ -36,7 +36,7 @@ def _forward(
     tiles_h, tiles_w, step_h, step_w, pad_h, pad_w, inner, plane,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PERIOD: tl.constexpr, SIGN: tl.constexpr,
     I: tl.constexpr, J: tl.constexpr, U: tl.constexpr,
-    TILES: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, CHANNELS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Spectra of TILES tiles in each of CHANNELS channels; a filter is an image of one tile.
 
@@ -54,9 +54,9 @@ def _forward(
     left = tile % tiles_w * step_w - pad_w
     base = n.to(tl.int64) * stride_n + c.to(tl.int64) * stride_c
     even = _rows(image + base, width_matrix, even_matrix, there, top, left, height, width,
-                 stride_h, stride_w, 0, ROWS, COLUMNS, ENTRIES, I, J, U, PRECISION)  # fmt: skip
+                 stride_h, stride_w, 0, ROWS, COLUMNS, ENTRIES, I, J, U)  # fmt: skip
     odd = _rows(image + base, width_matrix, odd_matrix, there, top, left, height, width,
-                stride_h, stride_w, 1, ROWS, COLUMNS, ENTRIES, I, J, U, PRECISION)  # fmt: skip
+                stride_h, stride_w, 1, ROWS, COLUMNS, ENTRIES, I, J, U)  # fmt: skip
     u = tl.arange(0, U)
     v = tl.arange(0, 2 * U) // 2
     imaginary = tl.arange(0, 2 * U) % 2
@@ -65,15 +65,15 @@ def _forward(
     pitch = channels * inner
     offset = (u[:, None] * PERIOD + v[None, :]) * pitch + imaginary[None, :] * plane
     at = spectrum + (c * inner + m)[:, None, None] + offset[None, :, :]
-    tl.store(at, even + odd, mask=mask)
-    tl.store(at + PERIOD // 2 * pitch, even + SIGN * odd, mask=mask)
+    tl.store(at, dft.rounded(even + odd, ROUND), mask=mask)
+    tl.store(at + PERIOD // 2 * pitch, dft.rounded(even + SIGN * odd, ROUND), mask=mask)
 
 
 @triton.jit
 def _rows(
     image, width_matrix, height_matrix, there, top, left, height, width, stride_h, stride_w,
     odd, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
-    I: tl.constexpr, J: tl.constexpr, U: tl.constexpr, PRECISION: tl.constexpr,
+    I: tl.constexpr, J: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """What every other row of the tiles adds to their spectra: [ENTRIES, u, (v, re | im)]."""
     i = 2 * tl.arange(0, I) + odd
@@ -86,11 +86,11 @@ def _rows(
     x = tl.load(at, mask=in_h[:, :, None] & in_w[:, None, :], other=0.0).to(tl.float32)
     u = tl.arange(0, 2 * U)
     matrix = tl.load(width_matrix + j[:, None] * (2 * U) + u[None, :])
-    x = tl.dot(tl.reshape(x, (ENTRIES * I, J)), matrix, input_precision=PRECISION)
+    x = tl.dot(tl.reshape(x, (ENTRIES * I, J)), matrix, input_precision="ieee")
     x = tl.permute(tl.reshape(x, (ENTRIES, I, U, 2)), (0, 2, 1, 3))
     row = tl.arange(0, 2 * I)
     matrix = tl.load(height_matrix + row[:, None] * (2 * U) + u[None, :])
-    x = tl.dot(tl.reshape(x, (ENTRIES * U, 2 * I)), matrix, input_precision=PRECISION)
+    x = tl.dot(tl.reshape(x, (ENTRIES * U, 2 * I)), matrix, input_precision="ieee")
     return tl.reshape(x, (ENTRIES, U, 2 * U))
 
 
@@ -101,8 +101,7 @@ def _inverse(
     residual_n, residual_c, residual_h, residual_w, tiles_h, tiles_w, inner, plane,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PERIOD: tl.constexpr, LOW: tl.constexpr,
     I: tl.constexpr, J: tl.constexpr, U: tl.constexpr,
-    TILES: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    TILES: tl.constexpr, CHANNELS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Outputs of TILES tiles in each of CHANNELS output channels, epilogue included.
 
@@ -124,10 +123,10 @@ def _inverse(
     i = tl.arange(0, 2 * I)
     even = tl.reshape(tl.load(at, mask=mask, other=0.0), (ENTRIES * U, 2 * U))
     matrix = tl.load(even_matrix + v[:, None] * (2 * I) + i[None, :])
-    even = tl.dot(even, matrix, input_precision=PRECISION)  # (entry, u), (i, re | im)
+    even = tl.dot(even, matrix, input_precision="ieee")  # (entry, u), (i, re | im)
     odd = tl.reshape(tl.load(at + pitch, mask=mask, other=0.0), (ENTRIES * U, 2 * U))
     matrix = tl.load(odd_matrix + v[:, None] * (2 * I) + i[None, :])
-    odd = tl.dot(odd, matrix, input_precision=PRECISION)
+    odd = tl.dot(odd, matrix, input_precision="ieee")
     tile = first + m
     n = (tile // (tiles_h * tiles_w)).to(tl.int64)
     top = tile // tiles_w % tiles_h * ROWS
@@ -145,7 +144,7 @@ def _inverse(
         x = tl.permute(tl.reshape(x, (ENTRIES, U, I, 2)), (0, 2, 1, 3))
         j = tl.arange(0, J)
         matrix = tl.load(width_matrix + v[:, None] * J + j[None, :])
-        x = tl.dot(tl.reshape(x, (ENTRIES * I, 2 * U)), matrix, input_precision=PRECISION)
+        x = tl.dot(tl.reshape(x, (ENTRIES * I, 2 * U)), matrix, input_precision="ieee")
         x = tl.reshape(x, (ENTRIES, I, J))
         i = half * LOW + tl.arange(0, I)
         h = top[:, None] + i[None, :]
@@ -206,13 +205,9 @@ def _reach(problem: Problem) -> tuple[int, int]:
 
 
 def fits(problem: Problem) -> str | None:
-    refused = refusal(problem, ("float32", "float16", "bfloat16"))
+    refused = dft.refusal(problem)
     if refused is not None:
         return refused
-    if len(problem.output.shape) != 4:
-        return "two spatial axes only"
-    if problem.attrs["groups"] != 1:
-        return "one group only"
     if max(_reach(problem)) > LARGEST_TILE:
         return f"filters reach over at most {LARGEST_TILE} pixels, not {max(_reach(problem))}"
     filters, channels = problem.inputs[1].shape[:2]
@@ -298,13 +293,14 @@ def bind(
     shapes = _spectra(problem, cut, block_k, block_m)
     plain = on_plain_units(problem)
     precision = "ieee" if plain else "tf32"
-    transform = {"precision": precision, "num_warps": transform_warps, "entries": entries}
+    transform = {"num_warps": transform_warps, "entries": entries}
     dilation = problem.attrs["dilation"]
 
     def of_filters(weight: torch.Tensor, spectrum: torch.Tensor) -> torch.Tensor:
         filter_cut = Cut(period=tile, kept=(1, 1), grid=(1, 1), tiles=weight.shape[0], reach=(1, 1))
         forward(weight, spectrum, filter_cut, sides=tuple(weight.shape[2:]), spread=dilation,
-                step=(0, 0), padding=(0, 0), first=0, **transform)  # fmt: skip
+                step=(0, 0), padding=(0, 0), first=0, round_to_tf32=not plain,
+                **transform)  # fmt: skip
         return spectrum
 
     weights = None
@@ -323,7 +319,8 @@ def bind(
         step = tuple(k * s for k, s in zip(cut.kept, problem.attrs["stride"]))
         for first in range(0, cut.tiles, images.shape[3]):
             forward(x, images, cut, sides=(tile, tile), spread=(1, 1), step=step,
-                    padding=problem.attrs["padding"], first=first, **transform)  # fmt: skip
+                    padding=problem.attrs["padding"], first=first, round_to_tf32=not plain,
+                    **transform)  # fmt: skip
             dft.product(spectrum, images, products, block_k=block_k, block_m=block_m,
                         block_c=block_c, precision=precision, num_warps=warps,
                         num_stages=stages)  # fmt: skip
@@ -343,7 +340,7 @@ def forward(
     step: tuple[int, int],
     padding: tuple[int, int],
     first: int,
-    precision: str,
+    round_to_tf32: bool,
     num_warps: int,
     entries: int,
 ) -> None:
@@ -376,7 +373,7 @@ def forward(
         spectrum, tiles, first, channels, *image.shape[2:], *image.stride(),
         *cut.grid, *step, *padding, spectrum.shape[3], spectrum.stride(0),
         ROWS=sides[0], COLUMNS=sides[1], PERIOD=period, SIGN=(-1) ** spread[0], I=i, J=j, U=u,
-        TILES=entries // across, CHANNELS=across, PRECISION=precision, num_warps=num_warps,
+        TILES=entries // across, CHANNELS=across, ROUND=round_to_tf32, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -390,7 +387,6 @@ def inverse(
     scale: torch.Tensor | None,
     *,
     first: int,
-    precision: str,
     num_warps: int,
     entries: int,
 ) -> None:
@@ -420,6 +416,6 @@ def inverse(
         *((0,) * 4 if residual is None else residual.stride()),
         *cut.grid, spectrum.shape[3], spectrum.stride(0),
         ROWS=cut.kept[0], COLUMNS=cut.kept[1], PERIOD=period, LOW=low, I=i, J=j, U=u,
-        TILES=entries // across, CHANNELS=across, PRECISION=precision,
-        ACTIVATION=problem.attr("activation"), num_warps=num_warps,
+        TILES=entries // across, CHANNELS=across, ACTIVATION=problem.attr("activation"),
+        num_warps=num_warps,
     )  # fmt: skip
