@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tessella.core.errors import KernelError
 from tessella.kernels import catalog
 from tessella.kernels.conv import implicit_gemm_sm90 as kernel
 from tessella.kernels.conv import implicit_gemm_sm90_device as device
@@ -118,6 +119,13 @@ def test_refuses_formats_that_it_cannot_read() -> None:
     assert kernel.fits(dataclasses.replace(problem_of("float32"), math="ieee"))
 
 
+def test_refuses_misaligned_tensors() -> None:
+    aligned = torch.zeros(1 * 4 * 4 * 8 + 1, dtype=torch.float16)
+    assert kernel._rows(aligned[:-1], (1, 4, 4, 8)).shape == (4, 1, 4, 8)
+    with pytest.raises(KernelError, match="multiples of 16"):
+        kernel._rows(aligned[1:], (1, 4, 4, 8))
+
+
 @pytest.mark.parametrize("dtype", kernel.OUTPUTS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_configurations_fit_the_multiprocessor(name: str, dtype: str) -> None:
@@ -171,7 +179,7 @@ def test_the_epilogues_order_of_channels() -> None:
     """Accumulator column 8 j + q of every 64 belongs to output channel j + 8 q."""
     weight = torch.arange(128).view(128, 1, 1, 1).expand(128, 16, 1, 1).to(torch.int8)
     described = kernel._weight_descriptor(
-        weight.contiguous(memory_format=torch.channels_last), 16, 64, 16
+        weight.contiguous(memory_format=torch.channels_last), 8, 64, 16
     )
     rows = described.base[..., 0, 0].reshape(2, 64)
     column = torch.arange(64)

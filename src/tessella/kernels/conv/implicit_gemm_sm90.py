@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.errors import KernelError
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.implicit_gemm_sm90_device import convolve
 from tessella.kernels.epilogue_triton import cast, finish
@@ -159,7 +160,7 @@ def _candidates(problem: Problem, shape: _Shape) -> Iterator[dict[str, Any]]:
             continue
         for swap in (False, True):
             rows = tile_k if swap else pixels
-            if rows < 64 or (swap and (eight_bits or tile_k > 128)):
+            if rows < 64 or (swap and tile_k > 128):
                 continue
             if warps == 8 and rows == 64 and (pixels if swap else tile_k) < 64:
                 continue
@@ -295,7 +296,8 @@ def _estimate(shape: _Shape, config: dict[str, Any], residual: bool) -> float:
     splits = config["splits"]
     body = _steps(shape, config) / splits * stage
     elements = pixels * config["tile_k"] / (32 * config["warps"])
-    epilogue = 500 + elements * (10 if residual else 7)
+    narrow = config["swap"] and shape.out_itemsize == 1
+    epilogue = 500 + elements * ((10 if residual else 7) + 6 * narrow)
     tile = body + epilogue if config["groups"] == 1 else max(body, (body + epilogue) / 2)
     per_sm = math.ceil(tiles * splits / MULTIPROCESSORS)
     out_bytes = shape.N * shape.P * shape.Q * shape.K * shape.out_itemsize
@@ -468,25 +470,29 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _interleave(problem: Problem, config: Mapping[str, Any]) -> int:
-    """Elements of 16 bytes that a thread shall hold side by side; 1 leaves the order alone.
+    """By how much the weights' rows are spread, so that a thread gets neighbouring channels.
 
-    A thread's accumulators of one row lie in pairs, eight columns apart. For results of 16 bits
-    the hardware transposes while it stores (stmatrix); for 8 bits the weights' rows are read in an
-    order that puts 16 neighbouring channels into one thread: an 8 × 8 transpose of every 64.
+    A thread's accumulators lie in pairs, eight columns apart, and eight rows apart. For results of
+    16 bits the hardware transposes while it stores (stmatrix). For 8 bits the rows are read in
+    another order: an 8 × 8 transpose of every 64 gives a thread 16 neighbours, which are one store;
+    with the roles swapped, a 2 × 8 transpose of every 16 gives it two. 1 leaves the order alone.
     """
-    eight_bits = problem.output.dtype in EIGHT_BITS and config["splits"] == 1
-    return 16 if eight_bits and not config["swap"] else 1
+    if problem.output.dtype not in EIGHT_BITS or config["splits"] > 1:
+        return 1
+    return 2 if config["swap"] else 8
 
 
 def _weight_descriptor(weight: Tensor, interleave: int, tile_k: int, tile_c: int) -> Any:
     K, C, R, S = weight.shape
-    rows = weight.as_strided((K, R * S, C), (R * S * C, C, 1))
-    if interleave == 1:
-        return descriptor(rows, [tile_k, 1, tile_c])
-    block, half = 4 * interleave, interleave // 2
     row = R * S * C
-    order = rows.as_strided((K // block, half, 8, R * S, C), (block * row, row, half * row, C, 1))
-    return descriptor(order, [tile_k // block, half, 8, 1, tile_c])
+    if interleave == 1:
+        rows = weight.as_strided((K, R * S, C), (row, C, 1))
+        return descriptor(rows, [tile_k, 1, tile_c])
+    block = 8 * interleave
+    order = weight.as_strided(
+        (K // block, interleave, 8, R * S, C), (block * row, row, interleave * row, C, 1)
+    )
+    return descriptor(order, [tile_k // block, interleave, 8, 1, tile_c])
 
 
 def _layout(dtype: torch.dtype, rows: int, columns: int, warps: int) -> Any:
@@ -514,6 +520,12 @@ def _digits(number: int, bases: Sequence[int]) -> list[int]:
 
 def _rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """N, H, W, C dense in memory → the view [H, N, W, C]."""
+    if tensor.data_ptr() % 16:
+        raise KernelError(
+            "the Hopper convolution moves tiles from addresses that are multiples of 16",
+            seen=f"a tensor at {tensor.data_ptr()}",
+            fix="pass a copy of it: tensor.clone()",
+        )
     N, H, W, C = shape
     return tensor.as_strided((H, N, W, C), (W * C, H * W * C, C, 1))
 

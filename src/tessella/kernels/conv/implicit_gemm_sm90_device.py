@@ -142,7 +142,7 @@ def _load_x(x, n0, h, w, c, full, stage, SH: gl.constexpr, SW: gl.constexpr):
 def _load_w(w, k0, tap, c, full, stage, INTERLEAVE: gl.constexpr):
     """One tap's weights; INTERLEAVE: with output channels in the order that the epilogue wants."""
     if INTERLEAVE > 1:
-        load_tile(w, [k0 // (4 * INTERLEAVE), 0, 0, tap, c], full, stage)
+        load_tile(w, [k0 // (8 * INTERLEAVE), 0, 0, tap, c], full, stage)
     else:
         load_tile(w, [k0, tap, c], full, stage)
 
@@ -312,7 +312,7 @@ def _multiply(
     COLUMNS: gl.constexpr = BM if SWAP else BCO
     SUM: gl.constexpr = gl.int32 if x_ring.dtype == gl.int8 else gl.float32
     sums = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
-    FINAL: gl.constexpr = _in_order(sums, BM, BCO, INTERLEAVE).type.layout
+    FINAL: gl.constexpr = _sorted(_in_order(sums, BM, BCO, INTERLEAVE, SWAP).type.layout)
     SIDE: gl.constexpr = 1 if SWAP else 0
     VECTOR: gl.constexpr = gl.SliceLayout(SIDE, FINAL)
     g = 0
@@ -371,7 +371,7 @@ def _multiply(
         staged = slots.index(slot).reshape([BM, BCO])
         if SWAP:
             staged = staged.permute((1, 0))
-        acc = _in_order(acc, BM, BCO, INTERLEAVE)
+        acc = gl.convert_layout(_in_order(acc, BM, BCO, INTERLEAVE, SWAP), FINAL)
         added = None
         if RESIDUAL:
             added = staged.load(FINAL)
@@ -395,18 +395,39 @@ def _multiply(
     store_wait(pendings=0)
 
 
+@gluon.constexpr_function
+def _sorted(layout):
+    """The same elements in each thread, neighbours beside each other: wide loads of vectors."""
+    if not isinstance(layout, gl.DistributedLinearLayout):
+        return layout
+    return gl.DistributedLinearLayout(
+        reg_bases=sorted(layout.reg_bases),
+        lane_bases=layout.lane_bases,
+        warp_bases=layout.warp_bases,
+        block_bases=layout.block_bases,
+        shape=layout.shape,
+    )
+
+
 @gluon.jit
-def _in_order(acc, BM: gl.constexpr, BCO: gl.constexpr, INTERLEAVE: gl.constexpr):
+def _in_order(
+    acc, BM: gl.constexpr, BCO: gl.constexpr, INTERLEAVE: gl.constexpr, SWAP: gl.constexpr
+):
     """Undoes the order of the weights' rows: a new name for each element, no data moves."""
+    BLOCKS: gl.constexpr = BCO // (8 * INTERLEAVE)
     if INTERLEAVE > 1:
-        acc = acc.reshape([BM, BCO // (4 * INTERLEAVE), INTERLEAVE // 2, 8])
-        acc = acc.permute((0, 1, 3, 2)).reshape([BM, BCO])
+        if SWAP:
+            acc = acc.reshape([BLOCKS, INTERLEAVE, 8, BM]).permute((0, 2, 1, 3))
+            acc = acc.reshape([BCO, BM])
+        else:
+            acc = acc.reshape([BM, BLOCKS, INTERLEAVE, 8]).permute((0, 1, 3, 2))
+            acc = acc.reshape([BM, BCO])
     return acc
 
 
 @gluon.jit(
     do_not_specialize=[
-        "alpha", "beta", "K", "C", "H", "W", "R", "S", "pad_h", "pad_w", "dil_h", "dil_w",
+        "alpha", "beta", "C", "H", "W", "R", "S", "pad_h", "pad_w", "dil_h", "dil_w",
         "chunks", "tiles_k", "tiles_q", "tiles_p", "step_k", "step_q", "step_p", "step_n", "splits",
         "images", "items",
     ]
