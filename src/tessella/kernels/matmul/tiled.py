@@ -17,7 +17,7 @@ import triton.language as tl
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.launch import launch
-from tessella.kernels.matmul.shapes import FP8, Sizes, operands, refusal, sizes, strides
+from tessella.kernels.matmul.shapes import FP8, operands, refusal, sizes, strides
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
@@ -36,6 +36,7 @@ def _tiled_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr,
+    INDEX: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tile = tl.program_id(0)
@@ -47,44 +48,51 @@ def _tiled_kernel(
     row = first + tile % (GROUP * tiles_n) % height
     column = tile % (GROUP * tiles_n) // height
 
-    rows, columns = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN)
-    ks = tl.arange(0, BK)
-    row_in, column_in = (rows < M)[:, None], (columns < N)[None, :]
-    rows_at, columns_at = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
-    a_at = a + batch * a_batch + rows_at * a_row + ks.to(tl.int64)[None, :] * a_k
-    b_at = b + batch * b_batch + ks.to(tl.int64)[:, None] * b_k + columns_at * b_column
+    # a tile starts at a 64-bit address; inside it, offsets are INDEX numbers
+    a += batch * a_batch + (row * BM).to(tl.int64) * a_row
+    b += batch * b_batch + (column * BN).to(tl.int64) * b_column
+    out += batch * out_batch + (row * BM).to(tl.int64) * out_row
+    out += (column * BN).to(tl.int64) * out_column
+    rows, columns, ks = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    row_in, column_in = (rows < M - row * BM)[:, None], (columns < N - column * BN)[None, :]
+    rows, columns, k_at = rows.to(INDEX)[:, None], columns.to(INDEX)[None, :], ks.to(INDEX)
+    a_at = rows * a_row + k_at[None, :] * a_k
+    b_at = k_at[:, None] * b_k + columns * b_column
 
+    depth = tl.full((), BK, tl.int64)
     acc = tl.zeros((BM, BN), dtype=SUM)
     for step in range(tl.cdiv(K, BK)):
         if EVEN_K:
-            a_tile = tl.load(a_at, mask=row_in, other=0.0)
-            b_tile = tl.load(b_at, mask=column_in, other=0.0)
+            a_tile = tl.load(a + a_at, mask=row_in, other=0.0)
+            b_tile = tl.load(b + b_at, mask=column_in, other=0.0)
         else:
             k_in = ks < K - step * BK
-            a_tile = tl.load(a_at, mask=row_in & k_in[None, :], other=0.0)
-            b_tile = tl.load(b_at, mask=column_in & k_in[:, None], other=0.0)
+            a_tile = tl.load(a + a_at, mask=row_in & k_in[None, :], other=0.0)
+            b_tile = tl.load(b + b_at, mask=column_in & k_in[:, None], other=0.0)
         if WIDEN:
             a_tile, b_tile = a_tile.to(tl.float32), b_tile.to(tl.float32)
         acc = tl.dot(
             a_tile, b_tile, acc,
             input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE, out_dtype=SUM,
         )  # fmt: skip
-        a_at += BK * a_k
-        b_at += BK * b_k
+        a += a_k * depth
+        b += b_k * depth
 
     inside = row_in & column_in
-    out_at = out + batch * out_batch + rows_at * out_row + columns_at * out_column
+    out_at = out + (rows * out_row + columns * out_column)
     if out.dtype.element_ty == tl.int32:
         tl.store(out_at, acc, mask=inside)
     else:
-        at = columns[None, :] * 1
-        scales = None if scale is None else tl.load(scale + at * scale_stride, column_in, other=0.0)
-        biases = None if bias is None else tl.load(bias + at * bias_stride, column_in, other=0.0)
+        at = columns.to(tl.int64) + column * BN
+        scales = None if scale is None else tl.load(scale + at * scale_stride, column_in)
+        biases = None if bias is None else tl.load(bias + at * bias_stride, column_in)
         if residual is None:
             residuals = None
         else:
-            residual_at = rows_at * residual_row + columns_at * residual_column
-            residuals = tl.load(residual + batch * residual_batch + residual_at, inside, other=0.0)
+            residual += batch * residual_batch + (row * BM).to(tl.int64) * residual_row
+            residual += (column * BN).to(tl.int64) * residual_column
+            residual_at = residual + (rows * residual_row + columns * residual_column)
+            residuals = tl.load(residual_at, inside)
         made = finish(acc, scales, biases, residuals, alpha, beta, ACTIVATION)
         tl.store(out_at, cast(made, out.dtype.element_ty), mask=inside)
 
@@ -93,53 +101,43 @@ def fits(problem: Problem) -> str | None:
     return refusal(problem)
 
 
-def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
-    """Large tiles where they fill the GPU, smaller ones where there would be too few."""
-    made = sizes(problem)
-    wanted = _TILES_IEEE if _is_ieee(problem) else _TILES
-    keys = ("tile_m", "tile_n", "tile_k", "num_warps", "num_stages")
-    return tuple(
-        dict(zip(keys, (tm, tn, tk // problem_bytes(problem), warps, stages), strict=True))
-        for tm, tn, tk, warps, stages in _in_order(wanted, made)
-    )
-
-
 # tile_m, tile_n, bytes of tile_k, warps, stages
-_TILES = (
-    (128, 256, 128, 8, 3),
-    (128, 128, 128, 4, 4),
-    (128, 128, 128, 8, 4),
-    (64, 128, 128, 4, 4),
-    (64, 64, 256, 4, 4),
-    (16, 64, 256, 4, 4),
-)
-_TILES_IEEE = (
-    (128, 128, 128, 8, 3),
-    (128, 64, 64, 4, 3),
-    (64, 64, 64, 4, 3),
-    (16, 64, 128, 4, 3),
-)
+_LARGE = ((128, 256, 128, 8, 3), (128, 128, 128, 4, 3))  # 128 sums a thread
+_TILES = ((128, 128, 128, 8, 4), (64, 128, 128, 4, 4), (64, 64, 128, 4, 4), (16, 64, 256, 4, 4))
+_UNALIGNED = ((128, 64, 64, 8, 3), (64, 64, 64, 4, 3), (16, 64, 64, 4, 3))
+_IEEE = ((128, 128, 128, 8, 3), (128, 64, 64, 4, 3), (16, 64, 128, 4, 3))
+_LIGHT = (None, "relu", "relu6")
 _SMS = 132
 
 
-def _in_order(tiles: tuple[tuple[int, ...], ...], made: Sizes) -> list[tuple[int, ...]]:
-    """By the time that a model gives them: waves of blocks, each as long as its tile is large."""
+def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
+    """Large tiles where they fill the GPU, smaller ones where there would be too few.
+
+    Sums of 128 a thread leave no registers for a heavy epilogue or for promoted fp8; neither do
+    large tiles of which every element is copied by itself.
+    """
+    made, dtype = sizes(problem), problem.inputs[0].dtype
+    promoted = dtype in FP8 and not problem.attr("fast_accumulation")
+    if dtype == "float32" and problem.math == "ieee":
+        tiles = _IEEE
+    elif any(t.format == "strided" or t.shape[-1] % 16 for t in problem.inputs[:2] if t):
+        tiles = _UNALIGNED
+    elif promoted or problem.attr("activation") not in _LIGHT:
+        tiles = _TILES
+    else:
+        tiles = (*_LARGE, *_TILES)
 
     def cost(tile: tuple[int, ...]) -> float:
         blocks = made.batch * triton.cdiv(made.m, tile[0]) * triton.cdiv(made.n, tile[1])
         # loads of both edges count beside the products
         return triton.cdiv(blocks, _SMS) * (tile[0] * tile[1] + 64 * (tile[0] + tile[1]))
 
-    return sorted(tiles, key=cost)
-
-
-def problem_bytes(problem: Problem) -> int:
-    """Bytes of one element of A."""
-    return int(getattr(torch, problem.inputs[0].dtype).itemsize)
-
-
-def _is_ieee(problem: Problem) -> bool:
-    return problem.inputs[0].dtype == "float32" and problem.math == "ieee"
+    keys = ("tile_m", "tile_n", "tile_k", "num_warps", "num_stages")
+    itemsize = getattr(torch, dtype).itemsize
+    return tuple(
+        dict(zip(keys, (tm, tn, tk // itemsize, warps, stages), strict=True))
+        for tm, tn, tk, warps, stages in sorted(tiles, key=cost)
+    )
 
 
 def bind(
@@ -174,13 +172,13 @@ def bind(
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs, out)
+        steps = (*o.a.stride(), *o.b.stride(), *strides(o), *o.out.stride())
+        wide = max(tile_m, tile_n, tile_k) * max(steps, default=0) >= 2**31
         launch(
             _tiled_kernel, (blocks,),
             o.a, o.b, o.bias, o.residual, o.scale, o.out,
             made.m, made.n, made.k,
-            *o.a.stride(), *o.b.stride(),
-            *strides(o), *o.out.stride(),
-            alpha, beta, **options,
+            *steps, alpha, beta, INDEX=tl.int64 if wide else tl.int32, **options,
         )  # fmt: skip
         return out
 
