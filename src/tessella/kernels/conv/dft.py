@@ -43,6 +43,15 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
+def device(constants: Mapping[int, torch.Tensor]) -> torch.device:
+    """Where a bound kernel will run, as far as ``bind`` can know."""
+    for tensor in constants.values():
+        return tensor.device
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 @functools.cache
 def width_matrix(
     period: int, points: tuple[int, ...], shape: tuple[int, int], device: torch.device
@@ -125,9 +134,12 @@ def _product(
     EVEN_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[f, k, m] = Σ_c conj(weights[f, c, k]) · images[f, c, m], complex in two planes."""
-    f = tl.program_id(2).to(tl.int64)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # one axis of blocks: the others end at 65535, and there may be more frequencies
+    block = tl.program_id(0)
+    across, down = ML // BLOCK_M, KL // BLOCK_K
+    f = (block // (across * down)).to(tl.int64)
+    k = block // across % down * BLOCK_K + tl.arange(0, BLOCK_K)
+    m = block % across * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
     w = weights + f * C * KL + c[:, None] * KL + k[None, :]
     x = images + f * C * ML + c[:, None] * ML + m[None, :]
@@ -150,8 +162,7 @@ def _product(
         imaginary = tl.dot(w_im, -x_re, imaginary, input_precision=PRECISION)
         w += BLOCK_C * KL
         x += BLOCK_C * ML
-    K_rows = tl.num_programs(1) * BLOCK_K
-    y = out + (f * K_rows + k[:, None]) * ML + m[None, :]
+    y = out + (f * KL + k[:, None]) * ML + m[None, :]
     tl.store(y, real)
     tl.store(y + out_plane, imaginary)
 
@@ -162,8 +173,10 @@ def _product_of_few(
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """``_product`` for few images: the filters' spectrum is read once, at the memory's speed."""
-    f = tl.program_id(1).to(tl.int64)
-    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    block = tl.program_id(0)
+    down = KL // BLOCK_K
+    f = (block // down).to(tl.int64)
+    k = block % down * BLOCK_K + tl.arange(0, BLOCK_K)
     m = tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
     w = weights + f * C * KL + c[:, None] * KL + k[None, :]
@@ -210,13 +223,13 @@ def product(
     planes = (weights.stride(0), images.stride(0), out.stride(0))
     if block_m < 16:
         launch(
-            _product_of_few, (k // block_k, frequencies), weights, images, out, c, k, *planes,
+            _product_of_few, (k // block_k * frequencies,), weights, images, out, c, k, *planes,
             BLOCK_K=block_k, BLOCK_M=block_m, BLOCK_C=max(1, 16 // block_m), num_warps=4,
         )  # fmt: skip
         return
     launch(
         _product,
-        (m // block_m, k // block_k, frequencies),
+        (m // block_m * (k // block_k) * frequencies,),
         weights, images, out, c, k, m, *planes,
         BLOCK_K=block_k, BLOCK_M=block_m, BLOCK_C=block_c,
         EVEN_C=c % block_c == 0, PRECISION=precision,

@@ -7,7 +7,7 @@ constant matrix (dft.py): for the sides that images have, that costs less than m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,13 +229,19 @@ def bind(
     shapes = _shapes(problem, block_k, block_m)
     plain = on_plain_units(problem)
     precision = "ieee" if plain else "tf32"
-    dilation = problem.attrs["dilation"]
+    dilation, stride, padding = (problem.attrs[n] for n in ("dilation", "stride", "padding"))
+    of_filter = _points(problem.inputs[1].shape[2:], dilation)
+    of_image = _points(problem.inputs[0].shape[2:], (1, 1), padding)
+    of_output = _points(problem.output.shape[2:], stride)
+    device = dft.device(constants)  # a captured call must not make the matrices
+    for points in (of_filter, of_image):
+        forward_matrices(period, points, device)
+    inverse_matrices(period, of_output, device)
 
     def of_filters(
         weight: torch.Tensor, between: torch.Tensor, spectrum: torch.Tensor
     ) -> torch.Tensor:
-        points = [tuple(range(0, n * d, d)) for n, d in zip(weight.shape[2:], dilation)]
-        forward(weight, between, spectrum, period, points, not plain)
+        forward(weight, between, spectrum, period, of_filter, not plain)
         return spectrum
 
     def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -248,23 +254,48 @@ def bind(
     if 1 in constants:
         how = ("conv2d.fft", period, block_k, dilation, precision)
         weights = packed(constants[1], how, pack)
-    image_points = [
-        tuple(range(p, p + n))
-        for n, p in zip(problem.inputs[0].shape[2:], problem.attrs["padding"])
-    ]
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
         operands = [*problem.operands(constants, inputs), None, None, None]
         x, weight, *rest = operands[:5]
         between, images, products, *own = dft.carved(workspace, shapes)
         spectrum = of_filters(weight, between, own[0]) if weights is None else weights
-        forward(x, between, images, period, image_points, not plain)
+        forward(x, between, images, period, of_image, not plain)
         dft.product(spectrum, images, products, block_k=block_k, block_m=block_m,
                     precision=precision)  # fmt: skip
-        inverse(problem, products, between, out, *rest, period)
+        inverse(problem, products, between, out, *rest, period, of_output)
         return out
 
     return call
+
+
+Points = tuple[tuple[int, ...], tuple[int, ...]]  # of rows, of columns, on the transform's grid
+
+
+def _points(sides: Sequence[int], spread: Sequence[int], first: Sequence[int] = (0, 0)) -> Points:
+    rows, columns = (tuple(range(f, f + n * s, s)) for n, s, f in zip(sides, spread, first))
+    return rows, columns
+
+
+def forward_matrices(
+    period: Period, points: Points, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For rows and for columns."""
+    lines, width = (len(p) for p in points)
+    of_rows = dft.width_matrix(period.width, points[1], (width, period.width), device)
+    frequencies, shape = range(period.height), (2 * lines, 2 * period.height)
+    return of_rows, dft.height_matrix(period.height, points[0], frequencies, shape, device)
+
+
+def inverse_matrices(
+    period: Period, points: Points, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For columns and for rows."""
+    lines, width = (len(p) for p in points)
+    frequencies, shape = range(period.height), (2 * period.height, 2 * lines)
+    of_columns = dft.height_inverse(period.height, frequencies, points[0], shape, device)
+    of_rows = dft.width_inverse(period.width, points[1], (period.width, width), device)
+    return of_columns, of_rows
 
 
 def forward(
@@ -272,25 +303,24 @@ def forward(
     between: torch.Tensor,
     spectrum: torch.Tensor,
     period: Period,
-    points: list[tuple[int, ...]],
+    points: Points,
     round_to_tf32: bool,
 ) -> None:
     """image [N, C, H, W], whose rows and columns lie at ``points`` → [2, frequencies, C, N]."""
     lines, width = image.shape[2:]
+    of_rows, of_columns = forward_matrices(period, points, image.device)
     inner = spectrum.shape[3]
     columns = spectrum.shape[2] * inner
     launch(
         _forward_rows,
         (-(-columns // 64), -(-period.half // 64), lines),
-        image,
-        dft.width_matrix(period.width, points[1], (width, period.width), image.device),
-        between, image.shape[0], inner, lines, width, period.half, columns, *image.stride(),
-        period.half * lines * columns,
+        image, of_rows, between, image.shape[0], inner, lines, width, period.half, columns,
+        *image.stride(), period.half * lines * columns,
         BLOCK_U=64, BLOCK_R=64, BLOCK_W=16, num_warps=8,
     )  # fmt: skip
-    shape = (2 * lines, 2 * period.height)
-    matrix = dft.height_matrix(period.height, points[0], range(period.height), shape, image.device)
-    columns_pass(between, matrix, spectrum, lines, period.height, period, columns, round_to_tf32)
+    columns_pass(
+        between, of_columns, spectrum, lines, period.height, period, columns, round_to_tf32
+    )
 
 
 def columns_pass(
@@ -322,23 +352,20 @@ def inverse(
     residual: torch.Tensor | None,
     scale: torch.Tensor | None,
     period: Period,
+    points: Points,
 ) -> None:
     """Outputs from their spectra [2, frequencies, filters, images], epilogue included."""
     filters, inner = spectrum.shape[2:]
     columns = filters * inner
     lines, width = out.shape[2:]
-    points = [tuple(range(0, n * s, s)) for n, s in zip(out.shape[2:], problem.attrs["stride"])]
-    shape = (2 * period.height, 2 * lines)
-    matrix = dft.height_inverse(period.height, range(period.height), points[0], shape, out.device)
-    columns_pass(spectrum, matrix, between, period.height, lines, period, columns, False)
+    of_columns, of_rows = inverse_matrices(period, points, out.device)
+    columns_pass(spectrum, of_columns, between, period.height, lines, period, columns, False)
     beta = float(problem.attr("beta"))
     residual = None if beta == 0 else residual
     launch(
         _inverse_rows,
         (-(-width // 64), -(-columns // 64), lines),
-        between,
-        dft.width_inverse(period.width, points[1], (period.width, width), out.device),
-        out, bias, residual, scale, float(problem.attr("alpha")), beta,
+        between, of_rows, out, bias, residual, scale, float(problem.attr("alpha")), beta,
         out.shape[0], inner, out.shape[1], lines, width, period.half, columns, *out.stride(),
         *((0,) * 4 if residual is None else residual.stride()), period.half * lines * columns,
         BLOCK_R=64, BLOCK_W=64, BLOCK_U=16,

@@ -295,6 +295,11 @@ def bind(
     precision = "ieee" if plain else "tf32"
     transform = {"num_warps": transform_warps, "entries": entries}
     dilation = problem.attrs["dilation"]
+    # a captured call must not make them
+    device = dft.device(constants)
+    inverse_matrices(cut, problem.attrs["stride"], device)
+    forward_matrices(cut, (tile, tile), (1, 1), device)
+    forward_matrices(cut, problem.inputs[1].shape[2:], dilation, device)
 
     def of_filters(weight: torch.Tensor, spectrum: torch.Tensor) -> torch.Tensor:
         filter_cut = Cut(period=tile, kept=(1, 1), grid=(1, 1), tiles=weight.shape[0], reach=(1, 1))
@@ -330,6 +335,43 @@ def bind(
     return call
 
 
+def forward_matrices(
+    cut: Cut, sides: tuple[int, int], spread: tuple[int, int], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """For rows, and for columns: of their even and of their odd numbers."""
+    rows, columns = (tuple(range(0, n * s, s)) for n, s in zip(sides, spread))
+    i = max(8, triton.next_power_of_2((sides[0] + 1) // 2))
+    j = max(16, triton.next_power_of_2(sides[1]))
+    of_columns = functools.partial(
+        dft.height_matrix,
+        cut.period,
+        frequencies=range(cut.period // 2),
+        shape=(2 * i, 2 * cut.half),
+        device=device,
+    )
+    of_rows = dft.width_matrix(cut.period, columns, (j, 2 * cut.half), device)
+    return of_rows, of_columns(points=rows[::2]), of_columns(points=rows[1::2])
+
+
+def inverse_matrices(
+    cut: Cut, stride: tuple[int, int], device: torch.device
+) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How many rows are sums, and the matrices: of even and odd frequencies v, and of u."""
+    rows, columns = (tuple(range(0, n * s, s)) for n, s in zip(cut.kept, stride))
+    low = len(rows)
+    if low > 16 and cut.period // 2 % stride[0] == 0:
+        low = cut.period // 2 // stride[0]
+    i = max(8, triton.next_power_of_2(low))
+    j = max(16, triton.next_power_of_2(cut.kept[1]))
+    even, odd = (
+        dft.height_inverse(
+            cut.period, range(odd, cut.period, 2), rows[:low], (2 * cut.half, 2 * i), device
+        )
+        for odd in (0, 1)
+    )
+    return low, even, odd, dft.width_inverse(cut.period, columns, (2 * cut.half, j), device)
+
+
 def forward(
     image: torch.Tensor,
     spectrum: torch.Tensor,
@@ -353,26 +395,17 @@ def forward(
         spread: from one number of it to the next, on the grid of the transform.
         step: from one tile to the next in the image.
     """
-    period, u = cut.period, cut.half
-    i = max(8, triton.next_power_of_2((sides[0] + 1) // 2))
-    j = max(16, triton.next_power_of_2(sides[1]))
-    rows, columns = (tuple(range(0, n * s, s)) for n, s in zip(sides, spread))
-    of_rows = functools.partial(
-        dft.height_matrix, period, frequencies=range(period // 2), shape=(2 * i, 2 * u),
-        device=image.device,
-    )  # fmt: skip
+    matrices = forward_matrices(cut, sides, spread, image.device)
     tiles = min(cut.tiles - first, spectrum.shape[3])
     channels = image.shape[1]
     across = 4 if image.stride(1) == 1 and channels > 1 else 1  # channels that lie together
     launch(
         _forward,
         (-(-tiles // (entries // across)), -(-channels // across)),
-        image,
-        dft.width_matrix(period, columns, (j, 2 * u), image.device),
-        of_rows(rows[::2]), of_rows(rows[1::2]),
-        spectrum, tiles, first, channels, *image.shape[2:], *image.stride(),
+        image, *matrices, spectrum, tiles, first, channels, *image.shape[2:], *image.stride(),
         *cut.grid, *step, *padding, spectrum.shape[3], spectrum.stride(0),
-        ROWS=sides[0], COLUMNS=sides[1], PERIOD=period, SIGN=(-1) ** spread[0], I=i, J=j, U=u,
+        ROWS=sides[0], COLUMNS=sides[1], PERIOD=cut.period, SIGN=(-1) ** spread[0],
+        I=matrices[1].shape[0] // 2, J=matrices[0].shape[0], U=cut.half,
         TILES=entries // across, CHANNELS=across, ROUND=round_to_tf32, num_warps=num_warps,
     )  # fmt: skip
 
@@ -391,16 +424,7 @@ def inverse(
     entries: int,
 ) -> None:
     """Outputs of the tiles ``first``, … from their spectra [2, frequencies, filters, tiles]."""
-    period, u = cut.period, cut.half
-    rows, columns = (tuple(range(0, n * s, s)) for n, s in zip(cut.kept, problem.attrs["stride"]))
-    low = len(rows)
-    if low > 16 and period // 2 % problem.attrs["stride"][0] == 0:
-        low = period // 2 // problem.attrs["stride"][0]
-    i = max(8, triton.next_power_of_2(low))
-    j = max(16, triton.next_power_of_2(cut.kept[1]))
-    of_rows = functools.partial(
-        dft.height_inverse, period, points=rows[:low], shape=(2 * u, 2 * i), device=out.device
-    )
+    low, *matrices = inverse_matrices(cut, problem.attrs["stride"], out.device)
     tiles = min(cut.tiles - first, spectrum.shape[3])
     channels = out.shape[1]
     across = 4 if out.stride(1) == 1 and channels > 1 else 1
@@ -409,13 +433,12 @@ def inverse(
     launch(
         _inverse,
         (-(-tiles // (entries // across)), -(-channels // across)),
-        spectrum, of_rows(range(0, period, 2)), of_rows(range(1, period, 2)),
-        dft.width_inverse(period, columns, (2 * u, j), out.device),
-        out, bias, residual, scale, float(problem.attr("alpha")), beta,
+        spectrum, *matrices, out, bias, residual, scale, float(problem.attr("alpha")), beta,
         tiles, first, channels, spectrum.shape[2], *out.shape[2:], *out.stride(),
         *((0,) * 4 if residual is None else residual.stride()),
         *cut.grid, spectrum.shape[3], spectrum.stride(0),
-        ROWS=cut.kept[0], COLUMNS=cut.kept[1], PERIOD=period, LOW=low, I=i, J=j, U=u,
+        ROWS=cut.kept[0], COLUMNS=cut.kept[1], PERIOD=cut.period, LOW=low,
+        I=matrices[0].shape[1] // 2, J=matrices[2].shape[1], U=cut.half,
         TILES=entries // across, CHANNELS=across, ACTIVATION=problem.attr("activation"),
         num_warps=num_warps,
     )  # fmt: skip
