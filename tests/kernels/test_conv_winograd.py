@@ -1,0 +1,302 @@
+"""Winograd convolution: exact matrices, numbers in the interpreter, code compiled for a Hopper."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessella.kernels import catalog
+from tessella.kernels.conv.winograd_transforms import reference, transform
+from tessella.kernels.epilogue import ACTIVATIONS
+from tests.kernels.compile_only import compile_all
+from tests.kernels.convolutions import Case, draw, right, run
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="numbers are tests/gpu's where there is one"
+)
+FUSED = catalog.kernel("conv2d.winograd")
+STEPS = catalog.kernel("conv2d.winograd_nonfused")
+LAST = "channels_last"
+
+# largest error over largest value, by outputs of a tile and what the products are made of
+TOLERANCES = {
+    (2, "float32"): 1e-6, (4, "float32"): 1e-5, (6, "float32"): 4e-5,
+    (2, "float16"): 2e-3, (4, "float16"): 5e-3, (2, "bfloat16"): 1.5e-2, (4, "bfloat16"): 4e-2,
+    (2, "tf32"): 2e-3, (4, "tf32"): 5e-3,
+}  # fmt: skip
+
+
+def steps(tile: int, i: int = 32, j: int = 32) -> dict[str, Any]:
+    """A configuration that the interpreter can run: small blocks, tl.dot."""
+    return {
+        "tile": tile, "product": "dot", "block_i": i, "block_j": j, "block_d": 32, "warps": 4,
+        "stages": 2,
+    }  # fmt: skip
+
+
+FUSED_SMALL = {
+    "product": "dot", "block_t": 32, "block_k": 16, "block_c": 16, "warps": 4, "stages": 2,
+}  # fmt: skip
+
+
+def assert_right(
+    row: catalog.Kernel, case: Case, config: dict[str, Any], device: str = "cpu", seed: int = 0
+) -> None:
+    """The kernel agrees with float64, as nearly as its tile and type allow."""
+    operands = draw(case, device, seed=seed)
+    made = run(row, case, operands, config).double()
+    expected = right(case, operands)
+    if expected.numel() == 0:
+        return
+    by = "tf32" if case.math == "tf32" else case.dtype
+    error = float((made - expected).abs().max() / expected.abs().max())
+    assert error <= TOLERANCES[config.get("tile", 2), by], f"{row.id} {config}: error {error:.2e}"
+
+
+# the matrices
+
+
+@pytest.mark.parametrize(("m", "r"), [(2, 3), (4, 3), (6, 3), (2, 5), (4, 5)])
+def test_one_dimension_is_exact(m: int, r: int) -> None:
+    f = transform(m, r)
+    data = [Fraction((7 * i + 3) % 11 - 5) for i in range(f.n)]
+    taps = [Fraction(2 * i - 3) for i in range(r)]
+
+    def product(matrix: tuple[tuple[Fraction, ...], ...], values: list[Fraction]) -> list[Fraction]:
+        return [
+            sum((a * b for a, b in zip(row, values, strict=True)), Fraction()) for row in matrix
+        ]
+
+    v, u = product(f.bt, data), product(f.g, taps)
+    made = product(f.at, [a * b for a, b in zip(u, v, strict=True)])
+    assert made == [sum(taps[k] * data[i + k] for k in range(r)) for i in range(m)]
+
+
+def test_savings_and_ranges() -> None:
+    assert transform(2, 3).saving == 2.25
+    assert transform(4, 3).saving == 4.0
+    # 16-bit types hold the transformed input of anything below a tenth of their largest number
+    assert all(transform(m, 3).gain < 10 for m in (2, 4))
+
+
+def test_f23_is_made_of_powers_of_two() -> None:
+    f = transform(2, 3)
+    numbers = {abs(v) for matrix in (f.at, f.g, f.bt) for row in matrix for v in row} - {0}
+    assert numbers <= {Fraction(1), Fraction(1, 2), Fraction(1, 4), Fraction(2)}
+
+
+@pytest.mark.parametrize("m", [2, 4, 6])
+@pytest.mark.parametrize("padding", [(0, 0), (2, 1)])
+def test_reference_is_the_convolution(m: int, padding: tuple[int, int]) -> None:
+    x, weight = torch.randn(2, 3, 9, 12), torch.randn(4, 3, 3, 3)
+    expected = F.conv2d(x.double(), weight.double(), padding=padding)
+    assert (reference(x, weight, padding, m) - expected).abs().max() < 1e-11
+
+
+# numbers
+
+PLAIN = Case(x=(1, 7, 9, 6), w=(5, 7, 3, 3), padding=1)
+WHOLE: dict[str, Any] = {
+    "bias": "float32", "residual": True, "scale": True, "alpha": 0.5, "beta": -2.0,
+}  # fmt: skip
+CASES = {
+    "plain": PLAIN,
+    "last": replace(PLAIN, x_format=LAST),
+    "to last": replace(PLAIN, out_format=LAST, padding=(0, 2)),
+    "from last": replace(PLAIN, x_format=LAST, out_format="contiguous", constant=False),
+    "weights last": replace(PLAIN, w_format=LAST, constant=False),
+    "more than a block": Case(x=(2, 33, 8, 5), w=(35, 33, 3, 3), padding=1, constant=False),
+    "one pixel": Case(x=(1, 3, 1, 1), w=(4, 3, 3, 3), padding=1),
+    "wide padding": Case(x=(1, 2, 2, 3), w=(3, 2, 3, 3), padding=(4, 5)),
+    "view": replace(PLAIN, x_format="strided"),
+    "empty": Case(x=(0, 3, 8, 8), w=(4, 3, 3, 3)),
+    "float16": replace(PLAIN, dtype="float16", bias="float16", residual=True),
+    "float16 to float32": replace(PLAIN, dtype="float16", out="float32", x_format=LAST),
+    "tf32": replace(PLAIN, math="tf32"),
+    "tf32 last": replace(PLAIN, math="tf32", x_format=LAST, constant=False),
+    "whole epilogue": replace(PLAIN, activation="silu", **WHOLE),
+    "whole epilogue last": replace(PLAIN, activation="relu", x_format=LAST, **WHOLE),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_fused_agrees_with_float64(name: str) -> None:
+    assert_right(FUSED, CASES[name], FUSED_SMALL)
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_steps_agree_with_float64(name: str) -> None:
+    assert_right(STEPS, CASES[name], steps(2))
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["to last", "float16", "tf32 last"])
+def test_large_tiles_agree_with_float64(name: str) -> None:
+    assert_right(STEPS, CASES[name], steps(4))
+
+
+@interpreted
+@pytest.mark.parametrize(("tile", "taps", "x_format"), [(6, 3, LAST), (2, 5, "contiguous")])
+def test_other_tiles(tile: int, taps: int, x_format: Any) -> None:
+    case = Case(x=(1, 5, 9, 8), w=(6, 5, taps, taps), padding=2, x_format=x_format)
+    operands = draw(case)
+    error = run(STEPS, case, operands, steps(tile)).double() - right(case, operands)
+    assert float(error.abs().max() / right(case, operands).abs().max()) < 2e-5
+
+
+@interpreted
+@pytest.mark.parametrize("row", [FUSED, STEPS], ids=lambda row: row.algorithm)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_small_integers_are_exact_in_f23(row: catalog.Kernel, dtype: str) -> None:
+    # the matrices of F(2, 3) are powers of two: nothing is rounded
+    case = Case(x=(1, 9, 7, 6), w=(5, 9, 3, 3), padding=1, dtype=dtype, out="float32")
+    operands = draw(case, integers=True)
+    config = FUSED_SMALL if row is FUSED else steps(2)
+    assert torch.equal(run(row, case, operands, config).double(), right(case, operands))
+
+
+@interpreted
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str) -> None:
+    case = Case(x=(1, 3, 4, 4), w=(4, 3, 3, 3), padding=1, activation=activation, **WHOLE)
+    assert_right(FUSED, case, FUSED_SMALL)
+
+
+@interpreted
+@pytest.mark.parametrize("row", [FUSED, STEPS], ids=lambda row: row.algorithm)
+def test_a_residual_times_zero_is_not_read(row: catalog.Kernel) -> None:
+    case = replace(PLAIN, residual=True, beta=0.0)
+    operands = draw(case)
+    operands[3].fill_(float("inf"))
+    made = run(row, case, operands, FUSED_SMALL if row is FUSED else steps(2))
+    assert torch.isfinite(made).all()
+
+
+@interpreted
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_fuzzed(data: st.DataObject) -> None:
+    size = st.integers(1, 9)
+    pads = (data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3)))
+    h, w = (max(data.draw(size), 3 - 2 * pad) for pad in pads)
+    formats = st.sampled_from(["contiguous", LAST])
+    case = Case(
+        x=(data.draw(st.integers(1, 2)), data.draw(size), h, w),
+        w=(data.draw(size), 0, 3, 3),
+        padding=pads,
+        x_format=data.draw(formats),
+        out_format=data.draw(formats),
+        constant=data.draw(st.booleans()),
+    )
+    case = replace(case, w=(case.w[0], case.x[1], 3, 3))
+    row, config = data.draw(st.sampled_from([(FUSED, FUSED_SMALL), (STEPS, steps(2))]))
+    assert_right(row, case, config)
+
+
+# refusals and sizes
+
+
+@pytest.mark.parametrize(("case", "reason"), [
+    (replace(PLAIN, stride=2), "stride 1"),
+    (replace(PLAIN, dilation=2), "dilation 1"),
+    (Case(x=(1, 4, 5, 5), w=(4, 2, 3, 3), groups=2), "one group"),
+    (Case(x=(1, 4, 5, 5), w=(4, 4, 1, 1)), "a filter of 3x3"),
+    (Case(x=(1, 4, 5, 5), w=(4, 4, 3, 1)), "a filter of 3x3"),
+    (replace(PLAIN, dtype="int8"), "of one type"),
+    (replace(PLAIN, out="int8"), "not int8"),
+    (Case(x=(1, 4, 9), w=(4, 4, 3)), "two spatial axes"),
+])  # fmt: skip
+@pytest.mark.parametrize("row", [FUSED, STEPS], ids=lambda row: row.algorithm)
+def test_refuses_with_a_reason(row: catalog.Kernel, case: Case, reason: str) -> None:
+    assert reason in (row.load().fits(case.problem) or "accepted")
+
+
+def test_5x5_is_only_done_in_steps() -> None:
+    problem = Case(x=(1, 4, 9, 9), w=(4, 4, 5, 5)).problem
+    assert FUSED.load().fits(problem) is not None
+    assert STEPS.load().fits(problem) is None
+
+
+def test_a_workspace_beyond_32_bits_is_refused() -> None:
+    case = Case(x=(64, 512, 224, 224), w=(64, 512, 3, 3))
+    assert "2^31" in (STEPS.load().fits(case.problem) or "accepted")
+
+
+def test_workspace_is_counted() -> None:
+    case = Case(x=(1, 128, 128, 128), w=(128, 128, 3, 3), padding=1, constant=False)
+    problem = case.problem
+    config = {**steps(4), "product": "fma", "block_i": 64, "block_j": 64}
+    transformed, filters = 36 * 1024 * 128, 36 * 128 * 128
+    assert STEPS.workspace_bytes(problem, config) == 4 * (2 * transformed + filters)
+    known = replace(case, constant=True).problem
+    assert STEPS.workspace_bytes(known, config) == 4 * 2 * transformed
+    fused = FUSED.configs(problem)[0]
+    assert FUSED.workspace_bytes(problem, fused) == 4 * 16 * 128 * 128
+    assert FUSED.workspace_bytes(known, fused) == 0
+
+
+# code
+
+
+def compiled_cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    """A configuration of each kind, with real sizes."""
+    mission = Case(x=(1, 128, 128, 128), w=(128, 128, 3, 3), padding=1, constant=False)
+    half = Case(x=(8, 512, 14, 14), w=(512, 512, 3, 3), padding=1, dtype="float16", x_format=LAST)
+    for name, row, case in (
+        ("fma", STEPS, mission),
+        ("fma last", STEPS, replace(mission, x_format=LAST)),
+        ("half", STEPS, half),
+        ("tf32", STEPS, replace(mission, math="tf32")),
+        ("fused fma", FUSED, mission),
+        ("fused fma last", FUSED, replace(mission, x_format=LAST, activation="gelu", **WHOLE)),
+        ("fused half", FUSED, half),
+    ):
+        problem, operands = case.problem, draw(replace(case, x=(0, *case.x[1:])))
+        operands[0] = torch.empty(case.x).to(operands[0].dtype)
+        operands[0] = operands[0].contiguous(memory_format=_memory(case))
+        operands[3] = problem.output.empty(torch.device("cpu")) if case.residual else None
+        config = row.configs(problem)[0]
+
+        def run_one(
+            row: Any = row, case: Case = case, operands: Any = operands, config: Any = config
+        ) -> None:
+            problem = case.problem
+            known = {i: operands[i] for i in problem.constant}
+            rest = [t for i, t in enumerate(operands) if t is not None and i not in known]
+            workspace = torch.empty(row.workspace_bytes(problem, config), dtype=torch.uint8)
+            call = row.load().bind(problem, known, **config)
+            call(*rest, out=problem.output.empty(torch.device("cpu")), workspace=workspace)
+
+        yield name, run_one
+
+
+def _memory(case: Case) -> torch.memory_format:
+    return torch.channels_last if case.x_format == LAST else torch.contiguous_format
+
+
+def test_compiles_for_hopper() -> None:
+    found = compile_all("tests.kernels.test_conv_winograd:compiled_cases")
+    for name, launches in found.items():
+        for one in launches:
+            assert one["spilled_bytes"] == 0, (name, one)
+    opcodes = {name: [one["opcodes"] for one in launches] for name, launches in found.items()}
+    assert len(opcodes["fma"]) == 3
+    for name in ("fma", "fma last"):  # 16 numbers of depth at least, all in registers
+        assert opcodes[name][1]["FFMA"] >= 512
+        assert not {"HMMA", "HGMMA"} & set(opcodes[name][1])
+    for name in ("half", "tf32", "fused half"):
+        assert any("HGMMA" in one for one in opcodes[name])
+    for name in ("fused fma", "fused fma last"):
+        assert opcodes[name][-1]["FFMA"] >= 512
+        assert not {"HMMA", "HGMMA"} & set(opcodes[name][-1])
