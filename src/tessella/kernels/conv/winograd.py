@@ -77,6 +77,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if out.numel() == 0:
+            return out
         x, w, bias, residual, scale = [*problem.operands(constants, inputs), None, None, None][:5]
         u = _filter(problem, config, w, workspace) if known is None else known
         _convolve(problem, config, x, u, out, bias, residual, scale)

@@ -113,20 +113,20 @@ def transform_filter(
 @triton.jit
 def transform_input_and_filter(
     x, v, T, C, H, W, tiles_h, tiles_w, xn, xc, xh, xw, vp, vt, vc, blocks_c,
-    w, u, K, wk, wc, wr, ws, up, uk, uc, input_blocks, filter_blocks_c,
+    w, u, K, wk, wc, wr, ws, up, uk, uc, filter_blocks, filter_blocks_c,
     BT: tl.constexpr, G: tl.constexpr, N: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     FILTER_K: tl.constexpr, FILTER_C: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
-    """v = Bᵀ x B of every tile; where w is not None also u = G w Gᵀ, by the blocks after."""
+    """v = Bᵀ x B of every tile; where w is not None also u = G w Gᵀ, by the first blocks."""
     block = tl.program_id(0)
-    if block < input_blocks:
+    if block >= filter_blocks:
+        block -= filter_blocks
         _transform_input(
             x, v, T, C, H, W, tiles_h, tiles_w, xn, xc, xh, xw, vp, vt, vc,
             block // blocks_c, block % blocks_c, BT, N, M, PAD_H, PAD_W, BLOCK_T, BLOCK_C, TF32,
         )  # fmt: skip
     elif w is not None:
-        block -= input_blocks
         _transform_filter(
             w, u, K, C, wk, wc, wr, ws, up, uk, uc, block // filter_blocks_c,
             block % filter_blocks_c, G, N, R, FILTER_K, FILTER_C, TF32,

@@ -22,8 +22,9 @@ from tessella.kernels.conv.winograd_product import multiply, multiply_fma
 from tessella.kernels.conv.winograd_tiling import LARGEST_INT32, Tiling, refusal
 from tessella.kernels.conv.winograd_transforms import coefficients
 from tessella.kernels.launch import launch
+from tessella.kernels.matmul import wgmma
 from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.kernels.problem import Problem, TensorMeta
 
 WRITES_OUT = True
 
@@ -33,13 +34,9 @@ CHANNELS = 32  # depth is padded to a multiple of this
 
 def fits(problem: Problem) -> str | None:
     refused = refusal(problem, (3, 5))
-    if refused:
-        return refused
-    for config in configs(problem)[:1]:
-        plan = _Plan.of(problem, **config)
-        if max(plan.v_elements, plan.m_elements) > LARGEST_INT32:
-            return "the workspace would have more than 2^31 elements"
-    return None
+    if refused is None and not configs(problem):
+        return "the workspace would have more than 2^31 elements"
+    return refused
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
@@ -54,11 +51,17 @@ def configs(problem: Problem) -> tuple[Config, ...]:
         made.append((large, "fma", 32, 32, 16, 1, 3))
     else:
         depth = 32 if x.dtype == "float32" else 64
-        blocks = ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4))
+        blocks = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
         made = [(large, "dot", i, j, depth, warps, 3) for i, j, warps in blocks]
         made.append((small, "dot", 128, 128, depth, 8, 3))
     names = ("tile", "product", "block_i", "block_j", "block_d", "warps", "stages")
-    return tuple(dict(zip(names, values, strict=True)) for values in dict.fromkeys(made))
+    named = [dict(zip(names, values, strict=True)) for values in dict.fromkeys(made)]
+    if not ieee:
+        for tile in dict.fromkeys((large, small)):
+            plan = _Plan.of(problem, tile=tile, product="wgmma")
+            tilings = [c for c in wgmma.configs(plan.matmul) if c["split_k"] == 1]
+            named += [{"tile": tile, "product": "wgmma", **c} for c in tilings[:3]]
+    return tuple(config for config in named if _Plan.of(problem, **config).indexable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ class _Plan:
     def of(cls, problem: Problem, **config: Any) -> _Plan:
         tiling = Tiling.of(problem, config["tile"])
         pixels_inside = problem.output.format != "channels_last"
-        i, j = config["block_i"], config["block_j"]
+        i, j = (config.get(name, CHANNELS) for name in ("block_i", "block_j"))
         filters, tiles = (i, j) if pixels_inside else (j, i)
         return cls(
             tiling=tiling,
@@ -95,7 +98,7 @@ class _Plan:
             fma=config["product"] == "fma",
             pixels_inside=pixels_inside,
             tiles=_up(tiling.count, tiles),
-            channels=_up(tiling.channels, max(CHANNELS, config["block_d"])),
+            channels=_up(tiling.channels, max(CHANNELS, config.get("block_d", 0))),
             filters=_up(tiling.filters, filters),
         )
 
@@ -110,6 +113,27 @@ class _Plan:
     @property
     def m_elements(self) -> int:
         return self.tiling.products * self.tiles * self.filters
+
+    @property
+    def indexable(self) -> bool:
+        """Whether 32-bit numbers count the elements of each part."""
+        return max(self.v_elements, self.u_elements, self.m_elements) <= LARGEST_INT32
+
+    @property
+    def matmul(self) -> Problem:
+        """The products as a batched matrix product, for a kernel that takes one."""
+        i, j = (self.filters, self.tiles) if self.pixels_inside else (self.tiles, self.filters)
+        p, dtype = self.tiling.products, str(self.dtype).removeprefix("torch.")
+        return Problem(
+            op="matmul",
+            inputs=(
+                TensorMeta(shape=(p, i, self.channels), dtype=dtype),
+                TensorMeta(shape=(p, j, self.channels), dtype=dtype),
+            ),
+            outputs=(TensorMeta(shape=(p, i, j), dtype="float32"),),
+            attrs={"transpose_b": True},
+            math="tf32" if self.tf32 else "ieee",
+        )
 
     def u_strides(self) -> tuple[int, int, int]:
         """(p, k, c): depth outermost for fused multiply-adds, innermost for tensor cores."""
@@ -142,8 +166,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         how = ("winograd", plan.tiling.f.m, plan.u_strides(), plan.tf32)
         u_known = packed(weight, how, lambda w: _transformed_filter(plan, w))
 
-    def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        x, w, bias, residual, scale = _five(problem.operands(constants, inputs))
+    def call(
+        *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out.numel() == 0:
+            return out
+        x, w, bias, residual, scale = [*problem.operands(constants, inputs), None, None, None][:5]
         v, u, m = _views(plan, workspace, u_known)
         _transform_inputs(plan, x, v, None if u_known is not None else w, u)
         _multiply(plan, v, u, m)
@@ -155,10 +183,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
 def _up(extent: int, block: int) -> int:
     return -(-extent // block) * block
-
-
-def _five(operands: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    return [*operands, None, None, None][:5]
 
 
 def _views(
@@ -174,10 +198,22 @@ def _views(
     return v, u, m
 
 
+def _input_block(plan: _Plan, pixels_read: bool) -> tuple[int, int]:
+    """Tiles and channels of a block that transforms input: neighbours read, neighbours written."""
+    if pixels_read != plan.fma:
+        return 16, 8
+    return (32, 4) if pixels_read else (4, 32)
+
+
+def _filter_block(plan: _Plan) -> tuple[int, int]:
+    """Filters and channels of a block that transforms the filter."""
+    return 16, 8
+
+
 def _transformed_filter(plan: _Plan, weight: torch.Tensor) -> torch.Tensor:
     f = plan.tiling.f
     u = torch.empty(plan.u_elements, dtype=plan.dtype, device=weight.device)
-    block_k, block_c = 16, THREADS // 16
+    block_k, block_c = _filter_block(plan)
     blocks_c = plan.channels // block_c
     launch(
         transform_filter,
@@ -198,11 +234,8 @@ def _transform_inputs(
 ) -> None:
     """V, and in the same launch U where the filter is no constant."""
     tiling, f = plan.tiling, plan.tiling.f
-    pixels_read = x.stride(3) == 1
-    block_t, block_c = (32, 4) if pixels_read else (4, 32)
-    if pixels_read != plan.fma:  # read one way and written the other
-        block_t, block_c = 16, 8
-    filter_k, filter_c = 16, THREADS // 16
+    block_t, block_c = _input_block(plan, x.stride(3) == 1)
+    filter_k, filter_c = _filter_block(plan)
     blocks = plan.tiles // block_t * (plan.channels // block_c)
     filter_blocks_c = plan.channels // filter_c
     filter_blocks = 0 if weight is None else plan.filters // filter_k * filter_blocks_c
@@ -212,7 +245,7 @@ def _transform_inputs(
         x, v, tiling.count, tiling.channels, *tiling.image, tiling.down, tiling.across,
         *x.stride(), *plan.v_strides(), plan.channels // block_c,
         weight, u, tiling.filters, *((0, 0, 0, 0) if weight is None else weight.stride()),
-        *plan.u_strides(), blocks, filter_blocks_c,
+        *plan.u_strides(), filter_blocks, filter_blocks_c,
         BT=coefficients(f.bt), G=coefficients(f.g), N=f.n, M=f.m, R=f.r,
         PAD_H=tiling.padding[0], PAD_W=tiling.padding[1], BLOCK_T=block_t, BLOCK_C=block_c,
         FILTER_K=filter_k, FILTER_C=filter_c, TF32=plan.tf32, num_warps=THREADS // 32,
@@ -221,6 +254,14 @@ def _transform_inputs(
 
 def _multiply(plan: _Plan, v: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> None:
     config = plan.config
+    if config["product"] == "wgmma":
+        a, b = (u, v) if plan.pixels_inside else (v, u)
+        problem = plan.matmul
+        views = (t.view(meta.shape) for t, meta in zip((a, b), problem.inputs, strict=True))
+        tiling = {k: v for k, v in config.items() if k not in ("tile", "product")}
+        product = wgmma.bind(problem, {}, **tiling)
+        product(*views, out=m.view(problem.output.shape))
+        return
     a, b, i, j = (
         (u, v, plan.filters, plan.tiles) if plan.pixels_inside else (v, u, plan.tiles, plan.filters)
     )

@@ -98,14 +98,9 @@ def multiply_fma(
         b += BLOCK_D * J
         a_tile = a_ring.index(step % STAGES)
         b_tile = b_ring.index(step % STAGES)
-        for d in gl.static_range(0, BLOCK_D, 16):
-            left = a_tile.slice(d, 16, dim=0).permute((1, 0))
-            right = b_tile.slice(d, 16, dim=0)
-            product = gl.dot_fma(
-                left.load(gl.DotOperandLayout(0, LAYOUT, 0)),
-                right.load(gl.DotOperandLayout(1, LAYOUT, 0)),
-                product,
-            )
+        for d in gl.static_range(BLOCK_D):
+            left = a_tile.slice(d, 1, dim=0).permute((1, 0)).load(LAYOUT)
+            product += left * b_tile.slice(d, 1, dim=0).load(LAYOUT)
     i = gl.arange(0, BLOCK_I, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     j = gl.arange(0, BLOCK_J, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     gl.store(m + p * I * J + (i0 + i) * J + j0 + j, product)

@@ -82,6 +82,8 @@ def refusal(problem: Problem, taps: tuple[int, ...]) -> str | None:
     if weight.shape[2] != weight.shape[3] or weight.shape[2] not in taps:
         wanted = " or ".join(f"{r}x{r}" for r in taps)
         return f"winograd needs a filter of {wanted}"
+    if x.shape[1] == 0:
+        return "winograd needs input channels"
     if x.dtype not in FLOATS or weight.dtype != x.dtype:
         return "winograd needs input and weight of one type: float32, float16 or bfloat16"
     if problem.output.dtype not in FLOATS:
