@@ -10,7 +10,7 @@ import torch
 
 from tessella.kernels import catalog
 from tests.kernels.convolutions import Case, draw, right, run
-from tests.kernels.test_conv_winograd import CASES, FUSED, LAST, PLAIN, STEPS, WHOLE, assert_right
+from tests.kernels.winograd_cases import CASES, FUSED, LAST, PLAIN, STEPS, WHOLE, assert_right
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
