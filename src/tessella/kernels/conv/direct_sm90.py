@@ -42,6 +42,7 @@ from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
 
+AT_ONCE = gl.constexpr(12)  # chunks whose values lie in registers, four a thread each
 MOST_CHUNKS = 40  # their filters must fit the shared memory, and their code the instruction cache
 
 
@@ -117,7 +118,9 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     filters = problem.inputs[1].shape[0]
-    widths = [w for w in (16, 32, 64, 128) if w == 16 or w < 2 * filters]
+    # the values of a second round take the registers of a wide tile's sums
+    widest = 64 if Runs.of(problem).chunks > AT_ONCE.value else 128
+    widths = [w for w in (16, 32, 64, 128) if w == 16 or (w < 2 * filters and w <= widest)]
     chosen = [
         {"filters": width, "warps": warps, "blocks": blocks}
         for width in widths[::-1][:2]
@@ -140,7 +143,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     columns = triton.cdiv(geometry.filters, filters)
     pixels = 16 * warps
     count = triton.cdiv(geometry.pixels, pixels)
-    across = min(count, max(1, tiles.MULTIPROCESSORS * chosen["blocks"] // columns))
+    across = max(1, min(count, tiles.MULTIPROCESSORS * chosen["blocks"] // columns))
     each = triton.cdiv(count, across)
     last = problem.output.has("channels_last")
     size = getattr(torch, problem.output.dtype).itemsize
@@ -331,19 +334,22 @@ def direct(x, w, y, bias, residual, scale, alpha, beta, pixels, tiles, each, fil
             first = n * (IMAGE[0] * IMAGE[1] * C) + row * (IMAGE[1] * C) + column
         else:
             first = n * (IMAGE[0] * IMAGE[1] * C) + row * IMAGE[1] + column
-        values = ()
-        for i in gl.static_range(CHUNKS):
-            values = values + (  # noqa: RUF005
-                load_chunk(x, first, row, column, m < pixels, i, C, IMAGE, R, DILATION, UNIT, RUNS,
-                           LENGTH, SHIFT, GRANULES, LEFT),
-            )  # fmt: skip
         acc = gl.zeros((PIXELS, FILTERS), dtype=SUM, layout=ACC)
-        for i in gl.static_range(CHUNKS):
-            acc = warpgroup_mma(values[i], w_s.index(i).permute((1, 0)), acc, is_async=True)
-        if BITS > 8:  # the values too: their registers are read until then
-            acc = warpgroup_mma_wait(0, deps=(acc,) + values)[0]  # noqa: RUF005
-        else:  # Triton cannot name 8-bit ones here
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+        for begin in gl.static_range(0, CHUNKS, AT_ONCE):
+            values = ()
+            for i in gl.static_range(begin, min(begin + AT_ONCE, CHUNKS)):
+                values = values + (  # noqa: RUF005
+                    load_chunk(x, first, row, column, m < pixels, i, C, IMAGE, R, DILATION, UNIT,
+                               RUNS, LENGTH, SHIFT, GRANULES, LEFT),
+                )  # fmt: skip
+            for i in gl.static_range(begin, min(begin + AT_ONCE, CHUNKS)):
+                acc = warpgroup_mma(
+                    values[i - begin], w_s.index(i).permute((1, 0)), acc, is_async=True
+                )
+            if BITS > 8:  # the values too: their registers are read until then
+                acc = warpgroup_mma_wait(0, deps=(acc,) + values)[0]  # noqa: RUF005
+            else:  # Triton cannot name 8-bit ones here
+                acc = warpgroup_mma_wait(0, deps=(acc,))
         at_m = (t * PIXELS + gl.arange(0, PIXELS, layout=gl.SliceLayout(1, ACC))).expand_dims(1)
         at_k = k.expand_dims(0)
         residuals = None
