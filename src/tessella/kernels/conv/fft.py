@@ -247,7 +247,7 @@ def bind(
     def pack(weight: torch.Tensor) -> torch.Tensor:
         c, k = shapes["weights"][2:]
         between = weight.new_empty(2 * period.half * weight.shape[2] * c * k, dtype=torch.float32)
-        spectrum = weight.new_empty(shapes["weights"], dtype=torch.float32)
+        spectrum = weight.new_zeros(shapes["weights"], dtype=torch.float32)
         return of_filters(weight, between, spectrum)
 
     weights = None

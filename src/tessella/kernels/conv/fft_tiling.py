@@ -313,7 +313,7 @@ def bind(
         weights = packed(
             constants[1],
             ("conv2d.fft_tiling", tile, block_k, dilation, precision),
-            lambda w: of_filters(w, w.new_empty(shapes["weights"], dtype=torch.float32)),
+            lambda w: of_filters(w, w.new_zeros(shapes["weights"], dtype=torch.float32)),
         )
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
