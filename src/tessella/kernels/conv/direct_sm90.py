@@ -25,6 +25,7 @@ from tessella.kernels.conv import tiles
 from tessella.kernels.conv.tiles import Geometry
 from tessella.kernels.hopper import (
     DTYPES,
+    barrier,
     descriptor,
     fence_async_shared,
     gl,
@@ -313,6 +314,7 @@ def direct(x, w, y, bias, residual, scale, alpha, beta, pixels, tiles, each, fil
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     fence_async_shared()
+    barrier()
     k0 = gl.program_id(1) * FILTERS
     mbarrier.expect(ready, CHUNKS * w.block_type.nbytes)
     for i in gl.static_range(CHUNKS):
