@@ -20,6 +20,7 @@ import triton.language as tl
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.backward import (
     L2_BYTES,
+    MEMORY_BYTES,
     MULTIPROCESSORS,
     PRODUCTS,
     SHARED_BYTES,
@@ -69,14 +70,18 @@ def configs(problem: Problem) -> tuple[Config, ...]:
         for box in boxes(geometry.batch, geometry.out, pixels)[:3]:
             resident = 2 if warps == 4 else 1
             stages = min(SHARED_BYTES // resident // (2 * pixels * (rows + columns)), 8)
-            config = {
-                "box_n": box[0], "box_h": box[1], "box_w": box[2], "rows": rows,
-                "panels": columns // width, "stages": stages, "warps": warps,
-            }  # fmt: skip
-            found.append((_clocks(geometry, config), config))
+            for share in (1, 2, 4):
+                config = {
+                    "box_n": box[0], "box_h": box[1], "box_w": box[2], "rows": rows,
+                    "panels": columns // width, "stages": stages, "warps": warps,
+                    "blocks": MULTIPROCESSORS * resident // share,
+                }  # fmt: skip
+                found.append((_clocks(geometry, config), config))
     found.sort(key=lambda pair: pair[0])
     return tuple(config for _, config in found[:12])
 
+
+PARTS_BYTES = 4000  # of the parts that all multiprocessors add in one clock
 
 # channels of dy, columns of (tap, channel of x), pixels in a step, warps that multiply
 _TILES = (
@@ -110,21 +115,28 @@ def _work(geometry: Geometry, config: Config) -> tuple[int, int, int, list[int]]
     across = [-(-n // s) for n, s in zip((geometry.batch, *geometry.out), box)]
     rows = -(-geometry.filters // config["rows"])
     tiles = rows * -(-_panels(geometry) // config["panels"])
-    resident = 2 if config["warps"] == 4 else 1
-    blocks = min(tiles * math.prod(across), MULTIPROCESSORS * resident)
-    return blocks, tiles, rows, across
+    return min(tiles * math.prod(across), config["blocks"]), tiles, rows, across
 
 
 def _clocks(geometry: Geometry, config: Config) -> float:
-    """About how long a multiprocessor is busy."""
+    """About how long it takes: products or loads, whichever is slower, and then the parts.
+
+    Fewer blocks make fewer parts: worth it where the images come slowly from memory anyway.
+    """
     blocks, tiles, _, across = _work(geometry, config)
     rows, columns = config["rows"], config["panels"] * _width(geometry)
     pixels = config["box_n"] * config["box_h"] * config["box_w"]
     step = max(rows * columns * pixels / PRODUCTS, 2 * pixels * (rows + columns) / L2_BYTES)
-    resident = 2 if config["warps"] == 4 else 1
-    units = tiles * math.prod(across) / blocks
-    parts = 4 * rows * columns * (blocks + tiles) / MULTIPROCESSORS / L2_BYTES
-    return units * step * min(resident, max(1, blocks / MULTIPROCESSORS)) + 2 * parts
+    together = max(1, blocks / MULTIPROCESSORS)
+    read = math.prod(geometry.image) * geometry.channels + math.prod(geometry.out) * (
+        geometry.filters
+    )
+    main = max(
+        tiles * math.prod(across) / blocks * step * together,
+        2 * geometry.batch * read / MEMORY_BYTES,
+    )
+    parts = 4 * rows * columns * (blocks + tiles)
+    return main + parts / min(blocks, MULTIPROCESSORS) / L2_BYTES + parts / PARTS_BYTES
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
@@ -266,6 +278,13 @@ def _copy_in(
 
 
 @gluon.jit
+def _before(stage, STAGES: gl.constexpr):
+    """The stage before this one. (A variable that followed along would not be carried by the loop:
+    where a name is set to another's value, Triton 3.6 takes the two for one.)"""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _multiply(
     parts, a_ring, b_ring, full, empty, work, STAGES: gl.constexpr, ROWS: gl.constexpr,
     COLUMNS: gl.constexpr, PIXELS: gl.constexpr, LAYOUT: gl.constexpr,
@@ -279,7 +298,6 @@ def _multiply(
     unit, end = _part(work[0])
     for tile in range(unit // boxes, (end - 1) // boxes + 1):
         acc = gl.zeros((ROWS, COLUMNS), dtype=gl.float32, layout=LAYOUT)
-        before = stage
         first = gl.maximum(unit - tile * boxes, 0)
         for i in range(first, gl.minimum(end - tile * boxes, boxes)):
             mbarrier.wait(full.index(stage), phase)
@@ -287,14 +305,13 @@ def _multiply(
             acc = warpgroup_mma(a.permute((1, 0)), b_ring.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             barrier()  # the product before this one is finished in all warps: its tiles are free
-            mbarrier.arrive(empty.index(before), pred=i > first)
-            before = stage
+            mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=i > first)
             stage += 1
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
             stage = gl.where(stage == STAGES, 0, stage)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()
-        mbarrier.arrive(empty.index(before))
+        mbarrier.arrive(empty.index(_before(stage, STAGES)))
         # block and tile only grow along the work: their sum names a slot once
         slot = (gl.program_id(0) + tile).to(gl.int64)
         gl.store(parts + slot * (ROWS * COLUMNS) + (row * COLUMNS + column), acc)
