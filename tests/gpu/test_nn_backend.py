@@ -59,6 +59,20 @@ def curve(precision: Precision, *, backend: str = "torch", layout: torch.memory_
     return torch.stack(made).double().cpu()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("timings")
+
+
+@pytest.fixture(autouse=True)
+def _one_configuration_a_kernel(monkeypatch, folder: Path) -> None:
+    """Every algorithm, but only its most promising configuration: minutes become seconds."""
+    every = catalog.Kernel.configs
+    monkeypatch.setattr(catalog.Kernel, "configs", lambda row, problem: every(row, problem)[:1])
+    monkeypatch.setattr(functional, "CACHE_FOLDER", folder)
+    monkeypatch.setattr(functional, "_ready", {})
+
+
 @pytest.fixture
 def choices(monkeypatch, request) -> dict[str, str]:
     """By problem: the kernel that training took. With ``ours``, no library wins where we fit."""
@@ -79,7 +93,6 @@ def choices(monkeypatch, request) -> dict[str, str]:
         return trials
 
     monkeypatch.setattr(functional.auction, "find", find)
-    monkeypatch.setattr(functional, "_ready", {})
     return taken
 
 
