@@ -290,16 +290,18 @@ def test_a_plan_needs_its_operators(tmp_path: Path, monkeypatch):
 
 
 def test_the_command_line_imports_first(tmp_path: Path, monkeypatch, capsys):
-    (tmp_path / "my_layers.py").write_text("print('here I am')")
+    (tmp_path / "my_layers.py").write_text(
+        "from tests.kernels.test_user import rows\nrows.register('linear', algorithm='mine')"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", ["tessella", "--import", "my_layers", "kernels", "user"])
+    monkeypatch.setattr(sys, "argv", ["tessella", "--import", "my_layers", "kernels", "linear"])
     with pytest.raises(SystemExit) as done:
         main()
-    assert done.value.code in (0, None)
-    printed = capsys.readouterr().out
-    assert printed.index("here I am") < printed.index("user.operator")
+    catalog.unregister("linear.mine")
     del sys.modules["my_layers"]
+    assert done.value.code in (0, None)
+    assert "linear.mine" in capsys.readouterr().out
 
 
 def test_a_plan_wants_a_reference():

@@ -93,7 +93,7 @@ def kernels(
 
 def _list(out: Output, op: str | None) -> None:
     """The rows of the catalog."""
-    found = [k for k in catalog.KERNELS if op is None or k.op in (op, "*")]
+    found = [k for k in catalog.rows() if op is None or k.op in (op, "*")]
     rows = [(k.id, k.op, " ".join(k.targets), k.source) for k in found]
     plain = [
         {"id": k.id, "op": k.op, "targets": list(k.targets), "source": k.source} for k in found

@@ -124,7 +124,7 @@ KERNELS: tuple[Kernel, ...] = (
     _row("conv2d.winograd_nonfused", "conv.winograd_nonfused", "sm_90", source="tessella"),
     _row("conv2d.fft", "conv.fft", "sm_90", source="tessella"),
     _row("conv2d.fft_tiling", "conv.fft_tiling", "sm_90", source="tessella"),
-    *_aten("conv2d", "conv.aten"),
+    *_aten("conv1d conv2d conv3d", "conv.aten"),
     # its gradients
     _row("conv2d_dgrad.implicit_gemm.sm90", "conv.dgrad_sm90", "sm_90", source="tessella"),
     _row("conv2d_wgrad.implicit_gemm.sm90", "conv.wgrad_sm90", "sm_90", source="tessella"),
@@ -174,10 +174,14 @@ KERNELS: tuple[Kernel, ...] = (
 BY_ID: dict[str, Kernel] = {kernel.id: kernel for kernel in KERNELS}
 
 
+def rows() -> tuple[Kernel, ...]:
+    """The table, and what users have registered."""
+    return (*KERNELS, *_REGISTERED.values())
+
+
 def candidates(op: str, target: str) -> tuple[Kernel, ...]:
     """The kernels that may carry out ``op`` on ``target``, in the table's order, users' last."""
-    rows = (*KERNELS, *_REGISTERED.values())
-    return tuple(k for k in rows if k.op in (op, "*") and target in k.targets)
+    return tuple(k for k in rows() if k.op in (op, "*") and target in k.targets)
 
 
 def kernel(id: str) -> Kernel:
