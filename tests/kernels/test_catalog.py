@@ -89,6 +89,11 @@ PROBLEMS = [
     *(linear("relu", r, (3,), dtype="bfloat16") for r in (False, True)),
     problem("linear", [(3, 7), (5, 7), None, None], (3, 5), {"activation": None}, (1,)),
     *(made for axes in (1, 2, 3) for made in conv_gradients(axes)),
+    *(problem(f"conv{axes}d", [(2, 4, *(6,) * axes), (8, 4, *(3,) * axes), (8,)],
+              (2, 8, *(6,) * axes),
+              {n: (1,) * axes for n in ("stride", "padding", "dilation")}
+              | {"groups": 1, "activation": "relu"}, (1, 2))
+      for axes in (1, 3)),
     problem("matmul", [(2, 3, 4), (2, 4, 5)], (2, 3, 5), {}),
     problem("matmul", [(3, 4), (4, 5)], (3, 5), {}, constant=(1,)),
     problem("matmul", [(3, 4), (4, 5)], (3, 5), {}, constant=(0,)),

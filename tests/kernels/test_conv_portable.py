@@ -16,7 +16,7 @@ from tessella.kernels import catalog
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import MEMORY_FORMATS, TensorMeta
 from tests.kernels.compile_only import compile_all
-from tests.kernels.convolutions import Case, check
+from tests.kernels.convolutions import Case, check, draw, right, run
 
 ALGORITHMS = ("gemm", "implicit_gemm", "implicit_precomp_gemm", "direct")
 interpreted = pytest.mark.skipif(
@@ -117,6 +117,17 @@ def test_columns_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         for splits in (1, 2):
             varied = replace(case, x_format=LAST if last else "contiguous")
             check(row("gemm", case), varied, {**tile, "splits": splits}, integers=True)
+
+
+@interpreted
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_without_weight_a_residual_is_not_read(algorithm: str) -> None:
+    case = Case(x=(1, 4, 5, 5), w=(6, 4, 3, 3), residual=True, beta=0.0)
+    operands = draw(case)
+    operands[3].fill_(torch.inf)
+    made = run(row(algorithm, case), case, operands)
+    expected = right(replace(case, residual=False), [*operands[:3], None, None])
+    torch.testing.assert_close(made.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @interpreted

@@ -1,4 +1,4 @@
-"""Convolution by torch, its epilogue as separate element-wise operations."""
+"""Convolution by torch (cuDNN, or oneDNN on a CPU), what it does not fuse as element-wise steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from tessella.kernels.problem import MEMORY_FORMATS, Problem
 
 WRITES_OUT = False
 
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+
 
 def fits(problem: Problem) -> str | None:
-    if 1 not in problem.constant or (problem.inputs[2] is not None and 2 not in problem.constant):
-        return "weight and bias must be constants"
-    if not problem.inputs[0].has(problem.output.format):
+    x, weight = problem.inputs[:2]
+    if x.dtype not in FLOATS:
+        return f"torch convolves floating types only, not {x.dtype}"
+    if {x.dtype, weight.dtype} != {problem.output.dtype}:
+        return "one element type throughout"
+    if any(t is not None and t.dtype not in FLOATS for t in map(problem.meta, (2, 3, 4))):
+        return "the epilogue's tensors must be floating"
+    if isinstance(problem.attrs["padding"], str):
+        return "padding must be numbers"
+    if x.format != "strided" and not x.has(problem.output.format):
         return f"keeps the format, cannot make {problem.output.format}"
     return None
 
@@ -25,18 +34,40 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     attrs = problem.attrs
     padding, stride, dilation = (list(attrs[n]) for n in ("padding", "stride", "dilation"))
-    groups, activation = attrs["groups"], attrs.get("activation")
+    groups, activation = attrs["groups"], problem.attr("activation")
+    alpha, beta = problem.attr("alpha"), problem.attr("beta")
     memory_format = MEMORY_FORMATS[problem.output.format]
-    bias = constants.get(2)
-    weight = packed(
-        constants[1],
-        ("conv2d.aten", problem.output.format),
-        lambda w: w.contiguous(memory_format=memory_format),
+    product = getattr(torch, problem.op)
+    bias_meta = problem.meta(2)
+    inside = (
+        bias_meta is not None
+        and bias_meta.dtype == problem.output.dtype
+        and problem.meta(4) is None
+        and alpha == 1
     )
+    held = dict(constants)
+    if 1 in constants:
+        held[1] = packed(
+            constants[1],
+            ("conv2d.aten", problem.output.format),
+            lambda w: w.contiguous(memory_format=memory_format),
+        )
 
-    def convolve(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        made = torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
-        # with one channel torch cannot tell the formats apart, and may answer in the other one
-        return finish_(made.contiguous(memory_format=memory_format), residual, activation)
+    def convolve(*inputs: torch.Tensor) -> torch.Tensor:
+        operands = (*problem.operands(held, inputs), None, None, None)
+        x, weight, bias, residual, scale = operands[:5]
+        weight = weight.contiguous(memory_format=memory_format)
+        made = product(x, weight, bias if inside else None, stride, padding, dilation, groups)
+        return finish_(
+            # with one channel torch cannot tell the formats apart, and may answer in the other one
+            made.contiguous(memory_format=memory_format),
+            residual,
+            activation,
+            bias=None if inside else bias,
+            scale=scale,
+            alpha=alpha,
+            beta=beta,
+            axis=1,
+        )
 
     return convolve

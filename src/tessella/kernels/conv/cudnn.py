@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
+from tessella.kernels.conv import aten
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import MEMORY_FORMATS, Problem
 
@@ -14,37 +15,40 @@ WRITES_OUT = False
 
 
 def fits(problem: Problem) -> str | None:
-    x, _, bias, residual = problem.inputs
-    if 1 not in problem.constant or (bias is not None and 2 not in problem.constant):
-        return "weight and bias must be constants"
-    if problem.attrs.get("activation") != "relu":
-        return f"fuses relu only, not {problem.attrs.get('activation')}"
-    if len({t.dtype for t in problem.inputs if t is not None}) > 1:
+    x, _, bias, residual, scale = (problem.meta(i) for i in range(5))
+    if problem.attr("activation") != "relu":
+        return f"fuses relu only, not {problem.attr('activation')}"
+    if scale is not None or problem.attr("alpha") != 1:
+        return "fuses neither scale nor alpha"
+    if any(t is not None and t.dtype != x.dtype for t in (bias, residual)):
         return "one element type throughout"
-    if not x.has(problem.output.format):
-        return f"keeps the format, cannot make {problem.output.format}"
     if residual is not None and not residual.has(problem.output.format):
         return "the residual must have the result's format"
-    return None
+    return aten.fits(problem)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     attrs = problem.attrs
     padding, stride, dilation = (list(attrs[n]) for n in ("padding", "stride", "dilation"))
-    groups = attrs["groups"]
+    groups, beta = attrs["groups"], problem.attr("beta")
     memory_format = MEMORY_FORMATS[problem.output.format]
-    bias = constants.get(2)
-    weight = packed(
-        constants[1],
-        ("conv2d.aten", problem.output.format),
-        lambda w: w.contiguous(memory_format=memory_format),
-    )
-    if problem.inputs[3] is None:
-        relu = torch.ops.aten.cudnn_convolution_relu.default
-        return lambda x: relu(x, weight, bias, stride, padding, dilation, groups).contiguous(
-            memory_format=memory_format
+    held = dict(constants)
+    if 1 in constants:
+        held[1] = packed(
+            constants[1],
+            ("conv2d.aten", problem.output.format),
+            lambda w: w.contiguous(memory_format=memory_format),
         )
+    relu = torch.ops.aten.cudnn_convolution_relu.default
     add_relu = torch.ops.aten.cudnn_convolution_add_relu.default
-    return lambda x, residual: add_relu(
-        x, weight, residual, 1.0, bias, stride, padding, dilation, groups
-    ).contiguous(memory_format=memory_format)
+
+    def convolve(*inputs: torch.Tensor) -> torch.Tensor:
+        x, weight, bias, residual = (*problem.operands(held, inputs), None, None)[:4]
+        weight = weight.contiguous(memory_format=memory_format)
+        if residual is None or beta == 0:
+            made = relu(x, weight, bias, stride, padding, dilation, groups)
+        else:
+            made = add_relu(x, weight, residual, beta, bias, stride, padding, dilation, groups)
+        return made.contiguous(memory_format=memory_format)
+
+    return convolve

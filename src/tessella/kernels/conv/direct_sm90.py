@@ -165,6 +165,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             return out
         operands = (*problem.operands(held, inputs), None, None, None)
         x, weight, bias, residual, scale = operands[:5]
+        if beta == 0:  # then the residual is not read, whatever it holds
+            residual = None
         if 1 not in constants:
             weight = _pack(weight, runs, columns * filters, workspace)
         flat = out.permute(0, 2, 3, 1).reshape(-1, geometry.filters) if bulk else None

@@ -165,10 +165,11 @@ class Tile:
 
 # pixels, filters, depth, warps, stages, and blocks of it that share a multiprocessor
 _PLAIN = (
-    (128, 128, 16, 8, 3, 1),
-    (128, 64, 16, 4, 3, 2),
+    (128, 128, 32, 8, 3, 1),
+    (128, 128, 16, 8, 4, 1),
     (64, 128, 16, 4, 3, 2),
-    (64, 64, 16, 4, 3, 4),
+    (128, 64, 16, 4, 3, 2),
+    (64, 64, 16, 2, 3, 4),
     (128, 32, 16, 4, 3, 4),
     (64, 32, 16, 2, 3, 6),
     (64, 16, 16, 2, 3, 8),
@@ -255,6 +256,8 @@ def destination(
     out: torch.Tensor,
 ) -> dict[str, Any]:
     """The arguments that ``store`` of a tile takes, by name."""
+    if problem.attr("beta") == 0:  # then it is not read, whatever it holds
+        residual = None
     return {
         "bias": bias,
         "scale": scale,
