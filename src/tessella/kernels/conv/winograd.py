@@ -41,21 +41,23 @@ def fits(problem: Problem) -> str | None:
 def configs(problem: Problem) -> tuple[Config, ...]:
     ieee = problem.inputs[0].dtype == "float32" and problem.math == "ieee"
     if ieee:
+        names = ("product", "block_t", "block_k", "block_c", "warps", "split", "stages")
         shapes = [
-            ("fma", 32, 128, 16, 4, 3),
-            ("fma", 64, 64, 16, 4, 3),
-            ("fma", 64, 128, 16, 8, 3),
-            ("fma", 32, 64, 16, 2, 3),
-            ("dot", 32, 128, 16, 8, 3),
+            ("fma", 32, 128, 16, 8, 2, 2),
+            ("fma", 64, 64, 16, 8, 2, 2),
+            ("fma", 32, 128, 32, 8, 2, 2),
+            ("fma", 64, 128, 16, 8, 1, 2),
+            ("fma", 32, 128, 16, 4, 1, 2),
+            ("fma", 32, 64, 16, 4, 2, 2),
         ]
     else:
+        names = ("product", "block_t", "block_k", "block_c", "warps", "stages")
         shapes = [
-            ("dot", 64, 64, 32, 4, 3),
             ("dot", 64, 64, 64, 4, 3),
+            ("dot", 64, 64, 32, 4, 3),
             ("dot", 128, 64, 32, 8, 3),
             ("dot", 64, 32, 32, 4, 3),
         ]
-    names = ("product", "block_t", "block_k", "block_c", "warps", "stages")
     return tuple(dict(zip(names, values, strict=True)) for values in shapes)
 
 
@@ -141,10 +143,12 @@ def _convolve(
     blocks_k = filters // config["block_k"]
     fma = config["product"] == "fma"
     if fma:
-        warps_k = min(config["warps"], config["block_k"] // 32)
+        warps = config["warps"] // config["split"]
+        warps_k = min(warps, config["block_k"] // 32)
         form = {
             "STAGES": config["stages"],
-            "WARPS_T": config["warps"] // warps_k,
+            "SPLIT": config["split"],
+            "WARPS_T": warps // warps_k,
             "WHOLE": tiling.channels == channels,
             "WIDE": x.stride(3) == 1,
             "WIDE_OUT": problem.output.format != "channels_last",

@@ -92,12 +92,17 @@ def convolve_fma(
     yn, yk, yp, yq, bias, residual, scale, rn, rk, rp, rq, alpha, beta,
     DEPTH: gl.constexpr, INPUTS: gl.constexpr, FACTORS: gl.constexpr, OUTPUTS: gl.constexpr,
     PAD_H: gl.constexpr, PAD_W: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
-    BLOCK_C: gl.constexpr, STAGES: gl.constexpr, WARPS_T: gl.constexpr, WHOLE: gl.constexpr,
-    ACTIVATION: gl.constexpr, WIDE: gl.constexpr, WIDE_OUT: gl.constexpr,
+    BLOCK_C: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPS_T: gl.constexpr,
+    WHOLE: gl.constexpr, ACTIVATION: gl.constexpr, WIDE: gl.constexpr, WIDE_OUT: gl.constexpr,
 ):  # fmt: skip
     """y = epilogue(conv(x)). WIDE, WIDE_OUT: pixels are neighbours in x, in y; else channels."""
     NUM_WARPS: gl.constexpr = gl.num_warps()
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [WARPS_T, NUM_WARPS // WARPS_T], [1, 0])
+    # [part of the channels, tile, filter]: the warps of a part hold sums of their own
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 4, 4], [1, 4, 8], [SPLIT, WARPS_T, NUM_WARPS // (SPLIT * WARPS_T)], [2, 1, 0]
+    )
+    V_PART: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    U_PART: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     READ: gl.constexpr = (
         gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0])
         if WIDE
@@ -133,11 +138,11 @@ def convolve_fma(
     u += k0 + u_c * filters + u_k
 
     STEPS: gl.constexpr = DEPTH // BLOCK_C
-    y00 = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
-    y01 = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
-    y10 = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
-    y11 = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
-    product = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    y00 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    y01 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    y10 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    y11 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    product = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
     for ahead in gl.static_range(STAGES - 1):  # the 16 products take at least 16 steps
         copy_elements(u_ring.index(ahead), u)
         commit_copies()
@@ -162,10 +167,10 @@ def convolve_fma(
         a, b, d, e = _pixels(images, seen, c, h, w, i, j, C, H, W, xc, xh, xw, INPUTS, WHOLE)
         v_tile = v_ring.index(step % 2)
         u_tile = u_ring.index(step % STAGES)
-        for s in gl.static_range(BLOCK_C):
-            left = v_tile.slice(s, 1, dim=0).permute((1, 0)).load(LAYOUT)
-            right = u_tile.slice(s, 1, dim=0).load(LAYOUT)
-            product += left * right
+        for s in gl.static_range(0, BLOCK_C, SPLIT):
+            left = v_tile.slice(s, SPLIT, dim=0).load(V_PART)
+            right = u_tile.slice(s, SPLIT, dim=0).load(U_PART)
+            product += left[:, :, None] * right[:, None, :]
         f1 = _pick(FACTORS, 0, i)
         f2 = _pick(FACTORS, 1, i)
         g1 = _pick(FACTORS, 0, j)
@@ -182,13 +187,17 @@ def convolve_fma(
             y01 += top * rightmost * product
             y10 += bottom * leftmost * product
             y11 += bottom * rightmost * product
-            product = gl.zeros([BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
-    rows = gl.join(y00, y01).permute((1, 0, 2)).reshape([BLOCK_K, BLOCK_T * 2])
+            product = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    rows = (
+        gl.join(gl.sum(y00, 0), gl.sum(y01, 0)).permute((1, 0, 2)).reshape([BLOCK_K, BLOCK_T * 2])
+    )
     _store_rows(
         rows, y, 0, first, k0, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
         bias, residual, scale, rn, rk, rp, rq, alpha, beta, ACTIVATION, OUT,
     )  # fmt: skip
-    rows = gl.join(y10, y11).permute((1, 0, 2)).reshape([BLOCK_K, BLOCK_T * 2])
+    rows = (
+        gl.join(gl.sum(y10, 0), gl.sum(y11, 0)).permute((1, 0, 2)).reshape([BLOCK_K, BLOCK_T * 2])
+    )
     _store_rows(
         rows, y, 1, first, k0, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
         bias, residual, scale, rn, rk, rp, rq, alpha, beta, ACTIVATION, OUT,
