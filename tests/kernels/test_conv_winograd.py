@@ -252,5 +252,5 @@ def test_compiles_for_hopper() -> None:
     for name in ("half", "tf32", "fused half"):
         assert any("HGMMA" in one for one in opcodes[name])
     for name in ("fused fma", "fused fma last"):
-        assert opcodes[name][-1]["FFMA"] >= 512
+        assert opcodes[name][-1]["FFMA"] >= 256  # 16 channels: half of them a warp's
         assert not {"HMMA", "HGMMA"} & set(opcodes[name][-1])

@@ -53,8 +53,8 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     else:
         names = ("product", "block_t", "block_k", "block_c", "warps", "stages")
         shapes = [
-            ("dot", 64, 64, 64, 4, 3),
             ("dot", 64, 64, 32, 4, 3),
+            ("dot", 64, 64, 64, 4, 3),
             ("dot", 128, 64, 32, 8, 3),
             ("dot", 64, 32, 32, 4, 3),
         ]
