@@ -9,9 +9,9 @@ its epilogue. Ping-pong: alternate tiles.
 Words: WM, WN, what one warpgroup accumulates; BK, a tile's length along K; a unit, one tile of C
 over all of K or a range of it; STAGES, of the ring; BUFFERS, where a warpgroup's results wait.
 Arguments travel in groups: ``ring`` (A's tiles, B's tiles, barriers "full" and "empty" of each
-stage), ``out`` (C's descriptor, buffers), ``extra`` (residual's descriptor, its barriers, scale,
-bias, N), ``work`` (units, tiles computed whole, tiles whose K is split, tiles along M, N and K,
-tiles along K of one range).
+stage, the turns of ping-pong), ``out`` (C's descriptor, buffers), ``extra`` (residual's descriptor,
+its barriers, scale, bias, N), ``work`` (units, tiles computed whole, tiles whose K is split, tiles
+along M, N and K, tiles along K of one range).
 """
 
 from __future__ import annotations
@@ -74,6 +74,12 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _before(stage, STAGES: gl.constexpr):
+    # computed, not carried: Triton 3.6 freezes a copy of ``stage`` from the round before
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _skip(stage, phase, count, STAGES: gl.constexpr):
     position = stage + count
     return position % STAGES, (phase + position // STAGES) & 1
@@ -90,7 +96,7 @@ def _produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexp
     STAGES: gl.constexpr = LOOK[5]
     GROUP: gl.constexpr = LOOK[6]
     BYTES: gl.constexpr = PARTS * a.block_type.nbytes + b.block_type.nbytes
-    a_ring, b_ring, full, empty = ring
+    a_ring, b_ring, full, empty, _ = ring
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # an empty ring: the first round does not wait
     for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
@@ -214,6 +220,7 @@ def _consume(
     ROW: gl.constexpr = PART * WM  # in the block's tile
     full = ring[2]
     empty = ring[3]
+    turns = ring[4]
     c, buffers = out
     INTEGER: gl.constexpr = ring[0].dtype.is_int()
     WIDEST: gl.constexpr = 128 if INTEGER else 256  # s8 with N = 256 does not pass Triton 3.6
@@ -237,6 +244,7 @@ def _consume(
             stage, phase = _skip(stage, phase, others, STAGES)
             start += step
         step *= 2
+    v = gl.to_tensor(0)  # this consumer's units so far
     r_phase = gl.to_tensor(0)
     for u in range(start, work[0], step):
         batch, m, n, _, count = _unit(u, work, GROUP)
@@ -249,7 +257,9 @@ def _consume(
                 for piece in gl.static_range(BUFFERS):
                     _load_residual(extra, buffers, batch, m0, n0 + piece * EN, FIRST + piece)
         acc = gl.zeros((WM, WN), dtype=ACC, layout=L)
-        before = stage
+        if PING_PONG:
+            # a wait two rounds of the ring ahead would take an old phase for the awaited one
+            mbarrier.wait(turns.index(WHO), (v & 1) ^ (1 - WHO))
         for k in range(count):
             mbarrier.wait(full.index(stage), phase)
             a, b = _factors(ring, stage, stage * PARTS + PART, LOOK)
@@ -265,13 +275,16 @@ def _consume(
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 # the product before this one is done: its stage goes back
                 barrier()
-                mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
-            before = stage
+                mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=k > 0)
             stage, phase = _next(stage, phase, STAGES)
+        if PING_PONG:
+            barrier()
+            mbarrier.arrive(turns.index(1 - WHO), count=1)
+            v += 1
         if not PROMOTE:
             acc = warpgroup_mma_wait(0, deps=(acc,))
             barrier()
-            mbarrier.arrive(empty.index(before), count=1)
+            mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
         if PING_PONG:  # over the other warpgroup's unit
             _, _, _, _, others = _unit(u + gl.num_programs(0), work, GROUP)
             stage, phase = _skip(stage, phase, others, STAGES)
@@ -327,6 +340,9 @@ def multiply(
     r_full = gl.allocate_shared_memory(
         gl.int64, [CONSUMERS * BUFFERS, 1], mbarrier.MBarrierLayout()
     )
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=PARTS)
@@ -334,7 +350,7 @@ def multiply(
         mbarrier.init(r_full.index(i), count=1)
     fence_async_shared()
     barrier()
-    ring = (a_ring, b_ring, full, empty)
+    ring = (a_ring, b_ring, full, empty, turns)
     out = (c, buffers)
     sums = (p, buffers)
     if p is not None:
