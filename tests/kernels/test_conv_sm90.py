@@ -237,7 +237,7 @@ class Language:
 WALK: dict[str, Any] = {"gl": Language}
 WALK |= {
     name: FunctionType(getattr(device, name).fn.__code__, WALK)
-    for name in ("_taps", "_first_tile", "_next_tile", "_part", "_next")
+    for name in ("_taps", "_first_tile", "_next_tile", "_channel", "_part", "_next")
 }
 
 
@@ -254,38 +254,37 @@ def _walked(
     far = 64  # zeros on each side, and pixels of tiles that reach over the edge
     padded = F.pad(x, (0, BK, far, far, far, far, 0, BN))
     weights = F.pad(w, (0, BK, 0, 0, 0, 0, 0, BCO))
-    y = torch.zeros(shape.N + BN, shape.P + BH, shape.Q + BW, shape.K + BCO).double()
+    y = torch.zeros(splits, shape.N + BN, shape.P + BH, shape.Q + BW, shape.K + BCO).double()
     chunks = math.ceil(shape.C / BK)
     geometry = (
         shape.C, chunks, shape.H, shape.W, shape.R, shape.S, *shape.padding, *shape.dilation
     )  # fmt: skip
-    grid = (tiles[:3], tuple(kernel._digits(blocks, tiles[:3])), splits)
+    grid = (tiles[:3], tuple(kernel._digits(blocks, tiles[:3])), splits, max(0, shape.K - BCO))
     for Language.block in range(blocks):
         k, q, p, n = WALK["_first_tile"](grid)
         for _ in range(Language.block, math.prod(tiles) * splits, blocks):
             steps, r, s, c, s_low, s_high = WALK["_part"](
                 p, q, grid, geometry, BH, BW, BK, SH, SW, shape.dilation != (1, 1), splits > 1
             )
+            k0 = WALK["_channel"](k, grid, BCO)
+            sums = torch.zeros(BN, BH, BW, BCO).double()
             for _ in range(steps):
                 h = p * BH * SH + r * shape.dilation[0] - shape.padding[0] + far
                 v = q * BW * SW + s * shape.dilation[1] - shape.padding[1] + far
                 box = padded[
                     n * BN : n * BN + BN, h : h + BH * SH : SH, v : v + BW * SW : SW, c : c + BK
                 ]
-                part = weights[k * BCO : k * BCO + BCO, r, s, c : c + BK]
-                y[
-                    n * BN : n * BN + BN,
-                    p * BH : p * BH + BH,
-                    q * BW : q * BW + BW,
-                    k * BCO : k * BCO + BCO,
-                ] += torch.einsum("nhwc,kc->nhwk", box, part)
+                part = weights[k0 : k0 + BCO, r, s, c : c + BK]
+                sums += torch.einsum("nhwc,kc->nhwk", box, part)
                 r, s, c = WALK["_next"](r, s, c, s_low, s_high, shape.C, BK)
+            made = y[Language.block % splits, n * BN :, p * BH :, q * BW :, k0:]
+            made[:BN, :BH, :BW, :BCO] = sums
             k, q, p, n = WALK["_next_tile"](k, q, p, n, grid)
     right = F.conv2d(
         x.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2), None, shape.stride, shape.padding,
         shape.dilation,
     )  # fmt: skip
-    return y[: shape.N, : shape.P, : shape.Q, : shape.K].permute(0, 3, 1, 2), right
+    return y.sum(0)[: shape.N, : shape.P, : shape.Q, : shape.K].permute(0, 3, 1, 2), right
 
 
 @pytest.mark.parametrize(

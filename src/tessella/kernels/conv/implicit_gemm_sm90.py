@@ -131,11 +131,9 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     ``taps`` of a filter's column a stage.
     """
     shape = _shape(problem)
-    residual = problem.meta(3) is not None
     found: dict[tuple[Any, ...], tuple[float, dict[str, Any]]] = {}
     for config in _candidates(problem, shape):
-        config["splits"] = _splits(shape, config)
-        time = _estimate(shape, config, residual)
+        time = _estimate(shape, config, problem)
         key = (config["tile_k"], config["groups"], config["warps"], config["swap"],
                config["tile_n"] * config["tile_h"] * config["tile_w"], config["taps"])  # fmt: skip
         rank = found.setdefault(key, (time, config))
@@ -147,12 +145,10 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
 def _candidates(problem: Problem, shape: _Shape) -> Iterator[dict[str, Any]]:
     """Every tile that fits registers and shared memory, with its ring as deep as memory allows."""
-    eight_bits = problem.output.dtype in EIGHT_BITS
-    least_k = 64 if eight_bits else 16
-    tile_c = _tile_c(shape)
+    least_k = 64 if problem.output.dtype in EIGHT_BITS else 16
     wide_k = max(least_k, triton.next_power_of_2(shape.K))
-    for (groups, warps), tile_k, pixels in itertools.product(
-        ((2, 4), (1, 8), (1, 4)), (16, 32, 64, 128, 256), (64, 128, 256)
+    for (groups, warps), tile_k, pixels, tile_c in itertools.product(
+        ((2, 4), (1, 8), (1, 4)), (16, 32, 64, 128, 256), (64, 128, 256), _tile_c(shape)
     ):
         if tile_k < least_k or tile_k > wide_k or tile_k * pixels > 32 * 128 * warps:
             continue
@@ -170,18 +166,21 @@ def _candidates(problem: Problem, shape: _Shape) -> Iterator[dict[str, Any]]:
                     "tile_c": tile_c, "stages": 2, "slots": 1, "groups": groups, "warps": warps,
                     "swap": swap, "splits": 1, "taps": taps,
                 }  # fmt: skip
+                config["splits"] = _splits(shape, config)
+                items = math.prod(_tiles(shape, config)) * config["splits"]
+                if groups == 2 and items <= MULTIPROCESSORS:
+                    continue  # no block has work for a second group
                 if _deepen(shape, config):
                     yield config
 
 
-def _tile_c(shape: _Shape) -> int:
-    """128 bytes of channels a stage, or less where that wastes less."""
+def _tile_c(shape: _Shape) -> list[int]:
+    """Channels a stage: 128 bytes of them, and half as many where that wastes less."""
     widest = 128 // shape.itemsize
-    narrow = min(widest, max(32 // shape.itemsize, triton.next_power_of_2(shape.C)))
-    half = widest // 2
-    if narrow == widest and _up(shape.C, half) < 0.8 * _up(shape.C, widest):
-        return half
-    return narrow
+    fewest = 32 // shape.itemsize
+    widest = min(widest, max(fewest, triton.next_power_of_2(shape.C)))
+    half = max(fewest, widest // 2)
+    return [widest] if _up(shape.C, half) == _up(shape.C, widest) else [widest, half]
 
 
 def _boxes(shape: _Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
@@ -213,15 +212,19 @@ def _boxes(shape: _Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]
 
 
 def _deepen(shape: _Shape, config: dict[str, Any]) -> bool:
-    """Fill shared memory: output buffers first, then stages. False if it does not fit."""
+    """Fill shared memory with stages and output buffers. False if it does not fit.
+
+    A second output buffer for each group is worth less than a fourth stage: with three, products
+    wait for TMA (256 → 256 channels at 14 × 14: 60 µs instead of 48).
+    """
     pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
     stage = _stage_bytes(shape, config)
-    slot = pixels * config["tile_k"] * shape.out_itemsize
-    for slots in (2, 1):
+    whole = config["splits"] == 1
+    slot = pixels * config["tile_k"] * (shape.out_itemsize if whole else 4)
+    for slots, least in ((2, 4), (1, 2)) if whole else ((1, 2),):
         left = SHARED_BYTES - config["groups"] * slots * slot
-        stages = min(8, left // stage)
-        if stages >= (3 if slots == 2 and config["taps"] == 1 else 2):
-            config["stages"], config["slots"] = stages, slots
+        config["slots"], config["stages"] = slots, min(8, left // stage)
+        if config["stages"] * config["taps"] >= least and config["stages"] >= 2:
             return True
     return False
 
@@ -265,49 +268,60 @@ def _tiles(shape: _Shape, config: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _splits(shape: _Shape, config: dict[str, Any]) -> int:
-    """Parts of the sum, so that all multiprocessors have work; at least four stages a part."""
+    """Parts of the sum, where the tiles are few and the second kernel costs less than it saves."""
     tiles = math.prod(_tiles(shape, config))
     steps = _steps(shape, config)
-    if tiles > MULTIPROCESSORS // 2 or steps < 8:
+    if tiles > MULTIPROCESSORS // 2 or steps * config["taps"] < 24:
         return 1
-    return max(1, min(MULTIPROCESSORS // tiles, int(steps // 4), 16))
+    return max(1, min(MULTIPROCESSORS // tiles, int(steps * config["taps"] // 6), 16))
 
 
-def _estimate(shape: _Shape, config: dict[str, Any], residual: bool) -> float:
-    """Clocks of the whole convolution.
+def _estimate(shape: _Shape, config: dict[str, Any], problem: Problem) -> float:
+    """Clocks of the whole convolution, from counts and a few measured rates.
 
-    Per stage the slowest of: the tensor cores, shared memory (128 bytes a clock, read by the
-    products and written by TMA), the way from the second-level cache (about 48 bytes a clock and
-    multiprocessor); then the epilogue, hidden by a second group; then whole waves of tiles; at
-    least the time of the memory traffic (about 18 bytes a clock and multiprocessor).
+    Per stage the slowest of: the tensor cores; shared memory (128 bytes a clock, read by the
+    products and written by TMA); the way from the second-level cache (about 47 bytes a clock and
+    multiprocessor, or a row of any length in 2.5 clocks); the loading warp (about 110 clocks a
+    tile); and what is in flight, about 2200 clocks from asking to having. Then the epilogue, hidden
+    by a second group; then whole waves of tiles; at least the time of the memory traffic (16.5
+    bytes a clock and multiprocessor). A second kernel that adds parts: 5500 clocks.
     """
     pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
+    taps, residual = config["taps"], problem.meta(3) is not None
     rows, columns = pixels, config["tile_k"]
     if config["swap"]:
         rows, columns = columns, rows
     depth = config["tile_c"] * shape.itemsize  # bytes
     warps_n = config["warps"] // min(config["warps"], max(4, rows // 16))
     width = min(columns // warps_n, 128 if shape.itemsize == 1 else 256)
-    products = config["taps"] * rows * columns * depth / 4096
-    reads = config["taps"] * (rows / 64) * (columns / width) * (64 + width) * depth
+    wide = 1.3 if shape.itemsize == 1 and config["tile_k"] == 256 else 1.0  # measured
+    products = wide * taps * rows * columns * depth / 4096
+    reads = taps * (rows / 64) * (columns / width) * (64 + width) * depth
     fill = _stage_bytes(shape, config)
-    stage = max(products, (reads + fill) / 128, fill / 48) + 40
+    stage = max(
+        products,
+        (reads + fill) / 128,
+        fill / 47,
+        fill / depth * 2.5,
+        50 + 110 * (2 if taps == 1 else 2 + taps),
+        2200 / (config["stages"] - 1),
+    )
     tiles = math.prod(_tiles(shape, config))
     splits = config["splits"]
-    body = _steps(shape, config) / splits * stage
+    body = _steps(shape, config) / splits * (stage + 30)
     elements = pixels * config["tile_k"] / (32 * config["warps"])
-    narrow = config["swap"] and shape.out_itemsize == 1
-    epilogue = 500 + elements * ((10 if residual else 7) + 6 * narrow)
+    narrow = shape.out_itemsize == 1
+    epilogue = 600 + elements * (6 + 3 * residual + 3 * narrow + 6 * (narrow and config["swap"]))
     tile = body + epilogue if config["groups"] == 1 else max(body, (body + epilogue) / 2)
     per_sm = math.ceil(tiles * splits / MULTIPROCESSORS)
     out_bytes = shape.N * shape.P * shape.Q * shape.K * shape.out_itemsize
     moved = shape.N * shape.H * shape.W * shape.C * shape.itemsize
     moved += shape.R * shape.S * shape.C * shape.K * shape.itemsize
     moved += out_bytes * (2 if residual else 1)
-    work, traffic = per_sm * tile, moved / (18 * MULTIPROCESSORS)
+    work, traffic = per_sm * tile, moved / (16.5 * MULTIPROCESSORS)
     total = max(work, traffic) + 0.2 * min(work, traffic) + epilogue + 2000
     if splits > 1:
-        total += 3000 + 2 * splits * out_bytes / shape.out_itemsize * 4 / (40 * MULTIPROCESSORS)
+        total += 5500 + 2 * splits * out_bytes / shape.out_itemsize * 4 / (40 * MULTIPROCESSORS)
     return total
 
 
@@ -428,6 +442,9 @@ def _run(
     items = math.prod(tiles) * splits
     blocks = min(items, MULTIPROCESSORS)
     rows, columns = (tile_k, pixels) if config["swap"] else (pixels, tile_k)
+    # whether float32 holds the sums of products of int8 as 1.5 · 2^23 + sum
+    small = x.dtype == torch.int8 and target.dtype != torch.int32
+    small = small and shape.C * shape.R * shape.S <= 256
     options = {}
     if config["warps"] == 4:
         options["maxnreg"] = 168
@@ -445,11 +462,12 @@ def _run(
         shape.K, shape.C, math.ceil(shape.C / tile_c), shape.H, shape.W,
         1 if taps > 1 else shape.R, shape.S,
         *shape.padding, *shape.dilation, *tiles[:3], *_digits(blocks, tiles[:3]), splits,
-        target.shape[1] // splits, items,
+        max(0, weight.shape[0] - tile_k), target.shape[1] // splits, items,
         BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
         DILATED=shape.dilation != (1, 1), SPLIT=not whole,
         STAGES=config["stages"], SLOTS=config["slots"], GROUPS=config["groups"],
         RESIDUAL=adds, UNSCALED=problem.attr("alpha") == problem.attr("beta") == 1.0,
+        SMALL=small,
         ACTIVATION=problem.attr("activation") if whole else None,
         SWAP=config["swap"],
         PROMOTE=x.dtype in FP8 and not problem.attr("fast_accumulation"),
