@@ -37,7 +37,7 @@ def _skinny_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr, SPLIT: tl.constexpr,
-    OVERLAP: tl.constexpr, AHEAD: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    OVERLAP: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, splits = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     columns, rows = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BM)
@@ -58,15 +58,10 @@ def _skinny_kernel(
             tl_cuda.gdc_launch_dependents()
         if AHEAD > 0:
             # the first weights start for L2, whatever the kernel before this one still writes
-            chunks = start * BK + tl.arange(0, AHEAD) * CHUNK
-            chunks = tl.where(chunks + CHUNK <= K, chunks, 0)
-            wanted = tl.where(columns < N, columns, 0).to(tl.int64)[:, None] * w_column
-            _prefetch(
-                w + wanted + chunks[None, :], CHUNK * (w.dtype.element_ty.primitive_bitwidth // 8)
-            )
+            lines = start * BK + tl.arange(0, AHEAD) * LINE
+            lines = tl.where(lines < K, lines, 0)[None, :]
+            _prefetch(w + tl.where(column_in, columns_at, 0) * w_column + lines * w_k)
         tl_cuda.gdc_wait()
-        if EARLY == 2:
-            tl_cuda.gdc_launch_dependents()
 
     acc = tl.zeros((BN, BM), dtype=SUM)
     for step in range(start, stop):
@@ -87,6 +82,8 @@ def _skinny_kernel(
         w_at += BK * w_k
         x_at += BK * x_k
 
+    if OVERLAP and EARLY == 2:
+        tl_cuda.gdc_launch_dependents()
     inside = column_in & row_in
     if SPLIT:
         tl.store(partial + split * M * N + rows_at * N + columns_at, acc, mask=inside)
@@ -147,11 +144,11 @@ def _store(
 
 
 @triton.jit
-def _prefetch(addresses, BYTES: tl.constexpr):
-    """Ask for BYTES from each address (multiples of 16) to be brought to L2."""
+def _prefetch(addresses):
+    """Ask for the lines of 128 bytes at these addresses to be brought to L2."""
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,n", [addresses, BYTES], dtype=tl.int32, is_pure=False, pack=1,
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -200,8 +197,7 @@ def bind(
     num_warps: int = 4,
     num_stages: int = 4,
     ahead: int = 0,
-    chunk: int = 512,
-    early: int = 0,
+    early: int = 1,
     bm: int = 0,
 ) -> Call:
     made, dtype = sizes(problem), problem.inputs[0].dtype
@@ -222,7 +218,7 @@ def bind(
         "WIDEN": dtype == "bfloat16" and interpreted,
         "SPLIT": splits > 1,
         "OVERLAP": not interpreted,
-        "CHUNK": chunk // getattr(torch, dtype).itemsize,
+        "LINE": 128 // getattr(torch, dtype).itemsize,
         "EARLY": early,
         "AHEAD": ahead,
         "num_warps": num_warps,
