@@ -9,8 +9,8 @@ import torch
 
 from tessella.core.errors import CompileError
 from tessella.kernels import catalog, reference
-from tessella.kernels.epilogue import ACTIVATIONS as ACTIVATION_FUNCTIONS
 from tessella.kernels.auction import bind, sample_inputs
+from tessella.kernels.epilogue import ACTIVATIONS as ACTIVATION_FUNCTIONS
 from tessella.kernels.problem import Format, Problem, TensorMeta
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ PROBLEMS = [
     *(made for axes in (1, 2, 3) for made in conv_gradients(axes)),
     *(problem(f"conv{axes}d", [(2, 4, *(6,) * axes), (8, 4, *(3,) * axes), (8,)],
               (2, 8, *(6,) * axes),
-              {n: (1,) * axes for n in ("stride", "padding", "dilation")}
+              dict.fromkeys(("stride", "padding", "dilation"), (1,) * axes)
               | {"groups": 1, "activation": "relu"}, (1, 2))
       for axes in (1, 3)),
     problem("matmul", [(2, 3, 4), (2, 4, 5)], (2, 3, 5), {}),
