@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tessella.kernels import catalog
-from tests.kernels.convolutions import Case, check, draw, run
+from tests.kernels.convolutions import Case, check, draw, right, run
 from tests.kernels.test_conv_portable import ALGORITHMS, CASES, LAST, row
 
 pytestmark = pytest.mark.skipif(
@@ -128,6 +128,27 @@ def test_what_is_beside_an_image_is_no_part_of_a_sum() -> None:
         made = run(row(name, case), case, operands)
         assert int(made.isinf().sum()) == 3 * 2 * 8, name
         assert int(made.isnan().sum()) == 0, name
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "direct.sm90"])
+def test_misaligned(algorithm: str) -> None:
+    """Tensors that begin at an odd element of their memory."""
+    case = replace(FIRST["resnet"], x_format=LAST, dtype="float16")
+    problem, kernel = case.problem, row(algorithm, case)
+    operands = draw(case, "cuda")
+    config = kernel.configs(problem)[0]
+
+    def shifted(t: torch.Tensor) -> torch.Tensor:
+        memory = torch.full((t.numel() + 2,), 77.0, dtype=t.dtype, device=t.device)
+        return memory.as_strided(t.shape, t.stride(), 1).copy_(t)
+
+    out = shifted(problem.output.empty(operands[0].device))
+    nbytes = kernel.workspace_bytes(problem, config)
+    workspace = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    call = kernel.load().bind(problem, {1: operands[1]}, **config)
+    made = call(shifted(operands[0]), out=out, **{"workspace": workspace} if nbytes else {})
+    expected = right(case, operands)
+    assert float((made - expected).abs().max() / expected.abs().max()) < 2e-3
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -169,13 +169,17 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             residual = None
         if 1 not in constants:
             weight = _pack(weight, runs, columns * filters, workspace)
-        flat = out.permute(0, 2, 3, 1).reshape(-1, geometry.filters) if bulk else None
+        by_tma = bulk and out.data_ptr() % 16 == 0
+        y = out
+        if by_tma:
+            rows = out.permute(0, 2, 3, 1).reshape(-1, geometry.filters)
+            y = descriptor(rows, (pixels, filters))
         launch(
             direct,
             (triton.cdiv(count, each), columns),
             x,
             descriptor(weight, (filters, 2 * runs.values)),
-            descriptor(flat, (pixels, filters)) if bulk else out,
+            y,
             bias,
             residual,
             scale,
@@ -201,7 +205,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             CHUNKS=runs.chunks,
             ACTIVATION=problem.attr("activation"),
             DTYPE=DTYPES[out.dtype],
-            BULK=bulk,
+            BULK=by_tma,
             LAST=last,
             PIXELS=pixels,
             FILTERS=filters,
