@@ -162,25 +162,25 @@ def assert_right(problem: Problem, *, exact: bool, configs: Any = None) -> None:
             assert error <= TOLERANCE[problem.output.dtype], (config, error)
 
 
-def assert_some(problem: Problem, *, exact: bool) -> None:
-    assert_right(problem, exact=exact, configs=kernel.configs(problem)[::6])
+def assert_first(problem: Problem, *, exact: bool) -> None:
+    assert_right(problem, exact=exact, configs=kernel.configs(problem)[:1])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_every_third_configuration(shape: tuple[Any, ...], dtype: str) -> None:
+def test_every_fourth_configuration(shape: tuple[Any, ...], dtype: str) -> None:
     problem = problem_of(
         shape, dtype, dtype, residual=True, scale=dtype == "int8", activation="relu"
     )
-    assert_right(problem, exact=False, configs=kernel.configs(problem)[::3])
+    assert_right(problem, exact=False, configs=kernel.configs(problem)[::4])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_exact_on_small_integers(shape: tuple[Any, ...]) -> None:
     for dtype in ("float16", "bfloat16"):
-        assert_some(problem_of(shape, dtype, "float32", residual=True), exact=True)
-    assert_some(problem_of(shape, "float8_e4m3fn", "float32"), exact=True)
-    assert_some(problem_of(shape, "int8", "int32", bias=False), exact=False)
+        assert_first(problem_of(shape, dtype, "float32", residual=True), exact=True)
+    assert_first(problem_of(shape, "float8_e4m3fn", "float32"), exact=True)
+    assert_first(problem_of(shape, "int8", "int32", bias=False), exact=False)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_every_pair_of_types(dtype: str, out: str) -> None:
             SHAPES[1], dtype, out, residual=True, scale=True, fast_accumulation=fast, alpha=0.5,
             beta=2.0,
         )  # fmt: skip
-        assert_right(problem, exact=False, configs=kernel.configs(problem)[::6])
+        assert_right(problem, exact=False, configs=kernel.configs(problem)[:1])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -16,6 +16,7 @@ from tessella.core.errors import KernelError
 from tessella.kernels import catalog
 from tessella.kernels.conv import implicit_gemm_sm90 as kernel
 from tessella.kernels.conv import implicit_gemm_sm90_device as device
+from tessella.kernels.conv import implicit_gemm_sm90_tiles as tiles
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import Format, Problem, TensorMeta
 from tests.kernels.compile_only import compile_all
@@ -132,15 +133,15 @@ def test_configurations_fit_the_multiprocessor(name: str, dtype: str) -> None:
     problem = problem_of(dtype, **SHAPES[name])
     assert kernel.fits(problem) is None
     configs = kernel.configs(problem)
-    assert 1 <= len(configs) <= kernel.MAX_CONFIGS
+    assert 1 <= len(configs) <= tiles.MAX_CONFIGS
     assert len({repr(c) for c in configs}) == len(configs)
     for config in configs:
         pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
         accumulators = pixels * config["tile_k"] / (32 * config["warps"])
         assert accumulators <= 128
         assert all(value & (value - 1) == 0 for key, value in config.items() if "tile" in key)
-        tiles = math.prod(kernel._tiles(kernel._shape(problem), config))
-        assert config["splits"] == 1 or tiles * config["splits"] <= kernel.MULTIPROCESSORS
+        count = math.prod(tiles.tile_counts(tiles.shape_of(problem), config))
+        assert config["splits"] == 1 or count * config["splits"] <= tiles.MULTIPROCESSORS
 
 
 def test_many_tiles_are_not_split_and_few_are() -> None:
@@ -152,8 +153,8 @@ def test_many_tiles_are_not_split_and_few_are() -> None:
 def test_workspace_holds_the_parts_and_the_packed_weight() -> None:
     problem = problem_of(N=1, C=512, K=512, size=(7, 7))
     split = next(c for c in kernel.configs(problem) if c["splits"] > 1)
-    images = kernel._up(1, split["tile_n"])
-    assert kernel.workspace_bytes(problem, **split) == kernel._up(
+    images = tiles.round_up(1, split["tile_n"])
+    assert kernel.workspace_bytes(problem, **split) == tiles.round_up(
         split["splits"] * images * 49 * 512 * 4, 256
     )
     whole = {**split, "splits": 1}
@@ -190,7 +191,7 @@ def test_the_epilogues_order_of_channels() -> None:
 
 def _walk(problem: Problem, config: dict[str, Any]) -> float:
     """Stages of the average tile, counted tap by tap; a tile takes at least one."""
-    shape = kernel._shape(problem)
+    shape = tiles.shape_of(problem)
     counts = []
     for size, out, count, stride, pad, dilation, box in (
         (shape.H, shape.P, shape.R, shape.stride[0], shape.padding[0], shape.dilation[0],
@@ -216,7 +217,7 @@ def test_taps_that_see_only_padding_are_skipped() -> None:
     for size, padding in (((7, 7), (1, 1)), ((14, 14), (1, 1)), ((9, 30), (1, 3))):
         problem = problem_of(N=128, size=size, padding=padding)
         config = {**kernel.configs(problem)[0], "tile_h": 1, "tile_w": 1, "taps": 1}
-        assert kernel._steps(kernel._shape(problem), config) == pytest.approx(
+        assert tiles.stages_of_a_tile(tiles.shape_of(problem), config) == pytest.approx(
             _walk(problem, config)
         )
 
@@ -245,12 +246,12 @@ def _walked(
     problem: Problem, config: dict[str, Any], blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A convolution as the blocks walk over it, zeros around the image included; and torch's."""
-    shape = kernel._shape(problem)
+    shape = tiles.shape_of(problem)
     x = torch.randint(-3, 4, (shape.N, shape.H, shape.W, shape.C)).double()
     w = torch.randint(-3, 4, (shape.K, shape.R, shape.S, shape.C)).double()
     BN, BH, BW = config["tile_n"], config["tile_h"], config["tile_w"]
     BCO, BK, splits = config["tile_k"], config["tile_c"], config["splits"]
-    (SH, SW), tiles = shape.stride, kernel._tiles(shape, config)
+    (SH, SW), counts = shape.stride, tiles.tile_counts(shape, config)
     far = 64  # zeros on each side, and pixels of tiles that reach over the edge
     padded = F.pad(x, (0, BK, far, far, far, far, 0, BN))
     weights = F.pad(w, (0, BK, 0, 0, 0, 0, 0, BCO))
@@ -259,10 +260,10 @@ def _walked(
     geometry = (
         shape.C, chunks, shape.H, shape.W, shape.R, shape.S, *shape.padding, *shape.dilation
     )  # fmt: skip
-    grid = (tiles[:3], tuple(kernel._digits(blocks, tiles[:3])), splits, max(0, shape.K - BCO))
+    grid = (counts[:3], tuple(kernel._digits(blocks, counts[:3])), splits, max(0, shape.K - BCO))
     for Language.block in range(blocks):
         k, q, p, n = WALK["_first_tile"](grid)
-        for _ in range(Language.block, math.prod(tiles) * splits, blocks):
+        for _ in range(Language.block, math.prod(counts) * splits, blocks):
             steps, r, s, c, s_low, s_high = WALK["_part"](
                 p, q, grid, geometry, BH, BW, BK, SH, SW, shape.dilation != (1, 1), splits > 1
             )
@@ -305,7 +306,7 @@ def test_the_walk_over_tiles_and_taps_is_a_convolution(shape: dict[str, Any], sp
         "tile_n": 2, "tile_h": 4, "tile_w": 2, "tile_k": 32, "tile_c": 16, "splits": splits,
         "taps": 1,
     }  # fmt: skip
-    items = math.prod(kernel._tiles(kernel._shape(problem), config)) * splits
+    items = math.prod(tiles.tile_counts(tiles.shape_of(problem), config)) * splits
     for blocks in {items} if splits > 1 else {1, min(items, 5), items}:
         made, right = _walked(problem, config, blocks)
         assert torch.equal(made, right)

@@ -2,16 +2,14 @@
 
 The output is cut into tiles of pixels × channels; the sum runs over filter taps and input channels
 (``implicit_gemm_sm90_device``). A 1 × 1 filter is a plain matrix product over all pixels. Where the
-tiles are too few for the GPU, the sum is cut too, and a second kernel adds the parts in order: the
-result does not depend on who finished first.
+tiles are too few, the sum is cut too, and a second kernel adds the parts in order: the result does
+not depend on who finished first. ``implicit_gemm_sm90_tiles`` chooses how to cut.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,20 +19,27 @@ import triton.language as tl
 from tessella.core.errors import KernelError
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.implicit_gemm_sm90_device import convolve
+from tessella.kernels.conv.implicit_gemm_sm90_tiles import (
+    EIGHT_BITS,
+    MULTIPROCESSORS,
+    Shape,
+    configs,
+    itemsize_of,
+    round_up,
+    shape_of,
+    tile_counts,
+)
 from tessella.kernels.epilogue_triton import cast, finish
-from tessella.kernels.hopper import DTYPES, OVERLAPPING_TILES, descriptor, gl
+from tessella.kernels.hopper import DTYPES, descriptor, gl
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.problem import Problem
 
 Tensor = torch.Tensor
 
 WRITES_OUT = True
 
-MULTIPROCESSORS = 132
-SHARED_BYTES = 232448 - 2048  # of a block, less what barriers and the compiler take
 FLOATS = ("float16", "bfloat16", "float32")
-EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
 OUTPUTS = {  # element type of x → of the result
     "float16": ("float16", "float32"),
     "bfloat16": ("bfloat16", "float32"),
@@ -43,7 +48,6 @@ OUTPUTS = {  # element type of x → of the result
     "float8_e4m3fn": ("float8_e4m3fn", *FLOATS),
     "float8_e5m2": ("float8_e5m2", *FLOATS),
 }
-MAX_CONFIGS = 12
 
 
 def fits(problem: Problem) -> str | None:
@@ -70,7 +74,7 @@ def fits(problem: Problem) -> str | None:
     ):
         return "the residual must have the result's type and format"
     for name, channels, meta in (("C", x.shape[1], x), ("K", output.shape[1], output)):
-        if channels * _bytes(meta.dtype) % 16:
+        if channels * itemsize_of(meta.dtype) % 16:
             return f"{name} = {channels} × {meta.dtype} is not a multiple of 16 bytes"
     if output.dtype == "int32" and (
         any(t is not None for t in (bias, residual, scale))
@@ -83,283 +87,38 @@ def fits(problem: Problem) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------ the choice of tiles
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """The convolution as the kernel sees it; a 1 × 1 filter has one long column of pixels."""
-
-    N: int
-    H: int
-    W: int
-    C: int
-    K: int
-    P: int
-    Q: int
-    R: int
-    S: int
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-    itemsize: int
-    out_itemsize: int
-
-
-def _shape(problem: Problem) -> _Shape:
-    N, C, H, W = problem.inputs[0].shape
-    K, _, R, S = problem.inputs[1].shape
-    P, Q = problem.output.shape[2:]
-    stride, padding, dilation = (
-        tuple(problem.attrs[name]) for name in ("stride", "padding", "dilation")
-    )
-    if (R, S) == (1, 1) and stride == (1, 1) and padding == (0, 0):
-        N, H, W, P, Q = N * H * W, 1, 1, 1, 1
-    return _Shape(
-        N=N, H=H, W=W, C=C, K=K, P=P, Q=Q, R=R, S=S,
-        stride=stride, padding=padding, dilation=dilation,
-        itemsize=_bytes(problem.inputs[0].dtype), out_itemsize=_bytes(problem.output.dtype),
-    )  # fmt: skip
-
-
-def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
-    """The ways to cut the work, by estimated time.
-
-    Keys: ``tile_n · tile_h · tile_w`` pixels × ``tile_k`` output channels, ``tile_c`` input
-    channels a stage, ``stages``, ``slots`` (output buffers of a group), ``groups`` of ``warps``
-    that multiply in turns, ``swap`` (output channels as the product's rows), ``splits`` of the sum,
-    ``taps`` of a filter's column a stage.
-    """
-    shape = _shape(problem)
-    found: dict[tuple[Any, ...], tuple[float, dict[str, Any]]] = {}
-    for config in _candidates(problem, shape):
-        time = _estimate(shape, config, problem)
-        key = (config["tile_k"], config["groups"], config["warps"], config["swap"],
-               config["tile_n"] * config["tile_h"] * config["tile_w"], config["taps"])  # fmt: skip
-        rank = found.setdefault(key, (time, config))
-        if time < rank[0]:
-            found[key] = (time, config)
-    ranked = sorted(found.values(), key=lambda pair: pair[0])
-    return tuple(config for _, config in ranked[:MAX_CONFIGS])
-
-
-def _candidates(problem: Problem, shape: _Shape) -> Iterator[dict[str, Any]]:
-    """Every tile that fits registers and shared memory, with its ring as deep as memory allows."""
-    least_k = 64 if problem.output.dtype in EIGHT_BITS else 16
-    wide_k = max(least_k, triton.next_power_of_2(shape.K))
-    for (groups, warps), tile_k, pixels, tile_c in itertools.product(
-        ((2, 4), (1, 8), (1, 4)), (16, 32, 64, 128, 256), (64, 128, 256), _tile_c(shape)
-    ):
-        if tile_k < least_k or tile_k > wide_k or tile_k * pixels > 32 * 128 * warps:
-            continue
-        if warps == 8 and tile_k * pixels < 128 * 64:
-            continue
-        for swap in (False, True):
-            rows = tile_k if swap else pixels
-            if rows < 64 or (swap and tile_k > 128):
-                continue
-            if warps == 8 and rows == 64 and (pixels if swap else tile_k) < 64:
-                continue
-            for box, taps in _boxes(shape, pixels):
-                config = {
-                    "tile_n": box[0], "tile_h": box[1], "tile_w": box[2], "tile_k": tile_k,
-                    "tile_c": tile_c, "stages": 2, "slots": 1, "groups": groups, "warps": warps,
-                    "swap": swap, "splits": 1, "taps": taps,
-                }  # fmt: skip
-                config["splits"] = _splits(shape, config)
-                items = math.prod(_tiles(shape, config)) * config["splits"]
-                if groups == 2 and items <= MULTIPROCESSORS:
-                    continue  # no block has work for a second group
-                if _deepen(shape, config):
-                    yield config
-
-
-def _tile_c(shape: _Shape) -> list[int]:
-    """Channels a stage: 128 bytes of them, and half as many where that wastes less."""
-    widest = 128 // shape.itemsize
-    fewest = 32 // shape.itemsize
-    widest = min(widest, max(fewest, triton.next_power_of_2(shape.C)))
-    half = max(fewest, widest // 2)
-    return [widest] if _up(shape.C, half) == _up(shape.C, widest) else [widest, half]
-
-
-def _boxes(shape: _Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
-    """Boxes of images × rows × columns that waste least, and how many taps a stage holds.
-
-    The squarest and the flattest box with one tap; the tallest with a column of taps, whose rows
-    are then loaded once. The boxes that reach over its end must be powers of two, too.
-    """
-    boxes = []
-    for h, w in itertools.product((1, 2, 4, 8, 16, 32), repeat=2):
-        n = pixels // (h * w)
-        if n == 0 or n > max(1, triton.next_power_of_2(shape.N)) or n * h * w != pixels:
-            continue
-        if h >= 2 * shape.P or w >= 2 * shape.Q:
-            continue
-        waste = _up(shape.N, n) * _up(shape.P, h) * _up(shape.Q, w)
-        boxes.append((waste, abs(math.log2(h / w)), (n, h, w)))
-    if not boxes:
-        return [((pixels, 1, 1), 1)]
-    least = min(boxes)[0]
-    good = [box for box in boxes if box[0] <= 1.02 * least]
-    squarest = min(good, key=lambda box: (box[1], box[2][0]))
-    flattest = max(good, key=lambda box: (box[2][0], -box[1]))
-    found = [(box, 1) for _, _, box in dict.fromkeys((squarest, flattest))]
-    if OVERLAPPING_TILES and shape.stride[0] == shape.dilation[0] == 1 and shape.R in (2, 3, 5):
-        tall = [box for box in good if box[2][1] > 2 and box[2][0] * box[2][2] >= 8]
-        found += [(box, shape.R) for _, _, box in sorted(tall, key=lambda box: -box[2][1])[:2]]
-    return found
-
-
-def _deepen(shape: _Shape, config: dict[str, Any]) -> bool:
-    """Fill shared memory with stages and output buffers. False if it does not fit.
-
-    A second output buffer for each group is worth less than a fourth stage: with three, products
-    wait for TMA (256 → 256 channels at 14 × 14: 60 µs instead of 48).
-    """
-    pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
-    stage = _stage_bytes(shape, config)
-    whole = config["splits"] == 1
-    slot = pixels * config["tile_k"] * (shape.out_itemsize if whole else 4)
-    for slots, least in ((2, 4), (1, 2)) if whole else ((1, 2),):
-        left = SHARED_BYTES - config["groups"] * slots * slot
-        config["slots"], config["stages"] = slots, min(8, left // stage)
-        if config["stages"] * config["taps"] >= least and config["stages"] >= 2:
-            return True
-    return False
-
-
-def _stage_bytes(shape: _Shape, config: Mapping[str, Any]) -> int:
-    taps = config["taps"]
-    pixels = config["tile_n"] * (config["tile_h"] + taps - 1) * config["tile_w"]
-    return (pixels + taps * config["tile_k"]) * config["tile_c"] * shape.itemsize
-
-
-def _steps(shape: _Shape, config: dict[str, Any]) -> float:
-    """Stages of one tile, on average: taps that only see padding are skipped."""
-    chunks = math.ceil(shape.C / config["tile_c"])
-    taps = 1.0
-    rows = 1 if config["taps"] > 1 else shape.R
-    for size, out, count, stride, pad, dilation, box in (
-        (shape.H, shape.P, rows, shape.stride[0], shape.padding[0], shape.dilation[0],
-         config["tile_h"]),
-        (shape.W, shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.dilation[1],
-         config["tile_w"]),
-    ):  # fmt: skip
-        tiles = range(0, out, box)
-        seen = 0
-        for first in tiles:
-            last = first + box - 1
-            high = min(max(size - 1 + pad - first * stride, 0) // dilation, count - 1)
-            low = min(-(-max(pad - last * stride, 0) // dilation), high)
-            seen += high - low + 1
-        taps *= seen / len(tiles)
-    return taps * chunks
-
-
-def _tiles(shape: _Shape, config: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Tiles of output channels, columns, rows and images."""
-    return (
-        math.ceil(shape.K / config["tile_k"]),
-        math.ceil(shape.Q / config["tile_w"]),
-        math.ceil(shape.P / config["tile_h"]),
-        math.ceil(shape.N / config["tile_n"]),
-    )
-
-
-def _splits(shape: _Shape, config: dict[str, Any]) -> int:
-    """Parts of the sum, where the tiles are few and the second kernel costs less than it saves."""
-    tiles = math.prod(_tiles(shape, config))
-    steps = _steps(shape, config)
-    if tiles > MULTIPROCESSORS // 2 or steps * config["taps"] < 24:
-        return 1
-    return max(1, min(MULTIPROCESSORS // tiles, int(steps * config["taps"] // 6), 16))
-
-
-def _estimate(shape: _Shape, config: dict[str, Any], problem: Problem) -> float:
-    """Clocks of the whole convolution, from counts and a few measured rates.
-
-    Per stage the slowest of: the tensor cores; shared memory (128 bytes a clock, read by the
-    products and written by TMA); the way from the second-level cache (about 47 bytes a clock and
-    multiprocessor, or a row of any length in 2.5 clocks); the loading warp (about 110 clocks a
-    tile); and what is in flight, about 2200 clocks from asking to having. Then the epilogue, hidden
-    by a second group; then whole waves of tiles; at least the time of the memory traffic (16.5
-    bytes a clock and multiprocessor). A second kernel that adds parts: 5500 clocks.
-    """
-    pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
-    taps, residual = config["taps"], problem.meta(3) is not None
-    rows, columns = pixels, config["tile_k"]
-    if config["swap"]:
-        rows, columns = columns, rows
-    depth = config["tile_c"] * shape.itemsize  # bytes
-    warps_n = config["warps"] // min(config["warps"], max(4, rows // 16))
-    width = min(columns // warps_n, 128 if shape.itemsize == 1 else 256)
-    wide = 1.3 if shape.itemsize == 1 and config["tile_k"] == 256 else 1.0  # measured
-    products = wide * taps * rows * columns * depth / 4096
-    reads = taps * (rows / 64) * (columns / width) * (64 + width) * depth
-    fill = _stage_bytes(shape, config)
-    stage = max(
-        products,
-        (reads + fill) / 128,
-        fill / 47,
-        fill / depth * 2.5,
-        50 + 110 * (2 if taps == 1 else 2 + taps),
-        2200 / (config["stages"] - 1),
-    )
-    tiles = math.prod(_tiles(shape, config))
-    splits = config["splits"]
-    body = _steps(shape, config) / splits * (stage + 30)
-    elements = pixels * config["tile_k"] / (32 * config["warps"])
-    narrow = shape.out_itemsize == 1
-    epilogue = 600 + elements * (6 + 3 * residual + 3 * narrow + 6 * (narrow and config["swap"]))
-    tile = body + epilogue if config["groups"] == 1 else max(body, (body + epilogue) / 2)
-    per_sm = math.ceil(tiles * splits / MULTIPROCESSORS)
-    out_bytes = shape.N * shape.P * shape.Q * shape.K * shape.out_itemsize
-    moved = shape.N * shape.H * shape.W * shape.C * shape.itemsize
-    moved += shape.R * shape.S * shape.C * shape.K * shape.itemsize
-    moved += out_bytes * (2 if residual else 1)
-    work, traffic = per_sm * tile, moved / (16.5 * MULTIPROCESSORS)
-    total = max(work, traffic) + 0.2 * min(work, traffic) + epilogue + 2000
-    if splits > 1:
-        total += 5500 + 2 * splits * out_bytes / shape.out_itemsize * 4 / (40 * MULTIPROCESSORS)
-    return total
-
-
-# ------------------------------------------------------------------ running
-
-
 def workspace_bytes(problem: Problem, **config: Any) -> int:
     """Parts of a sum that is split, in float32 or int32; a weight that must be packed first."""
-    shape = _shape(problem)
+    shape = shape_of(problem)
     return _parts_bytes(shape, config) + _packed_weight_bytes(problem, shape)
 
 
-def _parts_bytes(shape: _Shape, config: Mapping[str, Any]) -> int:
+def _parts_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
     if config["splits"] == 1:
         return 0
-    images = _up(shape.N, config["tile_n"])
-    return _up(config["splits"] * images * shape.P * shape.Q * shape.K * 4, 256)
+    images = round_up(shape.N, config["tile_n"])
+    return round_up(config["splits"] * images * shape.P * shape.Q * shape.K * 4, 256)
 
 
-def _packed_weight_bytes(problem: Problem, shape: _Shape) -> int:
+def _packed_weight_bytes(problem: Problem, shape: Shape) -> int:
     if 1 in problem.constant or not _wants_packing(problem, shape):
         return 0
     K, C, R, S = _packed_shape(problem, shape)
     return K * C * R * S * shape.itemsize
 
 
-def _wants_packing(problem: Problem, shape: _Shape) -> bool:
+def _wants_packing(problem: Problem, shape: Shape) -> bool:
     return not problem.inputs[1].has("channels_last") or _packed_shape(problem, shape)[0] != shape.K
 
 
-def _packed_shape(problem: Problem, shape: _Shape) -> tuple[int, int, int, int]:
+def _packed_shape(problem: Problem, shape: Shape) -> tuple[int, int, int, int]:
     """The epilogue of 8-bit results takes output channels by 64."""
     multiple = 64 if problem.output.dtype in EIGHT_BITS else 1
-    return _up(shape.K, multiple), shape.C, shape.R, shape.S
+    return round_up(shape.K, multiple), shape.C, shape.R, shape.S
 
 
 def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Call:
-    shape = _shape(problem)
+    shape = shape_of(problem)
     if not config:
         config = configs(problem)[0]
     K, C, R, S = _packed_shape(problem, shape)
@@ -401,7 +160,7 @@ def _pack(weight: Tensor, K: int, space: Tensor | None = None) -> Tensor:
 
 def _run(
     problem: Problem,
-    shape: _Shape,
+    shape: Shape,
     config: Mapping[str, Any],
     x: Tensor,
     weight: Tensor,
@@ -431,14 +190,14 @@ def _run(
     if whole:
         target = result
     else:
-        images = _up(shape.N, config["tile_n"])
+        images = round_up(shape.N, config["tile_n"])
         sums = torch.int32 if x.dtype == torch.int8 else torch.float32
         target = workspace[: splits * images * shape.P * shape.Q * shape.K * 4].view(sums)
         target = _rows(target, (splits * images, shape.P, shape.Q, shape.K))
     y = descriptor(target, [*box, tile_k])
     adds = residual is not None and whole
     added = descriptor(_rows(residual, out_shape), [*box, tile_k]) if adds else y
-    tiles = _tiles(shape, config)
+    tiles = tile_counts(shape, config)
     items = math.prod(tiles) * splits
     blocks = min(items, MULTIPROCESSORS)
     rows, columns = (tile_k, pixels) if config["swap"] else (pixels, tile_k)
@@ -622,15 +381,3 @@ def _add_parts(
         BLOCK=block,
         num_warps=4,
     )
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _bytes(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
-
-
-def _meta(tensor: TensorMeta) -> str:
-    return f"{tensor.dtype} {tensor.shape}"

@@ -31,6 +31,7 @@ from tessella.kernels.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tessella.kernels.int8_device import float_of_int8, float_of_small, int8_of_float
 
 
 @gluon.jit
@@ -393,19 +394,19 @@ def _multiply(
             staged = staged.permute((1, 0))
         acc = gl.convert_layout(_in_order(acc, BM, BCO, INTERLEAVE, SWAP), FINAL)
         if SMALL:
-            acc = _float_of_small(acc)
+            acc = float_of_small(acc)
         added = None
         if RESIDUAL:
             added = staged.load(FINAL)
             if staged.dtype == gl.int8:
-                added = _float_of_int8(added)
+                added = float_of_int8(added)
         MADE: gl.constexpr = gl.float32 if staged.dtype == gl.int8 else staged.dtype
         if UNSCALED:
             acc = finish(acc, s, b, added, 1.0, 1.0, ACTIVATION, MADE)
         else:
             acc = finish(acc, s, b, added, alpha, beta, ACTIVATION, MADE)
         if staged.dtype == gl.int8:
-            acc = _int8_of_float(acc)
+            acc = int8_of_float(acc)
         staged.store(acc)
         fence_async_shared()
         barrier()
@@ -420,72 +421,6 @@ def _multiply(
             k, q, p, n = _next_tile(k, q, p, n, grid)
         v += 1
     store_wait(pendings=0)
-
-
-# The conversion instructions make 16 results a clock and multiprocessor, additions 128; three
-# conversions an element bounded 8-bit layers with a residual (93 µs for 64 → 256 channels at
-# 56 × 56, 128 images). A float of 2^23 and more holds an integer in its low bits.
-
-
-@gluon.jit
-def _float_of_small(x):
-    """int32 from -2^22 to 2^22 → float32."""
-    return (x + 0x4B400000).to(gl.float32, bitcast=True) - 12582912.0
-
-
-@gluon.jit
-def _float_of_int8(x):
-    """int8 → float32; four elements, or a multiple, in each thread."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 u, f0, f1, f2, f3;
-        xor.b32 u, $4, 0x80808080;
-        prmt.b32 f0, u, 0x4B000000, 0x7440;
-        prmt.b32 f1, u, 0x4B000000, 0x7441;
-        prmt.b32 f2, u, 0x4B000000, 0x7442;
-        prmt.b32 f3, u, 0x4B000000, 0x7443;
-        add.rn.f32 $0, f0, 0fCB000080;
-        add.rn.f32 $1, f1, 0fCB000080;
-        add.rn.f32 $2, f2, 0fCB000080;
-        add.rn.f32 $3, f3, 0fCB000080;
-        }""",
-        "=f,=f,=f,=f,r",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def _int8_of_float(x):
-    """float32 → int8, half to even, saturated; four elements, or a multiple, in each thread."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 f0, f1, f2, f3;
-        .reg .b32 low, high;
-        max.f32 f0, $1, 0fC3000000;
-        max.f32 f1, $2, 0fC3000000;
-        max.f32 f2, $3, 0fC3000000;
-        max.f32 f3, $4, 0fC3000000;
-        min.f32 f0, f0, 0f42FE0000;
-        min.f32 f1, f1, 0f42FE0000;
-        min.f32 f2, f2, 0f42FE0000;
-        min.f32 f3, f3, 0f42FE0000;
-        add.rn.f32 f0, f0, 0f4B400000;
-        add.rn.f32 f1, f1, 0f4B400000;
-        add.rn.f32 f2, f2, 0f4B400000;
-        add.rn.f32 f3, f3, 0f4B400000;
-        prmt.b32 low, f0, f1, 0x0040;
-        prmt.b32 high, f2, f3, 0x0040;
-        prmt.b32 $0, low, high, 0x5410;
-        }""",
-        "=r,f,f,f,f",
-        [x],
-        dtype=gl.int8,
-        is_pure=True,
-        pack=4,
-    )
 
 
 @gluon.constexpr_function

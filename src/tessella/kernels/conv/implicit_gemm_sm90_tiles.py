@@ -1,0 +1,279 @@
+"""How the Hopper convolution cuts its work: the tiles that fit, and the order to try them in.
+
+The order comes from counts (waves of tiles, stages, bytes) and rates measured on an H200, not from
+a list of layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tessella.kernels.hopper import OVERLAPPING_TILES
+from tessella.kernels.problem import Problem
+
+MULTIPROCESSORS = 132
+SHARED_BYTES = 232448 - 2048  # of a block, less what barriers and the compiler take
+EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+MAX_CONFIGS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The convolution as the kernel sees it; a 1 × 1 filter has one long column of pixels."""
+
+    N: int
+    H: int
+    W: int
+    C: int
+    K: int
+    P: int
+    Q: int
+    R: int
+    S: int
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    itemsize: int
+    out_itemsize: int
+
+
+def shape_of(problem: Problem) -> Shape:
+    N, C, H, W = problem.inputs[0].shape
+    K, _, R, S = problem.inputs[1].shape
+    P, Q = problem.output.shape[2:]
+    stride, padding, dilation = (
+        tuple(problem.attrs[name]) for name in ("stride", "padding", "dilation")
+    )
+    if (R, S) == (1, 1) and stride == (1, 1) and padding == (0, 0):
+        N, H, W, P, Q = N * H * W, 1, 1, 1, 1
+    return Shape(
+        N=N, H=H, W=W, C=C, K=K, P=P, Q=Q, R=R, S=S,
+        stride=stride, padding=padding, dilation=dilation,
+        itemsize=itemsize_of(problem.inputs[0].dtype),
+        out_itemsize=itemsize_of(problem.output.dtype),
+    )  # fmt: skip
+
+
+def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
+    """The ways to cut the work, by estimated time.
+
+    Keys: ``tile_n · tile_h · tile_w`` pixels × ``tile_k`` output channels, ``tile_c`` input
+    channels a stage, ``stages``, ``slots`` (output buffers of a group), ``groups`` of ``warps``
+    that multiply in turns, ``swap`` (output channels as the product's rows), ``splits`` of the sum,
+    ``taps`` of a filter's column a stage.
+    """
+    shape = shape_of(problem)
+    found: dict[tuple[Any, ...], tuple[float, dict[str, Any]]] = {}
+    for config in _candidates(problem, shape):
+        time = _estimate(shape, config, problem)
+        key = (config["tile_k"], config["groups"], config["warps"], config["swap"],
+               config["tile_n"] * config["tile_h"] * config["tile_w"], config["taps"])  # fmt: skip
+        rank = found.setdefault(key, (time, config))
+        if time < rank[0]:
+            found[key] = (time, config)
+    ranked = sorted(found.values(), key=lambda pair: pair[0])
+    return tuple(config for _, config in ranked[:MAX_CONFIGS])
+
+
+def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
+    """Every tile that fits registers and shared memory, with its ring as deep as memory allows."""
+    least_k = 64 if problem.output.dtype in EIGHT_BITS else 16
+    wide_k = max(least_k, _power_of_two(shape.K))
+    for (groups, warps), tile_k, pixels, tile_c in itertools.product(
+        ((2, 4), (1, 8), (1, 4)), (16, 32, 64, 128, 256), (64, 128, 256), _tile_c(shape)
+    ):
+        if tile_k < least_k or tile_k > wide_k or tile_k * pixels > 32 * 128 * warps:
+            continue
+        if warps == 8 and tile_k * pixels < 128 * 64:
+            continue
+        for swap in (False, True):
+            rows = tile_k if swap else pixels
+            if rows < 64 or (swap and tile_k > 128):
+                continue
+            if warps == 8 and rows == 64 and (pixels if swap else tile_k) < 64:
+                continue
+            for box, taps in _boxes(shape, pixels):
+                config = {
+                    "tile_n": box[0], "tile_h": box[1], "tile_w": box[2], "tile_k": tile_k,
+                    "tile_c": tile_c, "stages": 2, "slots": 1, "groups": groups, "warps": warps,
+                    "swap": swap, "splits": 1, "taps": taps,
+                }  # fmt: skip
+                config["splits"] = _splits(shape, config)
+                items = math.prod(tile_counts(shape, config)) * config["splits"]
+                if groups == 2 and items <= MULTIPROCESSORS:
+                    continue  # no block has work for a second group
+                if _deepen(shape, config):
+                    yield config
+
+
+def _tile_c(shape: Shape) -> list[int]:
+    """Channels a stage: 128 bytes of them, and half as many where that wastes less."""
+    widest = 128 // shape.itemsize
+    fewest = 32 // shape.itemsize
+    widest = min(widest, max(fewest, _power_of_two(shape.C)))
+    half = max(fewest, widest // 2)
+    return [widest] if round_up(shape.C, half) == round_up(shape.C, widest) else [widest, half]
+
+
+def _boxes(shape: Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
+    """Boxes of images × rows × columns that waste least, and how many taps a stage holds.
+
+    The squarest and the flattest box with one tap; the tallest with a column of taps, whose rows
+    are then loaded once. The boxes that reach over its end must be powers of two, too.
+    """
+    boxes = []
+    for h, w in itertools.product((1, 2, 4, 8, 16, 32), repeat=2):
+        n = pixels // (h * w)
+        if n == 0 or n > max(1, _power_of_two(shape.N)) or n * h * w != pixels:
+            continue
+        if h >= 2 * shape.P or w >= 2 * shape.Q:
+            continue
+        waste = round_up(shape.N, n) * round_up(shape.P, h) * round_up(shape.Q, w)
+        boxes.append((waste, abs(math.log2(h / w)), (n, h, w)))
+    if not boxes:
+        return [((pixels, 1, 1), 1)]
+    least = min(boxes)[0]
+    good = [box for box in boxes if box[0] <= 1.02 * least]
+    squarest = min(good, key=lambda box: (box[1], box[2][0]))
+    flattest = max(good, key=lambda box: (box[2][0], -box[1]))
+    found = [(box, 1) for _, _, box in dict.fromkeys((squarest, flattest))]
+    if OVERLAPPING_TILES and shape.stride[0] == shape.dilation[0] == 1 and shape.R in (2, 3, 5):
+        tall = [box for box in good if box[2][1] > 2 and box[2][0] * box[2][2] >= 8]
+        found += [(box, shape.R) for _, _, box in sorted(tall, key=lambda box: -box[2][1])[:2]]
+    return found
+
+
+def _deepen(shape: Shape, config: dict[str, Any]) -> bool:
+    """Fill shared memory with stages and output buffers. False if it does not fit.
+
+    A second output buffer for each group is worth less than a fourth stage: with three, products
+    wait for TMA (256 → 256 channels at 14 × 14: 60 µs instead of 48).
+    """
+    pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
+    stage = _stage_bytes(shape, config)
+    whole = config["splits"] == 1
+    slot = pixels * config["tile_k"] * (shape.out_itemsize if whole else 4)
+    for slots, least in ((2, 4), (1, 2)) if whole else ((1, 2),):
+        left = SHARED_BYTES - config["groups"] * slots * slot
+        config["slots"], config["stages"] = slots, min(8, left // stage)
+        if config["stages"] * config["taps"] >= least and config["stages"] >= 2:
+            return True
+    return False
+
+
+def _stage_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
+    taps = config["taps"]
+    pixels = config["tile_n"] * (config["tile_h"] + taps - 1) * config["tile_w"]
+    return (pixels + taps * config["tile_k"]) * config["tile_c"] * shape.itemsize
+
+
+def stages_of_a_tile(shape: Shape, config: dict[str, Any]) -> float:
+    """Stages of one tile, on average: taps that only see padding are skipped."""
+    chunks = math.ceil(shape.C / config["tile_c"])
+    taps = 1.0
+    rows = 1 if config["taps"] > 1 else shape.R
+    for size, out, count, stride, pad, dilation, box in (
+        (shape.H, shape.P, rows, shape.stride[0], shape.padding[0], shape.dilation[0],
+         config["tile_h"]),
+        (shape.W, shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.dilation[1],
+         config["tile_w"]),
+    ):  # fmt: skip
+        tiles = range(0, out, box)
+        seen = 0
+        for first in tiles:
+            last = first + box - 1
+            high = min(max(size - 1 + pad - first * stride, 0) // dilation, count - 1)
+            low = min(-(-max(pad - last * stride, 0) // dilation), high)
+            seen += high - low + 1
+        taps *= seen / len(tiles)
+    return taps * chunks
+
+
+def tile_counts(shape: Shape, config: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Tiles of output channels, columns, rows and images."""
+    return (
+        math.ceil(shape.K / config["tile_k"]),
+        math.ceil(shape.Q / config["tile_w"]),
+        math.ceil(shape.P / config["tile_h"]),
+        math.ceil(shape.N / config["tile_n"]),
+    )
+
+
+def _splits(shape: Shape, config: dict[str, Any]) -> int:
+    """Parts of the sum, where the tiles are few and the second kernel costs less than it saves."""
+    tiles = math.prod(tile_counts(shape, config))
+    steps = stages_of_a_tile(shape, config)
+    if tiles > MULTIPROCESSORS // 2 or steps * config["taps"] < 24:
+        return 1
+    return max(1, min(MULTIPROCESSORS // tiles, int(steps * config["taps"] // 6), 16))
+
+
+def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
+    """Clocks of the whole convolution, from counts and a few measured rates.
+
+    Per stage the slowest of: the tensor cores; shared memory (128 bytes a clock, read by the
+    products and written by TMA); the way from the second-level cache (about 47 bytes a clock and
+    multiprocessor, or a row of any length in 2.5 clocks); the loading warp (about 110 clocks a
+    tile); and what is in flight, about 2200 clocks from asking to having. Then the epilogue, hidden
+    by a second group; then whole waves of tiles; at least the time of the memory traffic (16.5
+    bytes a clock and multiprocessor). A second kernel that adds parts: 5500 clocks.
+    """
+    pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
+    taps, residual = config["taps"], problem.meta(3) is not None
+    rows, columns = pixels, config["tile_k"]
+    if config["swap"]:
+        rows, columns = columns, rows
+    depth = config["tile_c"] * shape.itemsize  # bytes
+    warps_n = config["warps"] // min(config["warps"], max(4, rows // 16))
+    width = min(columns // warps_n, 128 if shape.itemsize == 1 else 256)
+    wide = 1.3 if shape.itemsize == 1 and config["tile_k"] == 256 else 1.0  # measured
+    products = wide * taps * rows * columns * depth / 4096
+    reads = taps * (rows / 64) * (columns / width) * (64 + width) * depth
+    fill = _stage_bytes(shape, config)
+    stage = max(
+        products,
+        (reads + fill) / 128,
+        fill / 47,
+        fill / depth * 2.5,
+        50 + 110 * (2 if taps == 1 else 2 + taps),
+        2200 / (config["stages"] - 1),
+    )
+    stage += (
+        0.1 * (reads + fill) / 128
+    )  # of two that are bound by the same, the one that reads less
+    tiles = math.prod(tile_counts(shape, config))
+    splits = config["splits"]
+    body = stages_of_a_tile(shape, config) / splits * (stage + 30)
+    elements = pixels * config["tile_k"] / (32 * config["warps"])
+    narrow = shape.out_itemsize == 1
+    epilogue = 600 + elements * (6 + 3 * residual + 3 * narrow + 6 * (narrow and config["swap"]))
+    tile = body + epilogue if config["groups"] == 1 else max(body, (body + epilogue) / 2)
+    per_sm = math.ceil(tiles * splits / MULTIPROCESSORS)
+    out_bytes = shape.N * shape.P * shape.Q * shape.K * shape.out_itemsize
+    moved = shape.N * shape.H * shape.W * shape.C * shape.itemsize
+    moved += shape.R * shape.S * shape.C * shape.K * shape.itemsize
+    moved += out_bytes * (2 if residual else 1)
+    work, traffic = per_sm * tile, moved / (16.5 * MULTIPROCESSORS)
+    total = max(work, traffic) + 0.2 * min(work, traffic) + epilogue + 2000
+    if splits > 1:
+        total += 5500 + 2 * splits * out_bytes / shape.out_itemsize * 4 / (40 * MULTIPROCESSORS)
+    return total
+
+
+def _power_of_two(value: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (value - 1).bit_length()
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def itemsize_of(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
