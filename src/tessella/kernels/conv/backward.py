@@ -1,4 +1,4 @@
-"""What the gradients of a convolution on Hopper share: what is refused, and boxes of pixels."""
+"""What the gradients of a convolution share: what is refused, boxes of pixels, the ring."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tessella.kernels.hopper import TensorDescriptor
+from tessella.kernels.hopper import TensorDescriptor, gl, gluon
 from tessella.kernels.problem import Problem, TensorMeta
 
 MULTIPROCESSORS = 132
@@ -113,6 +113,16 @@ def four(views: Iterable[TensorDescriptor]) -> list[TensorDescriptor]:
     """One, two or four descriptors as four: Triton 3.6 launches no tuple of descriptors."""
     given = list(views)
     return given + given[:1] * (4 - len(given))
+
+
+@gluon.jit
+def before(stage, STAGES: gl.constexpr):
+    """The stage of the ring before this one.
+
+    A variable that follows ``stage`` through a loop would not do: where a name is set to another
+    one's value, Triton 3.6 takes both for one outside the loop, and carries neither.
+    """
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
 def portable_refusal(

@@ -22,6 +22,7 @@ from tessella.kernels.conv.backward import (
     SHARED_BYTES,
     Box,
     Geometry,
+    before,
     boxes,
     four,
     refusal,
@@ -279,13 +280,6 @@ def _copy_in(
 
 
 @gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    """The stage before this one. (A variable that followed along would not be carried by the loop:
-    where a name is set to another's value, Triton 3.6 takes the two for one.)"""
-    return gl.where(stage == 0, STAGES - 1, stage - 1)
-
-
-@gluon.jit
 def _multiply(
     dx, a_ring, b_ring, c_tile, full, empty, size, tiles, STAGES: gl.constexpr,
     BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, COLUMNS: gl.constexpr,
@@ -318,13 +312,13 @@ def _multiply(
                 acc = warpgroup_mma(pixels, taps, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             barrier()  # the product before this one is finished in all warps: its tiles are free
-            mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=i > 0)
+            mbarrier.arrive(empty.index(before(stage, STAGES)), pred=i > 0)
             stage += 1
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
             stage = gl.where(stage == STAGES, 0, stage)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()
-        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=steps > 0)
+        mbarrier.arrive(empty.index(before(stage, STAGES)), pred=steps > 0)
         made = acc.to(c_tile.dtype)
         store_wait(pendings=0)
         barrier()

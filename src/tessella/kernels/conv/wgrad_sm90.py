@@ -25,6 +25,7 @@ from tessella.kernels.conv.backward import (
     PRODUCTS,
     SHARED_BYTES,
     Geometry,
+    before,
     boxes,
     four,
     refusal,
@@ -278,13 +279,6 @@ def _copy_in(
 
 
 @gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    """The stage before this one. (A variable that followed along would not be carried by the loop:
-    where a name is set to another's value, Triton 3.6 takes the two for one.)"""
-    return gl.where(stage == 0, STAGES - 1, stage - 1)
-
-
-@gluon.jit
 def _multiply(
     parts, a_ring, b_ring, full, empty, work, STAGES: gl.constexpr, ROWS: gl.constexpr,
     COLUMNS: gl.constexpr, PIXELS: gl.constexpr, LAYOUT: gl.constexpr,
@@ -305,13 +299,13 @@ def _multiply(
             acc = warpgroup_mma(a.permute((1, 0)), b_ring.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             barrier()  # the product before this one is finished in all warps: its tiles are free
-            mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=i > first)
+            mbarrier.arrive(empty.index(before(stage, STAGES)), pred=i > first)
             stage += 1
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
             stage = gl.where(stage == STAGES, 0, stage)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()
-        mbarrier.arrive(empty.index(_before(stage, STAGES)))
+        mbarrier.arrive(empty.index(before(stage, STAGES)))
         # block and tile only grow along the work: their sum names a slot once
         slot = (gl.program_id(0) + tile).to(gl.int64)
         gl.store(parts + slot * (ROWS * COLUMNS) + (row * COLUMNS + column), acc)
