@@ -196,6 +196,19 @@ def test_every_pair_of_types(dtype: str, out: str) -> None:
         assert_right(problem, exact=False, configs=kernel.configs(problem)[:1])
 
 
+@pytest.mark.parametrize("x_value", [-128, 127])
+def test_the_largest_sums_that_are_converted_by_addition(x_value: int) -> None:
+    """256 products of -128 by -128 make 2^22, of 127 by -128 nearly -2^22."""
+    shape = (1, 256, 8, 8, 64, 1, 1, (1, 1), (0, 0), (1, 1))
+    problem = problem_of(shape, "int8", "int8", bias=False, scale=True, residual=True)
+    operands = inputs_of(problem, exact=False)
+    operands[0].fill_(x_value)
+    operands[1].fill_(-128)
+    operands[4].fill_(2.0**-16)
+    made = run(problem, operands, kernel.configs(problem)[0]).double()
+    assert torch.equal(made, reference(problem, operands))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str) -> None:
     problem = problem_of(SHAPES[0], "float16", "float16", residual=True, activation=activation)

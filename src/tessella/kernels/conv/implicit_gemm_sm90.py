@@ -25,6 +25,7 @@ from tessella.kernels.conv.implicit_gemm_sm90_tiles import (
     Shape,
     configs,
     itemsize_of,
+    promotes,
     round_up,
     shape_of,
     tile_counts,
@@ -229,7 +230,7 @@ def _run(
         SMALL=small,
         ACTIVATION=problem.attr("activation") if whole else None,
         SWAP=config["swap"],
-        PROMOTE=x.dtype in FP8 and not problem.attr("fast_accumulation"),
+        PROMOTE=promotes(problem),
         INTERLEAVE=interleave,
         GROUP_REGISTERS=232,
         LOAD_REGISTERS=88 if (config["groups"], config["warps"]) == (1, 4) else 40,
@@ -241,9 +242,6 @@ def _run(
     )  # fmt: skip
     if not whole:
         _add_parts(problem, target, splits, bias, residual, scale, out)
-
-
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _interleave(problem: Problem, config: Mapping[str, Any]) -> int:
@@ -260,6 +258,7 @@ def _interleave(problem: Problem, config: Mapping[str, Any]) -> int:
 
 
 def _weight_descriptor(weight: Tensor, interleave: int, tile_k: int, tile_c: int) -> Any:
+    _check_aligned(weight)
     K, C, R, S = weight.shape
     row = R * S * C
     if interleave == 1:
@@ -297,14 +296,18 @@ def _digits(number: int, bases: Sequence[int]) -> list[int]:
 
 def _rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """N, H, W, C dense in memory → the view [H, N, W, C]."""
+    _check_aligned(tensor)
+    N, H, W, C = shape
+    return tensor.as_strided((H, N, W, C), (W * C, H * W * C, C, 1))
+
+
+def _check_aligned(tensor: Tensor) -> None:
     if tensor.data_ptr() % 16:
         raise KernelError(
             "the Hopper convolution moves tiles from addresses that are multiples of 16",
             seen=f"a tensor at {tensor.data_ptr()}",
             fix="pass a copy of it: tensor.clone()",
         )
-    N, H, W, C = shape
-    return tensor.as_strided((H, N, W, C), (W * C, H * W * C, C, 1))
 
 
 def _some(view: Tensor, instead: Tensor) -> Tensor:

@@ -99,6 +99,8 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
             if warps == 8 and rows == 64 and (pixels if swap else tile_k) < 64:
                 continue
             for box, taps in _boxes(shape, pixels):
+                if taps > 1 and promotes(problem):
+                    continue  # sums of 128 products at most stay in the narrow accumulator
                 config = {
                     "tile_n": box[0], "tile_h": box[1], "tile_w": box[2], "tile_k": tile_k,
                     "tile_c": tile_c, "stages": 2, "slots": 1, "groups": groups, "warps": warps,
@@ -110,6 +112,12 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
                     continue  # no block has work for a second group
                 if _deepen(shape, config):
                     yield config
+
+
+def promotes(problem: Problem) -> bool:
+    """Whether fp8 sums leave the tensor core's narrow accumulator after every stage."""
+    fp8 = problem.inputs[0].dtype.startswith("float8")
+    return fp8 and not problem.attr("fast_accumulation")
 
 
 def _tile_c(shape: Shape) -> list[int]:
