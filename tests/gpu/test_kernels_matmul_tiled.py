@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tessella.kernels.float32_math import float32_math
-from tessella.kernels.matmul import aten, cublaslt, fma_sm90, skinny, tiled
+from tessella.kernels.matmul import aten, cublaslt, fma_sm90, skinny, skinny_sm90, tiled
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -46,6 +46,10 @@ def name(case: Case) -> str:
     return f"{case.op}-{case.m}x{case.n}x{case.k}-{case.dtype}-{case.out}-{case.activation}"
 
 
+REFUSED = {
+    (skinny_sm90, "float32"),
+    *((fma_sm90, dtype) for dtype in ("float16", "bfloat16", "int8", *FP8)),
+}
 STRANGE = [
     Case(m=0, n=5, k=7),
     Case(m=5, n=7, k=0, bias="float16"),
@@ -82,12 +86,13 @@ def test_fma(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", every_type(40, 56, 96), ids=name)
-@pytest.mark.parametrize("module", [tiled, skinny, fma_sm90], ids=["tiled", "skinny", "fma"])
+@pytest.mark.parametrize("module", [tiled, skinny, skinny_sm90, fma_sm90],
+                         ids=["tiled", "skinny", "skinny_sm90", "fma"])  # fmt: skip
 def test_small_integers_are_exact(module: Any, case: Case) -> None:
     exact = replace(case, activation="relu" if case.activation else None)
     problem, *_ = draw(exact)
-    if module is fma_sm90 and case.dtype != "float32":
-        assert module.fits(problem) is not None
+    if module.fits(problem) is not None:
+        assert (module, case.dtype) in REFUSED
         return
     config = one_config(module, problem)
     assert_exact(*run(module, exact, "cuda", integers=True, config=config))
@@ -97,10 +102,17 @@ def test_small_integers_are_exact(module: Any, case: Case) -> None:
     *every_type(3, 70, 45), *every_type(64, 200, 4096), Case(m=1, n=1000, k=2048),
     Case(m=16, n=512, k=1024, bias="float16"), Case(m=33, n=1, k=17), Case(m=0, n=4, k=4),
     Case(m=3, n=70, k=64, op="matmul"), Case(m=3, n=70, k=64, op="matmul", strided=True),
+    Case(m=3, n=70, k=64, op="matmul", transpose_b=True, dtype="int8", out="int32"),
 ], ids=name)  # fmt: skip
-def test_skinny(case: Case) -> None:
-    config = one_config(skinny, draw(case)[0])
-    assert_right(*run(skinny, case, "cuda", config=config, constant=(1,)), case)
+@pytest.mark.parametrize("constant", [(), (1,)], ids=["", "constant"])
+@pytest.mark.parametrize("module", [skinny, skinny_sm90], ids=["skinny", "sm90"])
+def test_skinny(module: Any, constant: tuple[int, ...], case: Case) -> None:
+    problem, *_ = draw(case)
+    reason = module.fits(replace(problem, constant=constant))
+    if reason is not None:
+        pytest.skip(reason)
+    config = one_config(module, problem)
+    assert_right(*run(module, case, "cuda", config=config, constant=constant), case)
 
 
 @pytest.mark.parametrize("module", [aten, cublaslt], ids=["aten", "cublaslt"])
@@ -119,7 +131,8 @@ def test_libraries(module: Any, case: Case) -> None:
         assert_right(*run(module, case, "cuda"), case)
 
 
-@pytest.mark.parametrize("module", [tiled, skinny], ids=["tiled", "skinny"])
+@pytest.mark.parametrize("module", [tiled, skinny, skinny_sm90],
+                         ids=["tiled", "skinny", "sm90"])  # fmt: skip
 def test_the_same_every_time(module: Any) -> None:
     case = Case(m=64, n=1024, k=4096)
     for config in module.configs(draw(case)[0])[:3]:
@@ -128,17 +141,18 @@ def test_the_same_every_time(module: Any) -> None:
         assert torch.equal(first, again)
 
 
-def test_a_chain_in_a_graph() -> None:
+@pytest.mark.parametrize("module", [skinny, skinny_sm90], ids=["skinny", "sm90"])
+def test_a_chain_in_a_graph(module: Any) -> None:
     """Each product asks for its weights before its input is there, and must wait for that."""
     case = Case(m=8, n=1024, k=1024, activation="relu")
     problem, (x, *_), out = draw(case, "cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     weights = torch.randn(24, 1024, 1024, generator=generator, device="cuda").half() / 24
-    for config in skinny.configs(problem)[:4]:
-        needed = skinny.workspace_bytes(problem, **config)
+    for config in module.configs(problem)[:4]:
+        needed = module.workspace_bytes(problem, **config)
         scratch = torch.empty(needed, dtype=torch.uint8, device="cuda")
         buffers = [torch.empty_like(out) for _ in weights]
-        calls = [skinny.bind(problem, {1: w}, **config) for w in weights]
+        calls = [module.bind(problem, {1: w}, **config) for w in weights]
 
         def run_all(calls: Any = calls, buffers: Any = buffers, scratch: Any = scratch) -> None:
             before = x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,13 +122,14 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a kernel makes of a case, and what is right, in float64."""
     problem, inputs, out = draw(case, device, integers=integers, seed=seed)
+    problem = replace(problem, constant=tuple(i for i in constant if inputs[i] is not None))
     assert module.fits(problem) is None, module.fits(problem)
     config = config or {}
     buffers = {"out": out}
     workspace_bytes = getattr(module, "workspace_bytes", None)
     if workspace_bytes and (needed := workspace_bytes(problem, **config)):
         buffers["workspace"] = torch.full((needed,), POISON, dtype=torch.uint8, device=device)
-    constants = {i: inputs[i] for i in constant if inputs[i] is not None}
+    constants = {i: inputs[i] for i in problem.constant}
     call = module.bind(problem, constants, **config)
     given = [t for i, t in enumerate(inputs) if t is not None and i not in constants]
     copies = [t.clone() for t in given]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.matmul import skinny
+from tessella.kernels.matmul import skinny, skinny_sm90
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 
@@ -85,22 +86,34 @@ def test_refusals(changes: dict[str, Any], reason: str) -> None:
     assert reason in (skinny.fits(problem) or "")
 
 
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"dtype": "float32"}, "no true float32"),
+    ({"k": 68}, "multiple of 16 bytes"),
+    ({"op": "matmul"}, "K innermost"),
+    ({"strided": True}, "dense"),
+    ({"m": 0}, "nothing to stream"),
+])  # fmt: skip
+def test_refusals_on_hopper(changes: dict[str, Any], reason: str) -> None:
+    problem, *_ = draw(Case(**{"m": 4, "n": 64, "k": 64, **changes}))
+    assert reason in (skinny_sm90.fits(problem) or "")
+
+
 def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every configuration for one row, and the largest number of rows in every type."""
+    """A few configurations for one row, and for the largest number of rows in every type."""
     kinds = {
         "one": Case(m=1, n=256, k=2048, bias="float16", activation="gelu"),
         "half": Case(m=64, n=256, k=2048, residual="float16"),
         "int8": Case(m=64, n=256, k=2048, dtype="int8", out="int8", scale=True, bias="float32"),
         "fp8": Case(m=64, n=256, k=2048, dtype="float8_e4m3fn", out="bfloat16"),
     }
-    for kind, case in kinds.items():
+    for (kind, case), module in itertools.product(kinds.items(), (skinny, skinny_sm90)):
         problem, inputs, out = draw(case)
-        for config in skinny.configs(problem):
-            call = skinny.bind(problem, {}, **config)
-            scratch = torch.empty(skinny.workspace_bytes(problem, **config), dtype=torch.uint8)
-            given = [t for t in inputs if t is not None]
-            run_ = functools.partial(call, *given, out=out, workspace=scratch)
-            yield f"{kind} {config['tile_n']} {config}", run_
+        for config in module.configs(problem)[:: 1 if kind == "half" else 3]:
+            call = module.bind(problem, {1: inputs[1]}, **config)
+            scratch = torch.empty(module.workspace_bytes(problem, **config), dtype=torch.uint8)
+            given = [t for i, t in enumerate(inputs) if t is not None and i != 1]
+            name = f"{kind} {module.__name__.rpartition('.')[2]} {config}"
+            yield name, functools.partial(call, *given, out=out, workspace=scratch)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +122,7 @@ def compiled() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_nothing_spills(compiled: dict[str, list[dict[str, Any]]]) -> None:
-    assert compiled
+    assert len(compiled) > 12
     launches = {f"{name} {i}": one for name, made in compiled.items() for i, one in enumerate(made)}
     assert not {name: one for name, one in launches.items() if one["spilled_bytes"]}
     assert all(one["shared_bytes"] <= 227 * 1024 for one in launches.values())
@@ -121,7 +134,8 @@ def test_nothing_spills(compiled: dict[str, list[dict[str, Any]]]) -> None:
 def test_products_run_on_tensor_cores(
     compiled: dict[str, list[dict[str, Any]]], kind: str, opcode: str
 ) -> None:
-    large = [n for n in compiled if n.startswith((f"{kind} 64", f"{kind} 128"))]
-    assert large
+    large = [n for n in compiled if n.startswith(kind) and ("'tile_n': 64" in n or "sm90" in n)]
+    assert any("sm90" in name for name in large)
     for name in large:
         assert compiled[name][0]["opcodes"].get(opcode, 0) > 0, name
+        assert "sm90" not in name or compiled[name][0]["opcodes"]["UTMALDG"] > 0, name

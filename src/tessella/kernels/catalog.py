@@ -139,6 +139,7 @@ KERNELS: tuple[Kernel, ...] = (
     _row("linear.mkl", "matmul.mkl", "cpu", source="mkl"),
     *_rows("linear matmul", "cublaslt", "matmul.cublaslt", "cublaslt"),
     *_rows("linear matmul", "wgmma.sm90", "matmul.wgmma", "tessella"),
+    *_rows("linear matmul", "skinny.sm90", "matmul.skinny_sm90", "tessella"),
     *_rows("linear matmul", "skinny", "matmul.skinny", "tessella"),
     *_rows("linear matmul", "tiled", "matmul.tiled", "tessella"),
     *_rows("linear matmul", "fma.sm90", "matmul.fma_sm90", "tessella"),

@@ -34,12 +34,14 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "launch_dependents",
     "load_tile",
     "mbarrier",
     "reinterpret",
     "store_tile",
     "store_wait",
     "wait_for_copies",
+    "wait_for_dependencies",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -85,3 +87,21 @@ def descriptor(tensor: torch.Tensor, block: Sequence[int], **layout: Any) -> Ten
     block = list(block)
     shared = gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype], **layout)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, shared)
+
+
+@gluon.jit
+def launch_dependents():
+    """The next kernel, if it is launched with ``launch_pdl``, may start now."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait_for_dependencies():
+    """Waits until the kernels before this one have ended and their results can be read."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from triton.language.extra import cuda as tl_cuda
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.launch import launch
-from tessella.kernels.matmul.shapes import FP8, operands, refusal, sizes, strides
+from tessella.kernels.matmul.shapes import FP8, Operands, operands, refusal, sizes, strides
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
@@ -225,7 +225,6 @@ def bind(
         "num_stages": num_stages,
         **overlap,
     }
-    sum_dtype = torch.int32 if dtype == "int8" else torch.float32
     alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
 
     def call(
@@ -234,7 +233,7 @@ def bind(
         if not out.numel():
             return out
         o = operands(problem, constants, inputs, out)
-        partial = None if splits == 1 else workspace.view(sum_dtype)
+        partial = None if splits == 1 else workspace.view(sums_dtype(problem))
         epilogue = (o.bias, o.residual, o.scale, o.out)
         bias_stride, _, row, column, scale_stride = strides(o)
         ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], alpha, beta)
@@ -245,12 +244,25 @@ def bind(
             **options,
         )  # fmt: skip
         if splits > 1:
-            launch(
-                _reduce_kernel, (triton.cdiv(made.n, 512), made.m),
-                partial, *epilogue, made.n, *ends,
-                SPLITS=splits, BN=512, ACTIVATION=problem.attr("activation"),
-                OVERLAP=not interpreted, **overlap,
-            )  # fmt: skip
+            add_splits(problem, o, partial, splits, ends)
         return out
 
     return call
+
+
+def sums_dtype(problem: Problem) -> torch.dtype:
+    """Of the sums in the workspace."""
+    return torch.int32 if problem.inputs[0].dtype == "int8" else torch.float32
+
+
+def add_splits(
+    problem: Problem, o: Operands, partial: torch.Tensor, splits: int, ends: tuple[float, ...]
+) -> None:
+    """Launch the second kernel: sums [splits, M, N] in order, then the epilogue."""
+    interpreted = triton.knobs.runtime.interpret
+    launch(
+        _reduce_kernel, (triton.cdiv(o.out.shape[2], 512), o.out.shape[1]),
+        partial, o.bias, o.residual, o.scale, o.out, o.out.shape[2], *ends,
+        SPLITS=splits, BN=512, ACTIVATION=problem.attr("activation"), OVERLAP=not interpreted,
+        **({} if interpreted else {"launch_pdl": True}),
+    )  # fmt: skip
