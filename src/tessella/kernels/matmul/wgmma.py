@@ -181,6 +181,7 @@ class Tiling:
         split_k: ranges of K of the tiles that are not whole; a second kernel adds them in order.
         whole_waves: rounds of the grid with tiles over all of K, before those whose K is split.
         group: tiles down a column before the next column (what the L2 cache holds).
+        lead: tiles along K by which the first of two staggered warpgroups goes ahead.
     """
 
     tile_m: int
@@ -191,6 +192,7 @@ class Tiling:
     split_k: int = 1
     whole_waves: int = 0
     group: int = 8
+    lead: int = 0
 
     @property
     def rows(self) -> int:
@@ -342,9 +344,6 @@ class _Work:
         return 4 * self.tiling.split_k * self.split * self.tiling.tile_m * self.tiling.tile_n
 
 
-EXTRA = {}
-
-
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     """The factors as [batch, rows, columns], descriptors of them, and one or two launches."""
     tiling = Tiling(**(config or configs(problem)[0]))
@@ -407,9 +406,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             STAGES=tiling.stages,
             BUFFERS=tiling.buffers,
             GROUP=tiling.group,
+            LEAD=tiling.lead if work.k_each > tiling.stages else 0,
             PROMOTE=dtype in FP8 and not problem.attr("fast_accumulation"),
             num_warps=8 if tiling.schedule == "cooperative" else 4,
-            **EXTRA,
             **epilogue,
         )
         if sums is not None:
