@@ -56,6 +56,12 @@ def _pixels(
 
 
 @gluon.jit
+def _sum_parts(y, GATHER: gl.constexpr):
+    """The sum over the parts, after a thread has them all: a sum across warps moves more."""
+    return gl.sum(gl.convert_layout(y, GATHER), 0)
+
+
+@gluon.jit
 def _store_rows(
     made, y, i, first, k0, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
     bias, residual, scale, rn, rk, rp, rq, alpha, beta,
@@ -101,6 +107,7 @@ def convolve_fma(
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 4, 4], [1, 4, 8], [SPLIT, WARPS_T, NUM_WARPS // (SPLIT * WARPS_T)], [2, 1, 0]
     )
+    GATHER: gl.constexpr = gl.BlockedLayout([SPLIT, 1, 4], [1, 4, 8], [1, NUM_WARPS, 1], [2, 1, 0])
     V_PART: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     U_PART: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     READ: gl.constexpr = (
@@ -189,14 +196,18 @@ def convolve_fma(
             y11 += bottom * rightmost * product
             product = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
     rows = (
-        gl.join(gl.sum(y00, 0), gl.sum(y01, 0)).permute((1, 0, 2)).reshape([BLOCK_K, BLOCK_T * 2])
+        gl.join(_sum_parts(y00, GATHER), _sum_parts(y01, GATHER))
+        .permute((1, 0, 2))
+        .reshape([BLOCK_K, BLOCK_T * 2])
     )
     _store_rows(
         rows, y, 0, first, k0, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
         bias, residual, scale, rn, rk, rp, rq, alpha, beta, ACTIVATION, OUT,
     )  # fmt: skip
     rows = (
-        gl.join(gl.sum(y10, 0), gl.sum(y11, 0)).permute((1, 0, 2)).reshape([BLOCK_K, BLOCK_T * 2])
+        gl.join(_sum_parts(y10, GATHER), _sum_parts(y11, GATHER))
+        .permute((1, 0, 2))
+        .reshape([BLOCK_K, BLOCK_T * 2])
     )
     _store_rows(
         rows, y, 1, first, k0, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
