@@ -71,7 +71,7 @@ def _fma_kernel(
     alpha, beta,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     WARPS_M: gl.constexpr, A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
-    GROUP: gl.constexpr, ACTIVATION: gl.constexpr,
+    FOURS: gl.constexpr, GROUP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout(
@@ -80,6 +80,20 @@ def _fma_kernel(
         [WARPS_M, WARPS // WARPS_M],
         [1, 0],
     )
+    # sizes and strides come in fours where all are multiples: copies of 16 bytes need to know
+    M = M * FOURS
+    N = N * FOURS
+    K = K * FOURS
+    a_batch = a_batch * FOURS
+    b_batch = b_batch * FOURS
+    if A_BY_DEPTH:
+        a_row = a_row * FOURS
+    else:
+        a_k = a_k * FOURS
+    if B_BY_DEPTH:
+        b_column = b_column * FOURS
+    else:
+        b_k = b_k * FOURS
     tiles_m = gl.cdiv(M, BM)
     tiles_n = gl.cdiv(N, BN)
     tile = gl.program_id(0)
@@ -169,10 +183,12 @@ def fits(problem: Problem) -> str | None:
 
 # tile_m, tile_n, tile_k, warps, stages, warps along M
 _TILES = (
+    (128, 128, 32, 8, 3, 4),
+    (128, 128, 16, 4, 4, 2),
     (128, 128, 16, 8, 4, 4),
-    (256, 128, 16, 8, 3, 4),
-    (128, 64, 16, 4, 4, 4),
-    (64, 64, 16, 4, 4, 2),
+    (64, 128, 16, 4, 4, 2),
+    (64, 64, 16, 2, 4, 1),
+    (64, 64, 32, 4, 3, 2),
     (32, 64, 32, 2, 4, 1),
 )
 _KEYS = ("tile_m", "tile_n", "tile_k", "num_warps", "num_stages", "warps_m")
@@ -181,12 +197,25 @@ _KEYS = ("tile_m", "tile_n", "tile_k", "num_warps", "num_stages", "warps_m")
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     """Large tiles where they fill the GPU, smaller ones where there would be too few."""
     made = sizes(problem)
+    # both operands read along their outer axes: the longest step of depth spills
+    tiles = _TILES if any(_by_depth(problem)) else _TILES[1:]
 
     def cost(tile: tuple[int, ...]) -> float:
         blocks = made.batch * triton.cdiv(made.m, tile[0]) * triton.cdiv(made.n, tile[1])
         return triton.cdiv(blocks, 132) * (tile[0] * tile[1] + 16 * (tile[0] + tile[1]))
 
-    return tuple(dict(zip(_KEYS, tile, strict=True)) for tile in sorted(_TILES, key=cost))
+    return tuple(dict(zip(_KEYS, tile, strict=True)) for tile in sorted(tiles, key=cost))
+
+
+def _by_depth(problem: Problem) -> tuple[bool, bool]:
+    """Whether A's rows, and B's columns, are contiguous."""
+    b_by_rows = problem.op == "linear" or bool(problem.attr("transpose_b"))
+    return not problem.attr("transpose_a"), b_by_rows
+
+
+def _in_fours(numbers: tuple[int, ...], fours: int) -> tuple[int, ...]:
+    """Strides divided by ``fours``, apart from those of neighbours."""
+    return tuple(n if n == 1 else n // fours for n in numbers)
 
 
 def bind(
@@ -201,6 +230,7 @@ def bind(
     warps_m: int = 2,
 ) -> Call:
     made = sizes(problem)
+    a_by_depth, b_by_depth = _by_depth(problem)
     blocks = made.batch * triton.cdiv(made.m, tile_m) * triton.cdiv(made.n, tile_n)
     options = {
         "BM": tile_m,
@@ -208,22 +238,25 @@ def bind(
         "BK": tile_k,
         "STAGES": num_stages,
         "WARPS_M": warps_m,
-        "A_BY_DEPTH": not problem.attr("transpose_a"),
-        "B_BY_DEPTH": problem.op == "linear" or bool(problem.attr("transpose_b")),
+        "A_BY_DEPTH": a_by_depth,
+        "B_BY_DEPTH": b_by_depth,
         "GROUP": 8,
         "ACTIVATION": problem.attr("activation"),
         "num_warps": num_warps,
     }
     alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
+    dense = all(problem.inputs[i].format == "contiguous" for i in (0, 1))
+    fours = 4 if dense and not any(size % 4 for size in (made.m, made.n, made.k)) else 1
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs, out)
         launch(
             _fma_kernel, (blocks,),
             o.a, o.b, o.bias, o.residual, o.scale, o.out,
-            made.m, made.n, made.k,
-            *o.a.stride(), *o.b.stride(), *strides(o), *o.out.stride(),
-            alpha, beta, **options,
+            made.m // fours, made.n // fours, made.k // fours,
+            *_in_fours(o.a.stride(), fours), *_in_fours(o.b.stride(), fours),
+            *strides(o), *o.out.stride(),
+            alpha, beta, FOURS=fours, **options,
         )  # fmt: skip
         return out
 
