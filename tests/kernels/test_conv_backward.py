@@ -276,16 +276,29 @@ def test_parts_of_wgrad_fill_the_workspace(case: Any) -> None:
     for config in wgrad_sm90.configs(asked):
         blocks, tiles, _, across = wgrad_sm90._work(geometry, config)
         boxes = math.prod(across)
-        each, more = divmod(tiles * boxes, blocks)
-        slots = []
+        device = wgrad_sm90._part.fn
+        units, slots = [], []
         for block in range(blocks):
-            first = block * each + min(block, more)
-            last = first + each + (block < more) - 1
-            slots += [block + tile for tile in range(first // boxes, last // boxes + 1)]
+            language = type("Block", (Language,), block_of(block, blocks))
+            part = FunctionType(device.__code__, {**device.__globals__, "gl": language})
+            splits = min(config["splits"], boxes)
+            first, last = part(*map(Truncated, (tiles * boxes, boxes, splits)))
+            assert first < last
+            units += range(first, last)
+            shared = range(first // boxes, (last - 1) // boxes + 1)
+            slots += [block + (0 if splits else tile) for tile in shared]
+        assert sorted(units) == list(range(tiles * boxes))
         assert len(slots) == len(set(slots))
-        columns = config["panels"] * wgrad_sm90._width(geometry)
-        size = 4 * config["rows"] * columns
+        size = 4 * config["rows"] * config["panels"] * wgrad_sm90._width(geometry)
         assert wgrad_sm90.workspace_bytes(asked, **config) == size * (max(slots) + 1)
+
+
+def block_of(block: int, blocks: int) -> dict[str, Any]:
+    """What a block of a launch asks about itself."""
+    return {
+        "program_id": staticmethod(lambda axis: Truncated(block)),
+        "num_programs": staticmethod(lambda axis: Truncated(blocks)),
+    }
 
 
 def test_weights_are_copied_only_where_they_must() -> None:

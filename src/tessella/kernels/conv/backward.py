@@ -16,6 +16,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 SHARED_BYTES = 227 * 1024 - 1024  # of a block; a kilobyte is left to barriers and alignment
 # a multiprocessor in one clock: products of 16-bit numbers; bytes that the L2 has been seen to give
 PRODUCTS, L2_BYTES = 2048, 40
+CACHE_BYTES = 40 * 2**20  # of the L2, less what else is in it
 MEMORY_BYTES = 2400  # that all of them together get from memory in one clock
 
 Box = tuple[int, int, int]  # images, rows, columns: each a power of two

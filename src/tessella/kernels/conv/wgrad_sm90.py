@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.backward import (
+    CACHE_BYTES,
     L2_BYTES,
     MEMORY_BYTES,
     MULTIPROCESSORS,
@@ -71,15 +73,27 @@ def configs(problem: Problem) -> tuple[Config, ...]:
         for box in boxes(geometry.batch, geometry.out, pixels)[:3]:
             resident = 2 if warps == 4 else 1
             stages = min(SHARED_BYTES // resident // (2 * pixels * (rows + columns)), 8)
-            for share in (1, 2, 4):
+            for splits in SPLITS:
                 config = {
                     "box_n": box[0], "box_h": box[1], "box_w": box[2], "rows": rows,
                     "panels": columns // width, "stages": stages, "warps": warps,
-                    "blocks": MULTIPROCESSORS * resident // share,
+                    "splits": splits,
                 }  # fmt: skip
-                found.append((_clocks(geometry, config), config))
-    found.sort(key=lambda pair: pair[0])
-    return tuple(config for _, config in found[:12])
+                tile = (rows, columns)
+                found.append((_clocks(geometry, config), tile, box[0], config))
+    found.sort(key=lambda entry: entry[0])
+    best: list[Config] = []
+    seen: Counter[Any] = Counter()
+    for _, tile, images, config in found:  # a few of each tile, for the model is rough
+        seen[tile] += 1
+        seen[tile, images] += 1
+        if seen[tile] <= 3 and seen[tile, images] <= 2:
+            best.append(config)
+    return tuple(best[:12])
+
+
+# into how many parts the pixels of every tile are cut; 0: all work is dealt out evenly
+SPLITS = (0, *range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 44, 48, 52, 60, 66, 88, 132)
 
 
 PARTS_BYTES = 4000  # of the parts that all multiprocessors add in one clock
@@ -116,35 +130,37 @@ def _work(geometry: Geometry, config: Config) -> tuple[int, int, int, list[int]]
     across = [-(-n // s) for n, s in zip((geometry.batch, *geometry.out), box)]
     rows = -(-geometry.filters // config["rows"])
     tiles = rows * -(-_panels(geometry) // config["panels"])
-    return min(tiles * math.prod(across), config["blocks"]), tiles, rows, across
+    boxes = math.prod(across)
+    even = MULTIPROCESSORS * (2 if config["warps"] == 4 else 1)
+    blocks = tiles * min(config["splits"], boxes) or min(tiles * boxes, even)
+    return blocks, tiles, rows, across
 
 
 def _clocks(geometry: Geometry, config: Config) -> float:
-    """About how long it takes: products or loads, whichever is slower, and then the parts.
-
-    Fewer blocks make fewer parts: worth it where the images come slowly from memory anyway.
-    """
-    blocks, tiles, _, across = _work(geometry, config)
+    """About how long it takes: products or loads, whichever is slower, and then the parts."""
+    blocks, tiles, row_tiles, across = _work(geometry, config)
     rows, columns = config["rows"], config["panels"] * _width(geometry)
-    pixels = config["box_n"] * config["box_h"] * config["box_w"]
+    pixels, units = config["box_n"] * config["box_h"] * config["box_w"], math.prod(across)
+    resident = 2 if config["warps"] == 4 else 1
     step = max(rows * columns * pixels / PRODUCTS, 2 * pixels * (rows + columns) / L2_BYTES)
-    together = max(1, blocks / MULTIPROCESSORS)
-    read = math.prod(geometry.image) * geometry.channels + math.prod(geometry.out) * (
-        geometry.filters
-    )
-    main = max(
-        tiles * math.prod(across) / blocks * step * together,
-        2 * geometry.batch * read / MEMORY_BYTES,
-    )
-    parts = 4 * rows * columns * (blocks + tiles)
+    rounds = -(-blocks // (MULTIPROCESSORS * resident))
+    longest = -(-tiles * units // blocks)
+    x = 2 * geometry.batch * math.prod(geometry.image) * geometry.channels
+    dy = 2 * geometry.batch * math.prod(geometry.out) * geometry.filters
+    if config["splits"] == 0 and x + dy > CACHE_BYTES:  # tiles read the same pixels far apart
+        x, dy = x * row_tiles, dy * (tiles // row_tiles)
+    share = min(resident, max(1.0, blocks / MULTIPROCESSORS))
+    main = max(rounds * (longest * step * share + 1500), (x + dy) / MEMORY_BYTES)
+    parts = 4 * rows * columns * (blocks if config["splits"] else blocks + tiles)
     return main + parts / min(blocks, MULTIPROCESSORS) / L2_BYTES + parts / PARTS_BYTES
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
-    """The parts: at most one for each block and one for each tile, less one; in float32."""
+    """The parts in float32: one a block, or, dealt out evenly, one more for each other tile."""
     geometry, config = _geometry(problem), config or configs(problem)[0]
     blocks, tiles, _, _ = _work(geometry, config)
-    return 4 * (blocks + tiles - 1) * config["rows"] * config["panels"] * _width(geometry)
+    parts = blocks if config["splits"] else blocks + tiles - 1
+    return 4 * parts * config["rows"] * config["panels"] * _width(geometry)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
@@ -156,11 +172,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     each, more = divmod(tiles * count, blocks)
     c_panels = -(-geometry.channels // width)
     size = (S, *geometry.padding, *geometry.dilation)
-    work = (tiles * count, count, across[2], across[1], rows, _panels(geometry), c_panels)
+    splits = min(config["splits"], count)
+    work = (tiles * count, count, splits, across[2], across[1], rows, _panels(geometry), c_panels)
     options = {} if config["warps"] == 8 else {"maxnreg": 128}
     # a tile's parts: as many as blocks that can share it
-    together = min(triton.next_power_of_2(-(-count // max(each, 1)) + 1), 32)
-    chunk = min(max(64, 2048 // together), config["rows"] * columns)
+    together = min(triton.next_power_of_2(splits or -(-count // max(each, 1)) + 1), 32)
+    chunk = max(1, 2048 // (together * width))
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
         dy, x = problem.operands(constants, inputs)[:2]
@@ -189,13 +206,14 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         )
         launch(
             _add_parts,
-            (config["rows"] * columns // chunk, tiles),
+            (config["rows"] // chunk, config["panels"], tiles),
             parts,
             out,
             geometry.filters,
             geometry.channels,
             R * S,
             count,
+            splits,
             rows,
             c_panels,
             each,
@@ -220,13 +238,26 @@ def _strides(weight: torch.Tensor) -> tuple[int, int, int]:
 
 
 @gluon.jit
-def _part(total):
-    """The units of work [first, last) of this block: equal parts, the first ones larger by one."""
+def _part(total, boxes, splits):
+    """The units of work [first, last) of this block; a unit is a box of pixels of a tile.
+
+    With splits, blocks that run together read the same pixels for different tiles; without, all
+    units are dealt out evenly, the first blocks get one more.
+    """
+    i = gl.program_id(0)
     each = total // gl.num_programs(0)
     more = total % gl.num_programs(0)
-    i = gl.program_id(0)
     first = i * each + gl.minimum(i, more)
-    return first, first + each + gl.where(i < more, 1, 0)
+    last = first + each + gl.where(i < more, 1, 0)
+    if splits > 0:
+        tiles = total // boxes
+        split = i // tiles
+        start = (i % tiles) * boxes
+        each = boxes // splits
+        more = boxes % splits
+        first = start + split * each + gl.minimum(split, more)
+        last = first + each + gl.where(split < more, 1, 0)
+    return first, last
 
 
 @gluon.jit
@@ -236,7 +267,7 @@ def _copy_in(
 ):  # fmt: skip
     """The copying warp: for each unit, a box of dy and the boxes of x under PANELS columns."""
     S, pad_h, pad_w, dil_h, dil_w = size
-    total, boxes, nw, nh, rows, panels, c_panels = work
+    total, boxes, splits, nw, nh, rows, panels, c_panels = work
     BOX_N: gl.constexpr = dy.block_type.shape[0]
     BOX_H: gl.constexpr = dy.block_type.shape[1]
     BOX_W: gl.constexpr = dy.block_type.shape[2]
@@ -244,7 +275,7 @@ def _copy_in(
     WIDTH: gl.constexpr = x[0].block_type.shape[3]
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    unit, end = _part(total)
+    unit, end = _part(total, boxes, splits)
     for tile in range(unit // boxes, (end - 1) // boxes + 1):
         panel0 = (tile // rows) * PANELS
         row0 = (tile % rows) * ROWS
@@ -284,12 +315,14 @@ def _multiply(
     COLUMNS: gl.constexpr, PIXELS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: the sum of each tile of this block goes to its slot of the parts."""
+    total = work[0]
     boxes = work[1]
+    splits = work[2]
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)).expand_dims(1)
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)).expand_dims(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    unit, end = _part(work[0])
+    unit, end = _part(total, boxes, splits)
     for tile in range(unit // boxes, (end - 1) // boxes + 1):
         acc = gl.zeros((ROWS, COLUMNS), dtype=gl.float32, layout=LAYOUT)
         first = gl.maximum(unit - tile * boxes, 0)
@@ -306,8 +339,8 @@ def _multiply(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()
         mbarrier.arrive(empty.index(before(stage, STAGES)))
-        # block and tile only grow along the work: their sum names a slot once
-        slot = (gl.program_id(0) + tile).to(gl.int64)
+        # without splits block and tile only grow along the work: their sum names a slot once
+        slot = (gl.program_id(0) + gl.where(splits > 0, 0, tile)).to(gl.int64)
         gl.store(parts + slot * (ROWS * COLUMNS) + (row * COLUMNS + column), acc)
 
 
@@ -369,33 +402,40 @@ def _block_of(unit, each, more):
     return tl.where(unit < large, unit // (each + 1), more + (unit - large) // tl.maximum(each, 1))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "filters", "channels", "taps", "boxes", "rows", "c_panels", "each", "more",
-        "stride_k", "stride_c", "stride_tap",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["filters", "channels", "taps", "boxes", "splits", "rows",
+                               "c_panels", "each", "more", "stride_k", "stride_tap"])  # fmt: skip
 def _add_parts(
-    parts, out, filters, channels, taps, boxes, rows, c_panels, each, more,
-    stride_k, stride_c, stride_tap,
+    parts, out, filters, channels, taps, boxes, splits, rows, c_panels, each, more, stride_k,
+    stride_c, stride_tap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """dw from the parts of one tile, added in the order of the blocks that made them."""
-    tile = tl.program_id(1)
-    first = _block_of(tile * boxes, each, more)
-    last = _block_of(tile * boxes + boxes - 1, each, more)
-    element = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    """dw from the parts of some rows of one panel, added in the order of their pixels."""
+    tile = tl.program_id(2)
+    tiles = tl.num_programs(2)
+    panel = tl.program_id(1)
+    element = tl.arange(0, CHUNK * WIDTH)
+    row = tl.program_id(0) * CHUNK + element // WIDTH
+    column = element % WIDTH
+    at = parts + row * COLUMNS + (panel * WIDTH + column)
+    if splits > 0:
+        first = tile
+        count = splits
+        step = tiles
+    else:
+        block = _block_of(tile * boxes, each, more)
+        first = block + tile
+        count = _block_of(tile * boxes + boxes - 1, each, more) - block + 1
+        step = 1
     part = tl.arange(0, PARTS)
-    total = tl.zeros((CHUNK,), dtype=tl.float32)
-    for block in range(first, last + 1, PARTS):
-        slot = (block + part + tile).to(tl.int64)
-        at = parts + slot[:, None] * (ROWS * COLUMNS) + element[None, :]
-        total += tl.sum(tl.load(at, mask=(block + part <= last)[:, None], other=0.0), axis=0)
-    k = (tile % rows) * ROWS + element // COLUMNS
-    column = element % COLUMNS
-    panel = (tile // rows) * (COLUMNS // WIDTH) + column // WIDTH
+    total = tl.zeros((CHUNK * WIDTH,), dtype=tl.float32)
+    for i in range(0, count, PARTS):
+        slot = (first + (i + part) * step).to(tl.int64) * (ROWS * COLUMNS)
+        here = (i + part < count)[:, None]
+        total += tl.sum(tl.load(at[None, :] + slot[:, None], mask=here, other=0.0), axis=0)
+    panel += (tile // rows) * (COLUMNS // WIDTH)
     tap = panel // c_panels
-    c = (panel % c_panels) * WIDTH + column % WIDTH
+    c = (panel % c_panels) * WIDTH + column
+    k = (tile % rows) * ROWS + row
     here = (k < filters) & (c < channels) & (tap < taps)
     tl.store(out + k * stride_k + c * stride_c + tap * stride_tap, total, mask=here)
