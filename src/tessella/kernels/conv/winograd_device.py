@@ -153,17 +153,22 @@ def transform_output(
         columns += _apply(AT, column, 0, 1, M, N)
     b = None if bias is None else tl.load(bias + k, mask=k < K, other=0.0)
     s = None if scale is None else tl.load(scale + k, mask=k < K, other=0.0)
+    # a power of two of neighbours: of 8 for 6 outputs the last two are not stored
+    WIDTH: tl.constexpr = 8 if M == 6 else M
     for i in tl.static_range(M):
         row = _apply(AT, columns, i, M, M, N)
         if WIDE:
-            if M == 4:
-                made = tl.interleave(tl.interleave(row[0], row[2]), tl.interleave(row[1], row[3]))
-            else:
-                made = tl.interleave(row[0], row[1])
-            lane = tl.arange(0, BLOCK_T * M)[None, :]
+            even = tl.interleave(row[0], row[2]) if M == 4 else row[0]
+            odd = tl.interleave(row[1], row[3]) if M == 4 else row[1]
+            if M == 6:
+                none = tl.zeros_like(row[0])
+                even = tl.interleave(tl.interleave(row[0], row[4]), tl.interleave(row[2], none))
+                odd = tl.interleave(tl.interleave(row[1], row[5]), tl.interleave(row[3], none))
+            lane = tl.arange(0, BLOCK_T * WIDTH)[None, :]
+            real = tl.where(lane % WIDTH < M, T, 0)
             _finish(
-                made, y, block // blocks_k * BLOCK_T + lane // M, k, i, lane % M,
-                T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
+                tl.interleave(even, odd), y, block // blocks_k * BLOCK_T + lane // WIDTH, k, i,
+                lane % WIDTH, real, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
                 b, residual, s, rn, rk, rp, rq, alpha, beta, M, ACTIVATION,
             )  # fmt: skip
         else:

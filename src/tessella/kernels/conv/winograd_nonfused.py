@@ -46,10 +46,11 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     ieee = x.dtype == "float32" and problem.math == "ieee"
     small, large = (2, 4) if weight.shape[2] == 3 else (2, 2)
     if ieee:
-        blocks = ((64, 64, 2), (64, 128, 4), (128, 64, 4), (128, 128, 8), (64, 64, 4))
-        made = [(large, "fma", i, j, 16, warps, 3) for i, j, warps in blocks]
-        made.append((6 if weight.shape[2] == 3 else 4, "fma", 64, 64, 16, 2, 3))
-        made.append((large, "fma", 32, 32, 16, 1, 3))
+        huge = 6 if weight.shape[2] == 3 else 4
+        blocks = ((64, 64, 2, 4), (32, 32, 1, 2), (32, 64, 1, 2), (64, 64, 4, 4), (128, 64, 4, 3))
+        made = [(large, "fma", i, j, 16, warps, stages) for i, j, warps, stages in blocks]
+        made += [(huge, "fma", i, j, 16, warps, stages) for i, j, warps, stages in blocks[:4]]
+        made.append((small, "fma", 64, 64, 16, 4, 4))
     else:
         depth = 32 if x.dtype == "float32" else 64
         blocks = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
@@ -332,6 +333,6 @@ def _transform_back(
         *plan.m_strides(), *out.stride(), blocks_k, bias, residual, scale,
         *((0, 0, 0, 0) if residual is None else residual.stride()), problem.attr("alpha"), beta,
         AT=coefficients(f.at), N=f.n, M=f.m, ACTIVATION=problem.attr("activation"),
-        BLOCK_T=block_t, BLOCK_K=block_k, WIDE=plan.pixels_inside and f.m in (2, 4),
+        BLOCK_T=block_t, BLOCK_K=block_k, WIDE=plan.pixels_inside,
         num_warps=THREADS // 32,
     )  # fmt: skip
