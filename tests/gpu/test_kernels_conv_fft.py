@@ -48,7 +48,7 @@ def test_every_configuration(row: catalog.Kernel, name: str, dtype: str) -> None
     """Those that find would try, in both formats, of a constant weight and of an argument."""
     for layout, constant in (("contiguous", True), (LAST, False)):
         case = replace(typed(SHAPES[name], dtype), x_format=layout, constant=constant)
-        for config in row.configs(case.problem)[: 12 if dtype == "float32" else 3]:
+        for config in row.configs(case.problem)[:2]:
             assert_right(row, case, config, "cuda", integers=constant, seed=3)
 
 

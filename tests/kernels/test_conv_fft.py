@@ -31,7 +31,7 @@ TOLERANCES = {"float32": 2e-6, "tf32": 3e-3, "float16": 3e-3, "bfloat16": 1.5e-2
 def small(row: catalog.Kernel, case: Case, tile: int = 16) -> dict[str, Any]:
     """A configuration that the interpreter can run: small blocks."""
     if row is TILES:
-        return {"tile": tile, "block_k": 16, "block_m": 16, "entries": 8}
+        return {"tile": tile, "block_k": 16, "block_m": 16}
     return {"block_k": 16, "block_m": 16 if case.x[0] > 8 else 1 << (case.x[0] - 1).bit_length()}
 
 
@@ -263,10 +263,8 @@ def compiled_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         ("table 3x3", TILES, replace(table, w=(128, 128, 3, 3), padding=1)),
         ("table last", TILES, replace(table, x_format=LAST, activation="gelu", **EPILOGUE)),
         ("table tf32", TILES, replace(table, math="tf32")),
-        ("batch", TILES, batch),
         ("batch half", TILES, replace(batch, dtype="float16")),
         ("whole table", WHOLE, table),
-        ("whole batch", WHOLE, batch),
         ("whole batch half", WHOLE, replace(batch, dtype="float16", x_format=LAST)),
     ):
         problem, operands = case.problem, draw(replace(case, x=(0, *case.x[1:])))

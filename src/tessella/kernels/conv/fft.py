@@ -77,16 +77,15 @@ def _columns(
         mask = (a < A)[:, None] & (r < columns)[None, :]
         x_re = tl.load(at, mask=mask, other=0.0)
         x_im = tl.load(at + source_plane, mask=mask, other=0.0)
-        # matrix[(a, 2), (b, 2)] holds cosine, ± sine; ∓ sine, cosine
+        # matrix[(a, 2), (b, 2)] holds cosine, −sine; sine, cosine: the first column is enough
         at = matrix + a[None, :] * (4 * B) + 2 * b[:, None]
         mask = (a < A)[None, :] & (b < B)[:, None]
         cosine = tl.load(at, mask=mask, other=0.0)
-        re_to_im = tl.load(at + 1, mask=mask, other=0.0)
-        im_to_re = tl.load(at + 2 * B, mask=mask, other=0.0)
+        sine = tl.load(at + 2 * B, mask=mask, other=0.0)
         real = tl.dot(cosine, x_re, real, input_precision="ieee")
-        real = tl.dot(im_to_re, x_im, real, input_precision="ieee")
+        real = tl.dot(sine, x_im, real, input_precision="ieee")
         imaginary = tl.dot(cosine, x_im, imaginary, input_precision="ieee")
-        imaginary = tl.dot(re_to_im, x_re, imaginary, input_precision="ieee")
+        imaginary = tl.dot(sine, -x_re, imaginary, input_precision="ieee")
     to = out + b[:, None].to(tl.int64) * columns + r[None, :]
     mask = (b < B)[:, None] & (r < columns)[None, :]
     tl.store(to, dft.rounded(real, ROUND), mask=mask)

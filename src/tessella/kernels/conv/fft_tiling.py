@@ -55,6 +55,8 @@ def _forward(
     base = n.to(tl.int64) * stride_n + c.to(tl.int64) * stride_c
     even = _rows(image + base, width_matrix, even_matrix, there, top, left, height, width,
                  stride_h, stride_w, 0, ROWS, COLUMNS, ENTRIES, I, J, U)  # fmt: skip
+    # between the steps: or the loads of one begin in the one before, and registers spill
+    tl.debug_barrier()
     odd = _rows(image + base, width_matrix, odd_matrix, there, top, left, height, width,
                 stride_h, stride_w, 1, ROWS, COLUMNS, ENTRIES, I, J, U)  # fmt: skip
     u = tl.arange(0, U)
@@ -87,6 +89,7 @@ def _rows(
     u = tl.arange(0, 2 * U)
     matrix = tl.load(width_matrix + j[:, None] * (2 * U) + u[None, :])
     x = tl.dot(tl.reshape(x, (ENTRIES * I, J)), matrix, input_precision="ieee")
+    tl.debug_barrier()
     x = tl.permute(tl.reshape(x, (ENTRIES, I, U, 2)), (0, 2, 1, 3))
     row = tl.arange(0, 2 * I)
     matrix = tl.load(height_matrix + row[:, None] * (2 * U) + u[None, :])
@@ -225,14 +228,14 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
         if tile < max(_reach(problem)):
             continue
         cut = Cut.of(problem, tile)
-        for block_k, block_m in ((128, 64), (64, 64), (128, 32), (64, 32), (64, 16), (128, 128)):
-            config = {"tile": tile, "block_k": block_k, "block_m": block_m}
+        for block_k, block_m, warps in ((64, 32, 4), (128, 64, 8), (128, 32, 8), (64, 16, 4)):
+            config = {"tile": tile, "block_k": block_k, "block_m": block_m, "warps": warps}
             estimates[tuple(config.items())] = _estimate_us(problem, cut, **config)
     best = sorted(estimates, key=estimates.__getitem__)
     return tuple(dict(items) for items in best[:8])
 
 
-def _estimate_us(problem: Problem, cut: Cut, tile: int, block_k: int, block_m: int) -> float:
+def _estimate_us(problem: Problem, cut: Cut, *, block_k: int, block_m: int, **_: int) -> float:
     """Products at 30 TFLOP/s (tiles of 128 × 64), spectra at 3.5 TB/s, written and read."""
     filters, channels = problem.inputs[1].shape[:2]
     m, k = _up(cut.tiles, block_m), _up(filters, block_k)
@@ -263,7 +266,7 @@ def _spectra(problem: Problem, cut: Cut, block_k: int, block_m: int) -> dict[str
 
 
 def workspace_bytes(
-    problem: Problem, *, tile: int = 32, block_k: int = 128, block_m: int = 64, **_: Any
+    problem: Problem, *, tile: int = 32, block_k: int = 64, block_m: int = 32, **_: Any
 ) -> int:
     if problem.output_is_empty:
         return 0
@@ -278,21 +281,28 @@ def bind(
     constants: Mapping[int, torch.Tensor],
     *,
     tile: int = 32,
-    block_k: int = 128,
-    block_m: int = 64,
+    block_k: int = 64,
+    block_m: int = 32,
     block_c: int = 16,
-    warps: int = 8,
+    warps: int = 4,
     stages: int = 3,
+    entries: int | None = None,
     transform_warps: int = 8,
-    entries: int = 16,
 ) -> Call:
-    """Filters that are constant are transformed here, once."""
+    """Filters that are constant are transformed here, once.
+
+    Args:
+        tile: its side, even, at most 32.
+        block_k, block_m, block_c, warps, stages: of the product: filters, tiles, channels a step.
+        entries: tiles that a block transforms at once; as many as its registers hold by default.
+    """
     if problem.output_is_empty:
         return lambda *inputs, out, workspace=None: out
     cut = Cut.of(problem, tile)
     shapes = _spectra(problem, cut, block_k, block_m)
     plain = on_plain_units(problem)
     precision = "ieee" if plain else "tf32"
+    entries = entries or (8 if tile > 16 else 16)
     transform = {"num_warps": transform_warps, "entries": entries}
     dilation = problem.attrs["dilation"]
     # a captured call must not make them
