@@ -75,27 +75,29 @@ def multiply_fma(
     a_i = gl.arange(0, BLOCK_I, layout=gl.SliceLayout(0, COPY_I))[None, :]
     b_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(1, COPY_J))[:, None]
     b_j = gl.arange(0, BLOCK_J, layout=gl.SliceLayout(0, COPY_J))[None, :]
-    a += p * DEPTH * I + i0 + a_d * I + a_i
-    b += p * DEPTH * J + j0 + b_d * J + b_j
+    a += p * DEPTH * I
+    b += p * DEPTH * J
+    from_a = i0 + a_d * I + a_i  # offsets of 32 bits: fewer registers than pointers
+    from_b = j0 + b_d * J + b_j
     steps = DEPTH // BLOCK_D
     for first in gl.static_range(STAGES - 1):
         if first < steps:
-            copy_elements(a_ring.index(first), a)
-            copy_elements(b_ring.index(first), b)
+            copy_elements(a_ring.index(first), a + from_a)
+            copy_elements(b_ring.index(first), b + from_b)
         commit_copies()
-        a += BLOCK_D * I
-        b += BLOCK_D * J
+        from_a += BLOCK_D * I
+        from_b += BLOCK_D * J
     product = gl.zeros([BLOCK_I, BLOCK_J], gl.float32, layout=LAYOUT)
     for step in range(steps):
         wait_for_copies(STAGES - 2)
         barrier()
         if step + STAGES - 1 < steps:
             slot = (step + STAGES - 1) % STAGES
-            copy_elements(a_ring.index(slot), a)
-            copy_elements(b_ring.index(slot), b)
+            copy_elements(a_ring.index(slot), a + from_a)
+            copy_elements(b_ring.index(slot), b + from_b)
         commit_copies()
-        a += BLOCK_D * I
-        b += BLOCK_D * J
+        from_a += BLOCK_D * I
+        from_b += BLOCK_D * J
         a_tile = a_ring.index(step % STAGES)
         b_tile = b_ring.index(step % STAGES)
         for d in gl.static_range(BLOCK_D):
