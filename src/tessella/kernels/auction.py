@@ -124,14 +124,16 @@ def bind(
 
 def sample_inputs(problem: Problem, device: torch.device) -> list[torch.Tensor]:
     """Every input that is not a constant: normal numbers, int8 over its range, indices zero."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def sample(meta: TensorMeta) -> torch.Tensor:
         dtype = getattr(torch, meta.dtype)
         if dtype == torch.int8:
-            made = torch.randint(-127, 128, meta.shape, generator=generator, dtype=dtype)
+            made = torch.randint(
+                -127, 128, meta.shape, generator=generator, dtype=dtype, device=device
+            )
         elif dtype.is_floating_point:
-            made = torch.randn(meta.shape, generator=generator)
+            made = torch.randn(meta.shape, generator=generator, device=device)
         else:
             made = torch.zeros(meta.shape, dtype=dtype)
         return made.to(device, dtype).contiguous(
@@ -339,7 +341,7 @@ class _Auction:
         resources = main.resources() if main else None
         return Inspection(
             max_rel_error=float(error),
-            repeatable=bool(torch.equal(first.view(torch.uint8), again.view(torch.uint8))),
+            repeatable=bool(torch.equal(_bits(first), _bits(again))),
             launches=len(launches),
             registers=resources.registers if resources else None,
             shared_bytes=resources.shared_bytes if resources else None,
@@ -359,6 +361,10 @@ class _Auction:
 def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The same values in float64."""
     return None if tensor is None else tensor.double()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _first(made: Any) -> torch.Tensor:
