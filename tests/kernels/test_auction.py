@@ -12,7 +12,8 @@ from tessella.core.errors import CompileError
 from tessella.kernels import auction, catalog, timing
 from tessella.kernels.pool import aten as pool_aten
 from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.tuning import TimingCache
+from tessella.kernels.tuning import TimingCache, Trial
+from tests.kernels import scratch
 
 LINEAR = Problem(
     op="linear",
@@ -39,18 +40,25 @@ def test_fastest_first_and_refused_last() -> None:
     half = Problem(**{**vars(LINEAR), "inputs": tuple(
         None if m is None else TensorMeta(shape=m.shape, dtype="float16") for m in LINEAR.inputs
     ), "outputs": (TensorMeta(shape=(4, 16), dtype="float16"),)})  # fmt: skip
-    trials = auction.find(half, {1: WEIGHT[1].half()}, target="cpu", terms=auction.Terms(budget_s=0.0))
+    trials = auction.find(
+        half, {1: WEIGHT[1].half()}, target="cpu", terms=auction.Terms(budget_s=0.0)
+    )
     assert [t.kernel for t in trials] == ["linear.aten", "linear.onednn", "linear.mkl"]
     assert trials[0].time_us > 0
     assert all("float16" in t.refused for t in trials[1:])
-    times = [t.time_us for t in auction.find(LINEAR, WEIGHT, target="cpu", terms=auction.Terms(budget_s=0.0))]
+    times = [
+        t.time_us
+        for t in auction.find(LINEAR, WEIGHT, target="cpu", terms=auction.Terms(budget_s=0.0))
+    ]
     assert len(times) == 3
     assert times == sorted(times)
 
 
 def test_a_cache_answers_without_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder" / "timings.jsonl"
-    first = auction.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path), terms=auction.Terms(budget_s=0.0))
+    first = auction.find(
+        LINEAR, WEIGHT, target="cpu", cache=TimingCache(path), terms=auction.Terms(budget_s=0.0)
+    )
 
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured again")
@@ -103,3 +111,22 @@ def test_measure_tells_slow_from_fast() -> None:
     times = timing.measure(runs, device=torch.device("cpu"), budget_s=0.02)
     assert times["slow"].time_us > 1.5 * times["fast"].time_us
     assert times["slow"].time_us >= 2000
+
+
+def test_far_kernels_try_their_first_configuration_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "KERNELS", (*catalog.KERNELS, scratch.ROW))
+    monkeypatch.setattr(
+        auction, "glance", lambda runs, device: {n: 1.0 + i for i, n in enumerate(runs)}
+    )
+
+    def scratch_trial(far: float) -> Trial:
+        terms = auction.Terms(budget_s=0.0, far=far)
+        trials = auction.find(LINEAR, WEIGHT, target="cpu", terms=terms)
+        return next(t for t in trials if t.kernel == "linear.scratch")
+
+    others = (
+        len(catalog.candidates("linear", "cpu")) - 2
+    )  # it is the last one, but for the last resort
+    assert [t.config["pieces"] for t in scratch_trial(others + 1.0).tried] == [1, 2, 3]
+    assert scratch_trial(others + 0.5).tried == ()
+    assert scratch_trial(others + 0.5).config == {"pieces": 1}

@@ -24,7 +24,7 @@ from tessella.kernels.float32_math import float32_math
 from tessella.kernels.launch import preparing, watching
 from tessella.kernels.occupancy import occupancy
 from tessella.kernels.problem import Problem, TensorMeta, memory_format
-from tessella.kernels.timing import Run, Timing, race
+from tessella.kernels.timing import Run, Timing, glance, race
 from tessella.kernels.tuning import Inspection, TimingCache, Trial, Tried
 
 COMPILERS = 8  # configurations that are compiled side by side
@@ -51,6 +51,8 @@ class Terms:
         max_workspace_bytes: kernels that need more scratch memory are refused.
         algorithms: only kernels of these algorithms; None for all.
         sources: only kernels by these authors; None for all.
+        far: a kernel whose first configuration takes this many times the fastest one's time does
+            not try its others.
         inspect: also compare with float64, repeat, and read what the kernels take from the GPU.
     """
 
@@ -58,6 +60,7 @@ class Terms:
     max_workspace_bytes: int | None = None
     algorithms: Collection[str] | None = None
     sources: Collection[str] | None = None
+    far: float = 2.0
     inspect: bool = False
 
 
@@ -203,11 +206,8 @@ class _Auction:
     def _measured(self, rows: list[Kernel]) -> list[Trial]:
         if self._inputs is None:
             self._inputs = sample_inputs(self._problem, self._device)
-        wanted = [(row, config) for row in rows for config in row.configs(self._problem)]
         with torch.inference_mode(), float32_math(self._problem.math):
-            if self._device.type == "cuda":
-                self._compile([bid for bid in wanted if bid[0].source in OWN])
-            bids = {f"{row.id} {config}": self._bid(row, config) for row, config in wanted}
+            bids = self._bids(self._worth_running(rows))
             ran = {name: bid for name, bid in bids.items() if isinstance(bid, _Bid)}
             timings = race(
                 {name: bid.run for name, bid in ran.items()},
@@ -217,6 +217,31 @@ class _Auction:
             )
             return [self._trial(row, bids, timings) for row in rows]
 
+    def _worth_running(self, rows: list[Kernel]) -> list[tuple[Kernel, Config]]:
+        """All configurations of kernels whose first is not far behind; of the others, that one."""
+        configs = {row.id: row.configs(self._problem) for row in rows}
+        far = self._terms.far
+        if far == math.inf or all(len(c) == 1 for c in configs.values()):
+            return [(row, config) for row in rows for config in configs[row.id]]
+        openers = {row.id: (row, configs[row.id][0]) for row in rows}
+        bids = self._bids(list(openers.values())).values()
+        look_us = glance(
+            {bid.row.id: bid.run for bid in bids if isinstance(bid, _Bid)}, device=self._device
+        )
+        limit_us = far * min(look_us.values(), default=0.0)
+        near = {id for id in configs if look_us.get(id, 0.0) <= limit_us}
+        return [
+            (row, config)
+            for row in rows
+            for config in (configs[row.id] if row.id in near else configs[row.id][:1])
+        ]
+
+    def _bids(self, wanted: list[tuple[Kernel, Config]]) -> dict[str, _Bid | Tried]:
+        """Each kernel and configuration, compiled, run once and checked, by a name."""
+        if self._device.type == "cuda":
+            self._compile([bid for bid in wanted if bid[0].source in OWN])
+        return {f"{row.id} {config}": self._bid(row, config) for row, config in wanted}
+
     def _trial(
         self, row: Kernel, bids: Mapping[str, _Bid | Tried], timings: Mapping[str, Timing]
     ) -> Trial:
@@ -225,9 +250,10 @@ class _Auction:
         ran: list[tuple[float, int, str]] = []
         for config in row.configs(self._problem):
             name = f"{row.id} {config}"
-            bid = bids[name]
+            bid = bids.get(name)
             if isinstance(bid, Tried):
                 tried.append(bid)
+            if not isinstance(bid, _Bid):
                 continue
             time_us = timings[name].time_us
             tried.append(Tried(config=config, time_us=time_us))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,7 @@ def find(
             budget_s=budget_s,
             max_workspace_bytes=max_workspace_bytes,
             algorithms=algorithms,
+            far=math.inf,
             inspect=True,
         ),
     )
