@@ -110,6 +110,22 @@ def test_autocast(dtype):
         torch.testing.assert_close(ours, torchs, rtol=2e-2, atol=2e-2)
 
 
+def test_kernels_run_outside_of_autocast(monkeypatch):
+    """One that sums in float32 by torch's functions would be rounded otherwise."""
+    seen = []
+    for name in ("conv2d", "linear"):
+        run = getattr(layers.kernels, name)
+        monkeypatch.setattr(
+            layers.kernels,
+            name,
+            lambda *a, run=run, **k: seen.append(torch.is_autocast_enabled("cpu")) or run(*a, **k),
+        )
+    network = convert(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)))
+    with torch.autocast("cpu", torch.bfloat16):
+        network(torch.randn(1, 2, 4, 4))
+    assert seen == [False, False]
+
+
 def test_a_gradient_nobody_wants_is_not_computed(monkeypatch):
     asked = []
     for name in ("conv2d_dgrad", "conv2d_wgrad"):

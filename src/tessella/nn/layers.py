@@ -7,6 +7,7 @@ and the weight's gradient each take the kernel that is fastest for their shapes.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tessella.kernels.problem import Math
 
 Window = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride … dilation, groups
 
+_AS_IS = nullcontext()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -73,13 +75,15 @@ def conv2d(input: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -
     Under autocast in its element type, as torch does it.
     """
     tensors = _autocast(input, weight, bias)
-    return _Conv2d.apply(*tensors, window, _math(input, torch.backends.cudnn.conv))
+    with _no_autocast(input):
+        return _Conv2d.apply(*tensors, window, _math(input, torch.backends.cudnn.conv))
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """input [..., K] times weight [N, K] transposed, plus bias; gradients and autocast likewise."""
     tensors = _autocast(input, weight, bias)
-    return _Linear.apply(*tensors, _math(input, torch.backends.cuda.matmul))
+    with _no_autocast(input):
+        return _Linear.apply(*tensors, _math(input, torch.backends.cuda.matmul))
 
 
 class _Conv2d(torch.autograd.Function):
@@ -141,6 +145,12 @@ def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [None if t is None else t.to(dtype) for t in tensors]
+
+
+def _no_autocast(input: Tensor) -> AbstractContextManager[Any]:
+    """Around a kernel: one that sums in float32 by torch's functions shall go on doing so."""
+    device = input.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IS
 
 
 def _math(input: Tensor, setting: Any) -> Math:
