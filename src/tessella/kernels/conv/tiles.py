@@ -122,8 +122,8 @@ def refusal(problem: Problem, dtypes: Sequence[str]) -> str | None:
         return "there are no filters, or no channels"
     if Geometry.of(problem).pixels > LARGEST_INT32 - 1024:
         return "more than 2³¹ pixels"
-    if problem.attrs["groups"] > 65535:
-        return "more than 65535 groups"
+    if weight.shape[0] > 65535:  # blocks along an axis of a grid
+        return "more than 65535 filters"
     return None
 
 
