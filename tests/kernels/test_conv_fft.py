@@ -140,7 +140,7 @@ def test_agrees_with_float64(row: catalog.Kernel, name: str) -> None:
 @pytest.mark.parametrize("side", range(1, 12))
 def test_every_filter(side: int) -> None:
     """On even and on odd frequencies, with tiles that are no power of two."""
-    case = Case(x=(1, 2, 23, 19), w=(2, 2, side, side), padding=side // 2)
+    case = Case(x=(1, 1, 16, 19), w=(2, 1, side, side), padding=side // 2)
     assert_right(TILES, case, small(TILES, case, tile=side + 9 + (side + 1) % 2))
 
 
@@ -148,7 +148,7 @@ def test_every_filter(side: int) -> None:
 @pytest.mark.parametrize(("tile", "stride"), [(8, 1), (14, 1), (32, 1), (32, 2), (30, 2)])
 def test_every_tile(tile: int, stride: int) -> None:
     """Of a tile of 32 with filters of 3 both halves of the rows are kept."""
-    case = Case(x=(1, 2, 37, 41), w=(3, 2, 3, 3), padding=1, stride=stride, constant=False)
+    case = Case(x=(1, 1, 33, 31), w=(2, 1, 3, 3), padding=1, stride=stride, constant=False)
     assert_right(TILES, case, small(TILES, case, tile=tile))
 
 
@@ -180,7 +180,7 @@ def test_a_residual_times_zero_is_not_read(row: catalog.Kernel) -> None:
 
 
 @interpreted
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_fuzzed(data: st.DataObject) -> None:
     def pair(low: int, high: int) -> tuple[int, int]:
@@ -262,7 +262,6 @@ def compiled_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         ("table", TILES, table),
         ("table 3x3", TILES, replace(table, w=(128, 128, 3, 3), padding=1)),
         ("table last", TILES, replace(table, x_format=LAST, activation="gelu", **EPILOGUE)),
-        ("table tf32", TILES, replace(table, math="tf32")),
         ("batch half", TILES, replace(batch, dtype="float16")),
         ("whole table", WHOLE, table),
         ("whole batch half", WHOLE, replace(batch, dtype="float16", x_format=LAST)),
@@ -287,8 +286,7 @@ def test_compiles_for_hopper() -> None:
         for one in launches:
             assert one["spilled_bytes"] == 0, (name, one)
             on_tensor_cores = bool({"HMMA", "HGMMA"} & set(one["opcodes"]))
-            rounded = "tf32" in name or "half" in name
-            assert on_tensor_cores == (rounded and one["kernel"] == "_product"), (name, one)
+            assert on_tensor_cores == ("half" in name and one["kernel"] == "_product"), (name, one)
     assert [one["kernel"] for one in found["table"]] == [
         "_forward", "_forward", "_product", "_inverse",
     ]  # fmt: skip

@@ -165,6 +165,10 @@ def fits(problem: Problem) -> str | None:
     period = Period.of(problem)
     if max(period.height, period.width) > LARGEST_PERIOD:
         return f"images of at most {LARGEST_PERIOD} pixels a side, padding included"
+    if not problem.output_is_empty:
+        largest = max(math.prod(s) for s in _shapes(problem, 128, 64).values())
+        if largest >= 2**31:
+            return "more than 2³¹ numbers in a spectrum"
     return None
 
 
@@ -261,7 +265,7 @@ def bind(
         spectrum = of_filters(weight, between, own[0]) if weights is None else weights
         forward(x, between, images, period, of_image, not plain)
         dft.product(spectrum, images, products, block_k=block_k, block_m=block_m,
-                    precision=precision)  # fmt: skip
+                    precision=precision, num_warps=8 if block_m == 64 else 4)  # fmt: skip
         inverse(problem, products, between, out, *rest, period, of_output)
         return out
 
@@ -335,10 +339,10 @@ def columns_pass(
     """[2, u, before, columns] → [2, u, after, columns]."""
     launch(
         _columns,
-        (-(-columns // 64), -(-after // 64), period.half),
+        (-(-columns // 32), -(-after // 64), period.half),
         source, matrix, out, columns, period.half * before * columns,
         period.half * after * columns, before, after,
-        BLOCK_B=64, BLOCK_R=64, BLOCK_A=16, ROUND=round_to_tf32, num_warps=8,
+        BLOCK_B=64, BLOCK_R=32, BLOCK_A=16, ROUND=round_to_tf32, num_warps=8,
     )  # fmt: skip
 
 
