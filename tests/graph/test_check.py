@@ -162,6 +162,7 @@ def test_infer_follows_the_inputs_alone(graph: Graph) -> None:
 
 
 def test_every_row_has_a_reference_and_every_reference_a_row() -> None:
-    assert set(OPS) == set(REFERENCES)
+    gradients = {name for name in REFERENCES if name.endswith(("_dgrad", "_wgrad"))}
+    assert set(OPS) == set(REFERENCES) - gradients  # which find and training ask for, no graph
     with pytest.raises(CompileError, match="unknown operation"):
         op("frobnicate")
