@@ -6,6 +6,7 @@ and the others run in interleaved rounds. Who is refused, and why, is part of th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -288,7 +289,8 @@ class _Auction:
                 self._bid(*bid)
 
         for row, config in wanted:
-            self._reserve(row, config)
+            with contextlib.suppress(torch.OutOfMemoryError):  # told when the bid is run
+                self._reserve(row, config)
         with ThreadPoolExecutor(COMPILERS) as pool:
             list(pool.map(compile_one, wanted))
 
