@@ -326,8 +326,6 @@ def _multiply(
     SUM: gl.constexpr = gl.int32 if x_ring.dtype == gl.int8 else gl.float32
     sums = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
     FINAL: gl.constexpr = _sorted(_in_order(sums, BM, BCO, INTERLEAVE, SWAP).type.layout)
-    # a lone group with two slots has no time to wait for a store before it multiplies
-    EARLY: gl.constexpr = GROUPS == 2 or SLOTS == 1
     SIDE: gl.constexpr = 1 if SWAP else 0
     VECTOR: gl.constexpr = gl.SliceLayout(SIDE, FINAL)
     g = 0
@@ -352,11 +350,6 @@ def _multiply(
         if GROUPS == 2:  # in turns: a stage's parity tells only two rounds of the ring apart
             mbarrier.wait(turns.index(GROUP), (v & 1) ^ (1 - GROUP))
         at: gl.constexpr = GROUP * SLOTS
-        last_slot = at + (v + SLOTS - 1) % SLOTS
-        if RESIDUAL and EARLY:  # the last output has left its slot: the next residual may come
-            store_wait(pendings=0)
-            barrier()
-            mbarrier.arrive(freed.index(last_slot), pred=v > 0)
         for step in range(steps):
             i = g % STAGES
             mbarrier.wait(full.index(i), (g // STAGES) & 1)
@@ -375,13 +368,13 @@ def _multiply(
             g += 1
         if not PROMOTE:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-        if not RESIDUAL:  # the output that was last in the slot has left it
-            store_wait(pendings=SLOTS - 1)
-        elif not EARLY:
+        if RESIDUAL:  # this group's last output has left its slot: the next residual may come
             store_wait(pendings=0)
+        else:  # the output that was last in the slot has left it
+            store_wait(pendings=SLOTS - 1)
         barrier()
-        if RESIDUAL and not EARLY:
-            mbarrier.arrive(freed.index(last_slot), pred=v > 0)
+        if RESIDUAL:
+            mbarrier.arrive(freed.index(at + (v + SLOTS - 1) % SLOTS), pred=v > 0)
         if not PROMOTE:
             mbarrier.arrive(empty.index((g + STAGES - 1) % STAGES), pred=steps > 0)
         if GROUPS == 2:

@@ -83,6 +83,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
 def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
     """Every tile that fits registers and shared memory, with its ring as deep as memory allows."""
+    residual = problem.meta(3) is not None
     least_k = 64 if problem.output.dtype in EIGHT_BITS else 16
     wide_k = max(least_k, _power_of_two(shape.K))
     for (groups, warps), tile_k, pixels, tile_c in itertools.product(
@@ -110,7 +111,7 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
                 items = math.prod(tile_counts(shape, config)) * config["splits"]
                 if groups == 2 and items <= MULTIPROCESSORS:
                     continue  # no block has work for a second group
-                if _deepen(shape, config):
+                if _deepen(shape, config, residual):
                     yield config
 
 
@@ -157,17 +158,18 @@ def _boxes(shape: Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
     return found
 
 
-def _deepen(shape: Shape, config: dict[str, Any]) -> bool:
+def _deepen(shape: Shape, config: dict[str, Any], residual: bool) -> bool:
     """Fill shared memory with stages and output buffers. False if it does not fit.
 
     A second output buffer for each group is worth less than a fourth stage: with three, products
-    wait for TMA (256 → 256 channels at 14 × 14: 60 µs instead of 48).
+    wait for TMA (256 → 256 channels at 14 × 14: 60 µs instead of 48). A residual comes through the
+    second buffer while the first is written.
     """
     pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
     stage = _stage_bytes(shape, config)
     whole = config["splits"] == 1
     slot = pixels * config["tile_k"] * (shape.out_itemsize if whole else 4)
-    for slots, least in ((2, 4), (1, 2)) if whole else ((1, 2),):
+    for slots, least in ((2, 3 if residual else 4), (1, 2)) if whole else ((1, 2),):
         left = SHARED_BYTES - config["groups"] * slots * slot
         config["slots"], config["stages"] = slots, min(8, left // stage)
         if config["stages"] * config["taps"] >= least and config["stages"] >= 2:
@@ -228,7 +230,7 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
     Per stage the slowest of: the tensor cores; shared memory (128 bytes a clock, read by the
     products and written by TMA); the way from the second-level cache (about 47 bytes a clock and
     multiprocessor, or a row of any length in 2.5 clocks); the loading warp (about 110 clocks a
-    tile); and what is in flight, about 2200 clocks from asking to having. Then the epilogue, hidden
+    tile); and what is in flight, about 2800 clocks from asking to having. Then the epilogue, hidden
     by a second group; then whole waves of tiles; at least the time of the memory traffic (16.5
     bytes a clock and multiprocessor). A second kernel that adds parts: 5500 clocks.
     """
@@ -250,17 +252,16 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
         fill / 47,
         fill / depth * 2.5,
         50 + 110 * (2 if taps == 1 else 2 + taps),
-        2200 / (config["stages"] - 1),
+        2800 / (config["stages"] - 1),
     )
-    stage += (
-        0.1 * (reads + fill) / 128
-    )  # of two that are bound by the same, the one that reads less
+    stage += 0.1 * (reads + fill) / 128  # of two that are bound by the same, what reads less
+    stage += 160 * (config["warps"] == 8)  # two warpgroups wait for one another
     tiles = math.prod(tile_counts(shape, config))
     splits = config["splits"]
     body = stages_of_a_tile(shape, config) / splits * (stage + 30)
     elements = pixels * config["tile_k"] / (32 * config["warps"])
     narrow = shape.out_itemsize == 1
-    epilogue = 600 + elements * (6 + 3 * residual + 3 * narrow + 6 * (narrow and config["swap"]))
+    epilogue = 600 + elements * (3 + 3 * residual + 2 * narrow + 6 * (narrow and config["swap"]))
     tile = body + epilogue if config["groups"] == 1 else max(body, (body + epilogue) / 2)
     per_sm = math.ceil(tiles * splits / MULTIPROCESSORS)
     out_bytes = shape.N * shape.P * shape.Q * shape.K * shape.out_itemsize
