@@ -15,8 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessella.kernels import catalog
+from tessella.kernels.conv import winograd, winograd_nonfused
+from tessella.kernels.conv.winograd_fma import convolve_fma
+from tessella.kernels.conv.winograd_product import multiply_fma
 from tessella.kernels.conv.winograd_transforms import reference, transform
 from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.kernels.launch import launch
+from tests.kernels import gluon_on_numpy
 from tests.kernels.compile_only import compile_all
 from tests.kernels.convolutions import Case, draw, right, run
 from tests.kernels.winograd_cases import CASES, FUSED, LAST, PLAIN, STEPS, WHOLE, assert_right
@@ -156,6 +161,47 @@ def test_fuzzed(data: st.DataObject) -> None:
     case = replace(case, w=(case.w[0], case.x[1], 3, 3))
     row, config = data.draw(st.sampled_from([(FUSED, FUSED_SMALL), (STEPS, steps(2))]))
     assert_right(row, case, config)
+
+
+# the Gluon kernels' indices, masks and sums, on NumPy
+
+
+GLUON_STEPS = {
+    "tile": 2, "product": "fma", "block_i": 32, "block_j": 32, "block_d": 16, "warps": 1,
+    "stages": 2,
+}  # fmt: skip
+GLUON_FUSED = {
+    "product": "fma", "block_t": 32, "block_k": 32, "block_c": 16, "warps": 2, "split": 2,
+    "stages": 2,
+}  # fmt: skip
+
+
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (winograd, winograd_nonfused):
+        monkeypatch.setattr(
+            module,
+            "launch",
+            lambda kernel, *args, **constants: (
+                gluon_on_numpy.run if kernel in (convolve_fma, multiply_fma) else launch
+            )(kernel, *args, **constants),
+        )
+
+
+@interpreted
+@pytest.mark.parametrize(("x_format", "stages"), [("contiguous", 2), ("contiguous", 3), (LAST, 4)])
+def test_gluon_product(monkeypatch: pytest.MonkeyPatch, x_format: Any, stages: int) -> None:
+    on_numpy(monkeypatch)
+    case = Case(x=(1, 33, 7, 5), w=(35, 33, 3, 3), padding=1, x_format=x_format)
+    assert_right(STEPS, case, {**GLUON_STEPS, "stages": stages})
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "split"), [("plain", 1), *(
+    (name, 2) for name, case in CASES.items() if case.dtype == "float32" and case.math == "ieee"
+)])  # fmt: skip
+def test_gluon_fused(monkeypatch: pytest.MonkeyPatch, name: str, split: int) -> None:
+    on_numpy(monkeypatch)
+    assert_right(FUSED, CASES[name], {**GLUON_FUSED, "split": split})
 
 
 # refusals and sizes

@@ -40,25 +40,25 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     ieee = problem.inputs[0].dtype == "float32" and problem.math == "ieee"
+    names = ("product", "block_t", "block_k", "block_c", "warps", "stages", "split")
     if ieee:
-        names = ("product", "block_t", "block_k", "block_c", "warps", "split", "stages")
+        # N=1, 128 → 128 channels, 128 × 128, NCHW: 91.4, 91.2, not measured, 101, 103 and 246 us
         shapes = [
-            ("fma", 32, 128, 16, 8, 2, 2),
-            ("fma", 64, 64, 16, 8, 2, 2),
             ("fma", 32, 128, 32, 8, 2, 2),
-            ("fma", 64, 128, 16, 8, 1, 2),
-            ("fma", 32, 128, 16, 4, 1, 2),
-            ("fma", 32, 64, 16, 4, 2, 2),
+            ("fma", 32, 128, 16, 4, 2, 1),
+            ("fma", 32, 128, 64, 8, 2, 2),
+            ("fma", 32, 64, 32, 4, 2, 2),
+            ("fma", 16, 128, 16, 4, 2, 1),
+            ("dot", 32, 128, 16, 4, 3),
         ]
     else:
-        names = ("product", "block_t", "block_k", "block_c", "warps", "stages")
         shapes = [
             ("dot", 64, 64, 32, 4, 3),
             ("dot", 64, 64, 64, 4, 3),
             ("dot", 128, 64, 32, 8, 3),
             ("dot", 64, 32, 32, 4, 3),
         ]
-    return tuple(dict(zip(names, values, strict=True)) for values in shapes)
+    return tuple(dict(zip(names, values, strict=False)) for values in shapes)
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
