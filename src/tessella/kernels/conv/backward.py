@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -87,27 +88,18 @@ def refusal(problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta) 
 
 
 def boxes(batch: int, image: tuple[int, int], pixels: int) -> list[Box]:
-    """Boxes of ``pixels`` that cover all images: those that hang over least come first.
-
-    Among equals, boxes within one image or few come first: they share cache lines of taps.
-    """
-    limits = [1 << max(0, math.ceil(math.log2(extent))) for extent in (batch, *image)]
+    """Boxes of ``pixels`` that cover all images, those that hang over least first, the square ones
+    of them before others; none that covers a quarter more than the best."""
     found = []
-    width = 1
-    while width <= min(pixels, 256):
-        height = 1
-        while width * height <= pixels and height <= 256:
-            images = pixels // (width * height)
-            if images <= 256:
-                box = (images, height, width)
-                covered = math.prod(
-                    -(-extent // side) * side for extent, side in zip((batch, *image), box)
-                )
-                beyond = any(side > limit for side, limit in zip(box, limits))
-                found.append((covered, beyond, abs(height - width), images, box))
-            height *= 2
-        width *= 2
-    return [box for *_, box in sorted(found)]
+    powers = [1 << i for i in range(9)]
+    for height, width in itertools.product(powers, powers):
+        images = pixels // (width * height)
+        if 1 <= images <= 256:
+            box = (images, height, width)
+            covered = math.prod(-(-n // side) * side for n, side in zip((batch, *image), box))
+            found.append((covered, abs(height - width), images, box))
+    least = min(found)[0]
+    return [box for covered, _, _, box in sorted(found) if covered <= 1.25 * least]
 
 
 def four(views: Iterable[TensorDescriptor]) -> list[TensorDescriptor]:

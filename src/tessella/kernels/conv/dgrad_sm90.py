@@ -54,7 +54,19 @@ def fits(problem: Problem) -> str | None:
     dx = problem.output
     if weight.dtype != dy.dtype or dx.dtype != dy.dtype:
         return "one element type throughout"
-    return refusal(problem, dx, weight, dy)
+    return refusal(problem, dx, weight, dy) or _without_taps(_geometry(problem))
+
+
+def _without_taps(geometry: Geometry) -> str | None:
+    """A class of pixels that no tap reaches, as with 1 × 1 and stride 2, gets its zeros from tiles
+    without products. Such tiles have run on a GPU one a block only, not yet many in turn."""
+    for stride, padding, dilation, taps in zip(
+        geometry.stride, geometry.padding, geometry.dilation, geometry.taps
+    ):
+        reached = {(r * dilation - padding) % stride for r in range(taps)}
+        if len(reached) < stride:
+            return f"with stride {stride}, some pixels are reached by none of {taps} taps"
+    return None
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
@@ -64,7 +76,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     for pixels, columns, warps, swap in _TILES:
         if columns > 64 and columns >= 2 * geometry.channels:
             continue
-        for box in boxes(geometry.batch, _cells(geometry), pixels)[:4]:
+        for box in _boxes(geometry, pixels):
             resident = 2 if warps == 4 else 1
             room = SHARED_BYTES // resident - 2 * pixels * columns
             stages = min(room // (2 * DEPTH * (pixels + columns)), 8)
@@ -72,9 +84,19 @@ def configs(problem: Problem) -> tuple[Config, ...]:
                 "box_n": box[0], "box_h": box[1], "box_w": box[2], "columns": columns,
                 "stages": stages, "warps": warps, "swap": swap,
             }  # fmt: skip
-            found.append((_clocks(geometry, box, columns, resident), config))
+            hurry = 1.6 if stages < 4 else 1  # measured: few stages lose what large tiles gain
+            found.append((hurry * _clocks(geometry, box, columns, resident), config))
     found.sort(key=lambda pair: pair[0])
     return tuple(config for _, config in found[:12])
+
+
+def _boxes(geometry: Geometry, pixels: int) -> list[Box]:
+    """Many images of few pixels first: measured up to 12 % faster than square boxes on images of
+    7 × 7 to 56 × 56, for they read no more taps than they must. Larger ones: the square box."""
+    found = boxes(geometry.batch, _cells(geometry), pixels)
+    deep = sorted(found, key=lambda box: -box[0])[:2]
+    first = deep if max(_cells(geometry)) <= 64 else found[:1]
+    return list(dict.fromkeys([*first, found[0], *deep]))[:3]
 
 
 # pixels, channels, warps that multiply, whether channels are the product's rows
@@ -82,8 +104,8 @@ _TILES = (
     (128, 256, 8, False),
     (256, 128, 8, False),
     (128, 128, 8, False),
-    (256, 64, 8, False),
     (256, 64, 8, True),
+    (256, 64, 8, False),
     (128, 64, 4, False),
     (128, 32, 4, False),
 )

@@ -84,10 +84,11 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     found.sort(key=lambda entry: entry[0])
     best: list[Config] = []
     seen: Counter[Any] = Counter()
-    for _, tile, images, config in found:  # a few of each tile, for the model is rough
-        seen[tile] += 1
-        seen[tile, images] += 1
-        if seen[tile] <= 3 and seen[tile, images] <= 2:
+    for _, tile, images, config in found:  # the model is rough: of each tile a few, and 0 splits
+        kind = "even" if config["splits"] == 0 else "split"
+        seen[tile, kind] += 1
+        seen[tile, images, kind] += 1
+        if seen[tile, kind] <= (1 if kind == "even" else 2) and seen[tile, images, kind] <= 1:
             best.append(config)
     return tuple(best[:12])
 
@@ -150,7 +151,8 @@ def _clocks(geometry: Geometry, config: Config) -> float:
     if config["splits"] == 0 and x + dy > CACHE_BYTES:  # tiles read the same pixels far apart
         x, dy = x * row_tiles, dy * (tiles // row_tiles)
     share = min(resident, max(1.0, blocks / MULTIPROCESSORS))
-    main = max(rounds * (longest * step * share + 1500), (x + dy) / MEMORY_BYTES)
+    small = 1.2 if config["warps"] == 4 else 1.0  # measured: four warps keep the units less busy
+    main = max(rounds * (longest * step * share * small + 1500), (x + dy) / MEMORY_BYTES)
     parts = 4 * rows * columns * (blocks if config["splits"] else blocks + tiles)
     return main + parts / min(blocks, MULTIPROCESSORS) / L2_BYTES + parts / PARTS_BYTES
 
@@ -177,7 +179,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     options = {} if config["warps"] == 8 else {"maxnreg": 128}
     # a tile's parts: as many as blocks that can share it
     together = min(triton.next_power_of_2(splits or -(-count // max(each, 1)) + 1), 32)
-    chunk = max(1, 2048 // (together * width))
+    chunk = min(max(1, 2048 // (together * width)), config["rows"])
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
         dy, x = problem.operands(constants, inputs)[:2]
@@ -437,5 +439,5 @@ def _add_parts(
     tap = panel // c_panels
     c = (panel % c_panels) * WIDTH + column
     k = (tile % rows) * ROWS + row
-    here = (k < filters) & (c < channels) & (tap < taps)
+    here = (k < filters) & (c < tl.where(tap < taps, channels, 0))
     tl.store(out + k * stride_k + c * stride_c + tap * stride_tap, total, mask=here)
