@@ -227,6 +227,9 @@ def test_refuses_what_is_too_large() -> None:
     large = Case(x=(1, 4, 80, 1023), w=(4, 4, 3, 3), padding=2).problem
     assert "1024" in (WHOLE.load().fits(large) or "accepted")
     assert TILES.load().fits(large) is None
+    many = Case(x=(1, 512, 224, 224), w=(512, 512, 3, 3), padding=1).problem
+    assert "2³¹" in (WHOLE.load().fits(many) or "accepted")
+    assert TILES.load().fits(many) is None
 
 
 @pytest.mark.parametrize("constant", [True, False])

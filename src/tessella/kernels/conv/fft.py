@@ -2,6 +2,7 @@
 
 Each transform is two passes, along rows and along columns, and each pass a matrix product with a
 constant matrix (dft.py): for the sides that images have, that costs less than moving the spectra.
+An infinity or NaN in an image reaches all its outputs.
 """
 
 from __future__ import annotations

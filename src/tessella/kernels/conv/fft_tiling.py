@@ -1,7 +1,9 @@
 """Convolution by Fourier transforms of overlapping tiles of up to 32×32 pixels (overlap-save).
 
 Three kernels: tiles (and filters) → spectra, a complex matrix product at each frequency, spectra →
-outputs with the epilogue. A transform is two matrix products with constant matrices (dft.py).
+outputs with the epilogue; a transform is two products with constant matrices (dft.py). With a
+stride only the outputs that are wanted are transformed back. An infinity or NaN reaches all outputs
+of its tiles.
 """
 
 from __future__ import annotations
