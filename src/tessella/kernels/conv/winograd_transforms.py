@@ -87,7 +87,9 @@ def coefficients(matrix: Matrix) -> Coefficients:
     return tuple(tuple(map(float, row)) for row in matrix)
 
 
-def reference(x: torch.Tensor, weight: torch.Tensor, padding: tuple[int, int], m: int):
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, padding: tuple[int, int], m: int
+) -> torch.Tensor:
     """The convolution by its transforms in float64, step by step: what the kernels must agree with.
 
     x [N, C, H, W], weight [K, C, r, r] → [N, K, P, Q], stride 1.
