@@ -48,7 +48,7 @@ def name(case: Case) -> str:
 
 
 REFUSED = {
-    (skinny_sm90, "float32"),
+    *((skinny_sm90, dtype) for dtype in ("float32", "int8", *FP8)),
     *((fma_sm90, dtype) for dtype in ("float16", "bfloat16", "int8", *FP8)),
 }
 STRANGE = [

@@ -87,7 +87,8 @@ def test_refusals(changes: dict[str, Any], reason: str) -> None:
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
-    ({"dtype": "float32"}, "no true float32"),
+    ({"dtype": "float32"}, "16-bit products only"),
+    ({"dtype": "int8", "out": "int8"}, "16-bit products only"),
     ({"k": 68}, "multiple of 16 bytes"),
     ({"op": "matmul"}, "K innermost"),
     ({"strided": True}, "dense"),
@@ -108,7 +109,9 @@ def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     }
     for (kind, case), module in itertools.product(kinds.items(), (skinny, skinny_sm90)):
         problem, inputs, out = draw(case)
-        for config in module.configs(problem)[:: 1 if kind == "half" else 3]:
+        if module.fits(problem) is not None:
+            continue
+        for config in module.configs(problem)[::3]:
             call = module.bind(problem, {1: inputs[1]}, **config)
             scratch = torch.empty(module.workspace_bytes(problem, **config), dtype=torch.uint8)
             given = [t for i, t in enumerate(inputs) if t is not None and i != 1]
@@ -122,7 +125,7 @@ def compiled() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_nothing_spills(compiled: dict[str, list[dict[str, Any]]]) -> None:
-    assert len(compiled) > 12
+    assert len(compiled) >= 12
     launches = {f"{name} {i}": one for name, made in compiled.items() for i, one in enumerate(made)}
     assert not {name: one for name, one in launches.items() if one["spilled_bytes"]}
     assert all(one["shared_bytes"] <= 227 * 1024 for one in launches.values())
@@ -135,7 +138,7 @@ def test_products_run_on_tensor_cores(
     compiled: dict[str, list[dict[str, Any]]], kind: str, opcode: str
 ) -> None:
     large = [n for n in compiled if n.startswith(kind) and ("'tile_n': 64" in n or "sm90" in n)]
-    assert any("sm90" in name for name in large)
+    assert any("sm90" in name for name in large) == (opcode == "HGMMA")
     for name in large:
         assert compiled[name][0]["opcodes"].get(opcode, 0) > 0, name
         assert "sm90" not in name or compiled[name][0]["opcodes"]["UTMALDG"] > 0, name

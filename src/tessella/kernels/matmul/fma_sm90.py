@@ -71,7 +71,7 @@ def _fma_kernel(
     alpha, beta,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     WARPS_M: gl.constexpr, A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
-    FOURS: gl.constexpr, GROUP: gl.constexpr, ACTIVATION: gl.constexpr,
+    GROUP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout(
@@ -80,20 +80,6 @@ def _fma_kernel(
         [WARPS_M, WARPS // WARPS_M],
         [1, 0],
     )
-    # sizes and strides come in fours where all are multiples: copies of 16 bytes need to know
-    M = M * FOURS
-    N = N * FOURS
-    K = K * FOURS
-    a_batch = a_batch * FOURS
-    b_batch = b_batch * FOURS
-    if A_BY_DEPTH:
-        a_row = a_row * FOURS
-    else:
-        a_k = a_k * FOURS
-    if B_BY_DEPTH:
-        b_column = b_column * FOURS
-    else:
-        b_k = b_k * FOURS
     tiles_m = gl.cdiv(M, BM)
     tiles_n = gl.cdiv(N, BN)
     tile = gl.program_id(0)
@@ -191,14 +177,15 @@ _TILES = (
     (64, 64, 32, 4, 3, 2),
     (32, 64, 32, 2, 4, 1),
 )
+# these spill where both operands are read along their outer axes
+_SPILL_BY_COLUMNS = ((128, 128, 32, 8, 3, 4), (64, 64, 16, 2, 4, 1))
 _KEYS = ("tile_m", "tile_n", "tile_k", "num_warps", "num_stages", "warps_m")
 
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     """Large tiles where they fill the GPU, smaller ones where there would be too few."""
     made = sizes(problem)
-    # both operands read along their outer axes: the longest step of depth spills
-    tiles = _TILES if any(_by_depth(problem)) else _TILES[1:]
+    tiles = [t for t in _TILES if any(_by_depth(problem)) or t not in _SPILL_BY_COLUMNS]
 
     def cost(tile: tuple[int, ...]) -> float:
         blocks = made.batch * triton.cdiv(made.m, tile[0]) * triton.cdiv(made.n, tile[1])
@@ -211,11 +198,6 @@ def _by_depth(problem: Problem) -> tuple[bool, bool]:
     """Whether A's rows, and B's columns, are contiguous."""
     b_by_rows = problem.op == "linear" or bool(problem.attr("transpose_b"))
     return not problem.attr("transpose_a"), b_by_rows
-
-
-def _in_fours(numbers: tuple[int, ...], fours: int) -> tuple[int, ...]:
-    """Strides divided by ``fours``, apart from those of neighbours."""
-    return tuple(n if n == 1 else n // fours for n in numbers)
 
 
 def bind(
@@ -245,18 +227,15 @@ def bind(
         "num_warps": num_warps,
     }
     alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
-    dense = all(problem.inputs[i].format == "contiguous" for i in (0, 1))
-    fours = 4 if dense and not any(size % 4 for size in (made.m, made.n, made.k)) else 1
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs, out)
         launch(
             _fma_kernel, (blocks,),
             o.a, o.b, o.bias, o.residual, o.scale, o.out,
-            made.m // fours, made.n // fours, made.k // fours,
-            *_in_fours(o.a.stride(), fours), *_in_fours(o.b.stride(), fours),
-            *strides(o), *o.out.stride(),
-            alpha, beta, FOURS=fours, **options,
+            made.m, made.n, made.k,
+            *o.a.stride(), *o.b.stride(), *strides(o), *o.out.stride(),
+            alpha, beta, **options,
         )  # fmt: skip
         return out
 

@@ -73,7 +73,7 @@ def refusal(problem: Problem) -> str | None:
         return f"one element type on both sides, not {a.dtype} × {b.dtype}"
     if problem.output.dtype not in OUTPUTS.get(a.dtype, ()):
         return f"{a.dtype} products are not stored as {problem.output.dtype}"
-    if problem.output.dtype == "int32" and _has_epilogue(problem):
+    if problem.output.dtype == "int32" and has_epilogue(problem):
         return "int32 is the plain product: no scale, bias, residual, alpha or activation"
     if len(b.shape) < 2 or len(a.shape) < (2 if problem.op == "matmul" else 1):
         return "a vector is not a matrix"
@@ -121,6 +121,12 @@ def strides(o: Operands) -> tuple[int, ...]:
     )
 
 
+def has_epilogue(problem: Problem) -> bool:
+    """Whether anything but the product itself is asked for."""
+    present = any(problem.meta(i) is not None for i in (2, 3, 4))
+    return present or problem.attr("alpha") != 1 or problem.attr("activation") is not None
+
+
 def _b_by_rows(problem: Problem) -> bool:
     """Whether B lies as [N, K]."""
     return problem.op == "linear" or bool(problem.attr("transpose_b"))
@@ -130,8 +136,3 @@ def _dense(problem: Problem) -> bool:
     """Whether A, the residual and the result can be seen as one matrix of rows."""
     tensors: tuple[TensorMeta | None, ...] = (problem.inputs[0], problem.meta(3), problem.output)
     return all(t is None or len(t.shape) == 2 or t.format == "contiguous" for t in tensors)
-
-
-def _has_epilogue(problem: Problem) -> bool:
-    present = any(problem.meta(i) is not None for i in (2, 3, 4))
-    return present or problem.attr("alpha") != 1 or problem.attr("activation") is not None

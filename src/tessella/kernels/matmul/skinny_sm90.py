@@ -1,7 +1,8 @@
 """Matrix products of few rows (M ≤ 64) on Hopper: TMA streams the weights past the tensor cores.
 
 As ``skinny``, with the ring in shared memory in our hands: weights that are constant are asked for
-before the kernel in front has ended, so that memory is not idle between two products.
+before the kernel in front has ended, so that memory is not idle between two products. An epilogue
+is the second kernel's, as where K is split.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import triton
 
 from tessella.core.errors import KernelError
 from tessella.kernels.catalog import Call
-from tessella.kernels.epilogue_device import channel_vector, finish
 from tessella.kernels.hopper import (
     barrier,
     descriptor,
@@ -29,7 +29,7 @@ from tessella.kernels.hopper import (
 )
 from tessella.kernels.launch import launch
 from tessella.kernels.matmul import skinny
-from tessella.kernels.matmul.shapes import FP8, operands, sizes, strides
+from tessella.kernels.matmul.shapes import FP8, has_epilogue, operands, sizes, strides
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
 
@@ -47,17 +47,11 @@ def _request(w, x, w_ring, x_ring, ready, n0, k0, stage, WEIGHTS: gl.constexpr, 
 
 
 @gluon.jit
-def _stream_kernel(
-    w, x, bias, residual, scale, out, partial,
-    M, N, K,
-    residual_row, out_row, alpha, beta,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, CONSTANT: gl.constexpr, PROMOTE: gl.constexpr,
-    SUM: gl.constexpr, ACTIVATION: gl.constexpr,
-):  # fmt: skip
+def _stream_kernel(w, x, out, M, N, K, STAGES: gl.constexpr, CONSTANT: gl.constexpr):
+    """w [N, K] · x [M, K]ᵀ → out [splits, M, N], in its element type."""
     BN: gl.constexpr = w.block_type.shape[0]
     BK: gl.constexpr = w.block_type.shape[1]
     BM: gl.constexpr = x.block_type.shape[0]
-    BITS: gl.constexpr = w.dtype.primitive_bitwidth
     n0 = gl.program_id(0) * BN
     split = gl.program_id(1)
     splits = gl.num_programs(1)
@@ -81,18 +75,13 @@ def _stream_kernel(
         if j < count:
             _request(w, x, w_ring, x_ring, ready, n0, (start + j) * BK, j, not CONSTANT, True)
 
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // BITS])
-    acc = gl.zeros([BN, BM], SUM, layout=SUMS)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    acc = gl.zeros([BN, BM], gl.float32, layout=SUMS)
     for i in range(count):
         stage = i % STAGES
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
         x_tile = x_ring.index(stage).permute((1, 0))
-        if PROMOTE:
-            acc = warpgroup_mma(
-                w_ring.index(stage), x_tile, acc, is_async=True, max_num_imprecise_acc=128
-            )
-        else:
-            acc = warpgroup_mma(w_ring.index(stage), x_tile, acc, is_async=True)
+        acc = warpgroup_mma(w_ring.index(stage), x_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()
         if i + STAGES < count:
@@ -106,33 +95,17 @@ def _stream_kernel(
     acc = gl.convert_layout(acc, LAYOUT)
     columns = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     rows = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    inside = (columns < N) & (rows < M)
-    if SPLIT:
-        gl.store(partial + (split * M + rows) * N + columns, acc, mask=inside)
-    else:
-        VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-        scales = None
-        biases = None
-        residuals = None
-        if scale is not None:
-            scales = channel_vector(scale, n0, N, BN, VECTOR)[:, None]
-        if bias is not None:
-            biases = channel_vector(bias, n0, N, BN, VECTOR)[:, None]
-        if residual is not None:
-            residuals = gl.load(residual + rows * residual_row + columns, mask=inside, other=0.0)
-        dtype: gl.constexpr = out.dtype.element_ty
-        made = finish(acc, scales, biases, residuals, alpha, beta, ACTIVATION, dtype)
-        gl.store(out + rows * out_row + columns, made, mask=inside)
+    at = out + (split * M + rows) * N + columns
+    gl.store(at, acc.to(out.dtype.element_ty), mask=(columns < N) & (rows < M))
 
 
 def fits(problem: Problem) -> str | None:
     refused = skinny.fits(problem)
     if refused:
         return refused
-    if problem.inputs[0].dtype == "float32" and problem.math == "ieee":
-        return "tensor cores have no true float32"
-    if problem.inputs[0].dtype != problem.inputs[1].dtype:
-        return "one element type on both sides"
+    dtypes = {problem.inputs[0].dtype, problem.inputs[1].dtype}
+    if dtypes not in ({"float16"}, {"bfloat16"}):
+        return f"16-bit products only, not {' × '.join(sorted(dtypes))}"
     tensors = (*problem.inputs, problem.output)
     if any(t is not None and t.format != "contiguous" for t in tensors):
         return "needs dense tensors"
@@ -143,7 +116,7 @@ def fits(problem: Problem) -> str | None:
         return "nothing to stream"
     if made.k * _itemsize(problem) % 16:
         return f"needs rows of a multiple of 16 bytes, not K = {made.k}"
-    if made.m * made.n * 16 >= 2**31:
+    if made.m * made.n * _MOST_SPLITS >= 2**31:
         return "offsets have 32 bits"
     return None
 
@@ -179,7 +152,14 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     return tuple(found[:12])
 
 
-workspace_bytes = skinny.workspace_bytes
+def workspace_bytes(problem: Problem, *, splits: int = 1, **_: Any) -> int:
+    made = sizes(problem)
+    return splits * made.m * made.n * 4 if splits > 1 or _finishes(problem) else 0
+
+
+def _finishes(problem: Problem) -> bool:
+    """Whether a second kernel must follow, which knows the epilogue and the small types."""
+    return has_epilogue(problem) or problem.output.dtype in ("int8", *FP8)
 
 
 def bind(
@@ -191,19 +171,16 @@ def bind(
     splits: int = 1,
     num_stages: int = 4,
 ) -> Call:
-    made, dtype = sizes(problem), problem.inputs[0].dtype
+    made = sizes(problem)
     ready = dict(constants)
     if 1 in ready and not _by_rows(problem):
         ready[1] = packed(ready[1], ("by rows",), lambda w: w.mT.contiguous()).mT
     alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
     tiles, rows = triton.cdiv(made.n, tile_n), _rows(made.m)
+    two_steps = splits > 1 or _finishes(problem)
     options = {
         "STAGES": num_stages,
-        "SPLIT": splits > 1,
         "CONSTANT": 1 in constants,
-        "PROMOTE": dtype in FP8 and not problem.attr("fast_accumulation"),
-        "SUM": gl.int32 if dtype == "int8" else gl.float32,
-        "ACTIVATION": problem.attr("activation"),
         "num_warps": 4,
         "launch_pdl": True,
     }
@@ -212,17 +189,16 @@ def bind(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
         o = operands(problem, ready, inputs, out)
-        bias_stride, _, row, column, scale_stride = strides(o)
-        partial = None if splits == 1 else workspace.view(skinny.sums_dtype(problem))
+        sums = workspace.view(torch.float32) if two_steps else out
         launch(
             _stream_kernel, (tiles, splits),
-            _tiles(o.b[0].mT, (tile_n, tile_k)), _tiles(o.a[0], (rows, tile_k)),
-            o.bias, o.residual, o.scale, o.out, partial,
-            made.m, made.n, made.k, row, o.out.stride(1), alpha, beta, **options,
+            _tiles(o.b[0].mT, (tile_n, tile_k)), _tiles(o.a[0], (rows, tile_k)), sums,
+            made.m, made.n, made.k, **options,
         )  # fmt: skip
-        if splits > 1:
+        if two_steps:
+            bias_stride, _, row, column, scale_stride = strides(o)
             ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], alpha, beta)
-            skinny.add_splits(problem, o, partial, splits, ends)
+            skinny.add_splits(problem, o, sums, splits, ends)
         return out
 
     return call
