@@ -93,18 +93,6 @@ def test_split_sums(schedule: str, waves: int) -> None:
     assert_right(*run(wgmma, case, "cuda", config=config), case)
 
 
-@pytest.mark.parametrize("lead", [1, 2, 3])
-def test_staggered_with_a_lead(lead: int) -> None:
-    """Long, short and very short loops along K: the second warpgroup always gets its turn."""
-    for k in (8, 64 * lead, 64 * 5, 64 * 40):
-        case = replace(ODD, m=128 * 70, k=k)
-        config = {
-            "tile_m": 128, "tile_n": 256, "schedule": "staggered", "stages": 4, "buffers": 2,
-            "lead": lead,
-        }  # fmt: skip
-        assert_right(*run(wgmma, case, "cuda", config=config), case)
-
-
 @pytest.mark.parametrize("constant", [(1,), (1, 2, 4), (0,)])
 def test_constants_are_bound(constant: tuple[int, ...]) -> None:
     assert_right(*run(wgmma, replace(ODD, **FULL), "cuda", constant=constant), ODD)

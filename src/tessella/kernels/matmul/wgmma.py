@@ -181,7 +181,6 @@ class Tiling:
         split_k: ranges of K of the tiles that are not whole; a second kernel adds them in order.
         whole_waves: rounds of the grid with tiles over all of K, before those whose K is split.
         group: tiles down a column before the next column (what the L2 cache holds).
-        lead: tiles along K by which the first of two staggered warpgroups goes ahead.
     """
 
     tile_m: int
@@ -192,7 +191,6 @@ class Tiling:
     split_k: int = 1
     whole_waves: int = 0
     group: int = 8
-    lead: int = 0
 
     @property
     def rows(self) -> int:
@@ -209,27 +207,33 @@ class Tiling:
         return ring + self.consumers * self.buffers * self.rows * ROW_BYTES + BARRIER_BYTES
 
 
-# Tiles worth trying: (tile_m, tile_n, schedule)
+# Tiles worth trying: (tile_m, tile_n, schedule); all of them have run on an H200
 TILES = (
     (128, 256, "staggered"),
-    (256, 128, "staggered"),
     (128, 128, "ping_pong"),
+    (128, 256, "cooperative"),
+    (256, 128, "staggered"),
+    (256, 128, "cooperative"),
     (64, 256, "ping_pong"),
     (128, 128, "staggered"),
     (64, 128, "ping_pong"),
+    (128, 128, "cooperative"),
     (128, 64, "staggered"),
-    (64, 64, "ping_pong"),
 )
 MOST_CONFIGS = 12
-MOST_RANGES = 32
+MOST_RANGES = 16
+WORTH_SPLITTING = 0.97
 SHORTEST_RANGE = 4  # tiles along K: below, filling the ring costs more than is shared
-# The model that orders configurations, in clocks of one multiprocessor
-BYTES_PER_CLOCK = 45.0  # from the L2 cache
-MACS_PER_CLOCK = 1800.0  # of 16 bits, in long runs
-START_CLOCKS = 2500.0  # until the first tile has been multiplied, and from the last one's end
-EPILOGUE_CLOCKS = 0.04  # per element of a tile, where nothing hides it
-ADD_CLOCKS = 5000.0  # the second kernel
-ADDED_BYTES_PER_CLOCK = 2400.0  # that it reads, all multiprocessors together
+# The model that orders configurations, in clocks of one multiprocessor; fitted to one run on an
+# H200, float16, 15 tilings of 8 shapes
+TENSOR_SHARE = 0.88  # of the tensor cores' rate, in long runs
+BYTES_PER_CLOCK = 72.0  # from the L2 cache
+STEP_CLOCKS = 50.0  # around each tile along K
+LONE_CLOCKS = 80.0  # more, where a block has only one small tile
+EPILOGUE_CLOCKS = {"cooperative": 0.069, "staggered": 0.045, "ping_pong": 0.0}  # an element
+ONE_BUFFER = 1.4  # times that, where results leave through one buffer
+ADD_CLOCKS = 9000.0  # the second kernel
+ADDED_BYTES_PER_CLOCK = 1200.0  # of partial sums, written and read, all multiprocessors together
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
@@ -247,15 +251,26 @@ def _tilings(problem: Problem) -> Iterator[Tiling]:
         yield plain
         work = _Work.of(problem, plain)
         waves, left = divmod(work.whole, _multiprocessors())
-        if not left:
+        if not left or not _may_split(problem, plain):
             continue
         most = min(MOST_RANGES, work.tiles_k // SHORTEST_RANGE)
         splits = {
             replace(plain, split_k=_even(ranges, work.tiles_k), whole_waves=waves)
             for ranges in range(2, most + 1)
         }
-        if splits:
-            yield min(splits, key=lambda tiling: (_clocks(problem, tiling), tiling.split_k))
+        # what is saved must show
+        clocks = {tiling: _clocks(problem, tiling) for tiling in splits}
+        if clocks and min(clocks.values()) < WORTH_SPLITTING * _clocks(problem, plain):
+            yield min(splits, key=lambda tiling: (clocks[tiling], tiling.split_k))
+
+
+def _may_split(problem: Problem, tiling: Tiling) -> bool:
+    """Partial sums leave through the buffers of results, in rows of as many bytes."""
+    full_rows = _row_bytes(tiling.tile_n, problem.output.dtype) >= ROW_BYTES
+    # int8 in one partition of eight warps would spill registers
+    return full_rows and not (
+        tiling.schedule == "cooperative" and problem.inputs[A].dtype == "int8"
+    )
 
 
 def _even(ranges: int, tiles_k: int) -> int:
@@ -277,23 +292,29 @@ def _ring(problem: Problem, tile_m: int, tile_n: int, schedule: str) -> Tiling:
 
 
 def _clocks(problem: Problem, tiling: Tiling) -> float:
-    """About how long it takes."""
+    """About how long it takes, launches apart."""
     work = _Work.of(problem, tiling)
     m, n = tiling.tile_m, tiling.tile_n
-    macs = m * n * 64 / MACS_PER_CLOCK  # of a tile along K, of any type
-    step = max(macs, (m + n) * ROW_BYTES / BYTES_PER_CLOCK)
-    exposed = EPILOGUE_CLOCKS * m * n * (0.2 if tiling.schedule == "ping_pong" else 0.5)
+    # the tensor cores take 32 elements of a tile times ROW_BYTES of K a clock, of every type
+    step = STEP_CLOCKS + max(m * n / 32 / TENSOR_SHARE, (m + n) * ROW_BYTES / BYTES_PER_CLOCK)
+    if work.units <= work.blocks and m * n < 128 * 256:
+        step += LONE_CLOCKS
+    epilogue = EPILOGUE_CLOCKS[tiling.schedule] * m * n * (ONE_BUFFER if tiling.buffers == 1 else 1)
     blocks = _multiprocessors()
-    whole = -(-work.whole // blocks) * (work.tiles_k * step + exposed)
-    ranges = -(-tiling.split_k * work.split // blocks) * (work.k_each * step + exposed)
+    whole = -(-work.whole // blocks) * (work.tiles_k * step + epilogue)
+    ranges = -(-tiling.split_k * work.split // blocks) * (work.k_each * step + epilogue)
     added = 0.0
     if work.split:
         added = ADD_CLOCKS + work.workspace_bytes / ADDED_BYTES_PER_CLOCK
-    return START_CLOCKS + whole + ranges + EPILOGUE_CLOCKS * m * n + added
+    return whole + ranges + added
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
-    return _Work.of(problem, Tiling(**config)).workspace_bytes if config else 0
+    return _Work.of(problem, _tiling(problem, config)).workspace_bytes
+
+
+def _tiling(problem: Problem, config: Config) -> Tiling:
+    return Tiling(**(config or configs(problem)[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +367,7 @@ class _Work:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     """The factors as [batch, rows, columns], descriptors of them, and one or two launches."""
-    tiling = Tiling(**(config or configs(problem)[0]))
+    tiling = _tiling(problem, config)
     product, work = Product.of(problem), _Work.of(problem, tiling)
     dtype = problem.inputs[A].dtype
     a_k_major = product.a_k_major or _wants_k_major(dtype)
@@ -406,7 +427,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             STAGES=tiling.stages,
             BUFFERS=tiling.buffers,
             GROUP=tiling.group,
-            LEAD=tiling.lead if work.k_each > tiling.stages else 0,
             PROMOTE=dtype in FP8 and not problem.attr("fast_accumulation"),
             num_warps=8 if tiling.schedule == "cooperative" else 4,
             **epilogue,

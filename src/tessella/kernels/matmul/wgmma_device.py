@@ -208,9 +208,8 @@ def _store_columns(
 @gluon.jit
 def _consume(
     ring, out, sums, extra, work,
-    WHO: gl.constexpr, PARTS: gl.constexpr, PING_PONG: gl.constexpr, LEAD: gl.constexpr,
-    WARPS: gl.constexpr, BUFFERS: gl.constexpr, PROMOTE: gl.constexpr, LOOK: gl.constexpr,
-    EPILOGUE: gl.constexpr,
+    WHO: gl.constexpr, PARTS: gl.constexpr, PING_PONG: gl.constexpr, WARPS: gl.constexpr,
+    BUFFERS: gl.constexpr, PROMOTE: gl.constexpr, LOOK: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """Multiplies, finishes and stores: every unit, half of every unit, or every other unit."""
     WM: gl.constexpr = LOOK[0]
@@ -261,9 +260,6 @@ def _consume(
         if PING_PONG:
             # a wait two rounds of the ring ahead would take an old phase for the awaited one
             mbarrier.wait(turns.index(WHO), (v & 1) ^ (1 - WHO))
-        if LEAD > 0 and WHO == 1:
-            mbarrier.wait(turns.index(0), v & 1)
-            v += 1
         for k in range(count):
             mbarrier.wait(full.index(stage), phase)
             a, b = _factors(ring, stage, stage * PARTS + PART, LOOK)
@@ -280,8 +276,6 @@ def _consume(
                 # the product before this one is done: its stage goes back
                 barrier()
                 mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=k > 0)
-            if LEAD > 0 and WHO == 0:  # behind a barrier: the other one may start
-                mbarrier.arrive(turns.index(0), count=1, pred=k + 1 == LEAD)
             stage, phase = _next(stage, phase, STAGES)
         if PING_PONG:
             barrier()
@@ -309,7 +303,7 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "units", "whole", "split", "m_tiles", "n_tiles", "k_tiles", "k_each", "b_batched",
+        "N", "units", "whole", "split", "m_tiles", "n_tiles", "k_tiles", "k_each", "b_batched",
     ]
 )  # fmt: skip
 def multiply(
@@ -319,14 +313,12 @@ def multiply(
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     SCHEDULE: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
     PROMOTE: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, ACTIVATION: gl.constexpr,
-    LEAD: gl.constexpr,
 ):  # fmt: skip
     """C[batch] = epilogue(A[batch] · B[batch]); descriptors are [batch, rows, columns].
 
     A's and B's tiles are [1, rows, K] (K_MAJOR) or [1, K, rows]; C's and R's [1, WM, buffer width].
     P, or None: the workspace [ranges of K · split tiles, rows, columns of a tile], which gets the
     partial sums of the tiles whose K is split, in pieces of as many bytes as C's.
-    LEAD: tiles along K by which the first of two staggered consumers goes ahead; 0: as they come.
     PROMOTE: fp8 products of one BK are summed in float32 outside the tensor cores, whose own sums
     keep about 14 bits.
     """
@@ -368,8 +360,8 @@ def multiply(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (ring, out, sums, extra, work, 0, PARTS, PING_PONG, LEAD, WARPS,
-                            BUFFERS, PROMOTE, LOOK, EPILOGUE)),
+                (_consume, (ring, out, sums, extra, work, 0, PARTS, PING_PONG, WARPS, BUFFERS,
+                            PROMOTE, LOOK, EPILOGUE)),
                 (_produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
             ],
             [1],
@@ -378,10 +370,10 @@ def multiply(
     else:
         gl.warp_specialize(
             [
-                (_consume, (ring, out, sums, extra, work, 0, PARTS, PING_PONG, LEAD, WARPS,
-                            BUFFERS, PROMOTE, LOOK, EPILOGUE)),
-                (_consume, (ring, out, sums, extra, work, 1, PARTS, PING_PONG, LEAD, WARPS,
-                            BUFFERS, PROMOTE, LOOK, EPILOGUE)),
+                (_consume, (ring, out, sums, extra, work, 0, PARTS, PING_PONG, WARPS, BUFFERS,
+                            PROMOTE, LOOK, EPILOGUE)),
+                (_consume, (ring, out, sums, extra, work, 1, PARTS, PING_PONG, WARPS, BUFFERS,
+                            PROMOTE, LOOK, EPILOGUE)),
                 (_produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
             ],
             [4, 1],
