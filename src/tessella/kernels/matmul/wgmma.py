@@ -247,6 +247,8 @@ def _tilings(problem: Problem) -> Iterator[Tiling]:
     for tile_m, tile_n, schedule in TILES:
         if accurate and tile_m * tile_n > 64 * 128 * (1 if schedule == "ping_pong" else 2):
             continue  # two accumulators are too much for the registers
+        if (problem.inputs[A].dtype, schedule) == ("int8", "cooperative"):
+            continue  # spills registers with a residual, and was never the fastest
         plain = _ring(problem, tile_m, tile_n, schedule)
         yield plain
         work = _Work.of(problem, plain)
@@ -266,11 +268,7 @@ def _tilings(problem: Problem) -> Iterator[Tiling]:
 
 def _may_split(problem: Problem, tiling: Tiling) -> bool:
     """Partial sums leave through the buffers of results, in rows of as many bytes."""
-    full_rows = _row_bytes(tiling.tile_n, problem.output.dtype) >= ROW_BYTES
-    # int8 in one partition of eight warps would spill registers
-    return full_rows and not (
-        tiling.schedule == "cooperative" and problem.inputs[A].dtype == "int8"
-    )
+    return _row_bytes(tiling.tile_n, problem.output.dtype) >= ROW_BYTES
 
 
 def _even(ranges: int, tiles_k: int) -> int:
