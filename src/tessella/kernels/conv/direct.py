@@ -39,20 +39,25 @@ def _is_channelwise(geometry: Geometry) -> bool:
 
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
-    """Channelwise: as many rows in a column as the image has, up to four, are loaded least."""
+    """Channelwise: the more rows in a column, the fewer loads; not measured yet."""
     geometry = Geometry.of(problem)
     last = problem.output.format == "channels_last"
     if not _is_channelwise(geometry):
         shapes = ((64, 32), (128, 16), (32, 64)) if last else ((128, 32), (256, 16), (64, 32))
         return tuple({"pixels": p, "filters": f, "rows": 1, "warps": 4} for p, f in shapes)
-    filters = min(64, triton.next_power_of_2(geometry.groups * geometry.filters))
-    shapes = ((16, filters), (32, filters)) if last else ((128, 1), (64, 4))
+    if last:  # eight values a thread: with more of them, or more rows, registers spill
+        filters = min(64, triton.next_power_of_2(geometry.groups * geometry.filters))
+        shapes = [(256 * warps // filters, filters, warps) for warps in (4, 2, 8)]
+        columns = (4, 2) if max(geometry.filter) <= 3 else (2, 4)
+    else:
+        shapes = [(128, 1, 4), (64, 2, 4), (64, 1, 2)]
+        columns = (4, 2, 8)
+    fitting = [rows for rows in columns if rows < 2 * geometry.out[1]] or [1]
     return tuple(
-        {"pixels": p, "filters": f, "rows": rows, "warps": warps}
-        for rows in ((4, 2, 8) if geometry.out[1] >= 4 else (2, 1))
-        for p, f in shapes
-        for warps in (4, 2)
-    )[:12]
+        {"pixels": pixels, "filters": filters, "rows": rows, "warps": warps}
+        for rows in fitting
+        for pixels, filters, warps in shapes
+    )
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:

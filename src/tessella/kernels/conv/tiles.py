@@ -199,7 +199,8 @@ def configs(problem: Problem, most: int = 8) -> tuple[dict[str, Any], ...]:
     estimates: dict[Tile, float] = {}
     for pixels, filters, depth, warps, stages, resident in _PLAIN if plain else _TENSOR:
         depth = _depth(geometry, depth if plain else depth * 2 // size, least=32 // size)
-        if not plain and problem.output.format != "channels_last":
+        last = problem.output.format == "channels_last"
+        if not plain and not (last and geometry.channels % depth == 0):
             # values are loaded one by one: more threads, or they do not fit the registers
             depth, warps = min(depth, 32), 8
         for splits in (1, 2, 4, 8, 16):
