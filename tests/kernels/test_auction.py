@@ -130,3 +130,21 @@ def test_far_kernels_try_their_first_configuration_only(monkeypatch: pytest.Monk
     assert [t.config["pieces"] for t in scratch_trial(others + 1.0).tried] == [1, 2, 3]
     assert scratch_trial(others + 0.5).tried == ()
     assert scratch_trial(others + 0.5).config == {"pieces": 1}
+
+
+def test_one_of_ours_that_would_win_with_wrong_numbers_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catalog, "KERNELS", (*catalog.KERNELS, scratch.ROW))
+    monkeypatch.setattr(
+        scratch,
+        "bind",
+        lambda problem, constants, pieces: lambda x, *, out, workspace: out.fill_(3),
+    )
+    trials = auction.find(LINEAR, WEIGHT, target="cpu", terms=auction.Terms(budget_s=0.0))
+    assert trials[0].kernel != "linear.scratch"
+    mine = next(t for t in trials if t.kernel == "linear.scratch")
+    assert mine.refused is None or "wrong: deviates from float64" in mine.refused
+    only = auction.Terms(budget_s=0.0, algorithms=("scratch",))
+    with pytest.raises(CompileError, match="deviates from float64"):
+        auction.find(LINEAR, WEIGHT, target="cpu", terms=only)

@@ -13,8 +13,15 @@ def flops(problem: Problem) -> int | None:
     if problem.op in ("conv1d", "conv2d", "conv3d", "linear"):
         weight = problem.inputs[1].shape
         return 2 * out * math.prod(weight[1:])
+    if problem.op.endswith("_dgrad"):  # of the convolution's result, as many as forward
+        dy, weight = (t.shape for t in problem.inputs[:2])
+        return 2 * math.prod(dy) * math.prod(weight[1:])
+    if problem.op.endswith("_wgrad"):
+        dy, weight = problem.inputs[0].shape, problem.outputs[0].shape
+        return 2 * math.prod(dy) * math.prod(weight[1:])
     if problem.op == "matmul":
-        return 2 * out * problem.inputs[0].shape[-1]
+        rows, columns = problem.inputs[0].shape[-2:]
+        return 2 * out * (rows if problem.attr("transpose_a") else columns)
     if problem.op == "scaled_dot_product_attention":
         query, key, value = (t.shape for t in problem.inputs[:3])
         pairs = math.prod(query[:-1]) * key[-2]

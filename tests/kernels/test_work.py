@@ -1,0 +1,45 @@
+"""How many operations a problem is, counted by torch's own counter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tessella.kernels import problems, reference
+from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.work import flops, nbytes
+
+X, W = (
+    TensorMeta(shape=(2, 6, 9, 8), dtype="float32"),
+    TensorMeta(shape=(4, 6, 3, 2), dtype="float32"),
+)
+WINDOW = {"stride": (2, 1), "padding": (1, 0)}
+DY = problems.conv(X, W, **WINDOW).output
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        problems.conv(X, W, **WINDOW),
+        problems.conv_dgrad(DY, W, X.shape, **WINDOW),
+        problems.conv_wgrad(DY, X, (3, 2), **WINDOW),
+        problems.linear(TensorMeta(shape=(5, 7), dtype="float32"), TensorMeta(shape=(3, 7), dtype="float32")),
+        problems.matmul(
+            TensorMeta(shape=(2, 7, 5), dtype="float32"),
+            TensorMeta(shape=(2, 7, 3), dtype="float32"),
+            transpose_a=True,
+        ),
+    ],
+    ids=lambda problem: problem.op,
+)  # fmt: skip
+def test_operations_are_those_that_torch_counts(problem: Problem) -> None:
+    with torch.device("meta"):
+        inputs = [torch.empty(meta.shape) for meta in problem.inputs]
+    with FlopCounterMode(display=False) as counter:
+        reference.call(problem.op, inputs, problem.attrs)
+    assert flops(problem) == counter.get_total_flops()
+
+
+def test_bytes_are_those_of_every_operand_once() -> None:
+    assert nbytes(problems.conv(X, W, **WINDOW)) == X.nbytes + W.nbytes + DY.nbytes
