@@ -24,15 +24,11 @@ DY = problems.conv(X, W, **WINDOW).output
         problems.conv(X, W, **WINDOW),
         problems.conv_dgrad(DY, W, X.shape, **WINDOW),
         problems.conv_wgrad(DY, X, (3, 2), **WINDOW),
-        problems.linear(TensorMeta(shape=(5, 7), dtype="float32"), TensorMeta(shape=(3, 7), dtype="float32")),
-        problems.matmul(
-            TensorMeta(shape=(2, 7, 5), dtype="float32"),
-            TensorMeta(shape=(2, 7, 3), dtype="float32"),
-            transpose_a=True,
-        ),
+        problems.linear(float32(5, 7), float32(3, 7)),
+        problems.matmul(float32(2, 7, 5), float32(2, 7, 3), transpose_a=True),
     ],
     ids=lambda problem: problem.op,
-)  # fmt: skip
+)
 def test_operations_are_those_that_torch_counts(problem: Problem) -> None:
     with torch.device("meta"):
         inputs = [torch.empty(meta.shape) for meta in problem.inputs]

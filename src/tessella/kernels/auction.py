@@ -31,6 +31,7 @@ from tessella.kernels.tuning import Inspection, TimingCache, Trial, Tried
 COMPILERS = 8  # configurations that are compiled side by side
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
 POISON = 77
+UNPROVEN = "its present code has not passed its tests on a GPU; ask for its algorithm by name"
 # Largest error over the largest value that a kernel may show, by input type; tf32 has its own.
 TOLERANCES = {
     "float32": 1e-4,
@@ -91,7 +92,11 @@ def find(
         if (terms.algorithms is None or row.algorithm in terms.algorithms)
         and (terms.sources is None or row.source in terms.sources)
     ]
-    refusals = {row.id: row.load().fits(problem) for row in rows if not row.last_resort}
+    refusals = {
+        row.id: UNPROVEN if row.unproven and not terms.algorithms else row.load().fits(problem)
+        for row in rows
+        if not row.last_resort
+    }
     fitting = [row for row in rows if row.id in refusals and refusals[row.id] is None]
     trials = [Trial(kernel=k, refused=r) for k, r in refusals.items() if r is not None]
     trials += auction.trials(fitting)

@@ -57,6 +57,8 @@ class Kernel:
         version: raised when its code changes, so that old timings of it are not believed.
         views: its output may share memory with its input, which must live as long.
         last_resort: tried only where no other kernel fits.
+        unproven: no GPU has run its present code through its tests, so that it might hang: it takes
+            part only where its algorithm is asked for by name.
     """
 
     id: str
@@ -67,6 +69,7 @@ class Kernel:
     version: int = 1
     views: bool = False
     last_resort: bool = False
+    unproven: bool = False
 
     @property
     def algorithm(self) -> str:
@@ -103,9 +106,11 @@ def _aten(ops: str, module: str) -> tuple[Kernel, ...]:
     return tuple(_row(f"{op}.aten", module, *_TORCH, source="aten") for op in ops.split())
 
 
-def _rows(ops: str, algorithm: str, module: str, source: str) -> tuple[Kernel, ...]:
+def _rows(ops: str, algorithm: str, module: str, source: str, **flags: bool) -> tuple[Kernel, ...]:
     """A row ``OP.algorithm`` for the GPU for each operation that one module carries out."""
-    return tuple(_row(f"{op}.{algorithm}", module, "sm_90", source=source) for op in ops.split())
+    return tuple(
+        _row(f"{op}.{algorithm}", module, "sm_90", source=source, **flags) for op in ops.split()
+    )
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -113,7 +118,7 @@ KERNELS: tuple[Kernel, ...] = (
     _row("conv2d.onednn", "conv.onednn", "cpu", source="onednn"),
     _row("conv2d.cudnn", "conv.cudnn", "sm_90", source="cudnn"),
     _row("conv2d.implicit_gemm.sm90", "conv.implicit_gemm_sm90", "sm_90", source="tessella"),
-    _row("conv2d.direct.sm90", "conv.direct_sm90", "sm_90", source="tessella"),
+    _row("conv2d.direct.sm90", "conv.direct_sm90", "sm_90", source="tessella", unproven=True),
     *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella"),
     *_rows("conv2d conv1d conv3d", "gemm", "conv.gemm", "tessella"),
     *_rows("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", "tessella"),
@@ -127,7 +132,13 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("conv1d conv2d conv3d", "conv.aten"),
     # its gradients
     _row("conv2d_dgrad.implicit_gemm.sm90", "conv.dgrad_sm90", "sm_90", source="tessella"),
-    _row("conv2d_wgrad.implicit_gemm.sm90", "conv.wgrad_sm90", "sm_90", source="tessella"),
+    _row(
+        "conv2d_wgrad.implicit_gemm.sm90",
+        "conv.wgrad_sm90",
+        "sm_90",
+        source="tessella",
+        unproven=True,
+    ),
     _row("conv2d_dgrad.implicit_gemm", "conv.dgrad", "sm_90", source="tessella"),
     _row("conv2d_wgrad.implicit_gemm", "conv.wgrad", "sm_90", source="tessella"),
     _row("conv2d_dgrad.cudnn", "conv.backward_cudnn", "sm_90", source="cudnn"),
@@ -139,7 +150,7 @@ KERNELS: tuple[Kernel, ...] = (
     _row("linear.mkl", "matmul.mkl", "cpu", source="mkl"),
     *_rows("linear matmul", "cublaslt", "matmul.cublaslt", "cublaslt"),
     *_rows("linear matmul", "wgmma.sm90", "matmul.wgmma", "tessella"),
-    *_rows("linear matmul", "skinny.sm90", "matmul.skinny_sm90", "tessella"),
+    *_rows("linear matmul", "skinny.sm90", "matmul.skinny_sm90", "tessella", unproven=True),
     *_rows("linear matmul", "skinny", "matmul.skinny", "tessella"),
     *_rows("linear matmul", "tiled", "matmul.tiled", "tessella"),
     *_rows("linear matmul", "fma.sm90", "matmul.fma_sm90", "tessella"),
