@@ -10,10 +10,12 @@ from tessella.kernels import problems, reference
 from tessella.kernels.problem import Problem, TensorMeta
 from tessella.kernels.work import flops, nbytes
 
-X, W = (
-    TensorMeta(shape=(2, 6, 9, 8), dtype="float32"),
-    TensorMeta(shape=(4, 6, 3, 2), dtype="float32"),
-)
+
+def float32(*shape: int) -> TensorMeta:
+    return TensorMeta(shape=shape, dtype="float32")
+
+
+X, W = float32(2, 6, 9, 8), float32(4, 6, 3, 2)
 WINDOW = {"stride": (2, 1), "padding": (1, 0)}
 DY = problems.conv(X, W, **WINDOW).output
 
