@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tessella.kernels.float32_math import float32_math
-from tessella.kernels.matmul import aten, cublaslt, fma_sm90, skinny, skinny_sm90, tiled
+from tessella.kernels.gemm import aten, cublaslt, fma_sm90, skinny, skinny_sm90, tiled
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

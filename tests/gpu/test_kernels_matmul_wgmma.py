@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.matmul import wgmma
+from tessella.kernels.gemm import wgmma
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 
 pytestmark = pytest.mark.skipif(

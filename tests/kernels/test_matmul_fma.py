@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tessella.kernels.matmul import fma_sm90
+from tessella.kernels.gemm import fma_sm90
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, draw
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tessella.kernels.matmul import aten, cublaslt
+from tessella.kernels.gemm import aten, cublaslt
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 
 FULL: dict[str, Any] = {

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.matmul import skinny, skinny_sm90
+from tessella.kernels.gemm import skinny, skinny_sm90
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 

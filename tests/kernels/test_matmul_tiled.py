@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.matmul import tiled
+from tessella.kernels.gemm import tiled
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tessella.core.errors import KernelError
-from tessella.kernels.matmul import wgmma
+from tessella.kernels.gemm import wgmma
 from tessella.kernels.problem import Problem, TensorMeta
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, draw

@@ -1,6 +1,5 @@
 """Matrix products, convolutions and the other layers, each by several kernels: the fastest wins."""
 
-import tessella.kernels.matmul  # noqa: F401  first: loading a folder hides a function of its name
 from tessella.kernels.functional import (
     conv1d,
     conv2d,

@@ -15,6 +15,7 @@ import triton
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue_device import finish
+from tessella.kernels.gemm.shapes import operands, refusal, sizes, strides
 from tessella.kernels.hopper import (
     barrier,
     commit_copies,
@@ -24,7 +25,6 @@ from tessella.kernels.hopper import (
     wait_for_copies,
 )
 from tessella.kernels.launch import launch
-from tessella.kernels.matmul.shapes import operands, refusal, sizes, strides
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue_triton import cast, finish
+from tessella.kernels.gemm.shapes import FP8, operands, refusal, sizes, strides
 from tessella.kernels.launch import launch
-from tessella.kernels.matmul.shapes import FP8, operands, refusal, sizes, strides
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True

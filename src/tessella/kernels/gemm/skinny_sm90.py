@@ -15,6 +15,8 @@ import triton
 
 from tessella.core.errors import KernelError
 from tessella.kernels.catalog import Call
+from tessella.kernels.gemm import skinny
+from tessella.kernels.gemm.shapes import FP8, has_epilogue, operands, sizes, strides
 from tessella.kernels.hopper import (
     barrier,
     descriptor,
@@ -28,8 +30,6 @@ from tessella.kernels.hopper import (
     warpgroup_mma_wait,
 )
 from tessella.kernels.launch import launch
-from tessella.kernels.matmul import skinny
-from tessella.kernels.matmul.shapes import FP8, has_epilogue, operands, sizes, strides
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
 

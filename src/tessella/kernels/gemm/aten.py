@@ -12,7 +12,7 @@ import torch
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue import finish_
-from tessella.kernels.matmul.shapes import FP8
+from tessella.kernels.gemm.shapes import FP8
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True

@@ -10,7 +10,7 @@ import torch
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue import finish_, store
-from tessella.kernels.matmul.shapes import FP8, operands, refusal, sizes
+from tessella.kernels.gemm.shapes import FP8, operands, refusal, sizes
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True

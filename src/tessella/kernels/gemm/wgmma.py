@@ -17,9 +17,9 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.kernels.gemm.wgmma_device import add_ranges, multiply
 from tessella.kernels.hopper import TensorDescriptor, descriptor
 from tessella.kernels.launch import launch
-from tessella.kernels.matmul.wgmma_device import add_ranges, multiply
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem, TensorMeta
 

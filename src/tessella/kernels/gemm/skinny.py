@@ -19,8 +19,8 @@ from triton.language.extra import cuda as tl_cuda
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue_triton import cast, finish
+from tessella.kernels.gemm.shapes import FP8, Operands, operands, refusal, sizes, strides
 from tessella.kernels.launch import launch
-from tessella.kernels.matmul.shapes import FP8, Operands, operands, refusal, sizes, strides
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
