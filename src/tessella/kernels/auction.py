@@ -98,6 +98,9 @@ def find(
         if not row.last_resort
     }
     fitting = [row for row in rows if row.id in refusals and refusals[row.id] is None]
+    large = {row.id: auction.over_limit(row) for row in fitting}
+    fitting = [row for row in fitting if large[row.id] is None]
+    refusals |= large
     trials = [Trial(kernel=k, refused=r) for k, r in refusals.items() if r is not None]
     trials += auction.trials(fitting)
     if all(trial.refused for trial in trials):
@@ -194,16 +197,29 @@ class _Auction:
         if all(t and (t.inspection or t.refused or not self._terms.inspect) for t in known):
             return [self._within_limit(trial) for trial in known if trial is not None]
         trials = self._measured(rows)
-        if self._terms.max_workspace_bytes is None:
-            for row, trial in zip(rows, trials, strict=True):
-                self._cache.put(device, key, row.version, trial)
+        for row, trial in zip(rows, trials, strict=True):
+            self._cache.put(device, key, row.version, trial)
         return [self._within_limit(trial) for trial in trials]
 
+    def over_limit(self, row: Kernel) -> str | None:
+        """Why no configuration of a kernel may have the workspace that it needs, or None."""
+        needs = [row.workspace_bytes(self._problem, c) for c in row.configs(self._problem)]
+        return self._too_much(min(needs, default=0))
+
+    def _configs(self, row: Kernel) -> tuple[Config, ...]:
+        """Those whose workspace is allowed."""
+        return tuple(
+            config
+            for config in row.configs(self._problem)
+            if not self._too_much(row.workspace_bytes(self._problem, config))
+        )
+
     def _within_limit(self, trial: Trial) -> Trial:
-        refused = self._over_limit(trial.workspace_bytes)
+        """A trial from the cache may be from an auction with other limits."""
+        refused = self._too_much(trial.workspace_bytes)
         return Trial(kernel=trial.kernel, refused=refused) if refused else trial
 
-    def _over_limit(self, needed: int) -> str | None:
+    def _too_much(self, needed: int) -> str | None:
         limit = self._terms.max_workspace_bytes
         if limit is None or needed <= limit:
             return None
@@ -226,11 +242,11 @@ class _Auction:
 
     def _worth_running(self, rows: list[Kernel]) -> list[tuple[Kernel, Config]]:
         """All configurations of kernels whose first is not far behind; of the others, that one."""
-        configs = {row.id: row.configs(self._problem) for row in rows}
+        configs = {row.id: self._configs(row) for row in rows}
         far = self._terms.far
         if far == math.inf or all(len(c) == 1 for c in configs.values()):
             return [(row, config) for row in rows for config in configs[row.id]]
-        openers = {row.id: (row, configs[row.id][0]) for row in rows}
+        openers = {row.id: (row, configs[row.id][0]) for row in rows if configs[row.id]}
         bids = self._bids(list(openers.values())).values()
         look_us = glance(
             {bid.row.id: bid.run for bid in bids if isinstance(bid, _Bid)}, device=self._device
@@ -255,7 +271,7 @@ class _Auction:
         """The kernel's best configuration, with what is known about the others."""
         tried: list[Tried] = []
         ran: list[tuple[float, int, str]] = []
-        for config in row.configs(self._problem):
+        for config in self._configs(row):
             name = f"{row.id} {config}"
             bid = bids.get(name)
             if isinstance(bid, Tried):
@@ -266,7 +282,8 @@ class _Auction:
             tried.append(Tried(config=config, time_us=time_us))
             ran.append((time_us, len(tried), name))
         if not ran:
-            return Trial(kernel=row.id, refused=tried[0].refused)
+            none = "it has no configuration for this problem"
+            return Trial(kernel=row.id, refused=tried[0].refused if tried else none)
         best = bids[name := min(ran)[2]]
         inspection = self._inspect(best) if self._terms.inspect else None
         if inspection and not self._is_right(inspection):
@@ -323,7 +340,7 @@ class _Auction:
     def _reserve(self, row: Kernel, config: Config) -> int:
         """Let the shared workspace be large enough; returns what this bid needs of it."""
         needed = row.workspace_bytes(self._problem, config)
-        if needed > self._workspace.nbytes and not self._over_limit(needed):
+        if needed > self._workspace.nbytes:
             self._workspace = torch.empty(0, device=self._device)  # let go before asking for more
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=self._device)
         return needed
@@ -339,8 +356,6 @@ class _Auction:
 
     def _bid(self, row: Kernel, config: Config) -> _Bid | Tried:
         """The kernel as a call without arguments, after a first run that made what it promised."""
-        if refused := self._over_limit(row.workspace_bytes(self._problem, config)):
-            return Tried(config=config, refused=refused)
         inputs = self._inputs or ()
         try:
             buffers = self._buffers(row, config)

@@ -24,6 +24,7 @@ from tessella.kernels.tuning import TimingCache, Trial
 
 Tensor = torch.Tensor
 
+WORKSPACE_BYTES = 2 << 30  # what a call may take beside its operands, unless asked for by name
 CACHE_FOLDER = Path.home() / ".cache" / "tessella"
 
 
@@ -290,7 +291,10 @@ def _run(
 def _choose(problem: Problem, inputs: list[Tensor], algorithm: str | None) -> _Ready:
     """The fastest kernel for the problem, from the cache or by an auction."""
     target = target_of(inputs[0])
-    terms = Terms(algorithms=None if algorithm is None else (algorithm,))
+    terms = Terms(
+        algorithms=None if algorithm is None else (algorithm,),
+        max_workspace_bytes=WORKSPACE_BYTES if algorithm is None else None,
+    )
     _check_algorithm(problem.op, target, algorithm)
     try:
         best = auction.find(

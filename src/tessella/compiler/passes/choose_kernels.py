@@ -15,6 +15,8 @@ from tessella.kernels.catalog import Config, kernel
 from tessella.kernels.problem import Math, Problem, TensorMeta
 from tessella.kernels.tuning import TimingCache, Trial
 
+WORKSPACE_BYTES = 1 << 30  # of one step; it lies in the arena, which all steps share
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -66,7 +68,7 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
                 constants_of(node, problem, tuner.constants),
                 target=tuner.target,
                 cache=tuner.cache,
-                terms=Terms(budget_s=tuner.budget_s),
+                terms=Terms(budget_s=tuner.budget_s, max_workspace_bytes=WORKSPACE_BYTES),
             )
         choices.append(Choice(node=node, problem=problem, trials=known[problem.key]))
         emit(progress(name, done + 1, len(graph.nodes)))
