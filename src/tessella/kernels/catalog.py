@@ -82,12 +82,25 @@ class Kernel:
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """The ways to run it, the most promising first; ``({},)`` if there is only one."""
         configs = getattr(self.load(), "configs", None)
-        return configs(problem) if configs else ({},)
+        return _configs(configs, problem) if configs else ({},)
 
     def workspace_bytes(self, problem: Problem, config: Config) -> int:
         """Scratch memory that a call needs beside its inputs and outputs."""
         workspace_bytes = getattr(self.load(), "workspace_bytes", None)
         return workspace_bytes(problem, **config) if workspace_bytes else 0
+
+
+_known_configs: dict[tuple[Any, str], tuple[Config, ...]] = {}
+
+
+def _configs(
+    propose: Callable[[Problem], tuple[Config, ...]], problem: Problem
+) -> tuple[Config, ...]:
+    """What a kernel proposes; weighing tiles takes up to 10 ms, and networks repeat their layers."""
+    key = propose, problem.key
+    if key not in _known_configs:
+        _known_configs[key] = propose(problem)
+    return _known_configs[key]
 
 
 _TORCH = ("cpu", "sm_90")
