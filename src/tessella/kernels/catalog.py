@@ -96,7 +96,7 @@ _known_configs: dict[tuple[Any, str], tuple[Config, ...]] = {}
 def _configs(
     propose: Callable[[Problem], tuple[Config, ...]], problem: Problem
 ) -> tuple[Config, ...]:
-    """What a kernel proposes; weighing tiles takes up to 10 ms, and networks repeat their layers."""
+    """What a kernel proposes. Weighing tiles takes up to 10 ms, and networks repeat layers."""
     key = propose, problem.key
     if key not in _known_configs:
         _known_configs[key] = propose(problem)
