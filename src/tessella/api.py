@@ -124,6 +124,23 @@ def compile(
     )
 
 
+def explain(
+    source: Checkpoint | Run | torch.nn.Module | str | Path,
+    *,
+    batch: Batch = (1, 8, 32),
+    target: str | None = None,
+    precision: str = "fp32",
+    inputs: Sequence[TensorSpec] | None = None,
+    trust_code: bool = False,
+) -> tuple[compiler.PassRecord, ...]:
+    """What ``compile`` does to a network's graph before it measures kernels, pass by pass.
+
+    Args: as for ``compile``.
+    """
+    network, _, _ = _as_graph(source, batch_range(batch), inputs, trust_code)
+    return compiler.explain(network, target=target or default_target(), precision=precision)
+
+
 def batch_range(batch: Batch) -> DimRange:
     """``8`` or ``(1, 8, 32)`` as a range."""
     if isinstance(batch, DimRange):
@@ -417,6 +434,6 @@ def serve(
 
 
 __all__ = [
-    "Verification", "classify", "compile", "evaluate_split", "load", "load_plan", "serve", "train",
-    "verify",
+    "Verification", "classify", "compile", "evaluate_split", "explain", "load", "load_plan",
+    "serve", "train", "verify",
 ]  # fmt: skip

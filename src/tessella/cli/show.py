@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Group
+from rich.text import Text
 from typer import Argument, Option
 
 from tessella import api, graph
-from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.checkpoint import Checkpoint, Network
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_atomic
 from tessella.artifacts.plan import load_plan
@@ -18,6 +20,7 @@ from tessella.artifacts.run import Run
 from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.cli.parsing import parse_size
 from tessella.cli.tables import checkpoint_table, dataset_table, run_table
+from tessella.compiler import PassRecord
 from tessella.core.errors import UsageError
 from tessella.core.record import to_plain
 from tessella.core.spec import DimRange, TensorSpec
@@ -40,6 +43,13 @@ def show(
     channels: Annotated[int | None, Option(help="network: channels of the input.")] = None,
     size: Annotated[str | None, Option(help="network: height x width of the input.")] = None,
     svg: Annotated[Path | None, Option(help="network or plan: write a drawing here.")] = None,
+    passes: Annotated[
+        bool, Option("--passes", help="What the compiler does to it (checkpoint, ONNX, network).")
+    ] = False,
+    texts: Annotated[
+        bool, Option("--graph", help="passes: the graph's lines that each pass changed.")
+    ] = False,
+    precision: Annotated[str, Option(help="passes: fp32, tf32, bf16 or fp16.")] = "fp32",
     trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
     json: Json = False,
     events: Events = None,
@@ -47,9 +57,14 @@ def show(
     """Describe a dataset, run, checkpoint or plan; list or draw networks; picture layers.
 
     Example: tessella show runs/flowers · tessella show network resnet50 --svg resnet50.svg
+    · tessella show --passes resnet50 --graph
     """
     with output(json_only=json, events=events) as out_:
-        if what == "networks":
+        if passes:
+            of = _given(name, "a network's name") if what == "network" else what
+            records = _explained(of, classes, channels, size, precision, trust_code)
+            _passes(out_, records, texts, title=f"{of}, {precision}")
+        elif what == "networks":
             _networks(out_)
         elif what == "network":
             _network(out_, _given(name, "a network's name"), classes, channels, size, svg)
@@ -116,10 +131,7 @@ def _network(
     svg: Path | None,
 ) -> None:
     """A network as a table of layers, and as a drawing."""
-    network = zoo.network(
-        name, classes=classes, channels=channels, size=None if size is None else parse_size(size)
-    )
-    module = zoo.build(network).eval()
+    network, module = _built(name, classes, channels, size)
     shape = (network.channels, network.height, network.width)
     summary = inspect.summary(module, shape)
     plain: dict[str, Any] = {"network": to_plain(network), **to_plain(summary)}
@@ -138,6 +150,38 @@ def _network(
         title=f"{name}: {summary.parameters:,} parameters, {summary.macs:,} MACs an image",
     )
     out.result(plain, table)
+
+
+def _built(
+    name: str, classes: int, channels: int | None, size: str | None
+) -> tuple[Network, torch.nn.Module]:
+    """A network of the zoo with weights that nobody trained."""
+    network = zoo.network(
+        name, classes=classes, channels=channels, size=None if size is None else parse_size(size)
+    )
+    return network, zoo.build(network).eval()
+
+
+def _explained(
+    what: str, classes: int, channels: int | None, size: str | None, precision: str, trust: bool
+) -> tuple[PassRecord, ...]:
+    """The passes on whatever ``what`` names: a checkpoint, a run, an ONNX file, else a network."""
+    path = Path(what)
+    if path.is_dir() or path.suffix == ".onnx" or (path.is_file() and path.suffix == ".plan"):
+        return api.explain(path, precision=precision, trust_code=trust)
+    network, module = _built(what, classes, channels, size)
+    shape = (1, network.channels, network.height, network.width)
+    image = TensorSpec(name="image", dtype="float32", shape=shape)
+    return api.explain(module, precision=precision, inputs=(image,))
+
+
+def _passes(out: Output, records: tuple[PassRecord, ...], texts: bool, title: str) -> None:
+    """A row a pass; with ``texts`` also the lines of the graph that it changed."""
+    rows = [(r.name, r.rewrites, r.nodes_before, r.nodes_after, r.why) for r in records]
+    table = grid(("pass", "rewrites", "nodes", "after", "why"), rows, title=title)
+    diffs = [Text(r.diff) for r in records if texts and r.diff]
+    plain = [{**to_plain(r), "diff": r.diff} for r in records]
+    out.result({"passes": plain}, Group(table, *diffs))
 
 
 def _layers(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tessella.artifacts.plan import Bucket, Candidate, Manifest, Plan, Program
@@ -44,7 +45,8 @@ class Pass:
 
     @property
     def name(self) -> str:
-        return self.apply.__module__.rpartition(".")[2]
+        function = self.apply.func if isinstance(self.apply, partial) else self.apply
+        return function.__module__.rpartition(".")[2]
 
 
 # In this order, each one file in compiler/passes/. After each change, graph.check runs.
@@ -94,8 +96,7 @@ def compile_graph(
         UsageError: an unknown target or precision, or a batch that the graph does not have.
         CompileError: no kernel fits, or the plan would not compute what the network computes.
     """
-    if precision not in PRECISIONS:
-        raise UsageError("unknown precision", seen=precision, fix=f"use {', '.join(PRECISIONS)}")
+    require_precision(precision)
     _require_batch(graph, batch)
     device = fingerprint(target)
     emit(phase("optimize", f"{len(graph.nodes)} operations"))
@@ -151,23 +152,41 @@ def compile_graph(
 
 def optimized(graph: Graph, emit: Emit = silent) -> Graph:
     """A copy of the graph after ``PASSES``, checked after each."""
-    graph = _copy(graph)
-    check(graph)
-    for step in PASSES:
-        count = step.apply(graph)
-        if count:
-            check(graph)
+    graph = copied(graph)
+    for step, count in apply_each(graph, PASSES):
         emit(phase(step.name, f"{count} rewrites: {step.why}"))
     return graph
 
 
+def apply_each(graph: Graph, steps: Sequence[Pass]) -> Iterator[tuple[Pass, int]]:
+    """Change ``graph`` by one pass after another; yields each, when it is done, with its rewrites.
+
+    ``graph.check`` runs before the first and after each.
+    """
+    check(graph)
+    for step in steps:
+        count = step.apply(graph)
+        check(graph)
+        yield step, count
+
+
+def lowering(precision: str) -> tuple[Pass, ...]:
+    """The passes that follow ``PASSES`` for a precision; none where values stay float32."""
+    dtype = PRECISIONS[precision]
+    if dtype == "float32":
+        return ()
+    lower = partial(lower_precision.apply, dtype=dtype)
+    return (
+        Pass(lower, f"{dtype} values: half the memory, and what tensor cores multiply"),
+        Pass(dead_code.apply, "the float32 weights are not read any more"),
+    )
+
+
 def _lowered(exact: Graph, precision: str) -> Graph:
     """A copy of the graph in the element type of ``precision``."""
-    graph = _copy(exact)
-    if PRECISIONS[precision] != "float32":
-        lower_precision.apply(graph, PRECISIONS[precision])
-        dead_code.apply(graph)  # the float32 weights
-        check(graph)
+    graph = copied(exact)
+    for _ in apply_each(graph, lowering(precision)):
+        pass
     return graph
 
 
@@ -177,7 +196,7 @@ def bucket_sizes(batch: DimRange) -> list[int]:
     return sorted(powers | {batch.min, batch.opt, batch.max})
 
 
-def _copy(graph: Graph) -> Graph:
+def copied(graph: Graph) -> Graph:
     """A graph whose nodes and values can be changed; constants are shared."""
     copies = {v: Value(v.name, v.dtype, v.shape) for v in graph.values()}
     return Graph(
@@ -197,19 +216,23 @@ def _copy(graph: Graph) -> Graph:
     )
 
 
+def layouts_to_try(graph: Graph, precision: str, target: str) -> tuple[Layout, ...]:
+    """The layouts that a plan may get: several where only a measurement can tell."""
+    if target == "reference" or not any(n.op == "conv2d" for n in graph.nodes):
+        return ("contiguous",)
+    if PRECISIONS[precision] != "float32":
+        return ("channels_last",)  # tensor cores and oneDNN's 16-bit code want it
+    return ("channels_last", "contiguous")
+
+
 def _fastest_layout(
     graph: Graph, opt: int, precision: str, tuner: Tuner, emit: Emit
 ) -> tuple[Graph, Formats]:
     """The graph with the formats that are fastest at the usual batch size, all steps together."""
-    convolves = any(n.op == "conv2d" for n in graph.nodes)
-    layouts: tuple[Layout, ...] = ("channels_last", "contiguous")
-    if tuner.target == "reference" or not convolves:
-        layouts = ("contiguous",)
-    elif PRECISIONS[precision] != "float32":
-        layouts = ("channels_last",)  # tensor cores and oneDNN's 16-bit code want it
+    layouts = layouts_to_try(graph, precision, tuner.target)
     tried = []
     for layout in layouts:
-        candidate = _copy(graph)
+        candidate = copied(graph)
         formats = assign_layout.apply(candidate, layout)
         check(candidate)
         tried.append((candidate, formats))
@@ -246,6 +269,11 @@ def _imports(buckets: Sequence[Bucket]) -> dict[str, str]:
     steps = [step for bucket in buckets for step in bucket.steps]
     names = {step.attrs["target"] if step.op == "user" else step.kernel for step in steps}
     return {name: registry.module(name) for name in sorted(names) if registry.module(name)}
+
+
+def require_precision(precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise UsageError("unknown precision", seen=precision, fix=f"use {', '.join(PRECISIONS)}")
 
 
 def _require_batch(graph: Graph, batch: DimRange) -> None:

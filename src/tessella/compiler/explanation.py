@@ -1,0 +1,114 @@
+"""What the compiler does to a graph before it measures anything, pass by pass, as data.
+
+It runs the pipeline's own lists through the pipeline's own loop, and keeps the text in between.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from tessella.compiler.passes import assign_layout
+from tessella.compiler.passes.assign_layout import Layout
+from tessella.compiler.pipeline import (
+    PASSES,
+    apply_each,
+    copied,
+    layouts_to_try,
+    lowering,
+    require_precision,
+)
+from tessella.graph.check import check
+from tessella.graph.graph import Graph
+from tessella.graph.show import text
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRecord:
+    """One pass on one graph.
+
+    Attributes:
+        name: the pass's file in ``compiler/passes``; for a layout also which one.
+        rewrites: how many the pass says that it made.
+        nodes_before, nodes_after: operations of the graph; constants do not count.
+        before, after: the graph's text, as ``graph.show.text`` writes it.
+    """
+
+    name: str
+    why: str
+    rewrites: int
+    nodes_before: int
+    nodes_after: int
+    before: str
+    after: str
+
+    @property
+    def diff(self) -> str:
+        """``before`` → ``after`` as a unified diff; empty where the text did not change."""
+        lines = difflib.unified_diff(
+            self.before.splitlines(keepends=True),
+            self.after.splitlines(keepends=True),
+            f"before {self.name}",
+            f"after {self.name}",
+            n=1,
+        )
+        return "".join(lines)
+
+
+def explain(
+    graph: Graph, *, target: str = "cpu", precision: str = "fp32"
+) -> tuple[PassRecord, ...]:
+    """Every pass that ``compile_graph`` would run on ``graph``, in its order; measures nothing.
+
+    Args:
+        graph: as captured; it is not changed.
+        target: ``cpu``, ``sm_90`` or ``reference``; decides which layouts are tried.
+        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``; 16-bit ones add ``lower_precision``.
+
+    Returns:
+        The passes, then ``assign_layout`` once for each layout that the compiler would try. Where
+        these are several, each begins with the same graph, and ``compile_graph`` takes the faster.
+
+    Raises:
+        UsageError: an unknown precision.
+        CompileError: the graph is not valid, before or after a pass.
+    """
+    require_precision(precision)
+    graph = copied(graph)
+    records = []
+    before, count_before = text(graph), len(graph.nodes)
+    for step, rewrites in apply_each(graph, (*PASSES, *lowering(precision))):
+        after, count_after = text(graph), len(graph.nodes)
+        records.append(
+            PassRecord(
+                name=step.name,
+                why=step.why,
+                rewrites=rewrites,
+                nodes_before=count_before,
+                nodes_after=count_after,
+                before=before,
+                after=after,
+            )
+        )
+        before, count_before = after, count_after
+    layouts = layouts_to_try(graph, precision, target)
+    records += [_laid_out(graph, layout, one_of=len(layouts)) for layout in layouts]
+    return tuple(records)
+
+
+def _laid_out(graph: Graph, layout: Layout, *, one_of: int) -> PassRecord:
+    """``assign_layout`` on a copy; its rewrites are the copies into another format."""
+    candidate = copied(graph)
+    formats = assign_layout.apply(candidate, layout)
+    check(candidate)
+    fast = sum(format == "channels_last" for format in formats.values())
+    taken = "the faster one is taken" if one_of > 1 else "the only one tried"
+    return PassRecord(
+        name=f"assign_layout {layout}",
+        why=f"{fast} of {len(formats)} values in channels_last; {taken}",
+        rewrites=len(candidate.nodes) - len(graph.nodes),
+        nodes_before=len(graph.nodes),
+        nodes_after=len(candidate.nodes),
+        before=text(graph),
+        after=text(candidate),
+    )
