@@ -6,6 +6,8 @@ random numbers, once a machine, and kept in a file beside the timing cache.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,15 +55,17 @@ def limits(target: str, folder: Path | None = None) -> Limits:
     """This machine's limits for ``target``: from ``folder``, or measured (about a second)."""
     here = fingerprint(target)
     path = folder / f"limits-{here.hash[:16]}.json" if folder else None
-    if path is not None and path.exists():
-        try:
-            return from_plain(Limits, parse_json(path.read_text(), where="limits"), where="limits")
-        except ArtifactError:
-            path.unlink()  # of another version: measured again
+    if path is not None:
+        with contextlib.suppress(OSError, ArtifactError):  # none, or broken: measured and replaced
+            text = path.read_text(encoding="utf-8", errors="replace")
+            return from_plain(Limits, parse_json(text, where="limits"), where="limits")
     found = measured(target, here.name)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(canonical_json(found) + "\n")
+        with contextlib.suppress(OSError):  # no writable folder: measured again next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_text(canonical_json(found) + "\n", encoding="utf-8")
+            part.replace(path)
     return found
 
 

@@ -1,10 +1,12 @@
 """The timing cache: what was measured before, for which device, problem and kernel.
 
-A file of JSON lines that is only ever appended to; without a path it lives in memory.
+A file of JSON lines that is only ever appended to; without a path, or where the path cannot be
+written, it lives in memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,9 +83,10 @@ class TimingCache:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._trials: dict[tuple[str, str, str, int], Trial] = {}
-        if path is not None and path.exists():
-            for line in path.read_text().splitlines():
-                self._read(line)
+        if path is not None:
+            with contextlib.suppress(OSError):  # none yet, or not ours to read: measured again
+                for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                    self._read(line)
 
     def _read(self, text: str) -> None:
         try:
@@ -99,6 +102,7 @@ class TimingCache:
         self._trials[device, problem, trial.kernel, version] = trial
         if self._path is not None:
             line = _Line(device=device, problem=problem, version=version, trial=trial)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(canonical_json(line) + "\n")
+            with contextlib.suppress(OSError):  # no writable folder: remembered in memory
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("ab", buffering=0) as file:  # whole lines: others append too
+                    file.write(f"{canonical_json(line)}\n".encode())
