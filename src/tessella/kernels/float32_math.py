@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,12 +17,33 @@ def float32_math(math: Math) -> Iterator[None]:
 
     Process-wide while it lasts: a CUDA graph keeps what held when it was captured.
     """
-    conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul
-    before = (conv.fp32_precision, matmul.fp32_precision, torch.backends.cudnn.benchmark)
-    conv.fp32_precision = matmul.fp32_precision = math
-    torch.backends.cudnn.benchmark = False
+    mine = object()
+    with _lock:
+        before = _settings()
+        _set(math, math, False)
+        _active.setdefault(None, before)
+        _active[mine] = (math, math, False)
     try:
         yield
     finally:
-        conv.fp32_precision, matmul.fp32_precision = before[:2]
-        torch.backends.cudnn.benchmark = before[2]
+        with _lock:  # threads may leave in any order: the last one out restores what was before
+            del _active[mine]
+            _set(*next(reversed(_active.values())))
+            if len(_active) == 1:
+                _active.clear()
+
+
+_Settings = tuple[str, str, bool]
+_lock = threading.Lock()
+_active: dict[object, _Settings] = {}  # what was set before, then by whom, in order
+
+
+def _settings() -> _Settings:
+    cudnn = torch.backends.cudnn
+    return cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision, cudnn.benchmark
+
+
+def _set(conv: str, matmul: str, search: bool) -> None:
+    torch.backends.cudnn.conv.fp32_precision = conv
+    torch.backends.cuda.matmul.fp32_precision = matmul
+    torch.backends.cudnn.benchmark = search

@@ -120,7 +120,7 @@ def _cuda_sampler(run: Run, device: torch.device) -> Sampler:
     end.synchronize()
     once_s = begin.elapsed_time(end) * 1e-3
     repeats = max(1, min(10, math.ceil(REPLAY_S / max(once_s, 1e-9))))
-    flushed = _l2_filler(device)
+    flushed = _l2_filler(torch.cuda.current_device())
     events = [
         tuple(torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
         for _ in range(repeats)
@@ -145,10 +145,11 @@ def _cuda_sampler(run: Run, device: torch.device) -> Sampler:
 
 
 @functools.cache
-def _l2_filler(device: torch.device) -> torch.Tensor:
+def _l2_filler(device: int) -> torch.Tensor:
     """Twice the L2: writing it drives out everything else. Kept, since graphs hold its address."""
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
+    with torch.inference_mode(False):  # else it could not be written outside of that mode
+        return torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
 
 
 def latency(
