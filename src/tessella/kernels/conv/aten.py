@@ -9,7 +9,7 @@ import torch
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue import finish_
 from tessella.kernels.packing import packed
-from tessella.kernels.problem import MEMORY_FORMATS, Problem
+from tessella.kernels.problem import Problem, memory_format
 
 WRITES_OUT = False
 
@@ -36,7 +36,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     padding, stride, dilation = (list(attrs[n]) for n in ("padding", "stride", "dilation"))
     groups, activation = attrs["groups"], problem.attr("activation")
     alpha, beta = problem.attr("alpha"), problem.attr("beta")
-    memory_format = MEMORY_FORMATS[problem.output.format]
+    layout = memory_format(problem.output.format, len(problem.output.shape))
     product = getattr(torch, problem.op)
     bias_meta = problem.meta(2)
     inside = (
@@ -50,17 +50,17 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         held[1] = packed(
             constants[1],
             ("conv2d.aten", problem.output.format),
-            lambda w: w.contiguous(memory_format=memory_format),
+            lambda w: w.contiguous(memory_format=layout),
         )
 
     def convolve(*inputs: torch.Tensor) -> torch.Tensor:
         operands = (*problem.operands(held, inputs), None, None, None)
         x, weight, bias, residual, scale = operands[:5]
-        weight = weight.contiguous(memory_format=memory_format)
+        weight = weight.contiguous(memory_format=layout)
         made = product(x, weight, bias if inside else None, stride, padding, dilation, groups)
         return finish_(
             # with one channel torch cannot tell the formats apart, and may answer in the other one
-            made.contiguous(memory_format=memory_format),
+            made.contiguous(memory_format=layout),
             residual,
             activation,
             bias=None if inside else bias,
