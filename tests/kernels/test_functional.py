@@ -10,7 +10,11 @@ import torch.nn.functional as F
 
 from tessella import kernels
 from tessella.core.errors import KernelError, UsageError
-from tessella.kernels import auction, functional
+from tessella.kernels import auction, catalog, functional, limits
+from tessella.kernels.float32_math import float32_math
+from tessella.kernels.problem import Problem
+from tessella.kernels.tuning import TimingCache
+from tests.kernels import scratch
 
 
 def close(made: torch.Tensor, right: torch.Tensor, tolerance: float = 1e-5) -> None:
@@ -129,3 +133,91 @@ def test_the_auction_is_held_once(own_cache: Path, monkeypatch: pytest.MonkeyPat
 def test_wrong_arguments_say_so(call, what: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UsageError, match=what):
         call(torch.randn)
+
+
+def test_out_may_be_an_operand_or_empty() -> None:
+    x, w = torch.randn(6, 6), torch.randn(6, 6)
+    right = x.double() @ w.double().t()
+    assert kernels.linear(x, w, out=x) is x
+    close(x, right)
+    both = torch.randn(7, 6)
+    right = both[:6].double() @ w.double().t() + 2 * both[:6].double()
+    kernels.linear(both[:6], w, residual=both[:6], beta=2.0, out=both[1:])  # overlaps in part
+    close(both[1:], right)
+    empty = torch.empty(0, 6)
+    assert kernels.linear(torch.randn(0, 6), w, out=empty) is empty
+    with pytest.raises(UsageError, match="out="):
+        kernels.linear(torch.randn(0, 6), w, out=torch.empty(3))
+
+
+def test_out_is_checked_where_the_kernel_makes_its_own_result() -> None:
+    x, w = (torch.ones(s, dtype=torch.int8) for s in ((4, 8), (3, 8)))
+    with pytest.raises(UsageError, match="out="):
+        kernels.linear(x, w, out=torch.empty(4, 3))
+
+
+def test_kernels_see_aligned_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def bind(problem: Problem, constants: object, *, pieces: int):  # type: ignore[no-untyped-def]
+        call = scratch_bind(problem, {}, pieces=pieces)
+
+        def watched(*inputs: torch.Tensor, **buffers: torch.Tensor) -> torch.Tensor:
+            seen.extend(t.data_ptr() % 16 for t in (*inputs, buffers["out"]))
+            return call(*inputs, **buffers)
+
+        return watched
+
+    scratch_bind = scratch.bind
+    monkeypatch.setattr(scratch, "bind", bind)
+    monkeypatch.setattr(catalog, "KERNELS", (*catalog.KERNELS, scratch.ROW))
+    monkeypatch.setattr(catalog, "BY_ID", {**catalog.BY_ID, scratch.ROW.id: scratch.ROW})
+    x, w, out = (torch.randn(n + 1)[1:] for n in (4 * 8, 3 * 8, 4 * 3))
+    x, w, out = x.view(4, 8), w.view(3, 8), out.view(4, 3)
+    assert x.data_ptr() % 16
+    assert kernels.linear(x, w, out=out, algorithm="scratch") is out
+    close(out, x.double() @ w.double().t())
+    assert seen
+    assert not any(seen)
+
+
+def test_the_folder_of_timings_may_be_missing_broken_or_forbidden(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = torch.randn(4, 8), torch.randn(3, 8)
+    own_cache.write_text("a file, not a folder: nothing can be read or written below it")
+    close(kernels.linear(x, w), x.double() @ w.double().t())
+    assert limits.limits("cpu", own_cache).copy_bytes_s > 0
+    own_cache.unlink()
+    own_cache.mkdir()
+    (own_cache / "timings.jsonl").write_bytes(b"\xff\xfe broken\n\n{}\n")
+    assert TimingCache(own_cache / "timings.jsonl").get("", "", "", 1) is None
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert functional._cache_folder().name.startswith("tessella-")
+
+
+def test_the_file_of_timings_is_read_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = functional.timing_cache()
+    monkeypatch.setattr(functional, "TimingCache", None)
+    assert functional.timing_cache() is first
+
+
+def test_rounding_is_restored_when_threads_leave_in_any_order() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    first, second = float32_math("tf32"), float32_math("ieee")
+    first.__enter__()
+    second.__enter__()
+    assert matmul.fp32_precision == "ieee"
+    first.__exit__(None, None, None)
+    assert matmul.fp32_precision == "ieee"
+    second.__exit__(None, None, None)
+    assert matmul.fp32_precision == before
+
+
+def test_channels_last_of_three_axes_is_torchs_own_kernel() -> None:
+    x = torch.randn(1, 3, 4, 5, 6).contiguous(memory_format=torch.channels_last_3d)
+    w, r = torch.randn(4, 3, 2, 2, 2), torch.randn(1, 4, 3, 4, 5)
+    made = kernels.conv3d(x, w, residual=r, algorithm="aten")
+    close(made, F.conv3d(x.double(), w.double()) + r.double())
+    assert made.is_contiguous(memory_format=torch.channels_last_3d)

@@ -6,6 +6,9 @@ by an auction the first time. Nothing here records gradients; ``tessella.nn`` ha
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +28,17 @@ from tessella.kernels.tuning import TimingCache, Trial
 Tensor = torch.Tensor
 
 WORKSPACE_BYTES = 2 << 30  # what a call may take beside its operands, unless asked for by name
-CACHE_FOLDER = Path.home() / ".cache" / "tessella"
+ALIGNMENT = 16  # bytes: the bulk copies of a Hopper GPU begin at multiples of this
+
+
+def _cache_folder() -> Path:
+    try:
+        return Path.home() / ".cache" / "tessella"
+    except RuntimeError:  # a user without a home, as in many containers
+        return Path(tempfile.gettempdir()) / f"tessella-{os.getuid()}"
+
+
+CACHE_FOLDER = _cache_folder()
 
 
 def conv2d(
@@ -63,7 +76,7 @@ def conv2d(
         algorithm: ``gemm``, ``implicit_gemm``, ``implicit_precomp_gemm``, ``direct``, ``fft``,
             ``fft_tiling``, ``winograd``, ``winograd_nonfused``, or a library's name; default the
             fastest.
-        out: where to write the result.
+        out: where to write the result; it may share memory with an operand, at the cost of a copy.
 
     Raises:
         UsageError: arguments that do not go together.
@@ -250,7 +263,9 @@ _caches: dict[Path, TimingCache] = {}
 def timing_cache(folder: Path | None = None) -> TimingCache:
     """The timings of this user on this machine, shared by all callers in the process."""
     path = (folder or CACHE_FOLDER) / "timings.jsonl"
-    return _caches.setdefault(path, TimingCache(path))
+    if path not in _caches:
+        _caches[path] = TimingCache(path)
+    return _caches[path]
 
 
 def target_of(tensor: Tensor) -> str:
@@ -267,25 +282,28 @@ def _run(
             "tensors must be on one device", seen={str(t.device) for t in inputs}, fix="move them"
         )
     device = inputs[0].device
+    if out is not None:
+        _check_out(out, problem.output, device)
     if problem.output_is_empty:
-        return problem.output.empty(device).zero_()
+        return problem.output.empty(device) if out is None else out
     attrs = tuple(problem.attrs.items())
     key = (problem.op, problem.inputs, problem.outputs, attrs, problem.math, algorithm, device)
-    ready = _ready.get(key)
-    if ready is None:
-        ready = _ready[key] = _choose(problem, inputs, algorithm)
-    buffers = {}
-    if ready.workspace_bytes:
-        buffers["workspace"] = torch.empty(ready.workspace_bytes, dtype=torch.uint8, device=device)
-    if ready.writes_out:
-        buffers["out"] = _place(out, problem.output, device)
-    with torch.no_grad():
-        if ready.library and problem.inputs[0].dtype == "float32":
-            with float32_math(problem.math):
-                made = ready.call(*inputs, **buffers)
-        else:
+    with torch.no_grad(), _current(device):
+        ready = _ready.get(key)
+        if ready is None:
+            ready = _ready[key] = _choose(problem, inputs, algorithm)
+        buffers = {}
+        if ready.workspace_bytes:
+            buffers["workspace"] = torch.empty(
+                ready.workspace_bytes, dtype=torch.uint8, device=device
+            )
+        if ready.writes_out:
+            direct = out is not None and _is_free(out, inputs)
+            buffers["out"] = out if direct else problem.output.empty(device)
+        rounds = ready.library and device.type == "cuda" and problem.inputs[0].dtype == "float32"
+        with float32_math(problem.math) if rounds else contextlib.nullcontext():
             made = ready.call(*inputs, **buffers)
-    return made if out is None or ready.writes_out else out.copy_(made)
+        return made if out is None or buffers.get("out") is out else out.copy_(made)
 
 
 def _choose(problem: Problem, inputs: list[Tensor], algorithm: str | None) -> _Ready:
@@ -330,16 +348,25 @@ def _bound(problem: Problem, trial: Trial) -> _Ready:
     )
 
 
-def _place(out: Tensor | None, meta: TensorMeta, device: torch.device) -> Tensor:
-    if out is None:
-        return meta.empty(device)
-    if not meta.matches(out):
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current GPU: it must be that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _check_out(out: Tensor, meta: TensorMeta, device: torch.device) -> None:
+    if out.device != device or not meta.matches(out):
         raise UsageError(
-            "out= does not have the result's shape, type and format",
-            seen=meta_of(out),
-            fix=f"give {meta}",
+            "out= does not have the result's shape, type, format and device",
+            seen=f"{meta_of(out)} on {out.device}",
+            fix=f"give {meta} on {device}",
         )
-    return out
+
+
+def _is_free(out: Tensor, inputs: Sequence[Tensor]) -> bool:
+    """Whether a kernel may write into it: nothing that it reads lies there, and it is aligned."""
+    storage = out.untyped_storage().data_ptr()
+    shared = any(t.untyped_storage().data_ptr() == storage for t in inputs)
+    return not shared and out.data_ptr() % ALIGNMENT == 0
 
 
 def _meta(tensor: Tensor | None) -> TensorMeta | None:
@@ -348,16 +375,24 @@ def _meta(tensor: Tensor | None) -> TensorMeta | None:
 
 def _dense(tensor: Tensor | None) -> Any:
     """The tensor, or a contiguous copy of one whose strides no kernel knows."""
-    if tensor is None or meta_of(tensor).format != "strided":
-        return tensor
-    return tensor.contiguous()
+    if tensor is None:
+        return None
+    return _aligned(tensor if meta_of(tensor).format != "strided" else tensor.contiguous())
 
 
 def _untransposed(tensor: Tensor) -> tuple[Tensor, bool]:
     """A matrix as it lies in memory, and whether the caller's view of it is transposed."""
     if tensor.dim() >= 2 and not tensor.is_contiguous() and tensor.mT.is_contiguous():
-        return tensor.mT, True
-    return tensor.contiguous(), False
+        return _aligned(tensor.mT), True
+    return _aligned(tensor.contiguous()), False
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of a view that begins where a bulk copy cannot.
+
+    A copy, not another kernel: which kernel is fastest is remembered for all addresses.
+    """
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def _name(dtype: torch.dtype | None) -> str | None:
