@@ -17,7 +17,7 @@ from tessella.kernels.reference import family
 
 _COLORS = {
     "conv": "#3b82f6",
-    "matmul": "#8b5cf6",
+    "gemm": "#8b5cf6",
     "attention": "#d946ef",
     "norm": "#14b8a6",
     "pool": "#f59e0b",
