@@ -26,6 +26,7 @@ VERBS: dict[str, str] = {
     "bench": "Measure a plan's latency and throughput.",
     "profile": "Measure each step of a plan.",
     "show": "Describe a dataset, run, checkpoint, plan, or network; draw layers.",
+    "diff": "Compare two plans: device, precision, steps, times, memory.",
     "serve": "Serve plans over HTTP (Open Inference Protocol).",
     "studio": "Open the studio: data, train, monitor, explore, plan, in the browser.",
     "kernels": "List the kernels, or find the fastest for a problem: time, workspace, error.",
