@@ -159,3 +159,20 @@ def test_an_unproven_kernel_takes_part_only_when_asked_for(monkeypatch: pytest.M
     asked = auction.Terms(budget_s=0.0, algorithms=("scratch",))
     (trial,) = auction.find(LINEAR, WEIGHT, target="cpu", terms=asked)
     assert (trial.kernel, trial.refused) == ("linear.scratch", None)
+
+
+def test_a_shortage_of_memory_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind = pool_aten.bind
+
+    def short(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+    path, terms = tmp_path / "timings.jsonl", auction.Terms(budget_s=0.0)
+    monkeypatch.setattr(pool_aten, "bind", lambda p, c, **config: short)
+    first, second = auction.find(POOL, {}, target="cpu", cache=TimingCache(path), terms=terms)
+    assert (first.kernel, second.refused) == ("reference", "failed: none left")
+    monkeypatch.setattr(pool_aten, "bind", bind)
+    trials = auction.find(POOL, {}, target="cpu", cache=TimingCache(path), terms=terms)
+    assert (trials[0].kernel, trials[0].refused) == ("adaptive_avg_pool2d.aten", None)

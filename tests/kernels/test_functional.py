@@ -128,6 +128,12 @@ def test_the_auction_is_held_once(own_cache: Path, monkeypatch: pytest.MonkeyPat
         (lambda t: kernels.matmul(t(2, 3), t(4, 5)), "do not fit together"),
         (lambda t: kernels.matmul(t(3), t(3, 2)), "takes matrices"),
         (lambda t: kernels.conv2d_dgrad(t(1, 4, 5, 5), t(4, 3, 3, 3), (1, 3, 5, 5)), "gradient"),
+        (lambda t: kernels.conv2d_dgrad(t(1, 4, 3, 3), t(4, 3, 3, 3), (5, 5)), "input_size"),
+        (lambda t: kernels.conv2d_dgrad(t(1, 4, 3, 3), t(4, 3, 3, 3), (1, 7, 5, 5)), "input_size"),
+        (lambda t: kernels.conv2d_wgrad(t(1, 4, 3, 3), t(1, 3, 5, 5), 3, groups=2), "of groups"),
+        (lambda t: kernels.conv2d(t(1, 0, 5, 5), t(4, 0, 3, 3)), "without channels or taps"),
+        (lambda t: kernels.linear(t(2, 3), t(4, 3), alpha=float("nan")), "finite"),
+        (lambda t: kernels.linear(t(2, 3), t(4, 3), math="bf16"), "one of two ways"),
     ],
 )
 def test_wrong_arguments_say_so(call, what: str) -> None:  # type: ignore[no-untyped-def]

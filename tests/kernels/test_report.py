@@ -96,6 +96,58 @@ def test_the_table_has_a_row_each() -> None:
     assert any("refused: weight and bias must be constants" in row for row in rows)
 
 
+def test_extras_by_name_and_torchs_types() -> None:
+    x, w, b, r = (torch.randn(s) for s in ((16, 64), (32, 64), (32,), (16, 32)))
+    made = kernels.find(
+        "linear", x, w, bias=b, residual=r, out_dtype=torch.float32, algorithms="aten", budget_s=0.0
+    )
+    same = kernels.find("linear", x, w, b, r, algorithms=["aten"], budget_s=0.0)
+    assert [f.algorithm for f in made] == ["aten"]
+    assert made.problem == same.problem
+
+
+def test_a_picture_of_nothing_to_compute() -> None:
+    made = kernels.find("linear", torch.randn(0, 64), torch.randn(32, 64), budget_s=0.0)
+    assert not ElementTree.fromstring(roofline.svg(made)).findall(".//{*}circle")
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_a_kernel_is_judged_on_numbers_that_tell(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = torch.full((16, 64), value), torch.randn(32, 64)
+    judged = {f.algorithm: f.refused for f in kernels.find("linear", x, w, budget_s=0.0)}
+    assert judged["aten"] is judged["scratch"] is None  # right ones are not refused for good
+
+    def zeros(problem: Problem, constants: object, *, pieces: int):  # type: ignore[no-untyped-def]
+        return lambda x, w, *, out, workspace: out.zero_()
+
+    monkeypatch.setattr(scratch, "bind", zeros)
+    x = torch.full((8, 64), value)
+    judged = {f.algorithm: f.refused for f in kernels.find("linear", x, w, budget_s=0.0)}
+    assert "deviates from float64" in judged["scratch"]
+
+
+@pytest.mark.parametrize(
+    ("operands", "arguments", "what"),
+    [
+        ((), {}, "two tensors or more"),
+        ((torch.ones(2, 3), 3), {}, "two tensors or more"),
+        ((torch.ones(2, 3), torch.ones(2, 3)), {"algorithms": ["magic"]}, "no algorithm"),
+        ((torch.ones(2, 3), torch.ones(2, 3)), {"math": "bf16"}, "one of two ways"),
+    ],
+)
+def test_wrong_searches_say_so(operands, arguments, what: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UsageError, match=what):
+        kernels.find("linear", *operands, **arguments)
+
+
+def test_a_gradient_has_no_constant_weight() -> None:
+    dy, w = torch.randn(1, 4, 3, 3), torch.randn(4, 3, 3, 3)
+    with pytest.raises(UsageError, match="no constant weight"):
+        kernels.find("conv2d_dgrad", dy, w, input_size=(1, 3, 5, 5), constant_weight=True)
+
+
 def test_unknown_operation() -> None:
     with pytest.raises(UsageError, match="use conv1d, conv2d"):
         kernels.find("deconvolve", torch.randn(2, 2))

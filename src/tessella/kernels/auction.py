@@ -80,7 +80,8 @@ def find(
     Args:
         constants: the constant inputs by position, on the target's device.
         cache: times from here are believed; new ones are added.
-        inputs: the other inputs, in order; random ones if left out.
+        inputs: the other inputs, in order; random ones if left out, or where they would not show
+            a wrong kernel: not finite, or zeros.
 
     Raises:
         CompileError: no kernel can carry the problem out.
@@ -185,6 +186,7 @@ class _Auction:
         self._target, self._cache = target, cache
         self._device = torch_device(target)
         self._inputs = inputs
+        self._short_of_memory: set[str] = set()  # rows
         self._out: torch.Tensor | None = None
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self._device)
 
@@ -198,7 +200,8 @@ class _Auction:
             return [self._within_limit(trial) for trial in known if trial is not None]
         trials = self._measured(rows)
         for row, trial in zip(rows, trials, strict=True):
-            self._cache.put(device, key, row.version, trial)
+            if row.id not in self._short_of_memory:  # another time there may be more
+                self._cache.put(device, key, row.version, trial)
         return [self._within_limit(trial) for trial in trials]
 
     def over_limit(self, row: Kernel) -> str | None:
@@ -226,7 +229,7 @@ class _Auction:
         return f"needs {needed} bytes of workspace, {limit} are allowed"
 
     def _measured(self, rows: list[Kernel]) -> list[Trial]:
-        if self._inputs is None:
+        if self._inputs is None or not _telling(self._inputs):
             self._inputs = sample_inputs(self._problem, self._device)
         with torch.inference_mode(), float32_math(self._problem.math):
             bids = self._bids(self._worth_running(rows))
@@ -375,6 +378,8 @@ class _Auction:
                 fix="report it, and leave the kernel out with algorithms=",
             ) from error
         except (KernelError, RuntimeError, ValueError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                self._short_of_memory.add(row.id)
             return Tried(config=config, refused=f"failed: {str(error).splitlines()[0][:120]}")
 
         def run() -> Any:
@@ -430,6 +435,13 @@ class _Auction:
 def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The same values in float64."""
     return None if tensor is None else tensor.double()
+
+
+def _telling(inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a right answer on these numbers says anything: finite, and no operand all zero."""
+    with torch.no_grad():
+        sums = [float(t.float().abs().sum()) for t in inputs]
+    return all(map(math.isfinite, sums)) and 0.0 not in sums[:2]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

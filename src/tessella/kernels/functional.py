@@ -288,7 +288,7 @@ def _run(
         return problem.output.empty(device) if out is None else out
     attrs = tuple(problem.attrs.items())
     key = (problem.op, problem.inputs, problem.outputs, attrs, problem.math, algorithm, device)
-    with torch.no_grad(), _current(device):
+    with torch.no_grad(), current(device):
         ready = _ready.get(key)
         if ready is None:
             ready = _ready[key] = _choose(problem, inputs, algorithm)
@@ -313,7 +313,7 @@ def _choose(problem: Problem, inputs: list[Tensor], algorithm: str | None) -> _R
         algorithms=None if algorithm is None else (algorithm,),
         max_workspace_bytes=WORKSPACE_BYTES if algorithm is None else None,
     )
-    _check_algorithm(problem.op, target, algorithm)
+    check_algorithm(problem.op, target, algorithm)
     try:
         best = auction.find(
             problem, {}, target=target, cache=timing_cache(), terms=terms, inputs=inputs
@@ -327,7 +327,7 @@ def _choose(problem: Problem, inputs: list[Tensor], algorithm: str | None) -> _R
     return _bound(problem, best)
 
 
-def _check_algorithm(op: str, target: str, algorithm: str | None) -> None:
+def check_algorithm(op: str, target: str, algorithm: str | None) -> None:
     known = {k.algorithm for k in catalog.candidates(op, target)}
     if algorithm is not None and algorithm not in known:
         raise UsageError(
@@ -348,7 +348,7 @@ def _bound(problem: Problem, trial: Trial) -> _Ready:
     )
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current GPU: it must be that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 

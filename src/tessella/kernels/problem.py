@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
+from tessella.core.errors import UsageError
 from tessella.core.record import digest
 
 Format = Literal["contiguous", "channels_last", "strided"]
@@ -114,6 +115,14 @@ class Problem:
     attrs: dict[str, Any] = field(default_factory=dict)
     constant: tuple[int, ...] = ()
     math: Math = "ieee"
+
+    def __post_init__(self) -> None:
+        if self.math not in get_args(Math):
+            raise UsageError(
+                "float32 products are rounded in one of two ways",
+                seen=self.math,
+                fix=f"use math={' or '.join(get_args(Math))}",
+            )
 
     def meta(self, position: int) -> TensorMeta | None:
         """The input at ``position``; None where it is left out."""

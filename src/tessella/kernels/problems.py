@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math as math_
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,12 @@ def conv(
             seen=f"input {x.shape}, weight {weight.shape}, groups {groups}",
             fix="give weight.shape[1] = input channels / groups",
         )
+    if 0 in weight.shape[1:]:
+        raise UsageError(
+            "a convolution without channels or taps has no products",
+            seen=f"weight {weight.shape}",
+            fix="give [out, in / groups, …] with at least one of each",
+        )
     shape = (x.shape[0], weight.shape[0], *_out_sizes(x.shape[2:], weight.shape[2:], window))
     out = TensorMeta(shape=shape, dtype=out_dtype or _out_dtype(x, scale), format=_dense(x))
     _check_epilogue(out, 1, bias, residual, scale, epilogue)
@@ -74,7 +81,13 @@ def conv_dgrad(
     """The gradient of a convolution's input [N, C, …] from that of its result dy [N, K, …]."""
     axes = _spatial_axes(dy, weight)
     window = _window(axes, stride, padding, dilation, groups)
-    shape = tuple(input_size)
+    shape = tuple(int(size) for size in input_size)
+    if len(shape) != axes + 2 or shape[1] != weight.shape[1] * groups:
+        raise UsageError(
+            "input_size must be [N, C, spatial…] with weight.shape[1] · groups channels",
+            seen=f"{shape}, weight {weight.shape}, groups {groups}",
+            fix="give the shape of the convolution's input",
+        )
     _check_gradient(dy, (shape[0], weight.shape[0]), shape[2:], weight.shape[2:], window)
     return Problem(
         op=f"conv{axes}d_dgrad",
@@ -101,6 +114,12 @@ def conv_wgrad(
     axes = _spatial_axes(dy, x)
     window = _window(axes, stride, padding, dilation, groups)
     taps = _sizes(kernel_size, axes, "kernel_size")
+    if x.shape[1] % groups or dy.shape[1] % groups:
+        raise UsageError(
+            "channels must be a multiple of groups",
+            seen=f"dy {dy.shape}, x {x.shape}, groups {groups}",
+            fix="give the groups of the convolution",
+        )
     _check_gradient(dy, (x.shape[0], dy.shape[1]), x.shape[2:], taps, window)
     shape = (dy.shape[1], x.shape[1] // groups, *taps)
     return Problem(
@@ -204,7 +223,13 @@ def _given(epilogue: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(
             "unknown argument of a product", seen=sorted(unknown), fix=f"use {', '.join(DEFAULT)}"
         )
-    return {name: value for name, value in epilogue.items() if value != DEFAULT[name]}
+    factors = {name: epilogue[name] for name in ("alpha", "beta") if name in epilogue}
+    if not all(map(math_.isfinite, factors.values())):
+        raise UsageError(
+            "alpha and beta are finite", seen=factors, fix="change the one that is not"
+        )
+    given = {**epilogue, **{name: float(value) for name, value in factors.items()}}
+    return {name: value for name, value in given.items() if value != DEFAULT[name]}
 
 
 def _check_epilogue(

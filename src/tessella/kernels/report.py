@@ -13,7 +13,13 @@ import torch
 from tessella.core.errors import UsageError
 from tessella.kernels import auction, catalog, problems
 from tessella.kernels.auction import Terms
-from tessella.kernels.functional import CACHE_FOLDER, target_of, timing_cache
+from tessella.kernels.functional import (
+    CACHE_FOLDER,
+    check_algorithm,
+    current,
+    target_of,
+    timing_cache,
+)
 from tessella.kernels.limits import Limits, limits
 from tessella.kernels.problem import Problem, meta_of
 from tessella.kernels.tuning import Inspection, Trial, Tried
@@ -116,7 +122,8 @@ def find(
 
     Args:
         op: ``conv2d`` (also 1d, 3d), ``conv2d_dgrad``, ``conv2d_wgrad``, ``matmul``, ``linear``.
-        operands: tensors in the operation's order: x, weight, bias, residual, scale.
+        operands: tensors in the operation's order: x, weight, bias, residual, scale; the last three
+            may be given by name.
         max_workspace_bytes: kernels that need more are refused.
         algorithms: only these.
         constant_weight: the weight is known in advance, as in a plan: packing it is not timed.
@@ -130,31 +137,85 @@ def find(
     """
     if op not in PROBLEMS:
         raise UsageError("no such operation to search", seen=op, fix=f"use {', '.join(PROBLEMS)}")
-    metas = [None if t is None else meta_of(t) for t in operands]
+    if not op.endswith("grad"):
+        operands = _with_named(operands, arguments)
+    device = _device(op, operands)
+    target = target_of(operands[0])
+    algorithms = (algorithms,) if isinstance(algorithms, str) else algorithms
+    for algorithm in algorithms or ():
+        check_algorithm(op, target, algorithm)
     constant = (1,) if constant_weight else ()
-    problem = PROBLEMS[op](*metas, **({"constant": constant} if constant else {}), **arguments)
-    target = target_of(next(t for t in operands if t is not None))
-    trials = auction.find(
-        problem,
-        {i: operands[i] for i in constant},
-        target=target,
-        cache=timing_cache(folder),
-        inputs=[t for i, t in enumerate(operands) if t is not None and i not in constant],
-        terms=Terms(
-            budget_s=budget_s,
-            max_workspace_bytes=max_workspace_bytes,
-            algorithms=algorithms,
-            far=math.inf,
-            inspect=True,
-        ),
-    )
-    ceilings = limits(target, folder or CACHE_FOLDER)
+    problem = _problem(op, operands, constant, arguments)
+    with current(device):
+        trials = auction.find(
+            problem,
+            {i: operands[i] for i in constant},
+            target=target,
+            cache=timing_cache(folder),
+            inputs=[t for i, t in enumerate(operands) if t is not None and i not in constant],
+            terms=Terms(
+                budget_s=budget_s,
+                max_workspace_bytes=max_workspace_bytes,
+                algorithms=algorithms,
+                far=math.inf,
+                inspect=True,
+            ),
+        )
+        ceilings = limits(target, folder or CACHE_FOLDER)
     return Report(
         problem=problem,
         target=target,
         limits=ceilings,
         findings=tuple(_finding(trial, problem, ceilings) for trial in trials),
     )
+
+
+EXTRAS = ("bias", "residual", "scale")  # operands 2, 3 and 4, which may also come by name
+
+
+def _with_named(
+    operands: Sequence[torch.Tensor | None], arguments: dict[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    """The operands with those that were given by name; they are taken out of the arguments."""
+    made = [*operands, *(None,) * (5 - len(operands))]
+    for position, name in enumerate(EXTRAS, 2):
+        if (given := arguments.pop(name, None)) is not None:
+            made[position] = given
+    while len(made) > 2 and made[-1] is None:
+        made.pop()
+    return tuple(made)
+
+
+def _device(op: str, operands: Sequence[Any]) -> torch.device:
+    """Where the operands are, after a check that they are tensors on one device."""
+    tensors = all(isinstance(t, torch.Tensor | None) for t in operands)
+    if not tensors or len(operands) < 2 or any(t is None for t in operands[:2]):
+        raise UsageError(
+            f"{op} is searched on two tensors or more",
+            seen=", ".join(type(t).__name__ for t in operands) or "none",
+            fix="give the operands in order, everything else by name",
+        )
+    devices = {t.device for t in operands if t is not None}
+    if len(devices) > 1:
+        raise UsageError("tensors must be on one device", seen=devices, fix="move them")
+    return devices.pop()
+
+
+def _problem(
+    op: str,
+    operands: Sequence[torch.Tensor | None],
+    constant: tuple[int, ...],
+    arguments: dict[str, Any],
+) -> Problem:
+    """The problem of these operands; ``out_dtype`` may be torch's or its name."""
+    metas = [None if t is None else meta_of(t) for t in operands]
+    if isinstance(out_dtype := arguments.get("out_dtype"), torch.dtype):
+        arguments = {**arguments, "out_dtype": str(out_dtype).removeprefix("torch.")}
+    if not constant:
+        return PROBLEMS[op](*metas, **arguments)
+    if op.endswith("grad"):
+        raise UsageError("a gradient has no constant weight", seen=op, fix="leave it out")
+    return PROBLEMS[op](*metas, constant=constant, **arguments)
 
 
 def _finding(trial: Trial, problem: Problem, ceilings: Limits) -> Finding:

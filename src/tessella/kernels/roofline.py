@@ -18,7 +18,7 @@ COLOURS = {"tessella": "#0b6e99", "user": "#7a3e9d"}  # libraries are grey
 def svg(report: Report) -> str:
     """The roofline of the report's problem with a point a kernel, as an SVG document."""
     work, moved = flops(report.problem) or 0, nbytes(report.problem)
-    intensity = work / moved if moved else 1.0
+    intensity = work / moved if work and moved else 1.0  # nothing to compute has a place, too
     bandwidth = report.limits.copy_bytes_s
     ceiling = report.limits.flops_limit(report.problem) or bandwidth * intensity
     ridge = ceiling / bandwidth
@@ -40,10 +40,10 @@ def svg(report: Report) -> str:
         + " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in roof)
         + '"/>',
     ]
-    labels = _spread([y(rate) for rate in rates])
-    for finding, rate, label in zip(ran, rates, labels, strict=True):
+    labels = _spread([y(f.tflops * 1e12) for f in ran])
+    for finding, label in zip(ran, labels, strict=True):
         colour = COLOURS.get(finding.source, "#888888")
-        at_x, at_y = x(intensity), y(rate)
+        at_x, at_y = x(intensity), y(finding.tflops * 1e12)
         parts += [
             f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="5" fill="{colour}"/>',
             f'<line x1="{at_x + 6:.1f}" y1="{at_y:.1f}" x2="{WIDTH - 215}" y2="{label:.1f}"'
