@@ -130,6 +130,10 @@ PROBLEMS = [
     problem("reshape", [X], (2, 144), {"shape": (2, 144)}, format=LAST, made="contiguous"),
     problem("reshape", [X], (2, 144), {"shape": (2, 144)}),
     problem("permute", [X], (2, 6, 6, 4), {"dims": (0, 2, 3, 1)}, made="strided"),
+    *(problem("slice", [X], (2, 2, 6, 6), {"dim": 1, "start": 1, "end": e, "step": s},
+              format=f, made="strided")
+      for f, e, s in (("contiguous", 3, 1), (LAST, None, 2))),
+    problem("split", [X], X, {"sizes": (4,), "dim": 1}, made="strided"),  # parts: fuse_siblings
 ]  # fmt: skip
 
 

@@ -182,6 +182,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("to cat", "transform.copy"),
     _row("reshape.view", "transform.reshape", *_TORCH, source="aten", views=True),
     _row("permute.view", "transform.permute", *_TORCH, source="aten", views=True),
+    _row("slice.view", "transform.cut", *_TORCH, source="aten", views=True),
+    _row("split.view", "transform.cut", *_TORCH, source="aten", views=True),
     # what a user wrote, and what has no kernel of its own
     _row("user.operator", "user.step", *_ALL, source="user"),
     _row("fallback.aten", "fallback.aten", *_ALL, source="aten", views=True),

@@ -1,0 +1,32 @@
+"""Slice and split: views of a part of the input; no element moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.problem import Problem
+from tessella.kernels.transform import reference
+
+WRITES_OUT = False
+
+
+def fits(problem: Problem) -> str | None:
+    if problem.constant:
+        return "takes no constants"
+    for meta in problem.outputs:
+        if meta.format != "strided":
+            return f"makes a view, cannot make {meta.format}"
+    return None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    attrs = problem.attrs
+    if problem.op == "slice":
+        return lambda x: reference.slice(x, **attrs)
+    sizes, dim = list(attrs["sizes"]), attrs["dim"]
+    if len(sizes) == 1:
+        return lambda x: x.narrow(dim, 0, sizes[0])
+    return lambda x: torch.split(x, sizes, dim)
