@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tessella.artifacts.plan import Bucket, Candidate, Manifest, Plan, Program
-from tessella.compiler import verify
+from tessella.compiler import race, verify
 from tessella.compiler.passes import (
     assign_layout,
     choose_kernels,
@@ -17,6 +17,7 @@ from tessella.compiler.passes import (
     fold_batch_norm,
     fold_constants,
     fuse_epilogue,
+    fuse_siblings,
     lower_precision,
     plan_memory,
 )
@@ -59,10 +60,13 @@ PASSES = (
 )
 # Then, by what the user asked for and what the device is best at:
 #   lower_precision   16-bit values, with casts at the edges of the network
+#   fuse_siblings     layers that read one value as one layer, or not: the faster wins
 #   assign_layout     channels_last regions around convolutions, or none: the faster wins
 # and for each batch size, on concrete shapes:
 #   choose_kernels    every kernel that fits is measured, the fastest is taken
 #   plan_memory       lifetimes, and one arena for the live values
+
+WORTH_IT = 0.98  # fused siblings must win by 2 %: less may be a busy moment of the machine
 
 
 def compile_graph(
@@ -102,15 +106,16 @@ def compile_graph(
     emit(phase("optimize", f"{len(graph.nodes)} operations"))
     wanted = verify.expected(graph, batch.min, batch.max)
     exact = optimized(graph, emit)
-    lowered = _lowered(exact, precision)
+    variants = _variants(_lowered(exact, precision), target)
+    constants = {v.name: t for graph in variants for v, t in graph.constants.items()}
     tuner = Tuner(
         target=target,
         math="tf32" if precision == "tf32" and target == "sm_90" else "ieee",
-        constants={v.name: t.to(torch_device(target)) for v, t in lowered.constants.items()},
+        constants={name: t.to(torch_device(target)) for name, t in constants.items()},
         cache=TimingCache(cache),
         budget_s=budget_s,
     )
-    lowered, formats = _fastest_layout(lowered, batch.opt, precision, tuner, emit)
+    lowered, formats = _fastest(variants, batch.opt, precision, tuner, emit)
     buckets, tuning = [], []
     for size in bucket_sizes(batch):
         emit(phase("tune", f"batch {size}"))
@@ -190,6 +195,16 @@ def _lowered(exact: Graph, precision: str) -> Graph:
     return graph
 
 
+def _variants(graph: Graph, target: str) -> list[Graph]:
+    """The graph, and for a CPU the graph with siblings fused, if any: no GPU has raced the two."""
+    fused = copied(graph)
+    if target != "cpu" or not fuse_siblings.apply(fused):
+        return [graph]
+    dead_code.apply(fused)  # the single weights
+    check(fused)
+    return [graph, fused]
+
+
 def bucket_sizes(batch: DimRange) -> list[int]:
     """The smallest, the usual and the largest batch, and the powers of two between."""
     powers = {1 << i for i in range(batch.max.bit_length()) if batch.min <= 1 << i <= batch.max}
@@ -225,26 +240,45 @@ def layouts_to_try(graph: Graph, precision: str, target: str) -> tuple[Layout, .
     return ("channels_last", "contiguous")
 
 
-def _fastest_layout(
-    graph: Graph, opt: int, precision: str, tuner: Tuner, emit: Emit
+def _fastest(
+    variants: Sequence[Graph], opt: int, precision: str, tuner: Tuner, emit: Emit
 ) -> tuple[Graph, Formats]:
-    """The graph with the formats that are fastest at the usual batch size, all steps together."""
+    """The variant that is fastest at the usual batch size, all in the first one's best layout."""
+    layout = _fastest_layout(variants[0], opt, precision, tuner, emit)
+    laid_out = [_laid_out(graph, layout) for graph in variants]
+    if len(laid_out) == 1:
+        return laid_out[0]
+    programs = []
+    for graph, formats in laid_out:
+        concrete = graph.at_batch(opt)
+        choices = choose_kernels.apply(concrete, formats, tuner, emit, "siblings")
+        programs.append((concrete, choices))
+    apart, together = race.times_us(programs, tuner)
+    emit(phase("siblings", f"{apart:.0f} µs apart, {together:.0f} µs fused, at batch {opt}"))
+    return laid_out[1 if together < WORTH_IT * apart else 0]
+
+
+def _fastest_layout(graph: Graph, opt: int, precision: str, tuner: Tuner, emit: Emit) -> Layout:
+    """The layout that is fastest at the usual batch size, all steps together."""
     layouts = layouts_to_try(graph, precision, tuner.target)
-    tried = []
-    for layout in layouts:
-        candidate = copied(graph)
-        formats = assign_layout.apply(candidate, layout)
-        check(candidate)
-        tried.append((candidate, formats))
-    if len(tried) == 1:
-        return tried[0]
+    if len(layouts) == 1:
+        return layouts[0]
     costs = []
-    for layout, (candidate, formats) in zip(layouts, tried, strict=True):
+    for layout in layouts:
+        candidate, formats = _laid_out(graph, layout)
         emit(phase("layout", f"{layout} at batch {opt}"))
         concrete = candidate.at_batch(opt)
         choices = choose_kernels.apply(concrete, formats, tuner, emit, layout)
         costs.append(choose_kernels.cost_us(choices))
-    return tried[costs.index(min(costs))]
+    return layouts[costs.index(min(costs))]
+
+
+def _laid_out(graph: Graph, layout: Layout) -> tuple[Graph, Formats]:
+    """A copy of the graph with the copies that a layout needs, and its formats."""
+    graph = copied(graph)
+    formats = assign_layout.apply(graph, layout)
+    check(graph)
+    return graph, formats
 
 
 def _candidates(choices: list[Choice], batch: int) -> list[Candidate]:

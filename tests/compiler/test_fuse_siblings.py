@@ -1,0 +1,197 @@
+"""Siblings fused into one layer: the same answers, and only where a whole program gets faster."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tessella import runtime
+from tessella.artifacts.plan import Plan, to_bytes
+from tessella.compiler import race
+from tessella.compiler.passes import assign_layout, dead_code, fuse_siblings
+from tessella.compiler.pipeline import optimized
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph import capture, check, interpret
+from tessella.graph.graph import Graph
+from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.transform import cut
+from tests.compiler.networks import plan
+
+BATCH = DimRange(min=1, opt=2, max=3)
+IMAGE = TensorSpec(name="image", dtype="float32", shape=(BATCH, 3, 6, 6))
+TOKENS = TensorSpec(name="tokens", dtype="float32", shape=(BATCH, 5, 8))
+
+Forward = Callable[["Net", torch.Tensor], object]
+
+
+class Net(nn.Module):
+    """Layers for the tests, and a forward that a test gives."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 2, 1, bias=False)
+        self.c, self.wide = nn.Conv2d(3, 5, 1), nn.Conv2d(3, 4, 3, padding=1)
+        self.fast, self.grouped = nn.Conv2d(3, 4, 1, stride=2), nn.Conv2d(3, 3, 1, groups=3)
+        self.after = nn.Conv2d(2, 3, 3, padding=1)
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self._forward = forward
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self._forward(self, x)
+
+
+def branches(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """An inception block: a branch goes into the sum of all, one through a layer, one a pool."""
+    a, b, c = F.relu(m.a(x)), m.after(F.relu(m.b(x))), F.max_pool2d(F.relu(m.c(x)), 3, 1, 1)
+    return torch.cat([a, b, c], 1)
+
+
+def attention(m: Net, x: torch.Tensor) -> torch.Tensor:
+    def heads(y: torch.Tensor) -> torch.Tensor:
+        return y.reshape(x.shape[0], 5, 2, 4).permute(0, 2, 1, 3)
+
+    return F.scaled_dot_product_attention(heads(m.q(x)), heads(m.k(x)), heads(m.v(x)))
+
+
+CASES: dict[str, tuple[Forward, TensorSpec, int]] = {  # what runs, on what, layers that go
+    "two": (lambda m, x: torch.cat([m.a(x), m.c(x)], 1), IMAGE, 1),
+    "three, one without a bias": (lambda m, x: torch.cat([m.a(x), m.b(x), m.c(x)], 1), IMAGE, 2),
+    "inception": (branches, IMAGE, 2),
+    "linear": (lambda m, x: m.q(x) * torch.exp(m.k(x)), TOKENS, 1),
+    "attention": (attention, TOKENS, 2),
+    "an output of the graph": (lambda m, x: (m.a(x), m.c(x).exp()), IMAGE, 1),
+    "all outputs": (lambda m, x: (m.a(x), m.c(x)), IMAGE, 1),
+    "the same layer twice": (lambda m, x: m.a(x) * torch.exp(m.a(x)), IMAGE, 1),
+    # these stay apart
+    "another activation": (lambda m, x: torch.cat([F.relu(m.a(x)), m.c(x).tanh()], 1), IMAGE, 0),
+    "another kernel": (lambda m, x: m.a(x).exp() + m.wide(x).exp(), IMAGE, 0),
+    "another stride": (lambda m, x: m.a(x).mean((2, 3)) * m.fast(x).mean((2, 3)), IMAGE, 0),
+    "another input": (lambda m, x: torch.cat([m.a(x), m.c(x.exp())], 1), IMAGE, 0),
+    "groups": (lambda m, x: torch.cat([m.grouped(x), m.grouped(x).exp()], 1), IMAGE, 0),
+    "a residual": (
+        lambda m, x: torch.cat([m.a(x) + torch.cat([x, x[:, :1]], 1), m.c(x)], 1), IMAGE, 0,
+    ),
+    "a weight that another reads": (
+        lambda m, x: torch.cat([m.a(x), m.c(x), m.a(x.exp()), m.c(x.exp())], 1), IMAGE, 0,
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def captured(name: str) -> tuple[Net, Graph]:
+    """A case's network; the compiler does not change its graph."""
+    forward, spec, _ = CASES[name]
+    module = Net(forward).eval()
+    return module, capture(module, (spec,))
+
+
+def answers(graph: Graph, count: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    shape = [int(d) for d in graph.inputs[0].shape[1:]]
+    x = torch.randn(count, *shape, generator=generator)
+    return interpret(graph, {graph.inputs[0].name: x}, upcast=torch.float64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_graph_means_the_same(name: str) -> None:
+    gone = CASES[name][2]
+    graph = optimized(captured(name)[1])
+    layers = sum(n.op in ("conv2d", "linear") for n in graph.nodes)
+    before = [answers(graph, count) for count in (1, 3)]
+    assert fuse_siblings.apply(graph) == gone
+    dead_code.apply(graph)
+    check(graph)
+    ops = [n.op for n in graph.nodes]
+    assert sum(op in ("conv2d", "linear") for op in ops) == layers - gone
+    assert ops.count("split") == (gone > 0)
+    for right, count in zip(before, (1, 3), strict=True):
+        made = answers(graph, count)
+        assert list(made) == list(right)
+        for output, tensor in right.items():
+            torch.testing.assert_close(made[output], tensor, rtol=1e-12, atol=1e-12)
+
+
+def compiled(
+    name: str, monkeypatch: pytest.MonkeyPatch, apart: float, fused: float, **settings: object
+) -> tuple[Net, Plan]:
+    """A case's plan where the programs' times are as given."""
+    monkeypatch.setattr(race, "times_us", lambda programs, tuner: [apart, fused])
+    module, graph = captured(name)
+    return module, plan(graph, (1, 2, 3), **settings)
+
+
+def split_steps(made: Plan) -> list[str]:
+    return [s.kernel for b in made.program.buckets for s in b.steps if s.op == "split"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        (name, layout)
+        for name, (_, spec, gone) in CASES.items()
+        for layout in ("contiguous", "channels_last")
+        if gone and (spec is IMAGE or layout == "contiguous")
+    ],
+)
+def test_a_fused_plan_agrees_with_float64(
+    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = assign_layout.apply
+    monkeypatch.setattr(assign_layout, "apply", lambda graph, _: apply(graph, layout))
+    module, made = compiled(name, monkeypatch, apart=2.0, fused=1.0)
+    assert split_steps(made) == ["split.view"] * len(made.program.buckets)
+    engine = runtime.load(made)
+    for count in (1, 2, 3, 5):
+        (spec,) = made.manifest.inputs
+        x = torch.randn(count, *spec.shape[1:], generator=torch.Generator().manual_seed(count))
+        found = list(engine(x).values())
+        with torch.no_grad():
+            right = module.double()(x.double())
+        module.float()
+        right = [right] if isinstance(right, torch.Tensor) else list(right)
+        for tensor, wanted in zip(found, right, strict=True):
+            torch.testing.assert_close(tensor.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("fused", "wins"), [(50.0, True), (99.5, False), (200.0, False)])
+def test_the_faster_program_is_the_plan(
+    fused: float, wins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, made = compiled("two", monkeypatch, apart=100.0, fused=fused)
+    assert bool(split_steps(made)) is wins
+    # only the weights of the program that was taken are in the plan
+    assert sum(t.numel() for t in made.weights.values()) == 4 * 3 + 4 + 5 * 3 + 5
+
+
+def test_bf16_is_fused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, made = compiled("inception", monkeypatch, apart=2.0, fused=1.0, precision="bf16")
+    assert split_steps(made)
+
+
+def test_the_race_is_run_and_its_times_are_kept(tmp_path: Path) -> None:
+    graph = captured("inception")[1]
+    cache = tmp_path / "timings.jsonl"
+    first = to_bytes(plan(graph, cache=cache))
+    lines = cache.read_text()
+    assert lines.count('"program.0"') == lines.count('"program.1"') == 1
+    assert to_bytes(plan(graph, cache=cache)) == first
+    assert cache.read_text() == lines
+
+
+def test_the_reference_keeps_the_network_as_it_is() -> None:
+    assert not split_steps(plan(captured("inception")[1], target="reference"))
+
+
+def test_a_view_is_not_called_dense() -> None:
+    meta = TensorMeta(shape=(2, 4, 6, 6), dtype="float32")
+    part = TensorMeta(shape=(2, 2, 6, 6), dtype="float32")
+    attrs = {"sizes": (2, 2), "dim": 1}
+    asked = Problem(op="split", inputs=(meta,), outputs=(part, part), attrs=attrs)
+    assert cut.fits(asked) == "makes a view, cannot make contiguous"
