@@ -12,7 +12,7 @@ SEARCH = ("kernels", "conv2d", "--input", "1x4x8x8", "--weight", "6x4x3x3", "--p
 
 def test_a_search(tessella: Tessella, tmp_path: Path) -> None:
     search = (*SEARCH, "--bias", "--activation", "relu", "--seconds", "0", "--cache", tmp_path)
-    plot = tmp_path / "roofline.svg"
+    plot = tmp_path / "a folder" / "roofline.svg"
     found = tessella(*search, "--json", "--plot", plot).json
     assert found["problem"]["outputs"][0]["shape"] == [1, 6, 8, 8]
     assert found["problem"]["attrs"]["activation"] == "relu"
@@ -38,6 +38,10 @@ def test_wrong_shapes(tessella: Tessella, tmp_path: Path) -> None:
         ((*SEARCH[:2], "--input", "1x4x8x8"), "needs two shapes"),
         ((*SEARCH[:2], "--input", "1x4xx8", "--weight", "1"), "numbers with x between"),
         (("kernels", "relu", "--input", "4", "--weight", "4"), "cannot search"),
+        ((*SEARCH, "--dtype", "nn"), "a type is one of torch's"),
+        ((*SEARCH, "--out-dtype", "nn"), "a type is one of torch's"),
+        ((*SEARCH, "--math", "bf16"), "one of two ways"),
+        ((*SEARCH, "--algorithm", "magic"), "no algorithm of this name"),
     ):
         answer = tessella(*arguments, "--cache", tmp_path)
         assert (answer.code, what in answer.err) == (2, True)
@@ -47,3 +51,10 @@ def test_the_catalog(tessella: Tessella) -> None:
     listed = {k["id"] for k in tessella("kernels", "conv2d", "--json").json["kernels"]}
     assert {"conv2d.onednn", "conv2d.cudnn", "reference"} <= listed
     assert "linear.mkl" not in listed
+
+
+def test_a_bias_of_narrow_types_is_float32(tessella: Tessella, tmp_path: Path) -> None:
+    shapes = ("--input", "8x16", "--weight", "4x16", "--bias", "--dtype", "float8_e4m3fn")
+    found = tessella("kernels", "linear", *shapes, "--cache", tmp_path, "--json").json
+    assert found["problem"]["inputs"][2]["dtype"] == "float32"
+    assert found["findings"][0]["refused"] is None

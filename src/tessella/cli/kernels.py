@@ -86,7 +86,8 @@ def kernels(
             **arguments,
         )
         if plot is not None:
-            plot.write_text(svg(report))
+            plot.parent.mkdir(parents=True, exist_ok=True)
+            plot.write_text(svg(report), encoding="utf-8")
             out.note(f"roofline: {plot}")
         out.result(_plain(report), grid(COLUMNS, [cells(f) for f in report], title=title(report)))
 
@@ -130,9 +131,13 @@ def _operands(
             "a search needs two shapes", seen="no --weight", fix="add --weight KxCxRxS"
         )
     first, second = (_meta(shape, dtype, channels_last) for shape in (input, weight))
-    shape = PROBLEMS[op](first, second, **arguments).output.shape
+    if (out_dtype := arguments["out_dtype"]) is not None:
+        _check_dtype(out_dtype)
+    result = PROBLEMS[op](first, second, **arguments).output
+    shape = result.shape
     channels = shape[1] if op.startswith("conv") else shape[-1]
-    extra = TensorMeta(shape=(channels,), dtype="float32" if dtype == "int8" else dtype)
+    narrow = getattr(torch, dtype).itemsize == 1  # int8, fp8: the epilogue is in float32
+    extra = TensorMeta(shape=(channels,), dtype="float32" if narrow else dtype)
     scaled = dtype == "int8" and _is_int8(arguments)
     like = _meta("x".join(map(str, shape)), dtype, channels_last)
     metas = (
@@ -157,11 +162,19 @@ def _meta(shape: str, dtype: str, channels_last: bool) -> TensorMeta:
         sizes = tuple(int(size) for size in shape.lower().replace("×", "x").split("x"))
     except ValueError:
         sizes = ()
-    if not sizes or min(sizes) < 0 or not hasattr(torch, dtype):
+    if not sizes or min(sizes) < 0:
         raise UsageError(
-            "a shape is numbers with x between them, a type one of torch's",
-            seen=f"{shape}, {dtype}",
-            fix="for example --input 1x128x56x56 --dtype float16",
+            "a shape is numbers with x between them",
+            seen=shape,
+            fix="for example --input 1x128x56x56",
         )
+    _check_dtype(dtype)
     last = channels_last and len(sizes) in (4, 5)
     return TensorMeta(shape=sizes, dtype=dtype, format="channels_last" if last else "contiguous")
+
+
+def _check_dtype(name: str) -> None:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise UsageError(
+            "a type is one of torch's", seen=name, fix="for example float16, bfloat16 or int8"
+        )
