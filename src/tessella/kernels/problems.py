@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math as math_
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 from tessella.core.errors import UsageError
@@ -224,7 +224,7 @@ def _given(epilogue: dict[str, Any]) -> dict[str, Any]:
             "unknown argument of a product", seen=sorted(unknown), fix=f"use {', '.join(DEFAULT)}"
         )
     factors = {name: epilogue[name] for name in ("alpha", "beta") if name in epilogue}
-    if not all(map(math_.isfinite, factors.values())):
+    if not all(map(isfinite, factors.values())):
         raise UsageError(
             "alpha and beta are finite", seen=factors, fix="change the one that is not"
         )
