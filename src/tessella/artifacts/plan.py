@@ -2,12 +2,13 @@
 
 A ZIP of stored (not compressed), 64-byte-aligned members. ``manifest.json`` vouches for every other
 member by SHA-256; nothing is unpickled, evaluated or extracted. A plan is hostile until it is
-checked.
+checked: only the very bytes that ``to_bytes`` writes are a plan.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -27,13 +28,14 @@ from tessella.core.dtype import DTYPES
 from tessella.core.errors import ArtifactError, CorruptArtifact
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain, parse_json
-from tessella.core.spec import TensorSpec
+from tessella.core.spec import DimRange, TensorSpec
 
 VERSION = 2
 ALIGNMENT = 64
-MAX_MEMBERS = 4096
-MAX_JSON_BYTES = 256 << 20
+MAX_JSON_BYTES = 64 << 20
 MAX_ARENA_BYTES = 1 << 40
+MAX_BATCH = 1 << 13  # the runtime tabulates how each batch up to the largest is cut
+MAX_AXES = 16
 MANIFEST = "manifest.json"
 
 # Inside a program there may also be what torch's operators hand to each other (an FFT).
@@ -202,9 +204,13 @@ def to_bytes(plan: Plan) -> bytes:
         for name, content in members.items()
     }
     manifest = Manifest(**{**vars(plan.manifest), "members": vouched})
+    return archive_of({MANIFEST: to_document("plan", VERSION, manifest), **members})
+
+
+def archive_of(members: Mapping[str, bytes]) -> bytes:
+    """The ZIP of these members, in their order."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        _add_aligned(archive, out, MANIFEST, to_document("plan", VERSION, manifest))
         for name, content in members.items():
             _add_aligned(archive, out, name, content)
     return out.getvalue()
@@ -240,26 +246,28 @@ def from_bytes(content: bytes, *, where: str = "plan") -> Plan:
     manifest = from_document(
         members.pop(MANIFEST), Manifest, kind="plan", version=VERSION, where=f"{where}:{MANIFEST}"
     )
-    if set(members) != set(manifest.members) or not set(_REQUIRED) <= set(members):
+    if set(members) != set(manifest.members):
         raise CorruptArtifact(
             f"{where} does not hold the members that its manifest names",
             seen=sorted(set(members) ^ set(manifest.members)) or sorted(members),
             fix="copy or build the plan again",
         )
     for name, expected in manifest.members.items():
-        if sha256(members[name]).hexdigest() != expected.sha256:
+        seen = Member(sha256=sha256(members[name]).hexdigest(), nbytes=len(members[name]))
+        if seen != expected:
             raise CorruptArtifact(
                 f"{name} in {where} does not match its hash: some bytes changed",
                 fix="copy or build the plan again",
             )
-    if manifest.preprocess is not None and manifest.preprocess.hash != manifest.preprocess_hash:
+    record = manifest.preprocess
+    if (None if record is None else record.hash) != manifest.preprocess_hash:
         raise CorruptArtifact(
             f"the preprocessing record in {where} does not match its hash",
             fix="build the plan again; a changed record would change every answer",
         )
     program = _program(members["program.json"], where)
     weights = _tensors(members["weights.safetensors"], f"{where}:weights.safetensors")
-    _check_program(manifest, program, set(weights), where)
+    _check_program(manifest, program, weights, where)
     return Plan(
         manifest=manifest,
         program=program,
@@ -284,32 +292,29 @@ def _not_a_plan(where: str, seen: object) -> CorruptArtifact:
 
 
 def _members(content: bytes, where: str) -> dict[str, bytes]:
-    """The members by name: only stored ones, each once, plainly named, of honest size."""
+    """The members by name, of a file that is byte for byte what ``to_bytes`` writes of them.
+
+    So nothing can hide or change in the headers, the directory, or between the members.
+    """
     try:
         archive = zipfile.ZipFile(io.BytesIO(content))
         infos = archive.infolist()
-        if len(infos) > MAX_MEMBERS or sum(i.file_size for i in infos) > len(content):
-            raise _not_a_plan(where, f"{len(infos)} members, larger than the file")
-        names = [i.filename for i in infos]
-        if len(set(names)) != len(names):
-            raise _not_a_plan(where, "a member is there twice")
-        for info in infos:
-            parts = info.filename.split("/")
-            plain = all(p not in ("", ".", "..") for p in parts) and "\\" not in info.filename
+        if (names := [i.filename for i in infos]) != [MANIFEST, *_REQUIRED]:
+            raise _not_a_plan(where, f"{len(names)} members: {str(names)[:120]}")
+        for info in infos:  # before anything is read: nothing may unpack to more than it is
             stored = info.compress_type == zipfile.ZIP_STORED
-            if not stored or info.compress_size != info.file_size:
+            if not stored or not info.compress_size == info.file_size <= len(content):
                 raise _not_a_plan(where, f"member {info.filename!r} is not stored as it is")
-            if not plain or "\0" in info.filename:
-                raise _not_a_plan(where, f"member {info.filename!r}")
             if info.filename.endswith((".json", ".jsonl")) and info.file_size > MAX_JSON_BYTES:
                 raise _not_a_plan(where, f"{info.filename} has {info.file_size:,} bytes")
-        if MANIFEST not in names:
-            raise _not_a_plan(where, f"no {MANIFEST}")
-        return {name: archive.read(name) for name in names}
+        members = {name: archive.read(name) for name in names}
     except (zipfile.BadZipFile, ValueError, EOFError, OSError, struct.error) as error:
         raise _not_a_plan(where, str(error)[:120]) from error
     except (NotImplementedError, RuntimeError, KeyError) as error:  # encrypted, odd flags
         raise _not_a_plan(where, str(error)[:120]) from error
+    if archive_of(members) != content:
+        raise _not_a_plan(where, "bytes beside the members, or headers that were changed")
+    return members
 
 
 def _program(content: bytes, where: str) -> Program:
@@ -330,55 +335,174 @@ def _tuning(content: bytes, where: str) -> tuple[Candidate, ...]:
     return tuple(from_plain(Candidate, line, where=where) for line in lines)
 
 
-def _check_program(manifest: Manifest, program: Program, weights: set[str], where: str) -> None:
-    """Straight-line: every name is made before it is read, buffers lie inside the arena."""
+def _check_program(
+    manifest: Manifest, program: Program, weights: Mapping[str, torch.Tensor], where: str
+) -> None:
+    """Straight-line and bounded: what the program says of itself fits together.
+
+    What only the kernels know (shapes, which steps make views) is checked when they are bound.
+    """
 
     def wrong(batch: int, what: str) -> CorruptArtifact:
         return CorruptArtifact(
-            f"the program in {where} is not valid (batch {batch})", seen=what, fix="build it again"
+            f"the program in {where} is not valid (batch {batch})",
+            seen=what[:300],
+            fix="build it again",
         )
 
     if program.inputs != tuple(s.name for s in manifest.inputs) or not program.buckets:
         raise wrong(0, f"inputs {program.inputs}, {len(program.buckets)} buckets")
     if program.outputs != tuple(s.name for s in manifest.outputs):
         raise wrong(0, f"outputs {program.outputs}")
+    for names in (program.inputs, program.outputs):
+        if not names or len(set(names)) != len(names):
+            raise wrong(0, f"inputs or outputs {names}")
+    if not 0 <= manifest.tolerance <= 1:
+        raise wrong(0, f"a self-test with the tolerance {manifest.tolerance}")
+    for spec in (*manifest.inputs, *manifest.outputs):
+        if not spec.shape or any(isinstance(d, DimRange) for d in spec.shape[1:]):
+            raise wrong(0, f"{spec}: only the batch may vary")
+    batches = [b.batch for b in program.buckets]
+    if batches != sorted(set(batches)):
+        raise wrong(0, f"batches {batches[:20]}")
     for bucket in program.buckets:
-        buffers = {b.name: b for b in bucket.buffers}
-        if len(buffers) != len(bucket.buffers) or set(buffers) & weights:
-            raise wrong(bucket.batch, "a buffer's name is used twice")
-        if bucket.batch < 1 or not 0 <= bucket.arena_bytes <= MAX_ARENA_BYTES:
-            raise wrong(bucket.batch, f"an arena of {bucket.arena_bytes} bytes")
-        for buffer in bucket.buffers:
-            if buffer.dtype not in ITEMSIZES:
-                raise wrong(bucket.batch, f"element type {buffer.dtype!r} of {buffer.name}")
-            size = ITEMSIZES[buffer.dtype]
-            for dim in buffer.shape:
-                if dim < 0:
-                    raise wrong(bucket.batch, f"shape of {buffer.name}: {buffer.shape}")
-                size *= dim
-            offset = buffer.offset
-            if offset is not None and not (
-                offset % ALIGNMENT == 0 and offset >= 0 and offset + size <= bucket.arena_bytes
+        if reason := (
+            _sizes(bucket)
+            or _names(manifest, program, bucket, weights)
+            or _steps(program, bucket, weights)
+            or _another_network(program.buckets[0], bucket)
+        ):
+            raise wrong(bucket.batch, reason)
+    _check_imports(manifest, program, where)
+
+
+def _sizes(bucket: Bucket) -> str | None:
+    """Why the arena or a buffer has no size that can be, or None."""
+    if not 1 <= bucket.batch <= MAX_BATCH or not 0 <= bucket.arena_bytes <= MAX_ARENA_BYTES:
+        return f"an arena of {bucket.arena_bytes} bytes, batches to {MAX_BATCH} can be"
+    for buffer in bucket.buffers:
+        if buffer.dtype not in ITEMSIZES:
+            return f"element type {buffer.dtype!r} of {buffer.name}"
+        if len(buffer.shape) > MAX_AXES or any(not 0 <= d <= MAX_ARENA_BYTES for d in buffer.shape):
+            return f"shape of {buffer.name}: {str(buffer.shape)[:120]}"
+        size = ITEMSIZES[buffer.dtype] * math.prod(buffer.shape)
+        if size > MAX_ARENA_BYTES:
+            return f"buffer {buffer.name} of {size} bytes"
+        offset = buffer.offset
+        if offset is None:
+            continue
+        if offset % ALIGNMENT or not 0 <= offset <= bucket.arena_bytes - size:
+            return f"buffer {buffer.name} lies outside the arena"
+        if buffer.format == "strided" or (
+            buffer.format == "channels_last" and len(buffer.shape) not in (4, 5)
+        ):
+            return f"buffer {buffer.name} has no place as {buffer.format}"
+    return None
+
+
+def _names(
+    manifest: Manifest, program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Why a name does not mean one thing, or None."""
+    buffers = {b.name: b for b in bucket.buffers}
+    inputs = set(program.inputs)
+    if len(buffers) != len(bucket.buffers) or (set(buffers) | inputs) & set(weights):
+        return "a buffer's name is used twice"
+    for spec in (*manifest.inputs, *manifest.outputs):
+        buffer = buffers.get(spec.name)
+        if buffer and (buffer.shape, buffer.dtype) != (spec.at(bucket.batch), spec.dtype):
+            return f"buffer {spec.name} is not {spec}"
+        if buffer and spec.name in inputs and buffer.offset is not None:
+            return f"input {spec.name} lies in the arena"
+    return None
+
+
+def _steps(program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> str | None:
+    """Why the steps are not a straight line that makes the outputs, or None."""
+    buffers = {b.name: b for b in bucket.buffers}
+    live, made = set(program.inputs), set(program.inputs)
+    spaces = {s.workspace for s in bucket.steps if s.workspace is not None}
+    for step in bucket.steps:
+        if not step.outputs:
+            return f"{step.kernel} makes nothing"
+        read = {n for n in step.inputs if n is not None}
+        if missing := read - live - set(weights):
+            return f"{step.kernel} reads {sorted(missing)} before it is made"
+        if unknown := set(step.outputs) - set(buffers):
+            return f"{step.kernel} writes {sorted(unknown)}, not a buffer"
+        if len(set(step.outputs)) != len(step.outputs) or made & set(step.outputs):
+            return f"{step.kernel} writes {step.outputs}, made before"
+        if spaces & set(step.outputs):
+            return f"{step.outputs} is also a workspace"
+        if step.workspace is not None:
+            scratch = buffers.get(step.workspace)
+            plain = scratch is not None and (scratch.dtype, scratch.format, len(scratch.shape))
+            if plain != ("uint8", "contiguous", 1) or scratch.offset is None:
+                return f"{step.kernel} works in {step.workspace}, not a buffer for it"
+        live |= set(step.outputs)
+        made |= set(step.outputs)
+        if unknown := set(step.frees) - live:
+            return f"{step.kernel} frees {sorted(unknown)}, which are not there"
+        live -= set(step.frees)
+    if spaces & set(program.inputs):
+        return "an input is also a workspace"
+    if missing := set(program.outputs) - live:
+        return f"outputs {sorted(missing)} are never made"
+    return None
+
+
+def alike(one: Bucket, other: Bucket) -> bool:
+    """Whether the steps' attributes are equal, shapes aside: these follow the batch and are checked
+    against what the step makes. Else a self-test of one batch size says nothing of the other.
+    """
+    return all(
+        canonical_json(a.attrs) == canonical_json(b.attrs) or a.op in ("reshape", "expand")
+        for a, b in zip(one.steps, other.steps, strict=True)
+    )
+
+
+# Attributes that may hold a number that follows the batch.
+_FOLLOW_BATCH = frozenset({"shape", "size", "sizes", "start", "end", "input_size", "args"})
+
+
+def _another_network(one: Bucket, other: Bucket) -> str | None:
+    """Why two batch sizes do not compute the same, or None."""
+    if len(one.steps) != len(other.steps):
+        return f"{len(other.steps)} steps, {len(one.steps)} at batch {one.batch}"
+    for a, b in zip(one.steps, other.steps, strict=True):
+        same = (a.op, a.inputs, a.outputs) == (b.op, b.inputs, b.outputs)
+        if not same or set(a.attrs) != set(b.attrs):
+            return f"{b.kernel} is another step than at batch {one.batch}"
+        for name in a.attrs:
+            x, y = a.attrs[name], b.attrs[name]
+            if canonical_json(x) != canonical_json(y) and not (
+                name in _FOLLOW_BATCH and _shifted(x, y, other.batch - one.batch)
             ):
-                raise wrong(bucket.batch, f"buffer {buffer.name} lies outside the arena")
-        live = set(program.inputs)
-        for step in bucket.steps:
-            if not step.outputs:
-                raise wrong(bucket.batch, f"{step.kernel} makes nothing")
-            read = {n for n in step.inputs if n is not None}
-            if missing := read - live - weights:
-                raise wrong(
-                    bucket.batch, f"{step.kernel} reads {sorted(missing)} before it is made"
-                )
-            scratch = buffers.get(step.workspace or "")
-            if step.workspace and (scratch is None or scratch.offset is None):
-                raise wrong(bucket.batch, f"{step.kernel} works in {step.workspace}, not a buffer")
-            if unknown := set(step.outputs) - set(buffers):
-                raise wrong(bucket.batch, f"{step.kernel} writes {sorted(unknown)}, not a buffer")
-            live |= set(step.outputs)
-            live -= set(step.frees)
-        if missing := set(program.outputs) - live:
-            raise wrong(bucket.batch, f"outputs {sorted(missing)} are never made")
+                return f"{name} of {b.kernel} is another than at batch {one.batch}"
+    return None
+
+
+def _shifted(x: Any, y: Any, batches: int) -> bool:
+    """Whether two attributes differ only in integers that grow by whole steps with the batch."""
+    if isinstance(x, list) and isinstance(y, list):
+        return len(x) == len(y) and all(_shifted(a, b, batches) for a, b in zip(x, y, strict=True))
+    if type(x) is int and type(y) is int:
+        return batches != 0 and (y - x) % batches == 0
+    return type(x) is type(y) and canonical_json(x) == canonical_json(y)
+
+
+def _check_imports(manifest: Manifest, program: Program, where: str) -> None:
+    """Only what the steps run is asked of the user, in words that are names."""
+    steps = [step for bucket in program.buckets for step in bucket.steps]
+    run = {str(s.attrs.get("target")) if s.op == "user" else s.kernel for s in steps}
+    for name, module in manifest.imports.items():
+        plain = module.isprintable() and 0 < len(module) <= 200 and not set(module) & set(" ;,")
+        if name not in run or not plain:
+            raise CorruptArtifact(
+                f"{where} asks for an import that no step needs",
+                seen=f"{name[:80]!r} from {module[:80]!r}",
+                fix="build it again",
+            )
 
 
 def table(plan: Plan) -> str:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 
 from tessella.artifacts.plan import Buffer
+from tessella.core.errors import ArtifactError
 
 
 class Arena:
-    """``nbytes`` of memory on a device; all buckets of an engine share it, one runs at a time."""
+    """``nbytes`` of memory on a device; all buckets of an engine share it, one runs at a time.
+
+    Raises:
+        ArtifactError: the device does not have as much.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
+        require_memory(nbytes, device)
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def view(self, buffer: Buffer) -> torch.Tensor:
@@ -22,6 +29,21 @@ class Arena:
             getattr(torch, buffer.dtype)
         )
         if buffer.format == "channels_last":
-            n, c, h, w = buffer.shape
-            return flat.view(n, h, w, c).permute(0, 3, 1, 2)
+            n, c, *sizes = buffer.shape
+            return flat.view(n, *sizes, c).movedim(-1, 1)
         return flat.view(buffer.shape)
+
+
+def require_memory(nbytes: int, device: torch.device) -> None:
+    """Raise ``ArtifactError`` if a device has less memory than a plan asks for in one piece."""
+    has = (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    if nbytes > has:
+        raise ArtifactError(
+            "the plan needs more memory than there is",
+            seen=f"{nbytes:,} bytes in one piece, {has:,} on {device}",
+            fix="build it for smaller batches",
+        )

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from tessella.artifacts.plan import Bucket, Program, Step
-from tessella.core.errors import ArtifactError, CompileError, CorruptArtifact
-from tessella.kernels import catalog
+from tessella.core.errors import ArtifactError, CorruptArtifact
+from tessella.core.record import canonical_json
+from tessella.kernels import catalog, reference
 from tessella.kernels.catalog import Call
 from tessella.kernels.problem import Math, Problem, TensorMeta
+from tessella.runtime import lifetimes
 from tessella.runtime.arena import Arena
 
 Slots = list[Any]  # tensors; None where nothing lives
@@ -55,6 +57,7 @@ class BoundBucket:
         self._inputs = [slot_of[n] for n in program.inputs]
         self._outputs = [slot_of[n] for n in program.outputs]
         self.steps: list[BoundStep] = []
+        self._writes: list[list[int]] = []
         self._runs: list[tuple[Callable[[Slots], None], tuple[int, ...]]] = []
         metas = {
             **metas,
@@ -72,11 +75,20 @@ class BoundBucket:
             drops = tuple(slot_of[n] for n in step.frees if not _in_arena(buffers, n))
             if bound.out is not None:
                 self._slots[writes[0]] = bound.out
+            self._writes.append(writes)
             self._runs.append((_runner(bound.call, reads, writes, bound.out), drops))
             self.steps.append(bound)
+        lifetimes.check(program, bucket)
+        self._checked = False
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the steps. Results may lie in the arena or alias an input: copy them at once."""
+        """Run the steps. Results may lie in the arena or alias an input: copy them at once.
+
+        Raises:
+            CorruptArtifact: in the first run, a step made another tensor than the plan says.
+        """
+        if not self._checked:
+            self._first_run(inputs)
         slots = self._slots
         for slot, tensor in zip(self._inputs, inputs, strict=True):
             slots[slot] = tensor
@@ -85,6 +97,26 @@ class BoundBucket:
             for slot in drops:
                 slots[slot] = None
         return [slots[slot] for slot in self._outputs]
+
+    def _first_run(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Run the steps one by one: the kernels behind each were bound to what the plan says."""
+        slots = list(self._slots)
+        for slot, tensor in zip(self._inputs, inputs, strict=True):
+            slots[slot] = tensor
+        for (run, drops), step, writes in zip(self._runs, self.steps, self._writes, strict=True):
+            run(slots)
+            for slot, meta in zip(writes, step.problem.outputs, strict=True):
+                if not meta.matches(slots[slot]):
+                    made = slots[slot]
+                    raise CorruptArtifact(
+                        f"step {step.step.outputs[0]!r} makes another tensor than the plan says",
+                        seen=f"{made.dtype} {tuple(made.shape)} strides {made.stride()}, "
+                        f"not {meta}",
+                        fix="build the plan again",
+                    )
+            for slot in drops:
+                slots[slot] = None
+        self._checked = True
 
 
 def _in_arena(buffers: Mapping[str, Any], name: str) -> bool:
@@ -111,6 +143,7 @@ def _bind(
         math=math,
     )
     try:
+        _require_shapes(step, problem)
         row = catalog.kernel(step.kernel)
         module = row.load()
         wrong = None if row.op in (step.op, "*") and target in row.targets else "of another target"
@@ -120,11 +153,11 @@ def _bind(
                 seen=reason,
                 fix="build the plan again on this machine",
             )
-        if bool(outs) != module.WRITES_OUT:
+        if len(outs) != (1 if module.WRITES_OUT else 0) or (outs and len(step.outputs) > 1):
             raise CorruptArtifact(
                 f"step {step.outputs[0]!r} has no place for its result", fix="build the plan again"
             )
-        if step.config not in row.configs(problem):
+        if all(canonical_json(step.config) != canonical_json(c) for c in row.configs(problem)):
             raise ArtifactError(
                 f"kernel {step.kernel} does not know the configuration of {step.outputs[0]!r}",
                 seen=step.config,
@@ -140,13 +173,38 @@ def _bind(
         call = module.bind(problem, constants, **step.config)
         if needed:
             call = functools.partial(call, workspace=scratch)
-    except (CompileError, KeyError, TypeError, RuntimeError, IndexError, ValueError) as error:
+    except ArtifactError:
+        raise
+    except Exception as error:  # attributes from a stranger: what they may raise has no end
         raise CorruptArtifact(
             f"step {step.outputs[0]!r} cannot be bound to kernel {step.kernel}",
-            seen=str(error).splitlines()[0][:200],
+            seen=first_line(error),
             fix="build the plan again with this version of Tessella",
         ) from error
     return BoundStep(step=step, problem=problem, call=call, out=outs[0] if outs else None)
+
+
+def _require_shapes(step: Step, problem: Problem) -> None:
+    """Refuse a step whose operation does not make what the plan says, found without numbers.
+
+    The reference runs on torch's meta device, which allocates nothing, however large a shape is,
+    before a kernel sees the attributes.
+    """
+    if step.op == "fallback" and set(step.attrs["kwargs"]) & {"device", "pin_memory"}:
+        raise ValueError("a fallback that says where its result lies")
+    meta = torch.device("meta")
+    inputs = [None if m is None else m.empty(meta) for m in problem.inputs]
+    made = [
+        (str(t.dtype).removeprefix("torch."), tuple(t.shape))
+        for t in reference.call(step.op, inputs, step.attrs)
+    ]
+    if made != [(m.dtype, m.shape) for m in problem.outputs]:
+        raise ValueError(f"{step.op} makes {made}")
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _runner(

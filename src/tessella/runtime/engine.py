@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessella.artifacts.plan import Bucket, Manifest, Plan, load_plan
+from tessella.artifacts.plan import Bucket, Buffer, Manifest, Plan, alike, load_plan
 from tessella.core.device import fingerprint, torch_device
-from tessella.core.errors import ArtifactError, InputError, UsageError
+from tessella.core.errors import ArtifactError, InputError, TessellaError, UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.kernels.problem import Math, TensorMeta
 from tessella.kernels.user.registry import require
-from tessella.runtime.arena import Arena
-from tessella.runtime.bucket import BoundBucket
+from tessella.runtime.arena import Arena, require_memory
+from tessella.runtime.bucket import BoundBucket, first_line
 from tessella.runtime.cover import covers
 from tessella.runtime.graphs import GraphedBucket
 
@@ -63,6 +63,8 @@ class Engine:
         manifest.fingerprint.require_same(fingerprint(target), rebuild=manifest.rebuild)
         require(manifest.imports)
         self.buckets = tuple(b.batch for b in plan.program.buckets)
+        first, *others = plan.program.buckets
+        self._differ = not all(alike(first, other) for other in others)
         self._covers = covers(_costs_us(plan))
         self._lock = threading.Lock()
         self._bound = self._bind(plan, target)
@@ -71,6 +73,9 @@ class Engine:
     def _bind(self, plan: Plan, target: str) -> dict[int, BoundBucket | GraphedBucket]:
         on_gpu = self.device.type == "cuda"
         math: Math = "tf32" if on_gpu and plan.manifest.precision == "tf32" else "ieee"
+        for bucket in plan.program.buckets:
+            for meta in (*self._input_metas(bucket), *map(_buffer_meta, bucket.buffers)):
+                require_memory(meta.nbytes, self.device)
         weights = {n: t.to(self.device) for n, t in plan.weights.items()}
         constants = {n: _meta(t) for n, t in weights.items()}
         arena = Arena(max(b.arena_bytes for b in plan.program.buckets), self.device)
@@ -225,20 +230,51 @@ class Engine:
     def self_test(self, golden: Mapping[str, torch.Tensor]) -> None:
         """Run recorded inputs and compare with the recorded outputs.
 
+        One batch size speaks for all, as they have the same steps; unless some steps' attributes
+        follow the batch: then each size runs the recorded samples, repeated.
+
         Raises:
-            ArtifactError: an output deviates by more than the plan's tolerance.
+            ArtifactError: it cannot run, or an output deviates by more than the plan's tolerance.
         """
-        made = self(**{s.name: golden[f"input.{s.name}"] for s in self.inputs})
-        for name, tensor in made.items():
-            right = golden[f"output.{name}"].double()
-            error = (tensor.double() - right).abs().max() / right.abs().max().clamp_min(1e-30)
+        wanted = {f"input.{s.name}" for s in self.inputs}
+        wanted |= {f"output.{s.name}" for s in self.outputs}
+        if set(golden) != wanted:
+            raise self._fails("it does not have the plan's inputs and outputs", sorted(golden))
+        inputs = {s.name: golden[f"input.{s.name}"] for s in self.inputs}
+        outputs = {s.name: golden[f"output.{s.name}"] for s in self.outputs}
+        try:
+            self._compare(self(**inputs), outputs)
+            for size in self.buckets if self._differ else ():
+                rows = [_repeated(t, size) for t in inputs.values()]
+                with self._lock:
+                    made = self._run_bucket(size, rows, 0, size, torch.device("cpu"))
+                right = {n: _repeated(t, size) for n, t in outputs.items()}
+                self._compare(dict(zip(outputs, made, strict=True)), right)
+        except ArtifactError:
+            raise
+        except (TessellaError, RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise self._fails("it cannot run", first_line(error)) from error
+
+    def _compare(
+        self, made: Mapping[str, torch.Tensor], recorded: Mapping[str, torch.Tensor]
+    ) -> None:
+        for name, right in recorded.items():
+            tensor = made[name]
+            if (tensor.shape, tensor.dtype) != (right.shape, right.dtype):
+                kinds = " and ".join(f"{t.dtype} {tuple(t.shape)}" for t in (tensor, right))
+                raise self._fails(f"output {name!r} is not the recorded one", kinds)
+            error = (tensor.double() - right.double()).abs().max()
+            error = error / right.double().abs().max().clamp_min(1e-30)
             if not error <= self.manifest.tolerance:
-                raise ArtifactError(
-                    f"the plan fails its self-test: output {name!r} is not the recorded one",
-                    seen=f"error {float(error):.2e} of the largest value, "
+                raise self._fails(
+                    f"output {name!r} is not the recorded one",
+                    f"error {float(error):.2e} of the largest value, "
                     f"allowed {self.manifest.tolerance:.0e}",
-                    fix=f"rebuild it here: {self.manifest.rebuild}",
                 )
+
+    def _fails(self, why: str, seen: object) -> ArtifactError:
+        fix = f"rebuild it here: {self.manifest.rebuild}"
+        return ArtifactError(f"the plan fails its self-test: {why}", seen=seen, fix=fix)
 
     def close(self) -> None:
         """Give the memory back; later calls raise ``UsageError``."""
@@ -250,6 +286,11 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """As many rows as asked for, from the first on, again and again."""
+    return tensor[torch.arange(rows, device=tensor.device) % len(tensor)]
 
 
 def _plain_strides(tensor: torch.Tensor) -> torch.Tensor:
@@ -276,6 +317,10 @@ def _costs_us(plan: Plan) -> dict[int, float | None]:
         batch: None if not found or None in found else sum(t for t in found if t is not None)
         for batch, found in times.items()
     }
+
+
+def _buffer_meta(buffer: Buffer) -> TensorMeta:
+    return TensorMeta(shape=buffer.shape, dtype=buffer.dtype)
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
