@@ -1,0 +1,373 @@
+"""Plans whose hashes are honest and whose words are not: refused before they do any harm."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tessella import runtime
+from tessella.artifacts.plan import Bucket, Buffer, Plan, Step, from_bytes, to_bytes
+from tessella.core.errors import ArtifactError
+from tessella.kernels import catalog
+from tests.artifacts.fuzz_plans import fuzz, subject
+
+# The seed is fixed: this is a test of what is known, and the command line looks for more.
+CASES = 2000
+
+
+def test_mutated_plans_are_refused_or_answer_as_before() -> None:
+    report = fuzz(CASES)
+    assert report.failures == []
+    kinds = {what for _, what in report.outcomes}
+    assert kinds == {"refused", "same"}
+    assert report.slowest_s < 5
+    assert report.grown_mb < 500
+
+
+def good() -> Plan:
+    return from_bytes(subject()[0])
+
+
+def with_bucket(plan: Plan, index: int = 0, **changes: Any) -> Plan:
+    """Only this bucket, so that what is seen is not that it differs from another."""
+    bucket = replace(plan.program.buckets[index], **changes)
+    return replace(plan, program=replace(plan.program, buckets=(bucket,)))
+
+
+def with_step(op: str, **changes: Any) -> Plan:
+    plan = good()
+    bucket = plan.program.buckets[0]
+    steps = tuple(replace(s, **changes) if s.op == op else s for s in bucket.steps)
+    assert steps != bucket.steps
+    return with_bucket(plan, steps=steps)
+
+
+def with_attrs(op: str, **changes: Any) -> Plan:
+    (step,) = (s for s in good().program.buckets[0].steps if s.op == op)
+    return with_step(op, attrs={**step.attrs, **changes})
+
+
+def refused(plan: Plan, match: str) -> None:
+    """Hashes are honest: the plan is written by us, and loaded whole, self-test and all."""
+    with pytest.raises(ArtifactError, match=match):
+        runtime.load(from_bytes(to_bytes(plan)))
+
+
+def test_the_subject_itself_loads() -> None:
+    with runtime.load(good()) as engine:
+        assert engine(torch.zeros(3, 1, 6, 6))["scores"].shape == (3, 3)
+    runtime.load(with_bucket(good()))
+
+
+# --- attributes -----------------------------------------------------------------------------------
+
+ATTRS = {
+    "padding 10⁹": ("conv2d", {"padding": [10**9, 10**9]}),
+    "padding below 0": ("conv2d", {"padding": [-1, -1]}),
+    "stride 0": ("conv2d", {"stride": [0, 0]}),
+    "stride 10⁴⁰": ("conv2d", {"stride": [10**40, 1]}),
+    "dilation 0": ("conv2d", {"dilation": [0, 0]}),
+    "no groups": ("conv2d", {"groups": 0}),
+    "groups -1": ("conv2d", {"groups": -1}),
+    "groups in words": ("conv2d", {"groups": "one"}),
+    "unknown activation": ("conv2d", {"activation": "__import__"}),
+    "nested": ("conv2d", {"padding": {"x": [{"y": 1}]}}),
+    "one more": ("conv2d", {"more": 1}),
+    "a huge window": ("max_pool2d", {"kernel_size": [2**31, 2**31]}),
+    "a window of nothing": ("max_pool2d", {"kernel_size": [0, 0]}),
+    "steps of nothing": ("max_pool2d", {"stride": [0, 0]}),
+    "an axis beyond": ("softmax", {"dim": 2**62}),
+    "a huge shape": ("reshape", {"shape": [2**40, 18]}),
+    "a negative shape": ("reshape", {"shape": [-2, 18]}),
+    "10⁹ repeats": (
+        "fallback",
+        {"target": "aten::repeat", "args": [{"input": 0}, [10**9, 1, 1, 1]]},
+    ),
+    "ones elsewhere": (
+        "fallback",
+        {
+            "target": "aten::new_ones",
+            "args": [{"input": 0}, [10**10]],
+            "kwargs": {"device": "cpu"},
+        },
+    ),
+    "a file": ("fallback", {"target": "aten::from_file", "args": ["/etc/passwd"]}),
+    "in place": ("fallback", {"target": "aten::add_.Tensor"}),
+    "no target": ("fallback", {"target": None}),
+    "an input beyond": ("fallback", {"args": [{"input": 10**9}, [1], [2]]}),
+    "kwargs in words": ("fallback", {"kwargs": "device"}),
+}
+
+
+@pytest.mark.parametrize("name", ATTRS)
+def test_hostile_attributes(name: str) -> None:
+    op, changes = ATTRS[name]
+    refused(with_attrs(op, **changes), "cannot be bound|cannot run")
+
+
+@pytest.mark.parametrize(
+    "config", [{"more": 1}, {"tile": 2**63}, {"": {}}, {"nested": {"x": [1]}}, {"constants": None}]
+)
+def test_only_configurations_that_the_kernel_has(config: dict[str, Any]) -> None:
+    refused(with_step("conv2d", config=config), "does not know the configuration")
+
+
+# --- buckets must be one network ------------------------------------------------------------------
+
+
+def test_another_batch_cannot_do_something_else() -> None:
+    """The self-test runs one batch size; the others must not be able to hide anything."""
+    plan = good()
+    one, two = plan.program.buckets
+    for changes in (
+        {"attrs": {"dim": -1}},
+        {"kernel": "log_softmax.aten", "op": "log_softmax"},
+        {"inputs": (two.steps[-1].inputs[0],), "layer": "x", "attrs": {"dim": 0}},
+    ):
+        steps = (*two.steps[:-1], replace(two.steps[-1], **changes))
+        program = replace(plan.program, buckets=(one, replace(two, steps=steps)))
+        refused(replace(plan, program=program), "program")
+
+
+def test_a_number_that_follows_the_batch_is_run_for_every_batch() -> None:
+    plan = good()
+    one, two = plan.program.buckets
+    steps = tuple(
+        replace(s, attrs={**s.attrs, "args": [{"input": 0}, [2], [2]]}) if s.op == "fallback" else s
+        for s in two.steps
+    )
+    program = replace(plan.program, buckets=(one, replace(two, steps=steps)))
+    refused(replace(plan, program=program), "fails its self-test")
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def moved(bucket: Bucket, name: str, offset: int | None) -> tuple[Buffer, ...]:
+    assert name in {b.name for b in bucket.buffers}
+    return tuple(replace(b, offset=offset) if b.name == name else b for b in bucket.buffers)
+
+
+def test_live_buffers_must_not_overlap() -> None:
+    plan = good()
+    bucket = plan.program.buckets[0]
+    (add,) = (s for s in bucket.steps if s.op == "add")
+    offsets = {b.name: b.offset for b in bucket.buffers}
+    one, other = add.inputs
+    assert offsets[one] != offsets[other]
+    refused(
+        with_bucket(plan, buffers=moved(bucket, one, offsets[other])),
+        "same memory at the same time",
+    )
+    refused(with_bucket(plan, buffers=moved(bucket, one, None)), "no place for its result")
+
+
+@pytest.mark.parametrize("nbytes", [2**40, 2**40 - 64])
+def test_an_arena_beyond_the_memory_of_the_machine(nbytes: int) -> None:
+    refused(with_bucket(good(), arena_bytes=nbytes), "more memory than there is")
+
+
+def test_memory_that_a_view_still_needs_is_not_given_away() -> None:
+    """frees is not believed: a view of a buffer keeps it."""
+    spec = [
+        Buffer(name="a", dtype="float32", shape=(1, 36), offset=0),
+        Buffer(name="view", dtype="float32", shape=(36, 1)),
+        Buffer(name="b", dtype="float32", shape=(1, 36), offset=0),
+        Buffer(name="scores", dtype="float32", shape=(1, 36), offset=384),
+    ]
+    flat = Buffer(name="flat", dtype="float32", shape=(1, 36))
+    back = Buffer(name="back", dtype="float32", shape=(1, 36))
+
+    def step(kernel: str, inputs: str, output: str, *frees: str, **attrs: Any) -> Step:
+        return Step(
+            kernel=kernel,
+            op=kernel.partition(".")[0],
+            inputs=tuple(inputs.split()),
+            outputs=(output,),
+            attrs=attrs,
+            frees=frees,
+        )
+
+    steps = (
+        step("reshape.view", "image", "flat", shape=[1, 36]),
+        step("relu.aten", "flat", "a"),
+        step("reshape.view", "a", "view", "a", shape=[36, 1]),
+        step("sigmoid.aten", "flat", "b"),
+        step("reshape.view", "view", "back", shape=[1, 36]),
+        step("add.aten", "back b", "scores", alpha=1, scalar=None),
+    )
+    plan = good()
+    outputs = (replace(plan.manifest.outputs[0], shape=(1, 36)),)
+    x = torch.randn(1, 1, 6, 6)
+    right = {"input.image": x, "output.scores": x.relu().view(1, 36) + x.sigmoid().view(1, 36)}
+    plan = replace(
+        with_bucket(plan, buffers=(flat, back, *spec), steps=steps, arena_bytes=640),
+        manifest=replace(plan.manifest, outputs=outputs),
+        golden=right,
+    )
+    refused(plan, "b and a lie in the same memory")
+    apart = (flat, back, *spec[:2], replace(spec[2], offset=192), spec[3])
+    runtime.load(with_bucket(plan, buffers=apart))
+
+
+# --- workspaces -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def scratch_kernel() -> types.ModuleType:
+    """A softmax that needs 100 bytes of workspace and writes all over it."""
+    module = types.ModuleType("tests.artifacts.softmax_with_scratch")
+
+    def bind(problem: Any, constants: Any, *, tile: int) -> Any:
+        def call(x: torch.Tensor, *, out: torch.Tensor, workspace: torch.Tensor) -> None:
+            workspace.fill_(255)
+            torch.softmax(x, problem.attrs["dim"], out=out)
+
+        return call
+
+    module.WRITES_OUT = True
+    module.fits = lambda problem: None
+    module.bind = bind
+    module.configs = lambda problem: ({"tile": 1}, {"tile": 2})
+    module.workspace_bytes = lambda problem, tile: 100 * tile
+    return module
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    module = scratch_kernel()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    row = catalog.Kernel(
+        id="softmax.scratch", op="softmax", module=module.__name__, targets=("cpu",), source="user"
+    )
+    monkeypatch.setitem(catalog._REGISTERED, row.id, row)
+    plan = with_step("softmax", kernel=row.id, config={"tile": 1}, workspace="scratch")
+    bucket = plan.program.buckets[0]
+    arena = -(-bucket.arena_bytes // 64) * 64
+    space = Buffer(name="scratch", dtype="uint8", shape=(100,), offset=arena)
+    return with_bucket(plan, buffers=(*bucket.buffers, space), arena_bytes=arena + 128)
+
+
+def with_space(plan: Plan, **changes: Any) -> Plan:
+    bucket = plan.program.buckets[0]
+    return with_bucket(plan, buffers=(*bucket.buffers[:-1], replace(bucket.buffers[-1], **changes)))
+
+
+def with_last(plan: Plan, **changes: Any) -> Plan:
+    bucket = plan.program.buckets[0]
+    return with_bucket(
+        plan,
+        steps=tuple(replace(s, **changes) if s.op == "softmax" else s for s in bucket.steps),
+    )
+
+
+def test_a_workspace_in_its_place_loads(scratch: Plan) -> None:
+    runtime.load(from_bytes(to_bytes(scratch)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"shape": (99,)}, "too little workspace"),
+        ({"shape": (0,)}, "too little workspace"),
+        ({"shape": (25,), "dtype": "float32"}, "program"),
+        ({"shape": (10, 10)}, "program"),
+        ({"offset": None}, "program"),
+        ({"offset": -64}, "program"),
+        ({"offset": 2**62}, "program"),
+        ({"shape": (2**62,)}, "program"),
+    ],
+)
+def test_workspaces_that_are_none(scratch: Plan, changes: dict[str, Any], wrong: str) -> None:
+    refused(with_space(scratch, **changes), wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"workspace": None}, "too little workspace"),
+        ({"workspace": ""}, "program"),
+        ({"workspace": "image"}, "program"),
+        ({"workspace": "scores"}, "program"),
+        ({"workspace": "nothing"}, "program"),
+        ({"config": {"tile": 2}}, "too little workspace"),
+        ({"config": {"tile": True}}, "does not know the configuration"),
+        ({"config": {"tile": 1, "more": 0}}, "does not know the configuration"),
+        ({"config": {}}, "does not know the configuration"),
+    ],
+)
+def test_steps_with_other_workspaces(scratch: Plan, changes: dict[str, Any], wrong: str) -> None:
+    refused(with_last(scratch, **changes), wrong)
+
+
+def test_a_workspace_over_what_is_read(scratch: Plan) -> None:
+    """The step before leaves its result in the arena, and the workspace lies over it."""
+    bucket = scratch.program.buckets[0]
+    (last,) = (s for s in bucket.steps if s.op == "softmax")
+    relu = Step(kernel="relu.aten", op="relu", inputs=last.inputs, outputs=("kept",), attrs={})
+    steps = tuple(
+        s
+        for step in bucket.steps
+        for s in ((relu, replace(step, inputs=("kept",))) if step is last else (step,))
+    )
+    space = bucket.buffers[-1]
+    kept = Buffer(name="kept", dtype="float32", shape=(1, 3), offset=space.offset)
+    before = tuple(replace(s, frees=()) for s in steps)
+    buffers = (*bucket.buffers, kept)
+    refused(with_bucket(scratch, steps=before, buffers=buffers), "scratch and kept lie in the same")
+
+
+# --- what the manifest asks of the user -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("imports", "wrong"),
+    [
+        ({"nobody::needs": "os"}, "an import that no step needs"),
+        ({"softmax.aten": "os; rm -rf /"}, "an import that no step needs"),
+        ({"softmax.aten": "evil\x1b[2J"}, "an import that no step needs"),
+        ({"softmax.aten": "a" * 10_000}, "an import that no step needs"),
+        ({"softmax.aten": ""}, "an import that no step needs"),
+        ({"softmax.aten": 1}, "not a string"),
+        ({"softmax.aten": {"x": "y"}}, "not a string"),
+        ({"softmax.aten": "this"}, "kernels of a user's own"),
+    ],
+)
+def test_imports(imports: dict[str, Any], wrong: str) -> None:
+    """Nothing is imported, and the words that a user is asked to type are a module's name."""
+    plan = good()
+    assert any(s.kernel == "softmax.aten" for s in plan.program.buckets[0].steps)
+    refused(replace(plan, manifest=replace(plan.manifest, imports=imports)), wrong)
+    assert "this" not in sys.modules
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, 1.1, 1e300])
+def test_a_self_test_that_tests_nothing(tolerance: float) -> None:
+    plan = good()
+    refused(replace(plan, manifest=replace(plan.manifest, tolerance=tolerance)), "program")
+
+
+def test_a_self_test_without_its_tensors() -> None:
+    plan = good()
+    x, y = plan.golden["input.image"], plan.golden["output.scores"]
+    for golden in (
+        {},
+        {"input.image": x},
+        {"input.image": x, "output.scores": y[:, :1]},
+        {"input.image": x[:0], "output.scores": y[:0]},
+        {"input.image": x, "output.scores": y.double()},
+        {"input.image": x, "output.scores": y * float("nan")},
+        {"input.image": x[:, :, :2], "output.scores": y},
+    ):
+        refused(replace(plan, golden=golden), "fails its self-test")
+
+
+@pytest.mark.parametrize("batch", [0, -1, 2, 10**9])
+def test_hostile_batches(batch: int) -> None:
+    refused(with_bucket(good(), batch=batch), "program|cannot be bound")
