@@ -68,6 +68,7 @@ def explain(
     Returns:
         The passes, then ``assign_layout`` once for each layout that the compiler would try. Where
         these are several, each begins with the same graph, and ``compile_graph`` takes the faster.
+        ``fuse_siblings``, which a CPU's plan takes or leaves by measurement, is not shown yet.
 
     Raises:
         UsageError: an unknown precision.
