@@ -436,8 +436,11 @@ def _steps(program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]
             return f"{step.outputs} is also a workspace"
         if step.workspace is not None:
             scratch = buffers.get(step.workspace)
-            plain = scratch is not None and (scratch.dtype, scratch.format, len(scratch.shape))
-            if plain != ("uint8", "contiguous", 1) or scratch.offset is None:
+            if (
+                scratch is None
+                or scratch.offset is None
+                or (scratch.dtype, scratch.format, len(scratch.shape)) != ("uint8", "contiguous", 1)
+            ):
                 return f"{step.kernel} works in {step.workspace}, not a buffer for it"
         live |= set(step.outputs)
         made |= set(step.outputs)
