@@ -11,7 +11,7 @@ from html import escape
 from tessella.kernels.report import Report, title
 from tessella.kernels.work import flops, nbytes
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 860, 520, 70, 60, 50
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 960, 540, 70, 310, 60, 70  # right: the labels
 COLOURS = {"tessella": "#0b6e99", "user": "#7a3e9d"}  # libraries are grey
 
 
@@ -24,17 +24,19 @@ def svg(report: Report) -> str:
     ridge = ceiling / bandwidth
     ran = [f for f in report if f.tflops]
     rates = [f.tflops * 1e12 for f in ran] or [ceiling]
-    x = _scale(min(intensity, ridge) / 8, max(intensity, ridge) * 8, LEFT, WIDTH - 220)
+    x = _scale(min(intensity, ridge) / 8, max(intensity, ridge) * 8, LEFT, WIDTH - RIGHT)
     y = _scale(min(rates) / 3, max(ceiling, *rates) * 2, HEIGHT - BOTTOM, TOP)
     low, high = min(intensity, ridge) / 8, max(intensity, ridge) * 8
     floor = min(rates) / 3
     start = max(low, floor / bandwidth)
     roof = [(start, start * bandwidth), (ridge, ceiling), (high, ceiling)]
+    problem, _, machine = title(report).partition(", on ")
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
         ' font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="24" font-size="13">{escape(title(report))}</text>',
+        f'<text x="{LEFT}" y="24" font-size="13">{escape(problem)}</text>',
+        f'<text x="{LEFT}" y="42" fill="#555">{escape(machine)}</text>',
         *_grid(x, y, low, high, floor, max(ceiling, *rates) * 2),
         '<polyline fill="none" stroke="#444" stroke-width="2" points="'
         + " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in roof)
@@ -46,9 +48,9 @@ def svg(report: Report) -> str:
         at_x, at_y = x(intensity), y(finding.tflops * 1e12)
         parts += [
             f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="5" fill="{colour}"/>',
-            f'<line x1="{at_x + 6:.1f}" y1="{at_y:.1f}" x2="{WIDTH - 215}" y2="{label:.1f}"'
+            f'<line x1="{at_x + 6:.1f}" y1="{at_y:.1f}" x2="{WIDTH - RIGHT + 5}" y2="{label:.1f}"'
             f' stroke="{colour}" stroke-width="0.6"/>',
-            f'<text x="{WIDTH - 210}" y="{label + 4:.1f}" fill="{colour}">'
+            f'<text x="{WIDTH - RIGHT + 10}" y="{label + 4:.1f}" fill="{colour}">'
             f"{escape(finding.algorithm)} ({finding.source}) {finding.time_us:.1f} µs</text>",
         ]
     return "\n".join([*parts, "</svg>", ""])
@@ -61,7 +63,7 @@ def _scale(low: float, high: float, start: float, end: float):  # type: ignore[n
 
 
 def _grid(x, y, low: float, high: float, floor: float, top: float) -> list[str]:  # type: ignore[no-untyped-def]
-    """Axes with a line at every power of ten."""
+    """Axes with lines at powers of ten; at 1, 2 and 5 times them for the rates."""
     parts = []
     for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1):
         at = x(10.0**power)
@@ -70,13 +72,16 @@ def _grid(x, y, low: float, high: float, floor: float, top: float) -> list[str]:
             f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
             f"{10.0**power:g}</text>",
         ]
-    for power in range(math.ceil(math.log10(floor)), math.floor(math.log10(top)) + 1):
-        at, tflops = y(10.0**power), 10.0 ** (power - 12)
+    powers = range(math.floor(math.log10(floor)), math.floor(math.log10(top)) + 1)
+    for rate in (step * 10.0**power for power in powers for step in (1, 2, 5)):
+        if not floor <= rate <= top:
+            continue
+        at, tflops = y(rate), rate * 1e-12
         parts += [
-            f'<line x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - 220}" y2="{at:.1f}" stroke="#ddd"/>',
+            f'<line x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}" stroke="#ddd"/>',
             f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{tflops:g}</text>',
         ]
-    middle = (LEFT + WIDTH - 220) / 2
+    middle = (LEFT + WIDTH - RIGHT) / 2
     return [
         *parts,
         f'<text x="{middle}" y="{HEIGHT - 16}" text-anchor="middle">operations a byte</text>',
