@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from tessella.compiler.passes import assign_layout
 from tessella.compiler.passes.assign_layout import Layout
 from tessella.compiler.pipeline import (
     PASSES,
@@ -17,8 +16,8 @@ from tessella.compiler.pipeline import (
     layouts_to_try,
     lowering,
     require_precision,
+    with_layout,
 )
-from tessella.graph.check import check
 from tessella.graph.graph import Graph
 from tessella.graph.show import text
 
@@ -99,9 +98,7 @@ def explain(
 
 def _laid_out(graph: Graph, layout: Layout, *, one_of: int) -> PassRecord:
     """``assign_layout`` on a copy; its rewrites are the copies into another format."""
-    candidate = copied(graph)
-    formats = assign_layout.apply(candidate, layout)
-    check(candidate)
+    candidate, formats = with_layout(graph, layout)
     fast = sum(format == "channels_last" for format in formats.values())
     taken = "the faster one is taken" if one_of > 1 else "the only one tried"
     return PassRecord(

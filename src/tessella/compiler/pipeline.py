@@ -245,7 +245,7 @@ def _fastest(
 ) -> tuple[Graph, Formats]:
     """The variant that is fastest at the usual batch size, all in the first one's best layout."""
     layout = _fastest_layout(variants[0], opt, precision, tuner, emit)
-    laid_out = [_laid_out(graph, layout) for graph in variants]
+    laid_out = [with_layout(graph, layout) for graph in variants]
     if len(laid_out) == 1:
         return laid_out[0]
     programs = []
@@ -265,7 +265,7 @@ def _fastest_layout(graph: Graph, opt: int, precision: str, tuner: Tuner, emit: 
         return layouts[0]
     costs = []
     for layout in layouts:
-        candidate, formats = _laid_out(graph, layout)
+        candidate, formats = with_layout(graph, layout)
         emit(phase("layout", f"{layout} at batch {opt}"))
         concrete = candidate.at_batch(opt)
         choices = choose_kernels.apply(concrete, formats, tuner, emit, layout)
@@ -273,7 +273,7 @@ def _fastest_layout(graph: Graph, opt: int, precision: str, tuner: Tuner, emit: 
     return layouts[costs.index(min(costs))]
 
 
-def _laid_out(graph: Graph, layout: Layout) -> tuple[Graph, Formats]:
+def with_layout(graph: Graph, layout: Layout) -> tuple[Graph, Formats]:
     """A copy of the graph with the copies that a layout needs, and its formats."""
     graph = copied(graph)
     formats = assign_layout.apply(graph, layout)
