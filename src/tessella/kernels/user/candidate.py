@@ -6,7 +6,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -14,8 +14,16 @@ from torch import Tensor
 from tessella.kernels.catalog import Call, Config, Kernel
 from tessella.kernels.problem import DEFAULTS, Problem, TensorMeta
 
-if TYPE_CHECKING:
-    from tessella.kernels.user.operator import Operator
+
+class Runs(Protocol):
+    """What a row needs of the operator that it stands for."""
+
+    signature: inspect.Signature
+    dtypes: tuple[str, ...]
+
+    def run(self, *args: Any, out: Any = None) -> Any: ...
+
+    def empty(self, *args: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +35,7 @@ class UserKernel(Kernel):
         refuses: the user's own reasons to refuse a problem.
     """
 
-    operator: Operator
+    operator: Runs
     refuses: Callable[[Problem], str | None] | None = None
 
     WRITES_OUT = True
