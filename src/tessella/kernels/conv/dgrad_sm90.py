@@ -117,7 +117,8 @@ def _geometry(problem: Problem) -> Geometry:
 
 def _cells(geometry: Geometry) -> tuple[int, int]:
     """Extents of the pixels of one class."""
-    return tuple(-(-n // s) for n, s in zip(geometry.image, geometry.stride))  # type: ignore
+    (height, width), (down, right) = geometry.image, geometry.stride
+    return -(-height // down), -(-width // right)
 
 
 def _clocks(geometry: Geometry, box: Box, columns: int, resident: int) -> float:
