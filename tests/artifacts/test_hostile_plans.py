@@ -213,7 +213,8 @@ def test_memory_that_a_view_still_needs_is_not_given_away() -> None:
     )
     refused(plan, "b and a lie in the same memory")
     apart = (flat, back, *spec[:2], replace(spec[2], offset=192), spec[3])
-    runtime.load(with_bucket(plan, buffers=apart))
+    with runtime.load(with_bucket(plan, buffers=apart)) as engine:
+        assert torch.equal(engine(x)["scores"], right["output.scores"])
 
 
 # --- workspaces -----------------------------------------------------------------------------------
@@ -268,7 +269,11 @@ def with_last(plan: Plan, **changes: Any) -> Plan:
 
 
 def test_a_workspace_in_its_place_loads(scratch: Plan) -> None:
-    runtime.load(from_bytes(to_bytes(scratch)))
+    x = torch.randn(1, 1, 6, 6)
+    with runtime.load(from_bytes(to_bytes(scratch))) as engine:
+        made = engine(x)["scores"]
+    with runtime.load(with_bucket(good())) as engine:
+        assert torch.equal(made, engine(x)["scores"])
 
 
 @pytest.mark.parametrize(
