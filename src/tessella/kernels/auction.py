@@ -31,7 +31,7 @@ from tessella.kernels.tuning import Inspection, TimingCache, Trial, Tried
 COMPILERS = 8  # configurations that are compiled side by side
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
 POISON = 77
-UNPROVEN = "its present code has not run on a GPU and might hang; ask for its algorithm by name"
+UNPROVEN = "not run on a GPU in its present form, and might hang; ask for its algorithm by name"
 # Largest error over the largest value that a kernel may show, by input type; tf32 has its own.
 TOLERANCES = {
     "float32": 1e-4,
