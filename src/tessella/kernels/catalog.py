@@ -57,8 +57,8 @@ class Kernel:
         version: raised when its code changes, so that old timings of it are not believed.
         views: its output may share memory with its input, which must live as long.
         last_resort: tried only where no other kernel fits.
-        unproven: its barriers have not run on a GPU in their present form, so that it might hang: it
-            takes part only where its algorithm is asked for by name.
+        unproven: its barriers have not run on a GPU in their present form, so that it might hang:
+            it takes part only where its algorithm is asked for by name.
     """
 
     id: str
