@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from tessella.core.device import fingerprint, torch_device
 from tessella.core.errors import CompileError, KernelError
 from tessella.kernels import catalog, reference
 from tessella.kernels.catalog import Call, Config, Kernel
+from tessella.kernels.compilers import compile_ahead
 from tessella.kernels.epilogue import store
 from tessella.kernels.float32_math import float32_math
 from tessella.kernels.launch import preparing, watching
@@ -28,7 +29,7 @@ from tessella.kernels.problem import Problem, TensorMeta, memory_format
 from tessella.kernels.timing import Run, Timing, glance, race
 from tessella.kernels.tuning import Inspection, TimingCache, Trial, Tried
 
-COMPILERS = 8  # configurations that are compiled side by side
+COMPILERS = 8  # threads that load what is compiled, and compile what users registered
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
 POISON = 77
 UNPROVEN = "not run on a GPU in its present form, and might hang; ask for its algorithm by name"
@@ -87,18 +88,9 @@ def find(
         CompileError: no kernel can carry the problem out.
     """
     auction = _Auction(problem, constants, target, cache or TimingCache(), terms, inputs)
-    rows = [
-        row
-        for row in catalog.candidates(problem.op, target)
-        if (terms.algorithms is None or row.algorithm in terms.algorithms)
-        and (terms.sources is None or row.source in terms.sources)
-    ]
-    refusals = {
-        row.id: UNPROVEN if row.unproven and not terms.algorithms else row.load().fits(problem)
-        for row in rows
-        if not row.last_resort
-    }
-    fitting = [row for row in rows if row.id in refusals and refusals[row.id] is None]
+    rows = _admitted(problem, target, terms)
+    refusals = _refusals(rows, problem, terms)
+    fitting = _fitting(rows, refusals)
     large = {row.id: auction.over_limit(row) for row in fitting}
     fitting = [row for row in fitting if large[row.id] is None]
     refusals |= large
@@ -116,6 +108,52 @@ def find(
     return tuple(
         sorted(trials, key=lambda t: (t.refused is not None, t.time_us or 0.0, order[t.kernel]))
     )
+
+
+def compile_first(
+    problems: Iterable[Problem], *, target: str, cache: TimingCache, terms: Terms = Terms()
+) -> None:
+    """Compile what the auctions of these problems will run first, all together.
+
+    A network's auctions one after another would leave most of the compiling processes idle.
+    """
+    if torch_device(target).type != "cuda":
+        return
+    device = fingerprint(target).hash
+    compile_ahead(
+        [
+            (problem, row, config)
+            for problem in problems
+            for rows in [_admitted(problem, target, terms)]
+            for row in _fitting(rows, _refusals(rows, problem, terms))
+            if row.source in OWN and not cache.get(device, problem.key, row.id, row.version)
+            for config in row.configs(problem)[:1]
+        ],
+        target,
+    )
+
+
+def _admitted(problem: Problem, target: str, terms: Terms) -> list[Kernel]:
+    """The rows that the terms let bid."""
+    return [
+        row
+        for row in catalog.candidates(problem.op, target)
+        if (terms.algorithms is None or row.algorithm in terms.algorithms)
+        and (terms.sources is None or row.source in terms.sources)
+    ]
+
+
+def _refusals(rows: Sequence[Kernel], problem: Problem, terms: Terms) -> dict[str, str | None]:
+    """Why each row but the last resorts does not fit the problem; None where it does."""
+    return {
+        row.id: UNPROVEN if row.unproven and not terms.algorithms else row.load().fits(problem)
+        for row in rows
+        if not row.last_resort
+    }
+
+
+def _fitting(rows: Sequence[Kernel], refusals: Mapping[str, str | None]) -> list[Kernel]:
+    return [row for row in rows if row.id in refusals and refusals[row.id] is None]
 
 
 def bind(
@@ -328,7 +366,7 @@ class _Auction:
         return TOLERANCES.get("tf32" if tf32 else dtype, 0.0)
 
     def _compile(self, wanted: list[tuple[Kernel, Config]]) -> None:
-        """Fill Triton's cache with several compilers at once; what fails, fails again when run."""
+        """Load what is to run, compiled side by side; what fails, fails again when run."""
 
         def compile_one(bid: tuple[Kernel, Config]) -> None:
             with preparing(), torch.inference_mode():
@@ -337,6 +375,7 @@ class _Auction:
         for row, config in wanted:
             with contextlib.suppress(torch.OutOfMemoryError):  # told when the bid is run
                 self._reserve(row, config)
+        compile_ahead([(self._problem, *bid) for bid in wanted], self._target)
         with ThreadPoolExecutor(COMPILERS) as pool:
             list(pool.map(compile_one, wanted))
 

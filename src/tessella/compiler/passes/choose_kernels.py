@@ -10,7 +10,7 @@ import torch
 from tessella.compiler.passes.assign_layout import Formats
 from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.auction import Terms, find
+from tessella.kernels.auction import Terms, compile_first, find
 from tessella.kernels.catalog import Config, kernel
 from tessella.kernels.problem import Math, Problem, TensorMeta
 from tessella.kernels.tuning import TimingCache, Trial
@@ -60,15 +60,17 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
     """A choice for each node of ``graph`` (concrete shapes), in order; equal problems run once."""
     choices = []
     known: dict[str, tuple[Trial, ...]] = {}
-    for done, node in enumerate(graph.nodes):
-        problem = problem_of(graph, node, formats, tuner.math)
+    terms = Terms(budget_s=tuner.budget_s, max_workspace_bytes=WORKSPACE_BYTES)
+    problems = [problem_of(graph, node, formats, tuner.math) for node in graph.nodes]
+    compile_first(problems, target=tuner.target, cache=tuner.cache, terms=terms)
+    for done, (node, problem) in enumerate(zip(graph.nodes, problems, strict=True)):
         if problem.key not in known:
             known[problem.key] = find(
                 problem,
                 constants_of(node, problem, tuner.constants),
                 target=tuner.target,
                 cache=tuner.cache,
-                terms=Terms(budget_s=tuner.budget_s, max_workspace_bytes=WORKSPACE_BYTES),
+                terms=terms,
             )
         choices.append(Choice(node=node, problem=problem, trials=known[problem.key]))
         emit(progress(name, done + 1, len(graph.nodes)))
