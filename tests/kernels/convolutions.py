@@ -187,7 +187,10 @@ def check(
     output = case.problem.output.dtype
     by = "tf32" if case.math == "tf32" and not integers else case.dtype
     tolerance = max(TOLERANCES[by], TOLERANCES[output])
+    rounds = case.activation not in (None, "relu", "relu6")  # before the result's type does
     if integers and output in ("float32", "int8", "int32"):
-        tolerance = 1e-6 if case.activation not in (None, "relu") else 0.0
+        tolerance = 1e-6 if rounds else 0.0
+    if output == "int8" and rounds:
+        tolerance = 1.01 / 127  # a tie may fall either way: one step
     error = (made - expected).abs().max() / expected.abs().max().clamp(min=1.0)
     assert float(error) <= tolerance, f"{row.id} {config}: error {float(error):.2e}"

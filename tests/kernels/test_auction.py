@@ -150,17 +150,6 @@ def test_one_of_ours_that_would_win_with_wrong_numbers_is_refused(
         auction.find(LINEAR, WEIGHT, target="cpu", terms=only)
 
 
-def test_an_unproven_kernel_takes_part_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = catalog.Kernel(**{**vars(scratch.ROW), "unproven": True})
-    monkeypatch.setattr(catalog, "KERNELS", (*catalog.KERNELS, row))
-    terms = auction.Terms(budget_s=0.0)
-    trials = {t.kernel: t for t in auction.find(LINEAR, WEIGHT, target="cpu", terms=terms)}
-    assert trials["linear.scratch"].refused == auction.UNPROVEN
-    asked = auction.Terms(budget_s=0.0, algorithms=("scratch",))
-    (trial,) = auction.find(LINEAR, WEIGHT, target="cpu", terms=asked)
-    assert (trial.kernel, trial.refused) == ("linear.scratch", None)
-
-
 def test_a_shortage_of_memory_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

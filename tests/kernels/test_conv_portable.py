@@ -42,6 +42,7 @@ CASES = {
         x=(1, 6, 10, 7), w=(12, 1, 5, 5), groups=6, padding=2, stride=2, x_format=LAST,
         bias="float32",
     ),
+    "depthwise half": Case(x=(1, 4, 6, 7), w=(4, 1, 3, 3), groups=4, padding=1, dtype="float16"),
     "depthwise dilated": Case(x=(1, 4, 11, 9), w=(4, 1, 3, 3), groups=4, dilation=2, stride=(3, 1)),
     "view": Case(x=(1, 5, 6, 7), w=(6, 5, 2, 2), x_format="strided"),
     "argument": Case(x=(1, 16, 6, 6), w=(8, 16, 3, 3), constant=False, padding=1),

@@ -32,7 +32,6 @@ from tessella.kernels.tuning import Inspection, TimingCache, Trial, Tried
 COMPILERS = 8  # threads that load what is compiled, and compile what users registered
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
 POISON = 77
-UNPROVEN = "not run on a GPU in its present form, and might hang; ask for its algorithm by name"
 # Largest error over the largest value that a kernel may show, by input type; tf32 has its own.
 TOLERANCES = {
     "float32": 1e-4,
@@ -89,7 +88,7 @@ def find(
     """
     auction = _Auction(problem, constants, target, cache or TimingCache(), terms, inputs)
     rows = _admitted(problem, target, terms)
-    refusals = _refusals(rows, problem, terms)
+    refusals = _refusals(rows, problem)
     fitting = _fitting(rows, refusals)
     large = {row.id: auction.over_limit(row) for row in fitting}
     fitting = [row for row in fitting if large[row.id] is None]
@@ -125,7 +124,7 @@ def compile_first(
             (problem, row, config)
             for problem in problems
             for rows in [_admitted(problem, target, terms)]
-            for row in _fitting(rows, _refusals(rows, problem, terms))
+            for row in _fitting(rows, _refusals(rows, problem))
             if row.source in OWN and not cache.get(device, problem.key, row.id, row.version)
             for config in row.configs(problem)[:1]
         ],
@@ -143,13 +142,9 @@ def _admitted(problem: Problem, target: str, terms: Terms) -> list[Kernel]:
     ]
 
 
-def _refusals(rows: Sequence[Kernel], problem: Problem, terms: Terms) -> dict[str, str | None]:
+def _refusals(rows: Sequence[Kernel], problem: Problem) -> dict[str, str | None]:
     """Why each row but the last resorts does not fit the problem; None where it does."""
-    return {
-        row.id: UNPROVEN if row.unproven and not terms.algorithms else row.load().fits(problem)
-        for row in rows
-        if not row.last_resort
-    }
+    return {row.id: row.load().fits(problem) for row in rows if not row.last_resort}
 
 
 def _fitting(rows: Sequence[Kernel], refusals: Mapping[str, str | None]) -> list[Kernel]:

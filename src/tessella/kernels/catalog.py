@@ -57,8 +57,6 @@ class Kernel:
         version: raised when its code changes, so that old timings of it are not believed.
         views: its output may share memory with its input, which must live as long.
         last_resort: tried only where no other kernel fits.
-        unproven: its barriers have not run on a GPU in their present form, so that it might hang:
-            it takes part only where its algorithm is asked for by name.
     """
 
     id: str
@@ -69,7 +67,6 @@ class Kernel:
     version: int = 1
     views: bool = False
     last_resort: bool = False
-    unproven: bool = False
 
     @property
     def algorithm(self) -> str:
@@ -131,7 +128,7 @@ KERNELS: tuple[Kernel, ...] = (
     _row("conv2d.onednn", "conv.onednn", "cpu", source="onednn"),
     _row("conv2d.cudnn", "conv.cudnn", "sm_90", source="cudnn"),
     _row("conv2d.implicit_gemm.sm90", "conv.implicit_gemm_sm90", "sm_90", source="tessella"),
-    _row("conv2d.direct.sm90", "conv.direct_sm90", "sm_90", source="tessella", unproven=True),
+    _row("conv2d.direct.sm90", "conv.direct_sm90", "sm_90", source="tessella"),
     *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella"),
     *_rows("conv2d conv1d conv3d", "gemm", "conv.gemm", "tessella"),
     *_rows("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", "tessella"),
@@ -150,7 +147,6 @@ KERNELS: tuple[Kernel, ...] = (
         "conv.wgrad_sm90",
         "sm_90",
         source="tessella",
-        unproven=True,
     ),
     _row("conv2d_dgrad.implicit_gemm", "conv.dgrad", "sm_90", source="tessella"),
     _row("conv2d_wgrad.implicit_gemm", "conv.wgrad", "sm_90", source="tessella"),
@@ -163,7 +159,7 @@ KERNELS: tuple[Kernel, ...] = (
     _row("linear.mkl", "gemm.mkl", "cpu", source="mkl"),
     *_rows("linear matmul", "cublaslt", "gemm.cublaslt", "cublaslt"),
     *_rows("linear matmul", "wgmma.sm90", "gemm.wgmma", "tessella"),
-    *_rows("linear matmul", "skinny.sm90", "gemm.skinny_sm90", "tessella", unproven=True),
+    *_rows("linear matmul", "skinny.sm90", "gemm.skinny_sm90", "tessella"),
     *_rows("linear matmul", "skinny", "gemm.skinny", "tessella"),
     *_rows("linear matmul", "tiled", "gemm.tiled", "tessella"),
     *_rows("linear matmul", "fma.sm90", "gemm.fma_sm90", "tessella"),

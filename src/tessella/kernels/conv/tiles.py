@@ -407,8 +407,13 @@ def pack(weight: torch.Tensor, *, filters_last: bool) -> torch.Tensor:
     or [taps, C, K] for the plain units."""
     taps_first = weight.movedim(1, -1)
     if filters_last:
-        return taps_first.movedim(0, -1).contiguous().movedim(-1, 0).movedim(-1, 1)
-    return taps_first.contiguous().movedim(-1, 1)
+        return _copied(taps_first.movedim(0, -1)).movedim(-1, 0).movedim(-1, 1)
+    return _copied(taps_first).movedim(-1, 1)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Dense, with the last axis' stride 1: ``contiguous`` leaves any stride to an axis of one."""
+    return tensor.new_empty(tensor.shape).copy_(tensor)
 
 
 def with_packed_weight(
