@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from tessella.kernels.problem import Problem, TensorMeta, memory_format
 from tessella.kernels.timing import Run, Timing, glance, race
 from tessella.kernels.tuning import Inspection, TimingCache, Trial, Tried
 
+Bid = tuple[Kernel, Config]
 COMPILERS = 8  # threads that load what is compiled, and compile what users registered
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
 POISON = 77
@@ -74,6 +76,7 @@ def find(
     cache: TimingCache | None = None,
     terms: Terms = Terms(),
     inputs: Sequence[torch.Tensor] | None = None,
+    near: Sequence[Bid] | None = None,
 ) -> tuple[Trial, ...]:
     """Every kernel of the catalog for this problem: the fastest first, refused ones last.
 
@@ -82,11 +85,12 @@ def find(
         cache: times from here are believed; new ones are added.
         inputs: the other inputs, in order; random ones if left out, or where they would not show
             a wrong kernel: not finite, or zeros.
+        near: what ``look`` found worth running, if it was asked.
 
     Raises:
         CompileError: no kernel can carry the problem out.
     """
-    auction = _Auction(problem, constants, target, cache or TimingCache(), terms, inputs)
+    auction = _Auction(problem, constants, target, cache or TimingCache(), terms, inputs, near)
     rows = _admitted(problem, target, terms)
     refusals = _refusals(rows, problem)
     fitting = _fitting(rows, refusals)
@@ -109,27 +113,44 @@ def find(
     )
 
 
-def compile_first(
-    problems: Iterable[Problem], *, target: str, cache: TimingCache, terms: Terms = Terms()
-) -> None:
-    """Compile what the auctions of these problems will run first, all together.
+def look_ahead(
+    problems: Mapping[str, tuple[Problem, Mapping[int, torch.Tensor]]],
+    *,
+    target: str,
+    cache: TimingCache,
+    terms: Terms = Terms(),
+) -> dict[str, tuple[Sequence[Bid], Event]]:
+    """What the auctions of a network will run, being compiled while the first are held.
 
-    A network's auctions one after another would leave most of the compiling processes idle.
+    One auction after another would leave most of the compiling processes idle.
+
+    Args:
+        problems: each with its constants, by a name.
+
+    Returns:
+        For those that the cache does not answer: what is ``near``, and when it is compiled.
     """
     if torch_device(target).type != "cuda":
-        return
-    device = fingerprint(target).hash
-    compile_ahead(
-        [
-            (problem, row, config)
-            for problem in problems
-            for rows in [_admitted(problem, target, terms)]
-            for row in _fitting(rows, _refusals(rows, problem))
-            if row.source in OWN and not cache.get(device, problem.key, row.id, row.version)
-            for config in row.configs(problem)[:1]
-        ],
-        target,
-    )
+        return {}
+    auctions = {
+        name: _Auction(problem, constants, target, cache, terms, None)
+        for name, (problem, constants) in problems.items()
+    }
+    rows = {name: auction.unknown_rows() for name, auction in auctions.items()}
+    openers = [
+        (problems[name][0], row, config)
+        for name, fitting in rows.items()
+        for row in fitting
+        for config in auctions[name].configs(row)[:1]
+    ]
+    compile_ahead(openers, target).wait()
+    ahead = {}
+    for name, auction in auctions.items():
+        if rows[name]:
+            near = auction.look(rows[name])
+            compiled = compile_ahead([(problems[name][0], *bid) for bid in near], target)
+            ahead[name] = near, compiled
+    return ahead
 
 
 def _admitted(problem: Problem, target: str, terms: Terms) -> list[Kernel]:
@@ -214,8 +235,10 @@ class _Auction:
         cache: TimingCache,
         terms: Terms,
         inputs: Sequence[torch.Tensor] | None,
+        near: Sequence[Bid] | None = None,
     ) -> None:
         self._problem, self._constants, self._terms = problem, constants, terms
+        self._near = near
         self._target, self._cache = target, cache
         self._device = torch_device(target)
         self._inputs = inputs
@@ -237,12 +260,33 @@ class _Auction:
                 self._cache.put(device, key, row.version, trial)
         return [self._within_limit(trial) for trial in trials]
 
+    def unknown_rows(self) -> list[Kernel]:
+        """The rows that fit, if the cache does not know them all."""
+        rows = _admitted(self._problem, self._target, self._terms)
+        fitting = [
+            row
+            for row in _fitting(rows, _refusals(rows, self._problem))
+            if self.over_limit(row) is None
+        ]
+        device, key = fingerprint(self._target).hash, self._problem.key
+        known = [self._cache.get(device, key, row.id, row.version) for row in fitting]
+        return [] if all(known) else fitting
+
+    def look(self, rows: list[Kernel]) -> list[Bid]:
+        """What is worth running; the buffers of the look are let go."""
+        self._inputs = sample_inputs(self._problem, self._device)
+        with torch.inference_mode(), float32_math(self._problem.math):
+            near = self._worth_running(rows)
+        self._inputs = self._out = None
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return near
+
     def over_limit(self, row: Kernel) -> str | None:
         """Why no configuration of a kernel may have the workspace that it needs, or None."""
         needs = [row.workspace_bytes(self._problem, c) for c in row.configs(self._problem)]
         return self._too_much(min(needs, default=0))
 
-    def _configs(self, row: Kernel) -> tuple[Config, ...]:
+    def configs(self, row: Kernel) -> tuple[Config, ...]:
         """Those whose workspace is allowed."""
         return tuple(
             config
@@ -265,7 +309,7 @@ class _Auction:
         if self._inputs is None or not _telling(self._inputs):
             self._inputs = sample_inputs(self._problem, self._device)
         with torch.inference_mode(), float32_math(self._problem.math):
-            bids = self._bids(self._worth_running(rows))
+            bids = self._bids(self._worth_running(rows) if self._near is None else self._near)
             ran = {name: bid for name, bid in bids.items() if isinstance(bid, _Bid)}
             timings = race(
                 {name: bid.run for name, bid in ran.items()},
@@ -276,9 +320,9 @@ class _Auction:
             trials = [self._trial(row, bids, timings) for row in rows]
             return trials if self._terms.inspect else self._winner_checked(trials, bids)
 
-    def _worth_running(self, rows: list[Kernel]) -> list[tuple[Kernel, Config]]:
+    def _worth_running(self, rows: list[Kernel]) -> list[Bid]:
         """All configurations of kernels whose first is not far behind; of the others, that one."""
-        configs = {row.id: self._configs(row) for row in rows}
+        configs = {row.id: self.configs(row) for row in rows}
         far = self._terms.far
         if far == math.inf or all(len(c) == 1 for c in configs.values()):
             return [(row, config) for row in rows for config in configs[row.id]]
@@ -295,7 +339,7 @@ class _Auction:
             for config in (configs[row.id] if row.id in near else configs[row.id][:1])
         ]
 
-    def _bids(self, wanted: list[tuple[Kernel, Config]]) -> dict[str, _Bid | Tried]:
+    def _bids(self, wanted: Sequence[Bid]) -> dict[str, _Bid | Tried]:
         """Each kernel and configuration, compiled, run once and checked, by a name."""
         if self._device.type == "cuda":
             self._compile([bid for bid in wanted if bid[0].source in OWN])
@@ -307,7 +351,7 @@ class _Auction:
         """The kernel's best configuration, with what is known about the others."""
         tried: list[Tried] = []
         ran: list[tuple[float, int, str]] = []
-        for config in self._configs(row):
+        for config in self.configs(row):
             name = f"{row.id} {config}"
             bid = bids.get(name)
             if isinstance(bid, Tried):
@@ -360,17 +404,17 @@ class _Auction:
         tf32 = dtype == "float32" and self._problem.math == "tf32"
         return TOLERANCES.get("tf32" if tf32 else dtype, 0.0)
 
-    def _compile(self, wanted: list[tuple[Kernel, Config]]) -> None:
+    def _compile(self, wanted: list[Bid]) -> None:
         """Load what is to run, compiled side by side; what fails, fails again when run."""
 
-        def compile_one(bid: tuple[Kernel, Config]) -> None:
+        def compile_one(bid: Bid) -> None:
             with preparing(), torch.inference_mode():
                 self._bid(*bid)
 
         for row, config in wanted:
             with contextlib.suppress(torch.OutOfMemoryError):  # told when the bid is run
                 self._reserve(row, config)
-        compile_ahead([(self._problem, *bid) for bid in wanted], self._target)
+        compile_ahead([(self._problem, *bid) for bid in wanted], self._target).wait()
         with ThreadPoolExecutor(COMPILERS) as pool:
             list(pool.map(compile_one, wanted))
 

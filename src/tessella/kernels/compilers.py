@@ -7,16 +7,17 @@ is told line by line what to compile. Tensors are on the ``meta`` device: no mem
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Collection
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Collection, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -33,66 +34,91 @@ FEW = 4  # with fewer to compile, starting the processes (3 s) takes longer than
 META = torch.device("meta")
 
 
-def compile_ahead(bids: Collection[Bid], target: str) -> None:
+def compile_ahead(bids: Collection[Bid], target: str) -> threading.Event:
     """Have what these bids launch in Triton's cache; what does not compile fails when it is run.
 
     Kernels that users registered are left out: their modules are known to this process only.
+
+    Returns:
+        An event that is set when all is done.
     """
-    lines = [
+    requests = [
         canonical_json({"problem": problem, "kernel": row.id, "config": config, "target": target})
         for problem, row, config in bids
         if row.id in catalog.BY_ID and row.source == "tessella"
     ]
-    fresh = [line for line in dict.fromkeys(lines) if line not in _done]
-    if len(fresh) < FEW:
-        return
     with _lock:
-        server = _server()
-        answers = threading.Thread(target=_read, args=(server.stdout, len(fresh)))
-        answers.start()  # while we write: else both ends could wait on full pipes
-        server.stdin.writelines(line + "\n" for line in fresh)
-        server.stdin.flush()
-        answers.join()
-    _done.update(fresh)
+        fresh = [one for one in dict.fromkeys(requests) if one not in _asked]
+        if len(fresh) < FEW:
+            done = threading.Event()
+            done.set()
+            return done
+        _asked.update(fresh)
+        if not _running or _running[-1].has_ended:
+            _running.append(_Compilers())
+        return _running[-1].ask(fresh)
 
 
-_done: set[str] = set()  # by this process
+_asked: set[str] = set()  # by this process
 _lock = threading.Lock()
-_started: list[subprocess.Popen[str]] = []
 
 
-def _server() -> subprocess.Popen[str]:
-    """The compiling process of this one; it ends when its input does."""
-    if not _started or _started[-1].poll() is not None:
-        command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+class _Compilers:
+    """The compiling process, which ends when its input does, and a thread that listens to it."""
+
+    def __init__(self) -> None:
         hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        _started.append(
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=hidden
-            )
+        command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=hidden
         )
-    return _started[-1]
+        self._left: dict[int, int] = {}  # of each batch
+        self._done: dict[int, threading.Event] = {}
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask(self, requests: Sequence[str]) -> threading.Event:
+        """Compile these; the event is set when the last is done, or when the process dies."""
+        batch, done = len(self._done), threading.Event()
+        self._left[batch], self._done[batch] = len(requests), done
+        with contextlib.suppress(BrokenPipeError):  # then its end is heard
+            self._process.stdin.writelines(f"{batch} {request}\n" for request in requests)
+            self._process.stdin.flush()
+        if self.has_ended:
+            done.set()
+        return done
+
+    def _listen(self) -> None:
+        for answer in self._process.stdout:
+            batch = int(answer)
+            self._left[batch] -= 1
+            if self._left[batch] == 0:
+                self._done[batch].set()
+        for done in self._done.values():
+            done.set()
 
 
-def _read(answers: IO[str], count: int) -> None:
-    for _ in range(count):
-        if not answers.readline():  # the process died: what is missing compiles where it is run
-            return
+_running: list[_Compilers] = []
 
 
-def serve(requests: IO[str], answers: IO[str], *, workers: int) -> None:
-    """Compile what each line asks for, and answer with a line when it is done, in any order."""
+def main() -> None:
+    """The compiling process: requests from stdin, each answered by its batch when it is done."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a worker prints is no answer
+    importlib.import_module("triton.compiler")  # once, before the workers are forked
 
-    def answer(done: Future[str]) -> None:
-        answers.write(f"{done.exception() or done.result()}".replace("\n", " ") + "\n")
-        answers.flush()
+    def submit(pool: ProcessPoolExecutor, batch: str, request: str) -> None:
+        future = pool.submit(compile_one, json.loads(request))
+        future.add_done_callback(lambda _: print(batch, file=answers, flush=True))
 
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        for line in requests:
-            pool.submit(compile_one, json.loads(line)).add_done_callback(answer)
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("fork")) as pool:
+        for line in sys.stdin:
+            submit(pool, *line.split(" ", 1))
 
 
-def compile_one(request: dict[str, Any]) -> str:
+def compile_one(request: dict[str, Any]) -> None:
     """One configuration, bound and called on tensors without memory."""
     problem = from_plain(Problem, request["problem"], where="a request to compile")
     row, config = catalog.kernel(request["kernel"]), request["config"]
@@ -105,12 +131,3 @@ def compile_one(request: dict[str, Any]) -> str:
             buffers["workspace"] = torch.empty(scratch, dtype=torch.uint8, device=META)
         call = row.load().bind(problem, constants, **config)
         call(*operands.values(), **buffers)
-    return "compiled"
-
-
-def main() -> None:
-    """The compiling process."""
-    # what a worker prints must not be taken for an answer
-    to_parent, sys.stdout = sys.stdout, sys.stderr
-    importlib.import_module("triton.compiler")  # once, before the workers are forked
-    serve(sys.stdin, to_parent, workers=len(os.sched_getaffinity(0)))

@@ -10,12 +10,14 @@ import torch
 from tessella.compiler.passes.assign_layout import Formats
 from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.auction import Terms, compile_first, find
+from tessella.kernels.auction import Terms, find, look_ahead
 from tessella.kernels.catalog import Config, kernel
 from tessella.kernels.problem import Math, Problem, TensorMeta
 from tessella.kernels.tuning import TimingCache, Trial
 
 WORKSPACE_BYTES = 1 << 30  # of one step; it lies in the arena, which all steps share
+# In 50 layers of ResNet-50 no kernel won whose first configuration took 1.22 times the best time.
+FAR = 1.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +62,29 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
     """A choice for each node of ``graph`` (concrete shapes), in order; equal problems run once."""
     choices = []
     known: dict[str, tuple[Trial, ...]] = {}
-    terms = Terms(budget_s=tuner.budget_s, max_workspace_bytes=WORKSPACE_BYTES)
+    terms = Terms(budget_s=tuner.budget_s, max_workspace_bytes=WORKSPACE_BYTES, far=FAR)
     problems = [problem_of(graph, node, formats, tuner.math) for node in graph.nodes]
-    compile_first(problems, target=tuner.target, cache=tuner.cache, terms=terms)
+    ahead = look_ahead(
+        {
+            problem.key: (problem, constants_of(node, problem, tuner.constants))
+            for node, problem in zip(graph.nodes, problems, strict=True)
+        },
+        target=tuner.target,
+        cache=tuner.cache,
+        terms=terms,
+    )
     for done, (node, problem) in enumerate(zip(graph.nodes, problems, strict=True)):
         if problem.key not in known:
+            near, compiled = ahead.get(problem.key, (None, None))
+            if compiled:
+                compiled.wait()
             known[problem.key] = find(
                 problem,
                 constants_of(node, problem, tuner.constants),
                 target=tuner.target,
                 cache=tuner.cache,
                 terms=terms,
+                near=near,
             )
         choices.append(Choice(node=node, problem=problem, trials=known[problem.key]))
         emit(progress(name, done + 1, len(graph.nodes)))

@@ -91,7 +91,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def _reads_no_pixels(problem: Problem) -> bool:
-    """Whether a tap reads odd rows (or columns) only, and there are none: no descriptor is empty."""
+    """Whether a tap reads odd rows (or columns), and there are none: no descriptor is empty."""
     x, weight, a = problem.inputs[0], problem.inputs[1], problem.attrs
     axes = zip(x.shape[2:], weight.shape[2:], a["stride"], a["padding"], a["dilation"], strict=True)
     return any(
