@@ -7,6 +7,7 @@ from tessella.graph import infer
 from tessella.graph.graph import Graph, Node, Value, shape_at
 from tessella.graph.ops import OPS, is_attribute
 from tessella.kernels.fallback.aten import refusal
+from tessella.kernels.pointwise import program
 
 # Two sizes fix a line; 1 is the case that broadcasting treats differently.
 _BATCHES = (1, 3)
@@ -83,6 +84,8 @@ def _row(node: Node) -> None:
         raise _broken(node, "it has one output", f"{len(node.outputs)} outputs")
     if node.op == "fallback" and (reason := refusal(node.attrs["target"])) is not None:
         raise _broken(node, "its operator may run as a fallback", reason)
+    if node.op == "pointwise":
+        program.parse(node.attrs["program"], len(node.inputs), node.attrs["results"])
 
 
 def _shapes(graph: Graph) -> None:

@@ -154,6 +154,8 @@ _ROWS = (
     _op("interpolate", "input", "size scale_factor mode align_corners antialias"),
     _op("embedding", "input weight"),
     _op("clone", "input"),
+    # a program of element-wise operations and some along the last axis (kernels.pointwise.program)
+    _op("pointwise", "", "program results", variadic=True, many=True),
     # an operator of torch that has no row: args and kwargs are templates, see kernels.fallback.aten
     _op("fallback", "", "target args kwargs", variadic=True, many=True),
     # an operator of a user's own (kernels.user), by its name; args is such a template

@@ -6,6 +6,7 @@ from typing import Any
 
 from tessella.graph.draw import svg
 from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels.pointwise import program
 
 __all__ = ["svg", "text"]
 
@@ -27,13 +28,18 @@ def _line(graph: Graph, node: Node) -> str:
     read = list(node.inputs)
     while read and read[-1] is None:
         read.pop()
+    layer = f"  # layer {node.layer}" if node.layer else ""
+    if node.op == "pointwise":
+        operands = [_operand(graph, v) for v in read]
+        told = program.text(node.attrs["program"], node.attrs["results"], operands)
+        return f"{made} = pointwise: {told}{layer}"
     op = node.op
     attrs = {k: a for k, a in node.attrs.items() if a is not None}
     if op in ("fallback", "user"):
         op = f"{op} {attrs.pop('target')}"
     words = [f"{made} = {op}({', '.join(_operand(graph, v) for v in read)})"]
     words += [f"{name}={_attr(attr)}" for name, attr in attrs.items()]
-    return " ".join(words) + (f"  # layer {node.layer}" if node.layer else "")
+    return " ".join(words) + layer
 
 
 def _operand(graph: Graph, value: Value | None) -> str:

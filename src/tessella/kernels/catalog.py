@@ -174,6 +174,16 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish", "pointwise.unary"),
     *_aten("leaky_relu elu clamp exp log sqrt rsqrt reciprocal neg abs erf", "pointwise.unary"),
     *_aten("add sub mul div pow", "pointwise.binary"),
+    *_rows(
+        "pointwise relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish leaky_relu elu"
+        " softplus clamp exp log sqrt rsqrt reciprocal neg abs erf add sub mul div pow maximum"
+        " minimum to batch_norm softmax log_softmax layer_norm rms_norm mean sum amax amin"
+        " adaptive_avg_pool2d",
+        "generated",
+        "pointwise.generated",
+        "tessella",
+    ),
+    _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
     # moving elements
     *_aten("to cat", "transform.copy"),
     _row("reshape.view", "transform.reshape", *_TORCH, source="aten", views=True),

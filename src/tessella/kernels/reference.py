@@ -28,7 +28,7 @@ _FAMILIES: dict[str, str] = {
     "transform": "reshape permute expand cat split slice select pad interpolate embedding to clone",
     "pointwise": "add sub mul div pow maximum minimum relu relu6 sigmoid tanh silu gelu"
     " hardswish hardsigmoid mish leaky_relu prelu elu softplus clamp exp log sqrt rsqrt reciprocal"
-    " neg abs erf",
+    " neg abs erf pointwise",
     "fallback": "fallback",
     "user": "user",
 }

@@ -10,6 +10,7 @@ from typing import Literal
 
 from tessella.compiler.passes.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels.pointwise.program import has_rows
 from tessella.kernels.problem import Format
 
 Layout = Literal["contiguous", "channels_last"]
@@ -20,7 +21,7 @@ FOLLOWS = frozenset((
     "batch_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "cat", "to", "mean", "sum",
     "add", "sub", "mul", "div", "pow", "relu", "relu6", "sigmoid", "tanh", "silu", "gelu",
     "hardswish", "hardsigmoid", "mish", "leaky_relu", "elu", "clamp", "exp", "log", "sqrt", "rsqrt",
-    "reciprocal", "neg", "abs", "erf",
+    "reciprocal", "neg", "abs", "erf", "pointwise",
 ))
 DENSE = frozenset((
     "conv2d", "linear", "matmul", "layer_norm", "softmax", "log_softmax", "reshape", "embedding",
@@ -48,6 +49,8 @@ def apply(graph: Graph, layout: Layout) -> Formats:
 def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: Layout) -> Format:
     if node.op == "conv2d":
         return layout
+    if node.op == "pointwise" and has_rows(node.attrs["program"]):
+        return "contiguous"
     if node.op not in FOLLOWS:
         return "contiguous" if node.op in DENSE else "strided"
     leads = any(

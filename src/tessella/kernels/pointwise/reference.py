@@ -5,8 +5,13 @@ In the binary ones ``other`` is a tensor, or None when it is the number ``scalar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
+
+from tessella.kernels import reference
+from tessella.kernels.pointwise.program import Data, evaluate, parse
 
 Tensor = torch.Tensor
 Number = int | float
@@ -150,3 +155,13 @@ def abs(input: Tensor) -> Tensor:
 
 def erf(input: Tensor) -> Tensor:
     return torch.erf(input)
+
+
+def pointwise(
+    *inputs: Tensor, program: Data, results: Sequence[int]
+) -> Tensor | tuple[Tensor, ...]:
+    """A program of such operations (``kernels.pointwise.program``), one after another."""
+    instructions = parse(program, len(inputs), results)
+    values = evaluate(instructions, inputs, lambda op, x, attrs: reference.call(op, x, attrs)[0])
+    made = tuple(values[r] for r in results)
+    return made if len(made) > 1 else made[0]

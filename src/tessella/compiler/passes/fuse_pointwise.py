@@ -1,0 +1,136 @@
+"""Element-wise operations, and those along rows, as one step: each passes memory once.
+
+What no layer's epilogue took: sums with broadcasts, activations, casts, batch norms after a
+concatenation, softmax and layer norm with what leads to them and what follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels.pointwise import generated
+from tessella.kernels.pointwise.program import ELEMENTWISE, MAX_INPUTS, ROWS, Instruction
+from tessella.kernels.problem import Problem, TensorMeta
+
+BATCH = 11  # to ask the kernel with: a size that few other axes have
+
+
+def apply(graph: Graph) -> int:
+    """Fuse what one kernel can carry out; returns how many nodes went into another one.
+
+    A group has one result. It grows backwards from there by nodes whose result nobody else reads,
+    as long as the generated kernel takes the whole.
+    """
+    finder = _Finder(graph)
+    fused = 0
+    for root in reversed(list(graph.nodes)):
+        group = finder.group(root)
+        if len(group) > 1:
+            graph.nodes[graph.nodes.index(root)] = as_node(graph, group)
+            graph.nodes = [n for n in graph.nodes if n not in group]
+            fused += len(group) - 1
+    read = {v for n in graph.nodes for v in n.inputs} | set(graph.outputs)
+    graph.constants = {v: t for v, t in graph.constants.items() if v in read}
+    return fused
+
+
+class _Finder:
+    """Groups of nodes of a graph; a node is in one group at most."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._users, self._producer = graph.users(), graph.producer()
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self._taken: set[Node] = set()
+
+    def group(self, root: Node) -> list[Node]:
+        """What becomes one node with ``root`` as its last, in order; empty if root cannot."""
+        if root in self._taken or not self._fits([root]):
+            return []
+        group = {root}
+        rejected: set[Node] = set()
+        while (node := self._next(group, rejected)) is not None:
+            if self._fits(self._sorted(group | {node})):
+                group.add(node)
+                rejected.clear()  # with it, others may fit
+            else:
+                rejected.add(node)
+        self._taken |= group
+        return self._sorted(group)
+
+    def _next(self, group: Collection[Node], rejected: Collection[Node]) -> Node | None:
+        """The latest producer that only the group reads."""
+        found = {
+            producer
+            for node in group
+            for value in node.inputs
+            if value is not None
+            and (producer := self._producer.get(value)) is not None
+            and producer not in self._taken
+            and all(reader in group for reader in self._users[value])
+            and value not in self._graph.outputs
+        }
+        return max(found - set(group) - set(rejected), key=self._order.__getitem__, default=None)
+
+    def _sorted(self, nodes: Collection[Node]) -> list[Node]:
+        return sorted(nodes, key=self._order.__getitem__)
+
+    def _fits(self, nodes: Sequence[Node]) -> bool:
+        """Whether the generated kernel can carry out all nodes as one."""
+        if any(n.op not in ELEMENTWISE | ROWS or len(n.outputs) != 1 for n in nodes):
+            return False
+        node = as_node(self._graph, nodes)
+        return len(node.inputs) <= MAX_INPUTS and generated.fits(self._problem(node)) is None
+
+    def _problem(self, node: Node) -> Problem:
+        def meta(value: Value) -> TensorMeta:
+            shape = tuple(d if isinstance(d, int) else d.at(BATCH) for d in value.shape)
+            return TensorMeta(shape=shape, dtype=value.dtype)
+
+        return Problem(
+            op=node.op,
+            inputs=tuple(meta(v) for v in node.inputs if v is not None),
+            outputs=tuple(meta(v) for v in node.outputs),
+            attrs=node.attrs,
+            constant=tuple(i for i, v in enumerate(node.inputs) if v in self._graph.constants),
+        )
+
+
+def as_node(graph: Graph, group: Sequence[Node]) -> Node:
+    """The nodes as one ``pointwise``, whose result is the last one's."""
+    made = {node.output for node in group}
+    parts = [_with_number(graph, node) for node in group]
+    read = [v for reads, _ in parts for v in reads if v is not None and v not in made]
+    inputs = tuple(dict.fromkeys(read))
+    number = {v: i for i, v in enumerate((*inputs, *(n.output for n in group)))}
+    program = tuple(
+        Instruction(
+            op=node.op,
+            reads=tuple(None if v is None else number[v] for v in reads),
+            attrs=attrs,
+        ).data()
+        for node, (reads, attrs) in zip(group, parts, strict=True)
+    )
+    last = group[-1]
+    return Node(
+        op="pointwise",
+        inputs=inputs,
+        outputs=last.outputs,
+        attrs={"program": program, "results": (number[last.output],)},
+        layer=last.layer,
+    )
+
+
+def _with_number(graph: Graph, node: Node) -> tuple[tuple[Value | None, ...], dict[str, Any]]:
+    """A node's inputs and attributes, with a constant number on the right as ``scalar``."""
+    attrs = dict(node.attrs)
+    constant = graph.constant(node.inputs[1]) if "scalar" in attrs else None
+    if constant is None or constant.ndim or not constant.is_floating_point():
+        return node.inputs, attrs
+    number = float(constant)
+    if not math.isfinite(number):
+        return node.inputs, attrs
+    return (node.inputs[0], None), attrs | {"scalar": number}
