@@ -66,14 +66,14 @@ def _row(node: Node) -> None:
     row = OPS.get(node.op)
     if row is None:
         raise _broken(node, "operations are known", node.op)
-    if set(node.attrs) != set(row.attrs):
+    if set(node.attrs) - set(row.extras) != set(row.attrs):
         raise _broken(
             node, f"the attributes are {', '.join(row.attrs) or 'none'}", ", ".join(node.attrs)
         )
     if row.variadic:
         if not node.inputs or None in node.inputs:
             raise _broken(node, "it takes one or more tensors, none left out", str(node.inputs))
-    elif len(node.inputs) != len(row.inputs):
+    elif not 0 <= len(node.inputs) - len(row.inputs) <= len(row.late):
         raise _broken(node, f"the inputs are {', '.join(row.inputs)}", f"{len(node.inputs)} inputs")
     for name, value in zip(row.inputs, node.inputs):
         if value is None and name not in row.optional:

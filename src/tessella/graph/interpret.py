@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tessella.core.errors import InputError
-from tessella.graph.graph import Dim, Graph, Value, shape_at
+from tessella.graph.graph import Dim, Graph, Node, Value, shape_at
 from tessella.kernels import reference
+
+Watch = Callable[[Node, Sequence[torch.Tensor | None], Sequence[torch.Tensor]], None]
 
 
 @torch.no_grad()
@@ -18,6 +20,7 @@ def interpret(
     inputs: Mapping[str, torch.Tensor],
     *,
     upcast: torch.dtype | None = None,
+    watch: Watch | None = None,
 ) -> dict[str, torch.Tensor]:
     """The outputs of ``graph`` by name.
 
@@ -25,6 +28,7 @@ def interpret(
         inputs: a tensor for each graph input, on one device, of its element type and shape.
         upcast: compute everything that floats in this type instead (``torch.float64`` for a
             reference).
+        watch: called after each node, with the tensors that it read and made.
 
     Raises:
         InputError: an input is missing, unknown, or of another shape or element type.
@@ -46,7 +50,10 @@ def interpret(
             else _cast(graph.constants[v].to(device), upcast)
             for v in node.inputs
         ]
-        live.update(zip(node.outputs, reference.call(node.op, tensors, attrs), strict=True))
+        made = reference.call(node.op, tensors, attrs)
+        if watch is not None:
+            watch(node, tensors, made)
+        live.update(zip(node.outputs, made, strict=True))
         for value in frees[index]:
             del live[value]
     return {v.name: live[v] for v in graph.outputs}
@@ -95,7 +102,8 @@ def _last_uses(graph: Graph) -> list[list[Value]]:
 
 
 def _cast(tensor: torch.Tensor, upcast: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(upcast) if upcast is not None and tensor.is_floating_point() else tensor
+    wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    return tensor.to(upcast) if upcast is not None and wide else tensor
 
 
 def _upcast_attrs(attr: Any, upcast: torch.dtype) -> Any:
@@ -112,4 +120,8 @@ def _upcast_attrs(attr: Any, upcast: torch.dtype) -> Any:
 
 
 def _floats(dtype: Any) -> bool:
-    return isinstance(dtype, str) and getattr(torch, dtype).is_floating_point
+    """Whether it may be computed in a wider type: fp8 is what a value is rounded to on purpose."""
+    if not isinstance(dtype, str):
+        return False
+    kind = getattr(torch, dtype)
+    return kind.is_floating_point and kind.itemsize > 1

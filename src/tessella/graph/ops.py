@@ -24,7 +24,9 @@ class Op:
         inputs: names of its tensor inputs, in order. A node has exactly as many, None where left
             out.
         optional: those of the inputs that may be left out.
-        attrs: names of its attributes. A node has exactly these.
+        attrs: names of its attributes. A node has exactly these, and any of ``extras``.
+        late: inputs that may follow; a node without them is shorter.
+        extras: attributes that a node may leave out (``kernels.problem.DEFAULTS``).
         aten: torch's overloads whose arguments of the same names say the same.
         variadic: takes any number of tensors instead of ``inputs``.
         elementwise: each element of the result depends on one element of each input (broadcast).
@@ -36,6 +38,8 @@ class Op:
     inputs: tuple[str, ...]
     optional: tuple[str, ...] = ()
     attrs: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
     aten: tuple[str, ...] = ()
     variadic: bool = False
     elementwise: bool = False
@@ -43,7 +47,15 @@ class Op:
     many: bool = False
 
 
-def _op(name: str, inputs: str, attrs: str = "", aten: str = "", **flags: bool) -> Op:
+def _op(
+    name: str,
+    inputs: str,
+    attrs: str = "",
+    aten: str = "",
+    late: str = "",
+    extras: str = "",
+    **flags: bool,
+) -> Op:
     """A row from words: an input that may be left out ends in ``?``."""
     words = inputs.split()
     return Op(
@@ -51,6 +63,8 @@ def _op(name: str, inputs: str, attrs: str = "", aten: str = "", **flags: bool) 
         inputs=tuple(w.removesuffix("?") for w in words),
         optional=tuple(w.removesuffix("?") for w in words if w.endswith("?")),
         attrs=tuple(attrs.split()),
+        late=tuple(late.split()),
+        extras=tuple(extras.split()),
         aten=tuple(aten.split()),
         **flags,
     )
@@ -66,11 +80,13 @@ def _binary(name: str, attrs: str = "") -> Op:
 
 
 _CONV = "stride padding dilation groups activation"
+# of a layer on int8 or fp8: one factor a channel, the residual's factor, the result's element type
+_QUANTIZED = {"late": "scale", "extras": "alpha beta dtype"}
 
 _ROWS = (
     # convolution and matrix products: activation(… + bias + residual)
     _op("conv1d", "input weight bias? residual?", _CONV, "conv1d.default"),
-    _op("conv2d", "input weight bias? residual?", _CONV, "conv2d.default"),
+    _op("conv2d", "input weight bias? residual?", _CONV, "conv2d.default", **_QUANTIZED),
     _op("conv3d", "input weight bias? residual?", _CONV, "conv3d.default"),
     _op(
         "conv_transpose2d",
@@ -78,7 +94,7 @@ _ROWS = (
         "stride padding output_padding groups dilation",
         "conv_transpose2d.input",
     ),
-    _op("linear", "input weight bias? residual?", "activation", "linear.default"),
+    _op("linear", "input weight bias? residual?", "activation", "linear.default", **_QUANTIZED),
     _op("matmul", "input other", aten="matmul.default"),
     # normalization
     _op("batch_norm", "input running_mean running_var weight? bias?", "eps"),
@@ -142,6 +158,9 @@ _ROWS = (
     _binary("pow"),
     _binary("maximum"),
     _binary("minimum"),
+    # int8 and fp8: store(input / scale + zero_point), and back
+    _op("quantize", "input scale zero_point?", "axis dtype"),
+    _op("dequantize", "input scale zero_point?", "axis dtype"),
     # moving, cutting and joining
     _op("reshape", "input", "shape", view=True),
     _op("permute", "input", "dims", view=True),

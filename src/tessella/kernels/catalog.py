@@ -138,6 +138,7 @@ KERNELS: tuple[Kernel, ...] = (
     _row("conv2d.winograd", "conv.winograd", "sm_90", source="tessella"),
     _row("conv2d.winograd_nonfused", "conv.winograd_nonfused", "sm_90", source="tessella"),
     _row("conv2d.fft", "conv.fft", "sm_90", source="tessella"),
+    _row("conv2d.onednn_int8", "conv.onednn_int8", "cpu", source="onednn"),
     _row("conv2d.fft_tiling", "conv.fft_tiling", "sm_90", source="tessella"),
     *_aten("conv1d conv2d conv3d", "conv.aten"),
     # its gradients
@@ -168,6 +169,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten"),
     *_aten("batch_norm layer_norm", "norm.aten"),
     *_aten("softmax log_softmax", "softmax.aten"),
+    _row("linear.onednn_int8", "gemm.onednn_int8", "cpu", source="onednn"),
     *_aten("mean sum", "reduce.aten"),
     *_aten("scaled_dot_product_attention", "attention.aten"),
     # element by element
@@ -177,6 +179,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows(
         "pointwise relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish leaky_relu elu"
         " softplus clamp exp log sqrt rsqrt reciprocal neg abs erf add sub mul div pow maximum"
+    _row("max_pool2d.nhwc", "pool.max_nhwc", "sm_90", source="tessella"),
         " minimum to batch_norm softmax log_softmax layer_norm rms_norm mean sum amax amin"
         " adaptive_avg_pool2d",
         "generated",
@@ -186,6 +189,9 @@ KERNELS: tuple[Kernel, ...] = (
     _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
     # moving elements
     *_aten("to cat", "transform.copy"),
+    # between floating numbers and int8 or fp8
+    *_rows("quantize dequantize", "tiled", "quant.tiled", "tessella"),
+    *_aten("quantize dequantize", "quant.aten"),
     _row("reshape.view", "transform.reshape", *_TORCH, source="aten", views=True),
     _row("permute.view", "transform.permute", *_TORCH, source="aten", views=True),
     _row("slice.view", "transform.cut", *_TORCH, source="aten", views=True),

@@ -78,6 +78,8 @@ def finish_(
 
 def store(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` as it is stored: integers round half to even; integers and fp8 saturate."""
+    if x.dtype == dtype:
+        return x
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         return x.round().clamp(limits.min, limits.max).to(dtype)
@@ -90,6 +92,11 @@ def store(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def exact(x: torch.Tensor) -> torch.Tensor:
     """What a reference computes with: float64 for the types that are too small to (int8, fp8)."""
     return x if x.is_floating_point() and x.dtype.itemsize > 1 else x.double()
+
+
+def extra(x: torch.Tensor | None) -> torch.Tensor | None:
+    """``exact`` of an operand that may be left out."""
+    return None if x is None else exact(x)
 
 
 def _along(axis: int, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ _FAMILIES: dict[str, str] = {
     " hardswish hardsigmoid mish leaky_relu prelu elu softplus clamp exp log sqrt rsqrt reciprocal"
     " neg abs erf pointwise",
     "fallback": "fallback",
+    "quant": "quantize dequantize",
     "user": "user",
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.epilogue import exact, finish
+from tessella.kernels.epilogue import exact, extra, finish, store
 
 Tensor = torch.Tensor
 
@@ -19,7 +19,7 @@ def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A convolution with its epilogue, over one, two or three spatial axes.
 
     input [N, C, …], weight [K, C / groups, …], bias and scale [K], residual like the result
-    [N, K, …]. Integers and fp8 are computed exactly, in float64.
+    [N, K, …]. Integers and fp8 are computed exactly, in float64; ``dtype`` says what is stored.
     """
 
     def convolution(
@@ -37,13 +37,15 @@ def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         alpha: float = 1.0,
         beta: float = 1.0,
         fast_accumulation: bool = False,
+        dtype: str | None = None,
     ) -> Tensor:
         x, w = exact(input), exact(weight)
         inside = bias is not None and bias.dtype == x.dtype and scale is None and alpha == 1
         made = product(x, w, bias if inside else None, stride, padding, dilation, groups)
         outside = None if inside else bias
         rest = {"activation": activation, "alpha": alpha, "beta": beta}
-        return finish(made, outside, residual, scale, axis=1, **rest)
+        finished = finish(made, outside, extra(residual), scale, axis=1, **rest)
+        return finished if dtype is None else store(finished, getattr(torch, dtype))
 
     return convolution
 

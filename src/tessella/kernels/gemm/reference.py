@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.epilogue import exact, finish
+from tessella.kernels.epilogue import exact, extra, finish, store
 
 Tensor = torch.Tensor
 
@@ -25,17 +25,21 @@ def linear(
     alpha: float = 1.0,
     beta: float = 1.0,
     fast_accumulation: bool = False,
+    dtype: str | None = None,
 ) -> Tensor:
     """``activation(alpha · scale · input · weightᵀ + bias + beta · residual)``.
 
-    input [..., K], weight [N, K], bias and scale [N], residual like the result → [..., N].
+    input [..., K], weight [N, K], bias and scale [N], residual like the result → [..., N], stored
+    as ``dtype`` if one is given.
     """
     x, w = exact(input), exact(weight)
     if bias is not None and bias.dtype == x.dtype and scale is None and alpha == 1:
         product, bias = F.linear(x, w, bias), None
     else:
         product = F.linear(x, w)
-    return finish(product, bias, residual, scale, activation=activation, alpha=alpha, beta=beta)
+    rest = {"activation": activation, "alpha": alpha, "beta": beta}
+    finished = finish(product, bias, extra(residual), scale, **rest)
+    return finished if dtype is None else store(finished, getattr(torch, dtype))
 
 
 def matmul(

@@ -1,0 +1,59 @@
+"""Linear of int8 by oneDNN through torch: scale, bias, residual, relu and requantize fused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.conv.onednn_int8 import refusal, scales
+from tessella.kernels.epilogue import finish_
+from tessella.kernels.packing import onednn_layout, packed
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = False
+
+
+def fits(problem: Problem) -> str | None:
+    tensors = (problem.inputs[0], problem.output, problem.meta(3))
+    if len(problem.inputs[0].shape) < 2 or any(t and t.format != "contiguous" for t in tensors):
+        return "needs contiguous rows"
+    return refusal(problem)
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    shape, columns = problem.output.shape, problem.output.shape[-1]
+    activation, beta = problem.attr("activation"), problem.attr("beta")
+    scale, zeros = scales(problem, constants)
+    bias = constants.get(2)
+    rows = [problem.output.shape[0], problem.inputs[0].shape[-1]]
+    weight = packed(
+        constants[1],
+        ("linear.onednn_int8",),
+        lambda w: torch.ops.onednn.qlinear_prepack(w.contiguous(), rows),
+        layout=onednn_layout,
+    )
+    stored = getattr(torch, problem.output.dtype)
+    small = stored == torch.int8
+    plain = torch.ops.onednn.qlinear_pointwise.default
+    summed = torch.ops.onednn.qlinear_pointwise.binary
+
+    def linear(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        x = x.view(-1, x.shape[-1])
+        if small and residual is not None:
+            into = residual.view(-1, columns).clone()  # it is overwritten
+            made = summed(
+                x, 1.0, 0, weight, scale, zeros, into, bias, 1.0, 0, stored, beta, 0, "sum", 1.0,
+                activation or "none", [], "",
+            )  # fmt: skip
+            return made.view(shape)
+        inside = activation if activation == "relu" and residual is None else None
+        made = plain(
+            x, 1.0, 0, weight, scale, zeros, bias, 1.0, 0, stored, inside or "none", [], ""
+        ).view(shape)
+        if residual is None and inside == activation:
+            return made
+        return finish_(made, residual, activation, beta=beta)
+
+    return linear

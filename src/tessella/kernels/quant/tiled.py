@@ -1,0 +1,72 @@
+"""``quantize`` and ``dequantize`` in plain Triton: one pass over memory, the scale one number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.epilogue_triton import cast
+from tessella.kernels.launch import launch
+from tessella.kernels.problem import Problem
+from tessella.kernels.quant import aten
+
+WRITES_OUT = True
+
+BLOCK = 4096
+FLOATS = ("float32", "float16", "bfloat16")
+SMALL = ("int8", "float8_e4m3fn")
+
+
+def fits(problem: Problem) -> str | None:
+    x, out = problem.inputs[0], problem.output
+    floating, small = (x, out) if problem.op == "quantize" else (out, x)
+    if floating.dtype not in FLOATS or small.dtype not in SMALL:
+        return f"does not make {out.dtype} of {x.dtype}"
+    if "strided" in (x.format, out.format) or not x.has(out.format):
+        return "both sides dense, in one format"
+    if any(problem.meta(i) is not None and problem.meta(i).shape not in ((), (1,)) for i in (1, 2)):
+        return "one scale for all"
+    if 0 in x.shape or x.nbytes >= 2**31:
+        return "empty, or 2 GiB and more"
+    return aten.fits(problem)
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    scale = constants[1].reshape(1).float()
+    zero = constants[2].reshape(1).float() if 2 in constants else None
+    kernel = _quantize if problem.op == "quantize" else _dequantize
+
+    def call(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        count = x.numel()
+        launch(
+            kernel, (triton.cdiv(count, BLOCK),), x, out, scale, zero, count,
+            BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+        return out
+
+    return call
+
+
+@triton.jit
+def _quantize(x, out, scale, zero, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    numbers = tl.load(x + i, mask=i < count, other=0.0).to(tl.float32)
+    numbers = tl.div_rn(numbers, tl.load(scale))  # torch's quotient: ties fall alike
+    if zero is not None:
+        # rounded first: with an odd zero point a tie would fall the other way
+        numbers = tl.where(numbers > 1e6, 1e6, tl.where(numbers < -1e6, -1e6, numbers))
+        numbers = (numbers + 12582912.0) - 12582912.0 + tl.load(zero)
+    tl.store(out + i, cast(numbers, out.dtype.element_ty), mask=i < count)
+
+
+@triton.jit
+def _dequantize(x, out, scale, zero, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    numbers = tl.load(x + i, mask=i < count, other=0.0).to(tl.float32)
+    if zero is not None:
+        numbers -= tl.load(zero)
+    tl.store(out + i, (numbers * tl.load(scale)).to(out.dtype.element_ty), mask=i < count)
