@@ -37,7 +37,7 @@ def apply(graph: Graph) -> int:
 
 def _kind(graph: Graph, node: Node) -> Hashable | None:
     """What siblings have in common; None if the node cannot be one."""
-    if node.op not in LAYERS or node.inputs[3] is not None or node.attrs.get("groups", 1) != 1:
+    if node.op not in LAYERS or any(node.inputs[3:]) or node.attrs.get("groups", 1) != 1:
         return None
     x, weight, bias, _ = node.inputs
     if x in graph.constants or weight not in graph.constants or len(weight.shape) < 2:

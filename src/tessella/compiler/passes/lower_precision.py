@@ -1,15 +1,18 @@
-"""Precision: every float32 value in a 16-bit type, with casts at the edges of the network.
+"""Precision: float32 values in a 16-bit type, with casts where another type is wanted.
 
 Sums inside matrix products, norms and softmax stay in float32: torch's kernels accumulate so. Two
 things keep float32 outside too: the statistics of batch norms that could not be folded (a float16
 variance overflows at 65,504), and operators that we do not know (``fallback``, and a user's own
-that do not say that they take the type).
+that do not say that they take the type). Scales of int8 and fp8 layers, and their biases, stay too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from tessella.core.errors import CompileError
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.user.registry import named
 
@@ -20,37 +23,48 @@ def _keeps_float32(node: Node, dtype: str) -> bool:
     return node.op == "fallback"
 
 
-def apply(graph: Graph, dtype: str) -> int:
-    """Turn the graph to ``dtype`` (``float16`` or ``bfloat16``); returns how many casts it got."""
-    caster = _Caster(graph, dtype)
-    outputs = list(graph.outputs)
+def apply(graph: Graph, dtype: str, layers: Mapping[str, str] | None = None) -> int:
+    """Turn the graph to ``dtype``; returns how many casts it got.
+
+    Args:
+        dtype: ``float16``, ``bfloat16``, or ``float32`` where only ``layers`` change.
+        layers: another element type for some nodes, by the name of their first output.
+    """
+    layers = layers or {}
+    caster = _Caster(graph, {"float32", dtype, *layers.values()})
+    outputs = [(v, v.dtype) for v in graph.outputs]
     for node in list(graph.nodes):
-        wanted = "float32" if _keeps_float32(node, dtype) else dtype
+        kept = "float32" if _keeps_float32(node, dtype) else dtype
+        wanted = layers.get(node.outputs[0].name, kept)
         node.inputs = tuple(
-            v
-            if v is None or (node.op == "batch_norm" and position > 0)
-            else caster.cast(v, wanted, before=node)
+            v if v is None or _is_parameter(node, position) else caster.cast(v, wanted, before=node)
             for position, v in enumerate(node.inputs)
         )
         if wanted != "float32":
-            _lower_attrs(node, dtype)
+            _lower_attrs(node, wanted)
             for value in node.outputs:
                 if value.dtype == "float32":
-                    value.dtype = dtype
-    graph.outputs = [_float32_output(graph, v, dtype) for v in outputs]
+                    value.dtype = wanted
+    graph.outputs = [_as_before(graph, value, was) for value, was in outputs]
     return caster.count
+
+
+def _is_parameter(node: Node, position: int) -> bool:
+    """Whether an input is statistics, or a scale and a bias of codes, which stay float32."""
+    if node.op in ("batch_norm", "quantize", "dequantize"):
+        return position > 0
+    return len(node.inputs) > 4 and position in (2, 4)
 
 
 class _Caster:
     """Casts a value once for each element type that somebody wants."""
 
-    def __init__(self, graph: Graph, dtype: str) -> None:
-        self.graph, self.dtype, self.count = graph, dtype, 0
+    def __init__(self, graph: Graph, floats: set[str]) -> None:
+        self.graph, self.floats, self.count = graph, floats, 0
         self._made: dict[tuple[Value, str], Value] = {}
 
     def cast(self, value: Value, wanted: str, *, before: Node) -> Value:
-        floats = {"float32", self.dtype}
-        if value.dtype == wanted or value.dtype not in floats:
+        if value.dtype == wanted or value.dtype not in self.floats:
             return value
         if (value, wanted) not in self._made:
             self._made[value, wanted] = self._make(value, wanted, before)
@@ -60,7 +74,7 @@ class _Caster:
         name = f"{value.name}.{wanted}"
         constant = self.graph.constant(value)
         if constant is not None:
-            return self.graph.add_constant(name, constant.to(getattr(torch, wanted)))
+            return self.graph.add_constant(name, _finite(value, constant, wanted))
         made = Value(self.graph.fresh_name(name), wanted, value.shape)
         node = Node(op="to", inputs=(value,), outputs=(made,), attrs={"dtype": wanted})
         self.graph.nodes.insert(self.graph.nodes.index(before), node)
@@ -74,12 +88,24 @@ def _lower_attrs(node: Node, dtype: str) -> None:
         node.attrs["dtype"] = dtype
 
 
-def _float32_output(graph: Graph, value: Value, dtype: str) -> Value:
-    """The graph's output in float32 again, under its own name."""
-    if value.dtype != dtype:
+def _finite(value: Value, constant: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The constant in another type; refuses numbers that are too large for it."""
+    made = constant.to(getattr(torch, dtype))
+    if not torch.isfinite(made).all() and torch.isfinite(constant).all():
+        raise CompileError(
+            f"the weights do not fit into {dtype}",
+            seen=f"{float(constant.abs().max()):g} in {value.name}",
+            fix="choose bf16, or fp32 for the layers that read it",
+        )
+    return made
+
+
+def _as_before(graph: Graph, value: Value, dtype: str) -> Value:
+    """The graph's output in the element type that it had, under its own name."""
+    if value.dtype == dtype:
         return value
     name = value.name
-    value.name = graph.fresh_name(f"{name}.{dtype}")
-    made = Value(name, "float32", value.shape)
-    graph.nodes.append(Node(op="to", inputs=(value,), outputs=(made,), attrs={"dtype": "float32"}))
+    value.name = graph.fresh_name(f"{name}.{value.dtype}")
+    made = Value(name, dtype, value.shape)
+    graph.nodes.append(Node(op="to", inputs=(value,), outputs=(made,), attrs={"dtype": dtype}))
     return made

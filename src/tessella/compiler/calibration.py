@@ -1,0 +1,338 @@
+"""Calibration: what a network's values are like on a user's data, and the scales that follow.
+
+The optimized graph is interpreted twice over the same batches: once for histograms, from which each
+value gets the largest magnitude that is told apart, and once for what rounding does to each layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as save_tensors
+
+from tessella.artifacts.files import from_document, to_document, write_atomic
+from tessella.compiler.histogram import METHODS, Histogram
+from tessella.compiler.passes.lower_quantization import MOVES
+from tessella.core.errors import ArtifactError, CompileError, UsageError
+from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.interpret import interpret
+from tessella.kernels import reference
+from tessella.kernels.quant.reference import dequantize, quantize
+
+Tensors = dict[str, torch.Tensor]
+
+DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
+LARGEST = {"int8": 127.0, "fp8": 448.0}  # what the greatest code stands for, in scales
+VERSION = 1  # of the file
+SAMPLES = 3  # kept for the check of a plan
+LAYERS = ("conv2d", "linear")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was found out about a network on some data.
+
+    Attributes:
+        method: of ``histogram.METHODS``, for int8; fp8 has the range to keep the largest.
+        samples: how many were seen.
+        thresholds: by value name, the largest magnitude that int8 tells apart.
+        largest: by value name, the largest magnitude seen.
+        snr_db: by kind (``int8``, ``fp8``) and name of a layer's result, 10·log₁₀ of the power of
+            its product over that of the error which rounding its activations and weights makes.
+        corrections: by kind and layer, what its bias gets so that the error is zero in the mean.
+        inputs: the first samples, with which a plan is checked.
+    """
+
+    method: str
+    samples: int
+    thresholds: dict[str, float]
+    largest: dict[str, float]
+    snr_db: dict[str, dict[str, float]]
+    corrections: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def scale(self, name: str, kind: str) -> float:
+        """The step between codes of a value; 1 where it was all zeros."""
+        reach = self.thresholds[name] if kind == "int8" else self.largest[name]
+        return reach / LARGEST[kind] or 1.0
+
+    def samples_for(self, graph: Graph) -> Mapping[str, torch.Tensor] | None:
+        """``inputs``, if the graph reads such: one that takes images as bytes does not."""
+        for value in graph.inputs:
+            tensor = self.inputs.get(value.name)
+            if (
+                tensor is None
+                or str(tensor.dtype).removeprefix("torch.") != value.dtype
+                or tuple(tensor.shape[1:]) != tuple(value.shape[1:])
+            ):
+                return None
+        return self.inputs
+
+    def save(self, path: str | Path) -> Path:
+        """Write it to one safetensors file, atomically."""
+        path = Path(path)
+        tensors = {f"input/{n}": t for n, t in self.inputs.items()} | {
+            f"correction/{kind}/{layer}": t
+            for kind, layers in self.corrections.items()
+            for layer, t in layers.items()
+        }
+        numbers = _Numbers(**{name: getattr(self, name) for name in _Numbers.__annotations__})
+        record = to_document("calibration", VERSION, numbers).decode()
+        write_atomic(path, save_tensors(tensors, {"calibration": record}))
+        return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Numbers:
+    """The part of a ``Calibration`` that is written as JSON."""
+
+    method: str
+    samples: int
+    thresholds: dict[str, float]
+    largest: dict[str, float]
+    snr_db: dict[str, dict[str, float]]
+
+
+def load_calibration(path: str | Path) -> Calibration:
+    """Read what ``Calibration.save`` wrote.
+
+    Raises:
+        ArtifactError: there is no such file, or it is another one.
+    """
+    try:
+        with safe_open(str(path), "pt") as file:
+            text = (file.metadata() or {}).get("calibration", "")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(
+            "this is not a calibration", seen=f"{path}: {error}", fix="calibrate again"
+        ) from error
+    numbers = from_document(
+        text.encode(), _Numbers, kind="calibration", version=VERSION, where=str(path)
+    )
+    corrections: dict[str, Tensors] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("correction/"):
+            _, kind, layer = name.split("/", 2)
+            corrections.setdefault(kind, {})[layer] = tensor
+    inputs = {n.removeprefix("input/"): t for n, t in tensors.items() if n.startswith("input/")}
+    return Calibration(**vars(numbers), corrections=corrections, inputs=inputs)
+
+
+def calibrate(
+    graph: Graph,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    *,
+    method: str = "entropy",
+    kinds: Iterable[str] = ("int8",),
+) -> Calibration:
+    """Run an optimized graph over batches and choose its scales.
+
+    Args:
+        graph: float32, as the passes leave it; it is not changed.
+        batches: the inputs by name; read twice. They should be like what the plan will see, and
+            apart from what it is judged by.
+        method: ``min-max``, ``percentile`` (99.99), ``entropy`` or ``mse``.
+        kinds: what rounding is tried with, for ``snr_db`` and ``corrections``.
+
+    Raises:
+        UsageError: an unknown method or kind.
+        CompileError: no samples, or values that are not finite.
+    """
+    _require_known(method, kinds)
+    layers = lowerable(graph)
+    groups = _groups(graph, {v for n in layers for v in (n.inputs[0], n.inputs[3], n.output) if v})
+    watcher = _Watcher(groups)
+    samples = 0
+    for batch in batches:
+        samples += len(next(iter(batch.values())))
+        for value in graph.inputs:
+            watcher.count(value, batch[value.name])
+        interpret(graph, batch, watch=watcher)
+    if not samples:
+        raise CompileError("there is nothing to calibrate with", fix="give some samples")
+    choose = METHODS[method]
+    chosen = {root: choose(h) for root, h in watcher.histograms.items()}
+    found = Calibration(
+        method=method,
+        samples=samples,
+        thresholds={v.name: chosen[root] for v, root in groups.items() if root in chosen},
+        largest={
+            v.name: watcher.histograms[root].largest
+            for v, root in groups.items()
+            if root in watcher.histograms
+        },
+        snr_db={},
+        inputs=_first_samples(batches),
+    )
+    errors = {kind: _errors(graph, layers, batches, found, kind) for kind in kinds}
+    return Calibration(
+        **{
+            **vars(found),
+            "snr_db": {k: {n: e.snr_db for n, e in made.items()} for k, made in errors.items()},
+            "corrections": {
+                k: {n: e.correction for n, e in made.items()} for k, made in errors.items()
+            },
+        }
+    )
+
+
+def lowerable(graph: Graph) -> list[Node]:
+    """The layers of an optimized graph that may work on int8 or fp8: with constant weights."""
+    return [
+        n
+        for n in graph.nodes
+        if n.op in LAYERS
+        and len(n.inputs) == 4
+        and n.output.dtype == n.inputs[0].dtype == "float32"
+        and n.inputs[0] not in graph.constants
+        and n.inputs[1] in graph.constants
+        and (n.inputs[2] is None or n.inputs[2] in graph.constants)
+    ]
+
+
+def rounded_weight(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [K, …] as codes, and the scale of each of its K output channels, float32."""
+    largest = weight.detach().flatten(1).abs().amax(1).double()
+    scale = (largest / LARGEST[kind]).float()
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return quantize(weight.detach(), scale, axis=0, dtype=DTYPES[kind]), scale
+
+
+def _require_known(method: str, kinds: Iterable[str]) -> None:
+    if method not in METHODS:
+        raise UsageError("unknown calibration", seen=method, fix=f"use {', '.join(METHODS)}")
+    if unknown := sorted(set(kinds) - set(DTYPES)):
+        raise UsageError("unknown rounding", seen=unknown, fix=f"use {', '.join(DTYPES)}")
+
+
+def _first_samples(batches: Sequence[Mapping[str, torch.Tensor]]) -> Tensors:
+    """One sample of each of the first batches, or several of the only one."""
+    first = batches[: min(SAMPLES, len(batches))]
+    each = math.ceil(SAMPLES / len(first))
+    return {n: torch.cat([b[n][:each].cpu() for b in first])[:SAMPLES] for n in batches[0]}
+
+
+def _groups(graph: Graph, wanted: set[Value]) -> dict[Value, Value]:
+    """Values that share a scale, by what stands for all: what is only moved keeps its codes."""
+    above: dict[Value, Value] = {}
+
+    def root(value: Value) -> Value:
+        while above.get(value, value) is not value:
+            value = above[value]
+        return value
+
+    for node in graph.nodes:
+        if node.op in MOVES and node.op != "relu":  # before relu there may be much that it cuts off
+            for value in (*node.inputs, *node.outputs):
+                if value is not None:
+                    above[root(value)] = root(node.outputs[0])
+    reached = {root(v) for v in wanted}
+    return {v: root(v) for v in graph.values() if v not in graph.constants and root(v) in reached}
+
+
+class _Watcher:
+    """Histograms of each group of values, as the graph runs."""
+
+    def __init__(self, groups: Mapping[Value, Value]) -> None:
+        self._groups = groups
+        self.histograms: dict[Value, Histogram] = {}
+
+    def __call__(
+        self,
+        node: Node,
+        read: Sequence[torch.Tensor | None],
+        made: Sequence[torch.Tensor],
+    ) -> None:
+        if node.op not in MOVES or node.op == "relu":  # what is moved has been counted
+            for value, tensor in zip(node.outputs, made, strict=True):
+                self.count(value, tensor)
+
+    def count(self, value: Value, tensor: torch.Tensor) -> None:
+        if value not in self._groups or not tensor.is_floating_point():
+            return
+        if not torch.isfinite(tensor).all():
+            raise CompileError(
+                "the network's values are not finite on this data",
+                seen=f"NaN or infinity in {value}",
+                fix="check the weights and the samples",
+            )
+        self.histograms.setdefault(self._groups[value], Histogram()).add(tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Error:
+    snr_db: float
+    correction: torch.Tensor
+
+
+class _Moments:
+    """Sums over all samples and positions of a layer's product, and of its error, by channel."""
+
+    def __init__(self, channels: int) -> None:
+        self.count = 0
+        self.power = 0.0
+        self.error, self.squared = (torch.zeros(channels).double() for _ in range(2))
+
+    def add(self, product: torch.Tensor, error: torch.Tensor, axis: int) -> None:
+        """Add a batch; ``axis`` is that of the channels."""
+        rows = error.double().movedim(axis, 0).flatten(1).cpu()
+        self.count += rows.shape[1]
+        self.power += float(product.double().square().sum())
+        self.error += rows.sum(1)
+        self.squared += rows.square().sum(1)
+
+    def result(self) -> _Error:
+        """What is left after each channel's mean error is taken off its bias."""
+        mean = self.error / self.count
+        noise = float((self.squared - self.count * mean.square()).clamp_min(0).sum())
+        ratio = self.power / noise if noise > 0 else math.inf
+        # JSON has no infinity: a layer without error is called 200 dB
+        snr_db = min(200.0, 10 * math.log10(ratio)) if ratio > 0 else -200.0
+        return _Error(snr_db=snr_db, correction=(-mean).float())
+
+
+def _errors(
+    graph: Graph,
+    layers: list[Node],
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    found: Calibration,
+    kind: str,
+) -> dict[str, _Error]:
+    """What rounding one layer alone does to its product, by the name of its result."""
+    moments = {n: _Moments(n.inputs[1].shape[0]) for n in layers}
+    weights = {n.inputs[1]: _as_rounded(graph.constants[n.inputs[1]], kind) for n in layers}
+
+    def watch(
+        node: Node, read: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]
+    ) -> None:
+        if node not in moments:
+            return
+        x, weight = read[0], read[1]
+        scale = torch.tensor(found.scale(node.inputs[0].name, kind), device=x.device)
+        codes = quantize(x, scale, axis=0, dtype=DTYPES[kind])
+        rounded = dequantize(codes, scale, axis=0, dtype="float32")
+        product = _product(node)
+        exact = product(x, weight)
+        error = product(rounded, weights[node.inputs[1]].to(x.device)) - exact
+        moments[node].add(exact, error, 1 if node.op == "conv2d" else -1)
+
+    for batch in batches:
+        interpret(graph, batch, watch=watch)
+    return {n.output.name: m.result() for n, m in moments.items()}
+
+
+def _as_rounded(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    codes, scale = rounded_weight(weight, kind)
+    return dequantize(codes, scale, axis=0, dtype="float32")
+
+
+def _product(node: Node) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The layer without its epilogue."""
+    attrs = {k: v for k, v in node.attrs.items() if k != "activation"}
+    return lambda x, weight: reference.call(node.op, [x, weight], attrs)[0]

@@ -1,0 +1,160 @@
+"""Chosen layers round their activations and weights to int8 or fp8: ``quantize``, ``dequantize``.
+
+The graph stays one of floating numbers that says where it rounds; ``lower_quantization`` makes
+layers on int8 of it. Scales are symmetric: one for a tensor of activations, by calibration, and one
+for each output channel of a weight, by its largest magnitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.compiler.calibration import DTYPES, Calibration, rounded_weight
+from tessella.compiler.passes.lower_quantization import MOVES
+from tessella.core.errors import CompileError
+from tessella.graph.graph import Graph, Node, Value
+
+
+def apply(graph: Graph, kinds: Mapping[str, str], calibration: Calibration) -> int:
+    """Round what the layers read; returns how many there are.
+
+    Args:
+        kinds: ``int8`` or ``fp8`` by the name of a layer's result.
+
+    Raises:
+        CompileError: the calibration has not seen a layer: it is of another network.
+    """
+    layers = [n for n in graph.nodes if n.outputs[0].name in kinds]
+    rounder = _Rounder(graph, calibration, {n.output: kinds[n.output.name] for n in layers})
+    for value, kind in rounder.activations(layers).items():
+        rounder.round(value, kind, layers)
+    for node in layers:
+        kind = kinds[node.output.name]
+        node.inputs = (
+            node.inputs[0],
+            rounder.weight(node.inputs[1], kind),
+            rounder.bias(node, kind),
+            *node.inputs[3:],
+        )
+    return len(layers)
+
+
+class _Rounder:
+    def __init__(
+        self, graph: Graph, calibration: Calibration, kind_of_layer: Mapping[Value, str]
+    ) -> None:
+        self._graph, self._calibration = graph, calibration
+        self._kind_of_layer = kind_of_layer
+        self._weights: dict[tuple[Value, str], Value] = {}
+
+    def activations(self, layers: list[Node]) -> dict[Value, set[str]]:
+        """What is rounded, and to what: all that layers read, and residuals of layers between.
+
+        A residual is rounded where the layer's own result will be, or where it is read by a layer
+        as well: then it exists as int8. The sums between transformer blocks are neither.
+        """
+        wanted: dict[Value, set[str]] = {}
+        for node in layers:
+            wanted.setdefault(node.inputs[0], set()).add(self._kind_of_layer[node.output])
+        moved = {v for value in wanted for v in self._moved_from(value)}
+        for node in layers:
+            residual = node.inputs[3]
+            if residual is None or not {node.output, residual} & moved:
+                continue
+            wanted.setdefault(residual, set()).add(self._kind_of_layer[node.output])
+        return wanted
+
+    def _moved_from(self, value: Value) -> set[Value]:
+        """A value, and those that it is made of by moving elements only."""
+        producer, found, open_ = self._graph.producer(), set(), [value]
+        while open_:
+            value = open_.pop()
+            found.add(value)
+            maker = producer.get(value)
+            if maker is not None and maker.op in MOVES:
+                open_ += [v for v in maker.inputs if v is not None and v not in found]
+        return found
+
+    def round(self, value: Value, kinds: set[str], layers: list[Node]) -> None:
+        """Let the layers read the rounded value; all readers, where a layer makes it.
+
+        The result of a layer is then stored only once, in 8 bits. Where layers of two kinds read
+        it, others read it as it is.
+        """
+        makers = self._graph.producer()
+        by_layers = any(makers.get(v) in layers for v in self._moved_from(value))
+        readers = self._graph.users()[value]
+        for kind in sorted(kinds):
+            rounded = self._rounded(value, kind)
+            for node in readers:
+                if self._kind_of_layer.get(node.outputs[0]) == kind:
+                    node.inputs = tuple(
+                        rounded if v is value and i in (0, 3) else v
+                        for i, v in enumerate(node.inputs)
+                    )
+                elif node not in layers and by_layers and len(kinds) == 1:
+                    node.inputs = tuple(rounded if v is value else v for v in node.inputs)
+
+    def _rounded(self, value: Value, kind: str) -> Value:
+        graph = self._graph
+        scale = graph.add_constant(
+            f"{value.name}.{kind}.scale", torch.tensor(self._scale(value, kind))
+        )
+        small = Value(graph.fresh_name(f"{value.name}.{kind}"), DTYPES[kind], value.shape)
+        back = Value(graph.fresh_name(f"{value.name}.rounded"), value.dtype, value.shape)
+        nodes = [
+            Node(
+                op="quantize",
+                inputs=(value, scale, None),
+                outputs=(small,),
+                attrs={"axis": 0, "dtype": DTYPES[kind]},
+            ),
+            Node(
+                op="dequantize",
+                inputs=(small, scale, None),
+                outputs=(back,),
+                attrs={"axis": 0, "dtype": value.dtype},
+            ),
+        ]
+        made = [i for i, n in enumerate(graph.nodes) if value in n.outputs]
+        place = made[0] + 1 if made else 0
+        graph.nodes[place:place] = nodes
+        return back
+
+    def _scale(self, value: Value, kind: str) -> float:
+        if value.name not in self._calibration.thresholds:
+            raise CompileError(
+                "the calibration has not seen this value",
+                seen=repr(value),
+                fix="calibrate the network that is compiled, with compiler.calibrate",
+            )
+        return self._calibration.scale(value.name, kind)
+
+    def weight(self, value: Value, kind: str) -> Value:
+        graph = self._graph
+        if (value, kind) not in self._weights:
+            codes, scale = rounded_weight(graph.constants[value], kind)
+            small = graph.add_constant(f"{value.name}.{kind}", codes)
+            factor = graph.add_constant(f"{value.name}.{kind}.scale", scale)
+            back = Value(graph.fresh_name(f"{value.name}.rounded"), value.dtype, value.shape)
+            node = Node(
+                op="dequantize",
+                inputs=(small, factor, None),
+                outputs=(back,),
+                attrs={"axis": 0, "dtype": value.dtype},
+            )
+            graph.nodes.insert(0, node)
+            self._weights[value, kind] = back
+        return self._weights[value, kind]
+
+    def bias(self, node: Node, kind: str) -> Value | None:
+        """The bias, corrected by the mean error that the calibration found."""
+        correction = self._calibration.corrections.get(kind, {}).get(node.output.name)
+        if correction is None:
+            return node.inputs[2]
+        known = self._graph.constant(node.inputs[2])
+        total = correction.double() if known is None else known.double() + correction.double()
+        name = f"{node.inputs[1].name}.{kind}.bias"
+        return self._graph.add_constant(name, total.to(getattr(torch, node.output.dtype)))

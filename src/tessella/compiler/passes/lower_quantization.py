@@ -1,0 +1,412 @@
+"""Layers between ``dequantize`` and ``quantize`` become layers on int8 or fp8.
+
+The graph says with explicit nodes what is rounded where, whoever put them there: a file, a module,
+or ``insert_quantization``. Here nothing is decided, and nothing is rounded that was not before::
+
+    dequantize(x) → conv2d(·, dequantize(weight)) + residual → relu → quantize
+    store(relu(scale · product + bias + beta · residual))
+
+What only moves elements, or takes their maximum, changes places with the nodes, so that they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tessella.compiler.passes import dead_code
+from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels import reference
+
+LAYERS = ("conv2d", "linear", "matmul")
+CODES = ("int8", "float8_e4m3fn")
+# what commutes with rounding to one scale; of fp8 only what is a view
+MOVES = ("reshape", "permute", "expand", "slice", "select", "split", "cat", "max_pool2d", "relu")
+VIEWS = MOVES[:6]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """How numbers are written: ``store(x / scale + zero)``; what ``quantize`` nodes carry.
+
+    Attributes:
+        scale: float64, one number, or one for each position on ``axis``.
+        zero: what zero is written as.
+    """
+
+    dtype: str
+    scale: torch.Tensor
+    zero: int
+    axis: int
+
+    def same(self, other: Code | None) -> bool:
+        return (
+            other is not None
+            and (self.dtype, self.zero) == (other.dtype, other.zero)
+            and torch.equal(self.scale, other.scale)
+            and (self.scale.numel() == 1 or self.axis == other.axis)
+        )
+
+    @property
+    def factor(self) -> float:
+        """The scale, where it is one number."""
+        return float(self.scale)
+
+
+def apply(graph: Graph) -> int:
+    """Lower what can be lowered; returns how many layers now work on int8 or fp8."""
+    _shift_unsigned(graph)
+    _until_done(graph, _sink, _merge, _cancel, _lift)
+    lowered = sum(_lower(graph, n) for n in list(graph.nodes) if n.op in LAYERS)
+    for node in [n for n in graph.nodes if n.op in LAYERS]:
+        _requantize(graph, node)
+    _fold(graph)
+    dead_code.apply(graph)
+    return lowered
+
+
+def code_of(graph: Graph, node: Node | None, op: str) -> Code | None:
+    """The code of a ``quantize`` or ``dequantize`` node with known numbers; None if it is none."""
+    if node is None or node.op != op:
+        return None
+    scale, zero = (graph.constant(v) for v in node.inputs[1:])
+    if scale is None or (zero is None and node.inputs[2] is not None):
+        return None
+    if zero is not None and len(set(zero.flatten().tolist())) > 1:
+        return None
+    return Code(
+        dtype=(node.output if op == "quantize" else node.inputs[0]).dtype,
+        scale=scale.double().flatten(),
+        zero=0 if zero is None else int(zero.flatten()[0]),
+        axis=node.attrs["axis"],
+    )
+
+
+def _until_done(graph: Graph, *rewrites: Callable[[Graph], bool]) -> None:
+    while any([rewrite(graph) for rewrite in rewrites]):
+        pass
+
+
+# ── uint8 ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _shift_unsigned(graph: Graph) -> None:
+    """uint8 → int8, 128 less, its zero point too, wherever only ``dequantize`` looks at it."""
+    users = graph.users()
+    shifted = {
+        v
+        for n in graph.nodes
+        for v in n.outputs
+        if v.dtype == "uint8"
+        and (code_of(graph, n, "quantize") or n.op in MOVES)
+        and v not in graph.outputs
+    } | {v for v in graph.constants if v.dtype == "uint8" and _only_dequantized(users[v])}
+    while True:  # a move's inputs and outputs, all or none
+        stays = {
+            v
+            for v in shifted
+            if any(not _may_shift(graph, n, v, shifted) for n in users[v])
+            or any(n.op in MOVES and not set(n.inputs) <= shifted for n in _makers(graph, v))
+        }
+        if not stays:
+            break
+        shifted -= stays
+    for value in shifted:
+        value.dtype = "int8"
+        if value in graph.constants:
+            graph.constants[value] = (graph.constants[value].int() - 128).to(torch.int8)
+    for node in graph.nodes:
+        if node.op == "quantize" and node.output in shifted:
+            node.attrs["dtype"] = "int8"
+        if (node.op == "quantize" and node.output in shifted) or (
+            node.op == "dequantize" and node.inputs[0] in shifted
+        ):
+            _shift_zero(graph, node)
+
+
+def _only_dequantized(users: list[Node]) -> bool:
+    return bool(users) and all(n.op == "dequantize" for n in users)
+
+
+def _makers(graph: Graph, value: Value) -> list[Node]:
+    return [n for n in graph.nodes if value in n.outputs]
+
+
+def _may_shift(graph: Graph, node: Node, value: Value, shifted: set[Value]) -> bool:
+    if node.op in MOVES and node.op != "relu":
+        return set(node.outputs) <= shifted
+    return node.inputs[0] is value and code_of(graph, node, "dequantize") is not None
+
+
+def _shift_zero(graph: Graph, node: Node) -> None:
+    zero = graph.constant(node.inputs[2])
+    scale = graph.constants[node.inputs[1]]
+    moved = torch.zeros(scale.shape, dtype=torch.int32) if zero is None else zero.int()
+    name = f"{node.inputs[1].name}.zero"
+    made = graph.add_constant(name, (moved - 128).to(torch.int8))
+    node.inputs = (*node.inputs[:2], made)
+
+
+# ── meeting ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _sink(graph: Graph) -> bool:
+    """``move(dequantize(x))`` → ``dequantize(move(x))``."""
+    producer = graph.producer()
+    for node in graph.nodes:
+        if node.op not in MOVES:
+            continue
+        makers = [producer.get(v) for v in node.inputs]
+        codes = [code_of(graph, m, "dequantize") for m in makers]
+        first = codes[0]
+        if first is None or not all(first.same(c) for c in codes) or not _moves(node, first):
+            continue
+        axis = _moved_axis(node, first)
+        if axis is None:
+            continue
+        _sink_one(graph, node, [m for m in makers if m is not None], axis)
+        return True
+    return False
+
+
+def _moves(node: Node, code: Code) -> bool:
+    """Whether moving elements of this code is the same as moving the numbers."""
+    if code.dtype not in (*CODES, "uint8"):
+        return False
+    if code.dtype == "float8_e4m3fn":
+        return node.op in VIEWS
+    return node.op != "relu" or (code.zero == 0 and code.dtype == "int8")
+
+
+def _moved_axis(node: Node, code: Code) -> int | None:
+    """Where the scale's axis lies after the move; None if it cannot follow."""
+    if code.scale.numel() == 1:
+        return 0
+    if node.op == "permute":
+        dims = [int(d) for d in node.attrs["dims"]]
+        rank = len(dims)
+        return [d % rank for d in dims].index(code.axis % rank)
+    return None
+
+
+def _sink_one(graph: Graph, node: Node, makers: list[Node], axis: int) -> None:
+    small = makers[0].inputs[0].dtype
+    attrs = {"axis": axis, "dtype": makers[0].attrs["dtype"]}
+    parameters, outputs = makers[0].inputs[1:], node.outputs
+    node.inputs = tuple(m.inputs[0] for m in makers)
+    node.outputs = tuple(
+        Value(graph.fresh_name(f"{v.name}.{small}"), small, v.shape) for v in outputs
+    )
+    place = graph.nodes.index(node) + 1
+    graph.nodes[place:place] = [
+        Node(op="dequantize", inputs=(inner, *parameters), outputs=(value,), attrs=dict(attrs))
+        for inner, value in zip(node.outputs, outputs, strict=True)
+    ]
+
+
+def _merge(graph: Graph) -> bool:
+    """Equal nodes on one value are one."""
+    seen: dict[Value, list[tuple[Node, Code]]] = {}
+    for node in graph.nodes:
+        code = code_of(graph, node, node.op) if node.op in ("quantize", "dequantize") else None
+        if code is None or node.output in graph.outputs:
+            continue
+        for other, known in seen.setdefault(node.inputs[0], []):
+            if other.op == node.op and code.same(known) and other.attrs == node.attrs:
+                graph.replace_uses(node.output, other.output)
+                graph.nodes.remove(node)
+                return True
+        seen[node.inputs[0]].append((node, code))
+    return False
+
+
+def _cancel(graph: Graph) -> bool:
+    """``quantize(dequantize(x))`` with one code is ``x``: float32 is off by much less than ½."""
+    producer = graph.producer()
+    for node in graph.nodes:
+        code = code_of(graph, node, "quantize")
+        maker = producer.get(node.inputs[0]) if code else None
+        if code is None or node.output in graph.outputs:
+            continue
+        if code.same(code_of(graph, maker, "dequantize")) and maker is not None:
+            graph.replace_uses(node.output, maker.inputs[0])
+            graph.nodes.remove(node)
+            return True
+    return False
+
+
+def _lift(graph: Graph) -> bool:
+    """``quantize(move(x))`` → ``move(quantize(x))``, where nothing else reads what is moved."""
+    producer, users = graph.producer(), graph.users()
+    for node in graph.nodes:
+        code = code_of(graph, node, "quantize")
+        move = producer.get(node.inputs[0])
+        if code is None or code.scale.numel() > 1 or move is None or move.op not in MOVES:
+            continue
+        alone = users[node.inputs[0]] == [node] and node.inputs[0] not in graph.outputs
+        if not alone or len(move.outputs) > 1 or not _moves(move, code):
+            continue
+        if move.op not in VIEWS and not _from_codes(move.inputs, producer):
+            continue  # a pooling leaves less to round
+        place = graph.nodes.index(move)
+        inputs = []
+        for value in move.inputs:
+            small = Value(graph.fresh_name(f"{value.name}.{code.dtype}"), code.dtype, value.shape)
+            inputs.append(small)
+            made = Node(
+                op="quantize",
+                inputs=(value, *node.inputs[1:]),
+                outputs=(small,),
+                attrs=dict(node.attrs),
+            )
+            graph.nodes.insert(place, made)
+            place += 1
+        move.inputs, move.outputs = tuple(inputs), node.outputs
+        graph.nodes.remove(node)
+        return True
+    return False
+
+
+def _from_codes(values: Sequence[Value | None], producer: dict[Value, Node]) -> bool:
+    """Whether one of the values is computed from codes, so that it may be stored as codes."""
+    for value in values:
+        maker = None if value is None else producer.get(value)
+        if maker is None:
+            continue
+        if maker.op in MOVES:
+            if _from_codes(maker.inputs, producer):
+                return True
+            continue
+        source = producer.get(maker.inputs[0]) if maker.op in LAYERS else maker
+        if source is not None and source.op == "dequantize":
+            return True
+    return False
+
+
+# ── layers ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _lower(graph: Graph, node: Node) -> bool:
+    """A layer that reads dequantized activations and weights reads the codes."""
+    producer = graph.producer()
+    source, weights = (producer.get(v) for v in node.inputs[:2])
+    code, of_weight = (code_of(graph, n, "dequantize") for n in (source, weights))
+    if code is None or of_weight is None or source is None or weights is None:
+        return False
+    weight = graph.constant(weights.inputs[0])
+    bias = graph.constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    matmul = node.op == "matmul"
+    if (
+        code.dtype not in CODES
+        or of_weight.dtype != code.dtype
+        or weight is None
+        or code.scale.numel() > 1
+        or of_weight.zero != 0
+        or (matmul and weight.ndim != 2)
+        or (of_weight.scale.numel() > 1 and of_weight.axis % weight.ndim != int(matmul))
+        or (len(node.inputs) > 2 and node.inputs[2] is not None and bias is None)
+    ):
+        return False
+    if matmul:  # [K, N] → a linear layer's [N, K]
+        weight = weight.T.contiguous()
+        node.op, node.attrs = "linear", {"activation": None}
+    channels = len(weight)
+    scale = (of_weight.scale * code.scale).expand(channels)
+    total = torch.zeros(channels).double() if bias is None else bias.double()
+    x = source.inputs[0]
+    if code.zero:
+        total = total - scale * code.zero * weight.double().flatten(1).sum(1)
+        x = _padded(graph, node, x, code.zero)
+    name = weights.inputs[0].name
+    residual = node.inputs[3] if len(node.inputs) > 3 else None
+    node.inputs = (
+        x,
+        graph.add_constant(f"{name}.rows", weight) if matmul else weights.inputs[0],
+        None
+        if bias is None and not code.zero
+        else graph.add_constant(f"{name}.bias", total.float()),
+        residual,
+        graph.add_constant(f"{name}.factor", scale.float()),
+    )
+    node.attrs["dtype"] = node.output.dtype
+    return True
+
+
+def _padded(graph: Graph, node: Node, x: Value, zero: int) -> Value:
+    """The input with its zero around it, where a convolution would put the code 0."""
+    if node.op != "conv2d" or not any(node.attrs["padding"]):
+        return x
+    (top, left), (height, width) = node.attrs["padding"], x.shape[2:]
+    shape = (*x.shape[:2], height + 2 * top, width + 2 * left)
+    made = Value(graph.fresh_name(f"{x.name}.padded"), x.dtype, shape)
+    attrs = {"pad": (left, left, top, top), "mode": "constant", "value": float(zero)}
+    pad = Node(op="pad", inputs=(x,), outputs=(made,), attrs=attrs, layer=node.layer)
+    graph.nodes.insert(graph.nodes.index(node), pad)
+    node.attrs["padding"] = (0, 0)
+    return made
+
+
+def _requantize(graph: Graph, node: Node) -> None:
+    """A layer whose result is only quantized writes the codes.
+
+    An odd zero point stays an explicit step: rounding after it is added takes ties the other way.
+    """
+    if len(node.inputs) < 5 or node.output in graph.outputs:
+        return
+    readers = graph.users()[node.output]
+    code = code_of(graph, readers[0], "quantize") if len(readers) == 1 else None
+    if code is None or code.scale.numel() > 1 or code.dtype != node.inputs[0].dtype:
+        return
+    activation = _activation_of_codes(node.attrs["activation"], code)
+    residual = graph.producer().get(node.inputs[3]) if node.inputs[3] else None
+    added = code_of(graph, residual, "dequantize")
+    alone = added is not None and added.scale.numel() == 1 and added.dtype == code.dtype
+    if code.zero % 2 or activation == "" or (node.inputs[3] is not None and not alone):
+        return
+    x, weight, bias, _, scale = node.inputs
+    known = graph.constant(bias)
+    shift = torch.zeros(weight.shape[0]).double() if known is None else known.double()
+    if added is not None and residual is not None:
+        shift = shift - added.factor * added.zero
+        node.attrs["beta"] = added.factor / code.factor
+    shift = shift / code.factor + code.zero
+    # both are this layer's own: ``_lower`` has made them
+    graph.constants[scale] = (graph.constants[scale].double() / code.factor).float()
+    if bias is None and shift.any():
+        bias = graph.add_constant(f"{weight.name}.bias", shift.float())
+    elif bias is not None:
+        graph.constants[bias] = shift.float()
+    added_codes = None if residual is None else residual.inputs[0]
+    node.inputs = (x, weight, bias, added_codes, scale)
+    node.attrs |= {"dtype": code.dtype, "activation": activation}
+    node.outputs = readers[0].outputs
+    graph.nodes.remove(readers[0])
+
+
+def _activation_of_codes(activation: str | None, code: Code) -> str | None:
+    """The activation of ``x / scale + zero`` that is that of ``x``; empty if there is none.
+
+    Where zero is the least code, what relu cuts off is out of range anyway; so is what relu6 cuts
+    off above, if the greatest code stands for 6 or less.
+    """
+    if activation == "relu6" and code.dtype == "int8":
+        within = (127 - code.zero) * code.factor <= 6.0
+        activation = "relu" if within else activation
+    if activation is None:
+        return None
+    if activation == "relu" and code.zero == 0:
+        return "relu"
+    if activation == "relu" and code.dtype == "int8" and code.zero == -128:
+        return None
+    return ""
+
+
+def _fold(graph: Graph) -> None:
+    """Weights that are left between codes and a layer in floating numbers."""
+    for node in list(graph.nodes):
+        values = [graph.constant(v) for v in node.inputs]
+        if node.op == "dequantize" and values[0] is not None and node.output not in graph.outputs:
+            (graph.constants[node.output],) = reference.call(node.op, values, node.attrs)
+            graph.nodes.remove(node)

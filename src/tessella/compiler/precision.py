@@ -1,0 +1,110 @@
+"""Which layer works in which precision: what a user asks for, as an element type for each node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tessella.compiler.calibration import DTYPES, Calibration, lowerable
+from tessella.core.dtype import PRECISIONS
+from tessella.core.errors import UsageError
+from tessella.graph.graph import Graph, Node
+
+FEWEST_CHANNELS = 16  # of a layer's input: a product of fewer leaves tensor cores empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """A precision for every node of an optimized graph.
+
+    Attributes:
+        kinds: ``int8`` or ``fp8`` for these layers, by the name of their result.
+        dtypes: an element type for other nodes that are not like the rest.
+        rest: the element type of everything else.
+        loosest: the precision that says how exact the whole may be expected to be.
+    """
+
+    kinds: dict[str, str]
+    dtypes: dict[str, str]
+    rest: str
+    loosest: str
+
+
+def layers(graph: Graph) -> tuple[str, ...]:
+    """The layers of an optimized graph whose precision may be chosen, by their result's name."""
+    return tuple(node.output.name for node in lowerable(graph))
+
+
+def assign(
+    graph: Graph,
+    precision: str,
+    precisions: Mapping[str, str],
+    target: str,
+    calibration: Calibration | None,
+) -> Assignment:
+    """What ``precision`` for the network and ``precisions`` for single nodes come to.
+
+    ``int8`` and ``fp8`` are for layers whose products fill tensor cores: one group, and 16 input
+    channels or more. What else there is computes in float16 on a GPU, in float32 on a CPU.
+
+    Raises:
+        UsageError: an unknown node or precision, a node that cannot be int8 or fp8, or no
+            calibration where one is needed.
+    """
+    small = precision in DTYPES
+    rest = ("float16" if target == "sm_90" else "float32") if small else PRECISIONS[precision]
+    can = {node.output.name: node for node in lowerable(graph)}
+    _require_known(graph, precisions, can)
+    kinds = {name: precision for name, node in can.items() if small and _fills(node)}
+    kinds = {name: kind for name, kind in kinds.items() if name not in precisions}
+    kinds |= {name: kind for name, kind in precisions.items() if kind in DTYPES}
+    if kinds and calibration is None:
+        raise UsageError(
+            f"{precision if small else 'int8 and fp8'} needs a calibration",
+            seen="none",
+            fix="give calibration=compiler.calibrate(graph, batches), or --calibrate DATASET",
+        )
+    others = {name: PRECISIONS[p] for name, p in precisions.items() if p not in DTYPES}
+    used = {precision, *precisions.values()} - ({precision} if small and not kinds else set())
+    order = list(ORDER)
+    return Assignment(
+        kinds=kinds,
+        dtypes={name: dtype for name, dtype in others.items() if dtype != rest},
+        rest=rest,
+        loosest=max(used | {_named(rest)}, key=order.index),
+    )
+
+
+ORDER = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")  # from the most exact
+
+
+def _named(dtype: str) -> str:
+    return next(name for name, known in PRECISIONS.items() if known == dtype)
+
+
+def _fills(node: Node) -> bool:
+    weight = node.inputs[1].shape
+    return node.attrs.get("groups", 1) == 1 and int(weight[1]) >= FEWEST_CHANNELS
+
+
+def _require_known(graph: Graph, precisions: Mapping[str, str], can: Mapping[str, Node]) -> None:
+    names = {node.outputs[0].name for node in graph.nodes}
+    for name, precision in precisions.items():
+        if name not in names:
+            raise UsageError(
+                "no operation of the optimized network has this name",
+                seen=name,
+                fix="use names of compiler.layers",
+            )
+        if precision not in PRECISIONS or precision == "tf32":
+            raise UsageError(
+                "this is no precision of a single layer",
+                seen=f"{precision} for {name}",
+                fix=f"use {', '.join(p for p in PRECISIONS if p != 'tf32')}",
+            )
+        if precision in DTYPES and name not in can:
+            raise UsageError(
+                "only convolutions and linear layers with constant weights can be int8 or fp8",
+                seen=name,
+                fix="use names of compiler.layers",
+            )
