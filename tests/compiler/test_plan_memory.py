@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tessella.artifacts.plan import ALIGNMENT, Bucket
+from tessella import runtime
+from tessella.artifacts.plan import ALIGNMENT
 from tessella.compiler.passes.plan_memory import _Storage, place
 from tessella.core.spec import TensorSpec
 from tessella.kernels import catalog
 from tessella.kernels.problem import TensorMeta
+from tests.compiler.memory import check_memory
 from tests.compiler.networks import build, captured, plan
 
 storage = st.builds(
@@ -49,48 +49,13 @@ def test_a_gap_is_filled_with_what_fits_it_best() -> None:
     assert place(chain) == 2 * 640
 
 
-def _reads(bucket: Bucket) -> Iterator[tuple[int, str]]:
-    for index, step in enumerate(bucket.steps):
-        yield from ((index, name) for name in step.inputs if name is not None)
-
-
-def _check_lifetimes(bucket: Bucket, outputs: tuple[str, ...]) -> None:
-    """Follow who owns each byte of the arena, views included, as the steps run."""
-    buffers = {b.name: b for b in bucket.buffers}
-    last_read = {name: index for index, name in _reads(bucket)}
-    last_read |= dict.fromkeys(outputs, len(bucket.steps))
-    bases: dict[str, set[str]] = {}
-    for index, step in enumerate(bucket.steps):
-        views = catalog.kernel(step.kernel).views
-        for name in step.outputs:
-            read = [bases.get(n, set()) for n in step.inputs if n is not None]
-            bases[name] = set().union(*read) if views else {name}
-            mine = buffers[name]
-            if mine.offset is None:
-                continue
-            size = torch.empty(mine.shape, dtype=getattr(torch, mine.dtype)).nbytes
-            for other, owns in bases.items():
-                if other == name or last_read.get(other, -1) < index:
-                    continue  # nobody reads it any more, not even this step
-                for base in owns & buffers.keys():
-                    theirs = buffers[base]
-                    if theirs.offset is None:
-                        continue
-                    end = theirs.offset + torch.empty(
-                        theirs.shape, dtype=getattr(torch, theirs.dtype)
-                    ).nbytes  # fmt: skip
-                    assert end <= mine.offset or mine.offset + size <= theirs.offset, (name, other)
-        for name in step.frees:
-            assert last_read.get(name, index) == index
-
-
 def test_no_live_value_of_a_network_is_overwritten() -> None:
     for name in ("vit", "resnet18"):
         made = plan(captured(name))
         for bucket in made.program.buckets:
             if name == "vit":  # its additions always write into the arena
                 assert bucket.arena_bytes > 0
-            _check_lifetimes(bucket, made.program.outputs)
+            check_memory(made.program, bucket)
 
 
 def test_a_view_keeps_its_base_alive() -> None:
@@ -105,4 +70,33 @@ def test_a_view_keeps_its_base_alive() -> None:
     made = build(Views(), spec)
     assert any(s.kernel == "permute.view" for s in made.program.buckets[0].steps)
     for bucket in made.program.buckets:
-        _check_lifetimes(bucket, made.program.outputs)
+        check_memory(made.program, bucket)
+
+
+def test_a_result_takes_the_place_of_an_operand_that_ends() -> None:
+    class Chain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a = torch.exp(x)  # read by the last addition: stays
+            b = torch.tanh(torch.sigmoid(torch.tanh(a))) * 2
+            return (b + a).relu()
+
+    made = build(Chain(), TensorSpec(name="image", dtype="float32", shape=(1, 64)))
+    for bucket in made.program.buckets:
+        check_memory(made.program, bucket)
+        places = {b.name: b.offset for b in bucket.buffers}
+        assert len(set(places.values())) == 2
+        assert bucket.arena_bytes == bucket.peak_bytes == 2 * 64 * 4 * bucket.batch
+
+
+def test_an_operand_with_a_view_keeps_its_place() -> None:
+    class Mirrored(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a = torch.exp(x)
+            return a + a.permute(0, 2, 1)  # element (i, j) is read after (j, i) is written
+
+    made = build(Mirrored(), TensorSpec(name="image", dtype="float32", shape=(1, 8, 8)))
+    x = torch.randn(2, 8, 8)
+    (answer,) = runtime.load(made)(x).values()
+    torch.testing.assert_close(answer, x.exp() + x.exp().mT)
+    for bucket in made.program.buckets:
+        check_memory(made.program, bucket)

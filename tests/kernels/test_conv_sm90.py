@@ -123,9 +123,47 @@ def test_refuses_formats_that_it_cannot_read() -> None:
 
 def test_refuses_misaligned_tensors() -> None:
     aligned = torch.zeros(1 * 4 * 4 * 8 + 1, dtype=torch.float16)
-    assert kernel._rows(aligned[:-1], (1, 4, 4, 8)).shape == (4, 1, 4, 8)
+    assert kernel._rows(aligned[:-1], (1, 4, 4, 8), 8).shape == (4, 1, 4, 8)
     with pytest.raises(KernelError, match="multiples of 16"):
-        kernel._rows(aligned[1:], (1, 4, 4, 8))
+        kernel._rows(aligned[1:], (1, 4, 4, 8), 8)
+
+
+def sliced(problem: Problem, x: int | None = None, out: int | None = None) -> Problem:
+    """The problem with its input or output a slice of so many channels."""
+    inputs, output = list(problem.inputs), problem.output
+    for channels, position in ((x, 0), (out, None)):
+        if channels is not None:
+            meta = output if position is None else inputs[position]
+            whole = dataclasses.replace(meta, shape=(meta.shape[0], channels, *meta.shape[2:]))
+            part = whole.part(1, meta.shape[1])
+            if position is None:
+                output = part
+            else:
+                inputs[position] = part
+    return dataclasses.replace(problem, inputs=tuple(inputs), outputs=(output,))
+
+
+def test_takes_and_makes_slices_of_channels() -> None:
+    row = catalog.kernel("conv2d.implicit_gemm.sm90")
+    assert row.refusal(sliced(problem_of(), x=96, out=256)) is None
+    assert "C = 68" in str(row.refusal(sliced(problem_of(), x=68)))
+    assert "K = 65" in str(row.refusal(sliced(problem_of(), out=65)))
+    rows = dataclasses.replace(problem_of().output, shape=(8, 64, 56, 28)).part(2, 28)
+    assert rows.strides is not None
+    assert "slices of its channels" in str(
+        row.refusal(dataclasses.replace(problem_of(), outputs=(rows,)))
+    )
+    other = catalog.kernel("conv2d.implicit_gemm")
+    assert "slice" in str(other.refusal(sliced(problem_of(), out=256)))
+    assert other.refusal(sliced(problem_of(), x=256)) is None
+
+
+def test_views_of_slices_are_what_tma_reads() -> None:
+    whole = torch.randn(2, 3, 4, 24)  # N, H, W, C
+    part = whole[..., 8:16].permute(0, 3, 1, 2)
+    rows = kernel._rows(part, (2, 3, 4, 8), 24)
+    assert torch.equal(rows, whole[..., 8:16].transpose(0, 1))
+    assert rows.data_ptr() == part.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", kernel.OUTPUTS)
@@ -413,6 +451,20 @@ def test_parts_are_added_and_finished(activation: str | None) -> None:
     torch.testing.assert_close(
         out.permute(0, 2, 3, 1).double(), right.double(), rtol=1e-5, atol=1e-5
     )
+
+
+def test_parts_are_added_into_a_slice() -> None:
+    torch.manual_seed(0)
+    parts = torch.randn(3, 2, 5, 7, 16)
+    problem = sliced(problem_of("float16", "float32", N=2, K=16, size=(5, 7)), out=48)
+    whole = torch.full((2, 5, 7, 48), 77.0)
+    bias = torch.randn(16)
+    out = whole[..., 16:32].permute(0, 3, 1, 2)
+    kernel._add_parts(problem, parts.flatten(0, 1), 3, bias, None, None, out)
+    right = parts.double().sum(0) + bias
+    torch.testing.assert_close(whole[..., 16:32].double(), right, rtol=1e-5, atol=1e-5)
+    assert (whole[..., :16] == 77).all()
+    assert (whole[..., 32:] == 77).all()
 
 
 def test_parts_of_int8_are_exact() -> None:

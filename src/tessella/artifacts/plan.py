@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -36,12 +37,25 @@ MAX_JSON_BYTES = 64 << 20
 MAX_ARENA_BYTES = 1 << 40
 MAX_BATCH = 1 << 13  # the runtime tabulates how each batch up to the largest is cut
 MAX_AXES = 16
+SLICE_ALIGNMENT = 16  # bytes: what a Hopper GPU's bulk copies ask of every address
 MANIFEST = "manifest.json"
 
 # Inside a program there may also be what torch's operators hand to each other (an FFT).
 ITEMSIZES = {name: d.itemsize for name, d in DTYPES.items()} | {"complex64": 8, "complex128": 16}
 
 Format = Literal["contiguous", "channels_last", "strided"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Where a buffer lies in another, dense one: from ``start`` on ``axis``, as far as it reaches.
+
+    So the parts of a concatenation are written where it wants them.
+    """
+
+    of: str
+    axis: int
+    start: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +66,8 @@ class Buffer:
         shape: concrete, for the bucket's batch.
         format: memory format; strides follow from it, except from ``strided``: a view with any.
         offset: byte offset in the arena, or None if the kernel that makes it allocates it.
+        slice: the part of another buffer that it is, if it has no memory of its own; its strides
+            are then known.
     """
 
     name: str
@@ -59,6 +75,7 @@ class Buffer:
     shape: tuple[int, ...]
     format: Format = "contiguous"
     offset: int | None = None
+    slice: Slice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,6 +385,7 @@ def _check_program(
     for bucket in program.buckets:
         if reason := (
             _sizes(bucket)
+            or _slices(bucket)
             or _names(manifest, program, bucket, weights)
             or _steps(program, bucket, weights)
             or _another_network(program.buckets[0], bucket)
@@ -398,6 +416,57 @@ def _sizes(bucket: Bucket) -> str | None:
         ):
             return f"buffer {buffer.name} has no place as {buffer.format}"
     return None
+
+
+def _slices(bucket: Bucket) -> str | None:
+    """Why a buffer cannot be the slice that it is said to be, or None."""
+    buffers = {b.name: b for b in bucket.buffers}
+    for buffer in bucket.buffers:
+        if (place := buffer.slice) is None:
+            continue
+        whole = buffers.get(place.of)
+        if whole is None or whole.slice is not None or whole.format == "strided":
+            return f"{buffer.name} is a slice of {place.of}, which is not a dense buffer"
+        if buffer.offset is not None or buffer.dtype != whole.dtype:
+            return f"{buffer.name} is no slice: it has a place, or an element type, of its own"
+        axis = place.axis
+        if len(buffer.shape) != len(whole.shape) or not 0 <= axis < len(whole.shape):
+            return f"{buffer.name} is a slice on axis {axis} of {whole.shape}"
+        size = buffer.shape[axis]
+        if buffer.shape != (*whole.shape[:axis], size, *whole.shape[axis + 1 :]):
+            return f"{buffer.name} with shape {buffer.shape} is no slice of {whole.shape}"
+        if not 0 <= place.start <= whole.shape[axis] - size:
+            return f"{buffer.name} reaches out of {place.of}"
+        if place.start * inner_bytes(whole, axis) % SLICE_ALIGNMENT:
+            return f"{buffer.name} begins at no multiple of {SLICE_ALIGNMENT} bytes"
+    return None
+
+
+def inner_bytes(whole: Buffer, axis: int) -> int:
+    """Bytes from one place of an axis to the next, in a dense buffer."""
+    order = list(range(len(whole.shape)))
+    if whole.format == "channels_last":
+        order.append(order.pop(1))
+    inside = order[order.index(axis) + 1 :]
+    return ITEMSIZES[whole.dtype] * math.prod(whole.shape[i] for i in inside)
+
+
+def in_place(
+    slices: Mapping[str, Slice], output: str, axis: int, parts: Sequence[tuple[str | None, int]]
+) -> tuple[int, ...]:
+    """Which parts of a concatenation lie where it wants them, by position.
+
+    Args:
+        slices: of the buffers that are slices.
+        parts: name and size on the axis, in order.
+    """
+    base = slices.get(output, Slice(of=output, axis=axis, start=0))
+    found, start = [], base.start
+    for position, (name, size) in enumerate(parts):
+        if base.axis == axis and slices.get(str(name)) == Slice(of=base.of, axis=axis, start=start):
+            found.append(position)
+        start += size
+    return tuple(found)
 
 
 def _names(

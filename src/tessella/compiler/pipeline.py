@@ -17,9 +17,14 @@ from tessella.compiler.passes import (
     fold_batch_norm,
     fold_constants,
     fuse_epilogue,
+    fuse_pointwise,
     fuse_siblings,
+    insert_quantization,
+    join_in_place,
     lower_precision,
+    lower_quantization,
     plan_memory,
+    take_pixels,
 )
 from tessella.compiler.passes.assign_layout import Formats, Layout
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
@@ -64,7 +69,10 @@ PASSES = (
 #   assign_layout     channels_last regions around convolutions, or none: the faster wins
 # and for each batch size, on concrete shapes:
 #   choose_kernels    every kernel that fits is measured, the fastest is taken
+#   join_in_place     parts of concatenations are written where these want them, if faster
 #   plan_memory       lifetimes, and one arena for the live values
+
+Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
 
 WORTH_IT = 0.98  # fused siblings must win by 2 %: less may be a busy moment of the machine
 
@@ -121,7 +129,8 @@ def compile_graph(
         emit(phase("tune", f"batch {size}"))
         concrete = lowered.at_batch(size)
         choices = choose_kernels.apply(concrete, formats, tuner, emit, f"batch {size}")
-        verify.check(choices, concrete, exact, wanted.at(size), tuner, precision)
+        choices = join_in_place.apply(concrete, choices, tuner)
+        verify.check(choices, concrete, rounded, wanted.at(size), tuner, loosest)
         buckets.append(plan_memory.apply(concrete, choices, size))
         tuning += _candidates(choices, size)
     manifest = Manifest(
@@ -252,7 +261,7 @@ def _fastest(
     for graph, formats in laid_out:
         concrete = graph.at_batch(opt)
         choices = choose_kernels.apply(concrete, formats, tuner, emit, "siblings")
-        programs.append((concrete, choices))
+        programs.append((concrete, join_in_place.apply(concrete, choices, tuner)))
     apart, together = race.times_us(programs, tuner)
     emit(phase("siblings", f"{apart:.0f} µs apart, {together:.0f} µs fused, at batch {opt}"))
     return laid_out[1 if together < WORTH_IT * apart else 0]

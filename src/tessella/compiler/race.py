@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tessella.compiler.passes.choose_kernels import Choice, Tuner, constants_of
+from tessella.compiler.execution import bound
+from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.record import digest
 from tessella.graph.graph import Graph
-from tessella.kernels import catalog
-from tessella.kernels.auction import bind
 from tessella.kernels.float32_math import float32_math
 from tessella.kernels.timing import latency
 from tessella.kernels.tuning import Trial
@@ -23,7 +22,8 @@ from tessella.kernels.tuning import Trial
 Programs = Sequence[tuple[Graph, Sequence[Choice]]]
 
 SECONDS = 50.0  # of measuring, for each second that one step may take: a program has many steps
-VERSION = 1  # of the timings; raised when what is measured changes
+VERSION = 2  # of the timings; raised when what is measured changes
+WARM_UP_RUNS = 2  # cuDNN and cuBLAS make their handles and workspaces before a capture
 
 
 def times_us(programs: Programs, tuner: Tuner) -> list[float]:
@@ -33,7 +33,9 @@ def times_us(programs: Programs, tuner: Tuner) -> list[float]:
     """
     names = [f"program.{i}" for i in range(len(programs))]
     device = fingerprint(tuner.target).hash
-    key = digest([[(c.problem.key, c.kernel, c.config) for c in made] for _, made in programs])
+    key = digest(
+        [[(c.problem.key, c.kernel, c.config, c.slices) for c in made] for _, made in programs]
+    )
     known = [tuner.cache.get(device, key, name, VERSION) for name in names]
     if all(known):
         return [trial.time_us or 0.0 for trial in known if trial]
@@ -51,7 +53,7 @@ def times_us(programs: Programs, tuner: Tuner) -> list[float]:
 
 
 def _run(graph: Graph, choices: Sequence[Choice], tuner: Tuner) -> Callable[[], None]:
-    """All steps on zeros; what nothing reads any more is let go."""
+    """All steps on zeros; what nothing reads any more is let go. On a GPU a graph, as in a plan."""
     device = torch_device(tuner.target)
     slots = {value: i for i, value in enumerate(graph.values())}
     live: list[torch.Tensor | None] = [None] * len(slots)
@@ -61,25 +63,32 @@ def _run(graph: Graph, choices: Sequence[Choice], tuner: Tuner) -> Callable[[], 
     last = {v: i for i, c in enumerate(choices) for v in (*c.node.inputs, *c.node.outputs)}
     keep = {None, *graph.inputs, *graph.outputs}
     steps = []
-    for index, choice in enumerate(choices):
-        node = choice.node
-        constants = constants_of(node, choice.problem, tuner.constants)
-        row = catalog.kernel(choice.kernel)
-        call, buffers = bind(row, choice.problem, constants, device, choice.config)
-        reads = [
-            slots[v] for i, v in enumerate(node.inputs) if v is not None and i not in constants
-        ]
-        writes = [slots[v] for v in node.outputs]
-        drops = [slots[v] for v in {*node.inputs, *node.outputs} - keep if v and last[v] == index]
-        steps.append((call, buffers, reads, writes, drops))
+    for index, step in enumerate(bound(choices, tuner)):
+        reads = [slots[v] for v in step.reads]
+        writes = [slots[v] for v in step.node.outputs]
+        ends = {*step.node.inputs, *step.node.outputs} - keep
+        drops = [slots[v] for v in ends if v and last[v] == index]
+        steps.append((step.run, reads, writes, drops))
 
     def run() -> None:
-        for call, buffers, reads, writes, drops in steps:
-            made = call(*[live[i] for i in reads], **buffers)
-            made = (made,) if isinstance(made, torch.Tensor) else made
-            for slot, tensor in zip(writes, made, strict=True):
+        for call, reads, writes, drops in steps:
+            for slot, tensor in zip(writes, call(*[live[i] for i in reads]), strict=True):
                 live[slot] = tensor
             for slot in drops:
                 live[slot] = None
 
-    return run
+    return run if device.type == "cpu" else _captured(run)
+
+
+def _captured(run: Callable[[], None]) -> Callable[[], None]:
+    """A run as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_RUNS):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tessella.compiler.passes.choose_kernels import Choice, Tuner, constants_of
+from tessella.compiler.execution import bound
+from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.core.device import torch_device
 from tessella.core.errors import CompileError
-from tessella.graph.graph import Graph
+from tessella.core.events import Emit, phase
+from tessella.graph.graph import Dim, Graph
 from tessella.graph.interpret import interpret
-from tessella.kernels import catalog
-from tessella.kernels.auction import bind
 from tessella.kernels.float32_math import float32_math
 
 Tensors = dict[str, torch.Tensor]
@@ -170,18 +170,9 @@ def _run(choices: Sequence[Choice], inputs: Tensors, tuner: Tuner) -> Tensors:
     device = torch_device(tuner.target)
     live = {n: t.to(device) for n, t in inputs.items()}
     with torch.inference_mode(), float32_math(tuner.math):
-        for choice in choices:
-            constants = constants_of(choice.node, choice.problem, tuner.constants)
-            row = catalog.kernel(choice.kernel)
-            call, out = bind(row, choice.problem, constants, device, choice.config)
-            read = [
-                live[v.name]
-                for i, v in enumerate(choice.node.inputs)
-                if v is not None and i not in constants
-            ]
-            made = call(*read, **out)
-            made = (made,) if isinstance(made, torch.Tensor) else made
-            live.update((v.name, t) for v, t in zip(choice.node.outputs, made, strict=True))
+        for step in bound(choices, tuner):
+            made = step.run(*[live[v.name] for v in step.reads])
+            live.update((v.name, t) for v, t in zip(step.node.outputs, made, strict=True))
     return live
 
 

@@ -165,7 +165,7 @@ def _admitted(problem: Problem, target: str, terms: Terms) -> list[Kernel]:
 
 def _refusals(rows: Sequence[Kernel], problem: Problem) -> dict[str, str | None]:
     """Why each row but the last resorts does not fit the problem; None where it does."""
-    return {row.id: row.load().fits(problem) for row in rows if not row.last_resort}
+    return {row.id: row.refusal(problem) for row in rows if not row.last_resort}
 
 
 def _fitting(rows: Sequence[Kernel], refusals: Mapping[str, str | None]) -> list[Kernel]:
@@ -178,11 +178,18 @@ def bind(
     constants: Mapping[int, torch.Tensor],
     device: torch.device,
     config: Config | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[Call, dict[str, torch.Tensor]]:
-    """A kernel ready to run, and its ``out=`` and ``workspace=`` buffers where it wants them."""
+    """A kernel ready to run, and its ``out=`` and ``workspace=`` buffers where it wants them.
+
+    Args:
+        out: where the result shall lie; a new tensor if left out.
+    """
     config, module = config or {}, row.load()
     call = module.bind(problem, constants, **config)
-    buffers = {"out": problem.output.empty(device)} if module.WRITES_OUT else {}
+    buffers = {}
+    if module.WRITES_OUT:
+        buffers["out"] = problem.output.empty(device) if out is None else out
     scratch = row.workspace_bytes(problem, config)
     if scratch:
         buffers["workspace"] = torch.empty(scratch, dtype=torch.uint8, device=device)
@@ -203,6 +210,8 @@ def sample_inputs(problem: Problem, device: torch.device) -> list[torch.Tensor]:
             made = torch.randn(meta.shape, generator=generator, device=device)
         else:
             made = torch.zeros(meta.shape, dtype=dtype)
+        if meta.strides is not None:
+            return meta.empty(device).copy_(made)
         return made.to(device, dtype).contiguous(
             memory_format=memory_format(meta.format, len(meta.shape))
         )
@@ -308,6 +317,8 @@ class _Auction:
     def _measured(self, rows: list[Kernel]) -> list[Trial]:
         if self._inputs is None or not _telling(self._inputs):
             self._inputs = sample_inputs(self._problem, self._device)
+        if self._problem.in_place:
+            self._inputs, self._out = _joined(self._problem, self._inputs, self._device)
         with torch.inference_mode(), float32_math(self._problem.math):
             bids = self._bids(self._worth_running(rows) if self._near is None else self._near)
             ran = {name: bid for name, bid in bids.items() if isinstance(bid, _Bid)}
@@ -397,7 +408,9 @@ class _Auction:
 
     def _wrong(self, kernel: str, inspection: Inspection) -> Trial:
         error = inspection.max_rel_error
-        return Trial(kernel=kernel, refused=f"wrong: deviates from float64 by {error:.1e}")
+        beside = error == math.inf
+        why = "writes beside its slice" if beside else f"deviates from float64 by {error:.1e}"
+        return Trial(kernel=kernel, refused=f"wrong: {why}")
 
     def _tolerance(self) -> float:
         dtype = next(meta.dtype for meta in self._problem.inputs if meta is not None)
@@ -481,10 +494,13 @@ class _Auction:
     def _inspect(self, bid: _Bid) -> Inspection:
         """The answer against float64, run to run, and what the kernels take from the GPU."""
         exact = self._exact
-        if self._out is not None and bid.row.load().WRITES_OUT:
-            self._out.fill_(POISON)  # what a kernel leaves unwritten must show
+        into = self._out if bid.row.load().WRITES_OUT else None
+        if into is not None:
+            _whole(into).fill_(POISON)  # what a kernel leaves unwritten must show
         with watching() as launches:
             first = _first(bid.run()).clone()
+        sliced = into is not None and self._problem.output.strides is not None
+        beside = sliced and _wrote_beside(into)
         again = _first(bid.run())
         largest = exact.abs().max() if exact.numel() else exact.sum()
         error = (first.double() - exact).abs().max() / largest if largest else largest
@@ -492,7 +508,7 @@ class _Auction:
         main = max(compiled, key=lambda one: math.prod(one.grid), default=None)
         resources = main.resources() if main else None
         return Inspection(
-            max_rel_error=float(error),
+            max_rel_error=math.inf if beside else float(error),
             repeatable=bool(torch.equal(_bits(first), _bits(again))),
             launches=len(launches),
             registers=resources.registers if resources else None,
@@ -520,6 +536,33 @@ def _telling(inputs: Sequence[torch.Tensor]) -> bool:
     with torch.no_grad():
         sums = [float(t.float().abs().sum()) for t in inputs]
     return all(map(math.isfinite, sums)) and 0.0 not in sums[:2]
+
+
+def _joined(
+    problem: Problem, inputs: Sequence[torch.Tensor], device: torch.device
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """A result, and the parts of it: those that are in place already are slices of it."""
+    out, start, parts = problem.output.empty(device), 0, []
+    for position, tensor in enumerate(inputs):
+        size = tensor.shape[problem.attrs["dim"]]
+        place = out.narrow(problem.attrs["dim"], start, size)
+        parts.append(place.copy_(tensor) if position in problem.in_place else tensor)
+        start += size
+    return parts, out
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All memory that a buffer of an auction has, the gaps of a slice included."""
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.as_strided((size,), (1,), 0)
+
+
+def _wrote_beside(out: torch.Tensor) -> bool:
+    """Whether something else than poison lies in the gaps of a slice."""
+    whole = _whole(out).clone()
+    whole.as_strided(out.shape, out.stride()).fill_(POISON)
+    poison = torch.full_like(whole[:1], POISON)
+    return bool((whole.float() != poison.float()).any())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

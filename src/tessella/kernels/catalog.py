@@ -6,9 +6,13 @@ A kernel is a module with two functions and a flag::
     def fits(problem: Problem) -> str | None: ...        # None, or why it is refused
     def bind(problem: Problem, constants: Mapping[int, Tensor]) -> Call: ...
     WRITES_OUT = False                                   # True: call(*inputs, out=buffer)
+    SLICED_OUT = True                                    # the result may be a slice
+    IN_PLACE = True                                      # out may be an input, which ends there
 
-``bind`` packs the constants (by their position among the inputs) once and returns the function that
-runs the kernel on the remaining inputs, in order. ``fits`` is cheap and does not touch a GPU.
+The last two are left out where they are not so. ``bind`` packs the constants (by their position
+among the inputs) once and returns the function that runs the kernel on the remaining inputs, in
+order. ``fits`` is cheap and does not touch a GPU. A result that is a slice has
+``TensorMeta.strides``: its rows lie apart in a larger buffer.
 A kernel that can be tuned, or that needs scratch memory, has two functions more::
 
     def configs(problem: Problem) -> tuple[Config, ...]: ...     # arguments of bind, best first
@@ -75,6 +79,14 @@ class Kernel:
 
     def load(self) -> KernelModule:
         return cast(KernelModule, importlib.import_module(self.module))
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Why it cannot carry a problem out, or None."""
+        module = self.load()
+        sliced = any(meta.strides is not None for meta in problem.outputs)
+        if sliced and not getattr(module, "SLICED_OUT", False):
+            return "does not write into a slice of a larger buffer"
+        return module.fits(problem)
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """The ways to run it, the most promising first; ``({},)`` if there is only one."""
@@ -187,11 +199,13 @@ KERNELS: tuple[Kernel, ...] = (
         "tessella",
     ),
     _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
+    *_rows("max_pool2d avg_pool2d adaptive_avg_pool2d", "windows", "pool.windows", "tessella"),
+    *_rows("mean sum adaptive_avg_pool2d", "columns", "reduce.columns", "tessella"),
     # moving elements
     *_aten("to cat", "transform.copy"),
-    # between floating numbers and int8 or fp8
-    *_rows("quantize dequantize", "tiled", "quant.tiled", "tessella"),
-    *_aten("quantize dequantize", "quant.aten"),
+    _row("cat.in_place", "transform.join", *_TORCH, source="aten"),
+    _row("image_to_tensor.pointwise", "transform.image", "sm_90", source="tessella"),
+    *_aten("image_to_tensor", "transform.image_aten"),
     _row("reshape.view", "transform.reshape", *_TORCH, source="aten", views=True),
     _row("permute.view", "transform.permute", *_TORCH, source="aten", views=True),
     _row("slice.view", "transform.cut", *_TORCH, source="aten", views=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 
 import torch
 
@@ -22,8 +23,14 @@ class Arena:
         require_memory(nbytes, device)
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def view(self, buffer: Buffer) -> torch.Tensor:
-        """The buffer as a tensor of its shape and format; its offset must not be None."""
+    def view(self, buffer: Buffer, buffers: Mapping[str, Buffer]) -> torch.Tensor | None:
+        """The buffer as a tensor of its shape and format; None if it does not lie in the arena."""
+        if buffer.slice is not None:
+            whole = self.view(buffers[buffer.slice.of], buffers)
+            axis, start = buffer.slice.axis, buffer.slice.start
+            return None if whole is None else whole.narrow(axis, start, buffer.shape[axis])
+        if buffer.offset is None:
+            return None
         nbytes = math.prod(buffer.shape) * getattr(torch, buffer.dtype).itemsize
         flat = self._bytes[buffer.offset : buffer.offset + nbytes].view(
             getattr(torch, buffer.dtype)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from tessella.artifacts.plan import Bucket, Program, Step
+from tessella.artifacts.plan import Bucket, Program, Slice, Step, in_place
 from tessella.core.errors import ArtifactError, CorruptArtifact
 from tessella.core.record import canonical_json
-from tessella.kernels import catalog, reference
+from tessella.kernels import catalog, shapes
 from tessella.kernels.catalog import Call
 from tessella.kernels.problem import Math, Problem, TensorMeta
 from tessella.runtime import lifetimes
@@ -59,26 +59,25 @@ class BoundBucket:
         self.steps: list[BoundStep] = []
         self._writes: list[list[int]] = []
         self._runs: list[tuple[Callable[[Slots], None], tuple[int, ...]]] = []
-        metas = {
-            **metas,
-            **{
-                b.name: TensorMeta(shape=b.shape, dtype=b.dtype, format=b.format)
-                for b in bucket.buffers
-            },
+        self._slices = {
+            slot_of[b.name]: (slot_of[b.slice.of], b.slice)
+            for b in bucket.buffers
+            if b.slice is not None
         }
+        binder = _Binder(bucket, weights, metas, arena, target, math)
+        placed: set[str] = set()
         for step in bucket.steps:
-            outs = [arena.view(buffers[n]) for n in step.outputs if buffers[n].offset is not None]
-            scratch = arena.view(buffers[step.workspace]) if step.workspace else None
-            bound = _bind(step, weights, metas, outs, scratch, target, math)
+            bound = binder.bind(step)
             reads = [slot_of[n] for n in step.inputs if n is not None and n not in weights]
             writes = [slot_of[n] for n in step.outputs]
-            drops = tuple(slot_of[n] for n in step.frees if not _in_arena(buffers, n))
             if bound.out is not None:
                 self._slots[writes[0]] = bound.out
+                placed.add(step.outputs[0])
+            drops = tuple(slot_of[n] for n in step.frees if n not in placed)
             self._writes.append(writes)
             self._runs.append((_runner(bound.call, reads, writes, bound.out), drops))
             self.steps.append(bound)
-        lifetimes.check(program, bucket)
+        lifetimes.check(program, bucket, [step.problem for step in self.steps])
         self._checked = False
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -105,8 +104,9 @@ class BoundBucket:
             slots[slot] = tensor
         for (run, drops), step, writes in zip(self._runs, self.steps, self._writes, strict=True):
             run(slots)
-            for slot, meta in zip(writes, step.problem.outputs, strict=True):
-                if not meta.matches(slots[slot]):
+            places = [self._slices.get(slot) for slot in writes]
+            for slot, meta, place in zip(writes, step.problem.outputs, places, strict=True):
+                if not meta.matches(slots[slot]) or not _lies_there(slots, slot, place):
                     made = slots[slot]
                     raise CorruptArtifact(
                         f"step {step.step.outputs[0]!r} makes another tensor than the plan says",
@@ -119,85 +119,139 @@ class BoundBucket:
         self._checked = True
 
 
-def _in_arena(buffers: Mapping[str, Any], name: str) -> bool:
-    return name in buffers and buffers[name].offset is not None
+def _lies_there(slots: Slots, slot: int, place: tuple[int, Slice] | None) -> bool:
+    """Whether a view is the slice that the plan says, where it can be seen."""
+    if place is None or (whole := slots[place[0]]) is None:
+        return True
+    size = slots[slot].shape[place[1].axis]
+    right = whole.narrow(place[1].axis, place[1].start, size)
+    return bool(slots[slot].data_ptr() == right.data_ptr())
 
 
-def _bind(
-    step: Step,
-    weights: Mapping[str, torch.Tensor],
-    metas: Mapping[str, TensorMeta],
-    outs: list[torch.Tensor],
-    scratch: torch.Tensor | None,
-    target: str,
-    math: Math,
-) -> BoundStep:
-    """The step's kernel, checked and bound to its constants."""
-    constants = {i: weights[n] for i, n in enumerate(step.inputs) if n in weights}
-    problem = Problem(
-        op=step.op,
-        inputs=tuple(None if n is None else metas[n] for n in step.inputs),
-        outputs=tuple(metas[n] for n in step.outputs),
-        attrs=step.attrs,
-        constant=tuple(constants),
-        math=math,
-    )
-    try:
-        _require_shapes(step, problem)
-        row = catalog.kernel(step.kernel)
-        module = row.load()
-        wrong = None if row.op in (step.op, "*") and target in row.targets else "of another target"
-        if reason := wrong or module.fits(problem):
-            raise ArtifactError(
-                f"kernel {step.kernel} cannot run step {step.outputs[0]!r} here",
-                seen=reason,
-                fix="build the plan again on this machine",
-            )
-        if len(outs) != (1 if module.WRITES_OUT else 0) or (outs and len(step.outputs) > 1):
+class _Binder:
+    """What all steps of a bucket are bound with."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        weights: Mapping[str, torch.Tensor],
+        metas: Mapping[str, TensorMeta],
+        arena: Arena,
+        target: str,
+        math: Math,
+    ) -> None:
+        self._weights, self._arena, self._target, self._math = weights, arena, target, math
+        self._buffers = {b.name: b for b in bucket.buffers}
+        self._slices = {b.name: b.slice for b in bucket.buffers if b.slice is not None}
+        self._metas = {**metas, **buffer_metas(bucket)}
+
+    def bind(self, step: Step) -> BoundStep:
+        """The step's kernel, checked and bound to its constants and its place."""
+        constants = {i: self._weights[n] for i, n in enumerate(step.inputs) if n in self._weights}
+        problem = self._problem(step, tuple(constants))
+        try:
+            _require_shapes(step, problem)
+            row = catalog.kernel(step.kernel)
+            here = row.op in (step.op, "*") and self._target in row.targets
+            if reason := row.refusal(problem) if here else "of another target":
+                raise ArtifactError(
+                    f"kernel {step.kernel} cannot run step {step.outputs[0]!r} here",
+                    seen=reason,
+                    fix="build the plan again on this machine",
+                )
+            out = self._place(step, row)
+            if all(canonical_json(step.config) != canonical_json(c) for c in row.configs(problem)):
+                raise ArtifactError(
+                    f"kernel {step.kernel} does not know the configuration of {step.outputs[0]!r}",
+                    seen=step.config,
+                    fix="build the plan again with this version of Tessella",
+                )
+            scratch = self._scratch(step, row.workspace_bytes(problem, step.config))
+            call = row.load().bind(problem, constants, **step.config)
+            if scratch is not None:
+                call = functools.partial(call, workspace=scratch)
+        except ArtifactError:
+            raise
+        except Exception as error:  # attributes from a stranger: what they may raise has no end
+            raise CorruptArtifact(
+                f"step {step.outputs[0]!r} cannot be bound to kernel {step.kernel}",
+                seen=first_line(error),
+                fix="build the plan again with this version of Tessella",
+            ) from error
+        return BoundStep(step=step, problem=problem, call=call, out=out)
+
+    def _problem(self, step: Step, constant: tuple[int, ...]) -> Problem:
+        metas = self._metas
+        ready: tuple[int, ...] = ()
+        if step.op == "cat" and isinstance(axis := step.attrs.get("dim"), int):
+            parts = [(n, metas[n].shape[axis : axis + 1]) for n in step.inputs if n is not None]
+            if all(size for _, size in parts):
+                sized = [(name, size[0]) for name, size in parts]
+                ready = in_place(self._slices, step.outputs[0], axis, sized)
+        return Problem(
+            op=step.op,
+            inputs=tuple(None if n is None else metas[n] for n in step.inputs),
+            outputs=tuple(metas[n] for n in step.outputs),
+            attrs=step.attrs,
+            constant=constant,
+            in_place=ready,
+            math=self._math,
+        )
+
+    def _place(self, step: Step, row: catalog.Kernel) -> torch.Tensor | None:
+        """Where the step's kernel writes its result; None if it makes a tensor itself."""
+        outputs = [self._buffers[n] for n in step.outputs]
+        own = [b for b in outputs if b.offset is not None or (b.slice and not row.views)]
+        out = self._arena.view(own[0], self._buffers) if own else None
+        wanted = 1 if row.load().WRITES_OUT else 0
+        if len(own) != wanted or (own and len(outputs) > 1) or (wanted and out is None):
             raise CorruptArtifact(
                 f"step {step.outputs[0]!r} has no place for its result", fix="build the plan again"
             )
-        if all(canonical_json(step.config) != canonical_json(c) for c in row.configs(problem)):
-            raise ArtifactError(
-                f"kernel {step.kernel} does not know the configuration of {step.outputs[0]!r}",
-                seen=step.config,
-                fix="build the plan again with this version of Tessella",
-            )
-        needed = row.workspace_bytes(problem, step.config)
+        return out
+
+    def _scratch(self, step: Step, needed: int) -> torch.Tensor | None:
+        """The step's workspace, if its kernel needs one."""
+        scratch = None
+        if step.workspace is not None:
+            scratch = self._arena.view(self._buffers[step.workspace], self._buffers)
         if needed > (scratch.nbytes if scratch is not None else 0):
             raise CorruptArtifact(
                 f"step {step.outputs[0]!r} has too little workspace",
                 seen=f"{scratch.nbytes if scratch is not None else 0} bytes, {needed} needed",
                 fix="build the plan again",
             )
-        call = module.bind(problem, constants, **step.config)
-        if needed:
-            call = functools.partial(call, workspace=scratch)
-    except ArtifactError:
-        raise
-    except Exception as error:  # attributes from a stranger: what they may raise has no end
-        raise CorruptArtifact(
-            f"step {step.outputs[0]!r} cannot be bound to kernel {step.kernel}",
-            seen=first_line(error),
-            fix="build the plan again with this version of Tessella",
-        ) from error
-    return BoundStep(step=step, problem=problem, call=call, out=outs[0] if outs else None)
+        return scratch if needed else None
+
+
+def buffer_metas(bucket: Bucket) -> dict[str, TensorMeta]:
+    """What each buffer of a bucket is, slices with the strides of what they are slices of."""
+    metas = {
+        b.name: TensorMeta(shape=b.shape, dtype=b.dtype, format=b.format)
+        for b in bucket.buffers
+        if b.slice is None
+    }
+    for b in bucket.buffers:
+        if b.slice is not None:
+            part = metas[b.slice.of].part(b.slice.axis, b.shape[b.slice.axis])
+            if part.format != b.format:
+                raise CorruptArtifact(
+                    f"{b.name} is not laid out like a slice of {b.slice.of}",
+                    seen=f"{b.format}, not {part.format}",
+                    fix="build the plan again",
+                )
+            metas[b.name] = part
+    return metas
 
 
 def _require_shapes(step: Step, problem: Problem) -> None:
     """Refuse a step whose operation does not make what the plan says, found without numbers.
 
-    The reference runs on torch's meta device, which allocates nothing, however large a shape is,
-    before a kernel sees the attributes.
+    So before a kernel sees the attributes, and however large a shape is.
     """
     if step.op == "fallback" and set(step.attrs["kwargs"]) & {"device", "pin_memory"}:
         raise ValueError("a fallback that says where its result lies")
-    meta = torch.device("meta")
-    inputs = [None if m is None else m.empty(meta) for m in problem.inputs]
-    made = [
-        (str(t.dtype).removeprefix("torch."), tuple(t.shape))
-        for t in reference.call(step.op, inputs, step.attrs)
-    ]
+    made = shapes.made(step.op, problem.inputs, step.attrs)
     if made != [(m.dtype, m.shape) for m in problem.outputs]:
         raise ValueError(f"{step.op} makes {made}")
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from tessella.artifacts.plan import SLICE_ALIGNMENT, Slice
 from tessella.compiler.passes.assign_layout import Formats
 from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.auction import Terms, find, look_ahead
+from tessella.kernels.auction import Bid, Terms, find, look_ahead
 from tessella.kernels.catalog import Config, kernel
 from tessella.kernels.problem import Math, Problem, TensorMeta
 from tessella.kernels.tuning import TimingCache, Trial
@@ -19,14 +20,21 @@ WORKSPACE_BYTES = 1 << 30  # of one step; it lies in the arena, which all steps 
 # In 50 layers of ResNet-50 no kernel won whose first configuration took 1.22 times the best time.
 FAR = 1.3
 
+Slices = dict[str, Slice]  # by value name: those that lie in another value's memory
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A node of a graph with concrete shapes, as a problem, with its trials: the first one won."""
+    """A node of a graph with concrete shapes, as a problem, with its trials: the first one won.
+
+    Attributes:
+        slices: its outputs that are slices of other values.
+    """
 
     node: Node
     problem: Problem
     trials: tuple[Trial, ...]
+    slices: Slices = field(default_factory=dict)
 
     @property
     def kernel(self) -> str:
@@ -57,13 +65,18 @@ class Tuner:
     cache: TimingCache
     budget_s: float
 
+    @property
+    def terms(self) -> Terms:
+        """What an auction may use."""
+        return Terms(budget_s=self.budget_s, max_workspace_bytes=WORKSPACE_BYTES, far=FAR)
+
 
 def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -> list[Choice]:
     """A choice for each node of ``graph`` (concrete shapes), in order; equal problems run once."""
     choices = []
     known: dict[str, tuple[Trial, ...]] = {}
-    terms = Terms(budget_s=tuner.budget_s, max_workspace_bytes=WORKSPACE_BYTES, far=FAR)
-    problems = [problem_of(graph, node, formats, tuner.math) for node in graph.nodes]
+    slices = views(graph, formats)
+    problems = [problem_of(graph, node, formats, tuner.math, slices) for node in graph.nodes]
     ahead = look_ahead(
         {
             problem.key: (problem, constants_of(node, problem, tuner.constants))
@@ -71,33 +84,72 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
         },
         target=tuner.target,
         cache=tuner.cache,
-        terms=terms,
+        terms=tuner.terms,
     )
     for done, (node, problem) in enumerate(zip(graph.nodes, problems, strict=True)):
         if problem.key not in known:
             near, compiled = ahead.get(problem.key, (None, None))
             if compiled:
                 compiled.wait()
-            known[problem.key] = find(
-                problem,
-                constants_of(node, problem, tuner.constants),
-                target=tuner.target,
-                cache=tuner.cache,
-                terms=terms,
-                near=near,
-            )
-        choices.append(Choice(node=node, problem=problem, trials=known[problem.key]))
+            known[problem.key] = trials(node, problem, tuner, near)
+        made = {v.name: slices[v.name] for v in node.outputs if v.name in slices}
+        choices.append(Choice(node=node, problem=problem, trials=known[problem.key], slices=made))
         emit(progress(name, done + 1, len(graph.nodes)))
     return choices
 
 
-def problem_of(graph: Graph, node: Node, formats: Formats, math: Math) -> Problem:
+def trials(
+    node: Node, problem: Problem, tuner: Tuner, near: Sequence[Bid] | None = None
+) -> tuple[Trial, ...]:
+    """Every kernel for a node's problem, the fastest first; ``near``: what ``look_ahead`` found."""
+    return find(
+        problem,
+        constants_of(node, problem, tuner.constants),
+        target=tuner.target,
+        cache=tuner.cache,
+        terms=tuner.terms,
+        near=near,
+    )
+
+
+def views(graph: Graph, formats: Formats) -> Slices:
+    """The results of ``split`` that are slices of a dense value: their strides are known."""
+    made = {value for node in graph.nodes for value in node.outputs}
+    slices: Slices = {}
+    for node in graph.nodes:
+        if node.op != "split" or (whole := node.inputs[0]) not in made:
+            continue
+        meta, axis, start = _meta(graph, whole, formats), int(node.attrs["dim"]), 0
+        for value, size in zip(node.outputs, node.attrs["sizes"], strict=True):
+            place = Slice(of=whole.name, axis=axis, start=start)
+            strides = None if meta.format == "strided" else meta.part(axis, int(size)).strides
+            if strides is not None and begins_aligned(meta, place):
+                slices[value.name] = place
+            start += int(size)
+    return slices
+
+
+def begins_aligned(whole: TensorMeta, place: Slice) -> bool:
+    """Whether a slice begins where every kernel can read and write it."""
+    itemsize = int(getattr(torch, whole.dtype).itemsize)
+    return place.start * whole.dense_strides[place.axis] * itemsize % SLICE_ALIGNMENT == 0
+
+
+def _meta(graph: Graph, value: Value, formats: Formats) -> TensorMeta:
+    shape = tuple(int(d) for d in value.shape)
+    format = "contiguous" if value in graph.constants else formats.get(value.name, "contiguous")
+    return TensorMeta(shape=shape, dtype=value.dtype, format=format)
+
+
+def problem_of(graph: Graph, node: Node, formats: Formats, math: Math, slices: Slices) -> Problem:
     """What a kernel is asked to do for ``node`` of a graph with concrete shapes."""
+    wholes = {v.name: v for v in graph.values()} if slices else {}
 
     def meta(value: Value) -> TensorMeta:
-        shape = tuple(int(d) for d in value.shape)
-        format = "contiguous" if value in graph.constants else formats.get(value.name, "contiguous")
-        return TensorMeta(shape=shape, dtype=value.dtype, format=format)
+        plain, place = _meta(graph, value, formats), slices.get(value.name)
+        if place is None:
+            return plain
+        return _meta(graph, wholes[place.of], formats).part(place.axis, plain.shape[place.axis])
 
     return Problem(
         op=node.op,

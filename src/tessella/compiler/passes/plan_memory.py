@@ -1,7 +1,8 @@
 """Memory plan: when each value dies, and where in one arena the live ones lie.
 
 Kernels that write into a given buffer get a place in the arena; the others allocate. A view shares
-its base's memory, which then lives as long as the view.
+its base's memory, which then lives as long as the view. Slices lie in the memory of their whole. A
+result that is made element by element takes the place of an operand that nobody needs any more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WORKSPACE = ".workspace"
 
 @dataclass
 class _Storage:
-    """Memory that a value and its views occupy from step ``first`` to step ``last``."""
+    """Memory that a value, its views and its slices occupy from step ``first`` to step ``last``."""
 
     name: str
     meta: TensorMeta
@@ -37,21 +38,23 @@ class _Storage:
 def apply(graph: Graph, choices: Sequence[Choice], batch: int) -> Bucket:
     """The straight-line program of one bucket."""
     last_read = _last_reads(graph, choices)
-    storages = _storages(graph, choices, last_read)
-    arena_bytes = place([s for s in storages.values() if s.in_arena])
+    memory = _Memory(graph, choices, last_read)
+    storages = memory.storages()
+    arena_bytes = place([s for s in storages if s.in_arena])
     buffers = tuple(
         Buffer(
             name=value.name,
             dtype=meta.dtype,
             shape=meta.shape,
             format=meta.format,
-            offset=storages[value.name].offset if value.name in storages else None,
+            offset=memory.offset(value.name),
+            slice=choice.slices.get(value.name),
         )
         for choice in choices
         for value, meta in zip(choice.node.outputs, choice.problem.outputs, strict=True)
     ) + tuple(
         Buffer(name=s.name, dtype=s.meta.dtype, shape=s.meta.shape, offset=s.offset)
-        for s in storages.values()
+        for s in storages
         if s.name.endswith(WORKSPACE)
     )
     steps = tuple(
@@ -73,7 +76,7 @@ def apply(graph: Graph, choices: Sequence[Choice], batch: int) -> Bucket:
         buffers=buffers,
         steps=steps,
         arena_bytes=arena_bytes,
-        peak_bytes=_peak_bytes(list(storages.values()), len(choices)),
+        peak_bytes=_peak_bytes(storages, len(choices)),
     )
 
 
@@ -93,30 +96,74 @@ def _last_reads(graph: Graph, choices: Sequence[Choice]) -> dict[str, int]:
     return last | {v.name: len(choices) for v in graph.outputs}
 
 
-def _storages(
-    graph: Graph, choices: Sequence[Choice], last_read: dict[str, int]
-) -> dict[str, _Storage]:
-    """The memory of each computed value that is not a view, by the value's name."""
-    storages: dict[str, _Storage] = {}
-    bases: dict[str, set[str]] = {}  # value → the storages that its memory may belong to
-    for index, choice in enumerate(choices):
+class _Memory:
+    """Which storage each value lies in, views and slices included."""
+
+    def __init__(self, graph: Graph, choices: Sequence[Choice], last_read: dict[str, int]) -> None:
+        self._last_read = last_read
+        self._metas = {
+            value.name: meta
+            for choice in choices
+            for value, meta in zip(choice.node.outputs, choice.problem.outputs, strict=True)
+        }
+        self._storages: dict[str, _Storage] = {}  # by the name of a value that is neither
+        self._bases: dict[str, set[str]] = {}  # value → the storages that its memory may belong to
+        wholes = {place.of for choice in choices for place in choice.slices.values()}
+        viewed = {
+            v.name
+            for choice in choices
+            if catalog.kernel(choice.kernel).views
+            for v in choice.node.inputs
+            if v is not None
+        }
+        self._lasting = wholes | viewed | {v.name for v in graph.outputs}
+        for index, choice in enumerate(choices):
+            self._add(index, choice)
+
+    def storages(self) -> list[_Storage]:
+        """Each once, in the order of their first steps."""
+        return list({id(s): s for s in self._storages.values()}.values())
+
+    def offset(self, name: str) -> int | None:
+        """Where the value lies in the arena; None if it has no place of its own there."""
+        return self._storages[name].offset if name in self._storages else None
+
+    def _add(self, index: int, choice: Choice) -> None:
+        """What the step makes, and works in."""
         row = catalog.kernel(choice.kernel)
         if choice.workspace_bytes:
-            meta = TensorMeta(shape=(choice.workspace_bytes,), dtype="uint8")
             name = _workspace(choice)
-            storages[name] = _Storage(name, meta, index, index, True)
-        read = [v.name for v in choice.node.inputs if v is not None and v.name in bases]
-        for value, meta in zip(choice.node.outputs, choice.problem.outputs, strict=True):
-            name, last = value.name, last_read[value.name]
+            meta = TensorMeta(shape=(choice.workspace_bytes,), dtype="uint8")
+            self._storages[name] = _Storage(name, meta, index, index, True)
+        read = [v.name for v in choice.node.inputs if v is not None and v.name in self._bases]
+        for value in choice.node.outputs:
+            name = value.name
             if row.views:
-                bases[name] = set().union(*(bases[n] for n in read))
-                for base in bases[name]:
-                    storages[base].last = max(storages[base].last, last)
+                self._bases[name] = set().union(*(self._bases[n] for n in read))
             else:
-                writes_out = row.load().WRITES_OUT
-                storages[name] = _Storage(name, meta, index, last, writes_out)
-                bases[name] = {name}
-    return storages
+                place = choice.slices.get(name)
+                base = name if place is None else place.of
+                if base not in self._storages:
+                    taken = self._overwritten(index, choice) if place is None else None
+                    self._storages[base] = taken or _Storage(
+                        base, self._metas[base], index, index, row.load().WRITES_OUT
+                    )
+                self._bases[name] = {base}
+            for base in self._bases[name]:
+                storage = self._storages[base]
+                storage.last = max(storage.last, self._last_read[name])
+
+    def _overwritten(self, index: int, choice: Choice) -> _Storage | None:
+        """An operand's storage that an element-by-element step may write its result into."""
+        if not getattr(catalog.kernel(choice.kernel).load(), "IN_PLACE", False):
+            return None
+        for value, meta in zip(choice.node.inputs, choice.problem.inputs, strict=True):
+            storage = self._storages.get(value.name) if value is not None else None
+            if storage is None or value.name in self._lasting or meta != choice.problem.output:
+                continue
+            if storage.in_arena and storage.last == index:
+                return storage
+        return None
 
 
 def place(storages: Sequence[_Storage]) -> int:

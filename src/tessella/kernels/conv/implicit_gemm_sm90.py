@@ -39,6 +39,7 @@ from tessella.kernels.problem import Problem
 Tensor = torch.Tensor
 
 WRITES_OUT = True
+SLICED_OUT = True
 
 FLOATS = ("float16", "bfloat16", "float32")
 OUTPUTS = {  # element type of x → of the result
@@ -68,17 +69,18 @@ def fits(problem: Problem) -> str | None:
         return "float32 is multiplied as tf32"
     if _reads_no_pixels(problem):
         return "a stride of 2 over an axis of one pixel, beside which some taps lie"
-    if not x.has("channels_last") or not output.has("channels_last"):
-        return "input and output must be channels_last"
+    if x.pixel_pitch is None or output.pixel_pitch is None:
+        return "input and output must be channels_last, or slices of its channels"
     if weight.format == "strided":
         return "the weight must be contiguous or channels_last"
     if residual is not None and (
         residual.dtype != output.dtype or not residual.has("channels_last")
     ):
         return "the residual must have the result's type and format"
-    for name, channels, meta in (("C", x.shape[1], x), ("K", output.shape[1], output)):
-        if channels * itemsize_of(meta.dtype) % 16:
-            return f"{name} = {channels} × {meta.dtype} is not a multiple of 16 bytes"
+    for name, meta in (("C", x), ("K", output)):
+        for channels in (meta.shape[1], meta.pixel_pitch):
+            if channels * itemsize_of(meta.dtype) % 16:
+                return f"{name} = {channels} × {meta.dtype} is not a multiple of 16 bytes"
     if output.dtype == "int32" and (
         any(t is not None for t in (bias, residual, scale))
         or problem.attr("activation")
@@ -189,7 +191,7 @@ def _run(
     pixels, tile_k, tile_c = math.prod(box), config["tile_k"], config["tile_c"]
     splits = config["splits"]
     whole = splits == 1
-    nhwc = _rows(x, (shape.N, shape.H, shape.W, shape.C))
+    nhwc = _rows(x, (shape.N, shape.H, shape.W, shape.C), problem.inputs[0].pixel_pitch)
     sh, sw = shape.stride
     if taps > 1:
         last = descriptor(nhwc, [taps - 1, *box[1:], tile_c])
@@ -199,17 +201,16 @@ def _run(
         x_views = [descriptor(_some(view, nhwc), [*box, tile_c]) for view in views]
     interleave = _interleave(problem, config)
     out_shape = (shape.N, shape.P, shape.Q, shape.K)
-    result = _rows(out, out_shape)
     if whole:
-        target = result
+        target = _rows(out, out_shape, problem.output.pixel_pitch)
     else:
         images = round_up(shape.N, config["tile_n"])
         sums = torch.int32 if x.dtype == torch.int8 else torch.float32
         target = workspace[: splits * images * shape.P * shape.Q * shape.K * 4].view(sums)
-        target = _rows(target, (splits * images, shape.P, shape.Q, shape.K))
+        target = _rows(target, (splits * images, shape.P, shape.Q, shape.K), shape.K)
     y = descriptor(target, [*box, tile_k])
     adds = residual is not None and whole
-    added = descriptor(_rows(residual, out_shape), [*box, tile_k]) if adds else y
+    added = descriptor(_rows(residual, out_shape, shape.K), [*box, tile_k]) if adds else y
     tiles = tile_counts(shape, config)
     items = math.prod(tiles) * splits
     blocks = min(items, MULTIPROCESSORS)
@@ -306,11 +307,11 @@ def _digits(number: int, bases: Sequence[int]) -> list[int]:
     return [*digits, number]
 
 
-def _rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """N, H, W, C dense in memory → the view [H, N, W, C]."""
+def _rows(tensor: Tensor, shape: tuple[int, ...], pitch: int) -> Tensor:
+    """N, H, W, C in memory, ``pitch`` elements from pixel to pixel → the view [H, N, W, C]."""
     _check_aligned(tensor)
     N, H, W, C = shape
-    return tensor.as_strided((H, N, W, C), (W * C, H * W * C, C, 1))
+    return tensor.as_strided((H, N, W, C), (W * pitch, H * W * pitch, pitch, 1))
 
 
 def _check_aligned(tensor: Tensor) -> None:
@@ -342,11 +343,15 @@ def add_parts(
     count,
     part_stride,
     K,
+    pitch,
     SPLITS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The parts of a sum, added in order, and the epilogue: [SPLITS, pixels · K] → [pixels · K]."""
+    """The parts of a sum, added in order, and the epilogue: [SPLITS, pixels · K] → [pixels · K].
+
+    The results of a pixel are ``pitch`` elements after those of the pixel before.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     total = tl.load(parts + i, mask=inside, other=0)
@@ -364,7 +369,7 @@ def add_parts(
         r = tl.load(residual + i, mask=inside, other=0.0)
     if out.dtype.element_ty != tl.int32:
         total = cast(finish(total, s, b, r, alpha, beta, ACTIVATION), out.dtype.element_ty)
-    tl.store(out + i, total, mask=inside)
+    tl.store(out + i + i // K * (pitch - K), total, mask=inside)
 
 
 def _add_parts(
@@ -391,6 +396,7 @@ def _add_parts(
         count,
         parts.numel() // splits,
         out.shape[1],
+        problem.output.pixel_pitch,
         SPLITS=splits,
         ACTIVATION=problem.attr("activation"),
         BLOCK=block,

@@ -11,6 +11,8 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+SLICED_OUT = True
+IN_PLACE = True
 
 
 def fits(problem: Problem) -> str | None:

@@ -10,9 +10,12 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+SLICED_OUT = True
 
 
 def fits(problem: Problem) -> str | None:
+    if problem.in_place:
+        return "would read a part where it writes it"
     return "takes no constants" if problem.constant else None
 
 

@@ -11,6 +11,7 @@ from tessella.kernels.problem import Problem
 from tessella.kernels.transform import reference
 
 WRITES_OUT = False
+SLICED_OUT = True
 
 
 def fits(problem: Problem) -> str | None:

@@ -1,0 +1,198 @@
+"""Concatenations that copy nothing: whoever makes a part writes it where the whole wants it.
+
+A part is then a slice of the concatenation's buffer. That is no rule that always pays: few kernels
+write into slices, and what else reads a part then reads a slice. So every part is asked by
+auction, with all who make or read it: as a slice, or copied as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tessella.artifacts.plan import Slice, in_place
+from tessella.compiler.passes.choose_kernels import Choice, Slices, Tuner, begins_aligned, trials
+from tessella.core.errors import CompileError
+from tessella.graph.graph import Graph, Value
+from tessella.kernels import catalog
+from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.tuning import Trial
+
+WORTH_IT = 0.98  # a concatenation in slices must be 2 % faster, with all who are concerned
+
+
+def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner) -> list[Choice]:
+    """The choices for a graph with concrete shapes, with concatenations in slices where faster.
+
+    The last concatenation is asked first: others that join the same parts, as DenseNet's do, then
+    lie in its buffer as well.
+    """
+    if tuner.target == "reference":
+        return list(choices)
+    program = _Program(graph, choices, tuner)
+    for index in reversed(range(len(choices))):
+        if choices[index].node.op == "cat":
+            program.join(index)
+    return program.choices
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An input of a concatenation, and where it would lie."""
+
+    value: Value
+    place: Slice
+
+
+class _Program:
+    """The steps of a bucket, and which of their values are slices so far."""
+
+    def __init__(self, graph: Graph, choices: Sequence[Choice], tuner: Tuner) -> None:
+        self.choices = list(choices)
+        self._tuner, self._constants = tuner, set(graph.constants)
+        self._slices: Slices = {n: s for c in choices for n, s in c.slices.items()}
+        self._maker = {v: i for i, c in enumerate(choices) for v in c.node.outputs}
+        self._joins = {c.node.output.name for c in choices if c.node.op == "cat"}
+        self._readers: dict[Value, list[int]] = {}
+        self._plain: dict[str, TensorMeta] = {}  # what values are as no slices of anything
+        for index, choice in enumerate(choices):
+            for value in dict.fromkeys(v for v in choice.node.inputs if v is not None):
+                self._readers.setdefault(value, []).append(index)
+            both = ((choice.node.inputs, choice.problem.inputs),
+                    (choice.node.outputs, choice.problem.outputs))  # fmt: skip
+            for values, metas in both:
+                for value, meta in zip(values, metas, strict=True):
+                    if value is not None:
+                        self._plain[value.name] = meta
+
+    def join(self, index: int) -> None:
+        """Let the parts of a concatenation lie in it, those for which that is faster."""
+        self._lie_in_another(index)
+        share_us = self._cost_us([index])
+        whole = self._plain[self.choices[index].node.output.name].nbytes
+        found: Slices = {}
+        for part in self._parts(index):
+            alone = {part.value.name: part.place}
+            concerned = [i for i in self._concerned(part.value) if i != index]
+            after = self._after(alone, concerned)
+            if after is None:
+                continue
+            copy_us = share_us * self._plain[part.value.name].nbytes / max(whole, 1)
+            if _sum_us(after.values()) - self._cost_us(concerned) < copy_us:
+                found |= alone
+        if found:
+            values = {v for v in self._maker if v.name in found}
+            self._take_if_faster(found, {i for v in values for i in self._concerned(v)})
+
+    def _lie_in_another(self, index: int) -> None:
+        """A concatenation of parts that lie side by side in a longer one is a slice of that."""
+        node = self.choices[index].node
+        axis, metas = node.attrs["dim"], self.choices[index].problem.inputs
+        first = self._slices.get(node.inputs[0].name)
+        if first is None or first.axis != axis or not self._free(node.output):
+            return
+        if first.of not in self._joins:  # parts of a split: whoever made the whole gave it a place
+            return
+        start = first.start
+        for value, meta in zip(node.inputs, metas, strict=True):
+            if self._slices.get(value.name) != replace(first, start=start):
+                return
+            start += meta.shape[axis]
+        self._take_if_faster({node.output.name: first}, set(self._concerned(node.output)))
+
+    def _parts(self, index: int) -> list[_Part]:
+        """The inputs that can be slices of the result."""
+        choice = self.choices[index]
+        axis, whole = choice.node.attrs["dim"], choice.node.output.name
+        base = self._slices.get(whole, Slice(of=whole, axis=axis, start=0))
+        dense, parts, start = self._plain[base.of], [], base.start
+        if base.axis != axis or dense.format == "strided":
+            return []
+        for value in choice.node.inputs:
+            meta, place = self._plain[value.name], replace(base, start=start)
+            start += meta.shape[axis]
+            made = (
+                value in self._maker
+                and not catalog.kernel(self.choices[self._maker[value]].kernel).views
+            )
+            alike = (meta.format, meta.dtype) == (dense.format, dense.dtype)
+            once = choice.node.inputs.count(value) == 1
+            if made and alike and once and self._free(value) and begins_aligned(dense, place):
+                parts.append(_Part(value, place))
+        return parts
+
+    def _free(self, value: Value) -> bool:
+        """Whether a value lies in nothing yet, and nothing in it."""
+        lies = value.name in self._slices
+        return not lies and all(s.of != value.name for s in self._slices.values())
+
+    def _concerned(self, value: Value) -> list[int]:
+        return [self._maker[value], *self._readers.get(value, ())]
+
+    def _take_if_faster(self, found: Slices, concerned: set[int]) -> None:
+        order = sorted(concerned)
+        after = self._after(found, order)
+        if after is not None and _sum_us(after.values()) < WORTH_IT * self._cost_us(order):
+            self._slices |= found
+            for index, choice in after.items():
+                self.choices[index] = choice
+
+    def _cost_us(self, indices: Iterable[int]) -> float:
+        return _sum_us(self.choices[i] for i in indices)
+
+    def _after(self, found: Slices, concerned: Iterable[int]) -> dict[int, Choice] | None:
+        """The steps chosen again with more slices; None if nobody can carry one out."""
+        slices = self._slices | found
+        chosen = {}
+        for index in concerned:
+            node = self.choices[index].node
+            problem = self._problem(index, slices)
+            try:
+                tried = trials(node, problem, self._tuner)
+            except CompileError:
+                return None
+            made = {v.name: slices[v.name] for v in node.outputs if v.name in slices}
+            if made and node.op != "split":
+                tried = _writer_first(tried)
+            if not tried:
+                return None
+            chosen[index] = Choice(node=node, problem=problem, trials=tried, slices=made)
+        return chosen
+
+    def _problem(self, index: int, slices: Slices) -> Problem:
+        """What the step is asked to do where these values are slices."""
+        node, problem = self.choices[index].node, self.choices[index].problem
+
+        def meta(value: Value) -> TensorMeta:
+            plain, place = self._plain[value.name], slices.get(value.name)
+            if place is None or plain.strides is not None:
+                return plain
+            return self._plain[place.of].part(place.axis, plain.shape[place.axis])
+
+        ready: tuple[int, ...] = ()
+        if node.op == "cat":
+            axis = node.attrs["dim"]
+            parts = [(v.name, self._plain[v.name].shape[axis]) for v in node.inputs]
+            ready = in_place(slices, node.output.name, axis, parts)
+        return replace(
+            problem,
+            inputs=tuple(None if v is None else meta(v) for v in node.inputs),
+            outputs=tuple(meta(v) for v in node.outputs),
+            in_place=ready,
+        )
+
+
+def _writer_first(tried: tuple[Trial, ...]) -> tuple[Trial, ...]:
+    """The trials, the fastest that writes where it is told to at their head; none without one."""
+    for trial in tried:
+        if trial.refused is None and catalog.kernel(trial.kernel).load().WRITES_OUT:
+            return (trial, *(t for t in tried if t is not trial))
+    return ()
+
+
+def _sum_us(choices: Iterable[Choice]) -> float:
+    """The measured time of these steps. A concatenation of what lies there already runs nothing."""
+    return sum(
+        0.0 if len(c.problem.in_place) == len(c.node.inputs) else c.trials[0].time_us or 0.0
+        for c in choices
+    )
