@@ -47,7 +47,11 @@ def bench(
         plain = []
         for size in sizes:
             image = torch.randn(spec.at(size), device=device)
-            runs = {"plan": lambda image=image: engine(image)}
+            given = image
+            if spec.dtype == "uint8":
+                given = torch.randint(0, 256, spec.at(size), dtype=torch.uint8, device=device)
+                image = given.permute(0, 3, 1, 2).float()
+            runs = {"plan": lambda given=given: engine(given)}
             if module is not None:
                 runs["torch"] = lambda image=image: module(image)
             with torch.inference_mode():

@@ -23,8 +23,14 @@ def compile_(
     out: Annotated[Path, Option(help="The plan file to write.")],
     target: Annotated[str | None, Option(help="cpu, sm_90 or reference.")] = None,
     precision: Annotated[str, Option(help="fp32, tf32, bf16 or fp16.")] = "fp32",
+    uint8: Annotated[
+        bool, Option("--uint8", help="Take images as bytes; the plan scales them itself.")
+    ] = False,
     batch: Annotated[str, Option(help="One size, or smallest,usual,largest.")] = "1,8,32",
     cache: Annotated[Path | None, Option(help="Timing cache, read and added to.")] = None,
+    lock: Annotated[
+        Path | None, Option(help="A plan: decide as it did, measure nothing, same bytes.")
+    ] = None,
     trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
     json: Json = False,
     events: Events = None,
@@ -41,7 +47,9 @@ def compile_(
             batch=parse_batch(batch),
             target=target,
             precision=precision,
+            input="uint8" if uint8 else "float32",
             cache=cache,
+            lock=lock,
             trust_code=trust_code,
             emit=out_.emit,
         )

@@ -7,8 +7,9 @@ An image goes through four stages, each a function of the record::
     crop    height × width  → the centre crop, if the record has one
     normalize  HWC integers → CHW float32, (x / full scale − mean) / std
 
-Because there is one implementation and the record's hash travels from dataset to checkpoint to
-plan, training and serving cannot differ.
+The first three are the host's. The last may also be a plan's first step, which then takes HWC
+uint8 and makes the same bits. Because there is one implementation and the record's hash travels
+from dataset to checkpoint to plan, training and serving cannot differ.
 """
 
 from __future__ import annotations
@@ -102,13 +103,27 @@ class Preprocess:
         """Channels, height and width of what the network receives."""
         return (self.channels, *(self.crop or (self.height, self.width)))
 
+    @property
+    def pixel_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of what ``pixels`` makes."""
+        channels, height, width = self.input_shape
+        return (height, width, channels)
+
     def __call__(self, content: bytes, *, name: str = "image") -> npt.NDArray[np.float32]:
         """File bytes to the network's input, CHW float32: decode, fit, crop, normalize.
 
         Raises:
             DataError: the bytes are not an image that can be decoded.
         """
-        return normalize(centre_crop(fit(decode(content, self, name=name), self), self), self)
+        return normalize(self.pixels(content, name=name), self)
+
+    def pixels(self, content: bytes, *, name: str = "image") -> Pixels:
+        """File bytes to HWC integers of the network's size: decode, fit, crop.
+
+        Raises:
+            DataError: the bytes are not an image that can be decoded.
+        """
+        return centre_crop(fit(decode(content, self, name=name), self), self)
 
 
 def full_scale(depth: int) -> int:
@@ -411,13 +426,25 @@ def normalize(pixels: Pixels, record: Preprocess) -> npt.NDArray[np.float32]:
     ``a = 1 / (full scale · std)``, ``b = −mean / std``, both rounded to float32 once: the same two
     roundings everywhere, so that every caller gets the same bits.
     """
-    std = np.asarray(record.std, np.float64)
-    gain = (1.0 / (full_scale(record.depth) * std)).astype(np.float32)
-    offset = (-np.asarray(record.mean, np.float64) / std).astype(np.float32)
+    gain, offset = gain_and_offset(record)
     scaled = pixels.astype(np.float32)
     scaled *= gain
     scaled += offset
     return np.ascontiguousarray(np.moveaxis(scaled, -1, -3))
+
+
+def gain_and_offset(record: Preprocess) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """``a`` and ``b`` of ``normalize``, one of each a channel."""
+    std = np.asarray(record.std, np.float64)
+    gain = (1.0 / (full_scale(record.depth) * std)).astype(np.float32)
+    return gain, (-np.asarray(record.mean, np.float64) / std).astype(np.float32)
+
+
+def denormalize(images: npt.NDArray[np.float32], record: Preprocess) -> Pixels:
+    """The integers that ``normalize`` was given: NCHW float32 to NHWC, exactly."""
+    gain, offset = (t.astype(np.float64) for t in gain_and_offset(record))
+    scaled = np.rint((np.moveaxis(images, -3, -1) - offset) / gain)
+    return scaled.astype(np.uint8 if record.depth == 8 else np.uint16)
 
 
 def encode(pixels: Pixels) -> bytes:

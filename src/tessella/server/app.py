@@ -155,7 +155,8 @@ class App:
         for name, files in request.images.items():
             record = model.signature.preprocess
             assert record is not None, "only a plan with a record has an image input"
-            arrays[name] = await self._images.decode(files, record, name=name)
+            pixels = model.signature.inputs[name].dtype == "uint8"
+            arrays[name] = await self._images.decode(files, record, name=name, pixels=pixels)
         return await model.batcher.infer(arrays)
 
     async def _classify(

@@ -7,7 +7,7 @@ import base64
 import binascii
 import io
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -48,17 +48,23 @@ class ImageDecoder:
         threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="image")
 
-    async def decode(self, files: list[bytes], record: Preprocess, *, name: str) -> np.ndarray:
+    async def decode(
+        self, files: list[bytes], record: Preprocess, *, name: str, pixels: bool = False
+    ) -> np.ndarray:
         """The network's input [n, channels, height, width], float32.
+
+        Args:
+            pixels: [n, height, width, channels], uint8, for a plan that scales them itself.
 
         Raises:
             DataError: a file is not an image.
             InputError: a picture has too many pixels.
         """
         loop = asyncio.get_running_loop()
+        prepare = record.pixels if pixels else record
         titles = [name if len(files) == 1 else f"{name}[{i}]" for i in range(len(files))]
         pending = [
-            loop.run_in_executor(self._pool, self._decode_one, file, record, title)
+            loop.run_in_executor(self._pool, self._decode_one, file, prepare, title)
             for file, title in zip(files, titles, strict=True)
         ]
         try:
@@ -68,9 +74,11 @@ class ImageDecoder:
                 future.cancel()
             raise
 
-    def _decode_one(self, file: bytes, record: Preprocess, title: str) -> np.ndarray:
+    def _decode_one(
+        self, file: bytes, prepare: Callable[..., np.ndarray], title: str
+    ) -> np.ndarray:
         self._check_pixels(file, title)
-        return record(file, name=title)
+        return prepare(file, name=title)
 
     def _check_pixels(self, file: bytes, title: str) -> None:
         """Refuse by the header alone what a client may not make us unfold."""

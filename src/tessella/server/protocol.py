@@ -53,12 +53,14 @@ def signature(
     labels: tuple[str, ...],
     preprocess: Preprocess | None,
 ) -> Signature:
-    """The signature of an engine; the image input is the first of the record's shape."""
+    """The signature of an engine; the image input is the first of the record's shape.
+
+    It takes normalized float32 images, or pixels as uint8.
+    """
     image_input = None
     if preprocess is not None:
-        fits = [
-            s.name for s in inputs if s.dtype == "float32" and s.at(1)[1:] == preprocess.input_shape
-        ]
+        kinds = {("float32", preprocess.input_shape), ("uint8", preprocess.pixel_shape)}
+        fits = [s.name for s in inputs if (s.dtype, s.at(1)[1:]) in kinds]
         image_input = fits[0] if fits else None
     return Signature(
         inputs={s.name: s for s in inputs},

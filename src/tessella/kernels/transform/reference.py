@@ -78,3 +78,18 @@ def to(input: Tensor, *, dtype: str) -> Tensor:
 def clone(input: Tensor) -> Tensor:
     """A copy, contiguous."""
     return input.clone(memory_format=torch.contiguous_format)
+
+
+def image_to_tensor(
+    input: Tensor, *, gain: Sequence[float], offset: Sequence[float], dtype: str
+) -> Tensor:
+    """``input · gain + offset``, uint8 [N, H, W, C] → ``dtype`` [N, C, H, W], as images are made.
+
+    Product and sum are each rounded to float32, like ``core.preprocess.normalize``; only then comes
+    the element type. ``gain`` and ``offset`` have one float32 a channel.
+    """
+    if input.dim() != 4 or not len(gain) == len(offset) == input.shape[3]:
+        raise ValueError(f"{len(gain)} gains, {len(offset)} offsets for {tuple(input.shape)}")
+    scaled = input.float() * input.new_tensor(gain, dtype=torch.float32)
+    scaled = scaled + input.new_tensor(offset, dtype=torch.float32)
+    return scaled.permute(0, 3, 1, 2).to(getattr(torch, dtype)).contiguous()

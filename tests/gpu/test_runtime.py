@@ -1,0 +1,121 @@
+"""Engines side by side on a GPU, each on its stream; images as bytes, to the last bit."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from tessella import compiler, runtime
+from tessella.artifacts.plan import Plan
+from tessella.core.preprocess import Preprocess, gain_and_offset, normalize
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph import capture
+from tessella.kernels.auction import bind, find
+from tessella.kernels.catalog import kernel
+from tessella.kernels.problem import Problem, TensorMeta
+from tests.gpu.test_plan import network
+
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+RECORD = Preprocess(height=28, width=28, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+BATCH = DimRange(min=1, opt=4, max=4)
+
+
+def build(name: str, precision: str, input: str) -> Plan:
+    module, size = network(name)
+    spec = TensorSpec(name="image", dtype="float32", shape=(BATCH, 3, size, size))
+    return compiler.compile_graph(
+        capture(module.cpu(), (spec,), outputs=("scores",)),
+        target="sm_90",
+        batch=BATCH,
+        precision=precision,
+        preprocess=RECORD,
+        input=input,
+        built_from="test",
+        rebuild="tessella compile test --target sm_90",
+    )
+
+
+@pytest.mark.parametrize("format", ["channels_last", "contiguous"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 224, 224, 3), (3, 31, 33, 1), (5, 17, 19, 13)])
+def test_images_to_tensors_bit_for_bit(shape: tuple[int, ...], dtype: str, format: str) -> None:
+    n, h, w, c = shape
+    record = Preprocess(
+        height=h, width=w, channels=c, mean=tuple(np.linspace(0.2, 0.7, c)), std=(0.229,)
+    )
+    gain, offset = (list(map(float, t)) for t in gain_and_offset(record))
+    problem = Problem(
+        op="image_to_tensor",
+        inputs=(TensorMeta(shape=shape, dtype="uint8"),),
+        outputs=(TensorMeta(shape=(n, c, h, w), dtype=dtype, format=format),),
+        attrs={"gain": gain, "offset": offset, "dtype": dtype},
+    )
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    right = torch.from_numpy(normalize(pixels, record)).to(getattr(torch, dtype))
+    for trial in find(problem, {}, target="sm_90"):
+        assert trial.refused is None, trial  # ours is compared with the reference: no error at all
+        print(shape, dtype, format, trial.kernel, trial.time_us)
+        row = kernel(trial.kernel)
+        call, buffers = bind(row, problem, {}, torch.device("cuda"), trial.config)
+        made = call(torch.from_numpy(pixels).cuda(), **buffers)
+        assert torch.equal(made.cpu(), right)
+
+
+def test_a_plan_of_bytes_answers_like_one_of_floats() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (7, 28, 28, 3), dtype=np.uint8)
+    scaled = normalize(pixels, RECORD)
+    made = runtime.load(build("lenet", "fp16", "uint8"))(image=pixels)["scores"]
+    right = runtime.load(build("lenet", "fp16", "float32"))(image=scaled)["scores"]
+    assert np.abs(made - right).max() <= 1e-2 * np.abs(right).max()
+
+
+def test_engines_in_threads_each_on_its_stream() -> None:
+    """Also while another engine is loaded, which captures graphs."""
+    engines = [runtime.load(build("lenet", p, "float32")) for p in ("fp32", "fp16")]
+    spare = build("lenet", "bf16", "float32")
+    assert engines[0]._stream != engines[1]._stream
+    inputs = [torch.randn(1 + i % 5, 3, 28, 28) for i in range(6)]
+    right = [[e(image=x)["scores"] for x in inputs] for e in engines]
+    wrong: list[tuple[int, int]] = []
+
+    def work(which: int, index: int) -> None:
+        x = inputs[index].cuda() if index % 2 else inputs[index]
+        for _ in range(60):
+            made = engines[which](image=x)["scores"].cpu()
+            if not torch.equal(made, right[which][index]):
+                wrong.append((which, index))
+
+    threads = [
+        threading.Thread(target=work, args=(e, i)) for e in range(2) for i in range(len(inputs))
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        runtime.load(spare).close()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_the_caller_s_stream_waits_and_is_waited_for() -> None:
+    """An input that is still being made is waited for; a result may be used at once."""
+    engine = runtime.load(build("lenet", "fp32", "float32"))
+    x = torch.randn(4, 3, 28, 28, device="cuda")
+    right = engine(image=x)["scores"].clone()
+    stream = torch.cuda.Stream()
+    for _ in range(20):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)
+            made = engine(image=x * 1.0)["scores"] + 0.0
+        stream.synchronize()
+        assert torch.equal(made, right)
