@@ -173,6 +173,8 @@ _ROWS = (
     _op("interpolate", "input", "size scale_factor mode align_corners antialias"),
     _op("embedding", "input weight"),
     _op("clone", "input"),
+    # bytes of images [N, H, W, C] → [N, C, H, W]: input · gain + offset, one of each a channel
+    _op("image_to_tensor", "input", "gain offset dtype"),
     # a program of element-wise operations and some along the last axis (kernels.pointwise.program)
     _op("pointwise", "", "program results", variadic=True, many=True),
     # an operator of torch that has no row: args and kwargs are templates, see kernels.fallback.aten

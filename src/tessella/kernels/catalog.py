@@ -138,6 +138,7 @@ def _rows(ops: str, algorithm: str, module: str, source: str, **flags: bool) -> 
 KERNELS: tuple[Kernel, ...] = (
     # convolution
     _row("conv2d.onednn", "conv.onednn", "cpu", source="onednn"),
+    _row("conv2d.onednn_int8", "conv.onednn_int8", "cpu", source="onednn"),
     _row("conv2d.cudnn", "conv.cudnn", "sm_90", source="cudnn"),
     _row("conv2d.implicit_gemm.sm90", "conv.implicit_gemm_sm90", "sm_90", source="tessella"),
     _row("conv2d.direct.sm90", "conv.direct_sm90", "sm_90", source="tessella"),
@@ -150,7 +151,6 @@ KERNELS: tuple[Kernel, ...] = (
     _row("conv2d.winograd", "conv.winograd", "sm_90", source="tessella"),
     _row("conv2d.winograd_nonfused", "conv.winograd_nonfused", "sm_90", source="tessella"),
     _row("conv2d.fft", "conv.fft", "sm_90", source="tessella"),
-    _row("conv2d.onednn_int8", "conv.onednn_int8", "cpu", source="onednn"),
     _row("conv2d.fft_tiling", "conv.fft_tiling", "sm_90", source="tessella"),
     *_aten("conv1d conv2d conv3d", "conv.aten"),
     # its gradients
@@ -169,6 +169,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("conv1d_wgrad conv2d_wgrad conv3d_wgrad", "conv.backward_aten"),
     # matrix products
     _row("linear.onednn", "gemm.onednn", "cpu", source="onednn"),
+    _row("linear.onednn_int8", "gemm.onednn_int8", "cpu", source="onednn"),
     _row("linear.mkl", "gemm.mkl", "cpu", source="mkl"),
     *_rows("linear matmul", "cublaslt", "gemm.cublaslt", "cublaslt"),
     *_rows("linear matmul", "wgmma.sm90", "gemm.wgmma", "tessella"),
@@ -178,20 +179,22 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("linear matmul", "fma.sm90", "gemm.fma_sm90", "tessella"),
     *_aten("linear matmul", "gemm.aten"),
     # the other layers
+    _row("max_pool2d.nhwc", "pool.max_nhwc", "sm_90", source="tessella"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten"),
     *_aten("batch_norm layer_norm", "norm.aten"),
     *_aten("softmax log_softmax", "softmax.aten"),
-    _row("linear.onednn_int8", "gemm.onednn_int8", "cpu", source="onednn"),
     *_aten("mean sum", "reduce.aten"),
     *_aten("scaled_dot_product_attention", "attention.aten"),
     # element by element
     *_aten("relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish", "pointwise.unary"),
     *_aten("leaky_relu elu clamp exp log sqrt rsqrt reciprocal neg abs erf", "pointwise.unary"),
     *_aten("add sub mul div pow", "pointwise.binary"),
+    # between floating numbers and int8 or fp8
+    *_rows("quantize dequantize", "tiled", "quant.tiled", "tessella"),
+    *_aten("quantize dequantize", "quant.aten"),
     *_rows(
         "pointwise relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish leaky_relu elu"
         " softplus clamp exp log sqrt rsqrt reciprocal neg abs erf add sub mul div pow maximum"
-    _row("max_pool2d.nhwc", "pool.max_nhwc", "sm_90", source="tessella"),
         " minimum to batch_norm softmax log_softmax layer_norm rms_norm mean sum amax amin"
         " adaptive_avg_pool2d",
         "generated",

@@ -25,12 +25,13 @@ _FAMILIES: dict[str, str] = {
     "softmax": "softmax log_softmax",
     "reduce": "mean sum amax amin",
     "attention": "scaled_dot_product_attention",
-    "transform": "reshape permute expand cat split slice select pad interpolate embedding to clone",
+    "transform": "reshape permute expand cat split slice select pad interpolate embedding to clone"
+    " image_to_tensor",
     "pointwise": "add sub mul div pow maximum minimum relu relu6 sigmoid tanh silu gelu"
     " hardswish hardsigmoid mish leaky_relu prelu elu softplus clamp exp log sqrt rsqrt reciprocal"
     " neg abs erf pointwise",
-    "fallback": "fallback",
     "quant": "quantize dequantize",
+    "fallback": "fallback",
     "user": "user",
 }
 

@@ -21,12 +21,14 @@ FOLLOWS = frozenset((
     "batch_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "cat", "to", "mean", "sum",
     "add", "sub", "mul", "div", "pow", "relu", "relu6", "sigmoid", "tanh", "silu", "gelu",
     "hardswish", "hardsigmoid", "mish", "leaky_relu", "elu", "clamp", "exp", "log", "sqrt", "rsqrt",
-    "reciprocal", "neg", "abs", "erf", "pointwise",
+    "reciprocal", "neg", "abs", "erf", "pointwise", "quantize",
+    "dequantize",
 ))
 DENSE = frozenset((
     "conv2d", "linear", "matmul", "layer_norm", "softmax", "log_softmax", "reshape", "embedding",
     "clone", "pad", "interpolate", "local_response_norm", "group_norm", "rms_norm", "conv1d",
     "conv3d", "conv_transpose2d", "maximum", "minimum", "prelu", "softplus", "amax", "amin", "user",
+    "image_to_tensor",
 ))
 # fmt: on
 
@@ -73,7 +75,8 @@ def _channels_last(
     if one and formats.get(value.name) != "strided":
         return value  # one channel or one pixel: both formats have the same bytes
     cast = graph.producer().get(value)
-    if cast is not None and cast.op == "to" and only_use(graph, value, node):
+    copies = ("to", "image_to_tensor", "quantize", "dequantize")
+    if cast is not None and cast.op in copies and only_use(graph, value, node):
         formats[value.name] = "channels_last"  # a cast copies anyway, into any format
         return value
     if value not in converted:
