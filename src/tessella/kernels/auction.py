@@ -413,9 +413,12 @@ class _Auction:
         return Trial(kernel=kernel, refused=f"wrong: {why}")
 
     def _tolerance(self) -> float:
-        dtype = next(meta.dtype for meta in self._problem.inputs if meta is not None)
-        tf32 = dtype == "float32" and self._problem.math == "tf32"
-        return TOLERANCES.get("tf32" if tf32 else dtype, 0.0)
+        """That of the coarsest element type that goes in or comes out."""
+        metas = (*self._problem.inputs, *self._problem.outputs)
+        dtypes = {meta.dtype for meta in metas if meta is not None}
+        if "float32" in dtypes and self._problem.math == "tf32":
+            dtypes.add("tf32")
+        return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
 
     def _compile(self, wanted: list[Bid]) -> None:
         """Load what is to run, compiled side by side; what fails, fails again when run."""

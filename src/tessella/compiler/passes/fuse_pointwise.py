@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.pointwise import generated
 from tessella.kernels.pointwise.program import ELEMENTWISE, MAX_INPUTS, ROWS, Instruction
+from tessella.kernels.pointwise.walk import refusal
 from tessella.kernels.problem import Problem, TensorMeta
 
 BATCH = 11  # to ask the kernel with: a size that few other axes have
@@ -83,7 +83,7 @@ class _Finder:
         if any(n.op not in ELEMENTWISE | ROWS or len(n.outputs) != 1 for n in nodes):
             return False
         node = as_node(self._graph, nodes)
-        return len(node.inputs) <= MAX_INPUTS and generated.fits(self._problem(node)) is None
+        return len(node.inputs) <= MAX_INPUTS and refusal(self._problem(node)) is None
 
     def _problem(self, node: Node) -> Problem:
         def meta(value: Value) -> TensorMeta:

@@ -10,6 +10,20 @@ from tessella.kernels.problem import TensorMeta
 
 Strides = tuple[int, ...]
 
+NARROW, OVERHANG = 64, 1.1  # a tile of more columns has at most so many times what is there
+
+
+def tile_width(columns: int, most: int) -> int:
+    """How many columns a tile has, a power of two: as many as can be while few hang over the edge.
+
+    >>> [tile_width(columns, 2048) for columns in (64, 96, 1024, 3136)]
+    [64, 64, 1024, 256]
+    """
+    width = min(most, 1 << max(0, columns - 1).bit_length())
+    while width > NARROW and -(-columns // width) * width > OVERHANG * columns:
+        width //= 2
+    return width
+
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
@@ -32,7 +46,7 @@ class Axes:
         return self.sizes[-1]
 
 
-def walk(
+def common_axes(
     shape: Sequence[int], tensors: Sequence[TensorMeta], *, lead: int = 0, keep_last: bool = False
 ) -> Axes:
     """The axes of ``shape`` in the memory order of ``tensors[lead]``, joined where all can be.

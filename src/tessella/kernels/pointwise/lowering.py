@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.errors import KernelError
 from tessella.kernels import reference
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.pointwise.program import ROWS, Instruction, evaluate, parse
@@ -25,10 +26,6 @@ LOADS = (*FLOATS, "int8", "uint8", "int32", "int64")
 MAX_COLUMNS = 16384  # of a row that is reduced: it lies in registers
 _DIGITS = {"float16": 11.0, "bfloat16": 8.0}
 _SAME = ("exp log sqrt rsqrt reciprocal neg abs erf mish " + " ".join(ACTIVATIONS)).split()
-
-
-class Unsupported(Exception):
-    """The program cannot be lowered; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +84,18 @@ def lower(problem: Problem) -> Lowered:
     """The program of a problem ``pointwise``.
 
     Raises:
-        Unsupported: an operation, a type or a shape that the kernel does not know.
+        KernelError: an operation, a type or a shape that the kernel does not know.
         CompileError: no program.
     """
     inputs = [meta for meta in problem.inputs if meta is not None]
     instructions = parse(problem.attrs["program"], len(inputs), problem.attrs["results"])
     if len(inputs) != len(problem.inputs):
-        raise Unsupported("no input may be left out")
+        raise KernelError("no input may be left out")
     if wrong := {m.dtype for m in inputs} - set(LOADS):
-        raise Unsupported(f"does not read {', '.join(sorted(wrong))}")
+        raise KernelError(f"does not read {', '.join(sorted(wrong))}")
     shapes = _shapes(instructions, inputs)
-    shape = tuple(torch.broadcast_shapes(*shapes[len(inputs) :]))
+    reduced = [shapes[i.reads[0]] for i in instructions if i.op in ROWS and i.reads]
+    shape = tuple(torch.broadcast_shapes(*shapes[len(inputs) :], *reduced))
     lowered = Lowered(shape=shape, operands=_operands(instructions, problem, shapes))
     places: list[int | None] = [
         lowered.operands.index(i) if i in lowered.operands else None for i in range(len(inputs))
@@ -113,7 +111,7 @@ def lower(problem: Problem) -> Lowered:
             made not in (shape, (*shape[:-1], 1))
             and len(inputs) + number in problem.attrs["results"]
         ):
-            raise Unsupported("every result has the shape that all values broadcast to")
+            raise KernelError("every result has the shape that all values broadcast to")
     lowered.results = tuple(places[r] or 0 for r in problem.attrs["results"])
     return lowered
 
@@ -126,7 +124,7 @@ def _shapes(
     def call(op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> torch.Tensor:
         made = reference.call(op, operands, attrs)[0]
         if str(made.dtype).removeprefix("torch.") not in FLOATS:
-            raise Unsupported(f"{op} makes {made.dtype}")
+            raise KernelError(f"{op} makes {made.dtype}")
         return made
 
     meta = torch.device("meta")
@@ -151,7 +149,7 @@ def _operands(
         plain |= {step.reads[0]} & set(range(len(problem.inputs)))
         sources = (*step.reads[1:], None, None, None, None)[:4]
         if any(s is not None and s not in problem.constant for s in sources):
-            raise Unsupported("the statistics of a batch norm must be constants")
+            raise KernelError("the statistics of a batch norm must be constants")
         axes = len(shapes[step.reads[0]])
         channels = shapes[sources[0]][0]
         meta = TensorMeta(shape=(channels, *[1] * (axes - 2)), dtype="float32")
@@ -178,9 +176,9 @@ def _require_row(
     """Refuse what does not work along the last axis of the whole shape."""
     attrs, read = step.attrs, shapes[step.reads[0]]
     if read != shape or not shape:
-        raise Unsupported(f"{step.op} of a value that is broadcast later")
+        raise KernelError(f"{step.op} of a value that is broadcast later")
     if shape[-1] > MAX_COLUMNS or shape[-1] == 0:
-        raise Unsupported(f"a row has 1 to {MAX_COLUMNS} elements, not {shape[-1]}")
+        raise KernelError(f"a row has 1 to {MAX_COLUMNS} elements, not {shape[-1]}")
     last = len(shape) - 1
     if step.op in ("softmax", "log_softmax"):
         along = attrs["dim"] % len(shape) == last
@@ -190,7 +188,7 @@ def _require_row(
         dims = range(len(shape)) if attrs["dim"] is None else attrs["dim"]
         along = [d % len(shape) for d in dims] == [last] and attrs["keepdim"]
     if not along:
-        raise Unsupported(f"{step.op} works along the last axis, and keeps it")
+        raise KernelError(f"{step.op} works along the last axis, and keeps it")
 
 
 def _step(
@@ -207,7 +205,7 @@ def _step(
         return _binary(lowered, step, x, y)
     if op in ("layer_norm", "rms_norm"):
         if attrs["eps"] is None:
-            raise Unsupported("an epsilon that follows the element type")
+            raise KernelError("an epsilon that follows the element type")
         made = emit("standardize" if op == "layer_norm" else "normalize", x, 0, attrs["eps"])
         for following, operand in zip(("mul", "add"), reads[1:]):
             made = made if operand is None else emit(following, made, operand)
@@ -230,7 +228,7 @@ def _step(
     if op == "softplus":
         return emit(op, x, 0, attrs["beta"], attrs["threshold"])
     if op not in _SAME:
-        raise Unsupported(f"no kernel for {op}")
+        raise KernelError(f"no kernel for {op}")
     return emit(op, x)
 
 
@@ -246,7 +244,7 @@ def _binary(lowered: Lowered, step: Instruction, x: int, y: int | None) -> int:
         if exponent == 1:
             return x
         if exponent not in POWERS:
-            raise Unsupported("a power that is not a small whole number, a root or a reciprocal")
+            raise KernelError("a power that is not a small whole number, a root or a reciprocal")
         return emit("power", x, 0, exponent)
     if y is not None:
         return emit(op, x, y if alpha == 1 else emit("times", y, 0, alpha))
