@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,17 @@ from tessella.core.device import torch_device
 from tessella.core.errors import CompileError
 from tessella.core.record import to_plain
 from tessella.kernels import auction, catalog, problems
-from tessella.kernels.auction import OWN, Terms
+from tessella.kernels.auction import OWN, Bid, Terms, look_ahead
 from tessella.kernels.limits import Limits, measured
 from tessella.kernels.problem import Math, Problem, TensorMeta, memory_format
 from tessella.kernels.timing import Run, measure
-from tessella.kernels.tuning import Trial
+from tessella.kernels.tuning import TimingCache, Trial
 from tessella.kernels.work import flops, nbytes
 from tessella.nn import zoo
 
 TARGET = "sm_90"
 WRITE_S = 10.0
+FAR = 1.3  # as the compiler's auctions
 Tensors = list[torch.Tensor]
 Peer = Callable[..., Any]
 
@@ -64,13 +65,15 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     written = time.monotonic()
     wanted = set(args.families.split(",")) if args.families else set(FAMILIES)
-    for case in (case for name in FAMILIES if name in wanted for case in FAMILIES[name]()):
-        row = _row(case, ceilings, args.seconds)
-        rows.append(row)
-        print(_line(row), flush=True)
-        if time.monotonic() - written > WRITE_S:  # what was measured is kept
-            write(path, {**document(TARGET, rows), "limits": to_plain(ceilings)})
-            written = time.monotonic()
+    for name in (name for name in FAMILIES if name in wanted):
+        cases = list(FAMILIES[name]())
+        for case, near in zip(cases, _compiled(cases, args.seconds), strict=True):
+            row = _row(case, near, ceilings, args.seconds)
+            rows.append(row)
+            print(_line(row), flush=True)
+            if time.monotonic() - written > WRITE_S:  # what was measured is kept
+                write(path, {**document(TARGET, rows), "limits": to_plain(ceilings)})
+                written = time.monotonic()
     write(path, {**document(TARGET, rows), "limits": to_plain(ceilings)})
     print(markdown(*summary(rows)))
     print(markdown(*published(rows)))
@@ -85,7 +88,35 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _row(case: Case, ceilings: Limits, seconds: float) -> dict[str, Any]:
+def _terms(case: Case, seconds: float) -> Terms:
+    """Ours race; in the published table every algorithm is at its best, however far behind."""
+    return Terms(
+        sources=OWN,
+        algorithms=case.algorithms,
+        budget_s=seconds / 2,
+        far=math.inf if case.published_ms else FAR,
+        inspect=True,
+    )
+
+
+def _compiled(cases: Sequence[Case], seconds: float) -> Iterator[Sequence[Bid] | None]:
+    """What each auction of a family will run, when it is compiled; later ones compile meanwhile."""
+    ahead = look_ahead(
+        {case.problem.key: (case.problem, {}) for case in cases},
+        target=TARGET,
+        cache=TimingCache(),
+        terms=_terms(cases[0], seconds),
+    )
+    for case in cases:
+        near, compiled = ahead.get(case.problem.key, (None, None))
+        if compiled:
+            compiled.wait()
+        yield near
+
+
+def _row(
+    case: Case, near: Sequence[Bid] | None, ceilings: Limits, seconds: float
+) -> dict[str, Any]:
     problem, device = case.problem, torch_device(TARGET)
     inputs = auction.sample_inputs(problem, device)
     row = {"family": case.family, "name": case.name, "op": problem.op, "shapes": _shapes(problem)}
@@ -94,10 +125,9 @@ def _row(case: Case, ceilings: Limits, seconds: float) -> dict[str, Any]:
             problem,
             {},
             target=TARGET,
-            terms=Terms(
-                sources=OWN, algorithms=case.algorithms, budget_s=seconds / 2, inspect=True
-            ),
+            terms=_terms(case, seconds),
             inputs=inputs,
+            near=near,
         )
     except CompileError as error:
         return {**row, "refused": error.seen}
