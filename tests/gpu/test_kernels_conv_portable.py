@@ -118,6 +118,19 @@ def test_first_layers(name: str, dtype: str) -> None:
                 check(kernel, case, config, device="cuda", integers=True)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tf32", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("constant", [True, False])
+def test_pointwise(dtype: str, constant: bool) -> None:
+    kernel = catalog.kernel("conv2d.pointwise.sm90")
+    for x, w in (((1, 64, 7, 7), (96, 64, 1, 1)), ((3, 80, 9, 10), (272, 80, 1, 1))):
+        case = Case(x=x, w=w, bias="float32", residual=dtype[:6] != "float8", activation="relu")
+        case = replace(typed(case, dtype), x_format=LAST, constant=constant)
+        assert kernel.load().fits(case.problem) is None
+        for config in kernel.configs(case.problem)[::3]:
+            check(kernel, case, config, device="cuda")
+            check(kernel, case, config, device="cuda", integers=True)
+
+
 def test_what_is_beside_an_image_is_no_part_of_a_sum() -> None:
     """Infinity in one pixel reaches the results that read it, and no others."""
     case = Case(x=(1, 3, 20, 20), w=(8, 3, 3, 3), padding=1, x_format=LAST, dtype="float16")

@@ -569,7 +569,7 @@ def _wrote_beside(out: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _first(made: Any) -> torch.Tensor:

@@ -141,6 +141,7 @@ KERNELS: tuple[Kernel, ...] = (
     _row("conv2d.onednn_int8", "conv.onednn_int8", "cpu", source="onednn"),
     _row("conv2d.cudnn", "conv.cudnn", "sm_90", source="cudnn"),
     _row("conv2d.implicit_gemm.sm90", "conv.implicit_gemm_sm90", "sm_90", source="tessella"),
+    _row("conv2d.pointwise.sm90", "conv.pointwise", "sm_90", source="tessella"),
     _row("conv2d.direct.sm90", "conv.direct_sm90", "sm_90", source="tessella"),
     *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella"),
     *_rows("conv2d conv1d conv3d", "gemm", "conv.gemm", "tessella"),

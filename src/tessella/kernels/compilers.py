@@ -109,13 +109,16 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # what a worker prints is no answer
     importlib.import_module("triton.compiler")  # once, before the workers are forked
 
-    def submit(pool: ProcessPoolExecutor, batch: str, request: str) -> None:
-        future = pool.submit(compile_one, json.loads(request))
-        future.add_done_callback(lambda _: print(batch, file=answers, flush=True))
+    def answer(batch: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+            print(batch, file=answers, flush=True)
 
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("fork")) as pool:
         for line in sys.stdin:
-            submit(pool, *line.split(" ", 1))
+            batch, request = line.split(" ", 1)
+            future = pool.submit(compile_one, json.loads(request))
+            future.add_done_callback(lambda _, batch=batch: answer(batch))
+        pool.shutdown(cancel_futures=True)
 
 
 def compile_one(request: dict[str, Any]) -> None:
