@@ -13,11 +13,13 @@ from tessella.kernels import catalog
 def check_memory(program: Program, bucket: Bucket) -> None:
     """Every step reads bytes that were last written by who made what it reads.
 
-    A concatenation does not write the parts that lie in it, but they are now its own as well.
+    A concatenation does not write the parts that lie in it already; it reads as its own what they
+    may read as theirs.
     """
     buffers = {b.name: b for b in bucket.buffers}
     owner = torch.full((bucket.arena_bytes,), -1, dtype=torch.int64)
-    ids = {name: {i} for i, name in enumerate(buffers)}  # whose bytes a value may find
+    number = {name: i for i, name in enumerate(buffers)}
+    ids = {name: {i} for name, i in number.items()}  # whose bytes a value may find
     bases: dict[str, set[str]] = {}  # value → the values with memory that it may look into
 
     def region(name: str) -> torch.Tensor | None:
@@ -47,7 +49,6 @@ def check_memory(program: Program, bucket: Bucket) -> None:
         inputs = [n for n in step.inputs if n is not None]
         for name in inputs:
             read(name)
-        (mine,) = ids[step.outputs[0]] if len(step.outputs) == 1 else (None,)
         for name in step.outputs:
             if catalog.kernel(step.kernel).views:
                 bases[name] = set().union(*(bases.get(n, set()) for n in inputs))
@@ -55,13 +56,13 @@ def check_memory(program: Program, bucket: Bucket) -> None:
             bases[name] = {name}
             if (bytes_ := region(name)) is None:
                 continue
-            for part in inputs if step.op == "cat" else ():
+            written = bytes_.flatten()
+            for part in inputs if step.kernel == "cat.in_place" else ():
                 there = region(part) if part in buffers else None
-                if there is not None and set(there.flatten().tolist()) <= set(
-                    bytes_.flatten().tolist()
-                ):
-                    ids[part] = ids[part] | {mine}
-            owner[bytes_] = mine
+                if there is not None and torch.isin(there, bytes_).all():
+                    ids[name] = ids[name] | ids[part]
+                    written = written[~torch.isin(written, there)]
+            owner[written] = number[name]
         if step.workspace is not None:
             owner[region(step.workspace)] = -2
     for name in program.outputs:

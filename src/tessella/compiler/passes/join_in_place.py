@@ -121,6 +121,11 @@ class _Program:
                 parts.append(_Part(value, place))
         return parts
 
+    def _writes_alone(self, index: int) -> bool:
+        """Whether a step makes one tensor of its own, and not views of another."""
+        choice = self.choices[index]
+        return len(choice.node.outputs) == 1 and not catalog.kernel(choice.kernel).views
+
     def _free(self, value: Value) -> bool:
         """Whether a value lies in nothing yet, and nothing in it."""
         lies = value.name in self._slices
