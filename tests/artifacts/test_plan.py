@@ -243,7 +243,7 @@ REWRITTEN = {
     "other weights": lambda: packed(replaced("weights.safetensors", lambda c: c[:-1] + b"\x7f")),
     "cut weights": lambda: packed(replaced("weights.safetensors", lambda c: c[:-4])),
     "later version": lambda: packed(
-        replaced("manifest.json", lambda c: c.replace(b'"version": 2', b'"version": 3'))
+        replaced("manifest.json", lambda c: c.replace(b'"version": 3', b'"version": 99'))
     ),
     "another record": lambda: packed(
         replaced("manifest.json", lambda c: c.replace(b'"resize": "squash"', b'"resize": "crop"'))

@@ -19,6 +19,7 @@ from tessella import compiler, graph, kernels, runtime
 from tessella.core.errors import KernelError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.kernels import catalog, launch
+from tessella.kernels.driver import cuda_driver
 from tessella.kernels.occupancy import occupancy
 from tessella.kernels.user import Launch, cuda, operator
 
@@ -75,10 +76,10 @@ def test_occupancy_of_cuda_kernels_is_cudas():
         used = made.resources()
         if threads * -(-used.registers // 8) * 8 > 65536:
             continue
-        loaded = kernel.function(kernel.cubin("sm_90"))
-        loaded.set_shared_memory_config(dynamic)
+        loaded = cuda_driver().function(kernel.name, kernel.cubin("sm_90"), 0)
+        cuda_driver().allow(loaded, dynamic)
         ours = occupancy(threads=threads, registers=used.registers, shared_bytes=used.shared_bytes)
-        assert ours.blocks == cuda_answer(loaded.func, threads, dynamic), (threads, used)
+        assert ours.blocks == cuda_answer(loaded.handle, threads, dynamic), (threads, used)
         seen.add(ours.limited_by)
     assert seen == {"warps", "registers", "shared memory", "blocks"}
 

@@ -2,7 +2,8 @@
 
 A ZIP of stored (not compressed), 64-byte-aligned members. ``manifest.json`` vouches for every other
 member by SHA-256; nothing is unpickled, evaluated or extracted. A plan is hostile until it is
-checked: only the very bytes that ``to_bytes`` writes are a plan.
+checked: only the very bytes that ``to_bytes`` writes are a plan. Its compiled kernels are checked
+to be such, but what they do on the GPU is their author's: see docs/plans.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +25,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from tessella.artifacts.files import Member, from_document, to_document, write_atomic
+from tessella.core.compiled import CompiledKernel, CompiledKernels
 from tessella.core.device import Fingerprint
 from tessella.core.dtype import DTYPES
 from tessella.core.errors import ArtifactError, CorruptArtifact
@@ -31,7 +33,7 @@ from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain, parse_json
 from tessella.core.spec import DimRange, TensorSpec
 
-VERSION = 2
+VERSION = 3
 ALIGNMENT = 64
 MAX_JSON_BYTES = 64 << 20
 MAX_ARENA_BYTES = 1 << 40
@@ -43,6 +45,7 @@ MANIFEST = "manifest.json"
 # Inside a program there may also be what torch's operators hand to each other (an FFT).
 ITEMSIZES = {name: d.itemsize for name, d in DTYPES.items()} | {"complex64": 8, "complex128": 16}
 
+R = TypeVar("R")
 Format = Literal["contiguous", "channels_last", "strided"]
 
 
@@ -188,6 +191,8 @@ class Plan:
         weights: constants by name, packed for their kernels where these want it.
         golden: ``input.NAME`` and ``output.NAME`` tensors for the self-test on load.
         graph: the optimized graph as text, for people.
+        lock: the trials that decided it, as JSON lines: the same ones give the same plan again.
+        compiled: what its steps launch on a GPU, so that loading it compiles nothing.
     """
 
     manifest: Manifest
@@ -196,6 +201,8 @@ class Plan:
     golden: Mapping[str, torch.Tensor]
     tuning: tuple[Candidate, ...] = ()
     graph: str = ""
+    lock: str = ""
+    compiled: CompiledKernels = CompiledKernels()
 
     def save(self, path: str | Path) -> Path:
         """Write the plan file, atomically. Equal plans give equal bytes."""
@@ -215,7 +222,10 @@ def to_bytes(plan: Plan) -> bytes:
         "golden.safetensors": save_tensors({k: v.contiguous() for k, v in plan.golden.items()}),
         "tuning.jsonl": "".join(canonical_json(c) + "\n" for c in plan.tuning).encode(),
         "graph.txt": plan.graph.encode(),
+        "lock.jsonl": plan.lock.encode(),
+        "kernels.jsonl": "".join(canonical_json(k) + "\n" for k in plan.compiled.kernels).encode(),
     }
+    members |= {_cubin(h): plan.compiled.cubins[h] for h in sorted(plan.compiled.cubins)}
     vouched = {
         name: Member(sha256=sha256(content).hexdigest(), nbytes=len(content))
         for name, content in members.items()
@@ -290,14 +300,23 @@ def from_bytes(content: bytes, *, where: str = "plan") -> Plan:
         program=program,
         weights=weights,
         golden=_tensors(members["golden.safetensors"], f"{where}:golden.safetensors"),
-        tuning=_tuning(members["tuning.jsonl"], where),
+        tuning=_lines(Candidate, members["tuning.jsonl"], f"{where}:tuning.jsonl"),
         graph=members["graph.txt"].decode("utf-8", "replace"),
+        lock=members["lock.jsonl"].decode("utf-8", "replace"),
+        compiled=_compiled(manifest, members, where),
     )
 
 
 _REQUIRED = (
     "program.json", "weights.safetensors", "golden.safetensors", "tuning.jsonl", "graph.txt",
+    "lock.jsonl", "kernels.jsonl",
 )  # fmt: skip
+_CUBIN = re.compile(r"kernels/([0-9a-f]{64})\.cubin")
+
+
+def _cubin(hashed: str) -> str:
+    """The member that holds the machine code with this hash."""
+    return f"kernels/{hashed}.cubin"
 
 
 def _not_a_plan(where: str, seen: object) -> CorruptArtifact:
@@ -316,7 +335,9 @@ def _members(content: bytes, where: str) -> dict[str, bytes]:
     try:
         archive = zipfile.ZipFile(io.BytesIO(content))
         infos = archive.infolist()
-        if (names := [i.filename for i in infos]) != [MANIFEST, *_REQUIRED]:
+        names = [i.filename for i in infos]
+        cubins = names[1 + len(_REQUIRED) :]
+        if names != [MANIFEST, *_REQUIRED, *cubins] or not all(map(_CUBIN.fullmatch, cubins)):
             raise _not_a_plan(where, f"{len(names)} members: {str(names)[:120]}")
         for info in infos:  # before anything is read: nothing may unpack to more than it is
             stored = info.compress_type == zipfile.ZIP_STORED
@@ -346,10 +367,26 @@ def _tensors(content: bytes, where: str) -> dict[str, torch.Tensor]:
         raise _not_a_plan(where, str(error)[:120]) from error
 
 
-def _tuning(content: bytes, where: str) -> tuple[Candidate, ...]:
-    where = f"{where}:tuning.jsonl"
+def _lines(cls: type[R], content: bytes, where: str) -> tuple[R, ...]:
+    """The records of a file of JSON lines."""
     lines = [parse_json(line, where=where) for line in content.splitlines() if line]
-    return tuple(from_plain(Candidate, line, where=where) for line in lines)
+    return tuple(from_plain(cls, line, where=where) for line in lines)
+
+
+def _compiled(manifest: Manifest, members: Mapping[str, bytes], where: str) -> CompiledKernels:
+    kernels = _lines(CompiledKernel, members["kernels.jsonl"], f"{where}:kernels.jsonl")
+    cubins = {found[1]: members[n] for n in members if (found := _CUBIN.fullmatch(n))}
+    compiled = CompiledKernels(kernels=kernels, cubins=cubins)
+    reason = compiled.wrong()
+    if kernels and not manifest.fingerprint.target.startswith("sm_"):
+        reason = f"machine code for a GPU in a plan for {manifest.fingerprint.target[:40]}"
+    if reason:
+        raise CorruptArtifact(
+            f"the compiled kernels in {where} are not valid",
+            seen=reason,
+            fix="build it again",
+        )
+    return compiled
 
 
 def _check_program(

@@ -2,7 +2,8 @@
 
 Every kernel of ours goes through ``launch``. Around it, ``watching`` collects what ran (registers,
 shared memory, spills), and ``compiling`` turns launches into compilations for a GPU that need not
-be there. Triton is imported only where it is used: a torch without CUDA comes without it.
+be there. Inside ``carried.carrying`` a launch starts what a plan has compiled, and Triton compiles
+nothing. Triton is imported only where it is used: a torch without CUDA comes without it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tessella.core.errors import KernelError
+from tessella.kernels import carried, identity
 
 CAPABILITIES = {"sm_90": 90}
 # SASS: tensor-core products by type, bulk tensor copies in and out, products of the plain units,
@@ -84,6 +87,7 @@ def launch(
     grid: Sequence[int],
     *args: Any,
     num_warps: int = 4,
+    fuse: bool = True,
     **constants: Any,
 ) -> None:
     """Run a Triton or Gluon kernel.
@@ -93,26 +97,56 @@ def launch(
         grid: blocks, one to three numbers.
         args: tensors, descriptors and numbers.
         num_warps: warps of 32 threads a block.
+        fuse: let the compiler turn a product and a sum into one operation, which rounds once.
         constants: constexpr parameters, and options such as ``num_stages`` or ``maxnreg``.
     """
     shape = (*grid, 1, 1)[:3]
     if 0 in shape:
         return
-    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    named = {**constants, "num_warps": num_warps, "enable_fp_fusion": fuse}
+    compiled = _launch_carried(kernel, shape, args, named) or _launch(kernel, shape, args, named)
+    record(Launched(grid=tuple(grid), compiled=compiled))
+
+
+def _launch_carried(
+    kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict[str, Any]
+) -> Any:
+    """Start what a plan carries for this launch; None where there is nothing."""
+    store = carried.carried()
+    if store is None or _only_compile.get():
+        return None
+    found = store.find(identity.key(kernel, args, named, store.target), identity.name(kernel))
+    if found is None:
+        return None
+    store.launch(found, grid, identity.arguments(kernel, args, named))
+    # as much of a compiled kernel as who watches reads
+    metadata = SimpleNamespace(
+        name=found.name, num_warps=found.threads // 32, shared=found.shared_bytes
+    )
+    asm = {"cubin": store.cubin(found), "ptx": f".maxntid {found.threads}"}
+    return SimpleNamespace(metadata=metadata, asm=asm)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict[str, Any]) -> Any:
+    """Let Triton compile it, unless it did before, and start it."""
     from triton.errors import TritonError
 
     try:
         if _only_compile.get():
-            compiled = kernel.warmup(*args, **constants, **options, grid=shape)
+            compiled = kernel.warmup(*args, **named, grid=grid)
         else:
-            compiled = kernel[shape](*args, **constants, **options)
+            compiled = kernel[grid](*args, **named)
     except TritonError as error:  # does not compile, or does not fit the GPU
         raise KernelError(
             "a kernel could not be launched",
             seen=str(error).splitlines()[-1][:200],
             fix="choose another configuration",
         ) from error
-    record(Launched(grid=tuple(grid), compiled=compiled))
+    asking = carried.collected()
+    if asking is not None and compiled is not None:
+        key = identity.key(kernel, args, named, asking.target)
+        asking.add_triton(key, identity.name(kernel), compiled, kernel.arg_names)
+    return compiled
 
 
 def record(launched: Launched) -> None:

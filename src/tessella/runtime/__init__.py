@@ -1,5 +1,5 @@
 """The runtime: runs plans. Needs neither model code nor compiler."""
 
-from tessella.runtime.engine import Engine, load
+from tessella.runtime.engine import Engine, carry, load
 
-__all__ = ["Engine", "load"]
+__all__ = ["Engine", "carry", "load"]

@@ -1,9 +1,13 @@
-"""The engine: a loaded plan. Loading measures and compiles nothing: it checks, binds and tests."""
+"""The engine: a loaded plan. Loading measures nothing, and compiles nothing where the plan carries
+its kernels: it checks, binds and tests.
+"""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from tessella.core.device import fingerprint, torch_device
 from tessella.core.errors import ArtifactError, InputError, TessellaError, UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
+from tessella.kernels.carried import Carried, carrying, collecting
 from tessella.kernels.problem import Math, TensorMeta
 from tessella.kernels.user.registry import require
 from tessella.runtime.arena import Arena, require_memory
@@ -25,22 +30,41 @@ from tessella.runtime.graphs import GraphedBucket
 Array = np.ndarray | torch.Tensor
 
 
-def load(source: str | Path | Plan, *, self_test: bool = True) -> Engine:
+def load(source: str | Path | Plan, *, self_test: bool = True, compiled: bool = True) -> Engine:
     """A plan, ready to run.
 
     Args:
         source: the path of a plan file, or a plan.
         self_test: run the plan's recorded inputs and compare with the recorded outputs.
+        compiled: run the machine code that a plan for a GPU carries. Without, its kernels are
+            compiled here from Tessella's own sources, some seconds each: for a plan whose author
+            is not trusted with this process's GPU memory.
 
     Raises:
         WrongDevice: the plan was built for another device; the message has the rebuild command.
         ArtifactError: the file cannot be trusted, or the self-test fails.
     """
     plan = source if isinstance(source, Plan) else load_plan(source)
-    engine = Engine(plan)
+    engine = Engine(plan, compiled=compiled)
     if self_test:
         engine.self_test(plan.golden)
     return engine
+
+
+def carry(plan: Plan) -> tuple[Plan, dict[str, str]]:
+    """The plan with the machine code of all that loading it launches, for its GPU.
+
+    It is loaded once, here: so what it carries is what another load will ask for.
+
+    Returns:
+        The plan, and by name why a kernel will be compiled where the plan is loaded.
+    """
+    target = plan.manifest.fingerprint.target
+    if torch_device(target).type != "cuda":
+        return plan, {}
+    with collecting(target) as made:
+        load(plan, compiled=False).close()
+    return replace(plan, compiled=made.compiled), made.left_out
 
 
 class Engine:
@@ -53,9 +77,10 @@ class Engine:
         manifest: what the plan says about itself.
         device: where it runs.
         buckets: the batch sizes that it has a program for.
+        carried: the machine code that its steps launch; None where the plan has none.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, compiled: bool = True) -> None:
         manifest = plan.manifest
         target = manifest.fingerprint.target
         self.manifest: Manifest = manifest
@@ -67,7 +92,17 @@ class Engine:
         self._differ = not all(alike(first, other) for other in others)
         self._covers = covers(_costs_us(plan))
         self._lock = threading.Lock()
-        self._bound = self._bind(plan, target)
+        takes = compiled and bool(plan.compiled.kernels)
+        self.carried = Carried(plan.compiled, target) if takes else None
+        with carrying(self.carried):
+            self._bound = self._bind(plan, target)
+        if self.carried is not None and self.carried.missed:
+            warnings.warn(
+                f"compiled here, as the plan of {manifest.built_from} does not carry them for this "
+                f"version of Tessella: {', '.join(sorted(self.carried.missed))}. "
+                f"To do: {manifest.rebuild}",
+                stacklevel=3,
+            )
         self._done = torch.cuda.Event() if self.device.type == "cuda" else None
 
     def _bind(self, plan: Plan, target: str) -> dict[int, BoundBucket | GraphedBucket]:

@@ -1,4 +1,7 @@
-"""CUDA C++ as a kernel: compiled by nvrtc through torch, launched by the CUDA driver."""
+"""CUDA C++ as a kernel: compiled by nvrtc through torch, launched by the CUDA driver.
+
+A plan carries what was compiled like every other kernel's code.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.cuda import _utils as driver
+from torch.cuda import _utils as compiler
 
 from tessella.core.errors import KernelError, UsageError
+from tessella.core.record import digest
+from tessella.kernels.carried import carried, collected
+from tessella.kernels.driver import cuda_driver
 from tessella.kernels.launch import Launched, resource_usage
 from tessella.kernels.occupancy import MULTIPROCESSORS
 
 # what a cubin's count of shared memory holds for the system
 SYSTEM_SHARED_BYTES = {name: m.reserved_shared_bytes for name, m in MULTIPROCESSORS.items()}
-LARGE_SHARED_BYTES = 48 << 10  # from here on dynamic shared memory has to be asked for
 
 # parameter types of a kernel, as they stand in its source → what the driver is handed
 _NUMBERS: dict[str, Any] = {
@@ -75,7 +80,6 @@ class CudaKernel:
         self.source, self.name, self.options = source, name, options
         self._parameters = _parameters(source, name)
         self.cubin = functools.cache(self._cubin)
-        self._loaded: dict[int, Any] = {}  # device index → the function on that device
 
     def launch(
         self,
@@ -97,7 +101,17 @@ class CudaKernel:
         if target is not None:
             return self.compiled(grid, block, shared_bytes=shared_bytes, target=target)
         target = "sm_{}{}".format(*torch.cuda.get_device_capability())
-        self._start(grid, block, values, self.cubin(target), shared_bytes)
+        cubin = self.cubin(target)
+        cuda_driver().launch(
+            cuda_driver().function(self.name, cubin, torch.cuda.current_device()),
+            grid,
+            block,
+            values,
+            torch.cuda.current_stream().cuda_stream,
+            shared_bytes=shared_bytes,
+        )
+        if (asking := collected()) is not None:
+            asking.add_cuda(self._key(target), self.name, cubin)
         return self.compiled(grid, block, shared_bytes=shared_bytes, target=target)
 
     def compiled(
@@ -119,16 +133,17 @@ class CudaKernel:
         asm = {"cubin": cubin, "ptx": f".maxntid {threads}"}
         return Launched(grid=grid, compiled=SimpleNamespace(metadata=metadata, asm=asm))
 
-    def function(self, cubin: bytes) -> Any:
-        """The loaded function on the current device, for the CUDA driver."""
-        index = torch.cuda.current_device()
-        if index not in self._loaded:
-            self._loaded[index] = driver._cuda_load_module(cubin, [self.name])[self.name]
-        return self._loaded[index]
+    def _key(self, target: str) -> str:
+        """Equal keys, equal machine code."""
+        return digest(["CUDA C++", self.source, self.name, self.options, target])
 
     def _cubin(self, target: str) -> bytes:
+        store = carried()
+        found = store.find(self._key(target), self.name) if store is not None else None
+        if store is not None and found is not None:
+            return store.cubin(found)
         try:
-            cubin, _ = driver._nvrtc_compile(
+            cubin, _ = compiler._nvrtc_compile(
                 self.source, self.name, target.removeprefix("sm_"), nvcc_options=list(self.options)
             )
         except RuntimeError as error:
@@ -145,26 +160,6 @@ class CudaKernel:
                 f"{self.name} takes {len(self._parameters)} arguments", seen=f"{len(args)} of them"
             )
         return [p.value(self.name, a) for p, a in zip(self._parameters, args, strict=True)]
-
-    def _start(
-        self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        values: list[Any],
-        cubin: bytes,
-        shared_bytes: int,
-    ) -> None:
-        loaded = self.function(cubin)
-        if shared_bytes >= LARGE_SHARED_BYTES:
-            loaded.set_shared_memory_config(shared_bytes)
-        addresses = [ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values]
-        driver._check_cuda(
-            driver._get_gpu_runtime_library().cuLaunchKernel(
-                loaded.func, *grid, *block, shared_bytes,
-                torch.cuda.current_stream()._as_parameter_,
-                (ctypes.c_void_p * len(values))(*addresses), None,
-            )
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

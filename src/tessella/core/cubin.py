@@ -1,0 +1,206 @@
+"""Machine code for a GPU as data: one kernel in an ELF file, checked before a driver sees it.
+
+The CUDA driver is handed an address without a length and believes what it reads there, so every
+offset of the file is followed here first.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MAX_BYTES = 32 << 20
+_HEADER = struct.Struct("<4s12sHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SEGMENT = struct.Struct("<IIQQQQQQ")
+_SYMBOL_BYTES = 24
+_CUDA, _EXECUTABLE = 190, 2  # e_machine, e_type
+_NO_BYTES = 8  # SHT_NOBITS: takes no place in the file
+_SYMBOLS, _RELOCATIONS = 2, (4, 9)  # SHT_SYMTAB; SHT_RELA, SHT_REL
+_SELF = 6  # PT_PHDR: the segment that is the table of segments
+_MAX_ALIGNMENT = 128
+_WRITTEN = (".debug_", ".nv_debug_")  # what compilers say about sources, for people
+
+
+class _Header(NamedTuple):
+    """The file's first bytes."""
+
+    magic: bytes
+    kind: bytes
+    type: int
+    machine: int
+    version: int
+    entry: int
+    segments: int  # where the table is
+    sections: int
+    flags: int
+    nbytes: int
+    segment_bytes: int
+    segment_count: int
+    section_bytes: int
+    section_count: int
+    names: int  # the section that holds the sections' names
+
+    @classmethod
+    def of(cls, cubin: bytes) -> _Header:
+        return cls(*_HEADER.unpack_from(cubin))
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A line of the section table; ``fields`` as in the file: name, type, …, offset, size, …"""
+
+    name: str
+    fields: tuple[int, ...]
+
+    @property
+    def type(self) -> int:
+        return self.fields[1]
+
+    @property
+    def offset(self) -> int:
+        return self.fields[4]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return 0 if self.type in (0, _NO_BYTES) else self.fields[5]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it says where the kernel was built, and no GPU needs it."""
+        name = self.name
+        for prefix in (".rela", ".rel"):
+            name = name.removeprefix(prefix)
+        return name.startswith(_WRITTEN)
+
+
+def wrong(cubin: bytes, name: str) -> str | None:
+    """Why a file is not machine code with a kernel ``name``, or None. It may be anything."""
+    if not 64 <= len(cubin) <= MAX_BYTES:
+        return f"a cubin of {len(cubin)} bytes"
+    header = _Header.of(cubin)
+    kind = (header.magic, header.kind[:2], header.type, header.machine)
+    if kind != (b"\x7fELF", b"\x02\x01", _EXECUTABLE, _CUDA):
+        return "no ELF file of a CUDA kernel"
+    try:
+        sections = _sections(cubin)
+        _segments(cubin)
+    except ValueError as error:
+        return str(error)
+    names = [s.name for s in sections if s.name]
+    if len(set(names)) != len(names):
+        return "a section is there twice"
+    if f".text.{name}" not in names:
+        return f"it has no kernel {name!r}"
+    return _wrong_links(cubin, sections)
+
+
+def _wrong_links(cubin: bytes, sections: list[_Section]) -> str | None:
+    """Why a symbol or a relocation leads out of the file, or None."""
+    for section in sections:
+        link, info, entry = section.fields[6], section.fields[7], section.fields[9]
+        if section.nbytes == 0:
+            continue
+        if link >= len(sections):
+            return f"{section.name} belongs to section {link}"
+        if entry and section.nbytes % entry:
+            return f"{section.name} has {section.nbytes} bytes in entries of {entry}"
+        if section.type in _RELOCATIONS and info >= len(sections):
+            return f"{section.name} is about section {info}"
+        if section.type == _SYMBOLS:
+            if entry != _SYMBOL_BYTES:
+                return f"{section.name} has entries of {entry} bytes"
+            text = cubin[sections[link].offset :][: sections[link].nbytes]
+            for at in range(section.offset, section.offset + section.nbytes, entry):
+                start = int.from_bytes(cubin[at : at + 4], "little")
+                home = int.from_bytes(cubin[at + 6 : at + 8], "little")
+                if text.find(b"\0", start) < 0 or len(sections) <= home < 0xFF00:
+                    return "a symbol leads nowhere"
+    return None
+
+
+def stripped(cubin: bytes) -> bytes:
+    """The same kernel without what compilers write for debuggers: lines of sources, their paths.
+
+    So equal kernels are equal bytes wherever they were built, and a third as many. Sections keep
+    their numbers; those that are dropped stay as empty ones.
+
+    Raises:
+        ValueError: not a cubin, or one whose segments are not a section each.
+    """
+    sections = _sections(cubin)
+    header = _Header.of(cubin)
+    made = bytearray(_HEADER.size)
+    moved: dict[int, int] = {}  # by number of a section: where it is now
+    for index in sorted(range(len(sections)), key=lambda i: (sections[i].offset, i)):
+        section = sections[index]
+        if section.nbytes and not section.is_written:
+            made += bytes(-len(made) % max(section.fields[8], 1))
+            moved[index] = len(made)
+            made += cubin[section.offset : section.offset + section.nbytes]
+        else:
+            moved[index] = len(made) if index else 0
+    made += bytes(-len(made) % 8)
+    header_now = header._replace(
+        sections=len(made), segments=len(made) + _SECTION.size * len(sections)
+    )
+    for index, section in enumerate(sections):
+        fields = list(section.fields)
+        fields[4], fields[5] = moved[index], 0 if section.is_written else fields[5]
+        made += _SECTION.pack(*fields)
+    for segment in _segments(cubin):
+        place = header_now.segments
+        if segment[0] != _SELF and segment[2] != header.segments:
+            place = moved[_section_of(segment, sections)]
+        made += _SEGMENT.pack(*segment[:2], place, *segment[3:])
+    _HEADER.pack_into(made, 0, *header_now)
+    return bytes(made)
+
+
+def _section_of(segment: tuple[int, ...], sections: list[_Section]) -> int:
+    """The number of the section that a segment is."""
+    start, nbytes = segment[2], segment[5]
+    for index, section in enumerate(sections):
+        in_memory = section.type == _NO_BYTES if nbytes == 0 else section.nbytes == nbytes
+        if section.offset == start and in_memory:
+            return index
+    raise ValueError(f"a segment at {start} that is not one section")
+
+
+def _sections(cubin: bytes) -> list[_Section]:
+    """The section table; raises ``ValueError`` where it leads out of the file."""
+    header = _Header.of(cubin)
+    place, count = header.sections, header.section_count
+    inside = place + _SECTION.size * count <= len(cubin) and header.names < count
+    if header.section_bytes != _SECTION.size or not inside:
+        raise ValueError("its section table leads out of the file")
+    tables = [_SECTION.unpack_from(cubin, place + _SECTION.size * i) for i in range(count)]
+    for fields in tables:
+        if fields[1] != _NO_BYTES and fields[4] + fields[5] > len(cubin):
+            raise ValueError("a section leads out of the file")
+        if fields[8] > _MAX_ALIGNMENT:
+            raise ValueError(f"a section aligned to {fields[8]} bytes")
+    text = cubin[tables[header.names][4] :][: tables[header.names][5]]
+    return [_Section(_name(text, fields[0]), fields) for fields in tables]
+
+
+def _name(text: bytes, start: int) -> str:
+    stop = text.find(b"\0", start)
+    if stop < 0:
+        raise ValueError("a section's name leads out of the file")
+    return text[start:stop].decode("ascii", "replace")
+
+
+def _segments(cubin: bytes) -> list[tuple[int, ...]]:
+    """The segment table; raises ``ValueError`` where it leads out of the file."""
+    header = _Header.of(cubin)
+    place, count = header.segments, header.segment_count
+    inside = place + _SEGMENT.size * count <= len(cubin)
+    if count and (header.segment_bytes != _SEGMENT.size or not inside):
+        raise ValueError("its segment table leads out of the file")
+    segments = [_SEGMENT.unpack_from(cubin, place + _SEGMENT.size * i) for i in range(count)]
+    if any(s[2] + s[5] > len(cubin) for s in segments):
+        raise ValueError("a segment leads out of the file")
+    return segments

@@ -1,0 +1,213 @@
+"""The CUDA driver, as far as machine code needs it: load a kernel, describe tiles, launch.
+
+Through ctypes: a launch costs 20 µs more than from C++, which a captured graph pays once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tessella.core.compiled import Tiles
+from tessella.core.errors import KernelError
+
+LARGE_SHARED_BYTES = 48 << 10  # more dynamic shared memory has to be asked for
+MAP_BYTES, MAP_ALIGNMENT = 128, 128  # a CUtensorMap
+# numbers of cuda.h
+_MAX_DYNAMIC_SHARED_BYTES, _PREFER_SHARED = 8, 1
+_COOPERATIVE, _PROGRAMMATIC_SERIALIZATION = 2, 6
+_L2_PROMOTION_128B = 2
+_INVALID_VALUE = 1
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, of those whose value is an integer."""
+
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    ]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+@dataclass
+class Function:
+    """A loaded kernel.
+
+    Attributes:
+        parameter_bytes: the size of each parameter, as the machine code has them.
+        shared_bytes: dynamic shared memory of a block that it may ask for.
+    """
+
+    name: str
+    handle: ctypes.c_void_p
+    parameter_bytes: tuple[int, ...]
+    shared_bytes: int = LARGE_SHARED_BYTES
+
+
+class Driver:
+    """The installed CUDA driver; every call is for the calling thread's current device."""
+
+    def __init__(self) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._functions: dict[tuple[int, str, bytes], Function] = {}
+
+    def function(self, name: str, cubin: bytes, device: int) -> Function:
+        """A kernel of machine code, which must be trusted or checked by ``core.cubin``.
+
+        It is loaded once and stays until the process ends, as captured graphs may hold it; that
+        takes about its own size.
+
+        Raises:
+            KernelError: the driver refuses it, or has no such kernel in it.
+        """
+        place = device, name, cubin
+        if place not in self._functions:
+            self._require_context(device)
+            module, handle = ctypes.c_void_p(), ctypes.c_void_p()
+            self._call("cuModuleLoadData", ctypes.byref(module), cubin)
+            self._call("cuModuleGetFunction", ctypes.byref(handle), module, name.encode())
+            self._functions[place] = Function(name, handle, self._parameter_bytes(handle))
+        return self._functions[place]
+
+    def _parameter_bytes(self, handle: ctypes.c_void_p) -> tuple[int, ...]:
+        """What a launch reads from the host's memory, in the machine code's own words."""
+        sizes: list[int] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        self._require("cuFuncGetParamInfo")
+        while True:
+            index = ctypes.c_size_t(len(sizes))
+            found = ctypes.byref(offset), ctypes.byref(size)
+            if self._cuda.cuFuncGetParamInfo(handle, index, *found) == _INVALID_VALUE:
+                return tuple(sizes)
+            self._call("cuFuncGetParamInfo", handle, index, *found)
+            sizes.append(size.value)
+
+    def launch(
+        self,
+        function: Function,
+        grid: Sequence[int],
+        block: Sequence[int],
+        parameters: Sequence[Any],
+        stream: int,
+        *,
+        shared_bytes: int = 0,
+        cooperative: bool = False,
+        dependent: bool = False,
+    ) -> None:
+        """Start a kernel on a stream.
+
+        Args:
+            grid, block: blocks and threads along x, y and z.
+            parameters: ctypes values, whose sizes must be ``function.parameter_bytes``.
+            shared_bytes: dynamic shared memory of a block.
+            cooperative: all blocks are resident at once.
+            dependent: it may start before the kernel before it has ended.
+        """
+        sizes = tuple(map(ctypes.sizeof, parameters))
+        if sizes != function.parameter_bytes:  # the driver would read on behind them
+            raise KernelError(
+                f"kernel {function.name} takes other parameters than it is given",
+                seen=f"{len(function.parameter_bytes)} of {sum(function.parameter_bytes)} bytes, "
+                f"given {len(sizes)} of {sum(sizes)}",
+            )
+        self.allow(function, shared_bytes)
+        wanted = {_COOPERATIVE: cooperative, _PROGRAMMATIC_SERIALIZATION: dependent}
+        attributes = [_Attribute(id=name, value=1) for name, on in wanted.items() if on]
+        config = _Config(
+            grid=tuple(grid),
+            block=tuple(block),
+            shared_bytes=shared_bytes,
+            stream=stream,
+            attributes=(_Attribute * len(attributes))(*attributes),
+            count=len(attributes),
+        )
+        places = (ctypes.c_void_p * len(sizes))(*map(ctypes.addressof, parameters))
+        self._call("cuLaunchKernelEx", ctypes.byref(config), function.handle, places, None)
+
+    def allow(self, function: Function, shared_bytes: int) -> None:
+        """Let a kernel's blocks have so much dynamic shared memory."""
+        if shared_bytes > function.shared_bytes:
+            self._call("cuFuncSetCacheConfig", function.handle, _PREFER_SHARED)
+            asked = ctypes.c_int(shared_bytes)
+            self._call("cuFuncSetAttribute", function.handle, _MAX_DYNAMIC_SHARED_BYTES, asked)
+            function.shared_bytes = shared_bytes
+
+    def tensor_map(
+        self,
+        address: int,
+        tiles: Tiles,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        *,
+        nan_outside: bool = False,
+    ) -> Any:
+        """TMA's description of a tensor, a ctypes value of ``MAP_BYTES``.
+
+        Args:
+            address: of its first element.
+            strides: in elements; the last is 1.
+            nan_outside: what is read beyond the edges is NaN, not zero.
+        """
+        rank = len(shape)
+        if not rank == len(strides) == len(tiles.box):
+            raise KernelError("a tensor has other axes than its tiles", seen=f"{rank}, {tiles}")
+        memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+        start = -ctypes.addressof(memory) % MAP_ALIGNMENT
+        made = (ctypes.c_char * MAP_BYTES).from_buffer(memory, start)
+        outer = [tiles.element_bytes * n for n in strides[:-1]]
+        self._call(
+            "cuTensorMapEncodeTiled",
+            ctypes.byref(made), tiles.element, ctypes.c_uint32(rank), ctypes.c_void_p(address),
+            (ctypes.c_uint64 * rank)(*reversed(shape)),
+            (ctypes.c_uint64 * rank)(*reversed(outer)),
+            (ctypes.c_uint32 * rank)(*reversed(tiles.box)),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            0, tiles.swizzle, _L2_PROMOTION_128B, int(nan_outside),
+        )  # fmt: skip
+        return made
+
+    def _require_context(self, device: int) -> None:
+        """A thread that has not met the device yet has none; torch makes it when it allocates."""
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        if not context:
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._call("cuCtxSetCurrent", context)
+
+    def _require(self, name: str) -> None:
+        if not hasattr(self._cuda, name):
+            raise KernelError(
+                f"the CUDA driver is too old: it has no {name}", fix="update it to 12.4 or later"
+            )
+
+    def _call(self, name: str, *args: Any) -> None:
+        code = getattr(self._cuda, name)(*args)
+        if code:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorString(code, ctypes.byref(text))
+            said = (text.value or b"").decode() or f"error {code}"
+            raise KernelError("the CUDA driver refuses a compiled kernel", seen=f"{name}: {said}")
+
+
+@functools.cache
+def cuda_driver() -> Driver:
+    """The process's one driver."""
+    return Driver()
