@@ -13,8 +13,8 @@ from torch import nn
 
 from tessella import runtime
 from tessella.artifacts.plan import Plan, to_bytes
-from tessella.compiler import race
-from tessella.compiler.passes import assign_layout, dead_code, fuse_siblings
+from tessella.compiler import explain, race
+from tessella.compiler.passes import assign_layout, choose_kernels, dead_code, fuse_siblings
 from tessella.compiler.pipeline import optimized
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
@@ -183,6 +183,33 @@ def test_the_race_is_run_and_its_times_are_kept(tmp_path: Path) -> None:
     assert lines.count('"program.0"') == lines.count('"program.1"') == 1
     assert to_bytes(plan(graph, cache=cache)) == first
     assert cache.read_text() == lines
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_explain_shows_what_is_raced(target: str) -> None:
+    graph = captured("inception")[1]
+    (shown,) = [r for r in explain(graph, target=target) if r.name == "fuse_siblings"]
+    assert (shown.rewrites, shown.nodes_before - shown.nodes_after) == (2, 1)
+    assert "split" in shown.diff
+    names = [r.name for r in explain(captured("another stride")[1], target=target)]
+    assert "fuse_siblings" not in names
+    assert "fuse_siblings" not in [r.name for r in explain(graph, target="reference")]
+
+
+def test_readers_of_channels_get_no_copy_of_their_part() -> None:
+    graph = optimized(captured("inception")[1])
+    fuse_siblings.apply(graph)
+    dead_code.apply(graph)
+    nodes = len(graph.nodes)
+    formats = assign_layout.apply(graph, "channels_last")
+    assert len(graph.nodes) == nodes + 1  # the image itself
+    split = next(n for n in graph.nodes if n.op == "split")
+    concrete = graph.at_batch(2)
+    places = choose_kernels.views(concrete, formats)
+    # 4, 2 and 5 channels of float32: the third begins at 24 bytes, which no GPU reads as a tile
+    assert [places[v.name].start if v.name in places else None for v in split.outputs] == [
+        0, 4, None
+    ]  # fmt: skip
 
 
 def test_the_reference_keeps_the_network_as_it_is() -> None:

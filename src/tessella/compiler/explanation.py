@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from tessella.compiler.passes.assign_layout import Layout
 from tessella.compiler.pipeline import (
     PASSES,
+    Input,
+    Pass,
     apply_each,
     copied,
+    input_passes,
     layouts_to_try,
-    lowering,
+    narrowing,
     require_precision,
+    rounding,
     with_layout,
+    with_siblings,
 )
+from tessella.core.preprocess import Preprocess
 from tessella.graph.graph import Graph
 from tessella.graph.show import text
 
@@ -62,12 +68,14 @@ def explain(
     Args:
         graph: as captured; it is not changed.
         target: ``cpu``, ``sm_90`` or ``reference``; decides which layouts are tried.
-        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``; 16-bit ones add ``lower_precision``.
+        precision: as for ``compile_graph``; 16-bit ones add ``lower_precision``, and int8 and fp8,
+            which need the ``calibration``, the passes that round.
+        input, preprocess: ``uint8`` and the record, for a plan that takes images as bytes.
 
     Returns:
-        The passes, then ``assign_layout`` once for each layout that the compiler would try. Where
-        these are several, each begins with the same graph, and ``compile_graph`` takes the faster.
-        ``fuse_siblings``, which a CPU's plan takes or leaves by measurement, is not shown yet.
+        The passes; then ``fuse_siblings``, if there are any, and ``assign_layout`` once for each
+        layout that the compiler would try. These begin with the same graph: ``compile_graph``
+        measures, and takes what is faster.
 
     Raises:
         UsageError: an unknown precision.
@@ -91,6 +99,10 @@ def explain(
             )
         )
         before, count_before = after, count_after
+    fused, count = with_siblings(graph, target)
+    if count:
+        why = "taken if the whole program is then measured faster: one large product for several"
+        records.append(_compared("fuse_siblings", why, count, graph, fused))
     layouts = layouts_to_try(graph, precision, target)
     records += [_laid_out(graph, layout, one_of=len(layouts)) for layout in layouts]
     return tuple(records)
@@ -101,12 +113,18 @@ def _laid_out(graph: Graph, layout: Layout, *, one_of: int) -> PassRecord:
     candidate, formats = with_layout(graph, layout)
     fast = sum(format == "channels_last" for format in formats.values())
     taken = "the faster one is taken" if one_of > 1 else "the only one tried"
+    why = f"{fast} of {len(formats)} values in channels_last; {taken}"
+    copies = len(candidate.nodes) - len(graph.nodes)
+    return _compared(f"assign_layout {layout}", why, copies, graph, candidate)
+
+
+def _compared(name: str, why: str, rewrites: int, graph: Graph, changed: Graph) -> PassRecord:
     return PassRecord(
-        name=f"assign_layout {layout}",
-        why=f"{fast} of {len(formats)} values in channels_last; {taken}",
-        rewrites=len(candidate.nodes) - len(graph.nodes),
+        name=name,
+        why=why,
+        rewrites=rewrites,
         nodes_before=len(graph.nodes),
-        nodes_after=len(candidate.nodes),
+        nodes_after=len(changed.nodes),
         before=text(graph),
-        after=text(candidate),
+        after=text(changed),
     )

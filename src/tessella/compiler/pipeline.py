@@ -109,13 +109,25 @@ def compile_graph(
         CompileError: no kernel fits, or the plan would not compute what the network computes.
     """
     require_precision(precision)
+    graph = one_sample(graph, batch)
     _require_batch(graph, batch)
+    graph = _changed(graph, input_passes(input, preprocess))
     device = fingerprint(target)
     emit(phase("optimize", f"{len(graph.nodes)} operations"))
-    wanted = verify.expected(graph, batch.min, batch.max)
+    if samples is None and calibration is not None:
+        samples = calibration.samples_for(graph)
+    wanted = verify.expected(graph, batch.min, batch.max, samples)
     exact = optimized(graph, emit)
-    variants = _variants(_lowered(exact, precision), target)
+    assignment = precision_of.assign(exact, precision, precisions or {}, target, calibration)
+    rounded = _changed(exact, rounding(exact, assignment, calibration))
+    if assignment.kinds:
+        wanted = verify.rounded(wanted, rounded, emit)
+    loosest = assignment.loosest
+    lowered = _changed(rounded, narrowing(assignment))
+    fused, count = with_siblings(lowered, target)
+    variants = [lowered, fused] if count else [lowered]
     constants = {v.name: t for graph in variants for v, t in graph.constants.items()}
+    trials = Lock(cache, lines=lock)
     tuner = Tuner(
         target=target,
         math="tf32" if precision == "tf32" and target == "sm_90" else "ieee",
@@ -204,14 +216,14 @@ def _lowered(exact: Graph, precision: str) -> Graph:
     return graph
 
 
-def _variants(graph: Graph, target: str) -> list[Graph]:
-    """The graph, and for a CPU the graph with siblings fused, if any: no GPU has raced the two."""
+def with_siblings(graph: Graph, target: str) -> tuple[Graph, int]:
+    """A copy of the graph with siblings fused, to race with it, and how many layers went."""
     fused = copied(graph)
-    if target != "cpu" or not fuse_siblings.apply(fused):
-        return [graph]
+    if target == "reference" or not (count := fuse_siblings.apply(fused)):
+        return graph, 0
     dead_code.apply(fused)  # the single weights
     check(fused)
-    return [graph, fused]
+    return fused, count
 
 
 def bucket_sizes(batch: DimRange) -> list[int]:

@@ -79,6 +79,8 @@ def _channels_last(
     if cast is not None and cast.op in copies and only_use(graph, value, node):
         formats[value.name] = "channels_last"  # a cast copies anyway, into any format
         return value
+    if _is_part_of_pixels(cast, formats):
+        return value  # some kernels read it where it lies
     if value not in converted:
         made = Value(graph.fresh_name(f"{value.name}.channels_last"), value.dtype, value.shape)
         copy = Node(op="to", inputs=(value,), outputs=(made,), attrs={"dtype": value.dtype})
@@ -86,3 +88,10 @@ def _channels_last(
         formats[made.name] = "channels_last"
         converted[value] = made
     return converted[value]
+
+
+def _is_part_of_pixels(node: Node | None, formats: Formats) -> bool:
+    """Whether a node cuts the channels of a value that is channels_last."""
+    if node is None or node.op != "split" or node.attrs["dim"] != 1:
+        return False
+    return formats.get(node.inputs[0].name) == "channels_last"
