@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shutil
 import subprocess
 import sys
@@ -101,7 +102,12 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
 
     for path in (dataset, run, plan, imported.json["dataset"], trained.json["best"]):
         assert tessella("show", path, "--json").code == 0
-    profiled = tessella("profile", plan, "--batch", "2", "--json")
+    picture, trace = tmp_path / "made" / "steps.svg", tmp_path / "steps.json"
+    profiled = tessella(
+        "profile", plan, "--batch", "2", "--plot", picture, "--trace", trace, "--json"
+    )
+    assert picture.read_text().startswith("<svg")
+    assert json.loads(trace.read_text())["otherData"]["batch"] == 2
     assert sum(s["share"] for s in profiled.json["steps"]) == pytest.approx(1.0)
     benched = tessella("bench", plan, "--against", run, "--seconds", "0.05", "--json")
     assert {row["batch"] for row in benched.json["rows"]} == {1, 2, 4}

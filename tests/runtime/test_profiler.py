@@ -1,35 +1,126 @@
-"""The profiler: a line a step, with work that can be counted by hand."""
+"""The profiler: a line a step, with work and limits that can be counted by hand; trace, picture."""
 
 from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from tessella import runtime
 from tessella.core.errors import UsageError
-from tessella.runtime.profiler import profile, table
+from tessella.kernels.limits import Limits
+from tessella.kernels.problem import Problem, TensorMeta
+from tessella.runtime import picture, profiler
+from tessella.runtime.profiler import Profile, profile, table
+from tessella.runtime.trace import chrome_trace
 from tests.compiler.networks import captured, plan
 
+# A machine that is easy to count with: 1 GB/s, 1 GFLOP/s.
+ROUND = Limits(device="a <round> machine", copy_bytes_s=1e9, flops_s={"float32": 1e9})
 
-def test_profile_of_lenet() -> None:
-    lenet = plan(captured("lenet"), (1, 1, 2))
-    engine = runtime.load(lenet)
-    x = torch.randn(2, 1, 28, 28)
-    before = engine(x)["scores"]
-    times = profile(engine, 2, budget_s=0.0)
-    assert [t.step for t in times] == [s.outputs[0] for s in lenet.program.buckets[1].steps]
-    assert all(t.time_us > 0 for t in times)
-    assert sum(t.share for t in times) == pytest.approx(1.0)
-    first = times[0]
+
+@pytest.fixture(scope="module")
+def measured() -> Profile:
+    engine = runtime.load(plan(captured("lenet"), (1, 1, 2)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiler, "limits", lambda *_: ROUND)
+        x = torch.randn(2, 1, 28, 28)
+        before = engine(x)["scores"]
+        made = profile(engine, 2, budget_s=0.0)
+        assert torch.equal(engine(x)["scores"], before)  # profiling leaves the engine as it was
+    return made
+
+
+def test_profile_of_lenet(measured: Profile) -> None:
+    steps = plan(captured("lenet"), (1, 1, 2)).program.buckets[1].steps
+    assert [t.op for t in measured] == [s.op for s in steps]
+    assert all(t.time_us > 0 for t in measured)
+    assert all(t.in_run_us > 0 for t in measured)
+    assert measured.total_us > 0
+    assert sum(t.share for t in measured) == pytest.approx(1.0)
+    first = measured[0]
     assert (first.layer, first.op) == ("conv1", "conv2d")
     assert first.flops == 2 * 2 * 20 * 24 * 24 * 25
     assert first.nbytes == 4 * (2 * 28 * 28 + 20 * 25 + 20 + 2 * 20 * 24 * 24)
-    pool = next(t for t in times if t.op == "max_pool2d")
-    assert pool.flops is None
-    assert torch.equal(engine(x)["scores"], before)  # profiling leaves the engine as it was
-    lines = table(times).splitlines()
-    assert len(lines) == 1 + len(times)
-    assert lines[1].split()[1] == first.kernel
+    pool = next(t for t in measured if t.op == "max_pool2d")
+    assert (pool.flops, pool.peak_share) == (None, None)
+
+
+def test_the_roofline_of_each_step(measured: Profile) -> None:
+    first = measured[0]
+    assert first.bound == "arithmetic"
+    assert first.least_us == pytest.approx(first.flops / 1e3)
+    assert first.peak_share == pytest.approx(first.flops / 1e3 / first.time_us)
+    assert first.reached == pytest.approx(first.peak_share)
+    assert not first.tensor_cores
+    pool = next(t for t in measured if t.op == "max_pool2d")
+    assert pool.bound == "memory"
+    assert pool.least_us == pytest.approx(pool.nbytes / 1e3)
+    view = next(t for t in measured if t.kernel.endswith(".view"))
+    assert (view.nbytes, view.least_us) == (0, 0.0)  # no element moves
+    assert measured.least_us == pytest.approx(sum(t.least_us for t in measured))
+
+
+@pytest.mark.parametrize(("dtype", "math", "on"), [
+    ("float16", "ieee", True), ("int8", "ieee", True), ("float32", "tf32", True),
+    ("float32", "ieee", False),
+])  # fmt: skip
+def test_which_products_tensor_cores_do(dtype: str, math: str, on: bool) -> None:
+    gpu = Limits(
+        device="a GPU", copy_bytes_s=1.0,
+        flops_s={"float32": 1.0, "tf32": 1.0, "float16": 1.0, "int8": 1.0},
+    )  # fmt: skip
+    x = TensorMeta(shape=(4, 8), dtype=dtype)
+    problem = Problem(op="linear", inputs=(x, x, None, None), outputs=(x,), math=math)
+    assert profiler._on_tensor_cores(problem, gpu) is on
+    assert not profiler._on_tensor_cores(problem, ROUND)  # a CPU has none
+
+
+def test_how_busy_tensor_cores_are(measured: Profile) -> None:
+    first = replace(measured[0], time_us=30.0, peak_share=0.5, tensor_cores=True)
+    other = replace(measured[1], time_us=10.0, peak_share=None, tensor_cores=False)
+    assert replace(measured, steps=(first, other)).tensor_core_share == pytest.approx(15 / 40)
+
+
+def test_as_a_table(measured: Profile) -> None:
+    lines = table(measured).splitlines()
+    assert len(lines) == 1 + len(measured) + 1
+    assert lines[1].split()[1] == measured[0].kernel
+    assert "limits allow" in lines[-1]
+
+
+def test_as_a_trace(measured: Profile) -> None:
+    """What Perfetto asks of complete events, and that they do not overlap in a row."""
+    trace = json.loads(json.dumps(chrome_trace(measured), allow_nan=False))
+    events = trace["traceEvents"]
+    assert {e["ph"] for e in events} == {"M", "X"}
+    names = {e["name"] for e in events if e["ph"] == "M"}
+    assert names == {"process_name", "thread_name"}
+    for thread in (1, 2):
+        row = [e for e in events if e["ph"] == "X" and e["tid"] == thread]
+        assert len(row) == len(measured)
+        assert all(isinstance(e[k], int | float) for e in row for k in ("ts", "dur", "pid"))
+        for one, other in itertools.pairwise(row):
+            assert one["ts"] + one["dur"] <= other["ts"] + 1e-2
+    steps = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
+    assert [e["dur"] for e in steps] == [t.in_run_us for t in measured]
+    assert steps[0]["args"]["kernel"] == measured[0].kernel
+
+
+def test_as_a_picture(measured: Profile) -> None:
+    root = ElementTree.fromstring(picture.svg(measured))
+    rows = [g for g in root if g.tag.endswith("}g")]
+    assert len(rows) == len(measured)
+    whole, dark = [r for r in rows[0] if r.tag.endswith("}rect")]
+    assert float(dark.get("width")) <= float(whole.get("width"))
+    size = float(root.get("width")), float(root.get("height"))
+    for line in root.iter():
+        assert float(line.get("x", 0)) <= size[0]
+        assert float(line.get("y", 0)) <= size[1]
 
 
 def test_only_its_own_batch_sizes() -> None:

@@ -1,7 +1,8 @@
-"""``tessella profile``: where a plan's time goes."""
+"""``tessella profile``: where a plan's time goes, and how much less the machine would allow."""
 
 from __future__ import annotations
 
+import json as json_text
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +10,11 @@ import typer
 from typer import Argument, Option
 
 from tessella import api
+from tessella.artifacts.files import write_atomic
 from tessella.cli.output import Json, grid, output
 from tessella.core.record import to_plain
-from tessella.runtime import profiler
+from tessella.kernels.functional import CACHE_FOLDER
+from tessella.runtime import picture, profiler, trace
 
 
 def register(app: typer.Typer) -> None:
@@ -21,27 +24,35 @@ def register(app: typer.Typer) -> None:
 def profile(
     plan: Annotated[Path, Argument(help="The plan file.")],
     batch: Annotated[int | None, Option(help="One of its batch sizes; the largest if not.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the steps into this SVG file.")] = None,
+    trace_file: Annotated[
+        Path | None, Option("--trace", help="Write events for Perfetto or chrome://tracing.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Measure each step of a plan by itself: time, bytes, arithmetic.
+    """Measure each step of a plan: time, bytes, arithmetic, and the distance to the roofline.
 
-    Example: tessella profile flowers.plan --batch 8
+    Example: tessella profile flowers.plan --batch 8 --plot steps.svg --trace steps.json
     """
     with output(json_only=json) as out:
         engine = api.load(plan)
-        times = profiler.profile(engine, batch or engine.buckets[-1])
-        rows = [
-            (
-                t.kernel,
-                t.layer,
-                round(t.time_us, 1),
-                f"{100 * t.share:.1f} %",
-                round(t.nbytes / max(t.time_us, 1e-3) / 1e3, 1),
-                None if t.flops is None else round(t.flops / max(t.time_us, 1e-3) / 1e3, 1),
-            )
-            for t in times
-        ]
-        head = ("kernel", "layer", "time_us", "share", "GB/s", "GFLOP/s")
-        total = sum(t.time_us for t in times)
-        title = f"batch {batch or engine.buckets[-1]}, sum of the steps {total:,.1f} µs"
-        out.result({"steps": [to_plain(t) for t in times]}, grid(head, rows, title=title))
+        measured = profiler.profile(engine, batch or engine.buckets[-1], folder=CACHE_FOLDER)
+        plain = {
+            "batch": measured.batch,
+            "whole_program_us": measured.total_us,
+            "sum_us": measured.sum_us,
+            "limit_us": measured.least_us,
+            "tensor_core_share": measured.tensor_core_share,
+            "limits": to_plain(measured.limits),
+            "steps": [{**to_plain(s), "reached": s.reached} for s in measured],
+        }
+        for path, content in (
+            (plot, picture.svg(measured)),
+            (trace_file, json_text.dumps(trace.chrome_trace(measured), indent=1)),
+        ):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, content.encode())
+                out.note(f"wrote {path}")
+        rows = profiler.rows_of(measured)
+        out.result(plain, grid(profiler.HEAD, rows, title=profiler.summary(measured)))

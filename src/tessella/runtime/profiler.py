@@ -1,18 +1,34 @@
-"""The profiler: how long each step of an engine takes, and how much it moves and computes."""
+"""The profiler: how long each step of an engine takes, and how far that is from what the machine
+allows.
+
+A step is measured by itself, on operands of its own; on a CPU also inside a run of the whole
+program, where caches are as cold as the other steps leave them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 
+from tessella.core.spec import TensorSpec
+from tessella.kernels import catalog
 from tessella.kernels.auction import sample_inputs
+from tessella.kernels.carried import carrying
 from tessella.kernels.float32_math import float32_math
-from tessella.kernels.timing import Timing, measure
+from tessella.kernels.limits import Limits, limits
+from tessella.kernels.problem import Problem
+from tessella.kernels.timing import Timing, latency, measure
 from tessella.kernels.work import flops, nbytes
-from tessella.runtime.bucket import BoundStep
+from tessella.runtime.bucket import BoundBucket, BoundStep
 from tessella.runtime.engine import Engine
+
+MIN_RUNS, MAX_RUNS = 3, 31  # of the whole program
+TENSOR_CORE_TYPES = ("float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +37,15 @@ class StepTime:
 
     Attributes:
         time_us: median; ``spread_us``: half the distance between the quartiles.
-        nbytes: of all inputs and outputs, the least that must be moved.
+        in_run_us: median inside runs of the whole program; None on a GPU.
+        nbytes: of all inputs and outputs, the least that must be moved; 0 for a view.
         flops: floating-point operations, None where the step is no product.
         share: of the time of all steps, 0 to 1.
+        least_us: what the machine's limits allow: the roofline.
+        bound: which limit that is.
+        peak_share: arithmetic rate over what the machine reaches in large products of the step's
+            types; None where the step is no product, or the machine was not measured in its types.
+        tensor_cores: whether those products, and so this step's limit, are the tensor cores'.
     """
 
     step: str
@@ -32,36 +54,134 @@ class StepTime:
     layer: str
     time_us: float
     spread_us: float
+    in_run_us: float | None
     nbytes: int
     flops: int | None
     share: float
+    least_us: float
+    bound: Literal["memory", "arithmetic"]
+    peak_share: float | None
+    tensor_cores: bool
+
+    @property
+    def reached(self) -> float:
+        """The share of the roofline: 1 is all that the machine allows."""
+        return self.least_us / max(self.time_us, 1e-3)
 
 
-def profile(engine: Engine, batch: int, *, budget_s: float = 0.02) -> list[StepTime]:
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The steps of one bucket, in the order in which they run.
+
+    Attributes:
+        total_us: median time of the whole program, from call to finished answer, without the
+            engine's copies.
+        limits: what the machine can do at most, measured.
+    """
+
+    plan: str
+    target: str
+    batch: int
+    total_us: float
+    limits: Limits
+    steps: tuple[StepTime, ...]
+
+    def __iter__(self) -> Iterator[StepTime]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, index: int) -> StepTime:
+        return self.steps[index]
+
+    @property
+    def sum_us(self) -> float:
+        """All steps, each measured by itself."""
+        return sum(s.time_us for s in self.steps)
+
+    @property
+    def least_us(self) -> float:
+        """What the machine's limits allow, step by step."""
+        return sum(s.least_us for s in self.steps)
+
+    @property
+    def tensor_core_share(self) -> float:
+        """How busy the tensor cores are, in all steps' time, of their measured rate."""
+        busy_us = sum(s.time_us * (s.peak_share or 0.0) for s in self.steps if s.tensor_cores)
+        return busy_us / max(self.sum_us, 1e-3)
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def profile(
+    engine: Engine, batch: int, *, budget_s: float = 0.02, folder: Path | None = None
+) -> Profile:
     """Time every step of one of the engine's buckets, on random inputs.
 
     Args:
         batch: one of ``engine.buckets``.
         budget_s: about how long to measure each step.
+        folder: where this machine's limits are kept; measured now (about a second) if None.
     """
-    steps = engine.bound(batch).steps
-    with torch.inference_mode():
-        timings = [_time(step, engine.device, budget_s) for step in steps]
-    total_us = sum(t.time_us for t in timings)
-    return [
-        StepTime(
-            step=bound.step.outputs[0],
-            op=bound.step.op,
-            kernel=bound.step.kernel,
-            layer=bound.step.layer,
-            time_us=timing.time_us,
-            spread_us=timing.spread_us,
-            nbytes=nbytes(bound.problem),
-            flops=flops(bound.problem),
-            share=timing.time_us / total_us,
-        )
-        for bound, timing in zip(steps, timings, strict=True)
-    ]
+    with engine.alone(batch) as bucket, torch.inference_mode(), carrying(engine.carried):
+        timings = [_time(step, engine.device, budget_s) for step in bucket.steps]
+        inputs = [_sample(spec, batch, engine.device) for spec in engine.inputs]
+        seconds = budget_s * len(timings)
+        bucket(inputs)
+        total = latency({"run": lambda: bucket(inputs)}, device=engine.device, seconds=seconds,
+                        rounds=MAX_RUNS)["run"]  # fmt: skip
+        in_run = _in_run_us(bucket, inputs, seconds) if isinstance(bucket, BoundBucket) else None
+    target = engine.manifest.fingerprint.target
+    ceilings = limits(target, folder)
+    sum_us = sum(t.time_us for t in timings)
+    steps = tuple(
+        _step_time(bound, timing, sum_us, in_run[i] if in_run else None, ceilings)
+        for i, (bound, timing) in enumerate(zip(bucket.steps, timings, strict=True))
+    )
+    return Profile(
+        plan=engine.manifest.built_from,
+        target=target,
+        batch=batch,
+        total_us=total.time_us,
+        limits=ceilings,
+        steps=steps,
+    )
+
+
+def _step_time(
+    bound: BoundStep, timing: Timing, sum_us: float, in_run_us: float | None, ceilings: Limits
+) -> StepTime:
+    problem, view = bound.problem, catalog.kernel(bound.step.kernel).algorithm == "view"
+    work, rate = flops(problem), ceilings.flops_limit(problem)
+    least_us = 0.0 if view else ceilings.least_us(problem)
+    moved_us = 0.0 if view else 1e6 * nbytes(problem) / ceilings.copy_bytes_s
+    busy_us = 1e6 * work / rate if work and rate else None
+    return StepTime(
+        step=bound.step.outputs[0],
+        op=bound.step.op,
+        kernel=bound.step.kernel,
+        layer=bound.step.layer,
+        time_us=timing.time_us,
+        spread_us=timing.spread_us,
+        in_run_us=in_run_us,
+        nbytes=0 if view else nbytes(problem),
+        flops=work,
+        share=timing.time_us / max(sum_us, 1e-3),
+        least_us=least_us,
+        bound="arithmetic" if busy_us and busy_us > moved_us else "memory",
+        peak_share=None if busy_us is None else busy_us / max(timing.time_us, 1e-3),
+        tensor_cores=work is not None and _on_tensor_cores(problem, ceilings),
+    )
+
+
+def _on_tensor_cores(problem: Problem, ceilings: Limits) -> bool:
+    first = problem.inputs[0]
+    if first is None or "float16" not in ceilings.flops_s:  # measured on GPUs only
+        return False
+    tf32 = first.dtype == "float32" and problem.math == "tf32"
+    return first.dtype in TENSOR_CORE_TYPES or tf32
 
 
 def _time(bound: BoundStep, device: torch.device, budget_s: float) -> Timing:
@@ -74,22 +194,69 @@ def _time(bound: BoundStep, device: torch.device, budget_s: float) -> Timing:
         return measure(runs, device=device, budget_s=budget_s)["step"]
 
 
-def table(times: Sequence[StepTime]) -> str:
-    """The profile as text: a line a step, in the order in which they run."""
-    rows = [("step", "kernel", "layer", "time_us", "share", "GB/s", "GFLOP/s")]
-    for t in times:
-        seconds = max(t.time_us, 1e-3) * 1e-6
+def _sample(spec: TensorSpec, batch: int, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(spec.at(batch), device=device).to(dtype)
+    return torch.zeros(spec.at(batch), dtype=dtype, device=device)
+
+
+def _in_run_us(bucket: BoundBucket, inputs: Sequence[torch.Tensor], seconds: float) -> list[float]:
+    """The median of each step inside runs of all."""
+    runs: list[list[float]] = []
+    while len(runs) < MIN_RUNS or (len(runs) < MAX_RUNS and sum(map(sum, runs)) < seconds):
+        runs.append(bucket.step_times_s(inputs))
+    return [round(1e6 * statistics.median(times), 3) for times in zip(*runs, strict=True)]
+
+
+def table(profile: Profile) -> str:
+    """The profile as text: a line a step, in the order in which they run, then the sums."""
+    rows = [HEAD, *([_shown(cell) for cell in row] for row in rows_of(profile))]
+    widths = [max(len(r[c]) for r in rows) for c in range(len(HEAD))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)) for r in rows]
+    return "\n".join([*(line.rstrip() for line in lines), summary(profile)])
+
+
+HEAD = (
+    "step", "kernel", "layer", "time_us", "in_run_us", "share", "GB/s", "GFLOP/s", "of_peak",
+    "limit_us", "reached",
+)  # fmt: skip
+
+
+def rows_of(profile: Profile) -> list[tuple[str | float | None, ...]]:
+    """A row a step under ``HEAD``."""
+    rows: list[tuple[str | float | None, ...]] = []
+    for t in profile:
+        time_us = max(t.time_us, 1e-3)
         rows.append(
             (
                 t.step,
                 t.kernel,
                 t.layer,
-                f"{t.time_us:.1f}",
+                round(t.time_us, 1),
+                None if t.in_run_us is None else round(t.in_run_us, 1),
                 f"{100 * t.share:.1f}%",
-                f"{t.nbytes / seconds / 1e9:.1f}",
-                "" if t.flops is None else f"{t.flops / seconds / 1e9:.1f}",
+                round(t.nbytes / time_us / 1e3, 1),
+                None if t.flops is None else round(t.flops / time_us / 1e3, 1),
+                None if t.peak_share is None else f"{100 * t.peak_share:.0f}%",
+                round(t.least_us, 1),
+                f"{100 * t.reached:.0f}%",
             )
         )
-    widths = [max(len(r[c]) for r in rows) for c in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)) for r in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return rows
+
+
+def summary(profile: Profile) -> str:
+    """The whole program in a line."""
+    parts = [
+        f"whole program {profile.total_us:,.1f} µs",
+        f"sum of the steps {profile.sum_us:,.1f} µs",
+        f"the machine's limits allow {profile.least_us:,.1f} µs",
+    ]
+    if any(s.tensor_cores for s in profile):
+        parts.append(f"tensor cores busy {100 * profile.tensor_core_share:.0f} %")
+    return f"batch {profile.batch}: " + ", ".join(parts)
+
+
+def _shown(cell: str | float | None) -> str:
+    return "" if cell is None else str(cell)
