@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from tessella.artifacts.plan import Plan, load_plan
 from tessella.artifacts.run import Recipe, Run
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import ArtifactError, DataError, UsageError
-from tessella.core.events import Emit, silent
+from tessella.core.events import Emit, phase, silent
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import from_plain, to_plain
 from tessella.core.spec import DimRange, TensorSpec
@@ -90,6 +91,7 @@ def compile(
     precision: str = "fp32",
     inputs: Sequence[TensorSpec] | None = None,
     cache: str | Path | None = None,
+    lock: Plan | str | Path | None = None,
     trust_code: bool = False,
     emit: Emit = silent,
 ) -> Plan:
@@ -102,6 +104,8 @@ def compile(
         target: ``cpu``, ``sm_90`` or ``reference``; by default what this machine has.
         precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
         cache: timing cache file, read and added to.
+        lock: a plan of this network on this device, or its ``lock`` in a file: what was measured
+            then decides, nothing is measured, and the plan has the same bytes.
         trust_code: let a checkpoint of a user's own Python network run the code that it brings.
     """
     target = target or default_target()
@@ -110,7 +114,7 @@ def compile(
     sizes = ",".join(str(n) for n in dict.fromkeys((span.min, span.opt, span.max)))
     if not isinstance(source, torch.nn.Module):
         built_from = str(source.path if isinstance(source, Checkpoint | Run) else source)
-    return compiler.compile_graph(
+    plan = compiler.compile_graph(
         network,
         target=target,
         batch=span,
@@ -119,9 +123,25 @@ def compile(
         rebuild=f"tessella compile {built_from} --target {target} --precision {precision}"
         f" --batch {sizes}",
         cache=None if cache is None else Path(cache),
+        lock=None if lock is None else _lock(lock),
         emit=emit,
         **details,
     )
+    plan, left_out = runtime.carry(plan)
+    for kernel, reason in left_out.items():
+        emit(phase("carry", f"{kernel} is compiled where the plan is loaded: {reason}"))
+    return plan
+
+
+def _lock(source: Plan | str | Path) -> str:
+    """What decided a plan, from the plan, its file, or a file with these lines alone."""
+    if isinstance(source, Plan):
+        return source.lock
+    if not Path(source).is_file():
+        raise UsageError("there is no lock here", seen=source, fix="give a plan or its lock")
+    if zipfile.is_zipfile(source):
+        return load_plan(source).lock
+    return Path(source).read_text(encoding="utf-8", errors="replace")
 
 
 def explain(
@@ -205,13 +225,17 @@ def open_checkpoint(source: Checkpoint | Run | str | Path) -> Checkpoint:
     return source.best("val/accuracy") if scored else source.latest()
 
 
-def load(path: str | Path | Plan) -> Engine:
+def load(path: str | Path | Plan, *, compiled: bool = True) -> Engine:
     """A plan, ready to run; needs neither model code nor compiler.
+
+    Args:
+        compiled: run the machine code that a plan for a GPU carries; without, its kernels are
+            compiled from Tessella's own sources, for a plan by someone you do not trust.
 
     >>> engine = load("flowers.plan")
     >>> scores = engine(image=images)["scores"]
     """
-    return runtime.load(path)
+    return runtime.load(path, compiled=compiled)
 
 
 @dataclass(frozen=True, kw_only=True)

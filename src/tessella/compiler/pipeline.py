@@ -38,7 +38,7 @@ from tessella.core.version import VERSION
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
 from tessella.graph.show import text
-from tessella.kernels.tuning import TimingCache
+from tessella.kernels.tuning import Lock
 from tessella.kernels.user import registry
 
 
@@ -89,6 +89,7 @@ def compile_graph(
     built_from: str,
     rebuild: str,
     cache: Path | None = None,
+    lock: str | None = None,
     budget_s: float = 0.02,
     emit: Emit = silent,
 ) -> Plan:
@@ -102,6 +103,8 @@ def compile_graph(
         preprocess, labels, accuracy: what the plan's user should know besides.
         built_from: name of the source; ``rebuild``: the command that builds this plan elsewhere.
         cache: file of timings that were measured before; read, and added to.
+        lock: ``Plan.lock`` of another build of this network on this device. It decides, nothing is
+            measured, and the plan has the same bytes.
         budget_s: about how long to measure the kernels of one step.
 
     Raises:
@@ -132,7 +135,7 @@ def compile_graph(
         target=target,
         math="tf32" if precision == "tf32" and target == "sm_90" else "ieee",
         constants={name: t.to(torch_device(target)) for name, t in constants.items()},
-        cache=TimingCache(cache),
+        cache=trials,
         budget_s=budget_s,
     )
     lowered, formats = _fastest(variants, batch.opt, precision, tuner, emit)
@@ -173,6 +176,7 @@ def compile_graph(
         golden=wanted.at(batch.min).tensors(),
         tuning=tuple(tuning),
         graph=text(lowered),
+        lock=trials.used,
     )
 
 

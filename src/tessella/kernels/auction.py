@@ -265,8 +265,8 @@ class _Auction:
             return [self._within_limit(trial) for trial in known if trial is not None]
         trials = self._measured(rows)
         for row, trial in zip(rows, trials, strict=True):
-            if row.id not in self._short_of_memory:  # another time there may be more
-                self._cache.put(device, key, row.version, trial)
+            enough = row.id not in self._short_of_memory  # another time there may be more
+            self._cache.put(device, key, row.version, trial, lasting=enough)
         return [self._within_limit(trial) for trial in trials]
 
     def unknown_rows(self) -> list[Kernel]:

@@ -1,17 +1,18 @@
 """The timing cache: what was measured before, for which device, problem and kernel.
 
 A file of JSON lines that is only ever appended to; without a path, or where the path cannot be
-written, it lives in memory.
+written, it lives in memory. ``Lock`` is what one build asked of it: given back to another build, it
+decides the same, and nothing is measured.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tessella.core.errors import ArtifactError
+from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.record import canonical_json, from_plain, parse_json
 
 
@@ -98,7 +99,12 @@ class TimingCache:
     def get(self, device: str, problem: str, kernel: str, version: int) -> Trial | None:
         return self._trials.get((device, problem, kernel, version))
 
-    def put(self, device: str, problem: str, version: int, trial: Trial) -> None:
+    def put(
+        self, device: str, problem: str, version: int, trial: Trial, *, lasting: bool = True
+    ) -> None:
+        """Remember a trial; ``lasting``: not only for as long as memory is short."""
+        if not lasting:
+            return
         self._trials[device, problem, trial.kernel, version] = trial
         if self._path is not None:
             line = _Line(device=device, problem=problem, version=version, trial=trial)
@@ -106,3 +112,49 @@ class TimingCache:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("ab", buffering=0) as file:  # whole lines: others append too
                     file.write(f"{canonical_json(line)}\n".encode())
+
+
+class Lock(TimingCache):
+    """A timing cache that takes down which of its trials a build was decided by.
+
+    Args:
+        lines: those of another build, or a timing cache's: then they are all there is, and a trial
+            that is not among them is not measured but refused.
+    """
+
+    def __init__(self, path: Path | None = None, *, lines: str | None = None) -> None:
+        super().__init__(path if lines is None else None)
+        self._complete = lines is not None
+        self._used: dict[tuple[str, str, str, int], Trial] = {}
+        for line in (lines or "").splitlines():
+            self._read(line)
+
+    def get(self, device: str, problem: str, kernel: str, version: int) -> Trial | None:
+        found = super().get(device, problem, kernel, version)
+        if found is not None:
+            self._used[device, problem, kernel, version] = found
+        elif self._complete:
+            here = any(key[0] == device for key in self._trials)
+            raise UsageError(
+                "the lock does not hold what this build has to know",
+                seen=f"no time of {kernel} (version {version}) for a problem of this network"
+                if here
+                else "it was made on another device, or with other versions of its libraries",
+                fix="compile without the lock, and keep the new plan as the next one",
+            )
+        return found
+
+    def put(
+        self, device: str, problem: str, version: int, trial: Trial, *, lasting: bool = True
+    ) -> None:
+        self._used[device, problem, trial.kernel, version] = trial
+        super().put(device, problem, version, trial, lasting=lasting)
+
+    @property
+    def used(self) -> str:
+        """The trials that were asked for or measured, as JSON lines in one order."""
+        lines = [
+            _Line(device=d, problem=p, version=v, trial=replace(t, tried=(), inspection=None))
+            for (d, p, _, v), t in sorted(self._used.items(), key=lambda item: item[0])
+        ]
+        return "".join(f"{canonical_json(line)}\n" for line in lines)
