@@ -40,7 +40,8 @@ class GraphedBucket:
                 for _ in range(WARM_UP_RUNS):
                     bound(self.inputs)
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(self._graph, pool=pool):
+            # thread_local: other engines may run, and allocate, while this one is captured
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self._outputs = bound(self.inputs)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
