@@ -94,8 +94,7 @@ def lower(problem: Problem) -> Lowered:
     if wrong := {m.dtype for m in inputs} - set(LOADS):
         raise KernelError(f"does not read {', '.join(sorted(wrong))}")
     shapes = _shapes(instructions, inputs)
-    reduced = [shapes[i.reads[0]] for i in instructions if i.op in ROWS and i.reads]
-    shape = tuple(torch.broadcast_shapes(*shapes[len(inputs) :], *reduced))
+    shape = _domain(instructions, shapes, len(inputs))
     lowered = Lowered(shape=shape, operands=_operands(instructions, problem, shapes))
     places: list[int | None] = [
         lowered.operands.index(i) if i in lowered.operands else None for i in range(len(inputs))
@@ -134,6 +133,17 @@ def _shapes(
         call,
     )
     return [tuple(v.shape) for v in values]
+
+
+def _domain(
+    instructions: Sequence[Instruction], shapes: Sequence[tuple[int, ...]], inputs: int
+) -> tuple[int, ...]:
+    """What all values that are made, and all rows that are reduced, broadcast to."""
+    reduced = [shapes[step.reads[0]] for step in instructions if step.op in ROWS]
+    try:
+        return tuple(torch.broadcast_shapes(*shapes[inputs:], *reduced))
+    except RuntimeError as error:
+        raise KernelError("values that do not broadcast together") from error
 
 
 def _operands(
