@@ -30,6 +30,9 @@ DTYPES: dict[str, DType] = {
         DType(name="int32", itemsize=4, wire="INT32", numpy="int32"),
         DType(name="int16", itemsize=2, wire="INT16", numpy="int16"),
         DType(name="int8", itemsize=1, wire="INT8", numpy="int8"),
+        DType(name="uint64", itemsize=8, wire="UINT64", numpy="uint64"),
+        DType(name="uint32", itemsize=4, wire="UINT32", numpy="uint32"),
+        DType(name="uint16", itemsize=2, wire="UINT16", numpy="uint16"),
         DType(name="uint8", itemsize=1, wire="UINT8", numpy="uint8"),
         DType(name="bool", itemsize=1, wire="BOOL", numpy="bool"),
     )
@@ -44,11 +47,11 @@ PRECISIONS: dict[str, str] = {
     "tf32": "float32",
     "bf16": "bfloat16",
     "fp16": "float16",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
 }
 
 
-    "int8": "int8",
-    "fp8": "float8_e4m3fn",
 def dtype(name: str) -> DType:
     """The element type called ``name``; raises ``UsageError`` with the known names."""
     if name not in DTYPES:
