@@ -10,6 +10,7 @@ TessellaError          1
 ├── TrainError         5   training cannot start or go on
 │   └── OutOfMemory        with settings that fit
 ├── CompileError       6   a network that cannot become a plan
+│   └── UnboundInput       a model's shapes depend on the value of one of its inputs
 ├── InputError         7   a tensor or request that does not match a plan
 ├── JobError           8   the queue cannot do what was asked
 ├── ServeError         9   a request that a server refuses, with its HTTP status
@@ -88,6 +89,20 @@ class OutOfMemory(TrainError):
 
 class CompileError(TessellaError):
     exit_code = 6
+
+
+class UnboundInput(CompileError):
+    """A model's shapes depend on the value of one of its inputs.
+
+    Args:
+        input: which.
+    """
+
+    def __init__(
+        self, wrong: str, *, input: str, seen: object = None, fix: str | None = None
+    ) -> None:
+        super().__init__(wrong, seen=seen, fix=fix)
+        self.input = input
 
 
 class InputError(TessellaError):

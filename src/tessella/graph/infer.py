@@ -19,6 +19,11 @@ _BATCHES = (2, 3, 7)
 
 Kind = tuple[str, tuple[int, ...]]  # element type, concrete shape
 
+# What was inferred before: passes ask the same of every node again and again. An operator of a
+# user's own may be defined anew.
+_known: dict[tuple[Any, ...], tuple[Kind, ...]] = {}
+_MOST_KNOWN = 1 << 15
+
 
 def at_batch(
     op: str, inputs: Sequence[Value | None], attrs: Mapping[str, Any], batch: int
@@ -28,14 +33,29 @@ def at_batch(
     Raises:
         CompileError: the operation does not accept these inputs; the message has torch's reason.
     """
+    kinds = tuple(None if v is None else (v.dtype, shape_at(v.shape, batch)) for v in inputs)
+    attrs = attrs_at(dict(attrs), batch)
+    key = (op, kinds, repr(attrs))
+    if key not in _known or op == "user":
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = _inferred(op, inputs, kinds, attrs, batch)
+    return _known[key]
+
+
+def _inferred(
+    op: str,
+    inputs: Sequence[Value | None],
+    kinds: Sequence[Kind | None],
+    attrs: Mapping[str, Any],
+    batch: int,
+) -> tuple[Kind, ...]:
     tensors = [
-        None
-        if v is None
-        else torch.empty(shape_at(v.shape, batch), dtype=getattr(torch, v.dtype), device="meta")
-        for v in inputs
+        None if k is None else torch.empty(k[1], dtype=getattr(torch, k[0]), device="meta")
+        for k in kinds
     ]
     try:
-        made = reference.call(op, tensors, attrs_at(dict(attrs), batch))
+        made = reference.call(op, tensors, attrs)
     except TessellaError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:

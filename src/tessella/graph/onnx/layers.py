@@ -1,11 +1,8 @@
-"""ONNX's layers: convolution, matrix products, normalization, pooling, softmax, reductions."""
+"""ONNX's layers with weights: convolution, matrix products, normalization."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import torch
 
 from tessella.graph.graph import Dim, Value
 from tessella.graph.onnx.call import Call, Result, Translator, table
@@ -13,7 +10,7 @@ from tessella.graph.onnx.call import Call, Result, Translator, table
 # ── convolution ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _window(call: Call, kernel: tuple[int, ...]) -> tuple[dict[str, Any], list[int], list[int]]:
+def window(call: Call, kernel: tuple[int, ...]) -> tuple[dict[str, Any], list[int], list[int]]:
     """Stride and dilation of a window, and the padding before and after each of its axes."""
     rank = len(kernel)
     stride = tuple(call.attrs.get("strides", (1,) * rank))
@@ -34,44 +31,87 @@ def _window(call: Call, kernel: tuple[int, ...]) -> tuple[dict[str, Any], list[i
     return {"stride": stride, "dilation": dilation}, before, after
 
 
-def _pads(before: list[int], after: list[int]) -> tuple[int, ...]:
+def torch_pads(before: list[int], after: list[int]) -> tuple[int, ...]:
     """torch's order: (before, after) pairs, the last axis first."""
     return tuple(n for pair in zip(before[::-1], after[::-1], strict=True) for n in pair)
 
 
 def _conv(call: Call) -> Result:
     x, weight = call.value(0), call.value(1)
-    kernel = _static(call, weight.shape[2:])
+    kernel = static(call, weight.shape[2:])
     if not 1 <= len(kernel) <= 3:
         raise call.wrong("a convolution over 1 to 3 axes is known", seen=f"{len(kernel)} axes")
-    attrs, before, after = _window(call, kernel)
+    attrs, before, after = window(call, kernel)
     if before != after:
-        x = call.emit("pad", x, pad=_pads(before, after), mode="constant", value=0.0)
+        x = call.emit("pad", x, pad=torch_pads(before, after), mode="constant", value=0.0)
         before = [0] * len(kernel)
     attrs |= {"padding": before, "groups": call.attrs.get("group", 1)}
     return call.emit(f"conv{len(kernel)}d", x, weight, call.optional(2), **attrs)
 
 
 def _conv_transpose(call: Call) -> Result:
-    weight = call.value(1)
-    kernel = _static(call, weight.shape[2:])
-    attrs, before, after = _window(call, kernel)
-    automatic = call.attrs.get("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in call.attrs
-    if len(kernel) != 2 or before != after or automatic:
-        raise call.wrong("a transposed convolution over 2 axes with equal padding is known")
-    output_padding = call.attrs.get("output_padding", (0, 0))
-    attrs |= {"padding": before, "groups": call.attrs.get("group", 1)}
-    return call.emit(
-        "conv_transpose2d",
-        call.value(0),
-        weight,
-        call.optional(2),
-        output_padding=output_padding,
-        **attrs,
-    )
+    x, weight = call.value(0), call.value(1)
+    kernel = static(call, weight.shape[2:])
+    rank = len(kernel)
+    if not 1 <= rank <= 3:
+        raise call.wrong("a transposed convolution over 1 to 3 axes is known", seen=rank)
+    stride = tuple(call.attrs.get("strides", (1,) * rank))
+    dilation = tuple(call.attrs.get("dilations", (1,) * rank))
+    extra = tuple(call.attrs.get("output_padding", (0,) * rank))
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
+    full = [
+        (n - 1) * s + r + e
+        for n, s, r, e in zip(static(call, x.shape[2:]), stride, reach, extra, strict=True)
+    ]
+    before, after = _cropped(call, full, stride)
+    short = [max(0, -(p + q)) for p, q in zip(before, after, strict=True)]
+    extra = tuple(e + n for e, n in zip(extra, short, strict=True))
+    after = [q + n for q, n in zip(after, short, strict=True)]
+    groups = call.attrs.get("group", 1)
+    # torch takes one padding for both sides, so crop as much as both have, then the rest.
+    both = [max(0, min(pair)) for pair in zip(before, after, strict=True)]
+    if rank == 2:
+        made = call.emit(
+            "conv_transpose2d",
+            *(x, weight, call.optional(2)),
+            stride=stride,
+            padding=both,
+            output_padding=extra,
+            groups=groups,
+            dilation=dilation,
+        )
+    else:
+        target = {1: "conv_transpose1d", 3: "conv_transpose3d.input"}[rank]
+        bias = call.optional(2)
+        made = call.aten(target, x, weight, bias, stride, both, extra, groups, dilation)
+    rest = [(p - c, q - c) for p, q, c in zip(before, after, both, strict=True)]
+    for axis, (low, high) in enumerate(rest, start=2):
+        if low < 0 or high < 0:
+            raise call.wrong("its output is larger than what it computes")
+        if low or high:
+            end = static(call, made.shape)[axis] - high
+            made = call.emit("slice", made, dim=axis, start=low, end=end, step=1)
+    return made
 
 
-def _static(call: Call, sizes: tuple[int | Dim, ...]) -> tuple[int, ...]:
+def _cropped(call: Call, full: list[int], stride: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """How much of a transposed convolution's full output is cut off before and after."""
+    rank = len(full)
+    auto = call.attrs.get("auto_pad", "NOTSET")
+    pads = list(call.attrs.get("pads", [0] * (2 * rank)))
+    wanted = call.attrs.get("output_shape", None)
+    if wanted is None and auto not in ("SAME_UPPER", "SAME_LOWER"):
+        return ([0] * rank, [0] * rank) if auto == "VALID" else (pads[:rank], pads[rank:])
+    if wanted is None:
+        spatial = static(call, call.value(0).shape[2:])
+        wanted = [n * s for n, s in zip(spatial, stride, strict=True)]
+    total = [f - w for f, w in zip(full, wanted[-rank:], strict=True)]
+    halves = [t // 2 for t in total]
+    others = [t - h for t, h in zip(total, halves, strict=True)]
+    return (halves, others) if auto == "SAME_UPPER" else (others, halves)
+
+
+def static(call: Call, sizes: tuple[int | Dim, ...]) -> tuple[int, ...]:
     if any(isinstance(d, Dim) for d in sizes):
         raise call.wrong("the size of a kernel follows the batch")
     return sizes
@@ -110,11 +150,20 @@ def _matmul(call: Call) -> Result:
 
 
 def _batch_normalization(call: Call) -> Result:
-    if call.attrs.get("training_mode", 0):
-        raise call.wrong("it is in training mode")
-    call.only_first_output()
     x, weight, bias, mean, var = (call.value(i) for i in range(5))
-    return call.emit("batch_norm", x, mean, var, weight, bias, eps=call.attrs.get("epsilon", 1e-5))
+    eps = call.attrs.get("epsilon", 1e-5)
+    if not call.attrs.get("training_mode", 0):
+        x, (weight, bias, mean, var) = _one_type(call, x, weight, bias, mean, var)
+        return call.emit("batch_norm", x, mean, var, weight, bias, eps=eps)
+    if x.shape[0] != 1:
+        raise call.wrong("in training mode it mixes the samples of a batch")
+    raise call.wrong("it is in training mode")
+
+
+def _one_type(call: Call, x: Value, *others: Value) -> tuple[Value, tuple[Value, ...]]:
+    """The statistics in the type of the input, where a file keeps them in another."""
+    cast = [o if o.dtype == x.dtype else call.emit("to", o, dtype=x.dtype) for o in others]
+    return x, tuple(cast)
 
 
 def _instance_normalization(call: Call) -> Result:
@@ -144,16 +193,33 @@ def _group_normalization(call: Call) -> Result:
 
 
 def _layer_normalization(call: Call) -> Result:
-    call.only_first_output()
-    x = call.value(0)
-    axis = call.axis(-1)
-    shape = _static(call, x.shape[axis:])
-    weight, bias = (
-        v if v is None or v.shape == shape else call.emit("expand", v, shape=shape)
-        for v in (call.optional(1), call.optional(2))
+    x, axis, eps = call.value(0), call.axis(-1), call.attrs.get("epsilon", 1e-5)
+    shape = static(call, x.shape[axis:])
+    weight, bias = (_spread(call, v, shape) for v in (call.optional(1), call.optional(2)))
+    made = call.emit("layer_norm", x, weight, bias, normalized_shape=shape, eps=eps)
+    if not call.wants(1) and not call.wants(2):
+        return made
+    axes = tuple(range(axis, len(x.shape)))
+    mean = call.emit("mean", x, dim=axes, keepdim=True)
+    distance = call.emit("sub", x, mean, alpha=1)
+    square = call.emit("mul", distance, distance)
+    variance = call.emit("mean", square, dim=axes, keepdim=True)
+    inverse = call.emit("rsqrt", call.emit("add", variance, scalar=eps, alpha=1))
+    return [made, mean, inverse]
+
+
+def _rms_normalization(call: Call) -> Result:
+    x, axis, eps = call.value(0), call.axis(-1), call.attrs.get("epsilon", 1e-5)
+    shape = static(call, x.shape[axis:])
+    weight = _spread(call, call.value(1), shape)
+    return call.emit("rms_norm", x, weight, normalized_shape=shape, eps=eps)
+
+
+def _spread(call: Call, value: Value | None, shape: tuple[int, ...]) -> Value | None:
+    """A weight that broadcasts, as one of the whole shape."""
+    return (
+        value if value is None or value.shape == shape else call.emit("expand", value, shape=shape)
     )
-    eps = call.attrs.get("epsilon", 1e-5)
-    return call.emit("layer_norm", x, weight, bias, normalized_shape=shape, eps=eps)
 
 
 def _lrn(call: Call) -> Result:
@@ -170,151 +236,6 @@ def _lrn(call: Call) -> Result:
     )
 
 
-# ── pooling ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def _flat_pool(call: Call) -> tuple[Value, tuple[int, ...], dict[str, Any], list[int], list[int]]:
-    """Input, kernel, stride and dilation, and padding of a pooling, with one axis made two."""
-    x, kernel = call.value(0), tuple(call.attrs["kernel_shape"])
-    attrs, before, after = _window(call, kernel)
-    if len(kernel) == 1:
-        x = call.emit("reshape", x, shape=(*x.shape[:2], 1, *x.shape[2:]))
-        kernel, before, after = (1, *kernel), [0, *before], [0, *after]
-        attrs = {k: (1, *v) for k, v in attrs.items()}
-    if len(kernel) != 2:
-        raise call.wrong("a pooling over 1 or 2 axes is known", seen=f"{len(kernel)} axes")
-    return x, kernel, attrs, before, after
-
-
-def _as_given(call: Call, pooled: Value) -> Value:
-    """The result with the axis taken out again that ``_flat_pool`` put in."""
-    if len(call.attrs["kernel_shape"]) == 2:
-        return pooled
-    return call.emit("reshape", pooled, shape=(*pooled.shape[:2], pooled.shape[3]))
-
-
-def _max_pool(call: Call) -> Result:
-    call.only_first_output()
-    x, kernel, attrs, before, after = _flat_pool(call)
-    if before != after or any(2 * p > k for p, k in zip(before, kernel, strict=True)):
-        x = call.aten("constant_pad_nd", x, _pads(before, after), -math.inf)
-        before = [0, 0]
-    ceil = bool(call.attrs.get("ceil_mode", 0))
-    pooled = call.emit("max_pool2d", x, kernel_size=kernel, padding=before, ceil_mode=ceil, **attrs)
-    return _as_given(call, pooled)
-
-
-def _average_pool(call: Call) -> Result:
-    x, kernel, attrs, before, after = _flat_pool(call)
-    if set(attrs.pop("dilation")) != {1}:
-        raise call.wrong("an average pooling with dilation")
-    attrs |= {
-        "kernel_size": kernel,
-        "ceil_mode": bool(call.attrs.get("ceil_mode", 0)),
-        "count_include_pad": bool(call.attrs.get("count_include_pad", 0)),
-    }
-    if before == after and all(2 * p <= k for p, k in zip(before, kernel, strict=True)):
-        return _as_given(call, call.emit("avg_pool2d", x, padding=before, **attrs))
-    pads = _pads(before, after)
-    padded = call.emit("pad", x, pad=pads, mode="constant", value=0.0)
-    pooled = call.emit("avg_pool2d", padded, padding=(0, 0), **attrs)
-    if not attrs["count_include_pad"]:  # then by how many of a window are not padding
-        one = torch.ones(1, 1, 1, 1, dtype=getattr(torch, x.dtype))
-        inside = call.build.constant(f"{call.outputs[0]}.inside", one)
-        inside = call.emit("expand", inside, shape=(1, 1, *x.shape[2:]))
-        inside = call.emit("pad", inside, pad=pads, mode="constant", value=0.0)
-        share = call.emit("avg_pool2d", inside, padding=(0, 0), **attrs)
-        pooled = call.emit("div", pooled, share)
-    return _as_given(call, pooled)
-
-
-def _global_average(call: Call) -> Result:
-    x = call.value(0)
-    if len(x.shape) == 4:
-        return call.emit("adaptive_avg_pool2d", x, output_size=(1, 1))
-    return call.emit("mean", x, dim=tuple(range(2, len(x.shape))), keepdim=True)
-
-
-def _global_max(call: Call) -> Result:
-    x = call.value(0)
-    return call.emit("amax", x, dim=tuple(range(2, len(x.shape))), keepdim=True)
-
-
-# ── softmax and reductions ────────────────────────────────────────────────────────────────────────
-
-
-def _softmax(op: str) -> Translator:
-    def translator(call: Call) -> Result:
-        x = call.value(0)
-        if call.opset >= 13:
-            return call.emit(op, x, dim=call.axis(-1))
-        axis = call.axis(1)  # before, all axes from this one on together
-        if axis == len(x.shape) - 1:
-            return call.emit(op, x, dim=axis)
-        rows = call.emit(
-            "reshape", x, shape=(*x.shape[:axis], math.prod(_static(call, x.shape[axis:])))
-        )
-        return call.emit("reshape", call.emit(op, rows, dim=axis), shape=x.shape)
-
-    return translator
-
-
-def _axes(call: Call) -> tuple[int, ...] | None:
-    """The axes of a reduction; None for all. The empty tuple where there is nothing to do."""
-    axes = call.axes(1)
-    if axes is None and call.attrs.get("noop_with_empty_axes", 0):
-        return ()
-    return axes
-
-
-def _reduce(op: str) -> Translator:
-    def translator(call: Call) -> Result:
-        x, axes = call.value(0), _axes(call)
-        if axes == ():
-            return x
-        dim = tuple(range(len(x.shape))) if axes is None else axes
-        keep = bool(call.attrs.get("keepdims", 1))
-        if not dim:
-            return x
-        return call.emit(op, x, dim=dim, keepdim=keep)
-
-    return translator
-
-
-def _reduce_after(first: str, op: str, last: str | None = None) -> Translator:
-    """A reduction of a function of the elements: sum of squares, of magnitudes, …"""
-    reduce = _reduce(op)
-
-    def translator(call: Call) -> Result:
-        x = call.value(0)
-        squared = call.emit("mul", x, x) if first == "square" else call.emit(first, x)
-        made = reduce(_with_input(call, squared))
-        return call.emit(last, made) if last else made
-
-    return translator
-
-
-def _with_input(call: Call, x: Value) -> Call:
-    return Call(**{**vars(call), "inputs": (x, *call.inputs[1:])})
-
-
-def _reduce_product(call: Call) -> Result:
-    x, axes = call.value(0), _axes(call)
-    keep = bool(call.attrs.get("keepdims", 1))
-    for axis in sorted(range(len(x.shape)) if axes is None else axes, reverse=True):
-        x = call.aten("prod.dim_int", x, axis, keep)
-    return x
-
-
-def _arg(target: str) -> Translator:
-    def translator(call: Call) -> Result:
-        if call.attrs.get("select_last_index", 0):
-            raise call.wrong("select_last_index")
-        return call.aten(target, call.value(0), call.axis(0), bool(call.attrs.get("keepdims", 1)))
-
-    return translator
-
-
 LAYERS: dict[str, Translator] = table(
     ("Conv", _conv),
     ("ConvTranspose", _conv_transpose),
@@ -324,21 +245,6 @@ LAYERS: dict[str, Translator] = table(
     ("InstanceNormalization", _instance_normalization),
     ("GroupNormalization", _group_normalization),
     ("LayerNormalization", _layer_normalization),
+    ("RMSNormalization", _rms_normalization),
     ("LRN", _lrn),
-    ("MaxPool", _max_pool),
-    ("AveragePool", _average_pool),
-    ("GlobalAveragePool", _global_average),
-    ("GlobalMaxPool", _global_max),
-    ("Softmax", _softmax("softmax")),
-    ("LogSoftmax", _softmax("log_softmax")),
-    ("ReduceMean", _reduce("mean")),
-    ("ReduceSum", _reduce("sum")),
-    ("ReduceMax", _reduce("amax")),
-    ("ReduceMin", _reduce("amin")),
-    ("ReduceL1", _reduce_after("abs", "sum")),
-    ("ReduceL2", _reduce_after("square", "sum", "sqrt")),
-    ("ReduceSumSquare", _reduce_after("square", "sum")),
-    ("ReduceProd", _reduce_product),
-    ("ArgMax", _arg("argmax")),
-    ("ArgMin", _arg("argmin")),
 )

@@ -13,9 +13,6 @@ from tessella.graph.onnx.call import Call, Result, Translator, table
 # ── constants and what does nothing ───────────────────────────────────────────────────────────────
 
 
-_RANGE_ELEMENTS = 1 << 24  # more than any network counts; a file may ask for anything
-
-
 def _constant(call: Call) -> Result:
     for name, value in call.attrs.items():
         if name == "value":
@@ -37,10 +34,25 @@ def _identity(call: Call) -> Result:
 
 
 def _dropout(call: Call) -> Result:
-    if call.has(2) and call.number(2, ""):
-        raise call.wrong("it is in training mode")
-    call.only_first_output()
-    return call.value(0)
+    ratio = call.number(1, "ratio", 0.5)
+    if call.has(2) and call.number(2, "") and ratio:
+        raise call.wrong("it draws random numbers: it is in training mode")
+    x = call.value(0)
+    if not call.wants(1):
+        return x
+    return [x, call.emit("expand", call.tensor(torch.tensor(True)), shape=x.shape)]
+
+
+def _eye_like(call: Call) -> Result:
+    x = call.value(0)
+    if any(isinstance(d, Dim) for d in x.shape):
+        raise call.wrong("its size follows the batch")
+    rows, columns = x.shape
+    call.modest(rows, columns)
+    dtype = getattr(torch, call.attrs.get("dtype", x.dtype))
+    shift = call.attrs.get("k", 0)
+    ones = torch.arange(columns)[None, :] - torch.arange(rows)[:, None] == shift
+    return call.tensor(ones.to(dtype))
 
 
 def _size(call: Call) -> Result:
@@ -53,11 +65,8 @@ def _size(call: Call) -> Result:
 
 
 def _range(call: Call) -> Result:
-    start, limit, delta = (call.constant(i) for i in range(3))
-    if start is None or limit is None or delta is None:
-        raise call.wrong("its bounds are not constants")
-    if abs((limit.item() - start.item()) / delta.item()) > _RANGE_ELEMENTS:
-        raise call.wrong("it makes too many numbers", seen=f"from {start.item()} to {limit.item()}")
+    start, limit, delta = (call.known(i) for i in range(3))
+    call.modest(abs(int((limit.item() - start.item()) / delta.item())))
     made = torch.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
     return call.build.constant(call.outputs[0], made)
 
@@ -189,34 +198,6 @@ def _cut(call: Call, x: Value, axis: int, start: Any, end: Any, step: Any) -> Va
     return call.emit("slice", x, dim=axis, start=start, end=end, step=step)
 
 
-def _gather(call: Call) -> Result:
-    x, axis = call.value(0), call.axis(0)
-    index = call.constant(1)
-    if index is not None and index.ndim == 0:
-        return call.emit("select", x, dim=axis, index=int(index))
-    rows = call.value(1)
-    if axis == 0 and len(x.shape) == 2 and x in call.build.graph.constants and index is None:
-        return call.emit("embedding", rows, x)
-    rows = _from_front(call, rows, x.shape[axis])
-    flat: Any = 1
-    for d in rows.shape:
-        flat = d * flat
-    line = rows if len(rows.shape) == 1 else call.emit("reshape", rows, shape=(flat,))
-    taken = call.aten("index_select", x, axis, line)
-    shape = (*x.shape[:axis], *rows.shape, *x.shape[axis + 1 :])
-    return taken if len(rows.shape) == 1 else call.emit("reshape", taken, shape=shape)
-
-
-def _from_front(call: Call, index: Value, size: int | Dim) -> Value:
-    """Indices that may be negative, counted from the front: torch's operators want them so."""
-    return call.aten("remainder.Scalar", index, size)
-
-
-def _gather_elements(call: Call) -> Result:
-    x, axis = call.value(0), call.axis(0)
-    return call.aten("gather", x, axis, _from_front(call, call.value(1), x.shape[axis]))
-
-
 def _pad(call: Call) -> Result:
     x = call.value(0)
     rank = len(x.shape)
@@ -229,6 +210,7 @@ def _pad(call: Call) -> Result:
     modes = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     if mode not in modes:
         raise call.wrong("an unknown way to pad", seen=mode)
+    value = call.number(2, "value", 0.0) if mode == "constant" else None
     first = next((i for i in range(rank) if before[i] or after[i]), rank)
     if first == rank:
         return x
@@ -236,7 +218,6 @@ def _pad(call: Call) -> Result:
     pairs = [n for axis in reversed(range(first, rank)) for n in (before[axis], after[axis])]
     if mode != "constant":
         return call.emit("pad", x, pad=pairs, mode=modes[mode], value=None)
-    value = call.number(2, "value", 0.0)
     if not math.isfinite(value):
         return call.aten("constant_pad_nd", x, pairs, value)
     return call.emit("pad", x, pad=pairs, mode="constant", value=value)
@@ -258,42 +239,10 @@ def _space_to_depth(call: Call) -> Result:
     x, block = call.value(0), call.attrs["blocksize"]
     n, c, h, w = x.shape
     wide = call.emit("reshape", x, shape=(n, c, h // block, block, w // block, block))
-    turned = call.emit("permute", wide, dims=(0, 3, 5, 1, 2, 4))
+    channels_last = call.attrs.get("mode", "DCR") == "CRD"
+    order = (0, 1, 3, 5, 2, 4) if channels_last else (0, 3, 5, 1, 2, 4)
+    turned = call.emit("permute", wide, dims=order)
     return call.emit("reshape", turned, shape=(n, c * block * block, h // block, w // block))
-
-
-def _resize(call: Call) -> Result:
-    """The three ways that torch's own modes mean; every other is refused."""
-    x = call.value(0)
-    scales_at, sizes_at = (1, 3) if call.op == "Upsample" or call.opset < 11 else (2, 3)
-    scales = call.constant(scales_at)
-    if call.has(sizes_at):
-        size = tuple(call.sizes(sizes_at).flat)
-    elif scales is not None and scales.numel():
-        sides = zip(x.shape, scales.tolist(), strict=True)
-        size = tuple(d if s == 1.0 else math.floor(d * s) for d, s in sides)
-    else:
-        raise call.wrong("its scales are not constants")
-    if size[:2] != x.shape[:2] or len(size) < 3:
-        raise call.wrong("only the spatial axes can change", seen=size)
-    old = call.op == "Upsample" or call.opset < 11
-    mode = call.attrs.get("mode", "nearest")
-    where = call.attrs.get("coordinate_transformation_mode", "asymmetric" if old else "half_pixel")
-    whole = all(b % a == 0 for a, b in zip(x.shape[2:], size[2:], strict=True))
-    attrs: dict[str, Any] = {"size": size[2:], "antialias": bool(call.attrs.get("antialias", 0))}
-    if mode == "nearest":
-        rounding = call.attrs.get("nearest_mode", "floor" if old else "round_prefer_floor")
-        exact = where == "asymmetric" and rounding == "floor"
-        if not exact and not (whole and where == "half_pixel" and "round" in rounding):
-            raise call.wrong("nearest neighbours by another rule", seen=f"{where}, {rounding}")
-        return call.emit("interpolate", x, mode="nearest", **attrs)
-    names = {3: "linear", 4: "bilinear", 5: "trilinear"}
-    name = names.get(len(x.shape)) if mode == "linear" else "bicubic" if mode == "cubic" else None
-    corners = {"align_corners": True, "half_pixel": False, "pytorch_half_pixel": False}.get(where)
-    cubic = mode != "cubic" or call.attrs.get("cubic_coeff_a", -0.75) == -0.75
-    if name is None or corners is None or not cubic or (name == "bicubic" and len(x.shape) != 4):
-        raise call.wrong("an interpolation that torch does not know", seen=f"{mode}, {where}")
-    return call.emit("interpolate", x, mode=name, align_corners=corners, **attrs)
 
 
 def _einsum(call: Call) -> Result:
@@ -307,17 +256,12 @@ def _trilu(call: Call) -> Result:
     return call.aten("triu" if call.attrs.get("upper", 1) else "tril", call.value(0), diagonal)
 
 
-def _cumsum(call: Call) -> Result:
-    if call.attrs.get("exclusive", 0) or call.attrs.get("reverse", 0):
-        raise call.wrong("exclusive or reverse")
-    return call.aten("cumsum", call.value(0), int(call.number(1, "")))
-
-
 MOVEMENT: dict[str, Translator] = table(
     ("Constant", _constant),
     ("ConstantOfShape", _constant_of_shape),
     ("Identity", _identity),
     ("Dropout", _dropout),
+    ("EyeLike", _eye_like),
     ("Size", _size),
     ("Range", _range),
     ("Reshape", _reshape),
@@ -330,13 +274,9 @@ MOVEMENT: dict[str, Translator] = table(
     ("Concat", _concat),
     ("Split", _split),
     ("Slice", _slice),
-    ("Gather", _gather),
-    ("GatherElements", _gather_elements),
     ("Pad", _pad),
     ("DepthToSpace", _depth_to_space),
     ("SpaceToDepth", _space_to_depth),
-    ("Resize Upsample", _resize),
     ("Einsum", _einsum),
     ("Trilu", _trilu),
-    ("CumSum", _cumsum),
 )

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 
 from tessella.graph.graph import Value
 from tessella.graph.onnx.call import Call, Result, Translator, table
@@ -17,7 +18,31 @@ def _unary(op: str, **attrs: Any) -> Translator:
 
 def _torch(target: str) -> Translator:
     """An operator of torch that has no operation of ours."""
-    return lambda call: call.aten(target, *(call.value(i) for i in range(len(call.inputs))))
+    return lambda call: call.aten(target, *call.values())
+
+
+# torch stores these, and computes little with them: their sums, products and bits are int64's.
+_WIDENED = ("uint16", "uint32", "uint64")
+
+
+def _widened(target: str, *, compares: bool = False) -> Translator:
+    """An operator of torch on two tensors, by way of int64 where torch does not have it."""
+
+    def translator(call: Call) -> Result:
+        left, right = call.values()
+        dtype = left.dtype
+        if dtype not in _WIDENED:
+            return call.aten(target, left, right)
+        exact = target.startswith(("add", "sub", "mul", "bitwise_and", "bitwise_or", "bitwise_xor"))
+        if dtype == "uint64" and not exact and not compares:
+            raise call.wrong("torch has no such arithmetic for uint64")
+        left, right = (call.emit("to", v, dtype="int64") for v in (left, right))
+        if dtype == "uint64" and compares:  # the order of int64, half the range up
+            left, right = (call.emit("add", v, scalar=-(2**63), alpha=1) for v in (left, right))
+        made = call.aten(target, left, right)
+        return made if compares else call.emit("to", made, dtype=dtype)
+
+    return translator
 
 
 def _is_float(value: Value) -> bool:
@@ -37,11 +62,12 @@ def _binary(op: str) -> Translator:
     def translator(call: Call) -> Result:
         left, right = call.value(0), call.value(1)
         attrs = {"alpha": 1} if op in ("add", "sub") else {}
+        if left.dtype in _WIDENED and left.dtype == right.dtype and op in ("add", "sub", "mul"):
+            return _widened(f"{op}.Tensor")(call)
         if op == "div" and not _is_float(left):
-            return call.aten("div.Tensor_mode", left, right, rounding_mode="trunc")
+            return _divided(call, left, right)
         if op == "pow" and left.dtype != right.dtype:
-            right = call.emit("to", right, dtype=left.dtype)
-            return call.emit(op, left, right)
+            return _power(call, left, right)
         number = _scalar(call, 1)
         if number is not None:
             return call.emit(op, left, scalar=number, **attrs)
@@ -52,11 +78,31 @@ def _binary(op: str) -> Translator:
     return translator
 
 
+def _divided(call: Call, left: Value, right: Value) -> Value:
+    """Integers: towards zero."""
+    dtype = left.dtype
+    if dtype == "uint64":
+        raise call.wrong("torch has no such arithmetic for uint64")
+    if dtype in _WIDENED:
+        left, right = (call.emit("to", v, dtype="int64") for v in (left, right))
+    made = call.aten("div.Tensor_mode", left, right, rounding_mode="trunc")
+    return made if made.dtype == dtype else call.emit("to", made, dtype=dtype)
+
+
+def _power(call: Call, left: Value, right: Value) -> Value:
+    """Base and exponent of two types: in the wider kind, then back to the base's."""
+    if _is_float(left):
+        return call.emit("pow", left, call.emit("to", right, dtype=left.dtype))
+    wide = "float64" if _is_float(right) else "int64"
+    made = call.emit("pow", *(call.emit("to", v, dtype=wide) for v in (left, right)))
+    return call.emit("to", made, dtype=left.dtype)
+
+
 def _variadic(op: str) -> Translator:
     """Max, Min, Sum of any number of tensors."""
 
     def translator(call: Call) -> Result:
-        made, *rest = (call.value(i) for i in range(len(call.inputs)))
+        made, *rest = call.values()
         attrs = {"alpha": 1} if op == "add" else {}
         for other in rest:
             made = call.emit(op, made, other, **attrs)
@@ -71,15 +117,24 @@ def _mean(call: Call) -> Result:
 
 
 def _clip(call: Call) -> Result:
-    low, high = call.number(1, "min"), call.number(2, "max")
-    low = low if low is not None and math.isfinite(low) else None
-    high = high if high is not None and math.isfinite(high) else None
-    x = call.value(0)
+    x, dtype = call.value(0), call.value(0).dtype
+    for i, op in ((1, "maximum"), (2, "minimum")):  # bounds that are computed
+        if call.has(i) and call.constant(i) is None:
+            made = [call.emit(o, x, call.value(j)) for j, o in ((i, op),)]
+            x = made[0]
+    bounds = [
+        None if call.has(i) and call.constant(i) is None else call.number(i, name)
+        for i, name in ((1, "min"), (2, "max"))
+    ]
+    low, high = (b if b is not None and math.isfinite(b) else None for b in bounds)
     if low is None and high is None:
         return x
     if (low, high) == (0.0, 6.0) and _is_float(x):
         return call.emit("relu6", x)
-    return call.emit("clamp", x, min=low, max=high)
+    if low is not None and high is not None and low > high:
+        low = high
+    made = call.emit("clamp", x, min=low, max=high)
+    return made if made.dtype == dtype else call.emit("to", made, dtype=dtype)
 
 
 def _leaky_relu(call: Call) -> Result:
@@ -145,7 +200,55 @@ def _cast(call: Call) -> Result:
 
 def _mod(call: Call) -> Result:
     target = "fmod.Tensor" if call.attrs.get("fmod", 0) else "remainder.Tensor"
-    return call.aten(target, call.value(0), call.value(1))
+    return _widened(target)(call)
+
+
+def _bit_shift(call: Call) -> Result:
+    left = call.attrs["direction"] == "LEFT"
+    target = "bitwise_left_shift.Tensor" if left else "bitwise_right_shift.Tensor"
+    if left and call.value(0).dtype == "uint64":  # the bits that stay are int64's
+        return _via_int64(call, target)
+    return _widened(target)(call)
+
+
+def _via_int64(call: Call, target: str) -> Value:
+    wide = [call.emit("to", v, dtype="int64") for v in call.values()]
+    return call.emit("to", call.aten(target, *wide), dtype="uint64")
+
+
+def _bitwise_not(call: Call) -> Result:
+    x = call.value(0)
+    if x.dtype not in _WIDENED:
+        return call.aten("bitwise_not", x)
+    made = call.aten("bitwise_not", call.emit("to", x, dtype="int64"))
+    return call.emit("to", made, dtype=x.dtype)
+
+
+def _is_inf(call: Call) -> Result:
+    x = call.value(0)
+    above, below = (call.attrs.get(f"detect_{s}", 1) for s in ("positive", "negative"))
+    if above and below:
+        return call.aten("isinf", x)
+    if not above and not below:
+        return call.aten("zeros_like", x, dtype=torch.bool)
+    return call.aten("isposinf" if above else "isneginf", x)
+
+
+def _swish(call: Call) -> Result:
+    x, alpha = call.value(0), call.attrs.get("alpha", 1.0)
+    if alpha == 1.0:
+        return call.emit("silu", x)
+    return call.emit("mul", x, call.emit("sigmoid", call.emit("mul", x, scalar=alpha)))
+
+
+def _integers_too(op: str, target: str) -> Translator:
+    """An operation of ours for what floats, torch's operator for the rest."""
+
+    def translator(call: Call) -> Result:
+        x = call.value(0)
+        return call.emit(op, x) if _is_float(x) else call.aten(target, x)
+
+    return translator
 
 
 POINTWISE: dict[str, Translator] = table(
@@ -183,16 +286,24 @@ POINTWISE: dict[str, Translator] = table(
     ("Mean", _mean),
     ("Mod", _mod),
     ("Where", _torch("where.self")),
-    ("Equal", _torch("eq.Tensor")),
-    ("Greater", _torch("gt.Tensor")),
-    ("GreaterOrEqual", _torch("ge.Tensor")),
-    ("Less", _torch("lt.Tensor")),
-    ("LessOrEqual", _torch("le.Tensor")),
+    ("Equal", _widened("eq.Tensor", compares=True)),
+    ("Greater", _widened("gt.Tensor", compares=True)),
+    ("GreaterOrEqual", _widened("ge.Tensor", compares=True)),
+    ("Less", _widened("lt.Tensor", compares=True)),
+    ("LessOrEqual", _widened("le.Tensor", compares=True)),
     ("And", _torch("logical_and")),
     ("Or", _torch("logical_or")),
     ("Xor", _torch("logical_xor")),
     ("Not", _torch("logical_not")),
+    ("BitwiseAnd", _widened("bitwise_and.Tensor")),
+    ("BitwiseOr", _widened("bitwise_or.Tensor")),
+    ("BitwiseXor", _widened("bitwise_xor.Tensor")),
+    ("BitwiseNot", _bitwise_not),
+    ("BitShift", _bit_shift),
     ("IsNaN", _torch("isnan")),
+    ("IsInf", _is_inf),
+    ("Swish", _swish),
+    ("Det", _torch("linalg_det")),
     ("Floor", _torch("floor")),
     ("Ceil", _torch("ceil")),
     ("Round", _torch("round")),

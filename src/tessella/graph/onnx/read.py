@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,19 +18,43 @@ import torch
 from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, inliner, numpy_helper
 
-from tessella.core.errors import CompileError
+from tessella.core.errors import CompileError, UnboundInput
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.build import Builder
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
-from tessella.graph.onnx.call import Call, Result, Sizes, Translator
+from tessella.graph.onnx.call import Attributes, Call, Result, Sizes, Translator
+from tessella.graph.onnx.control import CONTROL
+from tessella.graph.onnx.functions import FUNCTIONS, body, version
+from tessella.graph.onnx.indexing import INDEXING
 from tessella.graph.onnx.layers import LAYERS
 from tessella.graph.onnx.movement import MOVEMENT
 from tessella.graph.onnx.pointwise import POINTWISE
+from tessella.graph.onnx.pool import POOL
+from tessella.graph.onnx.quantize import QUANTIZE
+from tessella.graph.onnx.recurrent import RECURRENT
+from tessella.graph.onnx.reduce import REDUCE
+from tessella.graph.onnx.refused import REFUSED
+from tessella.graph.onnx.resize import RESIZE
 from tessella.graph.onnx.shapes import ON_SIZES, on_sizes
+from tessella.graph.onnx.signal import SIGNAL
 
-OPERATORS: dict[str, Translator] = {**ON_SIZES, **LAYERS, **POINTWISE, **MOVEMENT}
-NEWEST_OPSET = 21
+OPERATORS: dict[str, Translator] = {
+    **ON_SIZES,
+    **LAYERS,
+    **POOL,
+    **REDUCE,
+    **POINTWISE,
+    **MOVEMENT,
+    **INDEXING,
+    **RESIZE,
+    **QUANTIZE,
+    **RECURRENT,
+    **SIGNAL,
+    **CONTROL,
+}
+NEWEST_OPSET = 28
+_MOST_NODES = 1 << 15  # loops in loops multiply
 
 _DTYPES = {
     TensorProto.FLOAT: "float32",
@@ -41,9 +65,13 @@ _DTYPES = {
     TensorProto.INT32: "int32",
     TensorProto.INT16: "int16",
     TensorProto.INT8: "int8",
+    TensorProto.UINT64: "uint64",
+    TensorProto.UINT32: "uint32",
+    TensorProto.UINT16: "uint16",
     TensorProto.UINT8: "uint8",
     TensorProto.BOOL: "bool",
 }
+_NUMBERS = {name: number for number, name in _DTYPES.items()}
 
 
 def supported() -> tuple[str, ...]:
@@ -51,7 +79,13 @@ def supported() -> tuple[str, ...]:
     return tuple(sorted(OPERATORS))
 
 
-def read(source: str | Path | bytes, *, batch: DimRange | None = None, name: str = "") -> Graph:
+def read(
+    source: str | Path | bytes,
+    *,
+    batch: DimRange | None = None,
+    name: str = "",
+    bound: Mapping[str, torch.Tensor] | None = None,
+) -> Graph:
     """The graph of an ONNX model.
 
     Args:
@@ -59,8 +93,10 @@ def read(source: str | Path | bytes, *, batch: DimRange | None = None, name: str
         batch: for inputs whose first dimension has a name instead of a size: a range of one size
             fixes it; by default, and with a range of several, it stays symbolic.
         name: the graph's name; by default the one in the file.
+        bound: values of inputs that thereby become constants: a shape, axes, an empty tensor.
 
     Raises:
+        UnboundInput: shapes depend on the value of an input; its ``input`` says which.
         CompileError: the file is not valid ONNX, reaches outside its folder, is too new, or uses
             operators that are not known: then the message lists all of them.
     """
@@ -73,7 +109,7 @@ def read(source: str | Path | bytes, *, batch: DimRange | None = None, name: str
             fix=f"export it with opset_version={NEWEST_OPSET}, or use onnx.version_converter",
         )
     _refuse_unknown(model)
-    graph = _Reader(model, opset, batch, name).read()
+    graph = _Reader(model, opset, batch, name, bound or {}).read()
     check(graph)
     return graph
 
@@ -159,17 +195,36 @@ def _load_external(tensor: TensorProto, folder: Path | None) -> None:
     del tensor.external_data[:]
 
 
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Every node in a graph, and those of the graphs inside."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
+                yield from _nodes(inner)
+
+
+def _unknown(node: onnx.NodeProto) -> bool:
+    if node.domain not in ("", "ai.onnx"):
+        return True
+    defined = node.op_type in FUNCTIONS and node.op_type not in REFUSED
+    return not defined and node.op_type not in OPERATORS
+
+
 def _refuse_unknown(model: onnx.ModelProto) -> None:
     """Name every operator that cannot be read, at once."""
     unknown = Counter(
         node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-        for node in model.graph.node
-        if node.domain not in ("", "ai.onnx") or node.op_type not in OPERATORS
+        for node in _nodes(model.graph)
+        if _unknown(node)
     )
     if unknown:
+        reasons = [f"{op}: {REFUSED[op]}" for op in sorted(unknown) if op in REFUSED]
         raise CompileError(
             "the model uses ONNX operators that cannot be read",
-            seen=", ".join(f"{op} ({count}×)" for op, count in sorted(unknown.items())),
+            seen="; ".join(
+                [", ".join(f"{op} ({count}×)" for op, count in sorted(unknown.items())), *reasons]
+            ),
             fix="export the model without them, or compile the torch module instead",
         )
 
@@ -178,15 +233,22 @@ class _Reader:
     """Walks the nodes once; names in the file become values, or sizes that follow the batch."""
 
     def __init__(
-        self, model: onnx.ModelProto, opset: int, batch: DimRange | None, name: str
+        self,
+        model: onnx.ModelProto,
+        opset: int,
+        batch: DimRange | None,
+        name: str,
+        bound: Mapping[str, torch.Tensor],
     ) -> None:
         graph = model.graph
         names = [v.name for v in (*graph.input, *graph.output)]
         self.source = graph
         self.opset = opset
         self.batch = batch
+        self.bound = bound
         self.build = Builder(name or graph.name or "onnx", reserved=names, fold=True)
-        self.known: dict[str, Value | Sizes] = {}
+        self.count = 0
+        self.known: dict[str, Value | Sizes | None] = {}
 
     def read(self) -> Graph:
         for tensor in self.source.initializer:
@@ -194,7 +256,10 @@ class _Reader:
         if self.source.sparse_initializer:
             raise CompileError("a model with sparse initializers cannot be read")
         for info in self.source.input:
-            if info.name not in self.known:  # old files list their initializers as inputs too
+            if info.name in self.bound:
+                value = self.bound[info.name]
+                self.known[info.name] = self.build.constant(f"{info.name}.bound", value)
+            elif info.name not in self.known:  # old files list their initializers as inputs too
                 self.known[info.name] = self._input(info)
         for node in self.source.node:
             self._node(node)
@@ -206,6 +271,13 @@ class _Reader:
         if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
             raise CompileError(f"input {info.name!r} is not a tensor of known rank")
         dims = [d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim]
+        if 0 in dims:
+            raise UnboundInput(
+                f"input {info.name!r} has no elements",
+                input=info.name,
+                seen=dims,
+                fix="make it a constant: read(…, bound={name: tensor})",
+            )
         if None in dims[1:] or any(d is not None and d < 1 for d in dims):
             shown = [d.dim_param or d.dim_value or "?" for d in tensor.shape.dim]
             raise CompileError(
@@ -227,15 +299,24 @@ class _Reader:
         return self.build.input(spec, dynamic=dynamic)
 
     def _node(self, node: onnx.NodeProto) -> None:
-        self.build.layer = node.name
+        self.count += 1
+        if self.count > _MOST_NODES:
+            raise CompileError(
+                "the model's loops make too many operations", seen=f"more than {_MOST_NODES}"
+            )
+        if node.op_type not in OPERATORS:
+            self._defined(node)
+            return
+        self.build.layer = node.name or self.build.layer
         call = Call(
             op=node.op_type,
             name=node.name,
-            attrs={a.name: _attribute(a) for a in node.attribute},
+            attrs=Attributes({a.name: _attribute(a) for a in node.attribute}),
             inputs=tuple(self.known[i] if i else None for i in node.input),
             outputs=tuple(node.output),
             opset=self.opset,
             build=self.build,
+            inner=self._inner,
         )
         translator = on_sizes(call) or OPERATORS[node.op_type]
         try:
@@ -247,14 +328,51 @@ class _Reader:
                 fix="fix the batch: batch=DimRange(min=n, opt=n, max=n)",
             ) from error
         results = [made] if isinstance(made, Value | np.ndarray) else list(made)
+        call.check_all_read(len(results))
         for name, result in zip(node.output, results):
             self.known[name] = self._settle(name, result)
+
+    def _defined(self, node: onnx.NodeProto) -> None:
+        """A node whose operator ONNX defines by others: these, in a scope of their own."""
+        given = [self.known[i] if i else None for i in node.input]
+        kinds = [
+            self.build.constant(f"{node.name}.shape", _settled(v)) if _is_sizes(v) else v
+            for v in given
+        ]
+        function = body(node, kinds, self.opset, _NUMBERS)
+        if function is None or node.op_type in REFUSED:
+            why = REFUSED.get(node.op_type, f"opset {self.opset} does not define it by others")
+            raise CompileError(f"the ONNX operator {node.op_type} cannot be read", seen=why)
+        outer, opset = self.known, self.opset
+        names = zip(function.input, [*given, *[None] * len(function.input)])
+        self.known, self.opset = dict(names), version(function)
+        for inner in function.node:
+            self._node(inner)
+        made = [self.known.get(name) for name in function.output]
+        self.known, self.opset = outer, opset
+        self.known |= {name: value for name, value in zip(node.output, made) if name}
+
+    def _inner(
+        self, graph: onnx.GraphProto, inputs: Sequence[Value | Sizes]
+    ) -> list[Value | Sizes]:
+        """The outputs of a graph inside a node, which sees the names around it."""
+        outer = dict(self.known)
+        self.known |= {
+            tensor.name: self.build.constant(tensor.name, _to_torch(tensor))
+            for tensor in graph.initializer
+        }
+        self.known |= {v.name: given for v, given in zip(graph.input, inputs, strict=True)}
+        for node in graph.node:
+            self._node(node)
+        made = [self.known[v.name] for v in graph.output]
+        self.known = outer
+        return made
 
     def _settle(self, name: str, result: Value | Sizes) -> Value | Sizes:
         """Sizes that do not follow the batch are a constant like any other."""
         if isinstance(result, Value) or any(isinstance(d, Dim) for d in result.flat):
             return result
-        return self.build.constant(name, torch.tensor(result.astype(np.int64)))
+        return self.build.constant(name, _settled(result))
 
     def _output(self, name: str) -> Value:
         made = self.known[name]
@@ -265,6 +383,15 @@ class _Reader:
             seen=name,
             fix="export the model without this output",
         )
+
+
+def _is_sizes(given: Value | Sizes | None) -> bool:
+    return isinstance(given, np.ndarray)
+
+
+def _settled(sizes: Sizes) -> torch.Tensor:
+    numbers = [0 if isinstance(d, Dim) else int(d) for d in sizes.flat]
+    return torch.tensor(numbers, dtype=torch.int64).reshape(sizes.shape)
 
 
 def _dtype(element: int) -> str:
@@ -292,11 +419,12 @@ def _attribute(attribute: onnx.AttributeProto) -> Any:
         return value.decode()
     if isinstance(value, TensorProto):
         return _to_torch(value)
-    if attribute.name in ("to", "dtype") and isinstance(value, int):
-        return _dtype(value)
+    if attribute.name in _TYPES and isinstance(value, int):
+        return _dtype(value) if value else None
     if attribute.type == onnx.AttributeProto.STRINGS:
         return [v.decode() for v in value]
     return list(value) if attribute.type in _LISTS else value
 
 
+_TYPES = ("to", "dtype", "output_dtype", "precision", "output_datatype", "softmax_precision")
 _LISTS = (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS)
