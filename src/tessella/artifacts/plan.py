@@ -13,7 +13,7 @@ import math
 import re
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -120,14 +120,21 @@ class Bucket:
 
     Attributes:
         arena_bytes: size of the arena that the buffers with an offset share.
-        peak_bytes: the most that all live buffers take together; no plan can need less.
+        held_bytes: the arena, and the most that kernels hold besides in tensors they make.
+        peak_bytes: the most that all live buffers take together; no way to lay them out holds less.
     """
 
     batch: int
     buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
     arena_bytes: int
+    held_bytes: int
     peak_bytes: int
+
+    @property
+    def packing(self) -> float:
+        """What the buffers hold, over the least that they can; 1.0 is perfect."""
+        return self.held_bytes / self.peak_bytes if self.peak_bytes else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -506,6 +513,38 @@ def in_place(
     return tuple(found)
 
 
+def dying(
+    steps: Sequence[tuple[Sequence[str | None], Sequence[str], bool]], lasting: Collection[str]
+) -> list[tuple[int, ...]]:
+    """For each step, the positions of the inputs whose memory nothing needs afterwards.
+
+    Args:
+        steps: names of inputs and outputs, and whether the ones may be read through the others.
+        lasting: names whose memory must stay as it is: inputs, outputs, constants, slices.
+    """
+    family: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while family.setdefault(name, name) != name:
+            name = family[name]
+        return name
+
+    for inputs, outputs, aliases in steps:
+        names = [n for n in inputs if n is not None]
+        for name in (*outputs, *names) if aliases else ():
+            family[root(name)] = root(outputs[0])
+    last: dict[str, int] = {}
+    for index, (inputs, outputs, _) in enumerate(steps):
+        last |= {root(n): index for n in (*inputs, *outputs) if n is not None}
+    last |= {root(n): len(steps) for n in lasting}
+    found = []
+    for index, (inputs, _, _) in enumerate(steps):
+        roots = [None if n is None else root(n) for n in inputs]
+        ends = (r is not None and last[r] == index and roots.count(r) == 1 for r in roots)
+        found.append(tuple(i for i, end in enumerate(ends) if end))
+    return found
+
+
 def _names(
     manifest: Manifest, program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]
 ) -> str | None:
@@ -634,4 +673,9 @@ def table(plan: Plan) -> str:
         f" ({manifest.fingerprint.name}), {manifest.precision},"
         f" batches {', '.join(str(b.batch) for b in plan.program.buckets)}"
     )
-    return "\n".join([head, f"batch {bucket.batch}:", *(line.rstrip() for line in lines)])
+    memory = (
+        f"memory: {bucket.held_bytes:,} bytes ({bucket.arena_bytes:,} of them the arena), "
+        f"{bucket.packing:.2f} × the {bucket.peak_bytes:,} that live at once at the peak"
+    )
+    named = f"batch {bucket.batch}:"
+    return "\n".join([head, named, *(line.rstrip() for line in lines), memory])

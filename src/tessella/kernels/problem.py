@@ -167,6 +167,8 @@ class Problem:
         constant: positions of the inputs that are known when the plan is built (weights).
         in_place: positions of the inputs that lie in the output already: parts of a ``cat`` that
             were written where it wants them.
+        dying: positions of inputs that nothing needs afterwards, so that a kernel may take their
+            memory for its result.
         math: ``ieee`` or ``tf32``: how float32 products may be rounded.
     """
 
@@ -176,6 +178,7 @@ class Problem:
     attrs: dict[str, Any] = field(default_factory=dict)
     constant: tuple[int, ...] = ()
     in_place: tuple[int, ...] = ()
+    dying: tuple[int, ...] = ()
     math: Math = "ieee"
 
     def __post_init__(self) -> None:

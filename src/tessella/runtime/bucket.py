@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tessella.artifacts.plan import Bucket, Program, Slice, Step, in_place
+from tessella.artifacts.plan import Bucket, Program, Slice, Step, dying, in_place
 from tessella.core.errors import ArtifactError, CorruptArtifact
 from tessella.core.record import canonical_json
 from tessella.kernels import catalog, shapes
@@ -67,8 +67,8 @@ class BoundBucket:
         }
         binder = _Binder(bucket, weights, metas, arena, target, math)
         placed: set[str] = set()
-        for step in bucket.steps:
-            bound = binder.bind(step)
+        for step, ends in zip(bucket.steps, _dying(program, bucket, weights), strict=True):
+            bound = binder.bind(step, ends)
             reads = [slot_of[n] for n in step.inputs if n is not None and n not in weights]
             writes = [slot_of[n] for n in step.outputs]
             if bound.out is not None:
@@ -159,10 +159,14 @@ class _Binder:
         self._slices = {b.name: b.slice for b in bucket.buffers if b.slice is not None}
         self._metas = {**metas, **buffer_metas(bucket)}
 
-    def bind(self, step: Step) -> BoundStep:
-        """The step's kernel, checked and bound to its constants and its place."""
+    def bind(self, step: Step, ends: tuple[int, ...]) -> BoundStep:
+        """The step's kernel, checked and bound to its constants and its place.
+
+        Args:
+            ends: positions of inputs that nothing needs after the step.
+        """
         constants = {i: self._weights[n] for i, n in enumerate(step.inputs) if n in self._weights}
-        problem = self._problem(step, tuple(constants))
+        problem = self._problem(step, tuple(constants), ends)
         try:
             _require_shapes(step, problem)
             row = catalog.kernel(step.kernel)
@@ -194,8 +198,9 @@ class _Binder:
             ) from error
         return BoundStep(step=step, problem=problem, call=call, out=out)
 
-    def _problem(self, step: Step, constant: tuple[int, ...]) -> Problem:
+    def _problem(self, step: Step, constant: tuple[int, ...], ends: tuple[int, ...]) -> Problem:
         metas = self._metas
+        taken = catalog.kernel(step.kernel).overwrites
         ready: tuple[int, ...] = ()
         if step.op == "cat" and isinstance(axis := step.attrs.get("dim"), int):
             parts = [(n, metas[n].shape[axis : axis + 1]) for n in step.inputs if n is not None]
@@ -209,6 +214,7 @@ class _Binder:
             attrs=step.attrs,
             constant=constant,
             in_place=ready,
+            dying=() if taken not in ends else (taken,),
             math=self._math,
         )
 
@@ -236,6 +242,15 @@ class _Binder:
                 fix="build the plan again",
             )
         return scratch if needed else None
+
+
+def _dying(
+    program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]
+) -> list[tuple[int, ...]]:
+    """For each step, the inputs whose memory it may take: the plan is not asked."""
+    slices = {n for b in bucket.buffers if b.slice for n in (b.name, b.slice.of)}
+    steps = [(s.inputs, s.outputs, catalog.kernel(s.kernel).aliases) for s in bucket.steps]
+    return dying(steps, {*program.inputs, *program.outputs, *weights, *slices})
 
 
 def buffer_metas(bucket: Bucket) -> dict[str, TensorMeta]:

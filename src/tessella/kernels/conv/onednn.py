@@ -54,18 +54,9 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    attrs = problem.attrs
-    padding, stride, dilation = (list(attrs[n]) for n in ("padding", "stride", "dilation"))
-    groups, activation = attrs["groups"], attrs.get("activation")
-    bias = constants.get(2)
-    weight = packed(
-        constants[1],
-        ("conv2d.onednn", stride, padding, dilation, groups),
-        lambda w: torch.ops.mkldnn._reorder_convolution_weight(
-            w, padding, stride, dilation, groups, list(problem.inputs[0].shape)
-        ),
-        layout=onednn_layout,
-    )
+    padding, stride, dilation, groups = window(problem)
+    activation, bias = problem.attrs.get("activation"), constants.get(2)
+    weight = packed_weight(problem, constants[1])
     if problem.meta(3) is None:
         name, numbers, variant = POST_OPS[activation]
         unary = torch.ops.mkldnn._convolution_pointwise.default
@@ -86,3 +77,22 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         return finish_(made, None, after)
 
     return convolve_add
+
+
+def window(problem: Problem) -> tuple[list[int], list[int], list[int], int]:
+    """Padding, stride, dilation and groups, as torch's oneDNN operators take them."""
+    padding, stride, dilation = (list(problem.attrs[n]) for n in ("padding", "stride", "dilation"))
+    return padding, stride, dilation, problem.attrs["groups"]
+
+
+def packed_weight(problem: Problem, weight: torch.Tensor) -> torch.Tensor:
+    """The weight as oneDNN wants it for the problem's shapes."""
+    padding, stride, dilation, groups = window(problem)
+    return packed(
+        weight,
+        ("conv2d.onednn", stride, padding, dilation, groups),
+        lambda w: torch.ops.mkldnn._reorder_convolution_weight(
+            w, padding, stride, dilation, groups, list(problem.inputs[0].shape)
+        ),
+        layout=onednn_layout,
+    )

@@ -1,0 +1,47 @@
+"""Convolution by oneDNN that adds to its residual where that lies: the result takes its memory.
+
+A third of the residual's traffic is gone, and less falls out of the cache: ResNet-50 FP32 in a
+batch of one, 39.9 → 37.3 ms on one core (AMD EPYC, Zen 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.conv import onednn
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = False  # it returns the residual
+
+RESIDUAL = 3
+
+
+def fits(problem: Problem) -> str | None:
+    residual = problem.meta(RESIDUAL)
+    if residual is None:
+        return "has no residual to add to"
+    if RESIDUAL not in problem.dying:
+        return "the residual is needed afterwards"
+    if (residual.shape, residual.dtype) != (problem.output.shape, problem.output.dtype):
+        return "the residual is not like the result"
+    if problem.attr("activation") not in (None, "relu"):
+        return f"activation {problem.attr('activation')} is not fused after a sum"
+    return onednn.fits(problem)
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    weight = onednn.packed_weight(problem, constants[1])
+    bias, activation = constants.get(2), problem.attr("activation")
+    padding, stride, dilation, groups = onednn.window(problem)
+    add = torch.ops.mkldnn._convolution_pointwise_.binary
+
+    def convolve(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return add(
+            residual, x, weight, bias, padding, stride, dilation, groups,
+            "add", 1.0, activation, [], "",
+        )  # fmt: skip
+
+    return convolve
