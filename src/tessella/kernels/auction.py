@@ -263,10 +263,14 @@ class _Auction:
         known = [self._cache.get(device, key, row.id, row.version) for row in rows]
         if all(t and (t.inspection or t.refused or not self._terms.inspect) for t in known):
             return [self._within_limit(trial) for trial in known if trial is not None]
-        trials = self._measured(rows)
+        trials, lasting = self._measured(rows), True
+        if self._problem.op == "fallback" and all(t.refused for t in trials):
+            # It may not take random numbers, and nothing competes: a plan's check runs it on real
+            # ones.
+            trials, lasting = [Trial(kernel=row.id) for row in rows], False
         for row, trial in zip(rows, trials, strict=True):
             enough = row.id not in self._short_of_memory  # another time there may be more
-            self._cache.put(device, key, row.version, trial, lasting=enough)
+            self._cache.put(device, key, row.version, trial, lasting=lasting and enough)
         return [self._within_limit(trial) for trial in trials]
 
     def unknown_rows(self) -> list[Kernel]:
@@ -451,9 +455,19 @@ class _Auction:
             buffers["out"] = self._out
         return buffers
 
+    def _inputs_for(self, row: Kernel) -> Sequence[torch.Tensor]:
+        """The problem's tensors; a kernel that takes an operand's memory gets a copy of it."""
+        inputs = list(self._inputs or ())
+        if row.overwrites is not None:
+            metas, constant = self._problem.inputs, self._problem.constant
+            given = [i for i, m in enumerate(metas) if m is not None and i not in constant]
+            place = given.index(row.overwrites)
+            inputs[place] = inputs[place].clone()
+        return inputs
+
     def _bid(self, row: Kernel, config: Config) -> _Bid | Tried:
         """The kernel as a call without arguments, after a first run that made what it promised."""
-        inputs = self._inputs or ()
+        inputs = self._inputs_for(row)
         try:
             buffers = self._buffers(row, config)
             call = row.load().bind(self._problem, self._constants, **config)

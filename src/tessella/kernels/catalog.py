@@ -60,6 +60,8 @@ class Kernel:
             ``user``.
         version: raised when its code changes, so that old timings of it are not believed.
         views: its output may share memory with its input, which must live as long.
+        overwrites: the position of the input whose memory its result takes; then it needs
+            ``Problem.dying`` there.
         last_resort: tried only where no other kernel fits.
     """
 
@@ -70,12 +72,18 @@ class Kernel:
     source: str
     version: int = 1
     views: bool = False
+    overwrites: int | None = None
     last_resort: bool = False
 
     @property
     def algorithm(self) -> str:
         """The second part of the id: ``implicit_gemm`` of ``conv2d.implicit_gemm.sm90``."""
         return self.id.split(".")[1] if "." in self.id else self.id
+
+    @property
+    def aliases(self) -> bool:
+        """Whether its inputs may be read through its output: it only looks at them anew."""
+        return self.views and self.overwrites is None
 
     def load(self) -> KernelModule:
         return cast(KernelModule, importlib.import_module(self.module))
@@ -116,7 +124,7 @@ _TORCH = ("cpu", "sm_90")
 _ALL = ("reference", *_TORCH)
 
 
-def _row(id: str, module: str, *targets: str, source: str, **flags: bool) -> Kernel:
+def _row(id: str, module: str, *targets: str, source: str, **flags: Any) -> Kernel:
     op = id.partition(".")[0]
     return Kernel(
         id=id, op=op, module=f"tessella.kernels.{module}", targets=targets, source=source, **flags
@@ -138,6 +146,7 @@ def _rows(ops: str, algorithm: str, module: str, source: str, **flags: bool) -> 
 KERNELS: tuple[Kernel, ...] = (
     # convolution
     _row("conv2d.onednn", "conv.onednn", "cpu", source="onednn"),
+    _row("conv2d.onednn_sum", "conv.onednn_sum", "cpu", source="onednn", views=True, overwrites=3),
     _row("conv2d.onednn_int8", "conv.onednn_int8", "cpu", source="onednn"),
     _row("conv2d.cudnn", "conv.cudnn", "sm_90", source="cudnn"),
     _row("conv2d.implicit_gemm.sm90", "conv.implicit_gemm_sm90", "sm_90", source="tessella"),
@@ -180,7 +189,6 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("linear matmul", "fma.sm90", "gemm.fma_sm90", "tessella"),
     *_aten("linear matmul", "gemm.aten"),
     # the other layers
-    _row("max_pool2d.nhwc", "pool.max_nhwc", "sm_90", source="tessella"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten"),
     *_aten("batch_norm layer_norm", "norm.aten"),
     *_aten("softmax log_softmax", "softmax.aten"),
@@ -205,16 +213,6 @@ KERNELS: tuple[Kernel, ...] = (
     _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
     *_rows("max_pool2d avg_pool2d adaptive_avg_pool2d", "windows", "pool.windows", "tessella"),
     *_rows("mean sum adaptive_avg_pool2d", "columns", "reduce.columns", "tessella"),
-    *_rows(
-        "pointwise relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish leaky_relu elu"
-        " softplus clamp exp log sqrt rsqrt reciprocal neg abs erf add sub mul div pow maximum"
-        " minimum to batch_norm softmax log_softmax layer_norm rms_norm mean sum amax amin"
-        " adaptive_avg_pool2d",
-        "generated",
-        "pointwise.generated",
-        "tessella",
-    ),
-    _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
     # moving elements
     *_aten("to cat", "transform.copy"),
     _row("cat.in_place", "transform.join", *_TORCH, source="aten"),
