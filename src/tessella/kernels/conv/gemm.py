@@ -166,7 +166,9 @@ def multiply_columns(x, w, y, bias, scale, residual, parts, columns, start, at_o
                      DILATION: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
                      IMPRECISE: tl.constexpr, PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr,
                      PIXELS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
-                     SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                     SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+                     OVERLAP: tl.constexpr):  # fmt: skip
+    tiles.begin(OVERLAP)
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
     local, k, group, part = tiles.tile_of_program(filters, PIXELS, FILTERS, SPLITS)
     columns += group.to(tl.int64) * LENGTH * d_stride

@@ -52,7 +52,9 @@ def implicit_gemm(x, w, y, bias, scale, residual, parts, pixels, filters, image,
                   DILATION: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
                   IMPRECISE: tl.constexpr, PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr,
                   PIXELS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
-                  SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                  SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+                  OVERLAP: tl.constexpr):  # fmt: skip
+    tiles.begin(OVERLAP)
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
     UNIFORM: tl.constexpr = C % DEPTH == 0  # one tap a step
     EXACT: tl.constexpr = SPLITS * STEPS * DEPTH == C * TAPS

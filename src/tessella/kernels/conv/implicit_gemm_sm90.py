@@ -218,7 +218,7 @@ def _run(
     # whether float32 holds the sums of products of int8 as 1.5 · 2^23 + sum
     small = x.dtype == torch.int8 and target.dtype != torch.int32
     small = small and shape.C * shape.R * shape.S <= 256
-    options = {}
+    options = {"launch_pdl": True}
     if config["warps"] == 4:
         options["maxnreg"] = 168
     launch(
@@ -250,6 +250,7 @@ def _run(
         TAPS=taps,
         LAYOUT=_layout(x.dtype, rows, columns, config["warps"]),
         SLAB=gl.NVMMASharedLayout.get_default_for([pixels, tile_c], DTYPES[x.dtype]),
+        CONSTANT=1 in problem.constant,
         num_warps=config["warps"],
         **options,
     )  # fmt: skip

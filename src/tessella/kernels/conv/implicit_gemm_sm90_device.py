@@ -23,11 +23,13 @@ from tessella.kernels.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    launch_dependents,
     load_tile,
     mbarrier,
     reinterpret,
     store_tile,
     store_wait,
+    wait_for_dependencies,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -159,6 +161,34 @@ def _load_w(w, k0, tap, c, full, stage, INTERLEAVE: gl.constexpr):
 
 
 @gluon.jit
+def _load_weights(
+    x,
+    w,
+    w_ring,
+    ready,
+    i,
+    k0,
+    r,
+    s,
+    c,
+    S,
+    TAPS: gl.constexpr,
+    INTERLEAVE: gl.constexpr,
+):
+    """A stage's weights, and word of all bytes that it will get."""
+    if TAPS == 1:
+        mbarrier.expect(ready, x[0].block_type.nbytes + w.block_type.nbytes)
+        _load_w(w, k0, r * S + s, c, ready, w_ring.index(i), INTERLEAVE)
+    else:  # x[1] describes the rows below the tile that its last taps reach
+        BYTES: gl.constexpr = (
+            x[0].block_type.nbytes + x[1].block_type.nbytes + TAPS * w.block_type.nbytes
+        )
+        mbarrier.expect(ready, BYTES)
+        for t in gl.static_range(TAPS):
+            _load_w(w, k0, t * S + s, c, ready, w_ring.index(i * TAPS + t), INTERLEAVE)
+
+
+@gluon.jit
 def _load(
     x,
     w,
@@ -181,10 +211,22 @@ def _load(
     STAGES: gl.constexpr,
     TAPS: gl.constexpr,
     INTERLEAVE: gl.constexpr,
+    CONSTANT: gl.constexpr,
 ):
     C, _, _, _, _, S, pad_h, pad_w, dil_h, dil_w = geometry
-    g = 0
     k, q, p, n = _first_tile(grid)
+    early = 0  # stages whose weights are on their way while the kernel before this one runs
+    if CONSTANT:
+        steps, r, s, c, s_low, s_high = _part(
+            p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
+        )
+        early = gl.minimum(steps, STAGES)
+        for i in range(early):
+            k0 = _channel(k, grid, BCO)
+            _load_weights(x, w, w_ring, full.index(i), i, k0, r, s, c, S, TAPS, INTERLEAVE)
+            r, s, c = _next(r, s, c, s_low, s_high, C, BK)
+    wait_for_dependencies()
+    g = 0
     for _ in range(gl.program_id(0), items, gl.num_programs(0)):
         steps, r, s, c, s_low, s_high = _part(
             p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
@@ -196,23 +238,17 @@ def _load(
             mbarrier.wait(empty.index(i), ((g // STAGES) & 1) ^ 1)
             h_at = p * (BH * SH) + r * dil_h - pad_h
             w_at = q * (BW * SW) + s * dil_w - pad_w
+            if g >= early:
+                _load_weights(x, w, w_ring, ready, i, k0, r, s, c, S, TAPS, INTERLEAVE)
             if TAPS == 1:
-                mbarrier.expect(ready, x[0].block_type.nbytes + w.block_type.nbytes)
                 _load_x(x, n * BN, h_at, w_at, c, ready, x_ring.index(i), SH, SW)
-                _load_w(w, k0, r * S + s, c, ready, w_ring.index(i), INTERLEAVE)
-            else:  # x[1] describes the rows below the tile that its last taps reach
-                BYTES: gl.constexpr = (
-                    x[0].block_type.nbytes + x[1].block_type.nbytes + TAPS * w.block_type.nbytes
-                )
-                mbarrier.expect(ready, BYTES)
+            else:
                 top = x_ring.index(i * (BH + TAPS - 1))
                 top = reinterpret(top, x[0].dtype, x[0].block_type.shape, x[0].layout)
                 load_tile(x[0], [h_at, n * BN, w_at, c], ready, top)
                 end = x_ring.index(i * (BH + TAPS - 1) + BH)
                 end = reinterpret(end, x[1].dtype, x[1].block_type.shape, x[1].layout)
                 load_tile(x[1], [h_at + BH, n * BN, w_at, c], ready, end)
-                for t in gl.static_range(TAPS):
-                    _load_w(w, k0, t * S + s, c, ready, w_ring.index(i * TAPS + t), INTERLEAVE)
             r, s, c = _next(r, s, c, s_low, s_high, C, BK)
             g += 1
         k, q, p, n = _next_tile(k, q, p, n, grid)
@@ -234,6 +270,7 @@ def _load_residual(
     GROUPS: gl.constexpr,
     RESIDUAL: gl.constexpr,
 ):
+    wait_for_dependencies()
     u = 0
     k, q, p, n = _first_tile(grid)
     count = items if RESIDUAL else 0
@@ -328,6 +365,7 @@ def _multiply(
     FINAL: gl.constexpr = _sorted(_in_order(sums, BM, BCO, INTERLEAVE, SWAP).type.layout)
     SIDE: gl.constexpr = 1 if SWAP else 0
     VECTOR: gl.constexpr = gl.SliceLayout(SIDE, FINAL)
+    wait_for_dependencies()
     g = 0
     k, q, p, n = _first_tile(grid)
     if GROUP == 1:
@@ -511,6 +549,7 @@ def convolve(
     LOAD_REGISTERS: gl.constexpr,
     LAYOUT: gl.constexpr,
     SLAB: gl.constexpr,
+    CONSTANT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """A convolution's forward pass, [N, H, W, C] and [K, R·S, C] → [N, P, Q, K].
@@ -529,6 +568,7 @@ def convolve(
         DILATED: whether a dilation is not one.
         UNSCALED: alpha and beta are one.
         SMALL: int32 sums are at most 2^22.
+        CONSTANT: no kernel just before this one may have written the weights.
     """
     x = (x0, x1, x2, x3)
     geometry = (C, chunks, H, W, R, S, pad_h, pad_w, dil_h, dil_w)
@@ -554,6 +594,7 @@ def convolve(
         mbarrier.init(freed.index(i), count=1)
     fence_async_shared()
     barrier()
+    launch_dependents()
     # fmt: off
     if GROUPS == 1:
         gl.warp_specialize([
@@ -562,7 +603,7 @@ def convolve(
                          DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED, SMALL,
                          ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
             (_load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
-                     SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE)),
+                     SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),
             (_load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
                               GROUPS, RESIDUAL)),
         ], [1, 1], [LOAD_REGISTERS, LOAD_REGISTERS])
@@ -577,7 +618,7 @@ def convolve(
                          DILATED, SPLIT, STAGES, SLOTS, GROUPS, 1, RESIDUAL, UNSCALED, SMALL,
                          ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
             (_load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
-                     SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE)),
+                     SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),
             (_load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
                               GROUPS, RESIDUAL)),
         ], [num_warps, 1, 1], [GROUP_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])

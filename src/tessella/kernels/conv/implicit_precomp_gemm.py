@@ -151,7 +151,8 @@ def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels,
                           PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr, PIXELS: tl.constexpr,
                           FILTERS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
                           STEPS: tl.constexpr, STAGES: tl.constexpr,
-                          ALIGNED: tl.constexpr):  # fmt: skip
+                          ALIGNED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    tiles.begin(OVERLAP)
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
     EXACT: tl.constexpr = SPLITS * STEPS * DEPTH == C * TAPS
     UNIFORM: tl.constexpr = C % DEPTH == 0  # one tap a step

@@ -20,7 +20,7 @@ from triton.language.extra import cuda as tl_cuda
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.gemm.shapes import FP8, Operands, operands, refusal, sizes, strides
-from tessella.kernels.launch import launch
+from tessella.kernels.launch import launch, overlapping
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
@@ -185,7 +185,6 @@ def bind(
     made, dtype = sizes(problem), problem.inputs[0].dtype
     promote = dtype in FP8 and not problem.attr("fast_accumulation")
     interpreted = triton.knobs.runtime.interpret
-    overlap = {} if interpreted else {"launch_pdl": True}
     tiles = triton.cdiv(made.n, tile_n)
     options = {
         "BM": max(16, triton.next_power_of_2(made.m)),
@@ -199,10 +198,9 @@ def bind(
         # the interpreter's bfloat16 products are garbage
         "WIDEN": dtype == "bfloat16" and interpreted,
         "SPLIT": splits > 1,
-        "OVERLAP": not interpreted,
         "num_warps": num_warps,
         "num_stages": num_stages,
-        **overlap,
+        **overlapping(),
     }
     alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
 
@@ -238,10 +236,8 @@ def add_splits(
     problem: Problem, o: Operands, partial: torch.Tensor, splits: int, ends: tuple[float, ...]
 ) -> None:
     """Launch the second kernel: sums [splits, M, N] in order, then the epilogue."""
-    interpreted = triton.knobs.runtime.interpret
     launch(
         _reduce_kernel, (triton.cdiv(o.out.shape[2], 512), o.out.shape[1]),
         partial, o.bias, o.residual, o.scale, o.out, o.out.shape[2], *ends,
-        SPLITS=splits, BN=512, ACTIVATION=problem.attr("activation"), OVERLAP=not interpreted,
-        **({} if interpreted else {"launch_pdl": True}),
+        SPLITS=splits, BN=512, ACTIVATION=problem.attr("activation"), **overlapping(),
     )  # fmt: skip

@@ -427,6 +427,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             GROUP=tiling.group,
             PROMOTE=dtype in FP8 and not problem.attr("fast_accumulation"),
             num_warps=8 if tiling.schedule == "cooperative" else 4,
+            launch_pdl=True,
             **epilogue,
         )
         if sums is not None:

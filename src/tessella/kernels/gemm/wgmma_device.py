@@ -22,11 +22,13 @@ from tessella.kernels.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    launch_dependents,
     load_tile,
     mbarrier,
     reinterpret,
     store_tile,
     store_wait,
+    wait_for_dependencies,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -97,6 +99,7 @@ def _produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexp
     GROUP: gl.constexpr = LOOK[6]
     BYTES: gl.constexpr = PARTS * a.block_type.nbytes + b.block_type.nbytes
     a_ring, b_ring, full, empty, _ = ring
+    wait_for_dependencies()
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # an empty ring: the first round does not wait
     for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
@@ -234,6 +237,7 @@ def _consume(
     FIRST: gl.constexpr = WHO * BUFFERS
     PIECES: gl.constexpr = WN // EN
     BARE: gl.constexpr = (1.0, 1.0, None)
+    wait_for_dependencies()
     start = gl.program_id(0)
     step = gl.num_programs(0)
     stage = gl.to_tensor(0)
@@ -349,6 +353,7 @@ def multiply(
         mbarrier.init(r_full.index(i), count=1)
     fence_async_shared()
     barrier()
+    launch_dependents()
     ring = (a_ring, b_ring, full, empty, turns)
     out = (c, buffers)
     sums = (p, buffers)
