@@ -20,7 +20,7 @@ from tessella.artifacts.run import Recipe, Run
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import ArtifactError, DataError, UsageError
 from tessella.core.events import Emit, phase, silent
-from tessella.core.preprocess import Preprocess
+from tessella.core.preprocess import Preprocess, denormalize
 from tessella.core.record import from_plain, to_plain
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import onnx
@@ -31,6 +31,9 @@ from tessella.training import loop
 from tessella.training.evaluate import Evaluation, evaluate
 
 Batch = int | Sequence[int] | DimRange
+CalibrationData = (
+    compiler.Calibration | Dataset | Split | str | Path | Sequence[Mapping[str, torch.Tensor]]
+)
 Model = Checkpoint | Engine
 
 
@@ -89,7 +92,12 @@ def compile(
     batch: Batch = (1, 8, 32),
     target: str | None = None,
     precision: str = "fp32",
+    precisions: Mapping[str, str] | None = None,
+    calibration: CalibrationData | None = None,
     inputs: Sequence[TensorSpec] | None = None,
+    input: compiler.Input = "float32",
+    preprocess: Preprocess | None = None,
+    samples: Mapping[str, torch.Tensor] | None = None,
     cache: str | Path | None = None,
     lock: Plan | str | Path | None = None,
     trust_code: bool = False,
@@ -102,7 +110,13 @@ def compile(
             file, or a torch module (then ``inputs`` says what it takes).
         batch: one size, or the smallest, the usual and the largest.
         target: ``cpu``, ``sm_90`` or ``reference``; by default what this machine has.
-        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
+        precisions: another one for single layers, by the names that ``compiler.layers`` lists.
+        calibration: for int8 and fp8: what ``calibrate`` made, its file, or the data that it gets.
+        input: ``uint8`` for a plan that takes images as bytes [N, H, W, C] of the network's size, as
+            decoders give them, and scales them itself: a quarter of the bytes to send.
+        preprocess: how images become the input; a checkpoint says so itself.
+        samples: inputs by name to check the plan with, for networks that random ones do not fit.
         cache: timing cache file, read and added to.
         lock: a plan of this network on this device, or its ``lock`` in a file: what was measured
             then decides, nothing is measured, and the plan has the same bytes.
@@ -111,17 +125,28 @@ def compile(
     target = target or default_target()
     span = batch_range(batch)
     network, built_from, details = _as_graph(source, span, inputs, trust_code)
+    details = {"preprocess": preprocess, **details}
     sizes = ",".join(str(n) for n in dict.fromkeys((span.min, span.opt, span.max)))
     if not isinstance(source, torch.nn.Module):
         built_from = str(source.path if isinstance(source, Checkpoint | Run) else source)
+    wanted = {precision, *(precisions or {}).values()} & set(compiler.KINDS)
+    found = None
+    if calibration is not None and wanted:
+        emit(phase("calibrate", f"scales for {' and '.join(sorted(wanted))}"))
+        record, device = details["preprocess"], torch_device(target)
+        found = _calibrated(network, calibration, record, device, kinds=sorted(wanted))
     plan = compiler.compile_graph(
         network,
         target=target,
         batch=span,
         precision=precision,
+        precisions=precisions,
+        calibration=found,
         built_from=built_from,
         rebuild=f"tessella compile {built_from} --target {target} --precision {precision}"
-        f" --batch {sizes}",
+        f" --batch {sizes}{' --uint8' if input == 'uint8' else ''}{_shown(calibration)}",
+        input=input,
+        samples=samples,
         cache=None if cache is None else Path(cache),
         lock=None if lock is None else _lock(lock),
         emit=emit,
@@ -131,6 +156,66 @@ def compile(
     for kernel, reason in left_out.items():
         emit(phase("carry", f"{kernel} is compiled where the plan is loaded: {reason}"))
     return plan
+
+
+def calibrate(
+    source: Checkpoint | Run | torch.nn.Module | str | Path,
+    data: Dataset | Split | str | Path | Sequence[Mapping[str, torch.Tensor]],
+    *,
+    method: str = compiler.METHOD,
+    kinds: Sequence[str] = ("int8",),
+    inputs: Sequence[TensorSpec] | None = None,
+    preprocess: Preprocess | None = None,
+    trust_code: bool = False,
+) -> compiler.Calibration:
+    """What int8 and fp8 need to know of a network's values, from a user's data.
+
+    >>> calibrate("runs/flowers", "datasets/flowers").save("flowers.calibration")
+
+    Args:
+        source, inputs, preprocess, trust_code: as for ``compile``.
+        data: a dataset, of whose training split 512 images are drawn; a split; or batches of
+            inputs by name. Judge the plan by other data.
+        method: ``min-max``, ``percentile``, ``entropy`` or ``mse``.
+        kinds: ``int8``, ``fp8`` or both.
+    """
+    network, _, details = _as_graph(source, DimRange(min=1, opt=2, max=8), inputs, trust_code)
+    record, device = details.get("preprocess", preprocess), torch_device(default_target())
+    return _calibrated(network, data, record, device, method=method, kinds=kinds)
+
+
+def _calibrated(
+    network: graph.Graph,
+    data: CalibrationData,
+    record: Preprocess | None,
+    device: torch.device,
+    **settings: Any,
+) -> compiler.Calibration:
+    """The calibration in ``data``, or one that is made with it."""
+    if isinstance(data, compiler.Calibration):
+        return data
+    if isinstance(data, str | Path) and Path(data).is_file():
+        return compiler.load_calibration(data)
+    if isinstance(data, str | Path):
+        data = Dataset(data)
+    if isinstance(data, Dataset):
+        data = data.train
+    if isinstance(data, Split):
+        if record is None or len(network.inputs) != 1:
+            raise UsageError(
+                "a dataset calibrates a network of one input that says how images become it",
+                seen=", ".join(map(repr, network.inputs)),
+                fix="give preprocess=, or batches of inputs by name",
+            )
+        data = compiler.of_split(data, record, network.inputs[0].name, device=device)
+    return compiler.calibrate(network, data, **settings)
+
+
+def _shown(calibration: CalibrationData | None) -> str:
+    """How a command names it, where it has a place."""
+    if isinstance(calibration, Dataset):
+        calibration = calibration.path
+    return f" --calibrate {calibration}" if isinstance(calibration, str | Path) else ""
 
 
 def _lock(source: Plan | str | Path) -> str:
@@ -151,14 +236,22 @@ def explain(
     target: str | None = None,
     precision: str = "fp32",
     inputs: Sequence[TensorSpec] | None = None,
+    input: compiler.Input = "float32",
+    preprocess: Preprocess | None = None,
     trust_code: bool = False,
 ) -> tuple[compiler.PassRecord, ...]:
     """What ``compile`` does to a network's graph before it measures kernels, pass by pass.
 
     Args: as for ``compile``.
     """
-    network, _, _ = _as_graph(source, batch_range(batch), inputs, trust_code)
-    return compiler.explain(network, target=target or default_target(), precision=precision)
+    network, _, details = _as_graph(source, batch_range(batch), inputs, trust_code)
+    return compiler.explain(
+        network,
+        target=target or default_target(),
+        precision=precision,
+        input=input,
+        preprocess=details.get("preprocess", preprocess),
+    )
 
 
 def batch_range(batch: Batch) -> DimRange:
@@ -361,11 +454,15 @@ def eager_predictor(
 
 
 def engine_predictor(engine: Engine) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A classifier's engine as a function from images to scores."""
+    """A classifier's engine as a function from normalized images to scores."""
     (image,), (scores, *_) = engine.inputs, engine.outputs
+    record = engine.preprocess if image.dtype == "uint8" else None
 
     def predict(images: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(engine(**{image.name: images.numpy()})[scores.name])
+        array = images.numpy()
+        if record is not None:  # the plan scales them itself
+            array = denormalize(array, record)
+        return torch.from_numpy(engine(**{image.name: array})[scores.name])
 
     return predict
 
@@ -458,6 +555,6 @@ def serve(
 
 
 __all__ = [
-    "Verification", "classify", "compile", "evaluate_split", "explain", "load", "load_plan",
-    "serve", "train", "verify",
+    "Verification", "calibrate", "classify", "compile", "evaluate_split", "explain", "load",
+    "load_plan", "serve", "train", "verify",
 ]  # fmt: skip

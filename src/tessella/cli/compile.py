@@ -22,7 +22,12 @@ def compile_(
     source: Annotated[Path, Argument(help="A checkpoint, a run (its best), or model.onnx.")],
     out: Annotated[Path, Option(help="The plan file to write.")],
     target: Annotated[str | None, Option(help="cpu, sm_90 or reference.")] = None,
-    precision: Annotated[str, Option(help="fp32, tf32, bf16 or fp16.")] = "fp32",
+    precision: Annotated[
+        str, Option(help="fp32, tf32, bf16, fp16, or with --calibrate int8, fp8.")
+    ] = "fp32",
+    calibrate: Annotated[
+        Path | None, Option(help="A dataset, or a saved calibration, for int8 and fp8.")
+    ] = None,
     uint8: Annotated[
         bool, Option("--uint8", help="Take images as bytes; the plan scales them itself.")
     ] = False,
@@ -47,6 +52,7 @@ def compile_(
             batch=parse_batch(batch),
             target=target,
             precision=precision,
+            calibration=calibrate,
             input="uint8" if uint8 else "float32",
             cache=cache,
             lock=lock,

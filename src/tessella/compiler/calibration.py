@@ -31,6 +31,7 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}  # what the greatest code stands for, in
 VERSION = 1  # of the file
 SAMPLES = 3  # kept for the check of a plan
 LAYERS = ("conv2d", "linear")
+METHOD = "mse"  # unless a user says otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ def calibrate(
     graph: Graph,
     batches: Sequence[Mapping[str, torch.Tensor]],
     *,
-    method: str = "entropy",
+    method: str = METHOD,
     kinds: Iterable[str] = ("int8",),
 ) -> Calibration:
     """Run an optimized graph over batches and choose its scales.

@@ -6,8 +6,11 @@ It runs the pipeline's own lists through the pipeline's own loop, and keeps the 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tessella.compiler import precision as precision_of
+from tessella.compiler.calibration import Calibration
 from tessella.compiler.passes.assign_layout import Layout
 from tessella.compiler.pipeline import (
     PASSES,
@@ -61,7 +64,13 @@ class PassRecord:
 
 
 def explain(
-    graph: Graph, *, target: str = "cpu", precision: str = "fp32"
+    graph: Graph,
+    *,
+    target: str = "cpu",
+    precision: str = "fp32",
+    input: Input = "float32",
+    preprocess: Preprocess | None = None,
+    calibration: Calibration | None = None,
 ) -> tuple[PassRecord, ...]:
     """Every pass that ``compile_graph`` would run on ``graph``, in its order; measures nothing.
 
@@ -85,7 +94,7 @@ def explain(
     graph = copied(graph)
     records = []
     before, count_before = text(graph), len(graph.nodes)
-    for step, rewrites in apply_each(graph, (*PASSES, *lowering(precision))):
+    for step, rewrites in _steps(graph, target, precision, input, preprocess, calibration):
         after, count_after = text(graph), len(graph.nodes)
         records.append(
             PassRecord(
@@ -106,6 +115,21 @@ def explain(
     layouts = layouts_to_try(graph, precision, target)
     records += [_laid_out(graph, layout, one_of=len(layouts)) for layout in layouts]
     return tuple(records)
+
+
+def _steps(
+    graph: Graph,
+    target: str,
+    precision: str,
+    input: Input,
+    preprocess: Preprocess | None,
+    calibration: Calibration | None,
+) -> Iterator[tuple[Pass, int]]:
+    """Every pass as it is done; which ones round depends on what the others leave."""
+    yield from apply_each(graph, (*input_passes(input, preprocess), *PASSES))
+    assignment = precision_of.assign(graph, precision, {}, target, calibration)
+    yield from apply_each(graph, rounding(graph, assignment, calibration))
+    yield from apply_each(graph, narrowing(assignment))
 
 
 def _laid_out(graph: Graph, layout: Layout, *, one_of: int) -> PassRecord:

@@ -6,9 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
 
 from tessella.artifacts.plan import Bucket, Candidate, Manifest, Plan, Program
+from tessella.compiler import calibration as calibrating
+from tessella.compiler import precision as precision_of
 from tessella.compiler import race, verify
+from tessella.compiler.calibration import Calibration
 from tessella.compiler.passes import (
     assign_layout,
     choose_kernels,
@@ -23,11 +29,13 @@ from tessella.compiler.passes import (
     join_in_place,
     lower_precision,
     lower_quantization,
+    overwrite_residuals,
     plan_memory,
     take_pixels,
 )
 from tessella.compiler.passes.assign_layout import Formats, Layout
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
+from tessella.compiler.precision import Assignment
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.errors import CompileError, UsageError
@@ -37,6 +45,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.core.version import VERSION
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
+from tessella.graph.sample import one_sample
 from tessella.graph.show import text
 from tessella.kernels.tuning import Lock
 from tessella.kernels.user import registry
@@ -63,13 +72,19 @@ PASSES = (
     Pass(fuse_epilogue.apply, "bias, residual and activation while the result is in registers"),
     Pass(dead_code.apply, "what the rewrites left over costs memory and time"),
 )
+# Before them, where a plan is to take images as bytes:
+#   take_pixels       uint8 pixels in, scaled by the plan's first step
 # Then, by what the user asked for and what the device is best at:
+#   insert_quantization   layers that are to be int8 or fp8 round what they read
+#   lower_quantization    layers between such roundings, a file's own too, work on int8 or fp8
 #   lower_precision   16-bit values, with casts at the edges of the network
+#   fuse_pointwise    what no layer took, element by element or along rows, as one step
 #   fuse_siblings     layers that read one value as one layer, or not: the faster wins
 #   assign_layout     channels_last regions around convolutions, or none: the faster wins
 # and for each batch size, on concrete shapes:
 #   choose_kernels    every kernel that fits is measured, the fastest is taken
 #   join_in_place     parts of concatenations are written where these want them, if faster
+#   overwrite_residuals   a sum is made where its residual lies, if nothing else needs that
 #   plan_memory       lifetimes, and one arena for the live values
 
 Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
@@ -83,11 +98,15 @@ def compile_graph(
     target: str,
     batch: DimRange,
     precision: str = "fp32",
+    precisions: Mapping[str, str] | None = None,
+    calibration: Calibration | None = None,
     preprocess: Preprocess | None = None,
+    input: Input = "float32",
     labels: tuple[str, ...] = (),
     accuracy: Mapping[str, float] | None = None,
     built_from: str,
     rebuild: str,
+    samples: Mapping[str, torch.Tensor] | None = None,
     cache: Path | None = None,
     lock: str | None = None,
     budget_s: float = 0.02,
@@ -98,17 +117,24 @@ def compile_graph(
     Args:
         graph: as captured; it is not changed.
         target: ``cpu``, ``sm_90`` or ``reference``.
-        batch: the plan gets a program for its sizes and the powers of two between them.
-        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        batch: the plan gets a program for its sizes and the powers of two between them. For a batch
+            of 1, a graph without a batch axis gets one: an axis of 1 before each input and output.
+        precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
+        precisions: another one for single operations, by the name of their result in
+            ``optimized(graph)``; ``precision.layers`` lists those that may be int8 or fp8.
+        calibration: of this graph, for int8 and fp8.
+        input: ``uint8``: the plan takes images as bytes [N, H, W, C] of the network's size and
+            scales them itself, as ``preprocess`` says. Other inputs stay as they are.
         preprocess, labels, accuracy: what the plan's user should know besides.
         built_from: name of the source; ``rebuild``: the command that builds this plan elsewhere.
+        samples: inputs by name to check the plan with, for networks that random ones do not fit.
         cache: file of timings that were measured before; read, and added to.
         lock: ``Plan.lock`` of another build of this network on this device. It decides, nothing is
             measured, and the plan has the same bytes.
         budget_s: about how long to measure the kernels of one step.
 
     Raises:
-        UsageError: an unknown target or precision, or a batch that the graph does not have.
+        UsageError: an unknown target, precision or input, or a batch that the graph does not have.
         CompileError: no kernel fits, or the plan would not compute what the network computes.
     """
     require_precision(precision)
@@ -145,6 +171,7 @@ def compile_graph(
         concrete = lowered.at_batch(size)
         choices = choose_kernels.apply(concrete, formats, tuner, emit, f"batch {size}")
         choices = join_in_place.apply(concrete, choices, tuner)
+        choices = overwrite_residuals.apply(concrete, choices, tuner)
         verify.check(choices, concrete, rounded, wanted.at(size), tuner, loosest)
         buckets.append(plan_memory.apply(concrete, choices, size))
         tuning += _candidates(choices, size)
@@ -160,7 +187,7 @@ def compile_graph(
         built_from=built_from,
         built_with={"tessella": VERSION, **device.libraries},
         rebuild=rebuild,
-        tolerance=wanted.tolerance(precision),
+        tolerance=wanted.tolerance(loosest),
         members={},
         imports=_imports(buckets),
     )
@@ -178,6 +205,25 @@ def compile_graph(
         graph=text(lowered),
         lock=trials.used,
     )
+
+
+def input_passes(input: Input, record: Preprocess | None) -> tuple[Pass, ...]:
+    """The passes before ``PASSES`` for a kind of input; none where images are float32.
+
+    Raises:
+        UsageError: an unknown kind, or no record that says how bytes are scaled.
+    """
+    if input not in get_args(Input):
+        raise UsageError("unknown kind of input", seen=input, fix="use float32 or uint8")
+    if input == "float32":
+        return ()
+    if record is None:
+        raise UsageError(
+            "uint8 images need a preprocessing record, which says how they are scaled",
+            fix="compile from a checkpoint, or give preprocess=Preprocess(...)",
+        )
+    take = partial(take_pixels.apply, record=record)
+    return (Pass(take, "images come as bytes, and the first step scales them"),)
 
 
 def optimized(graph: Graph, emit: Emit = silent) -> Graph:
@@ -200,22 +246,50 @@ def apply_each(graph: Graph, steps: Sequence[Pass]) -> Iterator[tuple[Pass, int]
         yield step, count
 
 
-def lowering(precision: str) -> tuple[Pass, ...]:
-    """The passes that follow ``PASSES`` for a precision; none where values stay float32."""
-    dtype = PRECISIONS[precision]
-    if dtype == "float32":
-        return ()
-    lower = partial(lower_precision.apply, dtype=dtype)
+def calibrate(
+    graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]], **settings: Any
+) -> Calibration:
+    """What int8 and fp8 need to know of a captured graph; see ``calibration.calibrate``."""
+    return calibrating.calibrate(optimized(graph), batches, **settings)
+
+
+def layers(graph: Graph) -> tuple[str, ...]:
+    """The layers of a captured graph that may be int8 or fp8, as ``precisions`` names them."""
+    return precision_of.layers(optimized(graph))
+
+
+def rounding(
+    graph: Graph, assignment: Assignment, calibration: Calibration | None
+) -> tuple[Pass, ...]:
+    """The passes that follow ``PASSES`` where layers are to be int8 or fp8, or a file says so."""
+    steps = []
+    if assignment.kinds and calibration is not None:
+        insert = partial(
+            insert_quantization.apply, kinds=assignment.kinds, calibration=calibration
+        )
+        steps.append(Pass(insert, "layers read int8 or fp8, in the scales of the calibration"))
+    if steps or any(n.op in ("quantize", "dequantize") for n in graph.nodes):
+        steps.append(Pass(lower_quantization.apply, "products of int8 or fp8, rounded in place"))
+    return tuple(steps)
+
+
+def narrowing(assignment: Assignment) -> tuple[Pass, ...]:
+    """The passes that come then, the last before kernels are measured."""
+    fuse = Pass(fuse_pointwise.apply, "a chain of small operations passes memory once")
+    if assignment.rest == "float32" and not assignment.dtypes:
+        return (fuse,)
+    lower = partial(lower_precision.apply, dtype=assignment.rest, layers=assignment.dtypes)
     return (
-        Pass(lower, f"{dtype} values: half the memory, and what tensor cores multiply"),
+        Pass(lower, f"{assignment.rest} values: half the memory, and what tensor cores multiply"),
         Pass(dead_code.apply, "the float32 weights are not read any more"),
+        fuse,
     )
 
 
-def _lowered(exact: Graph, precision: str) -> Graph:
-    """A copy of the graph in the element type of ``precision``."""
-    graph = copied(exact)
-    for _ in apply_each(graph, lowering(precision)):
+def _changed(graph: Graph, steps: Sequence[Pass]) -> Graph:
+    """A copy of the graph after these passes."""
+    graph = copied(graph)
+    for _ in apply_each(graph, steps):
         pass
     return graph
 
@@ -337,6 +411,12 @@ def require_precision(precision: str) -> None:
 
 def _require_batch(graph: Graph, batch: DimRange) -> None:
     """Axis 0 of every input and output is the batch, free or exactly the asked size."""
+    if not graph.inputs:
+        raise CompileError(
+            "the network has no inputs: what it answers is known without running it",
+            seen=", ".join(map(str, graph.outputs)),
+            fix="leave it out, or let it take what its answer depends on",
+        )
     for value in (*graph.inputs, *graph.outputs):
         first = value.shape[0] if value.shape else None
         if first == Dim() or (first == batch.min == batch.max):

@@ -5,7 +5,7 @@ The expected answers are the captured graph's, interpreted in float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,24 +27,30 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "tf32": (5e-3, 0.9999),
     "fp16": (1e-2, 0.9999),
     "bf16": (5e-2, 0.999),
+    # against the rounded network: a value between two codes falls either way by float32's last bit
+    "int8": (1e-1, 0.99),
+    "fp8": (1.5e-1, 0.99),
 }
+LEAST_COSINE = 0.95  # of a rounded network's answers with those of the network
 SAMPLES = 3  # different samples in the check, where the batch may vary
 NOISE_MARGIN = 4  # how much worse than plain float32 a plan may be where float32 itself is bad
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Random inputs, normal(0, 1) as a preprocessing record makes them, and the right answers.
+    """Inputs, normal(0, 1) as a preprocessing record makes them or given, and the right answers.
 
     Attributes:
         noise: the larger error of the network's own float32 interpretation, in two orders of sums.
             A deep network amplifies rounding, and a plan cannot be asked for more digits than
             float32 has there.
+        own: the precision that the network itself has, by the narrowest type that it computes in.
     """
 
     inputs: Tensors
     outputs: Tensors
     noise: float
+    own: str = "fp32"
 
     def at(self, batch: int) -> Expected:
         """The same samples, repeated or cut to another batch size."""
@@ -54,7 +60,11 @@ class Expected:
 
     def tolerance(self, precision: str) -> float:
         """The largest error over the largest value that a plan of this precision may have."""
-        return max(TOLERANCES[precision][0], NOISE_MARGIN * self.noise)
+        least = max(TOLERANCES[p][0] for p in (precision, self.own))
+        return max(least, NOISE_MARGIN * self.noise)
+
+    def least_cosine(self, precision: str) -> float:
+        return min(TOLERANCES[p][1] for p in (precision, self.own))
 
     def tensors(self) -> Tensors:
         """As a plan records them: ``input.NAME`` and ``output.NAME``."""
@@ -62,34 +72,80 @@ class Expected:
         return inputs | {f"output.{name}": tensor for name, tensor in self.outputs.items()}
 
 
-def _resized(tensors: Tensors, batch: int) -> Tensors:
+def _resized(tensors: Mapping[str, torch.Tensor], batch: int) -> Tensors:
     return {n: t[torch.arange(batch) % len(t)].contiguous() for n, t in tensors.items()}
 
 
-def expected(graph: Graph, smallest: int, largest: int) -> Expected:
+def expected(
+    graph: Graph, smallest: int, largest: int, samples: Mapping[str, torch.Tensor] | None = None
+) -> Expected:
     """The check's samples and answers.
 
+    Args:
+        samples: inputs by name, for networks that random ones do not fit; as many as there are.
+
     Raises:
-        CompileError: an answer is not finite, or depends on the other samples of the batch.
+        CompileError: the network does not run, or an answer is not finite, or depends on the other
+            samples of the batch.
     """
-    batch = max(smallest, min(SAMPLES, largest))
-    inputs = _random_inputs(graph, batch)
-    outputs = _answers(graph, inputs)
+    free = any(isinstance(d, Dim) for v in graph.inputs for d in v.shape)
+    batch = min(SAMPLES, largest) if free else smallest
+    inputs = _random_inputs(graph, batch) if samples is None else _resized(samples, batch)
+    try:
+        outputs = _answers(graph, inputs)
+    except (RuntimeError, IndexError, ZeroDivisionError) as error:  # torch's, of one operation
+        raise CompileError(
+            "the network does not run on the inputs that its plan would be checked with",
+            seen=(str(error).strip().splitlines() or [type(error).__name__])[0],
+            fix="give some that it runs on: samples={name: array}",
+        ) from error
     for name, answer in outputs.items():
-        if not torch.isfinite(answer).all():
+        if samples is None and not torch.isfinite(answer).all():
             raise CompileError(
                 f"output {name!r} of the network is not finite",
                 seen="NaN or infinity for normal(0, 1) inputs",
-                fix="check the network's weights",
+                fix="check the network's weights; where other inputs are right, give them: "
+                "samples={name: array}",
             )
     if batch > 1:
         _require_independent_samples(graph, inputs, outputs)
-    noise = max(
+    noise = _noise(graph, inputs, outputs)
+    return Expected(inputs=inputs, outputs=outputs, noise=noise, own=_own_precision(graph))
+
+
+def _own_precision(graph: Graph) -> str:
+    types = {v.dtype for v in graph.values()}
+    return "bf16" if "bfloat16" in types else "fp16" if "float16" in types else "fp32"
+
+
+def _noise(graph: Graph, inputs: Tensors, outputs: Tensors) -> float:
+    """How far float32 alone is from the answers, in the worse of two orders of sums."""
+    return max(
         _error(single[name], answer)
         for single in (interpret(graph, inputs), interpret(graph, _channels_last(inputs)))
         for name, answer in outputs.items()
     )
-    return Expected(inputs=inputs, outputs=outputs, noise=noise)
+
+
+def rounded(wanted: Expected, graph: Graph, emit: Emit) -> Expected:
+    """The answers of a network whose layers round to int8 or fp8, which a plan must give.
+
+    Raises:
+        CompileError: they have little to do with those of the network.
+    """
+    outputs = _answers(graph, wanted.inputs)
+    for name, answer in outputs.items():
+        right = wanted.outputs[name]
+        cosine, snr_db = _cosine(answer, right), _snr_db(answer, right)
+        emit(phase("rounding", f"output {name}: {snr_db:.1f} dB, cosine {cosine:.4f}"))
+        if not cosine >= LEAST_COSINE:
+            raise CompileError(
+                "rounding to int8 or fp8 changes what the network says",
+                seen=f"output {name!r}: cosine {cosine:.3f}, {snr_db:.1f} dB",
+                fix="calibrate with more data or another method, or give the layers with the least"
+                " snr_db another precision",
+            )
+    return replace(wanted, outputs=outputs, noise=_noise(graph, wanted.inputs, outputs))
 
 
 def _channels_last(inputs: Tensors) -> Tensors:
@@ -103,9 +159,13 @@ def _channels_last(inputs: Tensors) -> Tensors:
 def _random_inputs(graph: Graph, batch: int) -> Tensors:
     generator = torch.Generator().manual_seed(0)
     inputs: Tensors = {}
-    for value in graph.at_batch(batch).inputs:
+    concrete = graph.at_batch(batch)
+    images = {n.inputs[0] for n in concrete.nodes if n.op == "image_to_tensor"}
+    for value in concrete.inputs:
         shape, dtype = tuple(int(d) for d in value.shape), getattr(torch, value.dtype)
-        if dtype.is_floating_point:
+        if value in images:
+            inputs[value.name] = torch.randint(0, 256, shape, generator=generator, dtype=dtype)
+        elif dtype.is_floating_point:
             inputs[value.name] = torch.randn(shape, generator=generator).to(dtype)
         else:  # small numbers, which are also valid rows of an embedding
             inputs[value.name] = torch.randint(0, 2, shape, generator=generator).to(dtype)
@@ -201,7 +261,7 @@ def _deviation(
     made: torch.Tensor, right: torch.Tensor, wanted: Expected, precision: str
 ) -> str | None:
     """Why ``made`` is out of tolerance, or None."""
-    tolerance, least_cosine = wanted.tolerance(precision), TOLERANCES[precision][1]
+    tolerance, least_cosine = wanted.tolerance(precision), wanted.least_cosine(precision)
     if tuple(made.shape) != tuple(right.shape):
         return f"shape {tuple(made.shape)} instead of {tuple(right.shape)}"
     error = _error(made, right)
@@ -215,12 +275,29 @@ def _deviation(
 
 def _error(made: torch.Tensor, right: torch.Tensor) -> float:
     """Largest absolute error over the largest absolute reference value."""
-    made, right = made.double().cpu(), right.double()
+    if not right.numel():
+        return 0.0
+    made, right = _comparable(made, right)
     return float((made - right).abs().max() / right.abs().max().clamp_min(1e-30))
 
 
+def _comparable(made: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in float64, with zeros where both are the same infinity, or NaN: as in a mask."""
+    made, right = made.double().cpu(), right.double()
+    same = ((made == right) | (made.isnan() & right.isnan())) & ~right.isfinite()
+    return made.masked_fill(same, 0.0), right.masked_fill(same, 0.0)
+
+
+def _snr_db(made: torch.Tensor, right: torch.Tensor) -> float:
+    """The power of the answer over that of the error, in decibels."""
+    noise = (made.double() - right.double()).square().sum()
+    return float(10 * torch.log10(right.double().square().sum() / noise.clamp_min(1e-30)))
+
+
 def _cosine(made: torch.Tensor, right: torch.Tensor) -> float:
-    made, right = made.double().cpu().flatten(), right.double().flatten()
+    made, right = (t.flatten() for t in _comparable(made, right))
+    if not right.numel():
+        return 1.0
     scale = right.abs().max()  # so that squares of tiny values do not vanish
     if scale == 0:
         return 1.0 if not made.any() else 0.0

@@ -62,6 +62,7 @@ def apply(graph: Graph) -> int:
     lowered = sum(_lower(graph, n) for n in list(graph.nodes) if n.op in LAYERS)
     for node in [n for n in graph.nodes if n.op in LAYERS]:
         _requantize(graph, node)
+        _take_relu(graph, node)
     _fold(graph)
     dead_code.apply(graph)
     return lowered
@@ -85,7 +86,7 @@ def code_of(graph: Graph, node: Node | None, op: str) -> Code | None:
 
 
 def _until_done(graph: Graph, *rewrites: Callable[[Graph], bool]) -> None:
-    while any([rewrite(graph) for rewrite in rewrites]):
+    while any(rewrite(graph) for rewrite in rewrites):
         pass
 
 
@@ -383,6 +384,17 @@ def _requantize(graph: Graph, node: Node) -> None:
     node.attrs |= {"dtype": code.dtype, "activation": activation}
     node.outputs = readers[0].outputs
     graph.nodes.remove(readers[0])
+
+
+def _take_relu(graph: Graph, node: Node) -> None:
+    """relu of codes after a layer that makes them: the layer's own, since rounding keeps signs."""
+    readers = graph.users()[node.output]
+    if node.output.dtype != "int8" or node.attrs["activation"] or node.output in graph.outputs:
+        return
+    if len(readers) == 1 and readers[0].op == "relu":
+        node.attrs["activation"] = "relu"
+        node.outputs = readers[0].outputs
+        graph.nodes.remove(readers[0])
 
 
 def _activation_of_codes(activation: str | None, code: Code) -> str | None:
