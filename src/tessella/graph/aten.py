@@ -18,6 +18,7 @@ from tessella.core.errors import CompileError
 from tessella.graph.build import Builder
 from tessella.graph.graph import Dim, Shape, Value
 from tessella.graph.ops import BY_ATEN, Op, is_attribute
+from tessella.graph.quantized import QUANTIZED
 from tessella.kernels.user.registry import OPERATORS
 
 Result = Value | tuple[Value, ...] | None
@@ -73,7 +74,7 @@ def translate(call: OperatorCall, build: Builder) -> Result:
     Raises:
         CompileError: the operator has no operation of ours and may not run as a fallback.
     """
-    if call.operator.namespace == "aten":
+    if call.operator.namespace in ("aten", "quantized_decomposed"):
         translator = TRANSLATORS.get(call.overload)
         if translator is not None and (made := translator(call, build)) is not None:
             return made
@@ -528,4 +529,5 @@ TRANSLATORS: dict[str, Translator] = _table(
     ("zeros.default ones.default full.default zeros_like.default ones_like.default", _filled),
     ("full_like.default new_zeros.default new_ones.default new_full.default", _filled),
     ("empty.memory_format empty_like.default new_empty.default", _filled),
+    *QUANTIZED.items(),
 )

@@ -35,13 +35,15 @@ class Builder:
         self.layer = ""
         self._fold = fold
         self._taken = set(reserved)
+        self._counts: dict[str, int] = {}  # how often a name like this one was asked for
 
     def fresh(self, like: str) -> str:
         """A name like ``like`` that nothing else has, taken from now on."""
-        name, count = like, 0
+        name, count = like, self._counts.get(like, 0)
         while name in self._taken:
             count += 1
             name = f"{like}.{count}"
+        self._counts[like] = count
         self._taken.add(name)
         return name
 
@@ -81,7 +83,8 @@ class Builder:
         kinds = infer.outputs(op, inputs, attrs)
         like = name or op
         names = [like] if len(kinds) == 1 else [f"{like}.{i}" for i in range(len(kinds))]
-        if self._fold and self._foldable(inputs, kinds, attrs):
+        a_weight = op == "dequantize" and len(kinds[0][1]) > 1  # whose codes a layer will want
+        if self._fold and not a_weight and self._foldable(inputs, kinds, attrs):
             tensors = [self.graph.constant(v) for v in inputs]
             made = reference.call(op, tensors, attrs)
             return tuple(self.constant(n, t) for n, t in zip(names, made, strict=True))
