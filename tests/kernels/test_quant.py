@@ -1,0 +1,221 @@
+"""quantize, dequantize, int8 pooling and oneDNN's int8 layers, against float64 and integers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tessella.kernels import catalog, reference
+from tessella.kernels.problem import Problem, TensorMeta, meta_of
+
+CPU = torch.device("cpu")
+CHANNELS_LAST = torch.channels_last
+
+
+def run(id: str, problem: Problem, constants: dict[int, torch.Tensor], *inputs: torch.Tensor):
+    """One kernel's answer, into a poisoned buffer where it writes into one."""
+    module = catalog.kernel(id).load()
+    assert module.fits(problem) is None
+    config = module.configs(problem)[0] if hasattr(module, "configs") else {}
+    call = module.bind(problem, constants, **config)
+    if not module.WRITES_OUT:
+        return call(*inputs)
+    out = problem.output.empty(CPU)
+    out.fill_(77)
+    return call(*inputs, out=out)
+
+
+def like(tensor: torch.Tensor, dtype: str) -> TensorMeta:
+    return TensorMeta(shape=tuple(tensor.shape), dtype=dtype, format=meta_of(tensor).format)
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """With ties, and what is out of range."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 40
+    flat = made.view(-1)
+    flat[:8] = torch.tensor([0.25, 0.75, 1.25, -0.25, -0.75, 1e9, -1e9, 0.0])
+    return made
+
+
+def codes(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+
+
+# ── quantize, dequantize ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kernel", ["reference", "quantize.aten", "quantize.tiled"])
+@pytest.mark.parametrize("zero", [None, 3, -128])
+@pytest.mark.parametrize("shape", [(70,), (2, 20, 3, 3)])
+def test_quantize_rounds_half_to_even_and_then_adds_zero(
+    kernel: str, zero: int | None, shape: tuple[int, ...]
+) -> None:
+    x, scale = numbers(*shape), torch.tensor(0.5)
+    if len(shape) == 4:
+        x = x.contiguous(memory_format=CHANNELS_LAST)
+    right = ((x.double() / 0.5).round() + (zero or 0)).clamp(-128, 127)
+    constants = {1: scale} | ({} if zero is None else {2: torch.tensor(zero, dtype=torch.int8)})
+    problem = Problem(
+        op="quantize",
+        inputs=(meta_of(x), *(meta_of(c) for c in constants.values())),
+        outputs=(like(x, "int8"),),
+        attrs={"axis": 0, "dtype": "int8"},
+        constant=tuple(constants),
+    )
+    made = run(kernel, problem, constants, x)
+    assert made.dtype == torch.int8
+    assert torch.equal(made.double(), right)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "quantize.aten"])
+def test_quantize_to_fp8_saturates(kernel: str) -> None:
+    # (that of our Triton kernel is compared on a GPU: the interpreter's cast is wrong)
+    x, scale = numbers(64), torch.tensor(0.5)
+    problem = Problem(
+        op="quantize",
+        inputs=(meta_of(x), meta_of(scale)),
+        outputs=(like(x, "float8_e4m3fn"),),
+        attrs={"axis": 0, "dtype": "float8_e4m3fn"},
+        constant=(1,),
+    )
+    made = run(kernel, problem, {1: scale}, x).float()
+    assert float(made.max()) == 448.0
+    torch.testing.assert_close(made, (x / 0.5).clamp(-448, 448), rtol=1 / 16, atol=2**-10)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "dequantize.aten", "dequantize.tiled"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("small", ["int8", "float8_e4m3fn"])
+def test_dequantize(kernel: str, dtype: str, small: str) -> None:
+    q = codes(300).clamp(-127).to(getattr(torch, small))
+    scale = torch.tensor(0.037)
+    constants = {1: scale} | ({2: torch.tensor(-5, dtype=torch.int8)} if small == "int8" else {})
+    problem = Problem(
+        op="dequantize",
+        inputs=(meta_of(q), *(meta_of(c) for c in constants.values())),
+        outputs=(like(q, dtype),),
+        attrs={"axis": 0, "dtype": dtype},
+        constant=tuple(constants),
+    )
+    right = (q.double() + 5 * (small == "int8")) * scale.double()
+    made = run(kernel, problem, constants, q)
+    assert made.dtype == getattr(torch, dtype)
+    eps = torch.finfo(made.dtype).eps
+    torch.testing.assert_close(made.double(), right, rtol=eps, atol=0)
+
+
+@pytest.mark.parametrize("op", ["quantize", "dequantize"])
+def test_a_scale_for_each_channel(op: str) -> None:
+    x, scale = numbers(4, 6, 5), torch.rand(6) + 0.1
+    zero = codes(6, seed=1)
+    attrs = {"axis": 1, "dtype": "int8" if op == "quantize" else "float32"}
+    x = x if op == "quantize" else codes(4, 6, 5)
+    problem = Problem(
+        op=op,
+        inputs=(meta_of(x), meta_of(scale), meta_of(zero)),
+        outputs=(like(x, attrs["dtype"]),),
+        attrs=attrs,
+        constant=(1, 2),
+    )
+    made = run(f"{op}.aten", problem, {1: scale, 2: zero}, x)
+    for channel in range(6):
+        one = [x[:, channel], scale[channel], zero[channel]]
+        (right,) = reference.call(op, one, {**attrs, "axis": 0})
+        assert torch.equal(made[:, channel], right)
+    assert "one scale" in str(catalog.kernel(f"{op}.tiled").load().fits(problem))
+
+
+# ── pooling ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation", "ceil"),
+    [
+        ((3, 3), (2, 2), (1, 1), (1, 1), False),
+        ((3, 2), (2, 1), (0, 0), (1, 2), True),
+        ((2, 2), (2, 2), (1, 1), (1, 1), True),
+    ],
+)
+def test_max_pool_of_codes(dtype: str, kernel, stride, padding, dilation, ceil: bool) -> None:
+    x = codes(2, 20, 7, 9).to(getattr(torch, dtype)).contiguous(memory_format=CHANNELS_LAST)
+    x[0, :, :3, :3] = -128  # a window of the least codes only
+    attrs = {
+        "kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation,
+        "ceil_mode": ceil,
+    }  # fmt: skip
+    right = F.max_pool2d(x.double(), kernel, stride, padding, dilation, ceil)
+    output = TensorMeta(shape=tuple(right.shape), dtype=dtype, format="channels_last")
+    problem = Problem(op="max_pool2d", inputs=(meta_of(x),), outputs=(output,), attrs=attrs)
+    for id in ("max_pool2d.windows", "max_pool2d.aten"):
+        assert torch.equal(run(id, problem, {}, x).double(), right)
+
+
+# ── layers ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def layer(op: str, dtype: str, activation: str | None, residual: bool, groups: int = 1):
+    """A layer on random codes, its operands, and the exact result before it is stored."""
+    if op == "conv2d":
+        x, w = codes(2, 12, 9, 7).contiguous(memory_format=CHANNELS_LAST), codes(8, 12, 3, 3)
+        w = w[:, : 12 // groups].contiguous()
+        window = {"stride": (2, 1), "padding": (1, 1), "dilation": (1, 1), "groups": groups}
+        product = F.conv2d(x.double(), w.double(), None, **window)
+        shape, format = (-1, 1, 1), "channels_last"
+    else:
+        x, w, window = codes(2, 5, 12), codes(8, 12), {}
+        product = x.double() @ w.double().T
+        shape, format = (-1,), "contiguous"
+    scale, bias = torch.rand(8) * 0.01, torch.randn(8) * 5
+    exact = product * scale.double().view(shape) + bias.double().view(shape)
+    added = None
+    if residual:
+        added = codes(*exact.shape, seed=3).to(getattr(torch, dtype))
+        added = added.contiguous(memory_format=CHANNELS_LAST) if op == "conv2d" else added
+        exact = exact + 0.7 * added.double()
+    if activation:
+        exact = exact.relu() if activation == "relu" else F.gelu(exact)
+    problem = Problem(
+        op=op,
+        inputs=(
+            meta_of(x),
+            meta_of(w),
+            meta_of(bias),
+            None if added is None else meta_of(added),
+            meta_of(scale),
+        ),
+        outputs=(TensorMeta(shape=tuple(exact.shape), dtype=dtype, format=format),),
+        attrs={**window, "activation": activation, "dtype": dtype, "beta": 0.7},
+        constant=(1, 2, 4),
+    )
+    return problem, {1: w, 2: bias, 4: scale}, [x] if added is None else [x, added], exact
+
+
+@pytest.mark.parametrize("op", ["conv2d", "linear"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_onednn_int8_is_exact(op: str, residual: bool, activation: str, dtype: str) -> None:
+    problem, constants, inputs, exact = layer(op, dtype, activation, residual)
+    before = [t.clone() for t in inputs]
+    module = catalog.kernel(f"{op}.onednn_int8").load()
+    if dtype == "int8" and activation == "gelu":
+        assert "only relu" in str(module.fits(problem))
+        return
+    made = run(f"{op}.onednn_int8", problem, constants, *inputs)
+    assert problem.output.matches(made)
+    if dtype == "int8":
+        assert torch.equal(made.double(), exact.round().clamp(-128, 127))
+    else:
+        torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+    (stored,) = reference.call(op, problem.operands(constants, inputs), problem.attrs)
+    assert torch.equal(made, stored) or dtype == "float32"
+
+
+def test_grouped_int8_convolution() -> None:
+    problem, constants, inputs, exact = layer("conv2d", "int8", "relu", False, groups=4)
+    made = run("conv2d.onednn_int8", problem, constants, *inputs)
+    assert torch.equal(made.double(), exact.round().clamp(-128, 127))
