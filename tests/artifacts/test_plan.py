@@ -67,6 +67,7 @@ def linear_plan() -> Plan:
                 ),
             ),
             arena_bytes=128,
+            held_bytes=128,
             peak_bytes=128,
         )
         for n in (1, 2)
@@ -146,6 +147,7 @@ def test_the_table_for_people() -> None:
     text = str(GOOD)
     assert "linear.torch" in text
     assert "a CPU" in text
+    assert "memory: 128 bytes (128 of them the arena), 1.00 × the 128 that live at once" in text
 
 
 # --- damage -------------------------------------------------------------------------------------

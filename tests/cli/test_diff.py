@@ -57,6 +57,7 @@ def made(
             ),
             steps=steps(fused=fused, kernel=kernel),
             arena_bytes=offset + 64 * len(names),
+            held_bytes=64 * len(names),
             peak_bytes=64 * len(names),
         )
         for n in batches
@@ -152,6 +153,7 @@ def test_a_layer_more_does_not_shift_the_steps_behind_it() -> None:
                 for i, o, layer in zip(read, names, layers, strict=False)
             ),
             arena_bytes=64,
+            held_bytes=64,
             peak_bytes=64,
         )  # fmt: skip
         return replace(APART, program=replace(APART.program, buckets=(bucket,)))

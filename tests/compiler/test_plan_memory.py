@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torchvision import models
 
 from tessella import runtime
-from tessella.artifacts.plan import ALIGNMENT
-from tessella.compiler.passes.plan_memory import _Storage, place
-from tessella.core.spec import TensorSpec
+from tessella.artifacts.plan import ALIGNMENT, Bucket, Program
+from tessella.compiler.passes import choose_kernels, plan_memory
+from tessella.compiler.passes.assign_layout import Layout
+from tessella.compiler.passes.choose_kernels import Tuner
+from tessella.compiler.passes.plan_memory import _peak_bytes, _Storage, place
+from tessella.compiler.pipeline import optimized, with_layout
+from tessella.core.events import silent
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph import capture
+from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.ops import OPS
 from tessella.kernels import catalog
-from tessella.kernels.problem import TensorMeta
+from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.tuning import TimingCache, Trial
 from tests.compiler.memory import check_memory
 from tests.compiler.networks import build, captured, plan
 
@@ -73,19 +86,86 @@ def test_a_view_keeps_its_base_alive() -> None:
         check_memory(made.program, bucket)
 
 
-def test_a_result_takes_the_place_of_an_operand_that_ends() -> None:
+@pytest.fixture
+def unraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kernel that fits a step is taken; nothing is run."""
+
+    def first(node: Node, problem: Problem, *_: Any) -> tuple[Trial, ...]:
+        rows = catalog.candidates(problem.op, "cpu")
+        fitting = [row for row in rows if row.refusal(problem) is None]
+        return (Trial(kernel=fitting[0].id, config=fitting[0].configs(problem)[0]),)
+
+    monkeypatch.setattr(choose_kernels, "trials", first)
+
+
+def unraced_bucket(graph: Graph, batch: int, layout: Layout = "contiguous") -> Bucket:
+    """The program of an optimized graph, as ``unraced`` chooses."""
+    constants = {v.name: t for v, t in graph.constants.items()}
+    tuner = Tuner(target="cpu", math="ieee", constants=constants, cache=TimingCache(), budget_s=0.0)
+    laid_out, formats = with_layout(graph, layout)
+    concrete = laid_out.at_batch(batch)
+    choices = choose_kernels.apply(concrete, formats, tuner, silent, "")
+    return plan_memory.apply(concrete, choices, batch)
+
+
+def test_a_result_takes_the_place_of_an_operand_that_ends(unraced: None) -> None:
     class Chain(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             a = torch.exp(x)  # read by the last addition: stays
             b = torch.tanh(torch.sigmoid(torch.tanh(a))) * 2
             return (b + a).relu()
 
-    made = build(Chain(), TensorSpec(name="image", dtype="float32", shape=(1, 64)))
-    for bucket in made.program.buckets:
-        check_memory(made.program, bucket)
-        places = {b.name: b.offset for b in bucket.buffers}
-        assert len(set(places.values())) == 2
-        assert bucket.arena_bytes == bucket.peak_bytes == 2 * 64 * 4 * bucket.batch
+    spec = TensorSpec(name="image", dtype="float32", shape=(2, 64))
+    graph = capture(Chain(), (spec,), outputs=("scores",))
+    bucket = unraced_bucket(graph, 2)
+    check_memory(Program(inputs=("image",), outputs=("scores",), buckets=(bucket,)), bucket)
+    assert len(bucket.steps) == 7
+    assert {b.offset for b in bucket.buffers} == {0, 2 * 64 * 4}
+    assert bucket.arena_bytes == bucket.held_bytes == bucket.peak_bytes == 2 * 2 * 64 * 4
+
+
+# largest that the arena may be, over the least that lives at once
+PACKING = {"googlenet": 1.0, "resnet18": 1.0, "vit": 1.0, "mobilenet_v3": 1.05, "mnasnet": 1.0}
+
+
+@pytest.mark.parametrize("name", PACKING)
+def test_the_arena_is_hardly_larger_than_what_lives_at_once(unraced: None, name: str) -> None:
+    graph = optimized(captured(name)) if name != "mnasnet" else mnasnet()
+    for batch in (1, 8):
+        storages = every_value_in_the_arena(graph.at_batch(batch))
+        least = _peak_bytes(storages, len(graph.nodes) + 1)
+        assert place(storages) <= PACKING[name] * least
+        bucket = unraced_bucket(graph, batch)
+        assert bucket.peak_bytes <= bucket.held_bytes
+        assert bucket.packing <= 1.5  # what kernels allocate by themselves cannot be packed
+
+
+def mnasnet() -> Graph:
+    """The network of torchvision whose values fit worst where the largest are placed first."""
+    spec = TensorSpec(
+        name="image", dtype="float32", shape=(DimRange(min=1, opt=2, max=8), 3, 64, 64)
+    )
+    return optimized(capture(models.mnasnet1_0(weights=None).eval(), (spec,)))
+
+
+def every_value_in_the_arena(graph: Graph) -> list[_Storage]:
+    """As on a GPU, where every kernel writes into the arena; operations that view do so."""
+    last: dict[Value, int] = {v: len(graph.nodes) for v in graph.outputs}
+    for index, node in reversed(list(enumerate(graph.nodes))):
+        until = max(last.get(v, index) for v in node.outputs)
+        for value in node.inputs:
+            if value is not None:
+                ends = until if OPS[node.op].view else index
+                last[value] = max(last.get(value, -1), ends)
+    storages = []
+    for index, node in enumerate(graph.nodes):
+        for value in node.outputs:
+            if not OPS[node.op].view or node.inputs[0] in graph.inputs:
+                shape = tuple(int(d) for d in value.shape)
+                meta = TensorMeta(shape=shape, dtype=value.dtype)
+                until = last.get(value, index)
+                storages.append(_Storage(value.name, meta, index, until, True))
+    return storages
 
 
 def test_an_operand_with_a_view_keeps_its_place() -> None:

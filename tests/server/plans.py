@@ -67,6 +67,7 @@ def _bucket(batch: int) -> Bucket:
             ),
         ),
         arena_bytes=128,
+        held_bytes=128,
         peak_bytes=128,
     )
 

@@ -138,7 +138,12 @@ def make_plan(path: Path, *, built_from: str) -> None:
         )  # fmt: skip
         buckets.append(
             Bucket(
-                batch=batch, buffers=buffers, steps=steps, arena_bytes=1 << 17, peak_bytes=1 << 17
+                batch=batch,
+                buffers=buffers,
+                steps=steps,
+                arena_bytes=1 << 17,
+                held_bytes=1 << 17,
+                peak_bytes=1 << 17,
             )
         )
         tuning += [

@@ -7,8 +7,10 @@ result that is made element by element takes the place of an operand that nobody
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tessella.artifacts.plan import ALIGNMENT, Bucket, Buffer, Step
 from tessella.compiler.passes.choose_kernels import Choice
@@ -76,6 +78,7 @@ def apply(graph: Graph, choices: Sequence[Choice], batch: int) -> Bucket:
         buffers=buffers,
         steps=steps,
         arena_bytes=arena_bytes,
+        held_bytes=arena_bytes + _peak_bytes([s for s in storages if not s.in_arena], len(choices)),
         peak_bytes=_peak_bytes(storages, len(choices)),
     )
 
@@ -166,10 +169,37 @@ class _Memory:
         return None
 
 
+# In which order storages get their places. No order is best for all networks: of twelve of
+# torchvision's, by size is 25 % above the least for MNASNet and exact for the others, by time exact
+# for MNASNet and up to 44 % above for the others.
+ORDERS: tuple[Callable[[_Storage], tuple[Any, ...]], ...] = (
+    lambda s: (-s.nbytes, s.first, s.name),
+    lambda s: (s.first, -s.nbytes, s.name),
+    lambda s: (s.first - s.last, -s.nbytes, s.name),
+    lambda s: (-s.nbytes, s.first - s.last, s.name),
+)
+
+
 def place(storages: Sequence[_Storage]) -> int:
-    """Offsets, the largest storage first, each in the tightest gap; returns the arena's size."""
+    """Offsets, by the order that needs the least memory; returns the arena's size."""
+    steps = max((s.last for s in storages), default=0) + 1
+    least = _peak_bytes(storages, steps)
+    best, offsets = math.inf, [s.offset for s in storages]
+    for order in ORDERS:
+        nbytes = _place_in(sorted(storages, key=order))
+        if nbytes < best:
+            best, offsets = nbytes, [s.offset for s in storages]
+        if best == least:
+            break
+    for storage, offset in zip(storages, offsets, strict=True):
+        storage.offset = offset
+    return int(best)
+
+
+def _place_in(storages: Sequence[_Storage]) -> int:
+    """Offsets in the order given, each in the tightest gap; returns the arena's size."""
     placed: list[_Storage] = []
-    for storage in sorted(storages, key=lambda s: (-s.nbytes, s.first, s.name)):
+    for storage in storages:
         neighbours = sorted(
             (p for p in placed if p.first <= storage.last and storage.first <= p.last),
             key=lambda p: p.offset,
