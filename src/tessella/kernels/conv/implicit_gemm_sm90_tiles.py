@@ -6,6 +6,7 @@ a list of layers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -185,24 +186,26 @@ def _stage_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
 
 def stages_of_a_tile(shape: Shape, config: dict[str, Any]) -> float:
     """Stages of one tile, on average: taps that only see padding are skipped."""
-    chunks = math.ceil(shape.C / config["tile_c"])
-    taps = 1.0
+    (sh, sw), (ph, pw), (dh, dw) = shape.stride, shape.padding, shape.dilation
     rows = 1 if config["taps"] > 1 else shape.R
-    for size, out, count, stride, pad, dilation, box in (
-        (shape.H, shape.P, rows, shape.stride[0], shape.padding[0], shape.dilation[0],
-         config["tile_h"]),
-        (shape.W, shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.dilation[1],
-         config["tile_w"]),
-    ):  # fmt: skip
-        tiles = range(0, out, box)
-        seen = 0
-        for first in tiles:
-            last = first + box - 1
-            high = min(max(size - 1 + pad - first * stride, 0) // dilation, count - 1)
-            low = min(-(-max(pad - last * stride, 0) // dilation), high)
-            seen += high - low + 1
-        taps *= seen / len(tiles)
-    return taps * chunks
+    taps = _taps_seen(shape.H, shape.P, rows, sh, ph, dh, config["tile_h"])
+    taps *= _taps_seen(shape.W, shape.Q, shape.S, sw, pw, dw, config["tile_w"])
+    return taps * math.ceil(shape.C / config["tile_c"])
+
+
+@functools.lru_cache(maxsize=4096)  # candidates differ in few ways along one axis: half the time
+def _taps_seen(
+    size: int, out: int, count: int, stride: int, pad: int, dilation: int, box: int
+) -> float:
+    """Taps along one axis that see the image, on average over tiles of ``box`` results."""
+    tiles = range(0, out, box)
+    seen = 0
+    for first in tiles:
+        last = first + box - 1
+        high = min(max(size - 1 + pad - first * stride, 0) // dilation, count - 1)
+        low = min(-(-max(pad - last * stride, 0) // dilation), high)
+        seen += high - low + 1
+    return seen / len(tiles)
 
 
 def tile_counts(shape: Shape, config: dict[str, Any]) -> tuple[int, int, int, int]:
