@@ -145,12 +145,12 @@ def compile_graph(
     emit(phase("optimize", f"{len(graph.nodes)} operations"))
     if samples is None and calibration is not None:
         samples = calibration.samples_for(graph)
-    wanted = verify.expected(graph, batch.min, batch.max, samples)
+    wanted = verify.expected(graph, batch.min, batch.max, samples, target=target)
     exact = optimized(graph, emit)
     assignment = precision_of.assign(exact, precision, precisions or {}, target, calibration)
     rounded = _changed(exact, rounding(exact, assignment, calibration))
     if assignment.kinds:
-        wanted = verify.rounded(wanted, rounded, emit)
+        wanted = verify.rounded(wanted, rounded, emit, target=target)
     loosest = assignment.loosest
     lowered = _changed(rounded, narrowing(assignment))
     fused, count = with_siblings(lowered, target)
@@ -264,9 +264,7 @@ def rounding(
     """The passes that follow ``PASSES`` where layers are to be int8 or fp8, or a file says so."""
     steps = []
     if assignment.kinds and calibration is not None:
-        insert = partial(
-            insert_quantization.apply, kinds=assignment.kinds, calibration=calibration
-        )
+        insert = partial(insert_quantization.apply, kinds=assignment.kinds, calibration=calibration)
         steps.append(Pass(insert, "layers read int8 or fp8, in the scales of the calibration"))
     if steps or any(n.op in ("quantize", "dequantize") for n in graph.nodes):
         steps.append(Pass(lower_quantization.apply, "products of int8 or fp8, rounded in place"))

@@ -77,11 +77,18 @@ def _resized(tensors: Mapping[str, torch.Tensor], batch: int) -> Tensors:
 
 
 def expected(
-    graph: Graph, smallest: int, largest: int, samples: Mapping[str, torch.Tensor] | None = None
+    graph: Graph,
+    smallest: int,
+    largest: int,
+    samples: Mapping[str, torch.Tensor] | None = None,
+    *,
+    target: str,
 ) -> Expected:
     """The check's samples and answers.
 
     Args:
+        target: where the network is interpreted: 128 images through a ResNet-50 in float64 take
+            two processor cores 22 s.
         samples: inputs by name, for networks that random ones do not fit; as many as there are.
 
     Raises:
@@ -92,7 +99,7 @@ def expected(
     batch = min(SAMPLES, largest) if free else smallest
     inputs = _random_inputs(graph, batch) if samples is None else _resized(samples, batch)
     try:
-        outputs = _answers(graph, inputs)
+        outputs = _answers(graph, inputs, target)
     except (RuntimeError, IndexError, ZeroDivisionError) as error:  # torch's, of one operation
         raise CompileError(
             "the network does not run on the inputs that its plan would be checked with",
@@ -108,8 +115,8 @@ def expected(
                 "samples={name: array}",
             )
     if batch > 1:
-        _require_independent_samples(graph, inputs, outputs)
-    noise = _noise(graph, inputs, outputs)
+        _require_independent_samples(graph, inputs, outputs, target)
+    noise = _noise(graph, inputs, outputs, target)
     return Expected(inputs=inputs, outputs=outputs, noise=noise, own=_own_precision(graph))
 
 
@@ -118,22 +125,33 @@ def _own_precision(graph: Graph) -> str:
     return "bf16" if "bfloat16" in types else "fp16" if "float16" in types else "fp32"
 
 
-def _noise(graph: Graph, inputs: Tensors, outputs: Tensors) -> float:
+def _noise(graph: Graph, inputs: Tensors, outputs: Tensors, target: str) -> float:
     """How far float32 alone is from the answers, in the worse of two orders of sums."""
     return max(
         _error(single[name], answer)
-        for single in (interpret(graph, inputs), interpret(graph, _channels_last(inputs)))
+        for ordered in (inputs, _channels_last(inputs))
+        for single in (_interpreted(graph, ordered, target),)
         for name, answer in outputs.items()
     )
 
 
-def rounded(wanted: Expected, graph: Graph, emit: Emit) -> Expected:
+def _interpreted(
+    graph: Graph, inputs: Tensors, target: str, upcast: torch.dtype | None = None
+) -> Tensors:
+    """``interpret`` on the target's device, its outputs on the CPU."""
+    device = torch_device(target)
+    with float32_math("ieee"):
+        made = interpret(graph, {n: t.to(device) for n, t in inputs.items()}, upcast=upcast)
+    return {name: tensor.cpu() for name, tensor in made.items()}
+
+
+def rounded(wanted: Expected, graph: Graph, emit: Emit, *, target: str) -> Expected:
     """The answers of a network whose layers round to int8 or fp8, which a plan must give.
 
     Raises:
         CompileError: they have little to do with those of the network.
     """
-    outputs = _answers(graph, wanted.inputs)
+    outputs = _answers(graph, wanted.inputs, target)
     for name, answer in outputs.items():
         right = wanted.outputs[name]
         cosine, snr_db = _cosine(answer, right), _snr_db(answer, right)
@@ -145,7 +163,7 @@ def rounded(wanted: Expected, graph: Graph, emit: Emit) -> Expected:
                 fix="calibrate with more data or another method, or give the layers with the least"
                 " snr_db another precision",
             )
-    return replace(wanted, outputs=outputs, noise=_noise(graph, wanted.inputs, outputs))
+    return replace(wanted, outputs=outputs, noise=_noise(graph, wanted.inputs, outputs, target))
 
 
 def _channels_last(inputs: Tensors) -> Tensors:
@@ -172,15 +190,17 @@ def _random_inputs(graph: Graph, batch: int) -> Tensors:
     return inputs
 
 
-def _answers(graph: Graph, inputs: Tensors) -> Tensors:
-    made = interpret(graph, inputs, upcast=torch.float64)
+def _answers(graph: Graph, inputs: Tensors, target: str) -> Tensors:
+    made = _interpreted(graph, inputs, target, upcast=torch.float64)
     return {v.name: made[v.name].to(getattr(torch, v.dtype)) for v in graph.outputs}
 
 
-def _require_independent_samples(graph: Graph, inputs: Tensors, outputs: Tensors) -> None:
+def _require_independent_samples(
+    graph: Graph, inputs: Tensors, outputs: Tensors, target: str
+) -> None:
     """Engines pad and split batches, which is right only if samples do not see each other."""
     others = {n: torch.cat([t[:1], t[1:].flip(0) * 0]) for n, t in inputs.items()}
-    for name, answer in _answers(graph, others).items():
+    for name, answer in _answers(graph, others, target).items():
         if (
             answer.shape[:1] != outputs[name].shape[:1]
             or _error(answer[:1], outputs[name][:1]) > 1e-4
@@ -217,7 +237,7 @@ def check(
         if (reason := _deviation(made[v.name], wanted.outputs[v.name], wanted, precision))
     ]
     if wrong:
-        where = _first_wrong_step(choices, made, reference, wanted, precision)
+        where = _first_wrong_step(choices, made, reference, wanted, precision, tuner.target)
         raise CompileError(
             f"the plan does not compute what the network computes ({precision})",
             seen=f"{'; '.join(wrong)}. {where}",
@@ -237,7 +257,12 @@ def _run(choices: Sequence[Choice], inputs: Tensors, tuner: Tuner) -> Tensors:
 
 
 def _first_wrong_step(
-    choices: Sequence[Choice], made: Tensors, reference: Graph, wanted: Expected, precision: str
+    choices: Sequence[Choice],
+    made: Tensors,
+    reference: Graph,
+    wanted: Expected,
+    precision: str,
+    target: str,
 ) -> str:
     every = Graph(
         reference.name,
@@ -246,7 +271,7 @@ def _first_wrong_step(
         reference.nodes,
         reference.constants,
     )
-    right = _answers(every, wanted.inputs)
+    right = _answers(every, wanted.inputs, target)
     for choice in choices:
         for value in choice.node.outputs:
             if value.name in right:
