@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ class Engine:
                 f"To do: {manifest.rebuild}",
                 stacklevel=3,
             )
-        self._done = torch.cuda.Event() if self.device.type == "cuda" else None
+        # of its own, so that engines of one GPU, called in several threads, run side by side
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def _bind(self, plan: Plan, target: str) -> dict[int, BoundBucket | GraphedBucket]:
         on_gpu = self.device.type == "cuda"
@@ -158,6 +160,12 @@ class Engine:
                 fix=f"use one of {self.buckets}",
             )
         return self._bound[batch]
+
+    @contextmanager
+    def alone(self, batch: int) -> Iterator[BoundBucket | GraphedBucket]:
+        """``bound(batch)`` while no other call of this engine runs."""
+        with self._lock:
+            yield self.bound(batch)
 
     def __call__(self, *positional: Array, **named: Array) -> dict[str, Any]:
         """Run on any batch of one or more samples.
@@ -226,21 +234,42 @@ class Engine:
         largest = self.buckets[-1]
         full, rest = divmod(count, largest)
         sizes = self._covers[largest] * full + self._covers[rest]
-        with self._lock:
+        with self._lock, self._own_stream(tensors) as results:
             if not self._bound:
                 raise UsageError("the engine is closed", fix="load the plan again")
-            if self._done is not None:
-                torch.cuda.current_stream().wait_event(self._done)
             parts, start = [], 0
             for size in sizes:
                 taken = min(size, count - start)
                 parts.append(self._run_bucket(size, tensors, start, taken, where))
                 start += taken
-            if self._done is not None:
-                self._done.record()
-        if len(parts) == 1:
-            return parts[0]
-        return [torch.cat(column) for column in zip(*parts, strict=True)]
+            if len(parts) == 1:
+                results += parts[0]
+            else:
+                results += [torch.cat(column) for column in zip(*parts, strict=True)]
+        return results
+
+    @contextmanager
+    def _own_stream(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """On a GPU, run the block in the engine's stream, after and before the caller's work.
+
+        Yields a list for what the caller gets; neither its memory nor that of ``tensors`` is used
+        for anything else before both streams are done with it.
+        """
+        results: list[torch.Tensor] = []
+        if self._stream is None:
+            yield results
+            return
+        caller = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield results
+        caller.wait_stream(self._stream)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
+        for tensor in results:
+            if tensor.is_cuda:
+                tensor.record_stream(caller)
 
     def _run_bucket(
         self, size: int, tensors: list[torch.Tensor], start: int, taken: int, where: torch.device
@@ -281,8 +310,8 @@ class Engine:
             self._compare(self(**inputs), outputs)
             for size in self.buckets if self._differ else ():
                 rows = [_repeated(t, size) for t in inputs.values()]
-                with self._lock:
-                    made = self._run_bucket(size, rows, 0, size, torch.device("cpu"))
+                with self._lock, self._own_stream(rows) as made:
+                    made += self._run_bucket(size, rows, 0, size, torch.device("cpu"))
                 right = {n: _repeated(t, size) for n, t in outputs.items()}
                 self._compare(dict(zip(outputs, made, strict=True)), right)
         except ArtifactError:
@@ -298,12 +327,11 @@ class Engine:
             if (tensor.shape, tensor.dtype) != (right.shape, right.dtype):
                 kinds = " and ".join(f"{t.dtype} {tuple(t.shape)}" for t in (tensor, right))
                 raise self._fails(f"output {name!r} is not the recorded one", kinds)
-            error = (tensor.double() - right.double()).abs().max()
-            error = error / right.double().abs().max().clamp_min(1e-30)
+            error = _error(tensor.double(), right.double())
             if not error <= self.manifest.tolerance:
                 raise self._fails(
                     f"output {name!r} is not the recorded one",
-                    f"error {float(error):.2e} of the largest value, "
+                    f"error {error:.2e} of the largest value, "
                     f"allowed {self.manifest.tolerance:.0e}",
                 )
 
@@ -321,6 +349,15 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _error(made: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest error over the largest value; the same infinity, or NaN in both, is no error."""
+    if not right.numel():
+        return 0.0
+    same = ((made == right) | (made.isnan() & right.isnan())) & ~right.isfinite()
+    made, right = made.masked_fill(same, 0.0), right.masked_fill(same, 0.0)
+    return float((made - right).abs().max() / right.abs().max().clamp_min(1e-30))
 
 
 def _repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
