@@ -467,10 +467,10 @@ def engine_predictor(engine: Engine) -> Callable[[torch.Tensor], torch.Tensor]:
     return predict
 
 
-def open_model(path: str | Path) -> Model:
-    """A checkpoint (folder, or the best of a run) or a plan (file)."""
+def open_model(path: str | Path, *, compiled: bool = True) -> Model:
+    """A checkpoint (a folder, or the best of a run) or a plan; ``compiled`` as for ``load``."""
     path = Path(path)
-    return load(path) if path.is_file() else open_checkpoint(path)
+    return load(path, compiled=compiled) if path.is_file() else open_checkpoint(path)
 
 
 def predictor(
@@ -531,6 +531,7 @@ def serve(
     token: str | None = None,
     max_delay_us: int = 0,
     folder: str | Path | None = None,
+    compiled: bool = True,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans over HTTP (Open Inference Protocol) until the process is told to stop.
@@ -541,6 +542,7 @@ def serve(
         token: what clients must send; needed unless ``host`` is this machine's own.
         max_delay_us: how long a request may wait for others to share its batch.
         folder: NAME.plan files that clients may load too.
+        compiled: as for ``load``.
         ready: called with the server's URL when it takes requests.
     """
     server.serve(
@@ -550,6 +552,7 @@ def serve(
         token=token,
         max_delay_us=max_delay_us,
         folder=None if folder is None else Path(folder),
+        compiled=compiled,
         ready=ready,
     )
 

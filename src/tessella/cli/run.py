@@ -28,6 +28,9 @@ def run(
     top: Annotated[int, Option(help="How many labels for each image.", min=1)] = 5,
     out: Annotated[Path | None, Option(help="Write the evaluation here, as JSON.")] = None,
     trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
+    recompile: Annotated[
+        bool, Option("--recompile", help="Do not run the machine code that a plan carries.")
+    ] = False,
     json: Json = False,
     events: Events = None,
 ) -> None:
@@ -41,7 +44,7 @@ def run(
                 "give images to classify, or --data to evaluate, one of the two",
                 fix="tessella run MODEL photo.jpg, or tessella run MODEL --data datasets/flowers",
             )
-        opened = api.open_model(model)
+        opened = api.open_model(model, compiled=not recompile)
         if images:
             answers = api.classify(opened, images, top=top, trust_code=trust_code)
             plain = {

@@ -31,6 +31,9 @@ def serve(
     folder: Annotated[
         Path | None, Option(help="Folder of NAME.plan files that clients may load too.")
     ] = None,
+    recompile: Annotated[
+        bool, Option("--recompile", help="Do not run the machine code that a plan carries.")
+    ] = False,
     events: Events = None,
 ) -> None:
     """Serve plans (Open Inference Protocol: /v2/models/NAME/infer), with /metrics.
@@ -45,6 +48,7 @@ def serve(
             token=None if token_file is None else read_token(token_file),
             max_delay_us=max_delay_us,
             folder=folder,
+            compiled=not recompile,
             ready=lambda url: out.emit(phase("serving", url)),
         )
 

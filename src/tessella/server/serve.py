@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import signal
 import socket
@@ -13,6 +14,7 @@ from types import FrameType, TracebackType
 import uvicorn
 
 from tessella.core.errors import UsageError
+from tessella.runtime import load
 from tessella.server.app import App
 from tessella.server.connection import connection_with
 from tessella.server.guard import Guard
@@ -32,6 +34,7 @@ def serve(
     token: str | None = None,
     max_delay_us: int = 0,
     folder: Path | None = None,
+    compiled: bool = True,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans until SIGTERM or SIGINT; then finish the requests at hand and return.
@@ -42,13 +45,19 @@ def serve(
         token: what clients must send; needed unless ``host`` is this machine's own.
         max_delay_us: how long a request may wait for others to share its batch.
         folder: a folder of NAME.plan files that may be loaded over HTTP too.
+        compiled: run the machine code that plans for a GPU carry, else compile it from our sources.
         ready: called once with the server's URL when it takes requests.
 
     Raises:
         UsageError: an address or a name that cannot be used, no token for a public address.
         ArtifactError: a plan that cannot be loaded.
     """
-    repository = Repository(models, folder=folder, max_delay_us=max_delay_us)
+    repository = Repository(
+        models,
+        folder=folder,
+        max_delay_us=max_delay_us,
+        open_engine=functools.partial(load, compiled=compiled),
+    )
     server = _prepare(repository, host=host, port=port, token=token, limits=DEFAULT_LIMITS)
     if ready is not None:
         server.on_ready = ready
