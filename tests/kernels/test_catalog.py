@@ -126,6 +126,10 @@ PROBLEMS = [
     problem("mul", [X, (2, 4, 1, 1)], X, {"scalar": None}, format=LAST),
     problem("div", [(3, 4), None], (3, 4), {"scalar": 3}),
     problem("pow", [(3, 4), None], (3, 4), {"scalar": 2}),
+    *(problem("pointwise", [X, X], X, {"program": (
+        ("add", (0, 1), {"scalar": None, "alpha": 1}), ("layer_norm", (2, None, None),
+         {"normalized_shape": (6,), "eps": 1e-5}), ("relu", (3,), {})), "results": (4,)}, format=f)
+      for f in ("contiguous", LAST)),
     problem("to", [X], X, {"dtype": "float32"}, format="contiguous", made=LAST),
     problem("cat", [X, (2, 2, 6, 6)], (2, 6, 6, 6), {"dim": 1}, format=LAST),
     problem("reshape", [X], (2, 144), {"shape": (2, 144)}, format=LAST, made="contiguous"),
