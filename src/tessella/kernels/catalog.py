@@ -213,16 +213,6 @@ KERNELS: tuple[Kernel, ...] = (
     _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
     *_rows("max_pool2d avg_pool2d adaptive_avg_pool2d", "windows", "pool.windows", "tessella"),
     *_rows("mean sum adaptive_avg_pool2d", "columns", "reduce.columns", "tessella"),
-    *_rows(
-        "pointwise relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish leaky_relu elu"
-        " softplus clamp exp log sqrt rsqrt reciprocal neg abs erf add sub mul div pow maximum"
-        " minimum to batch_norm softmax log_softmax layer_norm rms_norm mean sum amax amin"
-        " adaptive_avg_pool2d",
-        "generated",
-        "pointwise.generated",
-        "tessella",
-    ),
-    _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
     # moving elements
     *_aten("to cat", "transform.copy"),
     _row("cat.in_place", "transform.join", *_TORCH, source="aten"),
