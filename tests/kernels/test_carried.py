@@ -23,6 +23,8 @@ from tessella.core import cubin
 from tessella.core.compiled import CompiledKernel, CompiledKernels, Parameter
 from tessella.core.errors import CorruptArtifact
 from tessella.core.record import from_plain
+from tessella.kernels import carried
+from tessella.kernels.user import cuda
 from tests.artifacts.fuzz_plans import honest, members_of
 from tests.compiler.networks import captured, plan
 
@@ -284,3 +286,25 @@ def test_members_of_another_name_are_refused(carrying: Plan) -> None:
     for other in ("0" * 64, "../" + hashed[3:], hashed.upper()):
         with pytest.raises(CorruptArtifact):
             from_bytes(content.replace(hashed.encode(), other.encode()))
+
+
+# --- CUDA C++ -------------------------------------------------------------------------------------
+
+SCALE = 'extern "C" __global__ void scale(float* x, float by) { x[threadIdx.x] *= by; }'
+
+
+def test_cuda_is_carried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = cuda(SCALE, "scale")
+    collected = carried.Collected("sm_90")
+    collected.add_cuda(kernel.key("sm_90"), "scale", kernel.cubin("sm_90"))
+    compiled = collected.compiled
+    assert compiled.wrong() is None
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something is compiled")
+
+    monkeypatch.setattr("torch.cuda._utils._nvrtc_compile", refuse)
+    with carried.carrying(carried.Carried(compiled, "sm_90")):
+        assert cuda(SCALE, "scale").cubin("sm_90") == compiled.cubins[compiled.kernels[0].cubin]
+        with pytest.raises(AssertionError, match="is compiled"):
+            cuda(SCALE.replace("*=", "+="), "scale").cubin("sm_90")

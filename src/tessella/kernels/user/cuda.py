@@ -111,7 +111,7 @@ class CudaKernel:
             shared_bytes=shared_bytes,
         )
         if (asking := collected()) is not None:
-            asking.add_cuda(self._key(target), self.name, cubin)
+            asking.add_cuda(self.key(target), self.name, cubin)
         return self.compiled(grid, block, shared_bytes=shared_bytes, target=target)
 
     def compiled(
@@ -133,13 +133,13 @@ class CudaKernel:
         asm = {"cubin": cubin, "ptx": f".maxntid {threads}"}
         return Launched(grid=grid, compiled=SimpleNamespace(metadata=metadata, asm=asm))
 
-    def _key(self, target: str) -> str:
+    def key(self, target: str) -> str:
         """Equal keys, equal machine code."""
         return digest(["CUDA C++", self.source, self.name, self.options, target])
 
     def _cubin(self, target: str) -> bytes:
         store = carried()
-        found = store.find(self._key(target), self.name) if store is not None else None
+        found = store.find(self.key(target), self.name) if store is not None else None
         if store is not None and found is not None:
             return store.cubin(found)
         try:
