@@ -100,6 +100,7 @@ def compile(
     samples: Mapping[str, torch.Tensor] | None = None,
     cache: str | Path | None = None,
     lock: Plan | str | Path | None = None,
+    time_limit_s: float | None = None,
     trust_code: bool = False,
     emit: Emit = silent,
 ) -> Plan:
@@ -120,6 +121,8 @@ def compile(
         cache: timing cache file, read and added to.
         lock: a plan of this network on this device, or its ``lock`` in a file: what was measured
             then decides, nothing is measured, and the plan has the same bytes.
+        time_limit_s: how long to measure at most. A build that needs longer raises
+            ``BuildStopped``; the next one with the same ``cache`` goes on there.
         trust_code: let a checkpoint of a user's own Python network run the code that it brings.
     """
     target = target or default_target()
@@ -149,6 +152,7 @@ def compile(
         samples=samples,
         cache=None if cache is None else Path(cache),
         lock=None if lock is None else _lock(lock),
+        time_limit_s=time_limit_s,
         emit=emit,
         **details,
     )

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from tessella.training.memory import is_out_of_memory, largest_that_runs, out_of_memory
+from tessella.core.memory import is_out_of_memory
+from tessella.training.memory import largest_that_runs, out_of_memory
 
 
 def step_with_room_for(images: int, calls: list[int]):

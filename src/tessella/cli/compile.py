@@ -36,6 +36,9 @@ def compile_(
     lock: Annotated[
         Path | None, Option(help="A plan: decide as it did, measure nothing, same bytes.")
     ] = None,
+    time_limit: Annotated[
+        float | None, Option(help="Seconds to measure; the next build with this cache goes on.")
+    ] = None,
     trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
     json: Json = False,
     events: Events = None,
@@ -56,6 +59,7 @@ def compile_(
             input="uint8" if uint8 else "float32",
             cache=cache,
             lock=lock,
+            time_limit_s=time_limit,
             trust_code=trust_code,
             emit=out_.emit,
         )

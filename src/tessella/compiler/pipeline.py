@@ -36,6 +36,7 @@ from tessella.compiler.passes import (
 from tessella.compiler.passes.assign_layout import Formats, Layout
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.compiler.precision import Assignment
+from tessella.compiler.stopping import stopping
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.errors import CompileError, UsageError
@@ -47,6 +48,7 @@ from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
 from tessella.graph.sample import one_sample
 from tessella.graph.show import text
+from tessella.kernels.allowance import Allowance
 from tessella.kernels.tuning import Lock
 from tessella.kernels.user import registry
 
@@ -110,6 +112,7 @@ def compile_graph(
     cache: Path | None = None,
     lock: str | None = None,
     budget_s: float = 0.02,
+    time_limit_s: float | None = None,
     emit: Emit = silent,
 ) -> Plan:
     """Optimize a network for a device and put it into a plan that has been checked.
@@ -132,10 +135,12 @@ def compile_graph(
         lock: ``Plan.lock`` of another build of this network on this device. It decides, nothing is
             measured, and the plan has the same bytes.
         budget_s: about how long to measure the kernels of one step.
+        time_limit_s: how long to measure in all, from the first measurement on.
 
     Raises:
         UsageError: an unknown target, precision or input, or a batch that the graph does not have.
         CompileError: no kernel fits, or the plan would not compute what the network computes.
+        BuildStopped: out of time, or of memory; the next build with this ``cache`` goes on there.
     """
     require_precision(precision)
     graph = one_sample(graph, batch)
@@ -163,18 +168,21 @@ def compile_graph(
         constants={name: t.to(torch_device(target)) for name, t in constants.items()},
         cache=trials,
         budget_s=budget_s,
+        allowance=Allowance(time_limit_s),
     )
-    lowered, formats = _fastest(variants, batch.opt, precision, tuner, emit)
-    buckets, tuning = [], []
-    for size in bucket_sizes(batch):
-        emit(phase("tune", f"batch {size}"))
-        concrete = lowered.at_batch(size)
-        choices = choose_kernels.apply(concrete, formats, tuner, emit, f"batch {size}")
-        choices = join_in_place.apply(concrete, choices, tuner)
-        choices = overwrite_residuals.apply(concrete, choices, tuner)
-        verify.check(choices, concrete, rounded, wanted.at(size), tuner, loosest)
-        buckets.append(plan_memory.apply(concrete, choices, size))
-        tuning += _candidates(choices, size)
+    with stopping(cache, tuner.allowance) as progress:
+        lowered, formats = _fastest(variants, batch.opt, precision, tuner, emit)
+        buckets, tuning = [], []
+        for size in bucket_sizes(batch):
+            progress.begin(size)
+            emit(phase("tune", f"batch {size}"))
+            concrete = lowered.at_batch(size)
+            choices = choose_kernels.apply(concrete, formats, tuner, emit, f"batch {size}")
+            choices = join_in_place.apply(concrete, choices, tuner)
+            choices = overwrite_residuals.apply(concrete, choices, tuner)
+            verify.check(choices, concrete, rounded, wanted.at(size), tuner, loosest)
+            buckets.append(plan_memory.apply(concrete, choices, size))
+            tuning += _candidates(choices, size)
     manifest = Manifest(
         fingerprint=device,
         inputs=tuple(_spec(v, batch) for v in graph.inputs),

@@ -10,7 +10,8 @@ TessellaError          1
 ├── TrainError         5   training cannot start or go on
 │   └── OutOfMemory        with settings that fit
 ├── CompileError       6   a network that cannot become a plan
-│   └── UnboundInput       a model's shapes depend on the value of one of its inputs
+│   ├── UnboundInput       a model's shapes depend on the value of one of its inputs
+│   └── BuildStopped       out of time or memory; another build goes on from there
 ├── InputError         7   a tensor or request that does not match a plan
 ├── JobError           8   the queue cannot do what was asked
 ├── ServeError         9   a request that a server refuses, with its HTTP status
@@ -103,6 +104,10 @@ class UnboundInput(CompileError):
     ) -> None:
         super().__init__(wrong, seen=seen, fix=fix)
         self.input = input
+
+
+class BuildStopped(CompileError):
+    """A build that ran out of time or memory. What it measured is in its timing cache."""
 
 
 class InputError(TessellaError):

@@ -19,7 +19,9 @@ import torch
 
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.errors import CompileError, KernelError
+from tessella.core.memory import is_out_of_memory
 from tessella.kernels import catalog, reference
+from tessella.kernels.allowance import Allowance
 from tessella.kernels.catalog import Call, Config, Kernel
 from tessella.kernels.compilers import compile_ahead
 from tessella.kernels.epilogue import store
@@ -58,6 +60,7 @@ class Terms:
         far: a kernel whose first configuration takes this many times the fastest one's time does
             not try its others.
         inspect: also compare with float64, repeat, and read what the kernels take from the GPU.
+        allowance: of time, that several auctions share; ``find`` raises ``OutOfTime`` after it.
     """
 
     budget_s: float = 0.02
@@ -66,6 +69,7 @@ class Terms:
     sources: Collection[str] | None = None
     far: float = 2.0
     inspect: bool = False
+    allowance: Allowance | None = None
 
 
 def find(
@@ -263,6 +267,8 @@ class _Auction:
         known = [self._cache.get(device, key, row.id, row.version) for row in rows]
         if all(t and (t.inspection or t.refused or not self._terms.inspect) for t in known):
             return [self._within_limit(trial) for trial in known if trial is not None]
+        if self._terms.allowance is not None:
+            self._terms.allowance.spend()
         trials, lasting = self._measured(rows), True
         if self._problem.op == "fallback" and all(t.refused for t in trials):
             # It may not take random numbers, and nothing competes: a plan's check runs it on real
@@ -485,8 +491,8 @@ class _Auction:
                 seen=f"{config} on {self._problem}: {str(error).splitlines()[0]}",
                 fix="report it, and leave the kernel out with algorithms=",
             ) from error
-        except (KernelError, RuntimeError, ValueError, TypeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+        except (KernelError, RuntimeError, ValueError, TypeError, MemoryError) as error:
+            if is_out_of_memory(error):
                 self._short_of_memory.add(row.id)
             return Tried(config=config, refused=f"failed: {str(error).splitlines()[0][:120]}")
 

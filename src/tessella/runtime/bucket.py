@@ -12,6 +12,7 @@ import torch
 
 from tessella.artifacts.plan import Bucket, Program, Slice, Step, dying, in_place
 from tessella.core.errors import ArtifactError, CorruptArtifact
+from tessella.core.memory import is_out_of_memory
 from tessella.core.record import canonical_json
 from tessella.kernels import catalog, shapes
 from tessella.kernels.catalog import Call
@@ -191,6 +192,8 @@ class _Binder:
         except ArtifactError:
             raise
         except Exception as error:  # attributes from a stranger: what they may raise has no end
+            if is_out_of_memory(error):
+                raise
             raise CorruptArtifact(
                 f"step {step.outputs[0]!r} cannot be bound to kernel {step.kernel}",
                 seen=first_line(error),

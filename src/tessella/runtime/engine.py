@@ -18,6 +18,7 @@ import torch
 from tessella.artifacts.plan import Bucket, Buffer, Manifest, Plan, alike, load_plan
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.errors import ArtifactError, InputError, TessellaError, UsageError
+from tessella.core.memory import free_bytes, is_out_of_memory
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.kernels.carried import Carried, carrying, collecting
@@ -95,7 +96,7 @@ class Engine:
         self._lock = threading.Lock()
         takes = compiled and bool(plan.compiled.kernels)
         self.carried = Carried(plan.compiled, target) if takes else None
-        with carrying(self.carried):
+        with _enough_memory(plan, self.device), carrying(self.carried):
             self._bound = self._bind(plan, target)
         if self.carried is not None and self.carried.missed:
             warnings.warn(
@@ -358,6 +359,27 @@ def _error(made: torch.Tensor, right: torch.Tensor) -> float:
     same = ((made == right) | (made.isnan() & right.isnan())) & ~right.isfinite()
     made, right = made.masked_fill(same, 0.0), right.masked_fill(same, 0.0)
     return float((made - right).abs().max() / right.abs().max().clamp_min(1e-30))
+
+
+@contextmanager
+def _enough_memory(plan: Plan, device: torch.device) -> Iterator[None]:
+    """Raise ``ArtifactError`` with the batch that fits, where memory runs out inside."""
+    free = free_bytes(device)
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        weights = sum(t.nbytes for t in plan.weights.values())
+        needs = {b.batch: weights + max(b.arena_bytes, b.peak_bytes) for b in plan.program.buckets}
+        fits = max((batch for batch, needed in needs.items() if needed < free), default=None)
+        raise ArtifactError(
+            f"the plan does not fit in the memory of {device}",
+            seen=f"{max(needs.values()):,} bytes needed at least, {free:,} were free",
+            fix=f"build it for batches up to {fits}: {plan.manifest.rebuild}"
+            if fits is not None and fits < max(needs)
+            else "free memory there, or build it in a narrower precision",
+        ) from error
 
 
 def _repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:

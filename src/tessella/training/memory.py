@@ -1,4 +1,4 @@
-"""Out of memory: recognize it, and find a batch size that fits by running smaller ones."""
+"""Out of memory: find a batch size that fits by running smaller ones, and say so."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from collections.abc import Callable
 import torch
 
 from tessella.core.errors import OutOfMemory
-
-_CPU_MESSAGES = ("DefaultCPUAllocator: can't allocate", "not enough memory: you tried to allocate")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a failed step failed for want of memory, on a GPU or in the host."""
-    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(m in str(error) for m in _CPU_MESSAGES)
+from tessella.core.memory import is_out_of_memory
 
 
 def largest_that_runs(step: Callable[[int], None], failed: int) -> int | None:

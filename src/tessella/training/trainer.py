@@ -8,9 +8,10 @@ from torch import Tensor
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.run import RunInfo
 from tessella.core.errors import OutOfMemory
+from tessella.core.memory import is_out_of_memory
 from tessella.nn import convert, zoo
 from tessella.training.loss import balanced_weights, classification_loss
-from tessella.training.memory import is_out_of_memory, largest_that_runs, out_of_memory
+from tessella.training.memory import largest_that_runs, out_of_memory
 from tessella.training.parallel import World
 from tessella.training.precision import MixedPrecision
 from tessella.training.solver import optimizer_for, set_rate

@@ -11,6 +11,7 @@ from tessella.artifacts.plan import SLICE_ALIGNMENT, Slice
 from tessella.compiler.passes.assign_layout import Formats
 from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels.allowance import Allowance
 from tessella.kernels.auction import Bid, Terms, find, look_ahead
 from tessella.kernels.catalog import Config, kernel
 from tessella.kernels.problem import Math, Problem, TensorMeta
@@ -57,6 +58,7 @@ class Tuner:
     Attributes:
         constants: by name, on the target's device.
         budget_s: about how long to measure one problem.
+        allowance: of time, for all that is measured.
     """
 
     target: str
@@ -64,11 +66,17 @@ class Tuner:
     constants: Mapping[str, torch.Tensor]
     cache: TimingCache
     budget_s: float
+    allowance: Allowance = field(default_factory=Allowance)
 
     @property
     def terms(self) -> Terms:
         """What an auction may use."""
-        return Terms(budget_s=self.budget_s, max_workspace_bytes=WORKSPACE_BYTES, far=FAR)
+        return Terms(
+            budget_s=self.budget_s,
+            max_workspace_bytes=WORKSPACE_BYTES,
+            far=FAR,
+            allowance=self.allowance,
+        )
 
 
 def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -> list[Choice]:
