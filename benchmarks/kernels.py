@@ -45,6 +45,8 @@ class Case:
         peers: by name, functions of the problem's operands. The ratio is against the fastest.
         others: timed too, without a part in the ratio.
         algorithms: those of ours that may win; None for all.
+        chained: the weight is constant, and the time is that of one of many such products after
+            another, each with its own weight, as layers follow each other; none is in the L2.
         published_ms: by algorithm, on a Quadro GV100.
     """
 
@@ -54,6 +56,7 @@ class Case:
     peers: Mapping[str, Peer]
     others: Mapping[str, Peer] = field(default_factory=dict)
     algorithms: tuple[str, ...] | None = None
+    chained: bool = False
     published_ms: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -102,7 +105,7 @@ def _terms(case: Case, seconds: float) -> Terms:
 def _compiled(cases: Sequence[Case], seconds: float) -> Iterator[Sequence[Bid] | None]:
     """What each auction of a family will run, when it is compiled; later ones compile meanwhile."""
     ahead = look_ahead(
-        {case.problem.key: (case.problem, {}) for case in cases},
+        {case.problem.key: (case.problem, _constants(case)) for case in cases},
         target=TARGET,
         cache=TimingCache(),
         terms=_terms(cases[0], seconds),
@@ -114,6 +117,21 @@ def _compiled(cases: Sequence[Case], seconds: float) -> Iterator[Sequence[Bid] |
         yield near
 
 
+def _constants(case: Case) -> dict[int, torch.Tensor]:
+    return {i: _sample(case.problem.inputs[i]) for i in case.problem.constant}
+
+
+def _sample(meta: TensorMeta) -> torch.Tensor:
+    return torch.randn(meta.shape, device=torch_device(TARGET)).to(getattr(torch, meta.dtype))
+
+
+def _weights(problem: Problem) -> Tensors:
+    """As many as drive each other out of the L2."""
+    l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
+    count = max(8, math.ceil(2 * l2_bytes / problem.inputs[1].nbytes))
+    return [_sample(problem.inputs[1]) for _ in range(count)]
+
+
 def _row(
     case: Case, near: Sequence[Bid] | None, ceilings: Limits, seconds: float
 ) -> dict[str, Any]:
@@ -123,7 +141,7 @@ def _row(
     try:
         trials = auction.find(
             problem,
-            {},
+            _constants(case),
             target=TARGET,
             terms=_terms(case, seconds),
             inputs=inputs,
@@ -132,12 +150,13 @@ def _row(
     except CompileError as error:
         return {**row, "refused": error.seen}
     best = trials[0]
-    ours, buffers = auction.bind(catalog.kernel(best.kernel), problem, {}, device, best.config)
-    runs: dict[str, Run] = {"ours": lambda: ours(*inputs, **buffers)}
+    weights = _weights(problem) if case.chained else []
+    runs = {"ours": _ours(best, problem, inputs, weights)}
     for name, peer in {**case.peers, **case.others}.items():
-        runs[name] = _warmed(peer, inputs, problem.math)
+        runs[name] = _warmed(peer, inputs, weights, problem.math)
     with torch.inference_mode(), _math(problem.math):
-        times = {n: t.time_us for n, t in measure(runs, device=device, budget_s=seconds).items()}
+        timings = measure(runs, device=device, budget_s=seconds)
+    times = {name: round(t.time_us / max(1, len(weights)), 3) for name, t in timings.items()}
     row |= {
         "kernel": best.kernel,
         "config": best.config,
@@ -169,12 +188,22 @@ def _algorithm(trial: Trial, published_ms: Mapping[str, float]) -> dict[str, Any
     }
 
 
-def _warmed(peer: Peer, inputs: Tensors, math: Math) -> Run:
+def _ours(best: Trial, problem: Problem, inputs: Tensors, weights: Tensors) -> Run:
+    """The kernel that won; once for each weight, if there are several."""
+    row, device = catalog.kernel(best.kernel), torch_device(TARGET)
+    constants = [{1: weight} for weight in weights] or [{}]
+    bound = [auction.bind(row, problem, each, device, best.config) for each in constants]
+    buffers = bound[0][1]
+    return lambda: [call(*inputs, **buffers) for call, _ in bound]
+
+
+def _warmed(peer: Peer, inputs: Tensors, weights: Tensors, math: Math) -> Run:
     """The peer on these operands, after the runs in which it searches and allocates."""
+    operands = [(*inputs, weight) for weight in weights] or [tuple(inputs)]
     with torch.inference_mode(), _math(math):
         for _ in range(3):
-            peer(*inputs)
-    return lambda: peer(*inputs)
+            peer(*operands[0])
+    return lambda: [peer(*each) for each in operands]
 
 
 class _math:
@@ -343,8 +372,11 @@ def _gemm_thin() -> Iterator[Case]:
             yield Case(
                 family="gemm M <= 64",
                 name=f"{m}x{n}x{k}",
-                problem=problems.linear(_meta("float16", m, k), _meta("float16", n, k)),
+                problem=problems.linear(
+                    _meta("float16", m, k), _meta("float16", n, k), constant=(1,)
+                ),
                 peers={"cublas": lambda x, w: torch.mm(x, w.t())},
+                chained=True,
             )
 
 
