@@ -1,0 +1,88 @@
+"""INT8 and FP8 plans keep the accuracy of a network trained on real data, by calibration alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+from tessella import compiler, runtime
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph import capture
+from tessella.graph.graph import Graph
+from tests.compiler.networks import plan
+
+TRAIN, CALIBRATION = 1200, 300  # of 1,797 handwritten digits; the others are the test's
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int, made: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, made, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(made, made, 3, 1, 1, bias=False)
+        self.norm, self.norm2 = nn.BatchNorm2d(made), nn.BatchNorm2d(made)
+        self.past = nn.Conv2d(channels, made, 1, stride) if channels != made else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.norm2(self.second(F.relu(self.norm(self.first(x)))))
+        return F.relu(inside + self.past(x))
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Images [1797, 1, 8, 8] around zero, and labels, shuffled."""
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
+    return images[order], torch.tensor(data.target)[order]
+
+
+@pytest.fixture(scope="module")
+def trained(digits: tuple[torch.Tensor, torch.Tensor]) -> tuple[nn.Module, Graph]:
+    torch.manual_seed(0)
+    images, labels = (t[:TRAIN] for t in digits)
+    net = nn.Sequential(
+        nn.Conv2d(1, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU(), Block(16, 16, 1),
+        Block(16, 32, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+    solver = torch.optim.AdamW(net.parameters(), 5e-3)
+    for _ in range(6):
+        for batch in torch.randperm(TRAIN).split(50):
+            solver.zero_grad()
+            F.cross_entropy(net(images[batch]), labels[batch]).backward()
+            solver.step()
+    spec = TensorSpec(
+        name="image", dtype="float32", shape=(DimRange(min=1, opt=64, max=64), 1, 8, 8)
+    )
+    return net.eval(), capture(net, (spec,), outputs=("scores",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("int8", m) for m in ("min-max", "percentile", "entropy", "mse")] + [("fp8", "mse")],
+)
+def test_top1_stays_within_half_a_point(
+    digits: tuple[torch.Tensor, torch.Tensor],
+    trained: tuple[nn.Module, Graph],
+    kind: str,
+    method: str,
+) -> None:
+    (images, labels), (net, graph) = digits, trained
+    shown = [{"image": batch} for batch in images[:CALIBRATION].split(50)]
+    calibration = compiler.calibrate(graph, shown, method=method, kinds=(kind,))
+    made = plan(graph, (64, 64, 64), precision=kind, calibration=calibration)
+    scores = runtime.load(made)(image=images[TRAIN:])["scores"]
+    with torch.no_grad():
+        right = net(images[TRAIN:])
+
+    def top1(given: torch.Tensor) -> float:
+        return 100 * float((given.argmax(1) == labels[TRAIN:]).float().mean())
+
+    assert top1(right) > 95
+    assert top1(scores) >= top1(right) - 0.5
+    assert (scores.argmax(1) == right.argmax(1)).float().mean() >= 0.99
+    layers = [s for s in made.program.buckets[0].steps if s.op in ("conv2d", "linear")]
+    assert sum(len(s.inputs) == 5 for s in layers) == len(layers) - 1  # all but the first
+    assert min(calibration.snr_db[kind].values()) > (35 if kind == "int8" else 25)

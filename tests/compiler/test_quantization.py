@@ -1,0 +1,430 @@
+"""The passes that round: against torch's fake quantization, integers by hand, and ONNX Runtime."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantFormat,
+    QuantType,
+    quantize_static,
+)
+from torch import nn
+from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quantized_decomposed
+
+from tessella import compiler, runtime
+from tessella.artifacts.plan import from_bytes, to_bytes
+from tessella.compiler import pipeline
+from tessella.compiler.passes import lower_quantization
+from tessella.compiler.precision import assign
+from tessella.core.errors import CompileError, UsageError
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph import capture, check, interpret
+from tessella.graph.graph import Graph, Node
+from tessella.graph.onnx import read
+from tests.compiler.networks import NETWORKS, captured, plan
+
+torch_codes = torch.ops.quantized_decomposed
+
+
+def graph_of(module: nn.Module, *shape: int, name: str = "x") -> Graph:
+    spec = TensorSpec(name=name, dtype="float32", shape=(DimRange(min=1, opt=2, max=8), *shape))
+    return capture(module.eval(), (spec,), outputs=("scores",))
+
+
+def rounded(graph: Graph, kind: str = "fp32", target: str = "cpu", **given) -> Graph:
+    """The graph after the passes that round, checked after each."""
+    exact = pipeline.optimized(graph)
+    calibration = given.pop("calibration", None)
+    assignment = assign(exact, kind, given, target, calibration)
+    return pipeline._changed(exact, pipeline.rounding(exact, assignment, calibration))
+
+
+def layers_of(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.op in ("conv2d", "linear")]
+
+
+def on_codes(graph: Graph) -> list[Node]:
+    return [n for n in layers_of(graph) if len(n.inputs) == 5]
+
+
+def calibrated(graph: Graph, *shape: int, kinds: tuple[str, ...] = ("int8",), **settings):
+    torch.manual_seed(1)
+    batches = [{graph.inputs[0].name: torch.randn(4, *shape)} for _ in range(2)]
+    return compiler.calibrate(graph, batches, kinds=kinds, **settings)
+
+
+# ── explicit: torch ───────────────────────────────────────────────────────────────────────────────
+
+
+def near(x: torch.Tensor, scale: float, zero: int, low: int = -128, high: int = 127):
+    dtype = torch.int8 if low < 0 else torch.uint8
+    arguments = (scale, zero, low, high, dtype)
+    return torch_codes.dequantize_per_tensor(
+        torch_codes.quantize_per_tensor(x, *arguments), *arguments
+    )
+
+
+def near_channels(weight: torch.Tensor, scale: torch.Tensor):
+    arguments = (scale, torch.zeros_like(scale, dtype=torch.int32), 0, -127, 127, torch.int8)
+    return torch_codes.dequantize_per_channel(
+        torch_codes.quantize_per_channel(weight, *arguments), *arguments
+    )
+
+
+class Explicit(nn.Module):
+    """Powers of two as scales: float32 holds every number exactly, and ties are frequent."""
+
+    def __init__(self, zeros: tuple[int, int, int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.last = nn.Linear(32, 4)
+        for layer in (self.a, self.b, self.last):  # halves and eighths
+            layer.weight.data = (layer.weight.data * 32).round() / 64
+            layer.bias.data = (layer.bias.data * 8).round() / 8
+        self.register_buffer("steps", 2.0 ** -torch.arange(4, 12).float())
+        self.zeros = zeros
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.zeros
+        x = near(x, 2**-4, first)
+        x = F.conv2d(x, near_channels(self.a.weight, self.steps), self.a.bias, padding=1).relu()
+        x = near(x, 2**-5, second, 0, 255)
+        y = F.conv2d(x, near_channels(self.b.weight, self.steps), self.b.bias, padding=1)
+        y = near((y + x).relu(), 2**-4, third)
+        y = F.max_pool2d(y, 2).flatten(1)
+        return F.linear(y, near_channels(self.last.weight, self.steps[:4]), self.last.bias)
+
+
+@pytest.mark.parametrize("zeros", [(0, 128, 0), (2, 0, -128), (3, 0, 5), (-7, 7, 1)])
+def test_torchs_roundings_are_kept_to_the_last_bit(zeros: tuple[int, int, int]) -> None:
+    module = Explicit(zeros)
+    graph = graph_of(module, 3, 4, 4)
+    made = rounded(graph)
+    assert len(on_codes(made)) == 3
+    x = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(5)) * 3
+    x = (x * 32).round() / 32  # ties
+    right = module(x)
+    assert torch.equal(interpret(made, {"x": x})["scores"], right)
+    exact = interpret(made, {"x": x}, upcast=torch.float64)["scores"]
+    assert torch.equal(exact, right.double())
+    engine = runtime.load(plan(graph, (1, 8, 8)))
+    assert torch.equal(engine(x=x)["scores"], right)
+
+
+def test_even_zero_points_are_taken_in_and_odd_ones_are_a_step() -> None:
+    even = rounded(graph_of(Explicit((2, 0, -128)), 3, 4, 4))
+    assert [n.output.dtype for n in on_codes(even)] == ["int8", "int8", "float32"]
+    assert [n.op for n in even.nodes].count("quantize") == 1
+    residual = on_codes(even)[1]
+    assert residual.attrs["beta"] == 0.5
+    assert residual.inputs[3].dtype == "int8"
+    odd = rounded(graph_of(Explicit((3, 128, 5)), 3, 4, 4))
+    assert [n.op for n in odd.nodes].count("quantize") > 1
+
+
+class Fake(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(16, 8)
+        self.register_buffer("steps", torch.rand(8) * 0.01 + 0.001)
+        self.register_buffer("zeros", torch.zeros(8, dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.fake_quantize_per_tensor_affine(x, 0.03, 4, -128, 127)
+        weight = torch.fake_quantize_per_channel_affine(
+            self.layer.weight, self.steps, self.zeros, 0, -127, 127
+        )
+        return F.linear(x, weight, self.layer.bias)
+
+
+def test_fake_quantization_is_read() -> None:
+    module = Fake().eval()  # torch exports it for a fixed batch only
+    spec = TensorSpec(name="x", dtype="float32", shape=(DimRange(min=5, opt=5, max=5), 16))
+    made = rounded(capture(module, (spec,), outputs=("scores",)))
+    assert [n.op for n in made.nodes] == ["quantize", "linear"]
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(interpret(made, {"x": x})["scores"], module(x))
+
+
+# ── explicit: ONNX ────────────────────────────────────────────────────────────────────────────────
+
+
+class Reader(CalibrationDataReader):
+    def __init__(self) -> None:
+        generator = np.random.default_rng(0)
+        self._left = [generator.standard_normal((4, 3, 8, 8), np.float32) for _ in range(3)]
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return {"x": self._left.pop()} if self._left else None
+
+
+@pytest.fixture(scope="module")
+def float_onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10),
+    ).eval()  # fmt: skip
+    path = tmp_path_factory.mktemp("onnx") / "float.onnx"
+    torch.onnx.export(
+        module, (torch.randn(2, 3, 8, 8),), str(path), input_names=["x"], opset_version=17,
+        output_names=["scores"], dynamic_axes={"x": {0: "n"}, "scores": {0: "n"}}, dynamo=False,
+    )  # fmt: skip
+    return path
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("activations", [QuantType.QInt8, QuantType.QUInt8])
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_onnx_roundings_are_kept(
+    float_onnx: Path, tmp_path: Path, activations: QuantType, per_channel: bool
+) -> None:
+    path = tmp_path / "codes.onnx"
+    symmetric = {"ActivationSymmetric": activations == QuantType.QInt8, "WeightSymmetric": True}
+    quantize_static(
+        str(float_onnx), str(path), Reader(), quant_format=QuantFormat.QDQ,
+        activation_type=activations, weight_type=QuantType.QInt8, per_channel=per_channel,
+        extra_options=symmetric,
+    )  # fmt: skip
+    graph = read(path)
+    made = rounded(graph)
+    assert len(on_codes(made)) == len(layers_of(made)) == 3
+    assert all(n.output.dtype == "int8" for n in on_codes(made)[:2])
+    x = np.random.default_rng(1).standard_normal((5, 3, 8, 8), np.float32)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    (right,) = session.run(None, {"x": x})
+    assert np.array_equal(interpret(graph, {"x": torch.from_numpy(x)})["scores"], right)
+    assert np.array_equal(runtime.load(plan(graph, (1, 8, 8)))(x=x)["scores"], right)
+
+
+# ── by calibration ────────────────────────────────────────────────────────────────────────────────
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.a, self.b = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.c, self.last = nn.Conv2d(16, 32, 1), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(self.stem(x).relu(), 2)
+        x = (self.b(self.a(x).relu()) + x).relu()
+        return self.last(self.c(x).relu().mean((2, 3)))
+
+
+def integers_by_hand(module: Residual, calibration: compiler.Calibration, x: torch.Tensor):
+    """The network in float64 on integers, written out."""
+
+    def layer(at: nn.Module, codes: torch.Tensor, step: float, name: str, **window) -> torch.Tensor:
+        weight = at.weight.detach()
+        steps = (weight.flatten(1).abs().amax(1).double() / 127).float()
+        line = (-1, *[1] * (weight.dim() - 1))
+        whole = (weight / steps.view(line)).round().double()
+        bias = at.bias.detach().double() + calibration.corrections["int8"][name].double()
+        product = F.conv2d(codes, whole, **window) if weight.dim() == 4 else codes @ whole.T
+        line = (-1, 1, 1) if weight.dim() == 4 else (-1,)
+        return product * (steps.double() * step).view(line) + bias.view(line)
+
+    def codes_of(values: torch.Tensor, step: float) -> torch.Tensor:
+        return (values / step).round().clamp(-128, 127)
+
+    scale = lambda name: float(torch.tensor(calibration.scale(name, "int8")))  # noqa: E731
+    stem = F.conv2d(x, module.stem.weight, module.stem.bias, padding=1).relu().double()
+    start = codes_of(F.max_pool2d(stem, 2), scale("max_pool2d"))
+    a = layer(module.a, start, scale("max_pool2d"), "relu.1", padding=1).relu()
+    a = codes_of(a, scale("relu.1"))
+    b = layer(module.b, a, scale("relu.1"), "relu.2", padding=1)
+    b = codes_of((b + start * scale("max_pool2d")).relu(), scale("relu.2"))
+    c = layer(module.c, b, scale("relu.2"), "relu.3").relu()
+    mean = codes_of(c.mean((2, 3)), scale("mean"))
+    return layer(module.last, mean, scale("mean"), "scores")
+
+
+def test_the_rounded_network_is_that_of_integers_by_hand() -> None:
+    module = Residual()
+    graph = graph_of(module, 3, 8, 8)
+    calibration = calibrated(graph, 3, 8, 8)
+    made = rounded(graph, "int8", calibration=calibration)
+    assert [n.output.dtype for n in layers_of(made)] == [
+        "float32", "int8", "int8", "float32", "float32"
+    ]  # fmt: skip
+    assert len(on_codes(made)) == 4  # three input channels are not worth it
+    x = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(9))
+    right = integers_by_hand(module, calibration, x)
+    got = interpret(made, {"x": x}, upcast=torch.float64)["scores"]
+    torch.testing.assert_close(got, right, rtol=1e-6, atol=1e-6)
+    near_float = interpret(pipeline.optimized(graph), {"x": x})["scores"]
+    assert F.cosine_similarity(got.flatten(), near_float.flatten().double(), dim=0) > 0.999
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_plan_gives_the_rounded_networks_answers(kind: str) -> None:
+    graph = graph_of(Residual(), 3, 8, 8)
+    calibration = calibrated(graph, 3, 8, 8, kinds=(kind,))
+    made = plan(graph, (1, 2, 4), precision=kind, calibration=calibration)
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(9))
+    right = interpret(rounded(graph, kind, calibration=calibration), {"x": x})["scores"]
+    got = runtime.load(from_bytes(to_bytes(made)))(x=x)["scores"]  # as a file, checked
+    torch.testing.assert_close(got, right, rtol=1e-2, atol=1e-2)
+    kernels = {s.kernel for s in made.program.buckets[0].steps}
+    assert kind == "fp8" or {"conv2d.onednn_int8", "linear.onednn_int8"} <= kernels
+    assert made.manifest.precision == kind
+
+
+def test_corrections_take_the_mean_error_away() -> None:
+    graph = graph_of(Residual(), 3, 8, 8)
+    torch.manual_seed(3)
+    x = torch.randn(64, 3, 8, 8)
+    calibration = compiler.calibrate(graph, [{"x": x}], kinds=("fp8",))
+    exact = interpret(pipeline.optimized(graph), {"x": x}, upcast=torch.float64)["scores"]
+
+    def mean_error(calibration: compiler.Calibration) -> float:
+        made = interpret(rounded(graph, "fp8", calibration=calibration), {"x": x})["scores"]
+        return float((made - exact).mean(0).abs().mean())
+
+    without = mean_error(dataclasses.replace(calibration, corrections={}))
+    assert mean_error(calibration) < 0.5 * without
+
+
+def test_resnet_stays_in_int8_between_stem_and_pool() -> None:
+    graph = captured("resnet18")
+    made = rounded(graph, "int8", calibration=calibrated(graph, 3, 32, 32))
+    check(made)
+    assert [n.layer for n in layers_of(made) if len(n.inputs) < 5] == ["conv1"]
+    floating = [n for n in on_codes(made) if n.output.dtype == "float32"]
+    assert [n.layer for n in floating] == ["layer4.1.conv2", "fc"]
+    ops = [n.op for n in made.nodes]
+    assert (ops.count("quantize"), ops.count("dequantize")) == (2, 1)
+    assert sum(n.inputs[3] is not None for n in on_codes(made)) == 8
+
+
+def test_branches_are_joined_in_int8() -> None:
+    graph = captured("googlenet")
+    small = compiler.calibrate(graph, [{"image": torch.randn(2, 3, 32, 32)}], method="min-max")
+    made = rounded(graph, "int8", calibration=small)
+    assert {n.output.dtype for n in made.nodes if n.op == "cat"} == {"int8", "float32"}
+    assert [n.output.dtype for n in made.nodes if n.op == "cat"].count("float32") == 1  # the last
+    ops = [n.op for n in made.nodes]
+    assert (ops.count("quantize"), ops.count("dequantize")) == (2, 0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return x
+
+
+def test_the_sums_of_a_transformer_stay_floating() -> None:
+    graph = graph_of(Block(), 5, 32)
+    made = rounded(graph, "int8", calibration=calibrated(graph, 5, 32))
+    assert {n.output.dtype for n in on_codes(made)} == {"float32"}
+    assert all(n.inputs[3].dtype == "float32" for n in on_codes(made) if n.inputs[3] is not None)
+
+
+class Capped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+        self.a.weight.data *= 10
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(F.relu6(self.a(x))).mean((2, 3))
+
+
+def test_relu6_is_the_range_of_the_codes() -> None:
+    graph = graph_of(Capped(), 16, 4, 4)
+    calibration = calibrated(graph, 16, 4, 4, method="min-max")
+    made = rounded(graph, "int8", calibration=calibration)
+    assert made.nodes[1].output.dtype == "int8"
+    assert made.nodes[1].attrs["activation"] == "relu"
+    x = torch.randn(3, 16, 4, 4, generator=torch.Generator().manual_seed(2))
+    exact = interpret(pipeline.optimized(graph), {"x": x})["scores"]
+    got = interpret(made, {"x": x})["scores"]
+    assert F.cosine_similarity(got.flatten(), exact.flatten(), dim=0) > 0.999
+
+
+# ── by layer ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_layers_have_precisions_of_their_own() -> None:
+    graph = graph_of(Residual(), 3, 8, 8)
+    names = compiler.layers(graph)
+    assert names == ("relu", "relu.1", "relu.2", "relu.3", "scores")
+    calibration = calibrated(graph, 3, 8, 8, kinds=("int8", "fp8"))
+    chosen = {"relu.1": "fp8", "relu.3": "bf16", "scores": "int8"}
+    made = plan(graph, (1, 2, 2), precisions=chosen, calibration=calibration)
+    found = {s.layer: s for s in made.program.buckets[0].steps if s.layer}
+    buffers = {b.name: b.dtype for b in made.program.buckets[0].buffers}
+    read = {name: buffers.get(s.inputs[0]) for name, s in found.items()}
+    assert (read["a"], read["b"], read["c"]) == ("float8_e4m3fn", "float32", "bfloat16")
+    assert read["last"] == "int8"
+    alone = plan(graph, (1, 2, 2), precision="int8", precisions={"relu.2": "fp32"},
+                 calibration=calibration)  # fmt: skip
+    steps = {s.layer: s for s in alone.program.buckets[0].steps if s.layer}
+    assert len(steps["b"].inputs) == 4
+    assert len(steps["a"].inputs) == len(steps["c"].inputs) == 5
+
+
+def test_what_is_not_right_is_refused() -> None:
+    graph = graph_of(Residual(), 3, 8, 8)
+    with pytest.raises(UsageError, match="needs a calibration"):
+        plan(graph, precision="int8")
+    with pytest.raises(UsageError, match="no operation of the optimized network"):
+        plan(graph, precisions={"conv1": "fp16"})
+    with pytest.raises(UsageError, match="no precision of a single layer"):
+        plan(graph, precisions={"relu": "tf32"})
+    calibration = calibrated(graph, 3, 8, 8)
+    with pytest.raises(UsageError, match="only convolutions and linear layers"):
+        plan(graph, precisions={"max_pool2d": "int8"}, calibration=calibration)
+    other = calibrated(graph_of(Capped(), 16, 4, 4), 16, 4, 4)
+    with pytest.raises(CompileError, match="has not seen this value"):
+        plan(graph, precision="int8", calibration=other)
+
+
+def test_rounding_that_breaks_a_network_is_refused() -> None:
+    module = Residual()
+    graph = graph_of(module, 3, 8, 8)
+    calibration = calibrated(graph, 3, 8, 8)
+    tiny = {name: value / 500 for name, value in calibration.thresholds.items()}
+    with pytest.raises(CompileError, match="changes what the network says"):
+        plan(graph, precision="int8", calibration=dataclasses.replace(calibration, thresholds=tiny))
+
+
+@pytest.mark.parametrize("factor", [1e6, 300.0])
+def test_numbers_beyond_float16_are_refused(factor: float) -> None:
+    module = Residual()
+    module.stem.weight.data *= factor  # its weights, or what comes of them, exceed 65,504
+    module.a.weight.data *= factor
+    with pytest.raises(CompileError, match=r"float16|does not compute"):
+        plan(graph_of(module, 3, 8, 8), precision="fp16")
+
+
+def test_fp8_and_uint8_roundings_move_only_where_they_may() -> None:
+    graph = captured("lenet")
+    _, channels, size = NETWORKS["lenet"]
+    calibration = calibrated(graph, channels, size, size, kinds=("fp8",))
+    made = rounded(graph, "fp8", calibration=calibration)
+    for node in made.nodes:
+        if node.op in lower_quantization.MOVES and node.output.dtype == "float8_e4m3fn":
+            assert node.op in lower_quantization.VIEWS
