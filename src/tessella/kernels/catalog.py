@@ -193,6 +193,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("batch_norm layer_norm", "norm.aten"),
     *_aten("softmax log_softmax", "softmax.aten"),
     *_aten("mean sum", "reduce.aten"),
+    _row("scaled_dot_product_attention.cudnn", "attention.cudnn", "sm_90", source="cudnn"),
     *_aten("scaled_dot_product_attention", "attention.aten"),
     # element by element
     *_aten("relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish", "pointwise.unary"),
