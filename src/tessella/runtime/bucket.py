@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tessella.artifacts.plan import Bucket, Program, Slice, Step, dying, in_place
-from tessella.core.errors import ArtifactError, CorruptArtifact
+from tessella.core.errors import ArtifactError, CompileError, CorruptArtifact
 from tessella.core.memory import is_out_of_memory
 from tessella.core.record import canonical_json
 from tessella.kernels import catalog, shapes
@@ -164,7 +164,7 @@ class _Binder:
         """The step's kernel, checked and bound to its constants and its place.
 
         Args:
-            ends: positions of inputs that nothing needs after the step.
+            ends: positions of inputs whose memory the step may take.
         """
         constants = {i: self._weights[n] for i, n in enumerate(step.inputs) if n in self._weights}
         problem = self._problem(step, tuple(constants), ends)
@@ -203,7 +203,6 @@ class _Binder:
 
     def _problem(self, step: Step, constant: tuple[int, ...], ends: tuple[int, ...]) -> Problem:
         metas = self._metas
-        taken = catalog.kernel(step.kernel).overwrites
         ready: tuple[int, ...] = ()
         if step.op == "cat" and isinstance(axis := step.attrs.get("dim"), int):
             parts = [(n, metas[n].shape[axis : axis + 1]) for n in step.inputs if n is not None]
@@ -217,7 +216,7 @@ class _Binder:
             attrs=step.attrs,
             constant=constant,
             in_place=ready,
-            dying=() if taken not in ends else (taken,),
+            dying=ends,
             math=self._math,
         )
 
@@ -250,10 +249,26 @@ class _Binder:
 def _dying(
     program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]
 ) -> list[tuple[int, ...]]:
-    """For each step, the inputs whose memory it may take: the plan is not asked."""
+    """For each step, the input whose memory its kernel may take: the plan is not asked."""
     slices = {n for b in bucket.buffers if b.slice for n in (b.name, b.slice.of)}
-    steps = [(s.inputs, s.outputs, catalog.kernel(s.kernel).aliases) for s in bucket.steps]
-    return dying(steps, {*program.inputs, *program.outputs, *weights, *slices})
+    rows = [_row(step) for step in bucket.steps]
+    steps = [
+        (s.inputs, s.outputs, row is None or row.aliases)
+        for s, row in zip(bucket.steps, rows, strict=True)
+    ]
+    found = dying(steps, {*program.inputs, *program.outputs, *weights, *slices})
+    return [
+        (row.overwrites,) if row is not None and row.overwrites in ends else ()
+        for row, ends in zip(rows, found, strict=True)
+    ]
+
+
+def _row(step: Step) -> catalog.Kernel | None:
+    """The step's kernel; None if there is no such, which is told when it is bound."""
+    try:
+        return catalog.kernel(step.kernel)
+    except CompileError:
+        return None
 
 
 def buffer_metas(bucket: Bucket) -> dict[str, TensorMeta]:
