@@ -16,6 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import InferenceSession
 
 import tessella as ts
+from tessella import api
+from tessella.artifacts.plan import load_plan
 from tessella.cli import VERBS
 from tessella.core.events import read_events
 from tests.cli.conftest import Tessella
@@ -84,6 +86,21 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
     verified = tessella("verify", plan, "--against", run, "--data", dataset, "--json")
     assert verified.json["agreement"] == 1.0
     assert verified.json["flips"] == []
+
+    small, found = tmp_path / "int8.plan", tmp_path / "blobs.calibration"
+    refused = tessella("compile", run, "--out", small, "--precision", "int8", "--target", "cpu")
+    assert "--calibrate DATASET" in refused.err
+    api.calibrate(run, dataset, method="percentile").save(found)
+    for given in (dataset, found):
+        rounded = tessella(
+            "compile", run, "--out", small, "--precision", "int8", "--calibrate", given,
+            "--batch", "1,2,4", "--target", "cpu",
+        )  # fmt: skip
+        assert rounded.code == 0, rounded.err
+        assert f"--calibrate {given}" in load_plan(small).manifest.rebuild
+        verified = tessella("verify", small, "--against", run, "--data", dataset, "--json")
+        assert verified.json["agreement"] == 1.0
+        assert verified.json["max_abs_diff"] > 0
 
     answer = tessella("run", plan, blobs / "below" / "3.png", "--top", "1", "--json")
     assert answer.json["images"][0]["top"][0]["label"] == "below"
