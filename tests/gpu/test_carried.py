@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tessella import api, runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.core.errors import ArtifactError, CorruptArtifact
 from tessella.core.spec import TensorSpec
-from tessella.kernels import catalog
+from tessella.kernels import auction, catalog
 
 ROOT = Path(__file__).parents[2]
 SPEC = TensorSpec(name="image", dtype="float32", shape=(1, 64, 14, 14))
@@ -53,8 +54,7 @@ class Small(nn.Module):
         return self.fc((self.b(x) + x).relu().mean((2, 3)))
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
+def build(**settings: Any) -> Plan:
     """Convolutions and products by our own kernels: the libraries' are left out."""
     rows = catalog.candidates
     libraries = {"cudnn", "cublaslt"}
@@ -68,8 +68,14 @@ def plan() -> Plan:
         patch.setattr(catalog, "candidates", ours)
         torch.manual_seed(0)
         return api.compile(
-            Small().eval(), inputs=[SPEC], batch=(1, 8, 8), target="sm_90", precision="fp16"
-        )
+            Small().eval(), inputs=[SPEC], batch=(1, 8, 8), target="sm_90", precision="fp16",
+            **settings,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return build()
 
 
 def test_another_process_loads_it_without_a_compiler(plan: Plan, tmp_path: Path) -> None:
@@ -96,6 +102,12 @@ def test_carrying_twice_gives_the_same_bytes(plan: Plan) -> None:
     again, left_out = runtime.carry(plan)
     assert left_out == {}
     assert to_bytes(again) == to_bytes(plan)
+
+
+def test_the_lock_gives_the_same_bytes(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine code included."""
+    monkeypatch.setattr(auction._Auction, "_measured", None)
+    assert to_bytes(build(lock=plan)) == to_bytes(plan)
 
 
 def test_a_driver_says_no_and_the_process_goes_on(plan: Plan) -> None:
