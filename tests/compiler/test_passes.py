@@ -242,6 +242,25 @@ def test_layout_follows_convolutions_and_copies_at_the_border() -> None:
     assert [n.op for n in graph.nodes].count("to") == 1  # both convolutions read one copy
 
 
+def test_pixels_with_their_channels_together_are_channels_last_without_a_copy() -> None:
+    """As ConvNeXt writes its blocks: a norm over the channels, between convolutions."""
+
+    def block(m: Net, x: torch.Tensor) -> torch.Tensor:
+        y = F.layer_norm(m.conv(x).permute(0, 2, 3, 1), (4,)).permute(0, 3, 1, 2)
+        return m.conv(y[:, :3]).permute(0, 1, 3, 2)
+
+    graph = captured(block)
+    formats = assign_layout.apply(graph, "channels_last")
+    found = [(n.op, formats[n.output.name]) for n in graph.nodes if n.op in ("permute", "to")]
+    assert found == [
+        ("to", "channels_last"),  # the image
+        ("permute", "contiguous"),
+        ("permute", "channels_last"),
+        ("to", "channels_last"),  # a cut of its channels
+        ("permute", "strided"),
+    ]
+
+
 def test_layout_needs_no_copy_of_one_channel() -> None:
     torch.manual_seed(0)
     grey = (TensorSpec(name="image", dtype="float32", shape=(BATCH, 1, 8, 8)),)

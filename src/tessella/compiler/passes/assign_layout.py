@@ -12,6 +12,7 @@ from tessella.compiler.passes.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.pointwise.program import has_rows
 from tessella.kernels.problem import Format
+from tessella.kernels.transform.permute import format_of
 
 Layout = Literal["contiguous", "channels_last"]
 Formats = dict[str, Format]  # by value name; contiguous if absent
@@ -53,6 +54,8 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
         return layout
     if node.op == "pointwise" and has_rows(node.attrs["program"]):
         return "contiguous"
+    if node.op == "permute" and node.inputs[0] not in graph.constants:
+        return format_of(formats.get(node.inputs[0].name, "contiguous"), node.attrs["dims"])
     if node.op not in FOLLOWS:
         return "contiguous" if node.op in DENSE else "strided"
     leads = any(
@@ -75,9 +78,8 @@ def _channels_last(
     if one and formats.get(value.name) != "strided":
         return value  # one channel or one pixel: both formats have the same bytes
     cast = graph.producer().get(value)
-    copies = ("to", "image_to_tensor", "quantize", "dequantize")
-    if cast is not None and cast.op in copies and only_use(graph, value, node):
-        formats[value.name] = "channels_last"  # a cast copies anyway, into any format
+    if cast is not None and _writes_any_format(cast) and only_use(graph, value, node):
+        formats[value.name] = "channels_last"  # it passes all elements anyway
         return value
     if _is_part_of_pixels(cast, formats):
         return value  # some kernels read it where it lies
@@ -88,6 +90,12 @@ def _channels_last(
         formats[made.name] = "channels_last"
         converted[value] = made
     return converted[value]
+
+
+def _writes_any_format(node: Node) -> bool:
+    if node.op == "pointwise":
+        return not has_rows(node.attrs["program"])
+    return node.op in ("to", "image_to_tensor", "quantize", "dequantize")
 
 
 def _is_part_of_pixels(node: Node | None, formats: Formats) -> bool:
