@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +23,14 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quanti
 from tessella import compiler, runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
 from tessella.compiler import pipeline
-from tessella.compiler.passes import lower_quantization
+from tessella.compiler.passes import choose_kernels, lower_quantization, pad_channels
 from tessella.compiler.precision import assign
 from tessella.core.errors import CompileError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph, Node
 from tessella.graph.onnx import read
+from tessella.kernels import catalog
 from tests.compiler.networks import NETWORKS, captured, plan
 
 torch_codes = torch.ops.quantized_decomposed
@@ -301,9 +303,15 @@ def test_corrections_take_the_mean_error_away() -> None:
     assert mean_error(calibration) < 0.5 * without
 
 
+@functools.cache
+def of_images(name: str) -> compiler.Calibration:
+    torch.manual_seed(1)
+    images = [{"image": torch.randn(2, 3, 32, 32)}]
+    return compiler.calibrate(captured(name), images, method="min-max", kinds=("int8", "fp8"))
+
+
 def test_resnet_stays_in_int8_between_stem_and_pool() -> None:
-    graph = captured("resnet18")
-    made = rounded(graph, "int8", calibration=calibrated(graph, 3, 32, 32))
+    made = rounded(captured("resnet18"), "int8", calibration=of_images("resnet18"))
     check(made)
     assert [n.layer for n in layers_of(made) if len(n.inputs) < 5] == ["conv1"]
     floating = [n for n in on_codes(made) if n.output.dtype == "float32"]
@@ -314,9 +322,7 @@ def test_resnet_stays_in_int8_between_stem_and_pool() -> None:
 
 
 def test_branches_are_joined_in_int8() -> None:
-    graph = captured("googlenet")
-    small = compiler.calibrate(graph, [{"image": torch.randn(2, 3, 32, 32)}], method="min-max")
-    made = rounded(graph, "int8", calibration=small)
+    made = rounded(captured("googlenet"), "int8", calibration=of_images("googlenet"))
     assert {n.output.dtype for n in made.nodes if n.op == "cat"} == {"int8", "float32"}
     assert [n.output.dtype for n in made.nodes if n.op == "cat"].count("float32") == 1  # the last
     ops = [n.op for n in made.nodes]
@@ -428,3 +434,61 @@ def test_fp8_and_uint8_roundings_move_only_where_they_may() -> None:
     for node in made.nodes:
         if node.op in lower_quantization.MOVES and node.output.dtype == "float8_e4m3fn":
             assert node.op in lower_quantization.VIEWS
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("resnet18", "int8"), ("resnet18", "fp8"), ("googlenet", "int8")]
+)
+def test_a_gpus_kernels_take_every_rounded_layer(name: str, kind: str) -> None:
+    found, exact = of_images(name), pipeline.optimized(captured(name))
+    assignment = assign(exact, kind, {}, "sm_90", found)
+    assert assignment.rest == "float16"
+    made = pipeline._changed(exact, pipeline.rounding(exact, assignment, found))
+    made = pipeline._changed(made, pipeline.narrowing(assignment))
+    laid_out, formats = pipeline.with_layout(made, "channels_last")
+    concrete = laid_out.at_batch(8)
+    hopper = {"conv2d": "conv2d.implicit_gemm.sm90", "linear": "linear.wgmma.sm90"}
+    others = {
+        "quantize": "quantize.tiled", "dequantize": "dequantize.tiled",
+        "max_pool2d": "max_pool2d.windows",
+    }  # fmt: skip
+    seen = set()
+    for node in concrete.nodes:
+        problem = choose_kernels.problem_of(concrete, node, formats, "ieee", {})
+        id = hopper.get(node.op) if len(node.inputs) == 5 else others.get(node.op)
+        if id is None:
+            assert not {"int8", "float8_e4m3fn"} & {node.inputs[0].dtype} or node.op in (
+                "reshape", "cat"
+            ), node  # fmt: skip
+            continue
+        assert catalog.kernel(id).load().fits(problem) is None, node
+        seen.add(id)
+    assert hopper.keys() <= {id.split(".")[0] for id in seen}
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Conv2d(16, 24, 3, padding=1), nn.Conv2d(24, 20, 1)
+        self.c, self.last = nn.Conv2d(24, 32, 1), nn.Linear(20, 10)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.a(x).relu()
+        return self.last(self.b(x).mean((2, 3))), self.c(x)
+
+
+def test_padded_channels_change_no_answer() -> None:
+    graph = capture(
+        Narrow().eval(),
+        (TensorSpec(name="x", dtype="float32", shape=(DimRange(min=1, opt=2, max=8), 16, 4, 4)),),
+        outputs=("scores", "map"),
+    )
+    made = rounded(graph, "int8", calibration=calibrated(graph, 16, 4, 4))
+    x = torch.randn(3, 16, 4, 4)
+    before = interpret(made, {"x": x})
+    assert pad_channels.apply(made) == 1
+    check(made)
+    assert made.nodes[1].output.shape[1] == 32  # 24 and zeros; 20, read by a mean, stays
+    after = interpret(made, {"x": x})
+    assert all(torch.equal(after[name], before[name]) for name in before)

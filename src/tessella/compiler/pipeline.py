@@ -29,7 +29,9 @@ from tessella.compiler.passes import (
     join_in_place,
     lower_precision,
     lower_quantization,
+    move_permutes,
     overwrite_residuals,
+    pad_channels,
     plan_memory,
     take_pixels,
 )
@@ -70,6 +72,7 @@ class Pass:
 PASSES = (
     Pass(fold_constants.apply, "what depends on constants only is computed once, here"),
     Pass(drop_no_ops.apply, "a copy or a reshape of a reshape would hide what could be fused"),
+    Pass(move_permutes.apply, "permutes that meet cancel, and rows need not be turned for a layer"),
     Pass(fold_batch_norm.apply, "a batch norm after a convolution is a change of its weights"),
     Pass(fuse_epilogue.apply, "bias, residual and activation while the result is in registers"),
     Pass(dead_code.apply, "what the rewrites left over costs memory and time"),
@@ -79,6 +82,7 @@ PASSES = (
 # Then, by what the user asked for and what the device is best at:
 #   insert_quantization   layers that are to be int8 or fp8 round what they read
 #   lower_quantization    layers between such roundings, a file's own too, work on int8 or fp8
+#   pad_channels          their channels by 16, for a GPU
 #   lower_precision   16-bit values, with casts at the edges of the network
 #   fuse_pointwise    what no layer took, element by element or along rows, as one step
 #   fuse_siblings     layers that read one value as one layer, or not: the faster wins
@@ -276,6 +280,8 @@ def rounding(
         steps.append(Pass(insert, "layers read int8 or fp8, in the scales of the calibration"))
     if steps or any(n.op in ("quantize", "dequantize") for n in graph.nodes):
         steps.append(Pass(lower_quantization.apply, "products of int8 or fp8, rounded in place"))
+        if assignment.target == "sm_90":
+            steps.append(Pass(pad_channels.apply, "tensor cores take 16 channels at a time"))
     return tuple(steps)
 
 

@@ -22,12 +22,14 @@ class Assignment:
         dtypes: an element type for other nodes that are not like the rest.
         rest: the element type of everything else.
         loosest: the precision that says how exact the whole may be expected to be.
+        target: the device.
     """
 
     kinds: dict[str, str]
     dtypes: dict[str, str]
     rest: str
     loosest: str
+    target: str
 
 
 def layers(graph: Graph) -> tuple[str, ...]:
@@ -72,6 +74,7 @@ def assign(
         dtypes={name: dtype for name, dtype in others.items() if dtype != rest},
         rest=rest,
         loosest=max(used | {_named(rest)}, key=order.index),
+        target=target,
     )
 
 

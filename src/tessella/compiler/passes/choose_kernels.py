@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -85,25 +85,37 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
     known: dict[str, tuple[Trial, ...]] = {}
     slices = views(graph, formats)
     problems = [problem_of(graph, node, formats, tuner.math, slices) for node in graph.nodes]
+    measured = [as_measured(problem) for problem in problems]
     ahead = look_ahead(
         {
             problem.key: (problem, constants_of(node, problem, tuner.constants))
-            for node, problem in zip(graph.nodes, problems, strict=True)
+            for node, problem in zip(graph.nodes, measured, strict=True)
         },
         target=tuner.target,
         cache=tuner.cache,
         terms=tuner.terms,
     )
     for done, (node, problem) in enumerate(zip(graph.nodes, problems, strict=True)):
-        if problem.key not in known:
-            near, compiled = ahead.get(problem.key, (None, None))
+        key = measured[done].key
+        if key not in known:
+            near, compiled = ahead.get(key, (None, None))
             if compiled:
                 compiled.wait()
-            known[problem.key] = trials(node, problem, tuner, near)
+            known[key] = trials(node, problem, tuner, near)
         made = {v.name: slices[v.name] for v in node.outputs if v.name in slices}
-        choices.append(Choice(node=node, problem=problem, trials=known[problem.key], slices=made))
+        choices.append(Choice(node=node, problem=problem, trials=known[key], slices=made))
         emit(progress(name, done + 1, len(graph.nodes)))
     return choices
+
+
+def as_measured(problem: Problem) -> Problem:
+    """The problem whose auction decides: kernels take equally long for every factor but 0 and 1.
+
+    Each residual of an int8 network has a factor of its own, and shapes repeat.
+    """
+    if problem.attr("beta") in (0.0, 1.0):
+        return problem
+    return replace(problem, attrs={**problem.attrs, "beta": 0.5})
 
 
 def trials(
@@ -111,7 +123,7 @@ def trials(
 ) -> tuple[Trial, ...]:
     """Every kernel for a node's problem, the fastest first; ``near``: what ``look_ahead`` found."""
     return find(
-        problem,
+        as_measured(problem),
         constants_of(node, problem, tuner.constants),
         target=tuner.target,
         cache=tuner.cache,
