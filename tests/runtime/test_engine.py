@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 import threading
 import time
@@ -274,3 +275,54 @@ def test_one_channel_in_the_middle_of_a_network() -> None:
     x = torch.randn(2, 3, 9, 9)
     with torch.inference_mode():
         torch.testing.assert_close(made(x)["scores"], narrow(x), rtol=1e-4, atol=1e-5)
+
+
+# --- memory and threads ---------------------------------------------------------------------------
+
+
+def test_a_run_takes_no_new_pages_from_the_system() -> None:
+    """Results of 8 and 16 MB are made and let go in every run."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1),
+                        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())  # fmt: skip
+    large = runtime.load(
+        build(net, TensorSpec(name="image", dtype="float32", shape=(1, 3, 512, 512)))
+    )
+    x = torch.randn(1, 3, 512, 512)
+    counts: list[int] = []
+
+    def work() -> None:
+        for _ in range(2):
+            large(x)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(4):
+            large(x)
+        counts.append((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
+
+    work()
+    thread = threading.Thread(target=work)  # a server's: its memory comes from another heap
+    thread.start()
+    thread.join()
+    assert max(counts) < 1000  # of 6,000 pages
+
+
+def test_engines_side_by_side_in_threads() -> None:
+    """Two plans, each in threads of its own, while a third is loaded again and again."""
+    plans = [plan(captured("lenet"), (1, 2, 4), precision=p) for p in ("fp32", "bf16")]
+    engines = [runtime.load(p) for p in plans]
+    inputs = [images(1 + i) for i in range(3)]
+    right = [[engine(x)["scores"] for x in inputs] for engine in engines]
+    wrong: list[tuple[int, int]] = []
+
+    def work(which: int, index: int) -> None:
+        made = [engines[which](inputs[index])["scores"] for _ in range(15)]
+        wrong.extend((which, index) for m in made if not torch.equal(m, right[which][index]))
+
+    threads = [threading.Thread(target=work, args=(e, i)) for e in range(2) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        with runtime.load(plans[0]) as spare:
+            assert torch.equal(spare(inputs[0])["scores"], right[0][0])
+    for thread in threads:
+        thread.join()
+    assert wrong == []

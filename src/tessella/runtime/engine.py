@@ -28,6 +28,7 @@ from tessella.runtime.arena import Arena, require_memory
 from tessella.runtime.bucket import BoundBucket, first_line
 from tessella.runtime.cover import covers
 from tessella.runtime.graphs import GraphedBucket
+from tessella.runtime.host_memory import keep_freed_memory
 
 Array = np.ndarray | torch.Tensor
 
@@ -96,6 +97,8 @@ class Engine:
         self._lock = threading.Lock()
         takes = compiled and bool(plan.compiled.kernels)
         self.carried = Carried(plan.compiled, target) if takes else None
+        if self.device.type == "cpu":
+            keep_freed_memory()
         with _enough_memory(plan, self.device), carrying(self.carried):
             self._bound = self._bind(plan, target)
         if self.carried is not None and self.carried.missed:
