@@ -102,6 +102,25 @@ ATTRS = {
     "no target": ("fallback", {"target": None}),
     "an input beyond": ("fallback", {"args": [{"input": 10**9}, [1], [2]]}),
     "kwargs in words": ("fallback", {"kwargs": "device"}),
+    "no instruction": ("pointwise", {"program": []}),
+    "a program in a program": ("pointwise", {"program": [["pointwise", [0], {}]] * 2}),
+    "a fallback in a program": (
+        "pointwise",
+        {"program": [["fallback", [0], {"target": "aten::neg"}], ["exp", [1], {}]]},
+    ),
+    "a read from later": ("pointwise", {"program": [["neg", [2], {}], ["exp", [1], {}]]}),
+    "an unknown attribute": ("pointwise", {"program": [["neg", [0], {"x": 0}], ["exp", [1], {}]]}),
+    "a result from before": ("pointwise", {"results": [0]}),
+    "many instructions": ("pointwise", {"program": [["neg", [0], {}]] * 10_000}),
+    "another shape": (
+        "pointwise",
+        {
+            "program": [
+                ["neg", [0], {}],
+                ["mean", [1], {"dim": [3], "keepdim": True, "dtype": None}],
+            ]
+        },
+    ),
 }
 
 
@@ -109,6 +128,14 @@ ATTRS = {
 def test_hostile_attributes(name: str) -> None:
     op, changes = ATTRS[name]
     refused(with_attrs(op, **changes), "cannot be bound|cannot run")
+
+
+PROGRAMS = ["neg", None, {"0": "neg"}, [["neg", [0]]], [[0, [0], {}]], [["neg", 0, {}]], ["neg"]]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_what_is_no_program_is_not_even_shown(program: Any) -> None:
+    refused(with_attrs("pointwise", program=program), "not valid")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,9 @@ class Step:
 
     @property
     def title(self) -> str:
-        """The kernel, for people; also the operator where it is torch's or the user's own."""
+        """The kernel, for people; also what it runs where its name does not say that."""
+        if self.op == "pointwise":
+            return f"{self.kernel} {', '.join(i[0] for i in self.attrs['program'])}"
         by_name = self.op in ("fallback", "user")
         return f"{self.kernel} {self.attrs['target']}" if by_name else self.kernel
 
@@ -432,6 +434,7 @@ def _check_program(
             or _slices(bucket)
             or _names(manifest, program, bucket, weights)
             or _steps(program, bucket, weights)
+            or _programs(bucket)
             or _another_network(program.buckets[0], bucket)
         ):
             raise wrong(bucket.batch, reason)
@@ -597,6 +600,27 @@ def _steps(program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]
     if missing := set(program.outputs) - live:
         return f"outputs {sorted(missing)} are never made"
     return None
+
+
+def _programs(bucket: Bucket) -> str | None:
+    """Why a step's program is no list of instructions, or None; kernels look at what these say."""
+    for step in bucket.steps:
+        if step.op != "pointwise":
+            continue
+        program = step.attrs.get("program")
+        if not isinstance(program, list) or not all(map(_is_instruction, program)):
+            return f"the program of {step.outputs} is {str(program)[:120]}"
+    return None
+
+
+def _is_instruction(data: Any) -> bool:
+    return (
+        isinstance(data, list)
+        and len(data) == 3
+        and isinstance(data[0], str)
+        and isinstance(data[1], list)
+        and isinstance(data[2], dict)
+    )
 
 
 def alike(one: Bucket, other: Bucket) -> bool:

@@ -140,6 +140,8 @@ def _title(node: Node) -> str:
         words = [attrs["target"].removeprefix("aten::"), "(fallback)"]
     if node.op == "user":
         words = [attrs["target"]]
+    if node.op == "pointwise":
+        words = [", ".join(name for name, _, _ in attrs["program"])]
     kernel = attrs.get("kernel_size") or (
         node.inputs[1].shape[2:] if node.op.startswith("conv") and node.inputs[1] else ()
     )
