@@ -331,6 +331,22 @@ def _clamp(call: OperatorCall, build: Builder) -> Result:
     return build.one("clamp", [call.input], min=low, max=high)
 
 
+def _bitwise(call: OperatorCall, build: Builder) -> Result:
+    """Python's operators on masks, whose own overloads torch counts among its internals."""
+    name = call.name.strip("_")
+    return build.fallback(f"aten::bitwise_{name}.Tensor", call.args, {})[0]
+
+
+def _scaled_elu(call: OperatorCall, build: Builder) -> Result:
+    """selu and celu: an elu with other factors (https://arxiv.org/abs/1706.02515, 1704.07483)."""
+    if call.name == "selu":
+        factors = {"alpha": 1.6732632423543772, "scale": 1.0507009873554805, "input_scale": 1.0}
+    else:
+        alpha = float(call.arguments["alpha"])
+        factors = {"alpha": alpha, "scale": 1.0, "input_scale": 1 / alpha}
+    return build.one("elu", [call.input], **factors)
+
+
 def _square(call: OperatorCall, build: Builder) -> Result:
     return build.one("mul", [call.input, call.input])
 
@@ -509,6 +525,8 @@ TRANSLATORS: dict[str, Translator] = _table(
     ("rsub.Scalar rsub.Tensor", _rsub),
     ("clamp.default clamp_min.default clamp_max.default hardtanh.default", _clamp),
     ("square.default", _square),
+    ("selu.default celu.default", _scaled_elu),
+    ("__and__.Tensor __or__.Tensor __xor__.Tensor", _bitwise),
     ("convolution.default", _convolution),
     ("conv1d.padding conv2d.padding conv3d.padding", _conv_padding_by_name),
     ("batch_norm.default _native_batch_norm_legit_no_training.default", _batch_norm),

@@ -1,5 +1,6 @@
-"""ONNX files become graphs."""
+"""ONNX files become graphs, and graphs ONNX files."""
 
 from tessella.graph.onnx.read import read, supported
+from tessella.graph.onnx.write import write
 
-__all__ = ["read", "supported"]
+__all__ = ["read", "supported", "write"]

@@ -38,6 +38,7 @@ from tessella.graph.onnx.refused import REFUSED
 from tessella.graph.onnx.resize import RESIZE
 from tessella.graph.onnx.shapes import ON_SIZES, on_sizes
 from tessella.graph.onnx.signal import SIGNAL
+from tessella.graph.onnx.types import DTYPES, NUMBERS
 
 OPERATORS: dict[str, Translator] = {
     **ON_SIZES,
@@ -55,23 +56,6 @@ OPERATORS: dict[str, Translator] = {
 }
 NEWEST_OPSET = 28
 _MOST_NODES = 1 << 15  # loops in loops multiply
-
-_DTYPES = {
-    TensorProto.FLOAT: "float32",
-    TensorProto.DOUBLE: "float64",
-    TensorProto.FLOAT16: "float16",
-    TensorProto.BFLOAT16: "bfloat16",
-    TensorProto.INT64: "int64",
-    TensorProto.INT32: "int32",
-    TensorProto.INT16: "int16",
-    TensorProto.INT8: "int8",
-    TensorProto.UINT64: "uint64",
-    TensorProto.UINT32: "uint32",
-    TensorProto.UINT16: "uint16",
-    TensorProto.UINT8: "uint8",
-    TensorProto.BOOL: "bool",
-}
-_NUMBERS = {name: number for number, name in _DTYPES.items()}
 
 
 def supported() -> tuple[str, ...]:
@@ -339,7 +323,7 @@ class _Reader:
             self.build.constant(f"{node.name}.shape", _settled(v)) if _is_sizes(v) else v
             for v in given
         ]
-        function = body(node, kinds, self.opset, _NUMBERS)
+        function = body(node, kinds, self.opset, NUMBERS)
         if function is None or node.op_type in REFUSED:
             why = REFUSED.get(node.op_type, f"opset {self.opset} does not define it by others")
             raise CompileError(f"the ONNX operator {node.op_type} cannot be read", seen=why)
@@ -395,13 +379,13 @@ def _settled(sizes: Sizes) -> torch.Tensor:
 
 
 def _dtype(element: int) -> str:
-    if element not in _DTYPES:
+    if element not in DTYPES:
         raise CompileError(
             "the model has tensors of an element type that cannot be read",
             seen=TensorProto.DataType.Name(element),
-            fix=f"use one of {', '.join(_DTYPES.values())}",
+            fix=f"use one of {', '.join(DTYPES.values())}",
         )
-    return _DTYPES[element]
+    return DTYPES[element]
 
 
 def _to_torch(tensor: TensorProto) -> torch.Tensor:
