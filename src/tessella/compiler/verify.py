@@ -64,7 +64,9 @@ class Expected:
         return max(least, NOISE_MARGIN * self.noise)
 
     def least_cosine(self, precision: str) -> float:
-        return min(TOLERANCES[p][1] for p in (precision, self.own))
+        """As for ``tolerance``: the angle of an error of that size."""
+        noisy = 1 - (NOISE_MARGIN * self.noise) ** 2 / 2
+        return min(noisy, *(TOLERANCES[p][1] for p in (precision, self.own)))
 
     def tensors(self) -> Tensors:
         """As a plan records them: ``input.NAME`` and ``output.NAME``."""
