@@ -156,6 +156,7 @@ class Candidate:
         time_us: median, None if the kernel was refused.
         spread_us: half the distance between the quartiles.
         refused: why it was not measured or not taken.
+        program_us: the whole program's time with it, where that decided between two close ones.
     """
 
     batch: int
@@ -165,6 +166,7 @@ class Candidate:
     time_us: float | None = None
     spread_us: float | None = None
     refused: str | None = None
+    program_us: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -702,4 +704,22 @@ def table(plan: Plan) -> str:
         f"{bucket.packing:.2f} × the {bucket.peak_bytes:,} that live at once at the peak"
     )
     named = f"batch {bucket.batch}:"
-    return "\n".join([head, named, *(line.rstrip() for line in lines), memory])
+    closing = [memory, *_close_calls(plan, bucket.batch)]
+    return "\n".join([head, named, *(line.rstrip() for line in lines), *closing])
+
+
+def _close_calls(plan: Plan, batch: int) -> list[str]:
+    """The steps of a bucket whose kernel the whole program decided, a line each."""
+    raced: dict[str, list[Candidate]] = {}
+    for candidate in plan.tuning:
+        if candidate.batch == batch and candidate.program_us is not None:
+            raced.setdefault(candidate.step, []).append(candidate)
+    return [
+        f"close call {step}: "
+        + ", ".join(
+            f"{c.kernel} {c.time_us or 0.0:,.1f} µs alone, {c.program_us:,.0f} µs the whole program"
+            + (" (taken)" if c.chosen else "")
+            for c in candidates
+        )
+        for step, candidates in raced.items()
+    ]

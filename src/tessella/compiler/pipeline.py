@@ -33,6 +33,7 @@ from tessella.compiler.passes import (
     overwrite_residuals,
     pad_channels,
     plan_memory,
+    race_close_calls,
     take_pixels,
 )
 from tessella.compiler.passes.assign_layout import Formats, Layout
@@ -91,6 +92,7 @@ PASSES = (
 #   choose_kernels    every kernel that fits is measured, the fastest is taken
 #   join_in_place     parts of concatenations are written where these want them, if faster
 #   overwrite_residuals   a sum is made where its residual lies, if nothing else needs that
+#   race_close_calls  kernels within noise of each other: the faster whole program decides
 #   plan_memory       lifetimes, and one arena for the live values
 
 Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
@@ -184,6 +186,7 @@ def compile_graph(
             choices = choose_kernels.apply(concrete, formats, tuner, emit, f"batch {size}")
             choices = join_in_place.apply(concrete, choices, tuner)
             choices = overwrite_residuals.apply(concrete, choices, tuner)
+            choices = race_close_calls.apply(concrete, choices, tuner, emit)
             verify.check(choices, concrete, rounded, wanted.at(size), tuner, loosest)
             buckets.append(plan_memory.apply(concrete, choices, size))
             tuning += _candidates(choices, size)
@@ -403,6 +406,7 @@ def _candidates(choices: list[Choice], batch: int) -> list[Candidate]:
             time_us=trial.time_us,
             spread_us=trial.spread_us,
             refused=trial.refused,
+            program_us=choice.raced_us.get(trial.kernel),
         )
         for choice in choices
         for trial in choice.trials

@@ -26,10 +26,13 @@ VERSION = 2  # of the timings; raised when what is measured changes
 WARM_UP_RUNS = 2  # cuDNN and cuBLAS make their handles and workspaces before a capture
 
 
-def times_us(programs: Programs, tuner: Tuner) -> list[float]:
+def times_us(programs: Programs, tuner: Tuner, *, seconds: float | None = None) -> list[float]:
     """The time of each program (a graph with concrete shapes and its choices), interleaved.
 
     What was measured before, for the same steps with the same kernels, is believed.
+
+    Args:
+        seconds: how long to measure; ``SECONDS`` for each of the tuner's budget if None.
     """
     names = [f"program.{i}" for i in range(len(programs))]
     device = fingerprint(tuner.target).hash
@@ -44,7 +47,7 @@ def times_us(programs: Programs, tuner: Tuner) -> list[float]:
         timings = latency(
             {n: _run(*program, tuner) for n, program in zip(names, programs, strict=True)},
             device=torch_device(tuner.target),
-            seconds=SECONDS * tuner.budget_s,
+            seconds=SECONDS * tuner.budget_s if seconds is None else seconds,
         )
     for name in names:
         timing = timings[name]

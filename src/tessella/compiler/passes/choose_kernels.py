@@ -30,12 +30,14 @@ class Choice:
 
     Attributes:
         slices: its outputs that are slices of other values.
+        raced_us: the whole program's time with a kernel, by kernel, where that decided.
     """
 
     node: Node
     problem: Problem
     trials: tuple[Trial, ...]
     slices: Slices = field(default_factory=dict)
+    raced_us: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def kernel(self) -> str:

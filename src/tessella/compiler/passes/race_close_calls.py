@@ -1,0 +1,90 @@
+"""Close calls: where two kernels of a step were within noise, the whole program is raced with each.
+
+A step measured alone has warm caches and the machine to itself; its neighbours change both, and a
+burst of other work falls into one step's few milliseconds. So the kernels whose order the auction
+cannot tell apart are asked again in the program, the heaviest steps first, greedily.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tessella.compiler import race
+from tessella.compiler.passes.choose_kernels import Choice, Tuner
+from tessella.core.events import Emit, phase
+from tessella.graph.graph import Graph
+from tessella.kernels import catalog
+from tessella.kernels.tuning import Trial
+
+CLOSE = 0.05  # of the winner's time; or the two spreads together, if that is more
+MIN_SHARE = 0.01  # of the program: a step that takes less changes nothing that can be measured
+MAX_CALLS = 6  # a bucket
+SECONDS = 10.0  # of one race, for each second that one step may take
+WORTH_IT = 0.995  # the other kernel's program must win by half a percent
+
+
+def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> list[Choice]:
+    """The choices for a graph with concrete shapes, close calls decided by the whole program.
+
+    Steps with one problem change together. What was raced is in ``Choice.raced_us``.
+    """
+    chosen = list(choices)
+    for steps, other in _close_calls(chosen) if tuner.budget_s > 0 else ():
+        before = chosen[steps[0]]
+        swapped = {i: replace(chosen[i], trials=_first(other, chosen[i].trials)) for i in steps}
+        changed = [swapped.get(i, choice) for i, choice in enumerate(chosen)]
+        programs = [(graph, chosen), (graph, changed)]
+        kept_us, other_us = race.times_us(programs, tuner, seconds=SECONDS * tuner.budget_s)
+        raced_us = {before.kernel: kept_us, other.kernel: other_us}
+        if other_us < WORTH_IT * kept_us:
+            chosen = changed
+        for i in steps:
+            chosen[i] = replace(chosen[i], raced_us={**chosen[i].raced_us, **raced_us})
+        name = before.node.outputs[0].name
+        emit(phase("race", f"{name}: {_told(raced_us)} (whole program); {chosen[steps[0]].kernel}"))
+    return chosen
+
+
+def _told(times_us: dict[str, float]) -> str:
+    return ", ".join(f"{kernel} {time:,.0f} µs" for kernel, time in times_us.items())
+
+
+def _close_calls(choices: Sequence[Choice]) -> list[tuple[list[int], Trial]]:
+    """Steps of one problem, and the kernel that may be as good: the heaviest first."""
+    groups: dict[tuple[str, bool], list[int]] = {}
+    for index, choice in enumerate(choices):
+        groups.setdefault((choice.problem.key, bool(choice.slices)), []).append(index)
+    total_us = sum(c.trials[0].time_us or 0.0 for c in choices)
+    found = []
+    for steps in groups.values():
+        first = choices[steps[0]]
+        heavy_us = len(steps) * (first.trials[0].time_us or 0.0)
+        other = _within_noise(first)
+        if other is not None and heavy_us >= MIN_SHARE * total_us:
+            found.append((heavy_us, steps, other))
+    found.sort(key=lambda call: (-call[0], call[1]))
+    return [(steps, other) for _, steps, other in found[:MAX_CALLS]]
+
+
+def _within_noise(choice: Choice) -> Trial | None:
+    """The next kernel that could take the step over, if its time says nothing against it."""
+    best = choice.trials[0]
+    if best.time_us is None or catalog.kernel(best.kernel).aliases:
+        return None
+    for trial in choice.trials[1:]:
+        if trial.refused is not None or trial.time_us is None or not _may(trial, choice):
+            continue
+        margin_us = max(CLOSE * best.time_us, (best.spread_us or 0.0) + (trial.spread_us or 0.0))
+        return trial if trial.time_us - best.time_us <= margin_us else None
+    return None
+
+
+def _may(trial: Trial, choice: Choice) -> bool:
+    """No view, whose memory the other steps would have to know of; a slice is written into."""
+    row = catalog.kernel(trial.kernel)
+    return not row.aliases and (not choice.slices or row.load().WRITES_OUT)
+
+
+def _first(trial: Trial, trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    return (trial, *(t for t in trials if t.kernel != trial.kernel))

@@ -1,0 +1,120 @@
+"""Close calls: which steps are asked again, and that the whole program decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tessella.compiler import race
+from tessella.compiler.passes import choose_kernels, race_close_calls
+from tessella.compiler.passes.choose_kernels import Choice, Tuner
+from tessella.core.events import Event
+from tessella.graph import Graph
+from tessella.kernels.tuning import TimingCache, Trial
+from tests.compiler.networks import captured, plan
+
+KERNELS = ("conv2d.onednn", "conv2d.aten")
+
+
+def choices_of(graph: Graph) -> list[Choice]:
+    """LeNet's steps: two heavy convolutions, the rest light."""
+    tuner = tuner_of(graph, 0.0)
+    made = choose_kernels.apply(graph, {}, tuner, lambda event: None, "test")
+    return [
+        replace(c, trials=tuple(Trial(kernel=k, time_us=100.0, spread_us=1.0) for k in KERNELS))
+        if c.node.op == "conv2d"
+        else replace(c, trials=(replace(c.trials[0], time_us=0.5),))
+        for c in made
+    ]
+
+
+def tuner_of(graph: Graph, budget_s: float) -> Tuner:
+    constants = {v.name: t for v, t in graph.constants.items()}
+    return Tuner(
+        target="cpu", math="ieee", constants=constants, cache=TimingCache(), budget_s=budget_s
+    )
+
+
+def decided(
+    times: dict[str, float], choices: Sequence[Choice], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Choice], list[str]]:
+    """The pass, where a program takes the sum of what ``times`` says of its convolutions."""
+
+    def programs_us(programs: race.Programs, tuner: Tuner, *, seconds: float) -> list[float]:
+        return [sum(times.get(c.kernel, 0.0) for c in made) for _, made in programs]
+
+    monkeypatch.setattr(race, "times_us", programs_us)
+    told: list[Event] = []
+    graph = captured("lenet").at_batch(2)
+    made = race_close_calls.apply(graph, choices, tuner_of(graph, 0.01), told.append)
+    return made, [str(event) for event in told]
+
+
+@pytest.fixture
+def choices() -> list[Choice]:
+    return choices_of(captured("lenet").at_batch(2))
+
+
+def convolutions(choices: Sequence[Choice]) -> list[str]:
+    return [c.kernel for c in choices if c.node.op == "conv2d"]
+
+
+def test_the_faster_program_decides(choices: list[Choice], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, told = decided({"conv2d.onednn": 90.0, "conv2d.aten": 50.0}, choices, monkeypatch)
+    assert convolutions(made) == ["conv2d.aten"] * 2
+    first = next(c for c in made if c.node.op == "conv2d")
+    assert first.raced_us == {"conv2d.onednn": 180.0, "conv2d.aten": 140.0}
+    assert len(told) == 2
+    assert "whole program" in told[0]
+
+
+def test_what_was_chosen_stays_unless_the_other_is_clearly_faster(
+    choices: list[Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = decided({"conv2d.onednn": 100.0, "conv2d.aten": 99.8}, choices, monkeypatch)
+    assert convolutions(made) == ["conv2d.onednn"] * 2
+    assert all(c.raced_us for c in made if c.node.op == "conv2d")
+
+
+@pytest.mark.parametrize(("other_us", "spread_us", "close"), [
+    (104.0, 1.0, True), (106.0, 1.0, False), (120.0, 12.0, True), (130.0, 12.0, False),
+])  # fmt: skip
+def test_what_is_close(
+    choices: list[Choice], other_us: float, spread_us: float, close: bool
+) -> None:
+    first, second = KERNELS
+    trials = (
+        Trial(kernel=first, time_us=100.0, spread_us=spread_us),
+        Trial(kernel=second, time_us=other_us, spread_us=spread_us),
+    )
+    changed = [replace(c, trials=trials) if c.node.op == "conv2d" else c for c in choices]
+    assert bool(race_close_calls._close_calls(changed)) is close
+
+
+def test_light_steps_and_views_are_left_alone(choices: list[Choice]) -> None:
+    light = [
+        replace(c, trials=tuple(replace(t, time_us=0.5) for t in c.trials))
+        if c.node.op == "conv2d"
+        else replace(c, trials=(replace(c.trials[0], time_us=1000.0),))
+        for c in choices
+    ]
+    assert race_close_calls._close_calls(light) == []
+    view = next(c for c in choices if c.node.op == "reshape")
+    trials = (view.trials[0], Trial(kernel="reference", time_us=0.5))
+    assert race_close_calls._within_noise(replace(view, trials=trials)) is None
+
+
+def test_a_real_build_takes_it_down_and_a_second_one_repeats_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(race_close_calls, "CLOSE", 100.0)  # everything is close
+    made = plan(captured("lenet"), (1, 1, 1), budget_s=0.001)
+    raced = [c for c in made.tuning if c.program_us is not None]
+    assert len(raced) >= 2
+    assert "close call" in str(made)
+    assert "(taken)" in str(made)
+    again = plan(captured("lenet"), (1, 1, 1), budget_s=0.001, lock=made.lock)
+    assert again.tuning == made.tuning
+    assert not [c for c in plan(captured("lenet"), (1, 1, 1)).tuning if c.program_us is not None]
