@@ -151,6 +151,13 @@ def test_networks_stay_what_they_are(name: str) -> None:
     assert len(graph.nodes) - len(fused(graph).nodes) == gone
 
 
+def test_norms_stay_apart_on_a_cpu() -> None:
+    """torch's make their own memory; softmax does not."""
+    graph = graph_of("positions and norm")
+    assert fuse_pointwise.apply(graph, "cpu") == 0
+    assert fuse_pointwise.apply(graph_of("scaled softmax"), "cpu") == 2
+
+
 UNARY = ("relu", "exp", "neg", "sigmoid", "tanh", "abs")
 BINARY = ("add", "mul", "maximum")
 SHAPES = ((Dim(), 3, 4), (Dim(), 1, 4), (3, 4), (4,), (Dim(), 3, 1), (1, 1))

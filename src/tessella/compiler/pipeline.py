@@ -290,7 +290,8 @@ def rounding(
 
 def narrowing(assignment: Assignment) -> tuple[Pass, ...]:
     """The passes that come then, the last before kernels are measured."""
-    fuse = Pass(fuse_pointwise.apply, "a chain of small operations passes memory once")
+    chains = partial(fuse_pointwise.apply, target=assignment.target)
+    fuse = Pass(chains, "a chain of small operations passes memory once")
     if assignment.rest == "float32" and not assignment.dtypes:
         return (fuse,)
     lower = partial(lower_precision.apply, dtype=assignment.rest, layers=assignment.dtypes)
