@@ -58,6 +58,7 @@ SHAPES_ATTRS: list[tuple[str, list[tuple[int, ...] | None], dict[str, Any]]] = [
     ("mul", [X], {"scalar": 2}),
     ("sub", [(9,), X], {}),
     ("relu", [X], {}),
+    ("cat", [X, (2, 3, 7, 9), X], {"dim": -3}),
     ("gelu", [X], {"approximate": "tanh"}),
     ("clamp", [X], {"min": 0.0, "max": None}),
 ]
@@ -82,9 +83,39 @@ def test_a_rule_says_what_torch_makes(
     assert shapes.made(op, metas(of, dtype), attrs) == right
 
 
+@pytest.mark.parametrize(
+    ("op", "of", "attrs"),
+    [
+        ("relu", [X], {}),
+        ("cat", [X, (2, 3, 7, 9)], {"dim": 1}),
+        ("max_pool2d", [X], {**POOL, "dilation": [1, 1]}),
+        ("conv2d", [X, W], {**CONV, "dtype": "int8"}),
+        ("linear", [(2, 5, 7), (3, 7)], {"dtype": "float16"}),
+        ("quantize", [X, ()], {"axis": 0, "dtype": "int8"}),
+        ("dequantize", [X, ()], {"axis": 0, "dtype": "float32"}),
+    ],
+)
+def test_a_rule_says_what_int8_makes(op: str, of: list[Any], attrs: dict[str, Any]) -> None:
+    kinds = metas(of, "int8")
+    if op.endswith("quantize"):
+        kinds[1] = TensorMeta(shape=(), dtype="float32")
+    tensors = [m.empty(torch.device("cpu")).zero_() + (m.dtype == "float32") for m in kinds]
+    right = [
+        (str(t.dtype).removeprefix("torch."), tuple(t.shape))
+        for t in reference.call(op, tensors, attrs)
+    ]
+    assert shapes.made(op, kinds, attrs) == right
+
+
 WRONG: list[tuple[str, list[tuple[int, ...] | None], dict[str, Any]]] = [
     ("conv2d", [X, (6, 3, 3, 3)], CONV),  # other channels
     ("conv2d", [X, W, (5,)], CONV),
+    ("conv2d", [X, W, (1,)], {**CONV, "dtype": "int8"}),  # nothing is broadcast in int8
+    ("conv2d", [X, W, None, (6, 5, 8)], {**CONV, "dtype": "int8"}),
+    ("linear", [(5, 7), (3, 7), None, None, (1,)], {"dtype": "int8"}),
+    ("quantize", [X, (3,)], {"axis": 1, "dtype": "int8"}),
+    ("cat", [X, (2, 4, 7, 8)], {"dim": 1}),
+    ("cat", [X, X], {"dim": 4}),
     ("conv2d", [X, W], {**CONV, "stride": [0, 1]}),
     ("conv2d", [X, W], {**CONV, "stride": [1, 1, 1]}),
     ("conv2d", [X, W], {**CONV, "groups": 3}),

@@ -7,6 +7,7 @@ have one number an output channel. The names are what the attribute ``activation
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,14 +90,40 @@ def store(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
+def finish_as(
+    dtype: str | None,
+    product: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    *,
+    axis: int,
+    **rest: Any,
+) -> torch.Tensor:
+    """``finish`` for references; stored as ``dtype`` if one is given, as layers on int8 say.
+
+    These have kernels that read the vectors by the channel: nothing is broadcast, and on the meta
+    device, where a plan's steps are checked, only shapes are looked at.
+    """
+    residual = None if residual is None else exact(residual)
+    if dtype is None:
+        return finish(product, bias, residual, scale, axis=axis, **rest)
+    for name, vector in (("bias", bias), ("scale", scale)):
+        if vector is not None and tuple(vector.shape) != (product.shape[axis],):
+            raise ValueError(f"{name} {tuple(vector.shape)} for {product.shape[axis]} channels")
+    if residual is not None and residual.shape != product.shape:
+        raise ValueError(f"residual {tuple(residual.shape)} for {tuple(product.shape)}")
+    stored = getattr(torch, dtype)
+    if product.is_meta:
+        return torch.empty(product.shape, dtype=stored, device="meta")
+    return store(finish(product, bias, residual, scale, axis=axis, **rest), stored)
+
+
 def exact(x: torch.Tensor) -> torch.Tensor:
     """What a reference computes with: float64 for the types that are too small to (int8, fp8)."""
-    return x if x.is_floating_point() and x.dtype.itemsize > 1 else x.double()
-
-
-def extra(x: torch.Tensor | None) -> torch.Tensor | None:
-    """``exact`` of an operand that may be left out."""
-    return None if x is None else exact(x)
+    if x.is_floating_point() and x.dtype.itemsize > 1:
+        return x
+    return torch.empty(x.shape, dtype=torch.float64, device="meta") if x.is_meta else x.double()
 
 
 def _along(axis: int, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -145,8 +145,33 @@ def _max_pool(
     x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
     ceil_mode: Any = False, return_indices: Any = False,
 ) -> Tensor | None:  # fmt: skip
-    known = return_indices is False
-    return _window(x, kernel_size, stride, padding, dilation, ceil_mode) if known else None
+    if return_indices is not False or not isinstance(x, Tensor):
+        return None
+    # an int8 network's maxima have the shapes of a floating one's
+    like = torch.empty(x.shape, device=META) if x.dtype == torch.int8 else x
+    made = _window(like, kernel_size, stride, padding, dilation, ceil_mode)
+    return None if made is None else _empty(x, made.shape)
+
+
+def _cat(tensors: Any, dim: Any = 0) -> Tensor | None:
+    """Tensors of one type and as many axes, alike but for one axis."""
+    if not isinstance(tensors, list | tuple) or not all(isinstance(t, Tensor) for t in tensors):
+        return None
+    rank = min((t.dim() for t in tensors), default=0)
+    if rank == 0 or type(dim) is not int or not -rank <= dim < rank:
+        return None
+    dim %= rank
+    alike = {(t.dtype, t.dim(), t.shape[:dim], t.shape[dim + 1 :]) for t in tensors}
+    if len(alike) > 1 or any(0 in t.shape for t in tensors):
+        return None
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(t.shape[dim] for t in tensors)
+    return _empty(tensors[0], shape)
+
+
+def _relu(x: Any, inplace: Any = False) -> Tensor | None:
+    known = isinstance(x, Tensor) and inplace is False
+    return _empty(x, x.shape) if known and (_floats(x) or x.dtype == torch.int8) else None
 
 
 def _avg_pool(
@@ -242,7 +267,7 @@ def _batch_norm(
 
 
 _UNARY = (
-    F.relu, F.relu6, F.silu, F.gelu, F.hardswish, F.hardsigmoid, F.mish, torch.relu,
+    F.relu6, F.silu, F.gelu, F.hardswish, F.hardsigmoid, F.mish, torch.relu,
     torch.sigmoid, torch.tanh, torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal,
     torch.neg, torch.abs, torch.erf, torch.round, Tensor.round, torch.clamp, Tensor.clamp,
 )  # fmt: skip
@@ -256,6 +281,8 @@ _RULES: dict[Any, Callable[..., Tensor | None]] = {
     F.conv1d: _convolution(1),
     F.conv2d: _convolution(2),
     F.conv3d: _convolution(3),
+    F.relu: _relu,
+    torch.cat: _cat,
     F.max_pool2d: _max_pool,
     F.avg_pool2d: _avg_pool,
     F.adaptive_avg_pool2d: _adaptive_pool,

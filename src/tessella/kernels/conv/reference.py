@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.epilogue import exact, extra, finish, store
+from tessella.kernels.epilogue import exact, finish_as
 
 Tensor = torch.Tensor
 
@@ -44,8 +44,7 @@ def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         made = product(x, w, bias if inside else None, stride, padding, dilation, groups)
         outside = None if inside else bias
         rest = {"activation": activation, "alpha": alpha, "beta": beta}
-        finished = finish(made, outside, extra(residual), scale, axis=1, **rest)
-        return finished if dtype is None else store(finished, getattr(torch, dtype))
+        return finish_as(dtype, made, outside, residual, scale, axis=1, **rest)
 
     return convolution
 

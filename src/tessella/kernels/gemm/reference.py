@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.epilogue import exact, extra, finish, store
+from tessella.kernels.epilogue import exact, finish, finish_as
 
 Tensor = torch.Tensor
 
@@ -38,8 +38,7 @@ def linear(
     else:
         product = F.linear(x, w)
     rest = {"activation": activation, "alpha": alpha, "beta": beta}
-    finished = finish(product, bias, extra(residual), scale, **rest)
-    return finished if dtype is None else store(finished, getattr(torch, dtype))
+    return finish_as(dtype, product, bias, residual, scale, axis=-1, **rest)
 
 
 def matmul(

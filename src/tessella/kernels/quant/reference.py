@@ -18,6 +18,8 @@ def quantize(
 ) -> Tensor:
     """``store(input / scale + zero_point)``: half to even before the zero point, then saturated."""
     stored = getattr(torch, dtype)
+    if input.is_meta:
+        return _shaped(input, scale, zero_point, axis, stored)
     scaled = input.to(scale.dtype) / along(scale, input, axis)
     if stored.is_floating_point:
         return store(scaled, stored)
@@ -31,10 +33,22 @@ def dequantize(
     input: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, axis: int, dtype: str
 ) -> Tensor:
     """``(input − zero_point) · scale`` as ``dtype``."""
+    if input.is_meta:
+        return _shaped(input, scale, zero_point, axis, getattr(torch, dtype))
     numbers = input.to(scale.dtype)
     if zero_point is not None:
         numbers = numbers - along(zero_point, input, axis).to(scale.dtype)
     return (numbers * along(scale, input, axis)).to(getattr(torch, dtype))
+
+
+def _shaped(
+    input: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: torch.dtype
+) -> Tensor:
+    """The result without numbers. One of the vectors may be a single number, the other not."""
+    for vector in (scale, zero_point):
+        if vector is not None and tuple(vector.shape) not in ((), (1,), (input.shape[axis],)):
+            raise ValueError(f"{tuple(vector.shape)} numbers for axis {axis} of {input.shape}")
+    return torch.empty(input.shape, dtype=dtype, device="meta")
 
 
 def along(vector: Tensor, x: Tensor, axis: int) -> Tensor:
