@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -328,22 +328,7 @@ def bucket_sizes(batch: DimRange) -> list[int]:
 
 def copied(graph: Graph) -> Graph:
     """A graph whose nodes and values can be changed; constants are shared."""
-    copies = {v: Value(v.name, v.dtype, v.shape) for v in graph.values()}
-    return Graph(
-        name=graph.name,
-        inputs=[copies[v] for v in graph.inputs],
-        outputs=[copies[v] for v in graph.outputs],
-        nodes=[
-            replace(
-                n,
-                inputs=tuple(None if v is None else copies[v] for v in n.inputs),
-                outputs=tuple(copies[v] for v in n.outputs),
-                attrs=dict(n.attrs),
-            )
-            for n in graph.nodes
-        ],
-        constants={copies[v]: t for v, t in graph.constants.items()},
-    )
+    return graph.copy()
 
 
 def layouts_to_try(graph: Graph, precision: str, target: str) -> tuple[Layout, ...]:

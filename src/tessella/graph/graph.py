@@ -9,7 +9,7 @@ Shapes may depend on the batch: such a dimension is a ``Dim``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -122,6 +122,25 @@ class Graph:
     outputs: list[Value] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     constants: dict[Value, torch.Tensor] = field(default_factory=dict)
+
+    def copy(self) -> Graph:
+        """A graph whose nodes and values can be changed; constants' tensors are shared."""
+        copies = {v: Value(v.name, v.dtype, v.shape) for v in self.values()}
+        return Graph(
+            name=self.name,
+            inputs=[copies[v] for v in self.inputs],
+            outputs=[copies[v] for v in self.outputs],
+            nodes=[
+                replace(
+                    n,
+                    inputs=tuple(None if v is None else copies[v] for v in n.inputs),
+                    outputs=tuple(copies[v] for v in n.outputs),
+                    attrs=dict(n.attrs),
+                )
+                for n in self.nodes
+            ],
+            constants={copies[v]: t for v, t in self.constants.items()},
+        )
 
     def constant(self, value: Value | None) -> torch.Tensor | None:
         """The tensor behind a value, or None if it is computed (or left out)."""
