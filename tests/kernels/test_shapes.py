@@ -41,6 +41,25 @@ SHAPES_ATTRS: list[tuple[str, list[tuple[int, ...] | None], dict[str, Any]]] = [
     ("matmul", [(5, 7), (2, 7)], {"transpose_b": True}),
     ("max_pool2d", [X], {**POOL, "dilation": [1, 1]}),
     ("max_pool2d", [X], {**POOL, "dilation": [1, 1], "ceil_mode": True}),
+    *[
+        (
+            "max_pool2d",
+            [X],
+            {
+                **POOL,
+                "kernel_size": k,
+                "stride": s,
+                "padding": p,
+                "dilation": [1, 1],
+                "ceil_mode": True,
+            },
+        )
+        for k, s, p in [
+            ([2, 3], [3, 2], [1, 0]),
+            ([2, 2], [4, 5], [1, 1]),
+            ([3, 3], [2, 2], [0, 0]),
+        ]
+    ],
     ("avg_pool2d", [X], AVERAGE),
     ("adaptive_avg_pool2d", [X], {"output_size": [1, 3]}),
     ("scaled_dot_product_attention", [(2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 4)], SOFT),

@@ -132,13 +132,21 @@ def _window(
     """What a window of two axes makes of [N, C, H, W]."""
     size, edges = _sizes(kernel_size, 2, 1), _sizes(padding, 2, 0)
     steps, spread = _sizes(stride, 2, 1), _sizes(dilation, 2, 1)
-    if None in (size, edges, steps, spread) or ceil is not False or not _floats(x) or x.dim() != 4:
+    known = None not in (size, edges, steps, spread) and isinstance(ceil, bool)
+    if not known or not _floats(x) or x.dim() != 4:
         return None
     if any(2 * p > k for p, k in zip(edges, size, strict=True)):
         return None
     places = zip(x.shape[2:], size, steps, edges, spread, strict=True)
-    shape = [*x.shape[:2], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in places)]
+    shape = [*x.shape[:2], *(_windows(ceil, *place) for place in places)]
     return _empty(x, shape) if min(*shape, *x.shape) > 0 else None
+
+
+def _windows(ceil: bool, n: int, k: int, s: int, p: int, d: int) -> int:
+    """Windows along an axis; with ``ceil`` the last may reach past the edge, not begin there."""
+    rest = n + 2 * p - d * (k - 1) - 1
+    count = (rest + (s - 1 if ceil else 0)) // s + 1
+    return count - (ceil and (count - 1) * s >= n + p)
 
 
 def _max_pool(
