@@ -1,14 +1,19 @@
 """Plans beside their peers, in one run: ``python -m benchmarks.engine --target cpu``.
 
-Peers: torch eager (NHWC too), on a GPU under a CUDA graph; torch.compile and ONNX Runtime where
-they are installed and asked for. Networks have random weights: speed does not depend on them.
+Peers: torch eager (NHWC too), on a GPU under a CUDA graph; on a CPU all of torch.compile (with
+freezing), ONNX Runtime and OpenVINO that are installed, each with as many threads as torch. The
+plan and the two runtimes take float32 NCHW images and answer in float32; torch's own peers are
+given the image in the network's element type and format. Networks have random weights: speed does
+not depend on them.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import io
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -49,10 +54,27 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--networks", default="lenet,resnet18,resnet50,googlenet")
     parser.add_argument("--precisions", default="fp32")
     parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--peers", default="eager,eager_nhwc")
+    parser.add_argument("--peers", help="eager,eager_nhwc on a GPU; on a CPU what is installed")
     parser.add_argument("--seconds", type=float, default=10.0, help="a row, at most")
+    parser.add_argument("--cache", type=Path, help="timing cache, read and added to")
     parser.add_argument("--out")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.peers = args.peers.split(",") if args.peers else default_peers(args.target)
+    return args
+
+
+def default_peers(target: str) -> list[str]:
+    """What a plan is compared with where the user does not say."""
+    if target != "cpu":
+        return ["eager", "eager_nhwc"]
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    found = [p for p in ("onnxruntime", "openvino") if importlib.util.find_spec(p)]
+    return ["eager_nhwc", *(["torch_compile"] if compiler else []), *found]
+
+
+def runs_in(peer: str, precision: str) -> bool:
+    """ONNX Runtime's CPU provider has no bfloat16 convolutions."""
+    return peer != "onnxruntime" or precision == "fp32"
 
 
 def measure(name: str, precision: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -64,11 +86,13 @@ def measure(name: str, precision: str, batch: int, args: argparse.Namespace) -> 
     spec = TensorSpec(name="image", dtype="float32", shape=(batch, *shape))
     device = torch_device(args.target)
     image = torch.randn(batch, *shape, device=device)
-    plan = ts.compile(module, inputs=[spec], batch=batch, target=args.target, precision=precision)
+    plan = ts.compile(module, inputs=[spec], batch=batch, target=args.target, precision=precision,
+                      cache=args.cache)  # fmt: skip
     engine = ts.load(plan)
     runs: dict[str, Run] = {"plan": lambda: engine(image=image)}
-    for peer in args.peers.split(","):
-        runs[peer] = PEERS[peer](module, image, precision)
+    for peer in args.peers:
+        if runs_in(peer, precision):
+            runs[peer] = PEERS[peer](module, image, precision)
     with torch.inference_mode():
         timings = latency(runs, device=device, seconds=args.seconds)
     times = {
@@ -118,19 +142,42 @@ def torch_compile(module: torch.nn.Module, image: torch.Tensor, precision: str) 
     return lambda: compiled(cast)
 
 
+def _onnx(module: torch.nn.Module, image: torch.Tensor) -> bytes:
+    buffer = io.BytesIO()
+    torch.onnx.export(module, (image,), buffer, dynamo=False, input_names=["image"])
+    return buffer.getvalue()
+
+
 def onnxruntime(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Run:
     import onnxruntime as ort
 
-    if precision != "fp32":
+    if not runs_in("onnxruntime", precision):
         raise SystemExit("the ONNX Runtime peer runs fp32 only")
-    buffer = io.BytesIO()
-    torch.onnx.export(module, (image,), buffer, dynamo=False, input_names=["image"])
     options = ort.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
     # by default its threads spin after a run, and steal the cores from whatever runs next
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = ort.InferenceSession(buffer.getvalue(), options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        _onnx(module, image), options, providers=["CPUExecutionProvider"]
+    )
     array = np.ascontiguousarray(image.cpu().numpy())
     return lambda: session.run(None, {"image": array})
+
+
+def openvino(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Run:
+    import openvino as ov
+
+    settings = {
+        "INFERENCE_PRECISION_HINT": {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}[precision],
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    core = ov.Core()
+    compiled = core.compile_model(
+        core.read_model(io.BytesIO(_onnx(module, image))), "CPU", settings
+    )
+    array = np.ascontiguousarray(image.cpu().numpy())
+    return lambda: compiled([array])
 
 
 def _graphed(module: torch.nn.Module, image: torch.Tensor) -> Run:
@@ -159,11 +206,12 @@ PEERS: dict[str, Callable[[torch.nn.Module, torch.Tensor, str], Run]] = {
     "eager_nhwc": eager_nhwc,
     "torch_compile": torch_compile,
     "onnxruntime": onnxruntime,
+    "openvino": openvino,
 }
 
 
 def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[object]]]:
-    head = ["network", "precision", "batch", "plan", "best peer", "ratio"]
+    head = ["network", "precision", "batch", "plan", "best peer", "ratio", "all peers"]
     body = [
         [
             row["network"],
@@ -172,6 +220,7 @@ def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[object]]]:
             f"{row['times']['plan']['median_ms']:.3f} ms",
             f"{row['best_peer']} {row['times'][row['best_peer']]['median_ms']:.3f} ms",
             f"{row['ratio']:.2f}×",
+            ", ".join(f"{n} {t['median_ms']:.2f}" for n, t in row["times"].items() if n != "plan"),
         ]
         for row in rows
     ]
