@@ -16,13 +16,23 @@ from tessella.core.version import VERSION
 
 if TYPE_CHECKING:
     from tessella import data, kernels
-    from tessella.api import compile, load, serve, train, verify
+    from tessella.api import compile, export, load, serve, train, verify
 
 __version__ = VERSION
 
-__all__ = ["__version__", "compile", "data", "kernels", "load", "serve", "train", "verify"]
+__all__ = [
+    "__version__",
+    "compile",
+    "data",
+    "export",
+    "kernels",
+    "load",
+    "serve",
+    "train",
+    "verify",
+]
 
-_API = ("compile", "load", "serve", "train", "verify")
+_API = ("compile", "export", "load", "serve", "train", "verify")
 
 
 def __getattr__(name: str) -> Any:

@@ -258,6 +258,31 @@ def explain(
     )
 
 
+def export(
+    source: Checkpoint | Run | torch.nn.Module | str | Path,
+    out: str | Path,
+    *,
+    opset: int = 17,
+    inputs: Sequence[TensorSpec] | None = None,
+    trust_code: bool = False,
+) -> graph.Graph:
+    """Write a network as an ONNX file, for any batch, as it is before the compiler changes it.
+
+    Args:
+        source, inputs, trust_code: as for ``compile``.
+        opset: the version of ONNX's operators, 17 to 21.
+
+    Returns:
+        The network's graph.
+
+    Raises:
+        CompileError: ONNX has no word for one of its operations; the message lists all of them.
+    """
+    network, _, _ = _as_graph(source, DimRange(min=1, opt=2, max=8), inputs, trust_code)
+    onnx.write(network, out, opset=opset)
+    return network
+
+
 def batch_range(batch: Batch) -> DimRange:
     """``8`` or ``(1, 8, 32)`` as a range."""
     if isinstance(batch, DimRange):

@@ -87,6 +87,17 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
     assert verified.json["agreement"] == 1.0
     assert verified.json["flips"] == []
 
+    other = tmp_path / "blobs.onnx"
+    exported = tessella("export", run, other, "--opset", "18", "--json")
+    assert exported.code == 0, exported.err
+    assert exported.json["opset"] == 18
+    images = np.random.default_rng(0).normal(size=(3, 1, 12, 12)).astype(np.float32)
+    session = InferenceSession(str(other))
+    ((name, ours),) = ts.load(plan)(images).items()
+    np.testing.assert_allclose(
+        session.run([name], {session.get_inputs()[0].name: images})[0], ours, rtol=1e-4, atol=1e-5
+    )
+
     small, found = tmp_path / "int8.plan", tmp_path / "blobs.calibration"
     refused = tessella("compile", run, "--out", small, "--precision", "int8", "--target", "cpu")
     assert "--calibrate DATASET" in refused.err
@@ -274,6 +285,25 @@ def test_doctor_names_the_target_and_the_libraries(tessella: Tessella) -> None:
     report = tessella("doctor", "--json").json
     assert report["target"] in ("cpu", "sm_90")
     assert report["libraries"]["torch"]
+
+
+def test_an_onnx_file_without_a_batch_is_one_sample(tessella: Tessella, tmp_path: Path) -> None:
+    shape = [2, 3, 4]
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in "xy")
+    graph = helper.make_graph([helper.make_node("Softmax", ["x"], ["y"], axis=0)], "g", [x], [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    path, plan = tmp_path / "model.onnx", tmp_path / "model.plan"
+    path.write_bytes(model.SerializeToString())
+
+    refused = tessella("compile", path, "--out", plan, "--target", "cpu")
+    assert refused.code == 2
+    assert "captured for another batch" in refused.err
+    answer = tessella("compile", path, "--out", plan, "--batch", "1", "--target", "cpu")
+    assert answer.code == 0, answer.err
+    x = np.random.default_rng(1).normal(size=(5, *shape)).astype(np.float32)
+    made = ts.load(plan)(x=x)["y"]  # five samples, each of them the whole input
+    (expected,) = InferenceSession(str(path)).run(None, {"x": x[3]})
+    np.testing.assert_allclose(made[3], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_onnx_file_becomes_a_plan(tessella: Tessella, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ VERBS: dict[str, str] = {
     "data": "Import images into a dataset: check, resize, split, count.",
     "train": "Train a network on a dataset.",
     "compile": "Turn a checkpoint or an ONNX file into a plan: fused, tuned, one file.",
+    "export": "Write a checkpoint as ONNX, for other engines.",
     "verify": "Compare a plan with its checkpoint, sample by sample.",
     "run": "Classify images, or evaluate a whole split, with a checkpoint or a plan.",
     "bench": "Measure a plan's latency and throughput.",

@@ -272,7 +272,8 @@ class _Reader:
         dynamic = bool(dims) and dims[0] is None
         if dynamic and self.batch is not None and self.batch.min == self.batch.max:
             dims[0], dynamic = self.batch.opt, False
-        if self.batch is not None and not dynamic and dims and dims[0] not in self.batch:
+        several = self.batch is not None and self.batch.max > 1
+        if several and not dynamic and dims and dims[0] not in self.batch:
             raise CompileError(
                 f"input {info.name!r} has a fixed batch",
                 seen=f"{dims[0]} in the file, {self.batch} asked for",
