@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from tessella import api, runtime
+from tessella import compiler, graph, runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.core.errors import ArtifactError, CorruptArtifact
-from tessella.core.spec import TensorSpec
+from tessella.core.spec import DimRange, TensorSpec
 from tessella.kernels import auction, catalog
 
 ROOT = Path(__file__).parents[2]
-SPEC = TensorSpec(name="image", dtype="float32", shape=(1, 64, 14, 14))
+BATCH = DimRange(min=1, opt=8, max=8)
+SPEC = TensorSpec(name="image", dtype="float32", shape=(BATCH, 64, 14, 14))
 X = (5, 64, 14, 14)
 LIMIT_S = 1.5  # after import torch, the CUDA context apart
 
@@ -64,13 +65,15 @@ def build(**settings: Any) -> Plan:
         own = [row for row in found if row.source == "tessella" and row.id.endswith(".sm90")]
         return tuple(own or found)
 
+    torch.manual_seed(0)
+    captured = graph.capture(Small().eval(), (SPEC,), outputs=("scores",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog, "candidates", ours)
-        torch.manual_seed(0)
-        return api.compile(
-            Small().eval(), inputs=[SPEC], batch=(1, 8, 8), target="sm_90", precision="fp16",
-            **settings,
+        built = compiler.compile_graph(
+            captured, target="sm_90", batch=BATCH, precision="fp16", built_from="a test",
+            rebuild="tessella compile a-test", **settings,
         )  # fmt: skip
+    return runtime.carry(built)[0]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +110,7 @@ def test_carrying_twice_gives_the_same_bytes(plan: Plan) -> None:
 def test_the_lock_gives_the_same_bytes(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machine code included."""
     monkeypatch.setattr(auction._Auction, "_measured", None)
-    assert to_bytes(build(lock=plan)) == to_bytes(plan)
+    assert to_bytes(build(lock=plan.lock)) == to_bytes(plan)
 
 
 def test_a_driver_says_no_and_the_process_goes_on(plan: Plan) -> None:

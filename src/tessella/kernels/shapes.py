@@ -28,13 +28,13 @@ META = torch.device("meta")
 def made(op: str, inputs: Sequence[TensorMeta | None], attrs: Mapping[str, Any]) -> list[Made]:
     """The element type and shape of each result of ``op``; raises what its reference raises."""
     tensors = [None if m is None else m.empty(META) for m in inputs]
-    with _Rules():
+    with ShapeRules():
         results = reference.call(op, tensors, attrs)
     return [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in results]
 
 
-class _Rules(TorchFunctionMode):
-    """Inside, ``_RULES`` answer for torch's functions where they can."""
+class ShapeRules(TorchFunctionMode):
+    """Inside, rules answer for torch's functions of meta tensors where they can."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -96,6 +96,16 @@ def _both(x: Any, y: Any, **named: Any) -> Tensor | None:
         return _empty(x, x.shape) if _plain(y) and y is not None else None
     shape = _broadcast(x.shape, y.shape) if _floats(x, y) else None
     return None if shape is None else _empty(x, shape)
+
+
+def broadcast(first: Shape, *others: Shape) -> tuple[int, ...] | None:
+    """What shapes broadcast to, or None. (torch's own imports sympy.)"""
+    found = tuple(first)
+    for other in others:
+        if (both := _broadcast(found, other)) is None:
+            return None
+        found = tuple(both)
+    return found
 
 
 def _broadcast(one: Shape, other: Shape) -> list[int] | None:

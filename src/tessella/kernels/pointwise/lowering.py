@@ -17,6 +17,7 @@ from tessella.kernels import reference
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.pointwise.program import ROWS, Instruction, evaluate, parse
 from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.shapes import ShapeRules, broadcast
 
 Numbers = tuple[float, float, float]
 
@@ -127,11 +128,9 @@ def _shapes(
         return made
 
     meta = torch.device("meta")
-    values = evaluate(
-        instructions,
-        [torch.empty(m.shape, dtype=getattr(torch, m.dtype), device=meta) for m in inputs],
-        call,
-    )
+    operands = [torch.empty(m.shape, dtype=getattr(torch, m.dtype), device=meta) for m in inputs]
+    with ShapeRules():
+        values = evaluate(instructions, operands, call)
     return [tuple(v.shape) for v in values]
 
 
@@ -140,10 +139,9 @@ def _domain(
 ) -> tuple[int, ...]:
     """What all values that are made, and all rows that are reduced, broadcast to."""
     reduced = [shapes[step.reads[0]] for step in instructions if step.op in ROWS]
-    try:
-        return tuple(torch.broadcast_shapes(*shapes[inputs:], *reduced))
-    except RuntimeError as error:
-        raise KernelError("values that do not broadcast together") from error
+    if (made := broadcast(*shapes[inputs:], *reduced)) is None:
+        raise KernelError("values that do not broadcast together")
+    return made
 
 
 def _operands(

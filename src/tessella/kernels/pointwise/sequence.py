@@ -17,6 +17,7 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.pointwise import binary, unary
 from tessella.kernels.pointwise.program import ELEMENTWISE, Instruction, evaluate, parse
 from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.shapes import ShapeRules
 
 WRITES_OUT = True
 SLICED_OUT = True
@@ -119,7 +120,8 @@ def _metas(problem: Problem, instructions: Sequence[Instruction]) -> list[Tensor
     """Every value as a buffer: those of the first output's shape have its format."""
     meta, like = torch.device("meta"), problem.outputs[0]
     inputs = [None if m is None else m.empty(meta) for m in problem.inputs]
-    values = evaluate(instructions, inputs, lambda *step: reference.call(*step)[0])
+    with ShapeRules():
+        values = evaluate(instructions, inputs, lambda *step: reference.call(*step)[0])
     return [
         TensorMeta(
             shape=tuple(v.shape),
