@@ -17,6 +17,7 @@ from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset, Split
 from tessella.artifacts.plan import Plan, load_plan
 from tessella.artifacts.run import Recipe, Run
+from tessella.compiler.samples import of_split
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import ArtifactError, DataError, UsageError
 from tessella.core.events import Emit, phase, silent
@@ -114,8 +115,8 @@ def compile(
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
         precisions: another one for single layers, by the names that ``compiler.layers`` lists.
         calibration: for int8 and fp8: what ``calibrate`` made, its file, or the data that it gets.
-        input: ``uint8`` for a plan that takes images as bytes [N, H, W, C] of the network's size, as
-            decoders give them, and scales them itself: a quarter of the bytes to send.
+        input: ``uint8`` for a plan that takes images as bytes [N, H, W, C] of the network's size,
+            as decoders give them, and scales them itself: a quarter of the bytes to send.
         preprocess: how images become the input; a checkpoint says so itself.
         samples: inputs by name to check the plan with, for networks that random ones do not fit.
         cache: timing cache file, read and added to.
@@ -211,7 +212,7 @@ def _calibrated(
                 seen=", ".join(map(repr, network.inputs)),
                 fix="give preprocess=, or batches of inputs by name",
             )
-        data = compiler.of_split(data, record, network.inputs[0].name, device=device)
+        data = of_split(data, record, network.inputs[0].name, device=device)
     return compiler.calibrate(network, data, **settings)
 
 

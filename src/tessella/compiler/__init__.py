@@ -4,9 +4,8 @@ from tessella.compiler.calibration import DTYPES as KINDS
 from tessella.compiler.calibration import METHOD, Calibration, load_calibration
 from tessella.compiler.explanation import PassRecord, explain
 from tessella.compiler.pipeline import Input, calibrate, compile_graph, layers
-from tessella.compiler.samples import of_split
 
 __all__ = [
     "KINDS", "METHOD", "Calibration", "Input", "PassRecord", "calibrate", "compile_graph",
-    "explain", "layers", "load_calibration", "of_split",
+    "explain", "layers", "load_calibration",
 ]  # fmt: skip
