@@ -17,12 +17,17 @@ Run = Callable[[], object]
 MIN_SAMPLE_S = 50e-6  # a sample repeats a short call until the clock's own cost is below a percent
 MIN_ROUNDS, MAX_ROUNDS = 3, 31
 REPLAY_S = 2e-3  # one replay on a GPU holds about this much of a call, at most ten of it
+DISTURBED = 1.5  # a sample that took this many times the quickest: something else had the machine
 NEAR = 1.1  # ways to run a kernel that the first look finds this near its best run the whole race
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Median time of one call, and half the distance between the quartiles."""
+    """Median time of one call, and half the distance between the quartiles.
+
+    Samples in which something else had the machine do not count. With other work on every core
+    they are the most, and one burst made a kernel look ten times slower than it is.
+    """
 
     time_us: float
     spread_us: float
@@ -87,6 +92,8 @@ def _rounds(samplers: Mapping[str, Sampler], budget_s: float) -> dict[str, Timin
 
 
 def _timing(times_us: list[float]) -> Timing:
+    quickest = min(times_us)
+    times_us = [t for t in times_us if t <= DISTURBED * quickest]
     if len(times_us) == 1:
         return Timing(time_us=round(times_us[0], 3), spread_us=0.0)
     low, middle, high = statistics.quantiles(times_us, n=4, method="inclusive")
