@@ -149,18 +149,6 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict
     return compiled
 
 
-def overlapping() -> dict[str, bool]:
-    """Arguments of ``launch`` for a Triton kernel that may start before the one ahead of it ends.
-
-    It begins with ``gdc_wait`` where OVERLAP is true: in the interpreter there is nothing to wait
-    for. About a microsecond of every launch then goes by while the kernel before still runs.
-    """
-    import triton
-
-    interpreted = bool(triton.knobs.runtime.interpret)
-    return {"OVERLAP": False} if interpreted else {"OVERLAP": True, "launch_pdl": True}
-
-
 def record(launched: Launched) -> None:
     """Show a launch to whoever is watching."""
     launches = _launches.get()

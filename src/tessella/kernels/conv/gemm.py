@@ -25,6 +25,7 @@ from tessella.kernels.conv.tiles import (
     split_tap,
 )
 from tessella.kernels.launch import launch
+from tessella.kernels.overlap import await_earlier
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
@@ -168,7 +169,7 @@ def multiply_columns(x, w, y, bias, scale, residual, parts, columns, start, at_o
                      PIXELS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
                      SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
                      OVERLAP: tl.constexpr):  # fmt: skip
-    tiles.begin(OVERLAP)
+    await_earlier(OVERLAP)
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
     local, k, group, part = tiles.tile_of_program(filters, PIXELS, FILTERS, SPLITS)
     columns += group.to(tl.int64) * LENGTH * d_stride

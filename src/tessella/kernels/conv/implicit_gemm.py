@@ -17,6 +17,7 @@ import triton.language as tl
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.tiles import first_input, is_inside, place, split_pixel, split_tap
+from tessella.kernels.overlap import await_earlier
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
@@ -54,7 +55,7 @@ def implicit_gemm(x, w, y, bias, scale, residual, parts, pixels, filters, image,
                   PIXELS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
                   SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
                   OVERLAP: tl.constexpr):  # fmt: skip
-    tiles.begin(OVERLAP)
+    await_earlier(OVERLAP)
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
     UNIFORM: tl.constexpr = C % DEPTH == 0  # one tap a step
     EXACT: tl.constexpr = SPLITS * STEPS * DEPTH == C * TAPS

@@ -19,6 +19,7 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.tiles import Geometry, first_input, place, split_pixel, split_tap
 from tessella.kernels.launch import launch
+from tessella.kernels.overlap import await_earlier
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
@@ -152,7 +153,7 @@ def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels,
                           FILTERS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
                           STEPS: tl.constexpr, STAGES: tl.constexpr,
                           ALIGNED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    tiles.begin(OVERLAP)
+    await_earlier(OVERLAP)
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
     EXACT: tl.constexpr = SPLITS * STEPS * DEPTH == C * TAPS
     UNIFORM: tl.constexpr = C % DEPTH == 0  # one tap a step

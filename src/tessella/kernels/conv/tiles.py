@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
 from tessella.kernels.epilogue_triton import cast, finish
-from tessella.kernels.launch import launch, overlapping
+from tessella.kernels.launch import launch
+from tessella.kernels.overlap import overlapping
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
 
@@ -445,14 +445,6 @@ def pack_into(
 
 
 # ------------------------------------------------------------------ device functions
-@triton.jit
-def begin(OVERLAP: tl.constexpr):
-    """Before anything is read: the kernels ahead must have ended."""
-    if OVERLAP:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
-
-
 @triton.jit
 def tile_of_program(filters, PIXELS: tl.constexpr, FILTERS: tl.constexpr, SPLITS: tl.constexpr):
     """What a block makes: its pixels, filters, group and part of the depth.

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.gemm.shapes import FP8, Operands, operands, refusal, sizes, strides
-from tessella.kernels.launch import launch, overlapping
+from tessella.kernels.launch import launch
+from tessella.kernels.overlap import await_earlier, overlapping
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
@@ -54,10 +54,7 @@ def _skinny_kernel(
     w_at = w + columns_at * w_column + k_at[None, :] * w_k
     x_at = x + rows_at * x_row + k_at[:, None] * x_k
 
-    if OVERLAP:
-        # the next kernel may start, and waits where this one does
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+    await_earlier(OVERLAP)
 
     acc = tl.zeros((BN, BM), dtype=SUM)
     for step in range(start, stop):
@@ -97,9 +94,7 @@ def _reduce_kernel(
     alpha, beta,
     SPLITS: tl.constexpr, BN: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+    await_earlier(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     columns = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     inside = columns < N

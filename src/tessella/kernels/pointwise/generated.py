@@ -13,6 +13,7 @@ import torch
 
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.launch import launch
+from tessella.kernels.overlap import overlapping
 from tessella.kernels.pointwise.axes import tile_width
 from tessella.kernels.pointwise.generated_device import program_kernel
 from tessella.kernels.pointwise.lowering import ChannelAffine
@@ -87,7 +88,7 @@ def bind(
             for i, o in enumerate(lowered.operands)
         )
         pointers = _padded(tensors, MAX_OPERANDS) + _padded((out,) if single else out, MAX_OUTPUTS)
-        launch(program_kernel, grid, *pointers, *sizes, num_warps=warps, **program)
+        launch(program_kernel, grid, *pointers, *sizes, num_warps=warps, **overlapping(), **program)
         return out
 
     return run

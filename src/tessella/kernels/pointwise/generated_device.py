@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tessella.kernels.epilogue_triton import activate, cast
+from tessella.kernels.overlap import await_earlier
 
 _INFINITY = tl.constexpr(float("inf"))
 
@@ -33,7 +34,9 @@ def program_kernel(
     FORMS: tl.constexpr,  # of each tensor: "tile", "row", "column" or "one"
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_earlier(OVERLAP)
     n_columns = n_units * UNIT
     tiles = tl.cdiv(n_columns, TILE_COLUMNS)
     tile = tl.program_id(0)

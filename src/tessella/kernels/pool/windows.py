@@ -15,6 +15,7 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.launch import launch
+from tessella.kernels.overlap import await_earlier, overlapping
 from tessella.kernels.pointwise.axes import tile_width
 from tessella.kernels.problem import Problem
 
@@ -85,6 +86,7 @@ def bind(
             TILE_ROWS=tile_rows,
             TILE_COLUMNS=tile_columns,
             num_warps=warps,
+            **overlapping(),
             **window,
         )
         return out
@@ -154,7 +156,9 @@ def window_kernel(
     LAST: tl.constexpr,  # channels_last
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_earlier(OVERLAP)
     PIXELS: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
     COLUMNS: tl.constexpr = CHANNELS if LAST else PIXELS
     TILES: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS

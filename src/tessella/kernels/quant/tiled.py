@@ -11,6 +11,7 @@ import triton.language as tl
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue_triton import cast
 from tessella.kernels.launch import launch
+from tessella.kernels.overlap import await_earlier, overlapping
 from tessella.kernels.problem import Problem
 from tessella.kernels.quant import aten
 
@@ -44,7 +45,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         count = x.numel()
         launch(
             kernel, (triton.cdiv(count, BLOCK),), x, out, scale, zero, count,
-            BLOCK=BLOCK, num_warps=8,
+            BLOCK=BLOCK, num_warps=8, **overlapping(),
         )  # fmt: skip
         return out
 
@@ -52,7 +53,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
 
 
 @triton.jit
-def _quantize(x, out, scale, zero, count, BLOCK: tl.constexpr):
+def _quantize(x, out, scale, zero, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    await_earlier(OVERLAP)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(x + i, mask=i < count, other=0.0).to(tl.float32)
     numbers = tl.div_rn(numbers, tl.load(scale))  # torch's quotient: ties fall alike
@@ -64,7 +66,8 @@ def _quantize(x, out, scale, zero, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _dequantize(x, out, scale, zero, count, BLOCK: tl.constexpr):
+def _dequantize(x, out, scale, zero, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    await_earlier(OVERLAP)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(x + i, mask=i < count, other=0.0).to(tl.float32)
     if zero is not None:

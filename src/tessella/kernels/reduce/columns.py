@@ -15,6 +15,7 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.launch import launch
+from tessella.kernels.overlap import await_earlier, overlapping
 from tessella.kernels.problem import Problem, TensorMeta
 
 WRITES_OUT = True
@@ -75,6 +76,7 @@ def bind(
             TILE_ROWS=rows,
             TILE_COLUMNS=columns,
             num_warps=warps,
+            **overlapping(),
         )
         return out
 
@@ -131,7 +133,9 @@ def columns_kernel(
     DIVISOR: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_earlier(OVERLAP)
     TILES: tl.constexpr = (INNER + TILE_COLUMNS - 1) // TILE_COLUMNS
     block = tl.program_id(0)
     outer = block // TILES

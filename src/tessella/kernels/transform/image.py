@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.launch import launch
+from tessella.kernels.overlap import await_earlier, overlapping
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
@@ -22,7 +23,10 @@ BLOCK = 2048  # values in channels_last, else pixels: 16 for each of 128 threads
 
 
 @triton.jit
-def _same_order_kernel(x, gain, offset, out, count, C: tl.constexpr, BLOCK: tl.constexpr):
+def _same_order_kernel(
+    x, gain, offset, out, count, C: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    await_earlier(OVERLAP)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     lanes = tl.arange(0, BLOCK)
     inside = lanes < count - start
@@ -33,7 +37,10 @@ def _same_order_kernel(x, gain, offset, out, count, C: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _planes_kernel(x, gain, offset, out, pixels, C: tl.constexpr, BLOCK: tl.constexpr):
+def _planes_kernel(
+    x, gain, offset, out, pixels, C: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    await_earlier(OVERLAP)
     image = tl.program_id(1).to(tl.int64) * pixels * C
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < pixels
@@ -73,11 +80,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
             count = n * pixels * channels
             grid = (triton.cdiv(count, BLOCK),)
             launch(_same_order_kernel, grid, x, a, b, out, count, C=channels, BLOCK=BLOCK,
-                   num_warps=4, fuse=False)  # fmt: skip
+                   num_warps=4, fuse=False, **overlapping())  # fmt: skip
         else:
             grid = (triton.cdiv(pixels, BLOCK), n)
             launch(_planes_kernel, grid, x, a, b, out, pixels, C=channels, BLOCK=BLOCK,
-                   num_warps=4, fuse=False)  # fmt: skip
+                   num_warps=4, fuse=False, **overlapping())  # fmt: skip
         return out
 
     return convert
