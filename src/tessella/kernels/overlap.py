@@ -19,7 +19,7 @@ def await_earlier(OVERLAP: tl.constexpr):
 
 
 def overlapping() -> dict[str, bool]:
-    """Arguments of ``launch`` for a kernel with ``await_earlier``; an interpreted one never waits."""
+    """Arguments of ``launch`` for a kernel with ``await_earlier``; interpreted, none waits."""
     if triton.knobs.runtime.interpret:
         return {"OVERLAP": False}
     return {"OVERLAP": True, "launch_pdl": True}
