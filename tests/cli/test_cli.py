@@ -82,6 +82,10 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
     assert compiled.code == 0, compiled.err
     assert "conv1" in compiled.out
     assert str(plan) in compiled.out
+    same = ("--batch", "1,2,4", "--target", "cpu", "--lock", plan)
+    locked = tessella("compile", run, "--out", tmp_path / "again.plan", *same)
+    assert locked.code == 0, locked.err
+    assert (tmp_path / "again.plan").read_bytes() == plan.read_bytes()
 
     verified = tessella("verify", plan, "--against", run, "--data", dataset, "--json")
     assert verified.json["agreement"] == 1.0
@@ -113,7 +117,7 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
         assert verified.json["agreement"] == 1.0
         assert verified.json["max_abs_diff"] > 0
 
-    answer = tessella("run", plan, blobs / "below" / "3.png", "--top", "1", "--json")
+    answer = tessella("run", plan, blobs / "below" / "3.png", "--top", "1", "--json", "--recompile")
     assert answer.json["images"][0]["top"][0]["label"] == "below"
 
     measured = tessella("run", run, "--data", dataset, "--json")
