@@ -30,10 +30,12 @@ from tessella.kernels.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    launch_dependents,
     load_tile,
     mbarrier,
     store_tile,
     store_wait,
+    wait_for_dependencies,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -205,6 +207,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             CHUNKS=runs.chunks,
             ACTIVATION=problem.attr("activation"),
             DTYPE=DTYPES[out.dtype],
+            CONSTANT=1 in problem.constant,
+            launch_pdl=True,
             BULK=by_tma,
             LAST=last,
             PIXELS=pixels,
@@ -306,7 +310,7 @@ def direct(x, w, y, bias, residual, scale, alpha, beta, pixels, tiles, each, fil
            UNIT: gl.constexpr, RUNS: gl.constexpr, LENGTH: gl.constexpr, SHIFT: gl.constexpr,
            GRANULES: gl.constexpr, CHUNKS: gl.constexpr, ACTIVATION: gl.constexpr,
            DTYPE: gl.constexpr, BULK: gl.constexpr, LAST: gl.constexpr, PIXELS: gl.constexpr,
-           FILTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+           FILTERS: gl.constexpr, CONSTANT: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """A block: ``each`` consecutive tiles of PIXELS pixels, and FILTERS of the filters."""
     BITS: gl.constexpr = x.dtype.element_ty.primitive_bitwidth
     SUM: gl.constexpr = gl.int32 if BITS == 8 else gl.float32
@@ -321,10 +325,15 @@ def direct(x, w, y, bias, residual, scale, alpha, beta, pixels, tiles, each, fil
     mbarrier.init(ready, count=1)
     fence_async_shared()
     barrier()
+    launch_dependents()
+    if not CONSTANT:  # the kernel before this one packs the filters
+        wait_for_dependencies()
     k0 = gl.program_id(1) * FILTERS
     mbarrier.expect(ready, CHUNKS * w.block_type.nbytes)
     for i in gl.static_range(CHUNKS):
         load_tile(w, [i * filters + k0, 0], ready, w_s.index(i))
+    if CONSTANT:
+        wait_for_dependencies()
     k = k0 + gl.arange(0, FILTERS, layout=gl.SliceLayout(0, ACC))
     biases = None
     if bias is not None:
