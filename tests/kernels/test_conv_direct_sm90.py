@@ -149,6 +149,8 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         "barrier": nothing,
         "fence_async_shared": nothing,
         "store_wait": nothing,
+        "launch_dependents": nothing,
+        "wait_for_dependencies": nothing,
         "load_tile": Descriptor.load,
         "store_tile": Descriptor.store,
         "descriptor": Descriptor,
@@ -172,7 +174,7 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
             arguments = [pointer(a) if isinstance(a, torch.Tensor) else a for a in args]
             for block[0] in range(grid[0]):
                 for block[1] in range(grid[1]):
-                    raw(*arguments, **constants)
+                    raw(*arguments, **{k: v for k, v in constants.items() if k != "launch_pdl"})
 
     monkeypatch.setattr(direct_sm90, "launch", run)
     monkeypatch.setattr(direct_sm90, "descriptor", Descriptor)
