@@ -74,9 +74,16 @@ CASES: dict[str, tuple[Forward, TensorSpec, int, int]] = {
     "scaled softmax": (lambda m, x: torch.softmax(x * 0.25, -1).sqrt(), TOKENS, 3, 1),
     "a norm by hand": (by_hand, TOKENS, 9, 1),
     "two norms": (lambda m, x: m.rows(m.rows(x).exp()), TOKENS, 3, 1),
+    # with two results
+    "an output in the middle": (lambda m, x: (y := x.exp(), y.neg().tanh()), IMAGE, 3, 1),
+    "two readers": (lambda m, x: torch.cat([(y := x.exp()).neg(), y.tanh()], 1), IMAGE, 4, 3),
+    "a sum, its norm and more": (
+        lambda m, x: m.linear(m.rows(y := x + m.places)).exp() * y,
+        TOKENS,
+        5,
+        3,
+    ),
     # these stay apart
-    "an output in the middle": (lambda m, x: (y := x.exp(), y.neg().tanh()), IMAGE, 3, 2),
-    "two readers": (lambda m, x: torch.cat([(y := x.exp()).neg(), y.tanh()], 1), IMAGE, 4, 4),
     "softmax of channels": (lambda m, x: torch.softmax(x.exp(), 1).log(), IMAGE, 3, 3),
     "one operation": (lambda m, x: m.linear(x).transpose(1, 2).exp(), TOKENS, 3, 3),
     "an odd power": (lambda m, x: (x.exp() ** 2.5).neg(), IMAGE, 3, 3),
@@ -137,7 +144,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], int]] = {
         lambda: models.ConvNeXt([CNBlockConfig(16, 24, 2), CNBlockConfig(24, None, 1)]), 3,
     ),
     "swin": (
-        lambda: models.SwinTransformer([4, 4], 16, [2, 1], [2, 2], [4, 4], num_classes=5), 2,
+        lambda: models.SwinTransformer([4, 4], 16, [2, 1], [2, 2], [4, 4], num_classes=5), 6,
     ),
 }  # fmt: skip
 
@@ -151,11 +158,12 @@ def test_networks_stay_what_they_are(name: str) -> None:
     assert len(graph.nodes) - len(fused(graph).nodes) == gone
 
 
-def test_norms_stay_apart_on_a_cpu() -> None:
-    """torch's make their own memory; softmax does not."""
+def test_on_a_cpu_norms_stay_apart_and_steps_have_one_result() -> None:
+    """torch's norms make their own memory; softmax does not."""
     graph = graph_of("positions and norm")
     assert fuse_pointwise.apply(graph, "cpu") == 0
     assert fuse_pointwise.apply(graph_of("scaled softmax"), "cpu") == 2
+    assert fuse_pointwise.apply(graph_of("two readers"), "cpu") == 0
 
 
 UNARY = ("relu", "exp", "neg", "sigmoid", "tanh", "abs")

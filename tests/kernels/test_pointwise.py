@@ -12,7 +12,7 @@ import torch
 
 from tessella.core.errors import CompileError
 from tessella.kernels import catalog, reference
-from tessella.kernels.pointwise import generated, sequence
+from tessella.kernels.pointwise import generated, generated_several, sequence
 from tessella.kernels.pointwise.axes import common_axes
 from tessella.kernels.pointwise.program import ELEMENTWISE, ROWS, parse, text
 from tessella.kernels.pointwise.walk import refusal
@@ -75,21 +75,24 @@ def tensors(asked: Problem) -> list[torch.Tensor]:
 
 def run(module: Any, asked: Problem, inputs: Sequence[torch.Tensor], **config: Any) -> list[Any]:
     constants = {i: inputs[i] for i in asked.constant}
-    out = [m.empty(CPU).fill_(77) for m in asked.outputs]
     call = module.bind(asked, constants, **config)
     free = [t for i, t in enumerate(inputs) if i not in constants]
-    call(*free, out=out[0] if len(out) == 1 else tuple(out))
-    return out
+    if not module.WRITES_OUT:
+        return list(call(*free))
+    return [call(*free, out=asked.output.empty(CPU).fill_(77))]
 
 
 def agrees(asked: Problem, inputs: Sequence[torch.Tensor] | None = None) -> None:
     """Every configuration of the generated kernel, and torch's sequence, give float64's answer."""
     inputs = inputs or tensors(asked)
-    assert generated.fits(asked) is None
+    assert refusal(asked) is None
+    assert (generated.fits(asked) is None) == (len(asked.outputs) == 1)
+    assert (generated_several.fits(asked) is None) == (len(asked.outputs) > 1)
     wide = [t.double() if t.is_floating_point() else t for t in inputs]
     right = reference.call(asked.op, wide, asked.attrs)
-    runs = [run(generated, asked, inputs, **config) for config in generated.configs(asked)]
-    if asked.op == "pointwise":
+    module = generated if len(asked.outputs) == 1 else generated_several
+    runs = [run(module, asked, inputs, **config) for config in module.configs(asked)]
+    if asked.op == "pointwise" and len(asked.outputs) == 1:
         runs.append(run(sequence, asked, inputs))
     for made in runs:
         for one, exact, told in zip(made, right, asked.outputs, strict=True):
@@ -412,7 +415,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _launch(asked: Problem, config: Mapping[str, Any]) -> None:
-    run(generated, asked, tensors(asked), **config)
+    module = generated if len(asked.outputs) == 1 else generated_several
+    run(module, asked, tensors(asked), **config)
 
 
 def test_compiles_for_hopper_without_spills() -> None:

@@ -212,6 +212,7 @@ KERNELS: tuple[Kernel, ...] = (
         "tessella",
     ),
     _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
+    *_rows("pointwise", "generated_several", "pointwise.generated_several", "tessella"),
     *_rows("max_pool2d avg_pool2d adaptive_avg_pool2d", "windows", "pool.windows", "tessella"),
     *_rows("mean sum adaptive_avg_pool2d", "columns", "reduce.columns", "tessella"),
     # moving elements

@@ -94,7 +94,7 @@ def _channels_last(
 
 def _writes_any_format(node: Node) -> bool:
     if node.op == "pointwise":
-        return not has_rows(node.attrs["program"])
+        return len(node.outputs) == 1 and not has_rows(node.attrs["program"])
     return node.op in ("to", "image_to_tensor", "quantize", "dequantize")
 
 

@@ -7,12 +7,12 @@ concatenation, softmax and layer norm with what leads to them and what follows.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.pointwise.program import ELEMENTWISE, MAX_INPUTS, ROWS, Instruction
-from tessella.kernels.pointwise.walk import refusal
+from tessella.kernels.pointwise.walk import MAX_OUTPUTS, refusal
 from tessella.kernels.problem import Problem, TensorMeta
 
 BATCH = 11  # to ask the kernel with: a size that few other axes have
@@ -26,15 +26,16 @@ ON_CPU = ELEMENTWISE | {"softmax", "log_softmax"}
 def apply(graph: Graph, target: str = "sm_90") -> int:
     """Fuse what one kernel can carry out; returns how many nodes went into another one.
 
-    A group has one result. It grows backwards from there by nodes whose result nobody else reads,
-    as long as the generated kernel takes the whole.
+    A group grows backwards from its last node, as long as the generated kernel takes the whole, by
+    nodes whose result the group reads and nobody else; or others too, after the last node: then it
+    is another result (a sum that a norm reads, and the next residual). On a CPU a group has one.
     """
-    finder = _Finder(graph, ON_CPU if target == "cpu" else ELEMENTWISE | ROWS)
+    finder = _Finder(graph, target)
     fused = 0
     for root in reversed(list(graph.nodes)):
         group = finder.group(root)
         if len(group) > 1:
-            graph.nodes[graph.nodes.index(root)] = as_node(graph, group)
+            graph.nodes[graph.nodes.index(root)] = finder.as_node(group)
             graph.nodes = [n for n in graph.nodes if n not in group]
             fused += len(group) - 1
     read = {v for n in graph.nodes for v in n.inputs} | set(graph.outputs)
@@ -45,8 +46,10 @@ def apply(graph: Graph, target: str = "sm_90") -> int:
 class _Finder:
     """Groups of nodes of a graph; a node is in one group at most."""
 
-    def __init__(self, graph: Graph, fusible: Set[str]) -> None:
-        self._graph, self._fusible = graph, fusible
+    def __init__(self, graph: Graph, target: str) -> None:
+        self._graph = graph
+        self._fusible = ON_CPU if target == "cpu" else ELEMENTWISE | ROWS
+        self._most_results = 1 if target == "cpu" else MAX_OUTPUTS
         self._users, self._producer = graph.users(), graph.producer()
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._taken: set[Node] = set()
@@ -67,7 +70,8 @@ class _Finder:
         return self._sorted(group)
 
     def _next(self, group: Collection[Node], rejected: Collection[Node]) -> Node | None:
-        """The latest producer that only the group reads."""
+        """The latest producer of what the group reads, and others only after the group."""
+        last = max(map(self._order.__getitem__, group))
         found = {
             producer
             for node in group
@@ -75,8 +79,7 @@ class _Finder:
             if value is not None
             and (producer := self._producer.get(value)) is not None
             and producer not in self._taken
-            and all(reader in group for reader in self._users[value])
-            and value not in self._graph.outputs
+            and all(n in group or self._order[n] > last for n in self._users[value])
         }
         return max(found - set(group) - set(rejected), key=self._order.__getitem__, default=None)
 
@@ -87,8 +90,20 @@ class _Finder:
         """Whether the generated kernel can carry out all nodes as one."""
         if any(n.op not in self._fusible for n in nodes):
             return False
-        node = as_node(self._graph, nodes)
-        return len(node.inputs) <= MAX_INPUTS and refusal(self._problem(node)) is None
+        node = self.as_node(nodes)
+        if len(node.inputs) > MAX_INPUTS or len(node.outputs) > self._most_results:
+            return False
+        return refusal(self._problem(node)) is None
+
+    def as_node(self, group: Sequence[Node]) -> Node:
+        """The nodes, in order, as one ``pointwise``; its first result is the last node's."""
+        last = group[-1].output
+        also = [
+            node.output
+            for node in group[:-1]
+            if node.output in self._graph.outputs or set(self._users[node.output]) - set(group)
+        ]
+        return as_node(self._graph, group, (last, *also))
 
     def _problem(self, node: Node) -> Problem:
         def meta(value: Value) -> TensorMeta:
@@ -104,8 +119,8 @@ class _Finder:
         )
 
 
-def as_node(graph: Graph, group: Sequence[Node]) -> Node:
-    """The nodes as one ``pointwise``, whose result is the last one's."""
+def as_node(graph: Graph, group: Sequence[Node], outputs: tuple[Value, ...]) -> Node:
+    """The nodes as one ``pointwise`` that makes these of their results."""
     made = {node.output for node in group}
     parts = [_with_number(graph, node) for node in group]
     read = [v for reads, _ in parts for v in reads if v is not None and v not in made]
@@ -119,13 +134,12 @@ def as_node(graph: Graph, group: Sequence[Node]) -> Node:
         ).data()
         for node, (reads, attrs) in zip(group, parts, strict=True)
     )
-    last = group[-1]
     return Node(
         op="pointwise",
         inputs=inputs,
-        outputs=last.outputs,
-        attrs={"program": program, "results": (number[last.output],)},
-        layer=last.layer,
+        outputs=outputs,
+        attrs={"program": program, "results": tuple(number[v] for v in outputs)},
+        layer=group[-1].layer,
     )
 
 

@@ -28,11 +28,13 @@ WIDEST = 16  # elements: what is known to divide the columns makes loads of up t
 
 
 def fits(problem: Problem) -> str | None:
+    if len(problem.outputs) != 1:
+        return "makes one result"
     return refusal(problem)
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """Tiles of 2048 elements by 4 warps, and both sides of it."""
+    """Tiles of 2048 elements by 4 warps, and smaller ones."""
     made = walk(problem)
     columns = made.axes.columns
     if made.lowered.rows:

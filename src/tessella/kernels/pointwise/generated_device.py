@@ -220,6 +220,8 @@ def _function(x, OP: tl.constexpr, N: tl.constexpr):
         y = tl.where(x > 0, x * N[1], _expm1(x * N[2]) * (N[0] * N[1]))
     elif OP == "softplus":
         y = tl.where(x * N[0] > N[1], x, _softplus(x * N[0]) / N[0])
+    elif OP == "gelu":
+        y = _gelu(x)
     elif OP == "mish":
         y = x * activate(_softplus(x), "tanh")
     else:
@@ -290,6 +292,16 @@ def _rounded(x, BITS: tl.constexpr):
     else:
         y = x.to(tl.bfloat16)
     return y.to(tl.float32)
+
+
+@triton.jit
+def _gelu(x):
+    """½x(1 + erf(x/√2)), where 1 − erf is Abramowitz and Stegun's 7.1.26, right to 1.5e-7."""
+    z = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    series = t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+    half = 0.5 * x * t * (0.254829592 + series) * tl.exp(-z * z)
+    return tl.where(x < 0, half, x - half)
 
 
 @triton.jit

@@ -41,6 +41,8 @@ class _Step:
 
 
 def fits(problem: Problem) -> str | None:
+    if len(problem.outputs) != 1:
+        return "makes one result"
     try:
         parse(problem.attrs["program"], len(problem.inputs), problem.attrs["results"])
     except CompileError as error:

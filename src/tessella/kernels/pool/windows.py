@@ -176,8 +176,14 @@ def window_kernel(
         PITCH: tl.constexpr = 1
     top = pixels // OUT_WIDTH * STRIDE_H - PADDING_H
     left = pixels % OUT_WIDTH * STRIDE_W - PADDING_W
-    LEAST: tl.constexpr = -128.0 if x_pointer.dtype.element_ty == tl.int8 else float("-inf")
-    made = tl.full([TILE_ROWS, TILE_COLUMNS], 0.0 if MEAN else LEAST, tl.float32)
+    if MEAN:
+        made = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    elif x_pointer.dtype.element_ty == tl.int8:  # int8 to float32 has a quarter of the rate
+        made = tl.full([TILE_ROWS, TILE_COLUMNS], -128, tl.int16)
+    elif x_pointer.dtype.element_ty == tl.float16:  # two at a time
+        made = tl.full([TILE_ROWS, TILE_COLUMNS], float("-inf"), tl.float16)
+    else:
+        made = tl.full([TILE_ROWS, TILE_COLUMNS], float("-inf"), tl.float32)
     for r in tl.static_range(KERNEL_H):
         for s in tl.static_range(KERNEL_W):
             h = top + r * DILATION_H
@@ -186,9 +192,12 @@ def window_kernel(
             places = starts + (h * WIDTH + w) * PITCH
             if MEAN:
                 made += tl.load(x_pointer + places, mask=there, other=0).to(tl.float32)
+            elif x_pointer.dtype.element_ty == tl.int8:
+                x = tl.load(x_pointer + places, mask=there, other=-128).to(tl.int16)
+                made = tl.maximum(made, x)
             else:
-                x = tl.load(x_pointer + places, mask=there, other=0).to(tl.float32)
-                made = tl.where(there & ((x > made) | (x != x)), x, made)
+                x = tl.load(x_pointer + places, mask=there, other=float("-inf")).to(made.dtype)
+                made = tl.maximum(made, x, propagate_nan=tl.PropagateNan.ALL)
     if MEAN:
         if DIVISOR != 0:
             made = made / DIVISOR

@@ -1,0 +1,35 @@
+"""``pointwise`` with several results: the generated kernel, on memory that it takes from torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tessella.kernels.catalog import Call, Config
+from tessella.kernels.pointwise import generated
+from tessella.kernels.pointwise.walk import refusal
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = False
+
+
+def fits(problem: Problem) -> str | None:
+    if len(problem.outputs) == 1:
+        return "one result has a place already"
+    return refusal(problem)
+
+
+def configs(problem: Problem) -> tuple[Config, ...]:
+    """Those of the kernel that makes one result."""
+    return generated.configs(problem)
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    call = generated.bind(problem, constants, **config)
+
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return call(*inputs, out=tuple(m.empty(inputs[0].device) for m in problem.outputs))
+
+    return run
