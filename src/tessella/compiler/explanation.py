@@ -108,10 +108,11 @@ def explain(
             )
         )
         before, count_before = after, count_after
-    fused, count = with_siblings(graph, target)
-    if count:
-        why = "taken if the whole program is then measured faster: one large product for several"
-        records.append(_compared("fuse_siblings", why, count, graph, fused))
+    why = "taken if the whole program is then measured faster: one large product for several"
+    records += [
+        _compared("fuse_siblings", why, count, graph, fused)
+        for fused, count in with_siblings(graph, target)
+    ]
     layouts = layouts_to_try(graph, precision, target)
     records += [_laid_out(graph, layout, one_of=len(layouts)) for layout in layouts]
     return tuple(records)

@@ -164,8 +164,7 @@ def compile_graph(
         wanted = verify.rounded(wanted, rounded, emit, target=target)
     loosest = assignment.loosest
     lowered = _changed(rounded, narrowing(assignment))
-    fused, count = with_siblings(lowered, target)
-    variants = [lowered, fused] if count else [lowered]
+    variants = [lowered, *(fused for fused, _ in with_siblings(lowered, target))]
     constants = {v.name: t for graph in variants for v, t in graph.constants.items()}
     trials = Lock(cache, lines=lock)
     tuner = Tuner(
@@ -310,14 +309,20 @@ def _changed(graph: Graph, steps: Sequence[Pass]) -> Graph:
     return graph
 
 
-def with_siblings(graph: Graph, target: str) -> tuple[Graph, int]:
-    """A copy of the graph with siblings fused, to race with it, and how many layers went."""
-    fused = copied(graph)
-    if target == "reference" or not (count := fuse_siblings.apply(fused)):
-        return graph, 0
-    dead_code.apply(fused)  # the single weights
-    check(fused)
-    return fused, count
+def with_siblings(graph: Graph, target: str) -> list[tuple[Graph, int]]:
+    """Copies of the graph with siblings fused, to race with it, and how many layers went.
+
+    All siblings, and those alone whose results do not go straight into a concatenation.
+    """
+    variants: list[tuple[Graph, int]] = []
+    for joined in (True, False) if target != "reference" else ():
+        fused = copied(graph)
+        count = fuse_siblings.apply(fused, joined=joined)
+        if count and count not in [n for _, n in variants]:
+            dead_code.apply(fused)  # the single weights
+            check(fused)
+            variants.append((fused, count))
+    return variants
 
 
 def bucket_sizes(batch: DimRange) -> list[int]:
@@ -353,9 +358,10 @@ def _fastest(
         concrete = graph.at_batch(opt)
         choices = choose_kernels.apply(concrete, formats, tuner, emit, "siblings")
         programs.append((concrete, join_in_place.apply(concrete, choices, tuner)))
-    apart, together = race.times_us(programs, tuner)
-    emit(phase("siblings", f"{apart:.0f} µs apart, {together:.0f} µs fused, at batch {opt}"))
-    return laid_out[1 if together < WORTH_IT * apart else 0]
+    apart, *fused = race.times_us(programs, tuner)
+    times = " or ".join(f"{time:.0f}" for time in fused)
+    emit(phase("siblings", f"{apart:.0f} µs apart, {times} µs fused, at batch {opt}"))
+    return laid_out[1 + fused.index(min(fused)) if min(fused) < WORTH_IT * apart else 0]
 
 
 def _fastest_layout(graph: Graph, opt: int, precision: str, tuner: Tuner, emit: Emit) -> Layout:

@@ -15,15 +15,22 @@ from tessella.compiler.passes.fuse_epilogue import LAYERS
 from tessella.graph.graph import Graph, Node, Value
 
 
-def apply(graph: Graph) -> int:
+def apply(graph: Graph, *, joined: bool = True) -> int:
     """Fuse every group of siblings; returns how many layers went into another one.
 
     Siblings read the same value with constant weights of the same shape but for their channels,
     the same geometry and the same activation, and add no residual. A weight that some other node
     reads too stays where it is: it would be stored twice.
+
+    Args:
+        joined: also layers whose results only go into a concatenation, which some kernels can
+            write right there (``join_in_place``), and a split of a common result must copy.
     """
     groups: dict[Hashable, list[Node]] = {}
+    users = graph.users()
     for node in graph.nodes:
+        if not joined and {user.op for v in node.outputs for user in users[v]} == {"cat"}:
+            continue
         if (kind := _kind(graph, node)) is not None:
             groups.setdefault(kind, []).append(node)
     fused = 0

@@ -11,7 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tessella.artifacts.plan import Slice, in_place
-from tessella.compiler.passes.choose_kernels import Choice, Slices, Tuner, begins_aligned, trials
+from tessella.compiler.passes.choose_kernels import (
+    Choice,
+    Slices,
+    Tuner,
+    as_measured,
+    begins_aligned,
+    trials,
+)
 from tessella.core.errors import CompileError
 from tessella.graph.graph import Graph, Value
 from tessella.kernels import catalog
@@ -73,7 +80,8 @@ class _Program:
         found: Slices = {}
         for part in self._parts(index):
             alone = {part.value.name: part.place}
-            concerned = [i for i in self._concerned(part.value) if i != index]
+            # DenseNet's parts are read by a dozen concatenations, whose turn comes with all parts
+            concerned = [i for i in self._concerned(part.value) if self._op(i) != "cat"]
             after = self._after(alone, concerned)
             if after is None:
                 continue
@@ -121,6 +129,9 @@ class _Program:
                 parts.append(_Part(value, place))
         return parts
 
+    def _op(self, index: int) -> str:
+        return self.choices[index].node.op
+
     def _writes_alone(self, index: int) -> bool:
         """Whether a step makes one tensor of its own, and not views of another."""
         choice = self.choices[index]
@@ -153,7 +164,7 @@ class _Program:
             node = self.choices[index].node
             problem = self._problem(index, slices)
             try:
-                tried = trials(node, problem, self._tuner)
+                tried = trials(node, as_measured(problem), self._tuner)
             except CompileError:
                 return None
             made = {v.name: slices[v.name] for v in node.outputs if v.name in slices}
