@@ -1,7 +1,8 @@
 """fallback.aten: a torch operator without an operation of ours, called through the dispatcher.
 
-Only pure functions of tensors may run: a plan is data from a stranger, and must not reach an
-operator that writes files, changes its arguments, draws random numbers or trusts raw sizes.
+Only pure functions of tensors may run, by their names: a plan is data from a stranger, and must not
+reach an operator that writes files, changes its arguments, draws random numbers or trusts raw
+sizes.
 """
 
 from __future__ import annotations
@@ -16,23 +17,12 @@ import torch
 
 from tessella.core.errors import CompileError
 from tessella.kernels.catalog import Call
+from tessella.kernels.fallback.allowed import ALLOWED
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = False
 
 NAMESPACES = ("aten", "torchvision")
-
-# Operators with a leading underscore are torch's internals, and several trust their arguments
-# blindly. These are what torch.export itself leaves in a graph.
-INTERNAL_BUT_SAFE = frozenset({
-    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_log_softmax", "_softmax", "_to_copy",
-    "_unsafe_view", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa",
-    "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
-    "_weight_norm",
-})  # fmt: skip
-
-# Functional by their schema, and yet they hand out memory that their arguments do not describe.
-UNSAFE = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter", "from_file", "set"})
 
 _TARGET = re.compile(r"([a-z]+)::(\w+)(?:\.(\w+))?")
 
@@ -45,24 +35,31 @@ def refusal(target: str) -> str | None:
     namespace, name, _ = match.groups()
     if namespace not in NAMESPACES:
         return f"{target}: only operators of {' and '.join(NAMESPACES)} may run"
-    if name in UNSAFE or (name.startswith("_") and name not in INTERNAL_BUT_SAFE):
-        return f"{target} is internal to torch and does not check its arguments"
     operator = _find(target)
     if operator is None:
         return f"this torch ({torch.__version__}) has no operator {target}"
+    if (reason := _impurity(operator, name)) is not None:
+        return reason.format(target)
+    if f"{namespace}::{name}" not in ALLOWED:
+        return f"{target} is not on the list of operators that may run (kernels.fallback.allowed)"
+    return None
+
+
+def _impurity(operator: torch._ops.OpOverload, name: str) -> str | None:
+    """Why this overload is no function of tensors, whatever the list says of its name."""
     schema = operator._schema
     if schema.is_mutable:
-        return f"{target} changes its arguments"
+        return "{} changes its arguments"
     if not any("Tensor" in str(a.type) for a in schema.arguments):
-        return f"{target} takes no tensor"
+        return "{} takes no tensor"
     returns = [str(r.type) for r in schema.returns]
     if not returns or any(r not in ("Tensor", "List[Tensor]") for r in returns):
-        return f"{target} does not return tensors"
+        return "{} does not return tensors"
     if torch.Tag.nondeterministic_seeded in operator.tags:
-        return f"{target} draws random numbers"
+        return "{} draws random numbers"
     # Indexing by numbers has a shape that follows from the arguments; only a mask's does not.
     if torch.Tag.dynamic_output_shape in operator.tags and name != "index":
-        return f"the shape of the result of {target} depends on the data"
+        return "the shape of the result of {} depends on the data"
     return None
 
 
