@@ -16,12 +16,13 @@ from tessella.core.version import VERSION
 
 if TYPE_CHECKING:
     from tessella import data, kernels
-    from tessella.api import compile, export, load, serve, train, verify
+    from tessella.api import calibrate, compile, export, load, serve, train, verify
 
 __version__ = VERSION
 
 __all__ = [
     "__version__",
+    "calibrate",
     "compile",
     "data",
     "export",
@@ -32,7 +33,7 @@ __all__ = [
     "verify",
 ]
 
-_API = ("compile", "export", "load", "serve", "train", "verify")
+_API = ("calibrate", "compile", "export", "load", "serve", "train", "verify")
 
 
 def __getattr__(name: str) -> Any:
