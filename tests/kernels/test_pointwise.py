@@ -17,6 +17,7 @@ from tessella.kernels.pointwise.axes import common_axes
 from tessella.kernels.pointwise.program import ELEMENTWISE, ROWS, parse, text
 from tessella.kernels.pointwise.walk import refusal
 from tessella.kernels.problem import Format, Problem, TensorMeta
+from tests.kernels import test_pool
 from tests.kernels.compile_only import compile_all
 
 # lanes beyond the edge compute with zeros, which NumPy, but no GPU, remarks on
@@ -60,12 +61,12 @@ def meta(*shape: int, dtype: str = "float32", format: Format = "contiguous") -> 
     return TensorMeta(shape=shape, dtype=dtype, format=format)
 
 
-def tensors(asked: Problem) -> list[torch.Tensor]:
+def tensors(asked: Problem, device: torch.device = CPU) -> list[torch.Tensor]:
     """Numbers for every input, positive where they are constant (a variance)."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for position, one in enumerate(asked.inputs):
-        tensor = one.empty(CPU)
+        tensor = one.empty(device)
         values = torch.randn(one.shape, generator=generator)
         if not tensor.is_floating_point():
             values = torch.randint(-100, 100, one.shape, generator=generator)
@@ -79,7 +80,7 @@ def run(module: Any, asked: Problem, inputs: Sequence[torch.Tensor], **config: A
     free = [t for i, t in enumerate(inputs) if i not in constants]
     if not module.WRITES_OUT:
         return list(call(*free))
-    return [call(*free, out=asked.output.empty(CPU).fill_(77))]
+    return [call(*free, out=asked.output.empty(inputs[0].device).fill_(77))]
 
 
 def agrees(asked: Problem, inputs: Sequence[torch.Tensor] | None = None) -> None:
@@ -412,6 +413,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     }
     for name, one in asked.items():
         yield name, functools.partial(_launch, one, generated.configs(one)[0])
+    yield from test_pool.cases()
 
 
 def _launch(asked: Problem, config: Mapping[str, Any]) -> None:
