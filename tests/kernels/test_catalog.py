@@ -257,7 +257,8 @@ def test_every_kernel_of_the_cpu_is_exercised() -> None:
     # user's operators have test_user.py; parts and sums in place and images have tests of their own
     assert untested == {
         "log.aten", "sqrt.aten", "rsqrt.aten", "reciprocal.aten", "fallback.aten", "user.operator",
-        "cat.in_place", "conv2d.onednn_sum", "image_to_tensor.aten",
+        "cat.in_place", "conv2d.onednn_sum", "conv2d.onednn_linear",
+        "image_to_tensor.aten",
     }  # fmt: skip
 
 

@@ -147,6 +147,7 @@ KERNELS: tuple[Kernel, ...] = (
     # convolution
     _row("conv2d.onednn", "conv.onednn", "cpu", source="onednn"),
     _row("conv2d.onednn_sum", "conv.onednn_sum", "cpu", source="onednn", views=True, overwrites=3),
+    _row("conv2d.onednn_linear", "conv.onednn_linear", "cpu", source="onednn"),
     _row("conv2d.onednn_int8", "conv.onednn_int8", "cpu", source="onednn"),
     _row("conv2d.cudnn", "conv.cudnn", "sm_90", source="cudnn"),
     _row("conv2d.implicit_gemm.sm90", "conv.implicit_gemm_sm90", "sm_90", source="tessella"),
