@@ -1,7 +1,8 @@
 """Calibration: what a network's values are like on a user's data, and the scales that follow.
 
-The optimized graph is interpreted twice over the same batches: once for histograms, from which each
-value gets the largest magnitude that is told apart, and once for what rounding does to each layer.
+The optimized graph is interpreted over some batches for histograms, from which each value gets the
+largest magnitude that is told apart, and over the first of them again for what rounding does to
+each layer.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ Tensors = dict[str, torch.Tensor]
 DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # what the greatest code stands for, in scales
 VERSION = 1  # of the file
+ERROR_SAMPLES = 64  # that errors are measured on: a mean over positions needs no more
 SAMPLES = 3  # kept for the check of a plan
 LAYERS = ("conv2d", "linear")
 METHOD = "mse"  # unless a user says otherwise
@@ -323,8 +325,11 @@ def _errors(
         error = product(rounded, weights[node.inputs[1]].to(x.device)) - exact
         moments[node].add(exact, error, 1 if node.op == "conv2d" else -1)
 
+    seen = 0
     for batch in batches:
-        interpret(graph, batch, watch=watch)
+        if seen < ERROR_SAMPLES:
+            interpret(graph, batch, watch=watch)
+            seen += len(next(iter(batch.values())))
     return {n.output.name: m.result() for n, m in moments.items()}
 
 

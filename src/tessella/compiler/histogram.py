@@ -42,8 +42,8 @@ class Histogram:
         largest = float(magnitudes.max())
         self.largest = max(self.largest, largest)
         self._reach(largest)
-        # a number on the upper edge, or past it by rounding, belongs to the last bin
-        bins = (magnitudes.double() / self.width).long().clamp_(max=BINS - 1)
+        # exact: the width is a power of two. What lies on the upper edge belongs to the last bin
+        bins = (magnitudes / self.width).int().clamp_(max=BINS - 1)
         self.counts += torch.bincount(bins, minlength=BINS).cpu().numpy()
 
     def _reach(self, largest: float) -> None:
