@@ -15,9 +15,9 @@ import torch
 from tessella import compiler, graph, runtime, server
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset, Split
-from tessella.artifacts.plan import Plan, load_plan
+from tessella.artifacts.plan import Plan, load_plan, to_bytes
 from tessella.artifacts.run import Recipe, Run
-from tessella.compiler.samples import of_split
+from tessella.compiler.samples import labelled, of_split
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import ArtifactError, DataError, UsageError
 from tessella.core.events import Emit, phase, silent
@@ -35,6 +35,7 @@ Batch = int | Sequence[int] | DimRange
 CalibrationData = (
     compiler.Calibration | Dataset | Split | str | Path | Sequence[Mapping[str, torch.Tensor]]
 )
+JudgingData = compiler.Labelled | Dataset | Split | str | Path
 Model = Checkpoint | Engine
 
 
@@ -95,6 +96,8 @@ def compile(
     precision: str = "fp32",
     precisions: Mapping[str, str] | None = None,
     calibration: CalibrationData | None = None,
+    budget: float | None = None,
+    data: JudgingData | None = None,
     inputs: Sequence[TensorSpec] | None = None,
     input: compiler.Input = "float32",
     preprocess: Preprocess | None = None,
@@ -115,28 +118,54 @@ def compile(
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
         precisions: another one for single layers, by the names that ``compiler.layers`` lists.
         calibration: for int8 and fp8: what ``calibrate`` made, its file, or the data that it gets.
+        budget: percentage points of top-1 accuracy on ``data`` that the plan may lose: the fastest
+            one that does not is searched, with a precision for each layer. See ``pareto``.
         input: ``uint8`` for a plan that takes images as bytes [N, H, W, C] of the network's size,
             as decoders give them, and scales them itself: a quarter of the bytes to send.
         preprocess: how images become the input; a checkpoint says so itself.
         samples: inputs by name to check the plan with, for networks that random ones do not fit.
         cache: timing cache file, read and added to.
         lock: a plan of this network on this device, or its ``lock`` in a file: what was measured
-            then decides, nothing is measured, and the plan has the same bytes.
+            then decides, nothing is measured, and the plan has the same bytes. A plan that a budget
+            chose also says which layer gets which precision.
         time_limit_s: how long to measure at most. A build that needs longer raises
             ``BuildStopped``; the next one with the same ``cache`` goes on there.
         trust_code: let a checkpoint of a user's own Python network run the code that it brings.
     """
+    if budget is not None:
+        if data is None or precisions or samples or lock:
+            raise UsageError(
+                "a budget needs labelled data, and chooses the precisions of the layers itself",
+                fix="give data=, and leave out precisions, samples and lock",
+            )
+        return pareto(
+            source,
+            data=data,
+            budget=budget,
+            batch=batch,
+            target=target,
+            precision=precision,
+            calibration=calibration,
+            inputs=inputs,
+            input=input,
+            preprocess=preprocess,
+            cache=cache,
+            time_limit_s=time_limit_s,
+            trust_code=trust_code,
+            emit=emit,
+        ).plan
     target = target or default_target()
     span = batch_range(batch)
     network, built_from, details = _as_graph(source, span, inputs, trust_code)
     details = {"preprocess": preprocess, **details}
-    sizes = ",".join(str(n) for n in dict.fromkeys((span.min, span.opt, span.max)))
-    if not isinstance(source, torch.nn.Module):
-        built_from = str(source.path if isinstance(source, Checkpoint | Run) else source)
+    built_from = _source_name(source, built_from)
+    chosen = _chosen_by_budget(lock)
+    if chosen is not None and precision == "fp32" and not precisions:
+        precision, precisions = chosen.manifest.precision, chosen.manifest.precisions
     wanted = {precision, *(precisions or {}).values()} & set(compiler.KINDS)
     found = None
-    if calibration is not None and wanted:
-        emit(phase("calibrate", f"scales for {' and '.join(sorted(wanted))}"))
+    if calibration is not None and (wanted or chosen):
+        emit(phase("calibrate", f"scales for {' and '.join(sorted(wanted)) or 'the check'}"))
         record, device = details["preprocess"], torch_device(target)
         found = _calibrated(network, calibration, record, device, kinds=sorted(wanted))
     plan = compiler.compile_graph(
@@ -148,7 +177,8 @@ def compile(
         calibration=found,
         built_from=built_from,
         rebuild=f"tessella compile {built_from} --target {target} --precision {precision}"
-        f" --batch {sizes}{' --uint8' if input == 'uint8' else ''}{_shown(calibration)}",
+        f" --batch {_sizes(span)}{' --uint8' if input == 'uint8' else ''}"
+        f"{_shown('calibrate', calibration)}",
         input=input,
         samples=samples,
         cache=None if cache is None else Path(cache),
@@ -157,10 +187,153 @@ def compile(
         emit=emit,
         **details,
     )
+    plan = _carrying(plan, emit)
+    return plan if chosen is None else _as_judged(plan, chosen)
+
+
+def pareto(
+    source: Checkpoint | Run | torch.nn.Module | str | Path,
+    *,
+    data: JudgingData,
+    budget: float = 0.3,
+    metric: compiler.budget.Metric = compiler.budget.top1,
+    batch: Batch = (1, 8, 32),
+    target: str | None = None,
+    precision: str = "fp32",
+    calibration: CalibrationData | None = None,
+    inputs: Sequence[TensorSpec] | None = None,
+    input: compiler.Input = "float32",
+    preprocess: Preprocess | None = None,
+    cache: str | Path | None = None,
+    time_limit_s: float | None = None,
+    trust_code: bool = False,
+    emit: Emit = silent,
+) -> compiler.Front:
+    """What precision buys: plans of which none is worse than another in accuracy, time and memory.
+
+    >>> front = pareto("runs/flowers", data="datasets/flowers", budget=0.3)
+    >>> print(front)
+    >>> front.plan.save("flowers.plan")
+
+    Args:
+        source, batch, target, inputs, input, preprocess, cache, time_limit_s, trust_code: as for
+            ``compile``.
+        data: what the plans are judged by: a dataset (its validation split), a split, or
+            ``compiler.budget.of_tensors(inputs, labels)``.
+        budget: percentage points of the metric below float32 that the chosen plan may lose. With 0
+            it changes no answer.
+        metric: of outputs by name and labels: higher is better, and 1 is a hundred points.
+        precision: the least exact that a layer may get; ``fp32``: all that suit the target.
+        calibration: as for ``compile``; by default a dataset's training split, else a part of
+            ``data`` that does not judge.
+    """
+    target = target or default_target()
+    span = batch_range(batch)
+    network, built_from, details = _as_graph(source, span, inputs, trust_code)
+    details = {"preprocess": preprocess, **details}
+    built_from, record = _source_name(source, built_from), details["preprocess"]
+    if isinstance(data, str | Path):
+        data = Dataset(data)
+    if calibration is None and isinstance(data, Dataset) and "train" in data.info.splits:
+        calibration = data
+    named = _shown("data", data)
+    if not isinstance(data, compiler.Labelled):
+        data = _judging(network, data, record, details.get("labels", ()))
+    found = None
+    if calibration is not None:
+        kinds = [k for k in compiler.budget.offered(target, precision) if k in compiler.KINDS]
+        emit(phase("calibrate", f"scales for {' and '.join(kinds) or 'the check'}"))
+        found = _calibrated(network, calibration, record, torch_device(target), kinds=kinds)
+    return compiler.budget.search(
+        network,
+        target=target,
+        batch=span,
+        data=data,
+        run=_predicting,
+        finish=lambda plan: _carrying(plan, emit),
+        budget=budget,
+        metric=metric,
+        least=precision,
+        calibration=found,
+        built_from=built_from,
+        rebuild=f"tessella compile {built_from} --target {target} --precision {precision}"
+        f" --batch {_sizes(span)} --budget {budget:g}{named}"
+        f"{' --uint8' if input == 'uint8' else ''}{_shown('calibrate', calibration)}",
+        input=input,
+        cache=None if cache is None else Path(cache),
+        time_limit_s=time_limit_s,
+        emit=emit,
+        **details,
+    )
+
+
+def _judging(
+    network: graph.Graph, data: Dataset | Split, record: Preprocess | None, labels: tuple[str, ...]
+) -> compiler.Labelled:
+    """A dataset's validation split, or a split, as the network sees it."""
+    if record is None or len(network.inputs) != 1:
+        raise UsageError(
+            "a dataset judges a network of one input that says how images become it",
+            seen=", ".join(map(repr, network.inputs)),
+            fix="give preprocess=, or data=compiler.budget.of_tensors(inputs, labels)",
+        )
+    if isinstance(data, Dataset):
+        labels = labels or data.classes
+        data = _samples(data, "val", labels)
+    return labelled(data, record, network.inputs[0].name, labels)
+
+
+def _predicting(plan: Plan) -> compiler.budget.Predict:
+    """A loaded plan as a function of inputs as the network itself takes them."""
+    engine = runtime.load(plan)
+    record = engine.preprocess
+    taken = {spec.name for spec in engine.inputs if spec.dtype == "uint8"}
+
+    def predict(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        if record is None or not taken:
+            return engine(**batch)
+        pixels = {
+            name: torch.from_numpy(denormalize(tensor.numpy(), record))
+            if name in taken and tensor.is_floating_point()
+            else tensor
+            for name, tensor in batch.items()
+        }
+        return engine(**pixels)
+
+    return predict
+
+
+def _source_name(source: Checkpoint | Run | torch.nn.Module | str | Path, name: str) -> str:
+    if isinstance(source, torch.nn.Module):
+        return name
+    return str(source.path if isinstance(source, Checkpoint | Run) else source)
+
+
+def _sizes(span: DimRange) -> str:
+    return ",".join(str(n) for n in dict.fromkeys((span.min, span.opt, span.max)))
+
+
+def _carrying(plan: Plan, emit: Emit) -> Plan:
+    """The plan with its kernels' machine code."""
     plan, left_out = runtime.carry(plan)
     for kernel, reason in left_out.items():
         emit(phase("carry", f"{kernel} is compiled where the plan is loaded: {reason}"))
     return plan
+
+
+def _chosen_by_budget(lock: Plan | str | Path | None) -> Plan | None:
+    """The plan behind a lock, if a budget chose its precisions."""
+    if isinstance(lock, str | Path) and zipfile.is_zipfile(lock):
+        lock = load_plan(lock)
+    return lock if isinstance(lock, Plan) and lock.manifest.receipt is not None else None
+
+
+def _as_judged(plan: Plan, judged: Plan) -> Plan:
+    """The plan with another one's receipt, if they are the same: what was found out holds."""
+    known = judged.manifest
+    manifest = replace(plan.manifest, receipt=known.receipt, rebuild=known.rebuild)
+    same = replace(plan, manifest=manifest)
+    return same if to_bytes(same) == to_bytes(judged) else plan
 
 
 def calibrate(
@@ -216,11 +389,11 @@ def _calibrated(
     return compiler.calibrate(network, data, **settings)
 
 
-def _shown(calibration: CalibrationData | None) -> str:
+def _shown(option: str, data: CalibrationData | JudgingData | None) -> str:
     """How a command names it, where it has a place."""
-    if isinstance(calibration, Dataset):
-        calibration = calibration.path
-    return f" --calibrate {calibration}" if isinstance(calibration, str | Path) else ""
+    if isinstance(data, Dataset):
+        data = data.path
+    return f" --{option} {data}" if isinstance(data, str | Path) else ""
 
 
 def _lock(source: Plan | str | Path) -> str:
@@ -589,5 +762,5 @@ def serve(
 
 __all__ = [
     "Verification", "calibrate", "classify", "compile", "evaluate_split", "explain", "load",
-    "load_plan", "serve", "train", "verify",
+    "load_plan", "pareto", "serve", "train", "verify",
 ]  # fmt: skip

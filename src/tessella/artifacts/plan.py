@@ -25,9 +25,10 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from tessella.artifacts.files import Member, from_document, to_document, write_atomic
+from tessella.artifacts.receipt import Receipt
 from tessella.core.compiled import CompiledKernel, CompiledKernels
 from tessella.core.device import Fingerprint
-from tessella.core.dtype import DTYPES
+from tessella.core.dtype import DTYPES, PRECISIONS
 from tessella.core.errors import ArtifactError, CorruptArtifact
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain, parse_json
@@ -176,6 +177,8 @@ class Manifest:
     Attributes:
         imports: operators and kernels of a user's own that it needs → the modules that define them.
             A plan never brings their code, and loading imports nothing.
+        precisions: of single operations, where it is not ``precision``: what it was built with.
+        receipt: what these cost in accuracy, where that was judged.
     """
 
     fingerprint: Fingerprint
@@ -192,6 +195,8 @@ class Manifest:
     tolerance: float
     members: dict[str, Member]
     imports: dict[str, str] = field(default_factory=dict)
+    precisions: dict[str, str] = field(default_factory=dict)
+    receipt: Receipt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,6 +427,8 @@ def _check_program(
     for names in (program.inputs, program.outputs):
         if not names or len(set(names)) != len(names):
             raise wrong(0, f"inputs or outputs {names}")
+    if unknown := sorted({*manifest.precisions.values()} - set(PRECISIONS)):
+        raise wrong(0, f"precisions {unknown}")
     if not 0 <= manifest.tolerance <= 1:
         raise wrong(0, f"a self-test with the tolerance {manifest.tolerance}")
     for spec in (*manifest.inputs, *manifest.outputs):
@@ -705,6 +712,7 @@ def table(plan: Plan) -> str:
     )
     named = f"batch {bucket.batch}:"
     closing = [memory, *_close_calls(plan, bucket.batch)]
+    closing += [] if manifest.receipt is None else [str(manifest.receipt)]
     return "\n".join([head, named, *(line.rstrip() for line in lines), *closing])
 
 

@@ -1,11 +1,13 @@
 """The compiler: from a graph to a plan."""
 
+from tessella.compiler import budget
+from tessella.compiler.budget import Front, Labelled
 from tessella.compiler.calibration import DTYPES as KINDS
 from tessella.compiler.calibration import METHOD, Calibration, load_calibration
 from tessella.compiler.explanation import PassRecord, explain
 from tessella.compiler.pipeline import Input, calibrate, compile_graph, layers
 
 __all__ = [
-    "KINDS", "METHOD", "Calibration", "Input", "PassRecord", "calibrate", "compile_graph",
-    "explain", "layers", "load_calibration",
+    "KINDS", "METHOD", "Calibration", "Front", "Input", "Labelled", "PassRecord", "budget",
+    "calibrate", "compile_graph", "explain", "layers", "load_calibration",
 ]  # fmt: skip

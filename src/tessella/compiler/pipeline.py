@@ -204,6 +204,7 @@ def compile_graph(
         tolerance=wanted.tolerance(loosest),
         members={},
         imports=_imports(buckets),
+        precisions=dict(precisions or {}),
     )
     program = Program(
         inputs=tuple(v.name for v in graph.inputs),

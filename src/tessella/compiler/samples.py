@@ -1,18 +1,22 @@
-"""What a calibration looks at: some images of a split, as the network gets them."""
+"""What a calibration looks at, and what a plan is judged by: images as the network gets them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
+import numpy as np
 import torch
 
 from tessella.artifacts.dataset import Split
+from tessella.compiler.budget.judging import Labelled
 from tessella.compiler.calibration import Tensors
 from tessella.core.preprocess import Preprocess
 from tessella.data.loading import batches
 
 COUNT = 512  # NVIDIA's reference for ImageNet takes 500
 BATCH_SIZE = 32
+KEPT_BYTES = 1 << 30  # of decoded images, which a search looks at some twenty times
 
 
 def of_split(
@@ -28,3 +32,25 @@ def of_split(
     limit = max(1, min(count, len(split)) // size)
     drawn = batches(split, record, batch_size=size, augment=None, training=True)
     return [{name: batch.images.to(device)} for batch in islice(drawn, limit)]
+
+
+def labelled(split: Split, record: Preprocess, name: str, classes: Sequence[str]) -> Labelled:
+    """A split as samples with labels; images become input ``name`` when they are looked at."""
+    kept: dict[int, torch.Tensor] = {}
+    most = KEPT_BYTES // (4 * int(np.prod(record.input_shape)))
+
+    def image(place: int) -> torch.Tensor:
+        if place in kept:
+            return kept[place]
+        made = torch.from_numpy(record(split[place].content, name=split[place].path))
+        if len(kept) < most:
+            kept[place] = made
+        return made
+
+    return Labelled(
+        read=lambda places: {name: torch.stack([image(p) for p in places])},
+        labels=torch.from_numpy(split.labels.copy()),
+        places=tuple(range(len(split))),
+        paths=tuple(example.path for example in split),
+        classes=tuple(classes),
+    )

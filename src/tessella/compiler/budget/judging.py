@@ -1,0 +1,284 @@
+"""Labelled samples as a judge: how much worse than in float32 is it, and how sure is that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tessella.artifacts.receipt import MAX_FLIPS, Flip, Receipt
+from tessella.core.errors import CompileError, UsageError
+
+Tensors = Mapping[str, torch.Tensor]
+Predict = Callable[[Tensors], Tensors]
+Metric = Callable[[Tensors, torch.Tensor], float]
+
+CALIBRATION = 512  # samples at most that are taken off for it
+CALIBRATION_SHARE = 4  # and at most one of so many
+ERROR = 0.05  # the chance that an interval misses
+RESAMPLES = 400  # of the bootstrap, for metrics of which nothing is known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelled:
+    """Samples with their right answers.
+
+    Attributes:
+        read: the inputs by name of the samples at these places of the source, stacked.
+        labels: int64 [N], or whatever the metric takes: one row a sample of the source.
+        places: which of the source's samples these are.
+        paths: of the source's samples, for people.
+        classes: names of the labels, for people.
+    """
+
+    read: Callable[[Sequence[int]], Tensors]
+    labels: torch.Tensor
+    places: tuple[int, ...]
+    paths: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+
+    @property
+    def truth(self) -> torch.Tensor:
+        return self.labels[list(self.places)]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def batches(self, size: int) -> Iterator[Tensors]:
+        """The inputs in order; the last batch may be smaller."""
+        for start in range(0, len(self), size):
+            yield self.read(self.places[start : start + size])
+
+    def spread(self, count: int) -> Labelled:
+        """``count`` of them at even distances."""
+        count = min(count, len(self))
+        return replace(
+            self, places=tuple(self.places[i * len(self) // count] for i in range(count))
+        )
+
+    def parted(self) -> tuple[Labelled, Labelled]:
+        """Samples to judge by, and others to calibrate with, the same ones every time."""
+        count = min(CALIBRATION, len(self) // CALIBRATION_SHARE)
+        if not count:
+            raise UsageError(
+                "too few samples to calibrate with some and judge by the others",
+                seen=len(self),
+                fix="give more, or a calibration",
+            )
+        shown = self.spread(count)
+        taken = set(shown.places)
+        return replace(self, places=tuple(p for p in self.places if p not in taken)), shown
+
+
+def of_tensors(
+    inputs: Tensors,
+    labels: torch.Tensor,
+    *,
+    paths: Sequence[str] = (),
+    classes: Sequence[str] = (),
+) -> Labelled:
+    """Samples that lie in memory: inputs by name, [N, …] each, and a row of labels for each.
+
+    Raises:
+        UsageError: there are not as many labels as inputs, or none.
+    """
+    counts = {len(labels), *(len(t) for t in inputs.values())}
+    if len(counts) != 1 or not len(labels):
+        raise UsageError("inputs and labels are not of one number of samples", seen=sorted(counts))
+    return Labelled(
+        read=lambda places: {n: t[list(places)] for n, t in inputs.items()},
+        labels=labels,
+        places=tuple(range(len(labels))),
+        paths=tuple(paths),
+        classes=tuple(classes),
+    )
+
+
+def top1(outputs: Tensors, labels: torch.Tensor) -> float:
+    """The share of samples whose first output is highest at their label."""
+    return float((_first(outputs).argmax(1) == labels).double().mean())
+
+
+def _first(outputs: Tensors) -> torch.Tensor:
+    return next(iter(outputs.values()))
+
+
+def answers(predict: Predict, data: Labelled, size: int) -> dict[str, torch.Tensor]:
+    """A network's outputs for all samples, in order, on the CPU.
+
+    Raises:
+        CompileError: one of them is NaN or infinite.
+    """
+    made: dict[str, list[torch.Tensor]] = {}
+    for batch in data.batches(size):
+        for name, tensor in predict(batch).items():
+            made.setdefault(name, []).append(tensor.cpu())
+    outputs = {name: torch.cat(parts) for name, parts in made.items()}
+    for name, tensor in outputs.items():
+        if not torch.isfinite(tensor).all():
+            raise CompileError(
+                f"output {name!r} is not finite on the samples",
+                seen="NaN or infinity",
+                fix="keep the layers that overflow in fp32",
+            )
+    return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """What is compared with: the float32 answers.
+
+    Attributes:
+        data: the samples; before: the float32 network's answers to them.
+        metric: of outputs and labels, higher is better, 1 is a hundred points.
+    """
+
+    data: Labelled
+    before: Tensors
+    metric: Metric = top1
+
+    def loss(self, after: Tensors) -> float:
+        """Percentage points of the metric below float32; negative: better."""
+        truth = self.data.truth
+        return 100 * (self.metric(self.before, truth) - self.metric(after, truth))
+
+    def flipped(self, after: Tensors) -> list[int]:
+        """The samples, by their place in ``data``, whose highest score is another one."""
+        if not self._scores():
+            return []
+        changed = _first(self.before).argmax(1) != _first(after).argmax(1)
+        return changed.nonzero().flatten().tolist()
+
+    def within(self, after: Tensors, budget: float) -> bool:
+        """Whether the loss is no larger than the budget; 0: no answer may change at all."""
+        if budget == 0 and self.flipped(after):
+            return False
+        return self.loss(after) <= budget + 1e-9
+
+    def receipt(self, after: Tensors, budget: float) -> Receipt:
+        """All that is to be said of a plan's answers."""
+        flipped, truth = self.flipped(after), self.data.truth
+        low, high = self._interval(after)
+        return Receipt(
+            metric=getattr(self.metric, "__name__", "metric"),
+            samples=len(self.data),
+            before=self.metric(self.before, truth),
+            after=self.metric(after, truth),
+            loss=self.loss(after),
+            low=low,
+            high=high,
+            budget=budget,
+            flipped=len(flipped),
+            flips=tuple(self._flip(i, after) for i in flipped[:MAX_FLIPS]),
+        )
+
+    def resolution(self) -> float:
+        """The points that even a plan which changes no answer may lose, for all one can know."""
+        return self._interval(self.before)[1]
+
+    def _scores(self) -> bool:
+        """Whether the first output has a score for each class."""
+        scores = _first(self.before)
+        return scores.dim() == 2 and scores.shape[1] > 1 and scores.is_floating_point()
+
+    def _interval(self, after: Tensors) -> tuple[float, float]:
+        truth = self.data.truth
+        if self.metric is not top1:
+            return _bootstrap(self, after)
+        right = [_first(o).argmax(1) == truth for o in (self.before, after)]
+        lost, won = int((right[0] & ~right[1]).sum()), int((~right[0] & right[1]).sum())
+        return paired_interval(lost, won, len(truth))
+
+    def _flip(self, index: int, after: Tensors) -> Flip:
+        old, new = (_first(o)[index].double() for o in (self.before, after))
+        classes, place = self.data.classes, self.data.places[index]
+
+        def name(label: int) -> str:
+            return classes[label] if 0 <= label < len(classes) else str(label)
+
+        truth = self.data.truth[index]
+        return Flip(
+            index=place,
+            path=self.data.paths[place] if self.data.paths else "",
+            label=name(int(truth)) if truth.numel() == 1 else "",
+            before=name(int(old.argmax())),
+            after=name(int(new.argmax())),
+            probability_before=float(probabilities(old[None]).max()),
+            probability=float(probabilities(new[None]).max()),
+        )
+
+
+def probabilities(scores_NK: torch.Tensor) -> torch.Tensor:
+    """Softmax of scores; scores that are probabilities already stay as they are."""
+    sums_to_one = ((scores_NK.sum(1) - 1).abs() < 1e-3).all()
+    return scores_NK if sums_to_one and (scores_NK >= 0).all() else scores_NK.softmax(1)
+
+
+# ── how sure ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def paired_interval(lost: int, won: int, count: int, error: float = ERROR) -> tuple[float, float]:
+    """Where the loss of accuracy lies, in points, if ``lost`` right answers became wrong.
+
+    Clopper and Pearson's exact intervals for the two kinds of change, each missed with half of the
+    error: together they hold whatever the two have to do with each other.
+    """
+    (lost_low, lost_high), (won_low, won_high) = (
+        binomial_interval(k, count, error / 2) for k in (lost, won)
+    )
+    if not lost and not won:  # only whether it can be worse is asked
+        return -100 * won_high, 100 * lost_high
+    return 100 * (lost_low - won_high), 100 * (lost_high - won_low)
+
+
+def binomial_interval(hits: int, count: int, error: float = ERROR) -> tuple[float, float]:
+    """Clopper and Pearson 1934: the rates at which ``hits`` of ``count`` is not too unlikely."""
+    low = 0.0 if hits == 0 else _root(lambda p: 1 - _at_most(hits - 1, count, p), error / 2)
+    high = 1.0 if hits == count else _root(lambda p: 1 - _at_most(hits, count, p), 1 - error / 2)
+    return low, high
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """How likely changes this one-sided are if both ways are alike (exact, two-sided)."""
+    return min(1.0, 2 * _at_most(min(lost, won), lost + won, 0.5))
+
+
+def _at_most(hits: int, count: int, rate: float) -> float:
+    """P(X ≤ hits) of a binomial."""
+    if rate <= 0:
+        return 1.0
+    if rate >= 1:
+        return float(hits >= count)
+    k = torch.arange(hits + 1, dtype=torch.float64)
+    logs = -torch.lgamma(k + 1) - torch.lgamma(count - k + 1) + math.lgamma(count + 1)
+    logs += k * math.log(rate) + (count - k) * math.log1p(-rate)
+    return float(logs.logsumexp(0).exp())
+
+
+def _root(grows: Callable[[float], float], value: float) -> float:
+    """Where a function that grows on [0, 1] has a value."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if grows(middle) < value else (low, middle)
+    return (low + high) / 2
+
+
+def _bootstrap(judge: Judge, after: Tensors) -> tuple[float, float]:
+    """Efron's percentile interval of the paired loss, over samples drawn again."""
+    generator = torch.Generator().manual_seed(0)
+    count, truth = len(judge.data), judge.data.truth
+    losses = []
+    for _ in range(RESAMPLES):
+        drawn = torch.randint(count, (count,), generator=generator)
+        old, new = (
+            judge.metric({n: t[drawn] for n, t in o.items()}, truth[drawn])
+            for o in (judge.before, after)
+        )
+        losses.append(100 * (old - new))
+    edges = torch.tensor([ERROR / 2, 1 - ERROR / 2], dtype=torch.float64)
+    low, high = torch.tensor(losses, dtype=torch.float64).quantile(edges).tolist()
+    loss = judge.loss(after)
+    return min(low, loss), max(high, loss)

@@ -1,0 +1,163 @@
+"""A mix: which layers of a network are lowered to what; how a mix is spelled for the compiler.
+
+What is no layer (pooling, sums, norms) follows the layers that it reads: it computes in 16 bits
+where all of these do, so that nothing is cast to and fro between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tessella.compiler import precision as precision_of
+from tessella.compiler.calibration import DTYPES as KINDS
+from tessella.compiler.calibration import Calibration, lowerable
+from tessella.compiler.passes import insert_quantization
+from tessella.compiler.pipeline import Pass, apply_each, copied, narrowing, rounding
+from tessella.compiler.precision import Assignment
+from tessella.core.errors import UsageError
+from tessella.graph.graph import Graph, Node, Value
+
+Mix = Mapping[str, str]  # layer → precision; what is not named stays fp32
+
+OFFERED = {"cpu": ("bf16", "int8"), "sm_90": ("fp16", "int8", "fp8"), "reference": ("bf16", "int8")}
+BESIDE = {"sm_90": "fp16"}  # what a layer on codes has around it; elsewhere fp32
+LAYERS = ("conv2d", "linear", "matmul")  # lowering may turn a matmul to a linear layer
+STAYS = ("fallback", "user")  # operators that are not known to take other types
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Layers that read one value: they are lowered together, so that it is rounded once.
+
+    Attributes:
+        layers: by their result's name.
+        kinds: the precisions that all of them may get.
+        parameters: how many numbers their weights hold.
+    """
+
+    layers: tuple[str, ...]
+    kinds: tuple[str, ...]
+    parameters: int
+
+    def mix(self, precision: str) -> dict[str, str]:
+        return dict.fromkeys(self.layers, precision)
+
+
+def offered(target: str, least: str) -> tuple[str, ...]:
+    """The precisions to choose from: what suits the target, nothing less exact than ``least``.
+
+    Raises:
+        UsageError: the target has nothing between float32 and ``least``.
+    """
+    order = list(precision_of.ORDER)
+    if least == "fp32":
+        return OFFERED[target]
+    if least in ("bf16", "fp16"):
+        return (least,)
+    kinds = tuple(p for p in OFFERED[target] if order.index(p) <= order.index(least))
+    if least not in kinds:
+        raise UsageError(
+            "a budget cannot be spent on this precision here",
+            seen=f"{least} on {target}",
+            fix=f"use one of {', '.join(OFFERED[target])}, or leave it out",
+        )
+    return kinds
+
+
+def units(exact: Graph, kinds: Sequence[str], target: str, calibration: Calibration) -> list[Unit]:
+    """The choices that there are in an optimized graph, in its order."""
+    fits = {
+        kind: precision_of.assign(exact, kind, {}, target, calibration).kinds.keys()
+        for kind in kinds
+        if kind in KINDS
+    }
+    readers: dict[Value, list[Node]] = {}
+    for node in lowerable(exact):
+        readers.setdefault(node.inputs[0], []).append(node)
+    found = []
+    for nodes in readers.values():
+        names = tuple(n.output.name for n in nodes)
+        found.append(
+            Unit(
+                layers=names,
+                kinds=tuple(k for k in kinds if k not in KINDS or fits[k] >= set(names)),
+                parameters=sum(exact.constants[n.inputs[1]].numel() for n in nodes),
+            )
+        )
+    return found
+
+
+def spelled(exact: Graph, mix: Mix, target: str) -> tuple[str, dict[str, str]]:
+    """``precision`` and ``precisions`` of ``compile_graph`` for a mix."""
+    side = _sides(exact, mix, BESIDE.get(target, "fp32"))
+    wide = {s for s in side.values() if s != "fp32"}
+    rest = min(wide) if wide and target in BESIDE else "fp32"
+    precisions = {n: s for n, s in side.items() if s != rest}
+    return rest, precisions | {name: p for name, p in mix.items() if p in KINDS}
+
+
+def _sides(exact: Graph, mix: Mix, beside: str) -> dict[str, str]:
+    """The 16- or 32-bit precision of each node, by its first output's name."""
+    side: dict[str, str] = {}
+    of_value: dict[Value, str] = {}
+    for node in exact.nodes:
+        name = node.outputs[0].name
+        read = {of_value[v] for v in node.inputs if v in of_value}
+        if name in mix:
+            made = beside if mix[name] in KINDS else mix[name]
+        elif len(read) == 1 and node.op not in STAYS:
+            (made,) = read
+        else:
+            made = "fp32"
+        side[name] = made
+        for value in node.outputs:
+            if value.dtype == "float32":
+                of_value[value] = made
+    return side
+
+
+def assigned(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> Assignment:
+    precision, precisions = spelled(exact, mix, target)
+    return precision_of.assign(exact, precision, precisions, target, calibration)
+
+
+def lowered(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> Graph:
+    """The graph whose kernels are measured."""
+    assignment = assigned(exact, mix, target, calibration)
+    steps = (*rounding(exact, assignment, calibration), *narrowing(assignment))
+    return _changed(exact, steps)
+
+
+def simulated(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> Graph:
+    """A graph that rounds where a mix does, and computes codes' products in floating numbers.
+
+    It is what ``lowered`` computes, and runs on libraries' kernels wherever it is interpreted.
+    """
+    graph = copied(exact)
+    assignment = assigned(exact, mix, target, calibration)
+    if assignment.kinds:
+        insert_quantization.apply(graph, assignment.kinds, calibration)
+    return _changed(graph, narrowing(assignment)[:-1])  # all but the fusion of chains
+
+
+def _changed(graph: Graph, steps: Sequence[Pass]) -> Graph:
+    graph = copied(graph)
+    for _ in apply_each(graph, steps):
+        pass
+    return graph
+
+
+def layer_nodes(graph: Graph) -> list[Node]:
+    """Convolutions and matrix products in order, which no lowering changes."""
+    return [n for n in graph.nodes if n.op in LAYERS]
+
+
+def weight_bytes(exact: Graph, mix: Mix) -> int:
+    """About what the constants of a mix take."""
+    size = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
+    total = sum(t.numel() * t.element_size() for t in exact.constants.values())
+    for node in lowerable(exact):
+        weight = exact.constants[node.inputs[1]]
+        total -= weight.numel() * (4 - size[mix.get(node.output.name, "fp32")])
+    return total
