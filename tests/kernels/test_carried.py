@@ -224,13 +224,13 @@ LIES: dict[str, Callable[[CompiledKernels], CompiledKernels]] = {
     "endless scratch": first(lambda k: replace(k, scratch_bytes=1 << 40)),
     "an argument twice": first(lambda k: replace(k, parameters=(k.parameters[0],) * 2)),
     "an argument far away": first(
-        lambda k: replace(k, parameters=(Parameter(position=10**9, type="i32"),))
+        lambda k: replace(k, parameters=(Parameter(place=(10**9,), type="i32"),))
     ),
     "before the first": first(
-        lambda k: replace(k, parameters=(Parameter(position=-1, type="i32"),))
+        lambda k: replace(k, parameters=(Parameter(place=(-1,), type="i32"),))
     ),
     "a tensor without tiles": first(
-        lambda k: replace(k, parameters=(Parameter(position=0, type="tensor"),))
+        lambda k: replace(k, parameters=(Parameter(place=(0,), type="tensor"),))
     ),
     "out of order": lambda c: replace(c, kernels=c.kernels[::-1]),
     "twice": lambda c: replace(c, kernels=(c.kernels[0], *c.kernels)),
@@ -256,7 +256,10 @@ def test_a_plan_that_lies_about_its_kernels_is_refused(carrying: Plan, name: str
     [
         ("type", "f128"),
         ("type", 3),
-        ("position", "0"),
+        ("place", "0"),
+        ("place", []),
+        ("place", [0, -1]),
+        ("place", [0] * 99),
         ("tiles", {**TILES, "box": [4096]}),
         ("tiles", {**TILES, "box": []}),
         ("tiles", {**TILES, "element_bytes": 3}),

@@ -14,7 +14,7 @@ from typing import Literal
 from tessella.core import cubin
 
 MAX_KERNELS = 4096
-MAX_ARGUMENTS = 256
+MAX_ARGUMENTS, MAX_DEPTH = 256, 8  # of a function or a tuple; tuples in each other
 MAX_SHARED_BYTES = 228 << 10
 MAX_THREADS = 1024
 MAX_SCRATCH_BYTES = 1 << 30  # of one block
@@ -47,11 +47,12 @@ class Parameter:
     """One argument of the function that machine code wants.
 
     Attributes:
-        position: among the function's arguments; those in between were compiled in.
+        place: its number among the function's arguments, and inside of tuples the numbers there;
+            what is left out was compiled in.
         tiles: of a ``tensor``, which stands for its map, its shape and its strides.
     """
 
-    position: int
+    place: tuple[int, ...]
     type: Type
     tiles: Tiles | None = None
 
@@ -122,13 +123,13 @@ def _wrong(kernel: CompiledKernel) -> str | None:
         return f"{kernel.shared_bytes} bytes of shared memory"
     if not 0 <= kernel.scratch_bytes <= MAX_SCRATCH_BYTES:
         return f"{kernel.scratch_bytes} bytes of scratch memory"
-    positions = [p.position for p in kernel.parameters or ()]
-    if positions != sorted(set(positions)) or not set(positions) <= set(range(MAX_ARGUMENTS)):
-        return f"parameters {str(positions)[:80]}"
+    places = [p.place for p in kernel.parameters or ()]
+    if places != sorted(set(places)) or not all(map(_can_be, places)):
+        return f"parameters {str(places)[:80]}"
     for parameter in kernel.parameters or ():
         tiles = parameter.tiles
         if (tiles is None) != (parameter.type != "tensor"):
-            return f"parameter {parameter.position} is {parameter.type}"
+            return f"parameter {parameter.place} is {parameter.type}"
         if tiles is not None and not (
             1 <= len(tiles.box) <= 5
             and all(1 <= n <= 256 for n in tiles.box)
@@ -136,5 +137,9 @@ def _wrong(kernel: CompiledKernel) -> str | None:
             and 0 <= tiles.element <= 15
             and 0 <= tiles.swizzle <= 3
         ):
-            return f"parameter {parameter.position} moves {tiles}"
+            return f"parameter {parameter.place} moves {tiles}"
     return None
+
+
+def _can_be(place: tuple[int, ...]) -> bool:
+    return 1 <= len(place) <= MAX_DEPTH and all(0 <= n < MAX_ARGUMENTS for n in place)

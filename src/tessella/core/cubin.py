@@ -6,6 +6,7 @@ offset of the file is followed here first.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -125,48 +126,63 @@ def stripped(cubin: bytes) -> bytes:
     """The same kernel without what compilers write for debuggers: lines of sources, their paths.
 
     So equal kernels are equal bytes wherever they were built, and a third as many. Sections keep
-    their numbers; those that are dropped stay as empty ones.
+    their numbers; those that are dropped stay as empty ones. What is loaded as one stays together.
 
     Raises:
-        ValueError: not a cubin, or one whose segments are not a section each.
+        ValueError: not a cubin, or one whose parts overlap.
     """
-    sections = _sections(cubin)
-    header = _Header.of(cubin)
+    sections, segments, header = _sections(cubin), _segments(cubin), _Header.of(cubin)
     made = bytearray(_HEADER.size)
-    moved: dict[int, int] = {}  # by number of a section: where it is now
-    for index in sorted(range(len(sections)), key=lambda i: (sections[i].offset, i)):
-        section = sections[index]
-        if section.nbytes and not section.is_written:
-            made += bytes(-len(made) % max(section.fields[8], 1))
-            moved[index] = len(made)
-            made += cubin[section.offset : section.offset + section.nbytes]
-        else:
-            moved[index] = len(made) if index else 0
+    places: list[tuple[int, int, int]] = []  # of each part: from, to, and where it is now
+    for start, stop in _parts(sections, segments, header):
+        inside = [s.fields[8] for s in sections if s.nbytes and start <= s.offset < stop]
+        made += bytes((start - len(made)) % max(1, *inside))
+        places.append((start, stop, len(made)))
+        made += cubin[start:stop]
     made += bytes(-len(made) % 8)
-    header_now = header._replace(
-        sections=len(made), segments=len(made) + _SECTION.size * len(sections)
-    )
-    for index, section in enumerate(sections):
+    end = len(made)
+
+    def moved(offset: int, nbytes: int) -> int:
+        """Nothing lies where the next part begins."""
+        for start, stop, now in places:
+            if nbytes and start <= offset < stop:
+                return now + offset - start
+            if start >= offset:
+                return now
+        return end
+
+    now = header._replace(sections=end, segments=end + _SECTION.size * len(sections))
+    for section in sections:
         fields = list(section.fields)
-        fields[4], fields[5] = moved[index], 0 if section.is_written else fields[5]
+        fields[5] = 0 if section.is_written else fields[5]
+        if section.type:  # the first line of the table is none
+            fields[4] = moved(section.offset, 0 if section.is_written else section.nbytes)
         made += _SECTION.pack(*fields)
-    for segment in _segments(cubin):
-        place = header_now.segments
-        if segment[0] != _SELF and segment[2] != header.segments:
-            place = moved[_section_of(segment, sections)]
+    for segment in segments:
+        table = segment[0] == _SELF or segment[2] == header.segments
+        place = now.segments if table else moved(segment[2], segment[5])
         made += _SEGMENT.pack(*segment[:2], place, *segment[3:])
-    _HEADER.pack_into(made, 0, *header_now)
+    _HEADER.pack_into(made, 0, *now)
     return bytes(made)
 
 
-def _section_of(segment: tuple[int, ...], sections: list[_Section]) -> int:
-    """The number of the section that a segment is."""
-    start, nbytes = segment[2], segment[5]
-    for index, section in enumerate(sections):
-        in_memory = section.type == _NO_BYTES if nbytes == 0 else section.nbytes == nbytes
-        if section.offset == start and in_memory:
-            return index
-    raise ValueError(f"a segment at {start} that is not one section")
+def _parts(
+    sections: list[_Section], segments: list[tuple[int, ...]], header: _Header
+) -> list[tuple[int, int]]:
+    """What is kept, first byte and end: what is loaded as one, and sections that are not loaded."""
+    loaded = [
+        (s[2], s[2] + s[5]) for s in segments if s[0] != _SELF and s[5] and s[2] != header.segments
+    ]
+    alone = [(s.offset, s.offset + s.nbytes) for s in sections if s.nbytes and not s.is_written]
+    parts = {
+        *loaded,
+        *((a, b) for a, b in alone if not any(x <= a and b <= y for x, y in loaded)),
+    }
+    dropped = [(s.offset, s.offset + s.nbytes) for s in sections if s.nbytes and s.is_written]
+    places = sorted([*parts, *dropped])
+    if any(stop > start for (_, stop), (start, _) in itertools.pairwise(places)):
+        raise ValueError("parts of the machine code overlap")
+    return sorted(parts)
 
 
 def _sections(cubin: bytes) -> list[_Section]:

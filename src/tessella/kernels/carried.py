@@ -103,6 +103,7 @@ class Carried:
             struct.error,
             ctypes.ArgumentError,
             AttributeError,
+            IndexError,
             TypeError,
         ) as error:
             raise CorruptArtifact(
@@ -120,9 +121,9 @@ def _values(kernel: CompiledKernel, args: Sequence[Any], driver: Driver) -> list
     """The arguments as the machine code takes them, in order."""
     values: list[Any] = []
     for parameter in kernel.parameters or ():
-        if parameter.position >= len(args):
-            raise KernelError(f"{kernel.name} has {len(args)} arguments", seen=parameter)
-        arg = args[parameter.position]
+        arg: Any = args
+        for number in parameter.place:
+            arg = arg[number]
         if parameter.tiles is not None:
             values += _tensor(arg, parameter.tiles, driver)
         elif parameter.type == "pointer":
@@ -224,16 +225,21 @@ def _parameters(
 ) -> tuple[Parameter, ...]:
     """What of the arguments the machine code wants; constants were compiled in."""
     tensors = iter(metadata.tensordesc_meta or ())
-    parameters = []
-    for name, kind in signature.items():
-        position = arg_names.index(name)
-        if kind.startswith("*"):
-            parameters.append(Parameter(position=position, type="pointer"))
+    parameters: list[Parameter] = []
+
+    def add(place: tuple[int, ...], kind: Any) -> None:
+        if isinstance(kind, tuple | list):
+            for number, inner in enumerate(kind):
+                add((*place, number), inner)
+        elif kind.startswith("*"):
+            parameters.append(Parameter(place=place, type="pointer"))
         elif kind.startswith("tensordesc"):
-            tiles = _tiles(next(tensors))
-            parameters.append(Parameter(position=position, type="tensor", tiles=tiles))
+            parameters.append(Parameter(place=place, type="tensor", tiles=_tiles(next(tensors))))
         elif kind != "constexpr":
-            parameters.append(Parameter(position=position, type=kind))
+            parameters.append(Parameter(place=place, type=kind))
+
+    for name, kind in signature.items():
+        add((arg_names.index(name),), kind)
     return tuple(parameters)
 
 

@@ -59,6 +59,10 @@ def _argument(value: Any) -> str:
         return f"{value.dtype} {value.data_ptr() % ALIGNMENT == 0}"
     if value is None or isinstance(value, bool | float):
         return repr(value) if value is None else type(value).__name__
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_argument, value))})"
+    if type(value).__name__ == "constexpr":
+        return f"constant {_constant(value)}"
     if isinstance(value, int):
         size = "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
         return "1" if value == 1 else f"{size} {value % ALIGNMENT == 0}"
