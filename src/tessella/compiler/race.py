@@ -7,6 +7,7 @@ it: those ran on dense samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -95,4 +96,10 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+    return partial(_replay, graph, run)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, kept: Callable[[], None]) -> None:
+    """Replay; ``kept`` is what was captured: a graph holds none of the weights and buffers that it
+    reads and writes, and without it they were freed (ResNet-50: "illegal memory access")."""
+    graph.replay()
