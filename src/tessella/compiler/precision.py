@@ -68,6 +68,8 @@ def assign(
         )
     others = {name: PRECISIONS[p] for name, p in precisions.items() if p not in DTYPES}
     used = {precision, *precisions.values()} - ({precision} if small and not kinds else set())
+    if any(node.op == "quantize" for node in graph.nodes):  # a file's own
+        used.add("int8")
     order = list(ORDER)
     return Assignment(
         kinds=kinds,
