@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +40,7 @@ def moved(graph: Graph) -> int:
 
 def assert_same(one: Graph, other: Graph) -> None:
     (image,) = one.inputs
-    for batch in (1, 3):
+    for batch in (1, 3) if isinstance(image.shape[0], Dim) else (image.shape[0],):
         x = torch.randn(batch, *(int(d) for d in image.shape[1:]))
         right = interpret(one, {image.name: x}, upcast=torch.float64)
         made = interpret(other, {image.name: x}, upcast=torch.float64)
@@ -48,9 +49,9 @@ def assert_same(one: Graph, other: Graph) -> None:
             torch.testing.assert_close(made[name], tensor, rtol=1e-12, atol=1e-12)
 
 
-def tokens(module: nn.Module, *shape: int) -> Graph:
+def tokens(module: nn.Module, *shape: int, batch: int | DimRange = BATCH) -> Graph:
     torch.manual_seed(0)
-    spec = TensorSpec(name="tokens", dtype="float32", shape=(BATCH, *shape))
+    spec = TensorSpec(name="tokens", dtype="float32", shape=(batch, *shape))
     graph = capture(module.eval(), (spec,))
     drop_no_ops.apply(graph)
     dead_code.apply(graph)
@@ -68,8 +69,9 @@ class Attention(nn.Module):
         return x + self.layer(x, x, x, need_weights=False)[0]
 
 
-def test_attention_copies_only_what_merges_its_heads() -> None:
-    before = tokens(Attention(batch_first=True), 6, 32)
+@pytest.mark.parametrize("batch", [BATCH, 1, 3])
+def test_attention_copies_only_what_merges_its_heads(batch: int | DimRange) -> None:
+    before = tokens(Attention(batch_first=True), 6, 32, batch=batch)
     after = copied(before)
     assert move_permutes.apply(after)
     check(after)

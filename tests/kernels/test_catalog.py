@@ -138,6 +138,8 @@ PROBLEMS = [
     *(problem("slice", [X], (2, 2, 6, 6), {"dim": 1, "start": 1, "end": e, "step": s},
               format=f, made="strided")
       for f, e, s in (("contiguous", 3, 1), (LAST, None, 2))),
+    problem("select", [X], (2, 6, 6), {"dim": 1, "index": 2}, made="strided"),
+    problem("expand", [(2, 1, 6, 6)], X, {"shape": X}, made="strided"),
     problem("split", [X], X, {"sizes": (4,), "dim": 1}, made="strided"),  # parts: fuse_siblings
 ]  # fmt: skip
 

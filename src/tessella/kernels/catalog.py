@@ -223,8 +223,10 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("image_to_tensor", "transform.image_aten"),
     _row("reshape.view", "transform.reshape", *_TORCH, source="aten", views=True),
     _row("permute.view", "transform.permute", *_TORCH, source="aten", views=True),
-    _row("slice.view", "transform.cut", *_TORCH, source="aten", views=True),
-    _row("split.view", "transform.cut", *_TORCH, source="aten", views=True),
+    *(
+        _row(f"{op}.view", "transform.cut", *_TORCH, source="aten", views=True)
+        for op in ("slice", "select", "split", "expand")
+    ),
     # what a user wrote, and what has no kernel of its own
     _row("user.operator", "user.step", *_ALL, source="user"),
     _row("fallback.aten", "fallback.aten", *_ALL, source="aten", views=True),

@@ -248,17 +248,25 @@ def _canonical(chain: _Chain, shape: Sequence[Size]) -> Iterator[Made]:
             yield "reshape", {"shape": shape}, shape
         return
     parts = _runs(chain)
-    sizes = tuple(_product(part) for part in parts)
+    merges = len(parts) > len(chain.picked) + sum(bool(axis) for axis in chain.axes)
+    units = 0 if merges else sum(not axis for axis in chain.axes)  # free while all is dense
+    sizes = (*(1,) * units, *map(_product, parts))
     if sizes != tuple(chain.base.shape):
         yield "reshape", {"shape": sizes}, sizes
     places = {id(factor): index for factor, index in chain.picked}
     left = [part for part in parts if id(part[0]) not in places]
     for at in reversed(range(len(parts))):
         if (index := places.get(id(parts[at][0]))) is not None:
+            at += units
             sizes = sizes[:at] + sizes[at + 1 :]
             yield "select", {"dim": at, "index": index}, sizes
     order = {id(factor): at for at, factor in enumerate(chain.flat)}
-    dims = tuple(sorted(range(len(left)), key=lambda i: order[id(left[i][0])]))
+    ordered = iter(sorted(range(len(left)), key=lambda i: order[id(left[i][0])]))
+    if units:
+        ones = iter(range(units))
+        dims = tuple(next(ordered) + units if axis else next(ones) for axis in chain.axes)
+    else:
+        dims = tuple(ordered)
     if dims != tuple(range(len(dims))):
         sizes = tuple(sizes[d] for d in dims)
         yield "permute", {"dims": dims}, sizes
@@ -289,15 +297,20 @@ def _runs(chain: _Chain) -> list[list[_Factor]]:
 
 def _ends(chain: _Chain) -> set[int]:
     """The last factor of each of the base's axes."""
-    ends, at = set(), 0
+    return {id(axis[-1]) for axis in _base_axes(chain) if axis}
+
+
+def _base_axes(chain: _Chain) -> list[list[_Factor]]:
+    """The base's axes in factors; nothing, for a size of 1."""
+    axes, rest = [], list(chain.order)
     for size in chain.base.shape:
+        axis: list[_Factor] = []
         left: Size | None = size
         while left is not None and left != 1:
-            left = _divided(left, chain.order[at].size)
-            at += 1
-        if size != 1:
-            ends.add(id(chain.order[at - 1]))
-    return ends
+            axis.append(rest.pop(0))
+            left = _divided(left, axis[-1].size)
+        axes.append(axis)
+    return axes
 
 
 def _product(factors: Sequence[_Factor]) -> Size:
@@ -354,10 +367,16 @@ def _permute_after(graph: Graph, node: Node) -> int:
         return 0
     last = chain.axes[-1]
     rows = [f for f in chain.order if f not in last]
-    if [f for axis in chain.axes[:-1] for f in axis] == rows or not _is_undone(graph, node.output):
+    axes = [  # the base's, without what is in the rows themselves
+        kept
+        for axis in _base_axes(chain)
+        if (kept := tuple(f for f in axis if f not in last)) or not axis
+    ]
+    straight = replace(chain, axes=(*axes, last))
+    shape = tuple(_product(axis) for axis in straight.axes)
+    moved = [f for axis in chain.axes[:-1] for f in axis] != rows
+    if not (moved or shape != tuple(node.inputs[0].shape)) or not _is_undone(graph, node.output):
         return 0
-    straight = replace(chain, axes=(*((f,) for f in rows), last))
-    shape = (*(f.size for f in rows), _product(last))
     new = node.output.shape[-1]
     result = Value(
         graph.fresh_name(f"{node.output.name}.rows"), node.output.dtype, (*shape[:-1], new)

@@ -1,4 +1,4 @@
-"""Slice and split: views of a part of the input; no element moves."""
+"""Slice, select, split, expand: views of a part of the input; no element moves."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     attrs = problem.attrs
     if problem.op == "slice":
         return lambda x: reference.slice(x, **attrs)
+    if problem.op == "select":
+        dim, index = attrs["dim"], attrs["index"]
+        return lambda x: x.select(dim, index)
+    if problem.op == "expand":
+        shape = problem.output.shape
+        return lambda x: x.expand(shape)
     sizes, dim = list(attrs["sizes"]), attrs["dim"]
     if len(sizes) == 1:
         return lambda x: x.narrow(dim, 0, sizes[0])
