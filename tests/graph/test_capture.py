@@ -146,6 +146,16 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = 
     ),
     "stack": (lambda x: torch.stack([x, x * 2], 1), {"mul", "reshape", "cat"}),
     "batch as a number": (lambda x: x * x.shape[0] + x.shape[0], {"mul", "add"}),
+    "roll": (lambda x: x.roll((1, -2, 0), (1, 2, 3)), {"slice", "cat"}),
+    "vector norm": (lambda x: x.norm(dim=(1, -1)), {"mul", "sum", "sqrt"}),
+    "normalize": (lambda x: F.normalize(x), {"mul", "sum", "sqrt", "clamp", "expand", "div"}),
+    "adaptive_avg_pool1d": (
+        lambda x: F.adaptive_avg_pool1d(x.flatten(2), 5),
+        {"reshape", "adaptive_avg_pool2d"},
+    ),
+    "repeat_interleave": (lambda x: x.repeat_interleave(3, -2), {"reshape", "expand"}),
+    "selu": (F.selu, {"elu"}),
+    "celu": (lambda x: F.celu(x, 0.5), {"elu"}),
     "rsub": (lambda x: 2 - x, {"neg", "add"}),
     "reciprocal": (lambda x: 2 / (x + 5), {"add", "reciprocal", "mul"}),
     "power": (lambda x: x.square() + x.pow(3), {"mul", "pow", "add"}),
@@ -187,7 +197,7 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = 
     "ceil": (lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True), {"max_pool2d"}),
     "average": (lambda x: F.avg_pool2d(x, 3, 2, 1, True, False), {"avg_pool2d"}),
     # what has no operation of ours
-    "roll": (lambda x: torch.roll(x, 1, 2), {"aten::roll"}),
+    "roll of all": (lambda x: torch.roll(x, 1), {"aten::roll"}),
     "infinity": (
         lambda x: x.masked_fill(x > 0, float("-inf")).amax((2, 3)),
         {"aten::gt.Scalar", "aten::masked_fill.Scalar", "amax"},

@@ -284,6 +284,42 @@ def _stack(call: OperatorCall, build: Builder) -> Result:
     return build.one("cat", columns, dim=dim)
 
 
+def _roll(call: OperatorCall, build: Builder) -> Result:
+    """Each axis cut in two, and the parts exchanged."""
+    shifts, dims, x = call.arguments["shifts"], call.arguments["dims"], call.input
+    axes = [_axis(d, len(x.shape)) for d in dims]
+    if not axes or any(isinstance(n, Dim) for n in (*shifts, *(x.shape[a] for a in axes))):
+        return None
+    for shift, axis in zip(shifts, axes, strict=True):
+        place = -shift % x.shape[axis]
+        if place == 0:
+            continue
+        ends = ((place, None), (0, place))
+        parts = [build.one("slice", [x], dim=axis, start=a, end=b, step=1) for a, b in ends]
+        x = build.one("cat", parts, dim=axis)
+    return x
+
+
+def _repeat_interleave(call: OperatorCall, build: Builder) -> Result:
+    """Every element along an axis ``repeats`` times: an axis beside it, spread."""
+    repeats, dim, shape = call.arguments["repeats"], call.arguments["dim"], call.input.shape
+    if dim is None or not isinstance(repeats, int):
+        return None
+    after = _axis(dim, len(shape)) + 1
+    wide = build.one("reshape", [call.input], shape=(*shape[:after], 1, *shape[after:]))
+    spread = build.one("expand", [wide], shape=(*shape[:after], repeats, *shape[after:]))
+    return build.one("reshape", [spread], shape=call.shapes[0])
+
+
+def _copy(call: OperatorCall, build: Builder) -> Result:
+    """What is assigned to all of a tensor, in its type and shape."""
+    source = call.arguments["src"]
+    if source.dtype != call.dtypes[0]:
+        source = build.one("to", [source], dtype=call.dtypes[0])
+    shape = call.shapes[0]
+    return source if source.shape == shape else build.one("expand", [source], shape=shape)
+
+
 # ── element by element ────────────────────────────────────────────────────────────────────────────
 
 
@@ -440,6 +476,30 @@ def _embedding(call: OperatorCall, build: Builder) -> Result:
     return build.one("embedding", [call.arguments["indices"], call.arguments["weight"]])
 
 
+def _vector_norm(call: OperatorCall, build: Builder) -> Result:
+    """The 2-norm along axes."""
+    a = call.arguments
+    if a["ord"] != 2 or not a["dim"] or a["dtype"] is not None or _complex(call.input):
+        return None
+    square = build.one("mul", [call.input, call.input])
+    dim = _axes(a["dim"], len(call.input.shape))
+    return build.one("sqrt", [build.one("sum", [square], dim=dim, keepdim=a["keepdim"])])
+
+
+def _complex(value: Value) -> bool:
+    return value.dtype.startswith("complex")
+
+
+def _adaptive_avg_pool1d(call: OperatorCall, build: Builder) -> Result:
+    shape = call.input.shape
+    if len(shape) != 3 or call.shapes[0] is None:
+        return None
+    flat = build.one("reshape", [call.input], shape=(*shape[:2], 1, shape[2]))
+    size = (1, *call.arguments["output_size"])
+    pooled = build.one("adaptive_avg_pool2d", [flat], output_size=size)
+    return build.one("reshape", [pooled], shape=call.shapes[0])
+
+
 def _attention(call: OperatorCall, build: Builder) -> Result:
     if call.arguments["dropout_p"]:
         raise CompileError(
@@ -511,6 +571,11 @@ TRANSLATORS: dict[str, Translator] = _table(
     ("permute.default transpose.int swapaxes.default movedim.int movedim.intlist", _permute),
     ("moveaxis.int moveaxis.intlist t.default mT.default", _permute),
     ("slice.Tensor", _slice),
+    ("roll.default", _roll),
+    ("repeat_interleave.self_int", _repeat_interleave),
+    ("copy.default", _copy),
+    ("linalg_vector_norm.default", _vector_norm),
+    ("adaptive_avg_pool1d.default", _adaptive_avg_pool1d),
     ("split.Tensor split.sizes split_with_sizes.default chunk.default", _split),
     ("unbind.int", _unbind),
     ("cat.default concat.default concatenate.default", _cat),
