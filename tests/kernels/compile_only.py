@@ -1,8 +1,9 @@
 """Compiling kernels for a GPU that is not there, in a process whose Triton does not interpret.
 
 ``compile_all("tests.kernels.test_x:cases")`` calls ``cases()`` in a fresh process. It yields
-(name, run) pairs; each ``run()`` launches kernels through ``launch``. What comes back are, by name,
-the resources and opcode counts of every launch.
+(name, run) pairs; each ``run()`` launches kernels through ``launch``, and all of them must be such
+that a plan can carry them. What comes back are, by name, the resources and opcode counts of every
+launch.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ def compile_all(cases: str, target: str = "sm_90") -> dict[str, list[dict[str, A
 
 
 def main(cases: str, target: str) -> None:
+    from tessella.kernels.carried import collecting
     from tessella.kernels.launch import compiling
 
     module, _, function = cases.partition(":")
     found: dict[str, list[dict[str, Any]]] = {}
     for name, run in getattr(importlib.import_module(module), function)():
-        with compiling(target) as launches:
+        with compiling(target) as launches, collecting(target) as made:
             run()
+        assert not made.left_out, "a plan could not carry it"
+        assert made.compiled.wrong() is None, made.compiled.wrong()
         found[name] = [{**asdict(one.resources()), "opcodes": one.opcodes()} for one in launches]
     print(json.dumps(found))
 
