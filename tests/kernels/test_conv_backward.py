@@ -175,9 +175,9 @@ REFUSED = {
     "K = 10": ("multiples of 8", {"weight": (10, 64, 3, 3)}),
     "NCHW": ("channels_last", {"format": "contiguous"}),
     "stride 3": ("strides up to", {"stride": (3, 3)}),
-    "1 × 1, stride 2": (
-        "reached by none",
-        {"weight": (32, 64, 1, 1), "stride": (2, 2), "padding": (0, 0)},
+    "1 × 1, stride 2, padded": (
+        "neither all pixels",
+        {"weight": (32, 64, 1, 1), "stride": (2, 2), "padding": (1, 1)},
     ),
     "no image": ("nothing to multiply", {"x": (0, 64, 8, 8)}),
 }
@@ -193,6 +193,21 @@ def test_refuses_with_a_reason(op: str, why: str) -> None:
         assert KERNELS[op].fits(asked) is None
         return
     assert reason in (KERNELS[op].fits(asked) or "")
+
+
+def test_pixels_without_a_tap_need_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 × 1 with stride 2 makes a quarter of dx, as many tiles as of the small image; the rest is
+    zero."""
+    tiles: list[Any] = []
+    monkeypatch.setattr(dgrad_sm90, "launch", lambda _, grid, *args, **__: tiles.append(args[-1]))
+    sparse = problem("conv2d_dgrad", (2, 64, 56, 55), (32, 64, 1, 1), (2, 2), (0, 0), (1, 1), 1)
+    dense = problem("conv2d_dgrad", (2, 64, 28, 28), (32, 64, 1, 1), (1, 1), (0, 0), (1, 1), 1)
+    for asked in (sparse, dense):
+        inputs = [meta.empty(CPU) for meta in asked.inputs]
+        out = asked.output.empty(CPU).fill_(7)
+        dgrad_sm90.bind(asked, {}, **dgrad_sm90.configs(dense)[0])(*inputs, out=out)
+        assert bool((out == (0 if asked is sparse else 7)).all())
+    assert tiles[0] == tiles[1]
 
 
 def test_gradients_of_other_element_types() -> None:

@@ -58,15 +58,25 @@ def fits(problem: Problem) -> str | None:
 
 
 def _without_taps(geometry: Geometry) -> str | None:
-    """A class of pixels that no tap reaches, as with 1 × 1 and stride 2, gets its zeros from tiles
-    without products. Such tiles have run on a GPU one a block only, not yet many in turn."""
-    for stride, padding, dilation, taps in zip(
-        geometry.stride, geometry.padding, geometry.dilation, geometry.taps
-    ):
-        reached = {(r * dilation - padding) % stride for r in range(taps)}
-        if len(reached) < stride:
-            return f"with stride {stride}, some pixels are reached by none of {taps} taps"
+    if _classes(geometry) is None:
+        return f"with stride {geometry.stride}, taps reach neither all pixels nor every first one"
     return None
+
+
+def _classes(geometry: Geometry) -> int | None:
+    """How many classes of pixels get products: all, or, as with 1 × 1 and stride 2, the first one.
+
+    The others are zeros, which are written before. None where it is otherwise.
+    """
+    reached = [
+        {(tap * dilation - padding) % stride for tap in range(taps)}
+        for stride, padding, dilation, taps in zip(
+            geometry.stride, geometry.padding, geometry.dilation, geometry.taps, strict=True
+        )
+    ]
+    if all(len(each) == stride for each, stride in zip(reached, geometry.stride, strict=True)):
+        return math.prod(geometry.stride)
+    return 1 if reached == [{0}, {0}] else None
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
@@ -125,7 +135,7 @@ def _clocks(geometry: Geometry, box: Box, columns: int, resident: int) -> float:
     """About how long a multiprocessor is busy: taps that a box misses are not multiplied."""
     pixels = math.prod(box)
     taps = [_mean_taps(geometry, axis, box[axis + 1]) for axis in (0, 1)]
-    tiles = math.prod(geometry.stride) * -(-geometry.channels // columns) * math.prod(
+    tiles = (_classes(geometry) or 1) * -(-geometry.channels // columns) * math.prod(
         -(-extent // side) for extent, side in zip((geometry.batch, *_cells(geometry)), box)
     )  # fmt: skip
     steps = math.prod(taps) * -(-geometry.filters // DEPTH)
@@ -149,7 +159,7 @@ def _mean_taps(geometry: Geometry, axis: int, side: int) -> float:
             )
             for r in range(geometry.taps[axis])
         )
-        for part in range(stride)
+        for part in range(1 if _classes(geometry) == 1 else stride)
         for at in range(0, _cells(geometry)[axis], side)
     ]
     return sum(counts) / len(counts)
@@ -179,7 +189,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     )  # fmt: skip
     across = [-(-n // s) for n, s in zip((geometry.batch, *_cells(geometry)), box)]
     blocks = -(-geometry.channels // columns)
-    total = sh * sw * blocks * math.prod(across)
+    classes = _classes(geometry)
+    total = classes * blocks * math.prod(across)
     tiles = (blocks, across[2], across[1], across[0], total)
     options = {} if config["warps"] == 8 else {"maxnreg": 128}
     grid = min(total, MULTIPROCESSORS * (1 if config["warps"] == 8 else 2))
@@ -195,6 +206,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         taps = weight.as_strided(weight_shape, (R * S * weight_shape[2], weight_shape[2], 1))
         pixels = geometry.pixels_last(dy, geometry.filters, geometry.out)
         made = geometry.pixels_last(out, geometry.channels, geometry.image)
+        if classes < sh * sw:
+            out.zero_()
         launch(
             _kernel,
             (grid,),
