@@ -195,19 +195,22 @@ def test_refuses_with_a_reason(op: str, why: str) -> None:
     assert reason in (KERNELS[op].fits(asked) or "")
 
 
-def test_pixels_without_a_tap_need_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 × 1 with stride 2 makes a quarter of dx, as many tiles as of the small image; the rest is
-    zero."""
+@pytest.mark.parametrize("taps", [1, 2])
+def test_pixels_without_a_tap_need_no_tiles(taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 × 1 with stride 2 makes a quarter of dx, and the rest is zero."""
     tiles: list[Any] = []
     monkeypatch.setattr(dgrad_sm90, "launch", lambda _, grid, *args, **__: tiles.append(args[-1]))
-    sparse = problem("conv2d_dgrad", (2, 64, 56, 55), (32, 64, 1, 1), (2, 2), (0, 0), (1, 1), 1)
-    dense = problem("conv2d_dgrad", (2, 64, 28, 28), (32, 64, 1, 1), (1, 1), (0, 0), (1, 1), 1)
-    for asked in (sparse, dense):
-        inputs = [meta.empty(CPU) for meta in asked.inputs]
-        out = asked.output.empty(CPU).fill_(7)
-        dgrad_sm90.bind(asked, {}, **dgrad_sm90.configs(dense)[0])(*inputs, out=out)
-        assert bool((out == (0 if asked is sparse else 7)).all())
-    assert tiles[0] == tiles[1]
+    weight = (32, 64, taps, taps)
+    asked = problem("conv2d_dgrad", (2, 64, 56, 55), weight, (2, 2), (0, 0), (1, 1), 1)
+    inputs = [meta.empty(CPU) for meta in asked.inputs]
+    out = asked.output.empty(CPU).fill_(7)
+    config = dgrad_sm90.configs(asked)[0]
+    dgrad_sm90.bind(asked, {}, **config)(*inputs, out=out)
+    assert bool((out == (0 if taps == 1 else 7)).all())
+    sides = zip((2, 28, 28), (config["box_n"], config["box_h"], config["box_w"]))
+    boxes = math.prod(-(-size // side) for size, side in sides)
+    classes = 1 if taps == 1 else 4
+    assert tiles[0][-1] == classes * boxes * -(-64 // config["columns"])
 
 
 def test_gradients_of_other_element_types() -> None:
