@@ -165,3 +165,14 @@ def test_a_shortage_of_memory_is_not_remembered(
     monkeypatch.setattr(pool_aten, "bind", bind)
     trials = auction.find(POOL, {}, target="cpu", cache=TimingCache(path), terms=terms)
     assert (trials[0].kernel, trials[0].refused) == ("adaptive_avg_pool2d.aten", None)
+
+
+def test_nobody_writes_a_slice_who_cannot() -> None:
+    """Not the last resort either: it is not even run."""
+    meta = TensorMeta(shape=(2, 4, 3, 3), dtype="float32", format="channels_last")
+    sliced = TensorMeta(shape=(2, 8, 3, 3), dtype="float32", format="channels_last").part(1, 4)
+    attrs = {"kernel_size": (1, 1), "stride": (1, 1), "padding": (0, 0), "ceil_mode": False,
+             "dilation": (1, 1)}  # fmt: skip
+    asked = Problem(op="max_pool2d", inputs=(meta,), outputs=(sliced,), attrs=attrs)
+    with pytest.raises(CompileError, match="slice"):
+        auction.find(asked, {}, target="cpu")

@@ -104,7 +104,8 @@ def find(
     trials = [Trial(kernel=k, refused=r) for k, r in refusals.items() if r is not None]
     trials += auction.trials(fitting)
     if all(trial.refused for trial in trials):
-        trials += auction.trials([row for row in rows if row.last_resort])
+        last = [row for row in rows if row.last_resort]
+        trials += auction.trials([row for row in last if row.refusal(problem) is None])
     if all(trial.refused for trial in trials):
         raise CompileError(
             f"no kernel on {target} can carry out {problem.op}",
