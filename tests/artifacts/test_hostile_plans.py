@@ -167,7 +167,7 @@ def test_a_number_that_follows_the_batch_is_run_for_every_batch() -> None:
     plan = good()
     one, two = plan.program.buckets
     steps = tuple(
-        replace(s, attrs={**s.attrs, "args": [{"input": 0}, [2], [2]]}) if s.op == "fallback" else s
+        replace(s, attrs={**s.attrs, "args": [{"input": 0}, 3]}) if s.op == "fallback" else s
         for s in two.steps
     )
     program = replace(plan.program, buckets=(one, replace(two, steps=steps)))
