@@ -3,8 +3,8 @@
     python -m examples.kernels.matmul_steps
 
 Each step is a short kernel, and its docstring says what keeps it from the next. On a GPU this
-prints what each reaches beside torch.matmul: float16, 8192×8192×8192, sums in float32. On an H200
-only the last has been measured yet: 670 TFLOP/s where cuBLAS had 658.
+prints what each reaches beside torch.matmul: float16, 8192×8192×8192, sums in float32. The rates in
+the docstrings are those of one run on an H200, interleaved, in which cuBLAS had 761 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _step(name: str) -> Callable:
 
 @_step("matmul_naive")
 def naive(a: Tensor, b: Tensor, *, out: Tensor) -> Launch:
-    """Each lane makes one output. Every operand comes from a cache, every time."""
+    """Each lane makes one output. Every operand comes from a cache, every time. 3 TFLOP/s."""
     (m, k), n = a.shape, b.shape[1]
     return Launch(
         kernel=naive_kernel,
@@ -102,14 +102,14 @@ def naive(a: Tensor, b: Tensor, *, out: Tensor) -> Launch:
 
 @_step("matmul_tiled")
 def tiled(a: Tensor, b: Tensor, *, out: Tensor) -> Launch:
-    """A block makes a tile on the tensor cores. It waits for each tile it loads."""
+    """A block makes a tile on the tensor cores. It waits for each tile it loads. 225 TFLOP/s."""
     return _tiled(a, b, out, tile=(64, 64, 32), group=1, warps=4, num_stages=1)
 
 
 @_step("matmul_pipelined")
 def pipelined(a: Tensor, b: Tensor, *, out: Tensor) -> Launch:
     """Larger tiles, three on their way while one is multiplied, ordered so that the second-level
-    cache serves neighbours. Threads still compute addresses."""
+    cache serves neighbours. Threads still compute addresses. 748 TFLOP/s."""
     return _tiled(a, b, out, tile=(128, 256, 64), group=8, warps=8, num_stages=3)
 
 
@@ -131,7 +131,7 @@ def _tiled(a: Tensor, b: Tensor, out: Tensor, tile, group: int, warps: int, num_
 @_step("matmul_descriptors")
 def descriptors(a: Tensor, b: Tensor, *, out: Tensor) -> Launch:
     """The copy engine (TMA) moves tiles, bounds included. One block a tile: loading the next tile's
-    first operands and storing the last results overlap with nothing."""
+    first operands and storing the last results overlap with nothing. 760 TFLOP/s."""
     (m, k), n = a.shape, b.shape[1]
     block_m, block_n, block_k = 128, 256, 64
     return Launch(
@@ -153,9 +153,9 @@ def descriptors(a: Tensor, b: Tensor, *, out: Tensor) -> Launch:
 
 
 def ours(a: Tensor, b: Tensor) -> Tensor:
-    """Persistent blocks whose warps have roles, one loading and others multiplying, in Gluon: the
-    kernel that Tessella finds for this shape (src/tessella/kernels/gemm). 670 TFLOP/s, 1.02 times
-    cuBLAS in the same run, with b given transposed (matmul.wgmma, ping-pong 128×128 tiles)."""
+    """Persistent blocks whose warps have roles, one loading and others multiplying, in Gluon: what
+    Tessella finds for this shape (src/tessella/kernels/gemm). 724 TFLOP/s here, less than the step
+    before; where b comes transposed, as weights do, 1.02 times cuBLAS in another run."""
     return kernels.matmul(a, b)
 
 
