@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from tessella import compiler, graph, runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
-from tessella.core.errors import ArtifactError, CorruptArtifact
+from tessella.core.errors import CorruptArtifact
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.kernels import auction, catalog
 
@@ -124,18 +123,8 @@ def test_a_driver_says_no_and_the_process_goes_on(plan: Plan) -> None:
     for lie in broken.values():
         kernels = tuple(sorted((*others, lie), key=lambda k: k.key))
         lying = replace(plan, compiled=replace(plan.compiled, kernels=kernels))
-        with pytest.raises(ArtifactError):
+        with pytest.raises(CorruptArtifact, match="cannot run here"):
             runtime.load(from_bytes(to_bytes(lying)))
-    code = bytearray(plan.compiled.cubins[kernel.cubin])
-    code[48:52] = b"\xff" * 4  # of an architecture that is not there
-    hashed = sha256(code).hexdigest()
-    cubins = {h: c for h, c in plan.compiled.cubins.items() if h != kernel.cubin}
-    kernels = tuple(
-        replace(k, cubin=hashed) if k.cubin == kernel.cubin else k for k in plan.compiled.kernels
-    )
-    changed = replace(plan.compiled, kernels=kernels, cubins={**cubins, hashed: bytes(code)})
-    with pytest.raises(CorruptArtifact, match="cannot run here"):
-        runtime.load(from_bytes(to_bytes(replace(plan, compiled=changed))))
     runtime.load(plan)(torch.zeros(X))
 
 

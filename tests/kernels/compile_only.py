@@ -45,7 +45,7 @@ def main(cases: str, target: str) -> None:
         with compiling(target) as launches, collecting(target) as made:
             run()
         assert not made.left_out, "a plan could not carry it"
-        assert made.compiled.wrong() is None, made.compiled.wrong()
+        assert made.compiled.wrong(target) is None, made.compiled.wrong(target)
         found[name] = [{**asdict(one.resources()), "opcodes": one.opcodes()} for one in launches]
     print(json.dumps(found))
 

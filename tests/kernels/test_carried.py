@@ -165,9 +165,9 @@ def cuobjdump(code: bytes, option: str, folder: Path) -> str:
 def test_stripped_code_is_checked_and_stays_as_it_is(compiled: CompiledKernels) -> None:
     for kernel in compiled.kernels:
         code = compiled.cubins[kernel.cubin]
-        assert cubin.wrong(code, kernel.name) is None
+        assert cubin.wrong(code, kernel.name, 90) is None
         assert cubin.stripped(code) == code
-        assert cubin.wrong(code, "other") == "it has no kernel 'other'"
+        assert cubin.wrong(code, "other", 90) == "it has no kernel 'other'"
 
 
 def test_garbled_code_is_refused_or_harmless_but_never_read_past(
@@ -186,11 +186,12 @@ def test_garbled_code_is_refused_or_harmless_but_never_read_past(
             start = 0 if kind == 1 else len(changed) - 2000
             for _ in range(rng.choice((1, 2, 8))):
                 changed[start + rng.randrange(64 if kind == 1 else 2000)] = rng.randrange(256)
-        refused += cubin.wrong(bytes(changed), kernel.name) is not None
-    assert refused > 900
+        refused += cubin.wrong(bytes(changed), kernel.name, 90) is not None
+    assert refused > 1200
+    assert cubin.wrong(code, kernel.name, 80) == "machine code for something else than sm_80"
     for length in (0, 1, 63, 64, 100):
-        assert cubin.wrong(code[:length], kernel.name)
-    assert cubin.wrong(b"\x7fELF" + bytes(200), kernel.name)
+        assert cubin.wrong(code[:length], kernel.name, 90)
+    assert cubin.wrong(b"\x7fELF" + bytes(200), kernel.name, 90)
 
 
 def first(change: Callable[[CompiledKernel], CompiledKernel]) -> Callable[..., CompiledKernels]:
@@ -238,6 +239,8 @@ LIES: dict[str, Callable[[CompiledKernels], CompiledKernels]] = {
     "no code": lambda c: replace(c, cubins={}),
     "cut code": recoded(lambda code: code[: len(code) // 2]),
     "code with more behind": recoded(lambda code: code[:64] + b"\xff" * 200),
+    "code for another GPU": recoded(lambda code: code[:48] + b"\x50\x05\x50\0" + code[52:]),
+    "flags that no compiler sets": recoded(lambda code: code[:48] + b"\xff" * 4 + code[52:]),
     "not code": recoded(lambda code: b"#!/bin/sh"),
     "empty code": recoded(lambda code: b""),
 }
@@ -301,7 +304,7 @@ def test_cuda_is_carried_too(monkeypatch: pytest.MonkeyPatch) -> None:
     collected = carried.Collected("sm_90")
     collected.add_cuda(kernel.key("sm_90"), "scale", kernel.cubin("sm_90"))
     compiled = collected.compiled
-    assert compiled.wrong() is None
+    assert compiled.wrong("sm_90") is None
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("something is compiled")

@@ -218,7 +218,7 @@ class Plan:
     tuning: tuple[Candidate, ...] = ()
     graph: str = ""
     lock: str = ""
-    compiled: CompiledKernels = CompiledKernels()
+    compiled: CompiledKernels = field(default_factory=CompiledKernels)
 
     def save(self, path: str | Path) -> Path:
         """Write the plan file, atomically. Equal plans give equal bytes."""
@@ -393,10 +393,7 @@ def _compiled(manifest: Manifest, members: Mapping[str, bytes], where: str) -> C
     kernels = _lines(CompiledKernel, members["kernels.jsonl"], f"{where}:kernels.jsonl")
     cubins = {found[1]: members[n] for n in members if (found := _CUBIN.fullmatch(n))}
     compiled = CompiledKernels(kernels=kernels, cubins=cubins)
-    reason = compiled.wrong()
-    if kernels and not manifest.fingerprint.target.startswith("sm_"):
-        reason = f"machine code for a GPU in a plan for {manifest.fingerprint.target[:40]}"
-    if reason:
+    if reason := compiled.wrong(manifest.fingerprint.target):
         raise CorruptArtifact(
             f"the compiled kernels in {where} are not valid",
             seen=reason,

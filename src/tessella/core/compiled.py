@@ -90,8 +90,12 @@ class CompiledKernels:
     kernels: tuple[CompiledKernel, ...] = ()
     cubins: Mapping[str, bytes] = field(default_factory=dict)
 
-    def wrong(self) -> str | None:
-        """Why these cannot be what a compiler made, or None. The bytes may be anything."""
+    def wrong(self, target: str) -> str | None:
+        """Why these cannot be what compilers make for ``target``, or None; they may be anything."""
+        if not self.kernels and not self.cubins:
+            return None
+        if not (target.startswith("sm_") and target[3:].isdecimal() and len(target) < 8):
+            return f"machine code for a GPU in a plan for {target[:40]}"
         if len(self.kernels) > MAX_KERNELS:
             return f"{len(self.kernels)} kernels"
         keys = [k.key for k in self.kernels]
@@ -105,7 +109,7 @@ class CompiledKernels:
         checked = set()  # kernels that differ in their arguments only share machine code
         for kernel in self.kernels:
             if (kernel.cubin, kernel.name) not in checked:
-                if reason := cubin.wrong(self.cubins[kernel.cubin], kernel.name):
+                if reason := cubin.wrong(self.cubins[kernel.cubin], kernel.name, int(target[3:])):
                     return f"{kernel.name[:80]}: {reason}"
                 checked.add((kernel.cubin, kernel.name))
             if reason := _wrong(kernel):

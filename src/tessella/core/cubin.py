@@ -15,12 +15,15 @@ MAX_BYTES = 32 << 20
 _HEADER = struct.Struct("<4s12sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
-_SYMBOL_BYTES = 24
+_SYMBOL = struct.Struct("<IBBHQQ")
+_RELOCATION = struct.Struct("<QQq")
+_RESERVED = 0xFF00  # numbers of sections that stand for something else
 _CUDA, _EXECUTABLE = 190, 2  # e_machine, e_type
 _NO_BYTES = 8  # SHT_NOBITS: takes no place in the file
 _SYMBOLS, _RELOCATIONS = 2, (4, 9)  # SHT_SYMTAB; SHT_RELA, SHT_REL
 _SELF = 6  # PT_PHDR: the segment that is the table of segments
 _MAX_ALIGNMENT = 128
+_INFO, _INFO_WITH_BYTES = ".nv.info", 4  # attributes of a kernel, the driver's to read
 _WRITTEN = (".debug_", ".nv_debug_")  # what compilers say about sources, for people
 
 
@@ -77,14 +80,20 @@ class _Section:
         return name.startswith(_WRITTEN)
 
 
-def wrong(cubin: bytes, name: str) -> str | None:
-    """Why a file is not machine code with a kernel ``name``, or None. It may be anything."""
+def wrong(cubin: bytes, name: str, architecture: int) -> str | None:
+    """Why a file is not machine code with a kernel ``name``, or None. It may be anything.
+
+    Args:
+        architecture: 90 for ``sm_90``.
+    """
     if not 64 <= len(cubin) <= MAX_BYTES:
         return f"a cubin of {len(cubin)} bytes"
     header = _Header.of(cubin)
     kind = (header.magic, header.kind[:2], header.type, header.machine)
     if kind != (b"\x7fELF", b"\x02\x01", _EXECUTABLE, _CUDA):
         return "no ELF file of a CUDA kernel"
+    if (header.kind[2:], header.version, header.flags) not in _known_kinds(architecture):
+        return f"machine code for something else than sm_{architecture}"
     try:
         sections = _sections(cubin)
         _segments(cubin)
@@ -95,31 +104,67 @@ def wrong(cubin: bytes, name: str) -> str | None:
         return "a section is there twice"
     if f".text.{name}" not in names:
         return f"it has no kernel {name!r}"
-    return _wrong_links(cubin, sections)
+    return next(filter(None, (_wrong_section(cubin, s, sections) for s in sections)), None)
 
 
-def _wrong_links(cubin: bytes, sections: list[_Section]) -> str | None:
-    """Why a symbol or a relocation leads out of the file, or None."""
-    for section in sections:
-        link, info, entry = section.fields[6], section.fields[7], section.fields[9]
-        if section.nbytes == 0:
-            continue
-        if link >= len(sections):
-            return f"{section.name} belongs to section {link}"
-        if entry and section.nbytes % entry:
-            return f"{section.name} has {section.nbytes} bytes in entries of {entry}"
-        if section.type in _RELOCATIONS and info >= len(sections):
-            return f"{section.name} is about section {info}"
-        if section.type == _SYMBOLS:
-            if entry != _SYMBOL_BYTES:
-                return f"{section.name} has entries of {entry} bytes"
-            text = cubin[sections[link].offset :][: sections[link].nbytes]
-            for at in range(section.offset, section.offset + section.nbytes, entry):
-                start = int.from_bytes(cubin[at : at + 4], "little")
-                home = int.from_bytes(cubin[at + 6 : at + 8], "little")
-                if text.find(b"\0", start) < 0 or len(sections) <= home < 0xFF00:
-                    return "a symbol leads nowhere"
+def _known_kinds(architecture: int) -> set[tuple[bytes, int, int]]:
+    """What compilers write into the header about the code: ident from its third byte, version,
+    flags. Those of CUDA 12, then of 13; with and without what only one architecture has.
+
+    A driver may crash on others.
+    """
+    old, new = (bytes([1, *abi, *bytes(7)]) for abi in ((0x33, 7), (0x41, 8)))
+    return {
+        *((old, 0x80, architecture << 16 | own << 8 | architecture) for own in (0x05, 0x0D)),
+        *((new, 1, own << 24 | architecture << 8 | 0x04) for own in (0x06, 0x0A)),
+    }
+
+
+def _wrong_section(cubin: bytes, section: _Section, sections: list[_Section]) -> str | None:
+    """Why what a section says leads out of the file, or None."""
+    link, info, entry = section.fields[6], section.fields[7], section.fields[9]
+    content = cubin[section.offset :][: section.nbytes]
+    if not content:
+        return None
+    if link >= len(sections):
+        return f"{section.name} belongs to section {link}"
+    if entry and len(content) % entry:
+        return f"{section.name} has {len(content)} bytes in entries of {entry}"
+    if section.name.startswith(_INFO):
+        return None if _are_attributes(content) else f"{section.name} is cut"
+    if section.type == _SYMBOLS:
+        texts = cubin[sections[link].offset :][: sections[link].nbytes]
+        right = entry == _SYMBOL.size and all(
+            texts.find(b"\0", text) >= 0 and _is_inside(sections, home, value, size)
+            for text, _, _, home, value, size in _SYMBOL.iter_unpack(content)
+        )
+        return None if right else "a symbol leads nowhere"
+    if section.type in _RELOCATIONS:
+        symbols = sections[link].nbytes // _SYMBOL.size
+        right = (section.type, entry) == (_RELOCATIONS[0], _RELOCATION.size) and all(
+            what >> 32 < symbols and _is_inside(sections, info, place, 4)
+            for place, what, _ in _RELOCATION.iter_unpack(content)
+        )
+        return None if right else f"{section.name} leads nowhere"
     return None
+
+
+def _is_inside(sections: list[_Section], number: int, start: int, nbytes: int) -> bool:
+    """Whether bytes lie in a section; 0 is none, and from 0xff00 on numbers mean something else."""
+    if number == 0 or number >= _RESERVED:
+        return True
+    return number < len(sections) and start + nbytes <= sections[number].fields[5]
+
+
+def _are_attributes(content: bytes) -> bool:
+    """Whether entries of four bytes, some with more behind, fill a section."""
+    at = 0
+    while at + 4 <= len(content):
+        form, _, size = struct.unpack_from("<BBH", content, at)
+        if not 1 <= form <= _INFO_WITH_BYTES:
+            return False
+        at += 4 + (size if form == _INFO_WITH_BYTES else 0)
+    return at == len(content)
 
 
 def stripped(cubin: bytes) -> bytes:

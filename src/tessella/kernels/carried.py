@@ -198,6 +198,9 @@ class Collected:
         except ValueError as error:
             self.left_out[name] = str(error)
             return
+        if reason := cubin.wrong(code, name, int(self.target.removeprefix("sm_"))):
+            self.left_out[name] = reason
+            return
         hashed = sha256(code).hexdigest()
         self._cubins[hashed] = code
         self._kernels[key] = CompiledKernel(key=key, name=name, cubin=hashed, **launch)
