@@ -1,21 +1,22 @@
 """Compiling many configurations at once: processes that fill Triton's cache on the disk.
 
 Triton's compiler is Python for half of its time, so threads wait for each other: eight of them are
-hardly faster than two. So one clean process (no GPU, no threads) forks a worker for each core, and
-is told line by line what to compile. Tensors are on the ``meta`` device: no memory, no GPU.
+hardly faster than two. So one clean process without a GPU has a worker for each core, and is told
+line by line what to compile. Tensors are on the ``meta`` device: no memory, no GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -67,10 +68,14 @@ class _Compilers:
     """The compiling process, which ends when its input does, and a thread that listens to it."""
 
     def __init__(self) -> None:
-        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
         command = [sys.executable, "-c", f"from {__name__} import main; main()"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=hidden
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **quiet},
         )
         self._left: dict[int, int] = {}  # of each batch
         self._done: dict[int, threading.Event] = {}
@@ -107,18 +112,52 @@ _running: list[_Compilers] = []
 def main() -> None:
     """The compiling process: requests from stdin, each answered by its batch when it is done."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what a worker prints is no answer
-    importlib.import_module("triton.compiler")  # once, before the workers are forked
+    workers = _Workers()
 
     def answer(batch: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
             print(batch, file=answers, flush=True)
 
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("fork")) as pool:
-        for line in sys.stdin:
-            batch, request = line.split(" ", 1)
-            future = pool.submit(compile_one, json.loads(request))
-            future.add_done_callback(lambda _, batch=batch: answer(batch))
-        pool.shutdown(cancel_futures=True)
+    for line in sys.stdin:
+        batch, request = line.split(" ", 1)
+        workers.compile(json.loads(request), partial(answer, batch))
+    workers.end()
+
+
+class _Workers:
+    """A process a core. Where a compiler crashes, and all go with it, others take their place."""
+
+    def __init__(self) -> None:
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(["triton.compiler", __name__])  # imported once
+        self._lock = threading.Lock()
+        self._pool = self._started()
+
+    def _started(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=self._context)
+
+    def compile(self, request: dict[str, Any], then: Callable[[], None], tries: int = 3) -> None:
+        """Compile, and call ``then``, whatever came of it; after a crash, try again."""
+        with self._lock:
+            try:
+                future = self._pool.submit(compile_one, request)
+            except BrokenProcessPool:
+                self._pool = self._started()
+                future = self._pool.submit(compile_one, request)
+
+        def ended(future: Future[None]) -> None:
+            crashed = not future.cancelled() and isinstance(future.exception(), BrokenProcessPool)
+            if crashed and tries > 1:
+                self.compile(request, then, tries - 1)
+            else:
+                then()
+
+        future.add_done_callback(ended)
+
+    def end(self) -> None:
+        """What has not begun is not wanted any more."""
+        with self._lock:
+            self._pool.shutdown(cancel_futures=True)
 
 
 def compile_one(request: dict[str, Any]) -> None:
