@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing import get_context
@@ -125,39 +125,50 @@ def main() -> None:
 
 
 class _Workers:
-    """A process a core. Where a compiler crashes, and all go with it, others take their place."""
+    """A process a core. Where a compiler crashes, all go with it, and others take their place."""
 
     def __init__(self) -> None:
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(["triton.compiler", __name__])  # imported once
         self._lock = threading.Lock()
-        self._pool = self._started()
+        self._pool = self._started(_cores())
+        self._again = ThreadPoolExecutor(_cores())
 
-    def _started(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=self._context)
+    def _started(self, workers: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(workers, mp_context=self._context)
 
-    def compile(self, request: dict[str, Any], then: Callable[[], None], tries: int = 3) -> None:
-        """Compile, and call ``then``, whatever came of it; after a crash, try again."""
+    def compile(self, request: dict[str, Any], then: Callable[[], None]) -> None:
+        """Compile, and call ``then``, whatever came of it."""
         with self._lock:
             try:
                 future = self._pool.submit(compile_one, request)
             except BrokenProcessPool:
-                self._pool = self._started()
+                self._pool = self._started(_cores())
                 future = self._pool.submit(compile_one, request)
 
         def ended(future: Future[None]) -> None:
-            crashed = not future.cancelled() and isinstance(future.exception(), BrokenProcessPool)
-            if crashed and tries > 1:
-                self.compile(request, then, tries - 1)
+            if not future.cancelled() and isinstance(future.exception(), BrokenProcessPool):
+                self._again.submit(self._alone, request, then)
             else:
                 then()
 
         future.add_done_callback(ended)
 
+    def _alone(self, request: dict[str, Any], then: Callable[[], None]) -> None:
+        """After a crash, by whomever: if it was this one, nobody else is hurt again."""
+        with self._started(1) as pool:
+            pool.submit(compile_one, request).exception()
+        then()
+
     def end(self) -> None:
         """What has not begun is not wanted any more."""
         with self._lock:
             self._pool.shutdown(cancel_futures=True)
+        self._again.shutdown(cancel_futures=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def compile_one(request: dict[str, Any]) -> None:
