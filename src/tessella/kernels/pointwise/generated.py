@@ -34,17 +34,18 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """Tiles of 2048 elements by 4 warps, and smaller ones."""
+    """Tiles of 2048 elements by 4 warps; beside it, few elements, or few warps for a long row."""
     made = walk(problem)
     columns = made.axes.columns
     if made.lowered.rows:
         width = _power_of_two(columns)
-        shapes = [(max(1, 2048 // width), width, 4), (1, width, max(1, min(16, width // 1024)))]
-        shapes.append((max(1, 4096 // width), width, 8))
+        few = (
+            (1, width, max(1, min(16, width // 512))) if width >= 512 else (512 // width, width, 2)
+        )
+        shapes = [(max(1, 2048 // width), width, max(4, min(16, width // 1024))), few]
     else:
         rows = made.axes.rows
-        sizes = (2048, 4), (4096, 8), (1024, 4)
-        shapes = [_tile(rows, columns, size, warps) for size, warps in sizes]
+        shapes = [_tile(rows, columns, size, 4) for size in (2048, 1024)]
     kept = [s for s in dict.fromkeys(shapes) if s[0] * s[1] <= MAX_TILE]
     return tuple({"tile_rows": r, "tile_columns": c, "warps": w} for r, c, w in kept)
 

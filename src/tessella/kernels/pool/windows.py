@@ -23,6 +23,8 @@ WRITES_OUT = True
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
 MAX_TAPS = 128  # of a window: they are unrolled
+LARGE_TAPS = 25
+FEW_TILES = 1000  # about eight a multiprocessor
 TYPES = ("float32", "float16", "bfloat16", "int8")
 
 
@@ -48,10 +50,19 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """Tiles of 2048 elements by 4 warps, and smaller; NCHW reads element by element, in fewer."""
-    _, columns = _sizes(problem)
+    """Tiles of 1024 elements by 4 warps, and others; the small ones first where they are few.
+
+    Of NCHW, which is read element by element, and of large windows, which compile for seconds, only
+    small ones.
+    """
+    rows, columns = _sizes(problem)
     width = tile_width(columns, 256)
-    elements = (2048, 1024, 512) if _channels_last(problem) else (1024, 512)
+    window = _window(problem)
+    elements = [1024, 2048, 512]
+    if rows * columns < FEW_TILES * elements[0]:
+        elements = [512, 1024]
+    if not _channels_last(problem) or window["KERNEL_H"] * window["KERNEL_W"] > LARGE_TAPS:
+        elements = [512]
     sizes = dict.fromkeys(max(1, size // width) for size in elements)
     return tuple({"tile_rows": rows, "tile_columns": width, "warps": 4} for rows in sizes)
 
