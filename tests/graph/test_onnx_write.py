@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tessella.compiler.pipeline import optimized
 from tessella.core.errors import CompileError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import Graph, capture, interpret
+from tessella.graph.build import Builder
 from tessella.graph.onnx import read, write
 from tessella.graph.onnx.exports import EXPORTS
 from tessella.graph.ops import OPS
@@ -204,6 +206,48 @@ def test_networks_of_the_zoo(name: str, size: int, tmp_path: Path) -> None:
     assert [
         n.op for n in again.nodes if n.op in ("conv2d", "linear", "batch_norm", "max_pool2d")
     ] == ops
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_roundings_go_round(dtype: str, tmp_path: Path) -> None:
+    build = Builder("rounded")
+    x = build.input(TensorSpec(name="x", dtype="float32", shape=(BATCH, 4, 6, 8)), dynamic=True)
+    scale = build.constant("scale", torch.tensor(0.03))
+    zero = build.constant("zero", torch.tensor(7, dtype=getattr(torch, dtype)))
+    scales = build.constant("scales", C * 0.02)
+    codes = build.one("quantize", [x, scale, zero], axis=1, dtype=dtype)
+    back = build.one("dequantize", [codes, scale, zero], axis=1, dtype="float32")
+    each = build.one("quantize", [back, scales], axis=1, dtype="int8")
+    again = build.one("dequantize", [each, scales], axis=1, dtype="float32")
+    graph = build.finish([again], ["y"])
+    read_back = goes_round(graph, images(), tmp_path / "net.onnx", 17)
+    assert [n.op for n in read_back.nodes] == ["quantize", "dequantize"] * 2
+
+
+def test_bytes_of_images_go_out(tmp_path: Path) -> None:
+    build = Builder("bytes")
+    x = build.input(TensorSpec(name="x", dtype="uint8", shape=(BATCH, 6, 8, 3)), dynamic=True)
+    numbers = {"gain": (0.5, 0.25, 2.0), "offset": (1.0, -1.0, 0.0), "dtype": "float32"}
+    graph = build.finish([build.one("image_to_tensor", [x], **numbers)], ["y"])
+    images = torch.randint(0, 256, (2, 6, 8, 3), dtype=torch.uint8)
+    goes_round(graph, {"x": images}, tmp_path / "net.onnx", 17)
+
+
+def test_what_the_compiler_fused_goes_out_too(tmp_path: Path) -> None:
+    """Residual and activation inside a layer are operators of their own again."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.gelu(self.b(F.relu(self.a(x) + x)))
+
+    spec = TensorSpec(name="x", dtype="float32", shape=(BATCH, 4, 6, 8))
+    graph = optimized(capture(Block(), [spec]))
+    assert [n.attrs["activation"] for n in graph.nodes] == ["relu", "gelu"]
+    goes_round(graph, images(), tmp_path / "net.onnx", 17)
 
 
 def test_equal_graphs_are_equal_files(tmp_path: Path) -> None:
