@@ -44,6 +44,8 @@ class Receipt:
         samples: how many judged it.
         before, after: the metric of the float32 plan, and of this one.
         loss: percentage points below float32; low, high: where it lies with 95 % confidence.
+        p_value: how likely right answers are lost and won this unevenly if rounding does neither more
+            than the other (McNemar's exact test); None for metrics that do not count answers.
         budget: the points that it was allowed to lose.
         flipped: answers that changed; flips: the first ``MAX_FLIPS`` of them.
     """
@@ -55,6 +57,7 @@ class Receipt:
     loss: float
     low: float
     high: float
+    p_value: float | None
     budget: float
     flipped: int
     flips: tuple[Flip, ...] = ()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from tessella import api
+from tessella.artifacts.files import write_atomic
+from tessella.artifacts.plan import Plan
 from tessella.cli.output import Events, Json, output
 from tessella.cli.parsing import parse_batch
+from tessella.compiler import Front
+from tessella.compiler.budget import svg
 from tessella.core.errors import UsageError
 
 
@@ -27,6 +31,15 @@ def compile_(
     ] = "fp32",
     calibrate: Annotated[
         Path | None, Option(help="A dataset, or a saved calibration, for int8 and fp8.")
+    ] = None,
+    budget: Annotated[
+        float | None,
+        Option(help="Points of accuracy that the plan may lose: each layer's precision is chosen."),
+    ] = None,
+    data: Annotated[Path | None, Option(help="budget: the dataset that judges.")] = None,
+    chart: Annotated[Path | None, Option(help="budget: draw accuracy, time, bytes as SVG.")] = None,
+    point: Annotated[
+        int | None, Option(help="budget: write this plan of the table, not the chosen one.")
     ] = None,
     uint8: Annotated[
         bool, Option("--uint8", help="Take images as bytes; the plan scales them itself.")
@@ -46,23 +59,33 @@ def compile_(
     """Compile a network into a plan: one file, fused and tuned for this machine.
 
     Example: tessella compile runs/flowers --out flowers.plan --precision fp16 --batch 1,8,128
+    · tessella compile runs/flowers --out flowers.plan --budget 0.3 --data datasets/flowers
     """
     with output(json_only=json, events=events) as out_:
         if out.is_dir():
             raise UsageError("a plan is a file", seen=f"the folder {out}", fix=f"{out}/net.plan")
-        plan = api.compile(
-            source,
-            batch=parse_batch(batch),
-            target=target,
-            precision=precision,
-            calibration=calibrate,
-            input="uint8" if uint8 else "float32",
-            cache=cache,
-            lock=lock,
-            time_limit_s=time_limit,
-            trust_code=trust_code,
-            emit=out_.emit,
-        )
+        given: dict[str, Any] = {
+            "batch": parse_batch(batch),
+            "target": target,
+            "precision": precision,
+            "calibration": calibrate,
+            "input": "uint8" if uint8 else "float32",
+            "cache": cache,
+            "time_limit_s": time_limit,
+            "trust_code": trust_code,
+            "emit": out_.emit,
+        }
+        if budget is None:
+            if data or chart or point is not None:
+                raise UsageError("--data, --chart and --point belong to --budget", fix="give it")
+            plan, front = api.compile(source, lock=lock, **given), None
+        else:
+            if data is None or lock is not None:
+                raise UsageError("a budget needs --data DATASET, and takes no --lock")
+            front = api.pareto(source, data=data, budget=budget, **given)
+            plan = _point(front, point)
+        if front is not None and chart is not None:
+            write_atomic(chart, svg(front).encode())
         plan.save(out)
         largest = plan.program.buckets[-1]
         plain = {
@@ -74,4 +97,18 @@ def compile_(
             "target": plan.manifest.fingerprint.target,
             "precision": plan.manifest.precision,
         }
-        out_.result(plain, f"{plan}\nwrote {out} ({out.stat().st_size:,} bytes)")
+        if front is not None:
+            plain["front"] = front.to_json()
+        table = "" if front is None else f"\n\n{front}"
+        out_.result(plain, f"{plan}{table}\nwrote {out} ({out.stat().st_size:,} bytes)")
+
+
+def _point(front: Front, point: int | None) -> Plan:
+    """The plan that the budget pays for, or another one of the table."""
+    if point is None:
+        return front.plan
+    if not 0 <= point < len(front):
+        raise UsageError(
+            "the table has no such point", seen=point, fix=f"use 0 to {len(front) - 1}"
+        )
+    return front[point].plan

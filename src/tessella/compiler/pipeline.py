@@ -49,7 +49,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.core.version import VERSION
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
-from tessella.graph.sample import one_sample
+from tessella.graph.sample import in_its_size, one_sample
 from tessella.graph.show import text
 from tessella.kernels.allowance import Allowance
 from tessella.kernels.tuning import Lock
@@ -265,7 +265,7 @@ def calibrate(
     graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]], **settings: Any
 ) -> Calibration:
     """What int8 and fp8 need to know of a captured graph; see ``calibration.calibrate``."""
-    return calibrating.calibrate(optimized(graph), batches, **settings)
+    return calibrating.calibrate(optimized(graph), in_its_size(graph, batches), **settings)
 
 
 def layers(graph: Graph) -> tuple[str, ...]:

@@ -1,6 +1,13 @@
-"""A network without a batch axis as one that takes a batch of one: its plan sees it as a sample."""
+"""A network without a batch axis as one that takes a batch of one: its plan sees it as a sample.
+
+And samples for a network whose batch is of one size only.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from tessella.core.spec import DimRange
 from tessella.graph.graph import Dim, Graph, Node, Value
@@ -37,6 +44,23 @@ def one_sample(graph: Graph, batch: DimRange) -> Graph:
     ]
     nodes += [_reshaped(inner[v], wide) for wide, v in zip(outputs, graph.outputs, strict=True)]
     return Graph(graph.name, inputs, outputs, nodes, dict(graph.constants))
+
+
+def in_its_size(
+    graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]]
+) -> Sequence[Mapping[str, torch.Tensor]]:
+    """Batches as the graph takes them: cut, where it has a fixed batch; a rest is left out."""
+    shape = graph.inputs[0].shape
+    if not shape or isinstance(shape[0], Dim) or not batches:
+        return batches
+    size = int(shape[0])
+    if any(t.dim() != len(v.shape) for v in graph.inputs for t in [batches[0][v.name]]):
+        return batches  # it is refused where it is run, with what it should be
+    return [
+        {name: t[at : at + size] for name, t in batch.items()}
+        for batch in batches
+        for at in range(0, len(batch[graph.inputs[0].name]) - size + 1, size)
+    ]
 
 
 def _reshaped(source: Value, target: Value) -> Node:

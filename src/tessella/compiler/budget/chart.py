@@ -10,7 +10,7 @@ from tessella.compiler.budget.front import Front, Point
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 520, 80, 300, 80, 60  # right: the labels
 LARGEST, SMALLEST = 22.0, 4.0  # radius of the point with the most bytes, and the least radius
-CHOSEN, OTHER, EXACT, LIMIT = "#0b6e99", "#9aa7ad", "#333333", "#b3402a"
+CHOSEN, OTHER, EXACT, LIMIT = "#0b6e99", "#77868d", "#333333", "#b3402a"
 
 
 def svg(front: Front) -> str:
@@ -77,7 +77,7 @@ def _drawn(
     edge = WIDTH - RIGHT
     return [
         f'<line x1="{at_x:.1f}" y1="{y(ends[0]):.1f}" x2="{at_x:.1f}" y2="{y(ends[1]):.1f}"'
-        f' stroke="{colour}" stroke-width="1.5"/>',
+        f' stroke="{colour}" stroke-width="1.5" stroke-opacity="0.45"/>',
         f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="{radius:.1f}" fill="{colour}"'
         ' fill-opacity="0.75" stroke="white"/>',
         f'<line x1="{at_x + radius:.1f}" y1="{at_y:.1f}" x2="{edge + 5}" y2="{label:.1f}"'
@@ -125,7 +125,7 @@ def _grid(
         *parts,
         f'<text x="{middle}" y="{HEIGHT - 16}" text-anchor="middle">µs a batch</text>',
         f'<text x="22" y="{centre}" transform="rotate(-90 22 {centre})" text-anchor="middle">'
-        f"{escape(metric)} · 100</text>",
+        f"{escape(metric)} (%)</text>",
     ]
 
 

@@ -169,6 +169,7 @@ class Judge:
             loss=self.loss(after),
             low=low,
             high=high,
+            p_value=None if self.metric is not top1 else mcnemar(*self._changes(after)),
             budget=budget,
             flipped=len(flipped),
             flips=tuple(self._flip(i, after) for i in flipped[:MAX_FLIPS]),
@@ -184,12 +185,14 @@ class Judge:
         return scores.dim() == 2 and scores.shape[1] > 1 and scores.is_floating_point()
 
     def _interval(self, after: Tensors) -> tuple[float, float]:
-        truth = self.data.truth
         if self.metric is not top1:
             return _bootstrap(self, after)
-        right = [_first(o).argmax(1) == truth for o in (self.before, after)]
-        lost, won = int((right[0] & ~right[1]).sum()), int((~right[0] & right[1]).sum())
-        return paired_interval(lost, won, len(truth))
+        return paired_interval(*self._changes(after), len(self.data))
+
+    def _changes(self, after: Tensors) -> tuple[int, int]:
+        """How many right answers became wrong, and wrong ones right."""
+        old, new = (_first(o).argmax(1) == self.data.truth for o in (self.before, after))
+        return int((old & ~new).sum()), int((~old & new).sum())
 
     def _flip(self, index: int, after: Tensors) -> Flip:
         old, new = (_first(o)[index].double() for o in (self.before, after))
@@ -228,8 +231,6 @@ def paired_interval(lost: int, won: int, count: int, error: float = ERROR) -> tu
     (lost_low, lost_high), (won_low, won_high) = (
         binomial_interval(k, count, error / 2) for k in (lost, won)
     )
-    if not lost and not won:  # only whether it can be worse is asked
-        return -100 * won_high, 100 * lost_high
     return 100 * (lost_low - won_high), 100 * (lost_high - won_low)
 
 

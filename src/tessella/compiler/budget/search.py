@@ -113,12 +113,13 @@ def search(
     if not 0 <= budget < 100:
         raise UsageError("a budget is percentage points of the metric", seen=budget, fix="0 to 100")
     kinds = mixes.offered(target, least)
-    exact = optimized(one_sample(graph, batch))
+    sampled = one_sample(graph, batch)
+    exact = optimized(sampled)
     if calibration is None:
         data, shown = data.parted()
         emit(phase("calibrate", f"{len(shown)} samples; {len(data)} others judge"))
         small = tuple(k for k in kinds if k in KINDS)
-        calibration = calibrate(graph, list(shown.batches(CHUNK)), kinds=small)
+        calibration = calibrate(sampled, list(shown.batches(CHUNK)), kinds=small)
     with ExitStack() as stack:
         if cache is None:  # times are shared by all plans of the search
             cache = Path(stack.enter_context(TemporaryDirectory())) / "times.jsonl"
