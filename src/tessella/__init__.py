@@ -16,7 +16,7 @@ from tessella.core.version import VERSION
 
 if TYPE_CHECKING:
     from tessella import data, kernels
-    from tessella.api import calibrate, compile, export, load, serve, train, verify
+    from tessella.api import calibrate, compile, export, load, pareto, serve, train, verify
 
 __version__ = VERSION
 
@@ -28,12 +28,13 @@ __all__ = [
     "export",
     "kernels",
     "load",
+    "pareto",
     "serve",
     "train",
     "verify",
 ]
 
-_API = ("calibrate", "compile", "export", "load", "serve", "train", "verify")
+_API = ("calibrate", "compile", "export", "load", "pareto", "serve", "train", "verify")
 
 
 def __getattr__(name: str) -> Any:

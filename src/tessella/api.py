@@ -6,6 +6,7 @@ import datetime
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,8 @@ def pareto(
         target=target,
         batch=span,
         data=data,
-        run=_predicting,
+        run=_running,
+        feed=partial(_as_pixels, record=record) if input == "uint8" else lambda batch: batch,
         finish=lambda plan: _carrying(plan, emit),
         budget=budget,
         metric=metric,
@@ -283,24 +285,19 @@ def _judging(
     return labelled(data, record, network.inputs[0].name, labels)
 
 
-def _predicting(plan: Plan) -> compiler.budget.Predict:
-    """A loaded plan as a function of inputs as the network itself takes them."""
+def _running(plan: Plan) -> compiler.budget.Predict:
     engine = runtime.load(plan)
-    record = engine.preprocess
-    taken = {spec.name for spec in engine.inputs if spec.dtype == "uint8"}
+    return lambda batch: engine(**batch)
 
-    def predict(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        if record is None or not taken:
-            return engine(**batch)
-        pixels = {
-            name: torch.from_numpy(denormalize(tensor.numpy(), record))
-            if name in taken and tensor.is_floating_point()
-            else tensor
-            for name, tensor in batch.items()
-        }
-        return engine(**pixels)
 
-    return predict
+def _as_pixels(batch: Mapping[str, torch.Tensor], record: Preprocess) -> Mapping[str, torch.Tensor]:
+    """Normalized images as the bytes that a plan with ``input="uint8"`` takes."""
+    return {
+        name: torch.from_numpy(denormalize(tensor.numpy(), record))
+        if tuple(tensor.shape[1:]) == record.input_shape
+        else tensor
+        for name, tensor in batch.items()
+    }
 
 
 def _source_name(source: Checkpoint | Run | torch.nn.Module | str | Path, name: str) -> str:

@@ -14,7 +14,7 @@ KINDS = ("bf16", "int8")
 
 
 def units(count: int) -> list[Unit]:
-    return [Unit(layers=(f"layer{i}",), kinds=KINDS, parameters=1) for i in range(count)]
+    return [Unit(layers=(f"layer{i}",), kinds=KINDS) for i in range(count)]
 
 
 @pytest.mark.parametrize("seed", range(20))

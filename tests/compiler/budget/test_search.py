@@ -273,7 +273,8 @@ def test_what_is_simulated_is_what_is_built(fragile: Net, judging: Labelled, fro
         mix = {n: k for n, k in zip(names, kinds) if k != "fp32" and n in fits}
         mix = {n: k for n, k in mix.items() if not (k == "int8" and n == names[0])}
         for target in ("cpu", "sm_90"):
-            of = {n: "fp16" if k == "bf16" and target == "sm_90" else k for n, k in mix.items()}
+            gpu = {"bf16": "fp16", "int8": "fp8" if kinds[0] == "bf16" else "int8"}
+            of = {n: gpu[k] if target == "sm_90" else k for n, k in mix.items()}
             made = [
                 make(exact, of, target, front.calibration)
                 for make in (mixes.simulated, mixes.lowered)

@@ -17,6 +17,7 @@ from tessella.compiler.budget.judging import Predict, Tensors
 from tessella.compiler.budget.mixes import Mix, Unit
 from tessella.compiler.calibration import Calibration
 from tessella.compiler.passes import choose_kernels
+from tessella.compiler.passes.assign_layout import Layout
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.compiler.pipeline import layouts_to_try, with_layout
 from tessella.compiler.stopping import stopping
@@ -49,7 +50,7 @@ class Costs(Protocol):
         """All steps of a mix's plan, each by itself."""
 
     def plans_us(self, built: Sequence[Built], sample: Tensors) -> list[float]:
-        """Whole plans, from the call to the answer, on a batch."""
+        """Whole plans, from the call to the answer, on a batch that lies on their device."""
 
 
 class Measured:
@@ -90,11 +91,9 @@ class Measured:
         return choose_kernels.cost_us(self._choices(mix))
 
     def plans_us(self, built: Sequence[Built], sample: Tensors) -> list[float]:
-        runs = {
-            str(i): lambda predict=b.predict: predict(sample)  # type: ignore[misc]
-            for i, b in enumerate(built)
-        }
         device, seconds = torch_device(self._target), SECONDS * len(built)
+        sample = {name: tensor.to(device) for name, tensor in sample.items()}
+        runs = {str(i): lambda predict=b.predict: predict(sample) for i, b in enumerate(built)}
         timings = latency(runs, device=device, seconds=seconds)
         return [timings[name].time_us for name in runs]
 
@@ -112,8 +111,8 @@ class Measured:
             self._known[key] = min(ways, key=choose_kernels.cost_us)
         return self._known[key]
 
-    def _chosen(self, graph: Graph, layout: str) -> list[Choice]:
-        laid_out, formats = with_layout(graph, layout)  # type: ignore[arg-type]
+    def _chosen(self, graph: Graph, layout: Layout) -> list[Choice]:
+        laid_out, formats = with_layout(graph, layout)
         device = torch_device(self._target)
         tuner = Tuner(
             target=self._target,

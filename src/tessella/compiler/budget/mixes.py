@@ -33,12 +33,10 @@ class Unit:
     Attributes:
         layers: by their result's name.
         kinds: the precisions that all of them may get.
-        parameters: how many numbers their weights hold.
     """
 
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
-    parameters: int
 
     def mix(self, precision: str) -> dict[str, str]:
         return dict.fromkeys(self.layers, precision)
@@ -72,7 +70,7 @@ def units(exact: Graph, kinds: Sequence[str], target: str, calibration: Calibrat
         for kind in kinds
         if kind in KINDS
     }
-    readers: dict[Value, list[Node]] = {}
+    readers: dict[Value | None, list[Node]] = {}  # of each value, the layers
     for node in lowerable(exact):
         readers.setdefault(node.inputs[0], []).append(node)
     found = []
@@ -82,7 +80,6 @@ def units(exact: Graph, kinds: Sequence[str], target: str, calibration: Calibrat
             Unit(
                 layers=names,
                 kinds=tuple(k for k in kinds if k not in KINDS or fits[k] >= set(names)),
-                parameters=sum(exact.constants[n.inputs[1]].numel() for n in nodes),
             )
         )
     return found
@@ -158,6 +155,7 @@ def weight_bytes(exact: Graph, mix: Mix) -> int:
     size = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
     total = sum(t.numel() * t.element_size() for t in exact.constants.values())
     for node in lowerable(exact):
-        weight = exact.constants[node.inputs[1]]
-        total -= weight.numel() * (4 - size[mix.get(node.output.name, "fp32")])
+        weight = exact.constant(node.inputs[1])
+        count = 0 if weight is None else weight.numel()
+        total -= count * (4 - size[mix.get(node.output.name, "fp32")])
     return total

@@ -56,7 +56,8 @@ def greedy(
 
 
 def _hull(unit: Unit, options: Mapping[str, tuple[float, float]]) -> list[Move]:
-    at, moves = (0.0, 0.0), []
+    at: tuple[float, float] = (0.0, 0.0)
+    moves: list[Move] = []
     while True:
         steps = [
             Move(unit=unit, precision=kind, gain_us=gain - at[1], damage=damage - at[0])

@@ -21,7 +21,15 @@ from tessella.artifacts.plan import Plan
 from tessella.compiler.budget import mixes, sensitivity
 from tessella.compiler.budget.costs import Built, Costs, Measured, uniform
 from tessella.compiler.budget.front import Front, Point, counted, undominated
-from tessella.compiler.budget.judging import Judge, Labelled, Metric, Predict, answers, top1
+from tessella.compiler.budget.judging import (
+    Judge,
+    Labelled,
+    Metric,
+    Predict,
+    Tensors,
+    answers,
+    top1,
+)
 from tessella.compiler.budget.mixes import Mix, Unit
 from tessella.compiler.budget.path import Move, greedy, mix_of, reach, repair
 from tessella.compiler.budget.sensitivity import CHUNK, interpreter
@@ -81,6 +89,7 @@ def search(
     batch: DimRange,
     data: Labelled,
     run: Run,
+    feed: Callable[[Tensors], Tensors] = lambda batch: batch,
     finish: Callable[[Plan], Plan] = lambda plan: plan,
     budget: float,
     metric: Metric = top1,
@@ -100,6 +109,7 @@ def search(
         data: what the plans are judged by; without a ``calibration``, part of it is set aside for
             one.
         run: a plan as a function of inputs by name; what it answers is what counts.
+        feed: inputs of the network as plans take them, where that is not the same.
         finish: what is done with a plan before it is run and handed out.
         budget: percentage points of the metric below the float32 plan. With 0 no answer may change.
         metric: of outputs by name and labels; higher is better, 1 is a hundred points.
@@ -140,6 +150,7 @@ def search(
             batch=batch,
             data=data,
             run=run,
+            feed=feed,
             finish=finish,
             budget=budget,
             metric=metric,
@@ -159,6 +170,7 @@ class _Search:
     batch: DimRange
     data: Labelled
     run: Run
+    feed: Callable[[Tensors], Tensors]
     finish: Callable[[Plan], Plan]
     budget: float
     metric: Metric
@@ -174,9 +186,8 @@ class _Search:
         path = self._path(units)
         probe = self._probed(units, path)
         built, judge = self._built(probe)
-        sample = self.data.read(
-            [self.data.places[i % len(self.data)] for i in range(self.batch.opt)]
-        )
+        places = [self.data.places[i % len(self.data)] for i in range(self.batch.opt)]
+        sample = self.feed(self.data.read(places))
         self.emit(phase("measure", f"{len(built)} plans side by side"))
         times = self.costs.plans_us([b for b, _ in built], sample)
         points = [
@@ -246,7 +257,7 @@ class _Search:
     def _built(self, probe: _Probe) -> tuple[list[tuple[Built, dict[str, torch.Tensor]]], Judge]:
         """Plans of the float32 network and of the best candidates, and what they answer."""
         exact = self._build({})
-        before = answers(exact.predict, self.data, self.batch.opt)
+        before = self._answers(exact)
         judge = Judge(data=self.data, before=before, metric=self.metric)
         made = [(exact, before)]
         within, beyond = self._candidates(probe)
@@ -256,7 +267,7 @@ class _Search:
             for mix in waiting:
                 try:
                     one = self._build(mix)
-                    made.append((one, answers(one.predict, self.data, self.batch.opt)))
+                    made.append((one, self._answers(one)))
                 except BuildStopped:
                     raise
                 except CompileError as error:
@@ -281,7 +292,7 @@ class _Search:
             beaten = any(all(a <= b for a, b in zip(seen[k], seen[key])) for k in kept)
             if not beaten or (self.budget == 0 and not flips):
                 kept.append(key)
-        within = [dict(k) for k in kept if probe.within(dict(k), self.budget)]
+        within: list[Mix] = [dict(k) for k in kept if probe.within(dict(k), self.budget)]
         beyond = [k for k in kept if not probe.within(dict(k), self.budget)]
         return within, [dict(k) for k in sorted(beyond, key=lambda k: seen[k])]
 
@@ -300,6 +311,9 @@ class _Search:
         )
         plan = self.finish(plan)
         return Built(mix=mix, plan=plan, predict=self.run(plan))
+
+    def _answers(self, built: Built) -> dict[str, torch.Tensor]:
+        return answers(lambda batch: built.predict(self.feed(batch)), self.data, self.batch.opt)
 
     def _affordable(self, point: Point) -> bool:
         flips = self.budget == 0 and point.receipt.flipped
