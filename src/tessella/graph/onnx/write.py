@@ -1,6 +1,6 @@
 """A graph becomes an ONNX file: each operation as ONNX's own operators, the batch left open.
 
-What an operation becomes is in ``exports``, what an operator of torch becomes in ``fallbacks``.
+What an operation becomes is in ``exports``, an operator of torch in ``export_fallbacks``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import onnx
 from tessella.artifacts.files import write_atomic
 from tessella.core.errors import CompileError, UsageError
 from tessella.graph.graph import Graph
+from tessella.graph.onnx.export_fallbacks import FALLBACKS
 from tessella.graph.onnx.exports import EXPORTS
-from tessella.graph.onnx.fallbacks import FALLBACKS
 from tessella.graph.onnx.writer import Writer
 
 OLDEST, NEWEST = 17, 21

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tessella.graph.graph import Node, Value
-from tessella.graph.onnx.exports import Export, cast, first, names, padded, refused, static
+from tessella.graph.onnx.export import Export, cast, first, names, padded, refused, static
 from tessella.graph.onnx.writer import Writer
 
 
