@@ -10,25 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 
-from tessella import api, compiler, runtime
+from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan, load_plan, to_bytes
 from tessella.compiler import budget as budgets
-from tessella.compiler.budget import Built, Front, Labelled, mixes, of_tensors, search
+from tessella.compiler.budget import Built, Front, Labelled, mixes, search
 from tessella.compiler.budget.judging import CALIBRATION_SHARE
 from tessella.compiler.budget.mixes import Unit
 from tessella.compiler.pipeline import optimized
-from tessella.core.errors import UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, interpret
 from tessella.graph.graph import Graph
+from tests.compiler.budget.conftest import BATCH, Net
 
-TRAIN = 900  # of 1,797 handwritten digits; the others calibrate and judge
-BATCH = DimRange(min=16, opt=16, max=16)
-IMAGE = TensorSpec(name="image", dtype="float32", shape=(BATCH, 1, 8, 8))
 ANY = TensorSpec(name="image", dtype="float32", shape=(DimRange(min=1, opt=16, max=16), 1, 8, 8))
 PRICES = {"fp32": 100.0, "bf16": 60.0, "int8": 30.0}
 
@@ -56,44 +51,6 @@ class Table:
         return [self.total_us(one.mix) for one in built]
 
 
-class Net(nn.Module):
-    """Six layers, two of which read one value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.second = nn.Conv2d(1, 16, 3, 1, 1), nn.Conv2d(16, 16, 3, 1, 1)
-        self.left, self.right = nn.Conv2d(16, 16, 3, 1, 1), nn.Conv2d(16, 16, 1)
-        self.third, self.last = nn.Conv2d(16, 32, 3, 2, 1), nn.Linear(32, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.second(F.relu(self.stem(x))))
-        x = F.relu(self.left(x) + self.right(x))
-        return self.last(F.relu(self.third(x)).mean((2, 3)))
-
-
-@pytest.fixture(scope="module")
-def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
-    return images[order], torch.tensor(data.target)[order]
-
-
-@pytest.fixture(scope="module")
-def net(digits: tuple[torch.Tensor, torch.Tensor]) -> Net:
-    torch.manual_seed(0)
-    (images, labels), net = (t[:TRAIN] for t in digits), Net()
-    solver = torch.optim.AdamW(net.parameters(), 1e-2)
-    policy = torch.optim.lr_scheduler.OneCycleLR(solver, 1e-2, total_steps=10 * 18)
-    for _ in range(10):
-        for batch in torch.randperm(TRAIN).split(50):
-            solver.zero_grad()
-            F.cross_entropy(net(images[batch]), labels[batch]).backward()
-            solver.step()
-            policy.step()
-    return net.eval()
-
-
 @pytest.fixture(scope="module")
 def fragile(net: Net) -> Net:
     """The same function, whose third layer reads one channel that is 300 times the others."""
@@ -104,18 +61,6 @@ def fragile(net: Net) -> Net:
             layer.bias[0] *= 300
         net.third.weight[:, 0] /= 300
     return net
-
-
-@pytest.fixture(scope="module")
-def judging(digits: tuple[torch.Tensor, torch.Tensor]) -> Labelled:
-    images, labels = (t[TRAIN:] for t in digits)
-    paths = [f"digit-{i}.png" for i in range(len(labels))]
-    return of_tensors({"image": images}, labels, paths=paths, classes=[f"«{d}»" for d in range(10)])
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("times") / "times.jsonl"
 
 
 @functools.cache
@@ -330,21 +275,3 @@ def test_times_are_measured_and_shared_with_the_plans(
     assert front[front.chosen].time_us <= front.exact.time_us
     assert front[front.chosen].receipt.loss <= 1.0
     assert set(front[front.chosen].layers) <= {"fp32", "bf16"}
-
-
-def test_compile_takes_a_budget_and_a_lock_brings_the_plan_back(
-    net: Net, judging: Labelled, cache: Path
-) -> None:
-    given = {"batch": 16, "target": "cpu", "inputs": [IMAGE], "cache": cache}
-    front = api.pareto(net, data=judging, budget=1.0, **given)
-    plan = front.plan
-    assert plan.manifest.receipt is not None
-    assert "--budget 1" in plan.manifest.rebuild
-    again = api.compile(net, lock=plan, calibration=front.calibration, **given)
-    assert to_bytes(again) == to_bytes(plan)
-    with pytest.raises(UsageError, match="labelled data"):
-        api.compile(net, budget=0.3, **given)
-    with pytest.raises(UsageError, match="percentage points"):
-        api.compile(net, budget=-1.0, data=judging, **given)
-    with pytest.raises(UsageError, match="cannot be spent"):
-        api.compile(net, budget=1.0, data=judging, precision="fp8", **given)

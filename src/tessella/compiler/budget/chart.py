@@ -21,6 +21,7 @@ def svg(front: Front) -> str:
     values = [limit, *(100 * p.receipt.after for p in points)]
     room = max(0.2, 0.25 * (max(values) - min(values)))
     low, high = min(values) - room, max(values) + room
+    top = 100.0 if max(values) <= 100 else high
     slowest = 1.12 * max(max(p.time_us for p in points), 1e-9)
     x = _scale(0.0, slowest, LEFT, WIDTH - RIGHT)
     y = _scale(low, high, HEIGHT - BOTTOM, TOP)
@@ -37,7 +38,7 @@ def svg(front: Front) -> str:
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="28" font-size="14">{escape(title)}</text>',
         f'<text x="{LEFT}" y="48" fill="#555">{escape(head)}</text>',
-        *_grid(x, y, slowest, low, high, metric),
+        *_grid(x, y, slowest, low, min(high, top), metric),
         f'<line x1="{LEFT}" y1="{y(limit):.1f}" x2="{WIDTH - RIGHT}" y2="{y(limit):.1f}"'
         f' stroke="{LIMIT}" stroke-dasharray="6 4"/>',
         f'<text x="{LEFT + 4}" y="{y(limit) + 14:.1f}" fill="{LIMIT}">'

@@ -75,7 +75,8 @@ class Measured:
         emit: Emit = silent,
     ) -> None:
         self._exact, self._target, self._batch = exact, target, batch
-        self._calibration, self._cache, self._emit = calibration, cache, emit
+        self._calibration, self._file, self._emit = calibration, cache, emit
+        self._cache = TimingCache(cache)
         self._budget_s, self._allowance = budget_s, Allowance(time_limit_s)
         self._known: dict[str, list[Choice]] = {}
 
@@ -103,7 +104,7 @@ class Measured:
         if key not in self._known:
             graph = mixes.lowered(self._exact, mix, self._target, self._calibration)
             precision, _ = mixes.spelled(self._exact, mix, self._target)
-            with stopping(self._cache, self._allowance):
+            with stopping(self._file, self._allowance):
                 ways = [
                     self._chosen(graph, layout)
                     for layout in layouts_to_try(graph, precision, self._target)
@@ -118,7 +119,7 @@ class Measured:
             target=self._target,
             math="ieee",
             constants={v.name: t.to(device) for v, t in laid_out.constants.items()},
-            cache=TimingCache(self._cache),
+            cache=self._cache,
             budget_s=self._budget_s,
             allowance=self._allowance,
         )

@@ -141,6 +141,7 @@ def search(
             cache=cache,
             budget_s=budget_s,
             time_limit_s=time_limit_s,
+            emit=emit,
         )
         settings |= {"cache": cache, "budget_s": budget_s, "time_limit_s": time_limit_s}
         return _Search(

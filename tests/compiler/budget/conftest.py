@@ -1,0 +1,68 @@
+"""A small network trained on real digits, and others of them that judge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+from tessella.compiler.budget import Labelled, of_tensors
+from tessella.core.spec import DimRange, TensorSpec
+
+TRAIN = 900  # of 1,797 handwritten digits; the others calibrate and judge
+BATCH = DimRange(min=16, opt=16, max=16)
+IMAGE = TensorSpec(name="image", dtype="float32", shape=(BATCH, 1, 8, 8))
+
+
+class Net(nn.Module):
+    """Six layers, two of which read one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.second = nn.Conv2d(1, 16, 3, 1, 1), nn.Conv2d(16, 16, 3, 1, 1)
+        self.left, self.right = nn.Conv2d(16, 16, 3, 1, 1), nn.Conv2d(16, 16, 1)
+        self.third, self.last = nn.Conv2d(16, 32, 3, 2, 1), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.second(F.relu(self.stem(x))))
+        x = F.relu(self.left(x) + self.right(x))
+        return self.last(F.relu(self.third(x)).mean((2, 3)))
+
+
+@pytest.fixture(scope="package")
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
+    return images[order], torch.tensor(data.target)[order]
+
+
+@pytest.fixture(scope="package")
+def net(digits: tuple[torch.Tensor, torch.Tensor]) -> Net:
+    torch.manual_seed(0)
+    (images, labels), net = (t[:TRAIN] for t in digits), Net()
+    solver = torch.optim.AdamW(net.parameters(), 1e-2)
+    policy = torch.optim.lr_scheduler.OneCycleLR(solver, 1e-2, total_steps=10 * 18)
+    for _ in range(10):
+        for batch in torch.randperm(TRAIN).split(50):
+            solver.zero_grad()
+            F.cross_entropy(net(images[batch]), labels[batch]).backward()
+            solver.step()
+            policy.step()
+    return net.eval()
+
+
+@pytest.fixture(scope="package")
+def judging(digits: tuple[torch.Tensor, torch.Tensor]) -> Labelled:
+    images, labels = (t[TRAIN:] for t in digits)
+    paths = [f"digit-{i}.png" for i in range(len(labels))]
+    return of_tensors({"image": images}, labels, paths=paths, classes=[f"«{d}»" for d in range(10)])
+
+
+@pytest.fixture(scope="package")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("times") / "times.jsonl"
