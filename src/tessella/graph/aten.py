@@ -540,7 +540,7 @@ def _interpolate(mode: str) -> Callable[[OperatorCall, Builder], Result]:
 def _filled(call: OperatorCall, build: Builder) -> Result:
     """zeros, ones, full and their like: one number, spread over the shape."""
     shape, name = call.shapes[0], call.name
-    number = 0 if "zeros" in name or "empty" in name else 1 if "ones" in name else None
+    number = 0 if "zero" in name or "empty" in name else 1 if "ones" in name else None
     if number is None:
         number = call.arguments["fill_value"]
     if shape is None or isinstance(number, Value | Dim):
@@ -611,6 +611,6 @@ TRANSLATORS: dict[str, Translator] = _table(
     ("upsample_trilinear3d.vec", _interpolate("trilinear")),
     ("zeros.default ones.default full.default zeros_like.default ones_like.default", _filled),
     ("full_like.default new_zeros.default new_ones.default new_full.default", _filled),
-    ("empty.memory_format empty_like.default new_empty.default", _filled),
+    ("empty.memory_format empty_like.default new_empty.default zero.default", _filled),
     *QUANTIZED.items(),
 )

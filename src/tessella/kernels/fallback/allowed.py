@@ -48,7 +48,7 @@ slice slice_copy slice_scatter split split_copy split_with_sizes split_with_size
 squeeze_copy stack sum_to_size swapaxes swapdims t t_copy take take_along_dim tensor_split tile to
 transpose transpose_copy tril triu type_as unbind unbind_copy unflatten unfold unfold_copy
 unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze unsqueeze_copy vander view view_as
-view_copy vsplit vstack zeros_like _to_copy _unsafe_view
+view_copy vsplit vstack zero zeros_like _to_copy _unsafe_view
 """
 
 _PRODUCTS = """
