@@ -309,6 +309,9 @@ WRONG = {
     "batch of nothing": with_bucket(batch=0),
     "no buckets": replace(linear_plan(), program=replace(GOOD.program, buckets=())),
     "other inputs": replace(linear_plan(), program=replace(GOOD.program, inputs=("picture",))),
+    "no precision": replace(
+        linear_plan(), manifest=replace(GOOD.manifest, precisions={"scores": "int9"})
+    ),
     "other outputs": replace(linear_plan(), program=replace(GOOD.program, outputs=("hidden",))),
 }
 

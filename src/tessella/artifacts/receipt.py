@@ -44,8 +44,8 @@ class Receipt:
         samples: how many judged it.
         before, after: the metric of the float32 plan, and of this one.
         loss: percentage points below float32; low, high: where it lies with 95 % confidence.
-        p_value: how likely right answers are lost and won this unevenly if rounding does neither more
-            than the other (McNemar's exact test); None for metrics that do not count answers.
+        p_value: how likely right answers are lost and won this unevenly by chance alone (McNemar's
+            exact test); None for metrics that do not count answers.
         budget: the points that it was allowed to lose.
         flipped: answers that changed; flips: the first ``MAX_FLIPS`` of them.
     """
@@ -82,6 +82,7 @@ class Receipt:
             f"{100 * self.before:.2f} in float32: loses {self.loss:.2f} points "
             f"({self.low:.2f} to {self.high:.2f} with 95 % confidence), "
             f"allowed {self.budget:g}; {self.flipped} answers changed"
+            f"{'' if self.p_value is None else f', p = {self.p_value:.2g}'}"
         ]
         lines += [f"  {flip}" for flip in self.flips[:SHOWN]]
         if self.flipped > SHOWN:
