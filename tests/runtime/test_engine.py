@@ -281,8 +281,8 @@ def test_one_channel_in_the_middle_of_a_network() -> None:
 
 
 def test_a_run_takes_no_new_pages_from_the_system() -> None:
-    """Results of 8 and 16 MB are made and let go in every run."""
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1),
+    """Results of 17 and 34 MB are made and let go in every run."""
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1),
                         nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())  # fmt: skip
     large = runtime.load(
         build(net, TensorSpec(name="image", dtype="float32", shape=(1, 3, 512, 512)))
@@ -302,7 +302,7 @@ def test_a_run_takes_no_new_pages_from_the_system() -> None:
     thread = threading.Thread(target=work)  # a server's: its memory comes from another heap
     thread.start()
     thread.join()
-    assert max(counts) < 1000  # of 6,000 pages
+    assert max(counts) < 3000  # of 12,000 pages
 
 
 def test_engines_side_by_side_in_threads() -> None:
