@@ -19,6 +19,7 @@ from tessella.compiler.budget import Built, Front, Labelled, mixes, search
 from tessella.compiler.budget.judging import CALIBRATION_SHARE
 from tessella.compiler.budget.mixes import Unit
 from tessella.compiler.pipeline import optimized
+from tessella.core.errors import UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, interpret
 from tessella.graph.graph import Graph
@@ -249,6 +250,25 @@ class Halves(Table):
 
     def total_us(self, mix: Mapping[str, str]) -> float:
         return sum(50.0 if name in mix else 100.0 for name in self.names)
+
+
+def test_a_metric_of_ones_own_decides(fragile: Net, judging: Labelled, cache: Path) -> None:
+    def confidence(outputs: Mapping[str, torch.Tensor], labels: torch.Tensor) -> float:
+        """Of the right answer, in the mean."""
+        return float(outputs["scores"].softmax(1).gather(1, labels[:, None]).mean())
+
+    front = searched(fragile, judging, 0.2, cache, metric=confidence)
+    judges = judging.parted()[0]
+    before, after = (
+        confidence(runtime.load(p)(**judges.read(judges.places)), judges.truth)
+        for p in (front.exact.plan, front.plan)
+    )
+    receipt = front[front.chosen].receipt
+    assert (receipt.metric, receipt.p_value) == ("confidence", None)
+    assert receipt.loss == pytest.approx(100 * (before - after), abs=1e-3)
+    assert receipt.low <= receipt.loss <= min(receipt.high, 0.2)
+    with pytest.raises(UsageError, match="no number"):
+        searched(fragile, judging, 0.2, cache, metric=lambda outputs, labels: float("nan"))
 
 
 def test_it_says_what_the_samples_cannot_tell(front: Front) -> None:

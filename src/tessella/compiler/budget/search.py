@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -117,7 +118,8 @@ def search(
         costs: what things cost, instead of measuring it here.
 
     Raises:
-        UsageError: a negative budget, too little data, or a precision that is no choice here.
+        UsageError: a negative budget, too little data, a metric that is no number, or a precision
+            that is no choice here.
         CompileError: the float32 plan cannot be built.
     """
     if not 0 <= budget < 100:
@@ -233,6 +235,12 @@ class _Search:
     def _probed(self, units: Sequence[Unit], path: Sequence[Move]) -> _Probe:
         """Judge mixes along the path: for the budget, for smaller ones, and whole networks."""
         before = answers(interpreter(self.exact, self.target), self.data, CHUNK)
+        if not math.isfinite(worth := self.metric(before, self.data.truth)):
+            raise UsageError(
+                "the metric is no number for the float32 network",
+                seen=worth,
+                fix="give one that is higher for better answers, 1 for a hundred points",
+            )
         probe = _Probe(
             exact=self.exact,
             target=self.target,
