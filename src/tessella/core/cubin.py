@@ -109,14 +109,13 @@ def wrong(cubin: bytes, name: str, architecture: int) -> str | None:
 
 def _known_kinds(architecture: int) -> set[tuple[bytes, int, int]]:
     """What compilers write into the header about the code: ident from its third byte, version,
-    flags. Those of CUDA 12, then of 13; with and without what only one architecture has.
-
-    A driver may crash on others.
+    flags. Those of CUDA 12, then of 13, each with and without what only one architecture has; CUDA
+    13 writes two kinds of either. So say 3,500 kernels; a driver may crash on others.
     """
     old, new = (bytes([1, *abi, *bytes(7)]) for abi in ((0x33, 7), (0x41, 8)))
     return {
         *((old, 0x80, architecture << 16 | own << 8 | architecture) for own in (0x05, 0x0D)),
-        *((new, 1, own << 24 | architecture << 8 | 0x04) for own in (0x06, 0x0A)),
+        *((new, 1, own << 24 | architecture << 8 | 0x04) for own in (0x05, 0x06, 0x09, 0x0A)),
     }
 
 
