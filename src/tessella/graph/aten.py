@@ -8,64 +8,20 @@ user's own (``kernels.user``) becomes a ``user`` node.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tessella.core.errors import CompileError
 from tessella.graph.build import Builder
-from tessella.graph.graph import Dim, Shape, Value
+from tessella.graph.graph import Dim, Value
+from tessella.graph.operator_call import OperatorCall
 from tessella.graph.ops import BY_ATEN, Op, is_attribute
 from tessella.graph.quantized import QUANTIZED
 from tessella.kernels.user.registry import OPERATORS
 
 Result = Value | tuple[Value, ...] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class OperatorCall:
-    """One call in torch's graph.
-
-    Attributes:
-        operator: the overload.
-        args, kwargs: as in torch's graph; tensors are ``Value``, symbolic sizes ``Dim``.
-        arguments: all of them by the schema's names, with its defaults.
-        shapes: what torch says of the results: one shape for each, None for what is not a tensor.
-        dtypes: likewise.
-        read: which of the results something reads.
-    """
-
-    operator: torch._ops.OpOverload
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    arguments: Mapping[str, Any]
-    shapes: tuple[Shape | None, ...]
-    dtypes: tuple[str | None, ...]
-    read: frozenset[int]
-
-    @property
-    def overload(self) -> str:
-        """``conv2d.default``."""
-        return str(self.operator).split(".", 1)[1]
-
-    @property
-    def name(self) -> str:
-        """``conv2d``."""
-        return self.overload.split(".")[0]
-
-    @property
-    def target(self) -> str:
-        """The name in a fallback: ``aten::topk``, ``aten::max.dim``."""
-        return self.operator._schema.name + (
-            f".{o}" if (o := self.operator._schema.overload_name) else ""
-        )
-
-    @property
-    def input(self) -> Value:
-        """The first tensor."""
-        return self.arguments["self" if "self" in self.arguments else "input"]
 
 
 def translate(call: OperatorCall, build: Builder) -> Result:

@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 
 from tessella.core.errors import CompileError, TessellaError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
-from tessella.graph.aten import TRANSLATORS, OperatorCall, dtype_name, translate
+from tessella.graph.aten import TRANSLATORS, dtype_name, translate
 from tessella.graph.build import Builder
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Shape, Value
+from tessella.graph.operator_call import OperatorCall
 from tessella.graph.recognize import recognize
 
 # torch treats 0 and 1 as known, and a size that equals another by chance as the same: an odd one.

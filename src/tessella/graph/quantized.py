@@ -7,17 +7,15 @@ these divide: a number within float32's last bit of a tie may round the other wa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tessella.graph.build import Builder
 from tessella.graph.graph import Value
+from tessella.graph.operator_call import OperatorCall
 
-if TYPE_CHECKING:
-    from tessella.graph.aten import OperatorCall
-
-Translator = Callable[["OperatorCall", Builder], Value | None]
+Translator = Callable[[OperatorCall, Builder], Value | None]
 
 
 def _fake(call: OperatorCall, build: Builder) -> Value | None:
