@@ -149,6 +149,20 @@ def test_one_of_ours_that_would_win_with_wrong_numbers_is_refused(
         auction.find(LINEAR, WEIGHT, target="cpu", terms=only)
 
 
+def test_a_last_resort_runs_though_it_was_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "KERNELS", (*catalog.KERNELS, scratch.ROW))
+
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(scratch, "bind", fails)
+    terms = auction.Terms(budget_s=0.0, algorithms=("scratch", "reference"))
+    near = [(scratch.ROW, {"pieces": 1})]
+    trials = auction.find(LINEAR, WEIGHT, target="cpu", terms=terms, near=near)
+    assert [t.kernel for t in trials] == ["reference", "linear.scratch"]
+    assert trials[0].refused is None
+
+
 def test_a_shortage_of_memory_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -331,7 +331,8 @@ class _Auction:
         if self._problem.in_place:
             self._inputs, self._out = _joined(self._problem, self._inputs, self._device)
         with torch.inference_mode(), float32_math(self._problem.math):
-            bids = self._bids(self._worth_running(rows) if self._near is None else self._near)
+            near = [bid for bid in self._near or () if bid[0] in rows]
+            bids = self._bids(near or self._worth_running(rows))  # a last resort was not looked at
             ran = {name: bid for name, bid in bids.items() if isinstance(bid, _Bid)}
             timings = race(
                 {name: bid.run for name, bid in ran.items()},

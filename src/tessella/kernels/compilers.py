@@ -77,33 +77,37 @@ class _Compilers:
             text=True,
             env={**os.environ, **quiet},
         )
+        self._lock = threading.Lock()  # of what follows
         self._left: dict[int, int] = {}  # of each batch
         self._done: dict[int, threading.Event] = {}
+        self.has_ended = False
         threading.Thread(target=self._listen, daemon=True).start()
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
 
     def ask(self, requests: Sequence[str]) -> threading.Event:
         """Compile these; the event is set when the last is done, or when the process dies."""
-        batch, done = len(self._done), threading.Event()
-        self._left[batch], self._done[batch] = len(requests), done
+        done = threading.Event()
+        with self._lock:
+            if self.has_ended:
+                done.set()
+                return done
+            batch = len(self._done)
+            self._left[batch], self._done[batch] = len(requests), done
         with contextlib.suppress(BrokenPipeError):  # then its end is heard
             self._process.stdin.writelines(f"{batch} {request}\n" for request in requests)
             self._process.stdin.flush()
-        if self.has_ended:
-            done.set()
         return done
 
     def _listen(self) -> None:
         for answer in self._process.stdout:
-            batch = int(answer)
-            self._left[batch] -= 1
-            if self._left[batch] == 0:
-                self._done[batch].set()
-        for done in self._done.values():
-            done.set()
+            with self._lock:
+                batch = int(answer)
+                self._left[batch] -= 1
+                if self._left[batch] == 0:
+                    self._done[batch].set()
+        with self._lock:
+            self.has_ended = True
+            for done in self._done.values():
+                done.set()
 
 
 _running: list[_Compilers] = []
