@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tessella import runtime
-from tessella.artifacts.plan import Bucket, Buffer, Plan, Step, from_bytes, to_bytes
+from tessella.artifacts.plan import Plan, from_bytes, to_bytes
+from tessella.artifacts.program import Bucket, Buffer, Step
 from tessella.core.errors import ArtifactError
 from tessella.kernels import catalog
 from tests.artifacts.fuzz_plans import fuzz, subject

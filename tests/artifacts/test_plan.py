@@ -16,19 +16,15 @@ import torch
 
 from tessella.artifacts.files import Member
 from tessella.artifacts.plan import (
-    ALIGNMENT,
-    Bucket,
-    Buffer,
     Candidate,
     Manifest,
     Plan,
-    Program,
-    Step,
     archive_of,
     from_bytes,
     load_plan,
     to_bytes,
 )
+from tessella.artifacts.program import ALIGNMENT, Bucket, Buffer, Program, Step
 from tessella.core.device import Fingerprint
 from tessella.core.errors import ArtifactError, CorruptArtifact, UnknownVersion
 from tessella.core.preprocess import Preprocess

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tessella.artifacts.comparison import compare
-from tessella.artifacts.plan import Bucket, Buffer, Candidate, Manifest, Plan, Program, Step
+from tessella.artifacts.plan import Candidate, Manifest, Plan
+from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.core.device import Fingerprint
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import DimRange, TensorSpec

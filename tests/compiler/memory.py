@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tessella.artifacts.plan import Bucket, Program
+from tessella.artifacts.program import Bucket, Program
 from tessella.kernels import catalog
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tessella import runtime
-from tessella.artifacts.plan import Bucket, Plan, Slice, from_bytes, to_bytes
+from tessella.artifacts.plan import Plan, from_bytes, to_bytes
+from tessella.artifacts.program import Bucket, Slice
 from tessella.compiler.passes import join_in_place
 from tessella.compiler.pipeline import copied
 from tessella.core.spec import DimRange, TensorSpec

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessella import runtime
-from tessella.artifacts.plan import Plan, dying
+from tessella.artifacts.plan import Plan
+from tessella.artifacts.program import dying
 from tessella.core.errors import ArtifactError
 from tessella.core.spec import TensorSpec
 from tessella.kernels.conv import onednn_sum

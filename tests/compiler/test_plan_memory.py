@@ -12,7 +12,7 @@ from torch import nn
 from torchvision import models
 
 from tessella import runtime
-from tessella.artifacts.plan import ALIGNMENT, Bucket, Program
+from tessella.artifacts.program import ALIGNMENT, Bucket, Program
 from tessella.compiler.passes import choose_kernels, plan_memory
 from tessella.compiler.passes.assign_layout import Layout
 from tessella.compiler.passes.choose_kernels import Tuner

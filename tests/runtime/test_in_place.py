@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tessella import runtime
-from tessella.artifacts.plan import Buffer, Plan, Step, from_bytes, to_bytes
+from tessella.artifacts.plan import Plan, from_bytes, to_bytes
+from tessella.artifacts.program import Buffer, Step
 from tessella.core.errors import ArtifactError
 from tests.artifacts.test_hostile_plans import good, with_bucket
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from tessella import runtime
-from tessella.artifacts.plan import Buffer, Plan, Slice, from_bytes, to_bytes
+from tessella.artifacts.plan import Plan, from_bytes, to_bytes
+from tessella.artifacts.program import Buffer, Slice
 from tessella.compiler.passes import join_in_place
 from tessella.core.errors import ArtifactError
 from tessella.core.spec import TensorSpec

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from tessella.artifacts.plan import Bucket, Buffer, Manifest, Plan, Program, Step
+from tessella.artifacts.plan import Manifest, Plan
+from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.core.device import fingerprint
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.server import serve

@@ -11,7 +11,8 @@ from sklearn.datasets import load_digits
 
 from tessella.artifacts.checkpoint import Network, Position, save_checkpoint
 from tessella.artifacts.dataset import DatasetInfo, Example, SkippedFile, SplitWriter, write_info
-from tessella.artifacts.plan import Bucket, Buffer, Candidate, Manifest, Plan, Program, Step
+from tessella.artifacts.plan import Candidate, Manifest, Plan
+from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.artifacts.run import Recipe, RunInfo, write_run
 from tessella.core.device import fingerprint
 from tessella.core.events import Event, EventLog, metric, phase, progress

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from tessella.artifacts.plan import Bucket, Plan, Step
+from tessella.artifacts.plan import Plan
+from tessella.artifacts.program import Bucket, Step
 from tessella.core.record import to_plain
 
 Change = Literal["same", "changed", "added", "removed"]

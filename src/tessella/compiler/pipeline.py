@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from tessella.artifacts.plan import Bucket, Candidate, Manifest, Plan, Program
+from tessella.artifacts.plan import Candidate, Manifest, Plan
+from tessella.artifacts.program import Bucket, Program
 from tessella.compiler import calibration as calibrating
 from tessella.compiler import precision as precision_of
 from tessella.compiler import race, verify

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tessella.artifacts.plan import Buffer
+from tessella.artifacts.program import Buffer
 from tessella.core.errors import ArtifactError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tessella.artifacts.plan import Bucket, Program, Slice, Step, dying, in_place
+from tessella.artifacts.program import Bucket, Program, Slice, Step, dying, in_place
 from tessella.core.errors import ArtifactError, CompileError, CorruptArtifact
 from tessella.core.memory import is_out_of_memory
 from tessella.core.record import canonical_json

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessella.artifacts.plan import Bucket, Buffer, Manifest, Plan, alike, load_plan
+from tessella.artifacts.plan import Manifest, Plan, load_plan
+from tessella.artifacts.program import Bucket, Buffer, alike
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.errors import ArtifactError, InputError, TessellaError, UsageError
 from tessella.core.memory import free_bytes, is_out_of_memory

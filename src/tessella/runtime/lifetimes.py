@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tessella.artifacts.plan import Bucket, Buffer, Program, Step
+from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.core.errors import CorruptArtifact
 from tessella.kernels import catalog
 from tessella.kernels.problem import Problem

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tessella.artifacts.plan import Slice, in_place
+from tessella.artifacts.program import Slice, in_place
 from tessella.compiler.passes.choose_kernels import (
     Choice,
     Slices,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tessella.artifacts.plan import dying
+from tessella.artifacts.program import dying
 from tessella.compiler.passes.choose_kernels import Choice, Tuner, trials
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tessella.artifacts.plan import ALIGNMENT, Bucket, Buffer, Step
+from tessella.artifacts.program import ALIGNMENT, Bucket, Buffer, Step
 from tessella.compiler.passes.choose_kernels import Choice
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog

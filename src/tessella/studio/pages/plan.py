@@ -8,7 +8,8 @@ from pathlib import Path
 from nicegui import run as threads
 from nicegui import ui
 
-from tessella.artifacts.plan import Bucket, Candidate, Plan
+from tessella.artifacts.plan import Candidate, Plan
+from tessella.artifacts.program import Bucket
 from tessella.core.device import default_target
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.record import digest, parse_json

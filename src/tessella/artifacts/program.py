@@ -1,0 +1,373 @@
+"""A plan's program as data: buffers, steps and buckets, and what makes one impossible.
+
+Straight-line steps over named buffers. ``wrong`` says why a program that came from a file cannot be
+one, as far as it can be told without its kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from tessella.core.dtype import DTYPES
+from tessella.core.record import canonical_json
+from tessella.core.spec import TensorSpec
+
+ALIGNMENT = 64  # bytes: of buffers in the arena, and of members in the file
+MAX_ARENA_BYTES = 1 << 40
+MAX_BATCH = 1 << 13  # the runtime tabulates how each batch up to the largest is cut
+MAX_AXES = 16
+SLICE_ALIGNMENT = 16  # bytes: what a Hopper GPU's bulk copies ask of every address
+# Inside a program there may also be what torch's operators hand to each other (an FFT).
+ITEMSIZES = {name: d.itemsize for name, d in DTYPES.items()} | {"complex64": 8, "complex128": 16}
+Format = Literal["contiguous", "channels_last", "strided"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Where a buffer lies in another, dense one: from ``start`` on ``axis``, as far as it reaches.
+
+    So the parts of a concatenation are written where it wants them.
+    """
+
+    of: str
+    axis: int
+    start: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """A value of the program.
+
+    Attributes:
+        shape: concrete, for the bucket's batch.
+        format: memory format; strides follow from it, except from ``strided``: a view with any.
+        offset: byte offset in the arena, or None if the kernel that makes it allocates it.
+        slice: the part of another buffer that it is, if it has no memory of its own; its strides
+            are then known.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    format: Format = "contiguous"
+    offset: int | None = None
+    slice: Slice | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One kernel launch.
+
+    Attributes:
+        kernel: id in ``kernels.catalog``, for example ``conv2d.onednn``.
+        op: the operation it carries out, for example ``conv2d``.
+        inputs: names of buffers or constants, in the operation's order; None where one is left out.
+        outputs: names of buffers.
+        attrs: the operation's attributes, JSON values.
+        config: the kernel's configuration (tile sizes and the like), as it won the auction.
+        workspace: the buffer that is scratch memory for this step only, if the kernel needs one.
+        frees: buffers that are not read again after this step.
+        layer: the module path that it came from (``layer1.0.conv1``), for people.
+    """
+
+    kernel: str
+    op: str
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str, ...]
+    attrs: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    workspace: str | None = None
+    frees: tuple[str, ...] = ()
+    layer: str = ""
+
+    @property
+    def title(self) -> str:
+        """The kernel, for people; also what it runs where its name does not say that."""
+        if self.op == "pointwise":
+            return f"{self.kernel} {', '.join(i[0] for i in self.attrs['program'])}"
+        by_name = self.op in ("fallback", "user")
+        return f"{self.kernel} {self.attrs['target']}" if by_name else self.kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The program for one batch size.
+
+    Attributes:
+        arena_bytes: size of the arena that the buffers with an offset share.
+        held_bytes: the arena, and the most that kernels hold besides in tensors they make.
+        peak_bytes: the most that all live buffers take together; no way to lay them out holds less.
+    """
+
+    batch: int
+    buffers: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+    arena_bytes: int
+    held_bytes: int
+    peak_bytes: int
+
+    @property
+    def packing(self) -> float:
+        """What the buffers hold, over the least that they can; 1.0 is perfect."""
+        return self.held_bytes / self.peak_bytes if self.peak_bytes else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """``program.json``: straight-line steps, one list a bucket; buckets share the constants."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    buckets: tuple[Bucket, ...]
+
+
+def wrong(
+    program: Program,
+    bucket: Bucket,
+    specs: Sequence[TensorSpec],
+    weights: Mapping[str, torch.Tensor],
+) -> str | None:
+    """Why one bucket of a program cannot be run, or None.
+
+    Args:
+        specs: of the program's inputs and outputs.
+        weights: the constants by name.
+    """
+    return (
+        _sizes(bucket)
+        or _slices(bucket)
+        or _names(program, bucket, specs, weights)
+        or _steps(program, bucket, weights)
+        or _programs(bucket)
+        or _another_network(program.buckets[0], bucket)
+    )
+
+
+def _sizes(bucket: Bucket) -> str | None:
+    """Why the arena or a buffer has no size that can be, or None."""
+    if not 1 <= bucket.batch <= MAX_BATCH or not 0 <= bucket.arena_bytes <= MAX_ARENA_BYTES:
+        return f"an arena of {bucket.arena_bytes} bytes, batches to {MAX_BATCH} can be"
+    for buffer in bucket.buffers:
+        if buffer.dtype not in ITEMSIZES:
+            return f"element type {buffer.dtype!r} of {buffer.name}"
+        if len(buffer.shape) > MAX_AXES or any(not 0 <= d <= MAX_ARENA_BYTES for d in buffer.shape):
+            return f"shape of {buffer.name}: {str(buffer.shape)[:120]}"
+        size = ITEMSIZES[buffer.dtype] * math.prod(buffer.shape)
+        if size > MAX_ARENA_BYTES:
+            return f"buffer {buffer.name} of {size} bytes"
+        offset = buffer.offset
+        if offset is None:
+            continue
+        if offset % ALIGNMENT or not 0 <= offset <= bucket.arena_bytes - size:
+            return f"buffer {buffer.name} lies outside the arena"
+        if buffer.format == "strided" or (
+            buffer.format == "channels_last" and len(buffer.shape) not in (4, 5)
+        ):
+            return f"buffer {buffer.name} has no place as {buffer.format}"
+    return None
+
+
+def _slices(bucket: Bucket) -> str | None:
+    """Why a buffer cannot be the slice that it is said to be, or None."""
+    buffers = {b.name: b for b in bucket.buffers}
+    for buffer in bucket.buffers:
+        if (place := buffer.slice) is None:
+            continue
+        whole = buffers.get(place.of)
+        if whole is None or whole.slice is not None or whole.format == "strided":
+            return f"{buffer.name} is a slice of {place.of}, which is not a dense buffer"
+        if buffer.offset is not None or buffer.dtype != whole.dtype:
+            return f"{buffer.name} is no slice: it has a place, or an element type, of its own"
+        axis = place.axis
+        if len(buffer.shape) != len(whole.shape) or not 0 <= axis < len(whole.shape):
+            return f"{buffer.name} is a slice on axis {axis} of {whole.shape}"
+        size = buffer.shape[axis]
+        if buffer.shape != (*whole.shape[:axis], size, *whole.shape[axis + 1 :]):
+            return f"{buffer.name} with shape {buffer.shape} is no slice of {whole.shape}"
+        if not 0 <= place.start <= whole.shape[axis] - size:
+            return f"{buffer.name} reaches out of {place.of}"
+        if place.start * inner_bytes(whole, axis) % SLICE_ALIGNMENT:
+            return f"{buffer.name} begins at no multiple of {SLICE_ALIGNMENT} bytes"
+    return None
+
+
+def inner_bytes(whole: Buffer, axis: int) -> int:
+    """Bytes from one place of an axis to the next, in a dense buffer."""
+    order = list(range(len(whole.shape)))
+    if whole.format == "channels_last":
+        order.append(order.pop(1))
+    inside = order[order.index(axis) + 1 :]
+    return ITEMSIZES[whole.dtype] * math.prod(whole.shape[i] for i in inside)
+
+
+def in_place(
+    slices: Mapping[str, Slice], output: str, axis: int, parts: Sequence[tuple[str | None, int]]
+) -> tuple[int, ...]:
+    """Which parts of a concatenation lie where it wants them, by position.
+
+    Args:
+        slices: of the buffers that are slices.
+        parts: name and size on the axis, in order.
+    """
+    base = slices.get(output, Slice(of=output, axis=axis, start=0))
+    found, start = [], base.start
+    for position, (name, size) in enumerate(parts):
+        if base.axis == axis and slices.get(str(name)) == Slice(of=base.of, axis=axis, start=start):
+            found.append(position)
+        start += size
+    return tuple(found)
+
+
+def dying(
+    steps: Sequence[tuple[Sequence[str | None], Sequence[str], bool]], lasting: Collection[str]
+) -> list[tuple[int, ...]]:
+    """For each step, the positions of the inputs whose memory nothing needs afterwards.
+
+    Args:
+        steps: names of inputs and outputs, and whether the ones may be read through the others.
+        lasting: names whose memory must stay as it is: inputs, outputs, constants, slices.
+    """
+    family: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while family.setdefault(name, name) != name:
+            name = family[name]
+        return name
+
+    for inputs, outputs, aliases in steps:
+        names = [n for n in inputs if n is not None]
+        for name in (*outputs, *names) if aliases else ():
+            family[root(name)] = root(outputs[0])
+    last: dict[str, int] = {}
+    for index, (inputs, outputs, _) in enumerate(steps):
+        last |= {root(n): index for n in (*inputs, *outputs) if n is not None}
+    last |= {root(n): len(steps) for n in lasting}
+    found = []
+    for index, (inputs, _, _) in enumerate(steps):
+        roots = [None if n is None else root(n) for n in inputs]
+        ends = (r is not None and last[r] == index and roots.count(r) == 1 for r in roots)
+        found.append(tuple(i for i, end in enumerate(ends) if end))
+    return found
+
+
+def _names(
+    program: Program,
+    bucket: Bucket,
+    specs: Sequence[TensorSpec],
+    weights: Mapping[str, torch.Tensor],
+) -> str | None:
+    """Why a name does not mean one thing, or None."""
+    buffers = {b.name: b for b in bucket.buffers}
+    inputs = set(program.inputs)
+    if len(buffers) != len(bucket.buffers) or (set(buffers) | inputs) & set(weights):
+        return "a buffer's name is used twice"
+    for spec in specs:
+        buffer = buffers.get(spec.name)
+        if buffer and (buffer.shape, buffer.dtype) != (spec.at(bucket.batch), spec.dtype):
+            return f"buffer {spec.name} is not {spec}"
+        if buffer and spec.name in inputs and buffer.offset is not None:
+            return f"input {spec.name} lies in the arena"
+    return None
+
+
+def _steps(program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> str | None:
+    """Why the steps are not a straight line that makes the outputs, or None."""
+    buffers = {b.name: b for b in bucket.buffers}
+    live, made = set(program.inputs), set(program.inputs)
+    spaces = {s.workspace for s in bucket.steps if s.workspace is not None}
+    for step in bucket.steps:
+        if not step.outputs:
+            return f"{step.kernel} makes nothing"
+        read = {n for n in step.inputs if n is not None}
+        if missing := read - live - set(weights):
+            return f"{step.kernel} reads {sorted(missing)} before it is made"
+        if unknown := set(step.outputs) - set(buffers):
+            return f"{step.kernel} writes {sorted(unknown)}, not a buffer"
+        if len(set(step.outputs)) != len(step.outputs) or made & set(step.outputs):
+            return f"{step.kernel} writes {step.outputs}, made before"
+        if spaces & set(step.outputs):
+            return f"{step.outputs} is also a workspace"
+        if step.workspace is not None:
+            scratch = buffers.get(step.workspace)
+            if (
+                scratch is None
+                or scratch.offset is None
+                or (scratch.dtype, scratch.format, len(scratch.shape)) != ("uint8", "contiguous", 1)
+            ):
+                return f"{step.kernel} works in {step.workspace}, not a buffer for it"
+        live |= set(step.outputs)
+        made |= set(step.outputs)
+        if unknown := set(step.frees) - live:
+            return f"{step.kernel} frees {sorted(unknown)}, which are not there"
+        live -= set(step.frees)
+    if spaces & set(program.inputs):
+        return "an input is also a workspace"
+    if missing := set(program.outputs) - live:
+        return f"outputs {sorted(missing)} are never made"
+    return None
+
+
+def _programs(bucket: Bucket) -> str | None:
+    """Why a step's program is no list of instructions, or None; kernels look at what these say."""
+    for step in bucket.steps:
+        if step.op != "pointwise":
+            continue
+        program = step.attrs.get("program")
+        if not isinstance(program, list) or not all(map(_is_instruction, program)):
+            return f"the program of {step.outputs} is {str(program)[:120]}"
+    return None
+
+
+def _is_instruction(data: Any) -> bool:
+    return (
+        isinstance(data, list)
+        and len(data) == 3
+        and isinstance(data[0], str)
+        and isinstance(data[1], list)
+        and isinstance(data[2], dict)
+    )
+
+
+def alike(one: Bucket, other: Bucket) -> bool:
+    """Whether the steps' attributes are equal, shapes aside: these follow the batch and are checked
+    against what the step makes. Else a self-test of one batch size says nothing of the other.
+    """
+    return all(
+        canonical_json(a.attrs) == canonical_json(b.attrs) or a.op in ("reshape", "expand")
+        for a, b in zip(one.steps, other.steps, strict=True)
+    )
+
+
+# Attributes that may hold a number that follows the batch.
+_FOLLOW_BATCH = frozenset({"shape", "size", "sizes", "start", "end", "input_size", "args"})
+
+
+def _another_network(one: Bucket, other: Bucket) -> str | None:
+    """Why two batch sizes do not compute the same, or None."""
+    if len(one.steps) != len(other.steps):
+        return f"{len(other.steps)} steps, {len(one.steps)} at batch {one.batch}"
+    for a, b in zip(one.steps, other.steps, strict=True):
+        same = (a.op, a.inputs, a.outputs) == (b.op, b.inputs, b.outputs)
+        if not same or set(a.attrs) != set(b.attrs):
+            return f"{b.kernel} is another step than at batch {one.batch}"
+        for name in a.attrs:
+            x, y = a.attrs[name], b.attrs[name]
+            if canonical_json(x) != canonical_json(y) and not (
+                name in _FOLLOW_BATCH and _shifted(x, y, other.batch - one.batch)
+            ):
+                return f"{name} of {b.kernel} is another than at batch {one.batch}"
+    return None
+
+
+def _shifted(x: Any, y: Any, batches: int) -> bool:
+    """Whether two attributes differ only in integers that grow by whole steps with the batch."""
+    if isinstance(x, list) and isinstance(y, list):
+        return len(x) == len(y) and all(_shifted(a, b, batches) for a, b in zip(x, y, strict=True))
+    if type(x) is int and type(y) is int:
+        return batches != 0 and (y - x) % batches == 0
+    return type(x) is type(y) and canonical_json(x) == canonical_json(y)
