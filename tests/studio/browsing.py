@@ -132,6 +132,12 @@ def resize(chromium: Chrome, width: int, height: int, theme: str = "light") -> N
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
 
+def fit(chromium: Chrome, width: int, page: str) -> None:
+    """Wait until nothing reaches beyond the screen: charts follow its size a moment later."""
+    script = "return document.documentElement.scrollWidth"
+    until(lambda: chromium.execute_script(script) <= width, what=f"{page} fitting into {width}")
+
+
 def take_picture(chromium: Chrome, name: str) -> None:
     """Write a picture for the README: few colours, so that it stays small."""
     PICTURES.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from tessella.core.events import EventLog, metric
-from tests.studio.browsing import alive, enter, go, resize, see, series, traffic, until
+from tests.studio.browsing import alive, enter, fit, go, resize, see, series, traffic, until
 from tests.studio.made import HOSTILE, make_run
 from tests.studio.test_pages import PAGES
 
@@ -22,8 +22,7 @@ def test_every_page_fits_asks_only_this_machine_and_runs_no_name(studio, chromiu
         go(chromium, studio, path)
         for width, height in SIZES:
             resize(chromium, width, height)
-            wide = chromium.execute_script("return document.documentElement.scrollWidth")
-            assert wide <= width, f"{path} is {wide} wide on {width}"
+            fit(chromium, width, path)
         assert not chromium.find_elements(By.CSS_SELECTOR, "img[src='x']")
     go(chromium, studio, "/data?dataset=datasets/digits")
     see(chromium, HOSTILE)
@@ -33,6 +32,18 @@ def test_every_page_fits_asks_only_this_machine_and_runs_no_name(studio, chromiu
     assert not outside
     errors = [e["message"] for e in chromium.get_log("browser") if e["level"] == "SEVERE"]
     assert not errors
+
+
+def test_a_chart_still_drawn_for_a_wider_screen_does_not_widen_the_page(studio, chromium):
+    resize(chromium, 1366, 768)
+    enter(chromium, studio, "/monitor?run=runs/second")
+    until(lambda: chromium.find_elements(By.CSS_SELECTOR, ".nicegui-echart canvas"))
+    script = """
+        const picture = document.querySelector(".nicegui-echart canvas").parentElement
+        picture.style.width = "3000px"
+        return document.documentElement.scrollWidth
+    """
+    assert chromium.execute_script(script) <= 1366
 
 
 def test_the_theme_follows_the_system_until_one_is_chosen(studio, chromium):
