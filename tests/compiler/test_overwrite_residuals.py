@@ -15,7 +15,7 @@ from tessella.artifacts.plan import Plan
 from tessella.artifacts.program import dying
 from tessella.core.errors import ArtifactError
 from tessella.core.spec import TensorSpec
-from tessella.kernels.conv import onednn_sum
+from tessella.kernels.conv.libraries import onednn_sum
 from tessella.kernels.problem import Problem, TensorMeta
 from tests.compiler.networks import build
 

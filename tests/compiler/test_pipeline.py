@@ -16,8 +16,8 @@ from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.core.events import Event
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.kernels import catalog
-from tessella.kernels.conv import aten as conv_aten
-from tessella.kernels.conv import onednn as conv_onednn
+from tessella.kernels.conv.libraries import aten as conv_aten
+from tessella.kernels.conv.libraries import onednn as conv_onednn
 from tessella.runtime import profiler
 from tests.compiler.networks import NETWORKS, build, captured, network, plan
 from tests.kernels import scratch

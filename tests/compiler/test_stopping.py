@@ -21,7 +21,7 @@ from tessella.core.errors import ArtifactError, BuildStopped
 from tessella.core.spec import DimRange
 from tessella.kernels import auction
 from tessella.kernels.allowance import Allowance, OutOfTime
-from tessella.kernels.conv import aten as conv_aten
+from tessella.kernels.conv.libraries import aten as conv_aten
 from tessella.kernels.problem import Problem
 from tessella.kernels.tuning import TimingCache
 from tests.compiler.networks import captured

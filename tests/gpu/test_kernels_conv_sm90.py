@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tessella.kernels.auction import POISON, _whole, _wrote_beside
-from tessella.kernels.conv import implicit_gemm_sm90 as kernel
+from tessella.kernels.conv.hopper import implicit_gemm as kernel
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import Problem, TensorMeta
 

@@ -163,6 +163,17 @@ def test_a_last_resort_runs_though_it_was_not_looked_at(monkeypatch: pytest.Monk
     assert trials[0].refused is None
 
 
+def test_an_unproven_kernel_takes_part_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = catalog.Kernel(**{**vars(scratch.ROW), "unproven": True})
+    monkeypatch.setattr(catalog, "KERNELS", (*catalog.KERNELS, row))
+    terms = auction.Terms(budget_s=0.0)
+    trials = {t.kernel: t for t in auction.find(LINEAR, WEIGHT, target="cpu", terms=terms)}
+    assert trials["linear.scratch"].refused == auction.UNPROVEN
+    asked = auction.Terms(budget_s=0.0, algorithms=("scratch",))
+    (trial,) = auction.find(LINEAR, WEIGHT, target="cpu", terms=asked)
+    assert (trial.kernel, trial.refused) == ("linear.scratch", None)
+
+
 def test_a_shortage_of_memory_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

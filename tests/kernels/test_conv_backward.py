@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from tessella.kernels import catalog, reference
-from tessella.kernels.conv import backward, dgrad, dgrad_sm90, wgrad, wgrad_sm90
+from tessella.kernels.conv import backward, dgrad, wgrad
+from tessella.kernels.conv.hopper import dgrad as dgrad_sm90
+from tessella.kernels.conv.hopper import wgrad as wgrad_sm90
 from tessella.kernels.launch import launch
 from tessella.kernels.problem import Problem, TensorMeta
 from tests.kernels.compile_only import compile_all

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tessella.kernels import catalog
-from tessella.kernels.conv import direct_sm90
+from tessella.kernels.conv.hopper import direct as direct_sm90
 from tessella.kernels.epilogue import finish
 from tessella.kernels.launch import launch
 from tests.kernels.convolutions import Case, check

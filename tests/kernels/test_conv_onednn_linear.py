@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.conv import onednn_linear
+from tessella.kernels.conv.libraries import onednn_linear
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import Problem, TensorMeta
 

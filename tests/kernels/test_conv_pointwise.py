@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tessella.kernels import catalog
-from tessella.kernels.conv import pointwise
+from tessella.kernels.conv.hopper import pointwise
 from tests.kernels.convolutions import Case, check
 
 LAST = "channels_last"

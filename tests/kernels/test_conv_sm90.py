@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from tessella.core.errors import KernelError
 from tessella.kernels import catalog
-from tessella.kernels.conv import implicit_gemm_sm90 as kernel
-from tessella.kernels.conv import implicit_gemm_sm90_device as device
-from tessella.kernels.conv import implicit_gemm_sm90_tiles as tiles
+from tessella.kernels.conv.hopper import implicit_gemm as kernel
+from tessella.kernels.conv.hopper import implicit_gemm_device as device
+from tessella.kernels.conv.hopper import implicit_gemm_tiles as tiles
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import Format, Problem, TensorMeta
 from tests.kernels.compile_only import compile_all

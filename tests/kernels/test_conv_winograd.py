@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessella.kernels import catalog
-from tessella.kernels.conv import winograd, winograd_nonfused
-from tessella.kernels.conv.winograd_fma import convolve_fma
-from tessella.kernels.conv.winograd_product import multiply_fma
-from tessella.kernels.conv.winograd_transforms import reference, transform
+from tessella.kernels.conv.winograd import fused, nonfused
+from tessella.kernels.conv.winograd.fma import convolve_fma
+from tessella.kernels.conv.winograd.product import multiply_fma
+from tessella.kernels.conv.winograd.transforms import reference, transform
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.launch import launch
 from tests.kernels import gluon_on_numpy
@@ -177,7 +177,7 @@ GLUON_FUSED = {
 
 
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (winograd, winograd_nonfused):
+    for module in (fused, nonfused):
         monkeypatch.setattr(
             module,
             "launch",

@@ -36,6 +36,7 @@ Bid = tuple[Kernel, Config]
 COMPILERS = 8  # threads that load what is compiled, and compile what users registered
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
 POISON = 77
+UNPROVEN = "has not run on a GPU yet, and might hang; ask for its algorithm by name"
 # Largest error over the largest value that a kernel may show, by input type; tf32 has its own.
 TOLERANCES = {
     "float32": 1e-4,
@@ -96,7 +97,7 @@ def find(
     """
     auction = _Auction(problem, constants, target, cache or TimingCache(), terms, inputs, near)
     rows = _admitted(problem, target, terms)
-    refusals = _refusals(rows, problem)
+    refusals = _refusals(rows, problem, terms)
     fitting = _fitting(rows, refusals)
     large = {row.id: auction.over_limit(row) for row in fitting}
     fitting = [row for row in fitting if large[row.id] is None]
@@ -168,9 +169,14 @@ def _admitted(problem: Problem, target: str, terms: Terms) -> list[Kernel]:
     ]
 
 
-def _refusals(rows: Sequence[Kernel], problem: Problem) -> dict[str, str | None]:
+def _refusals(rows: Sequence[Kernel], problem: Problem, terms: Terms) -> dict[str, str | None]:
     """Why each row but the last resorts does not fit the problem; None where it does."""
-    return {row.id: row.refusal(problem) for row in rows if not row.last_resort}
+    return {
+        row.id: row.refusal(problem)
+        or (UNPROVEN if row.unproven and not terms.algorithms else None)
+        for row in rows
+        if not row.last_resort
+    }
 
 
 def _fitting(rows: Sequence[Kernel], refusals: Mapping[str, str | None]) -> list[Kernel]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv.onednn import POST_OPS
+from tessella.kernels.conv.libraries.onednn import POST_OPS
 from tessella.kernels.packing import onednn_layout, packed
 from tessella.kernels.problem import Problem
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv.onednn_int8 import SHIFT, refusal, scales, shifted
+from tessella.kernels.conv.libraries.onednn_int8 import SHIFT, refusal, scales, shifted
 from tessella.kernels.epilogue import finish_
 from tessella.kernels.packing import onednn_layout, packed
 from tessella.kernels.problem import Problem

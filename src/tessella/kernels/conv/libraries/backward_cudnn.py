@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv import backward_aten
+from tessella.kernels.conv.libraries import backward_aten
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = False

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv import dft
+from tessella.kernels.conv.fourier import dft
 from tessella.kernels.conv.tiles import on_plain_units
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.launch import launch

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv import onednn
+from tessella.kernels.conv.libraries import onednn
 from tessella.kernels.packing import onednn_layout, packed
 from tessella.kernels.problem import Problem
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.conv.winograd_device import (
+from tessella.kernels.conv.winograd.device import (
     transform_filter,
     transform_input_and_filter,
     transform_output,
 )
-from tessella.kernels.conv.winograd_product import multiply, multiply_fma
-from tessella.kernels.conv.winograd_tiling import LARGEST_INT32, Tiling, refusal
-from tessella.kernels.conv.winograd_transforms import coefficients
+from tessella.kernels.conv.winograd.product import multiply, multiply_fma
+from tessella.kernels.conv.winograd.tiling import LARGEST_INT32, Tiling, refusal
+from tessella.kernels.conv.winograd.transforms import coefficients
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv import onednn
+from tessella.kernels.conv.libraries import onednn
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = False  # it returns the residual

@@ -1,5 +1,5 @@
 """Winograd's F(2, 3) in one kernel, in true float32 on the plain units: the Gluon twin of
-``winograd.convolve``.
+``winograd.device``.
 
 The 16 products follow one another, each over all channels, 16 at a time. While the units multiply,
 the next slice of the transformed filter is copied and the pixels of the next slice of the input are

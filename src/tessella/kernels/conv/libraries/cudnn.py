@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv import aten
+from tessella.kernels.conv.libraries import aten
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import MEMORY_FORMATS, Problem
 

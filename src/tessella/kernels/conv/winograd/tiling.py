@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tessella.kernels.conv.winograd_transforms import Transform, transform
+from tessella.kernels.conv.winograd.transforms import Transform, transform
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import Problem
 

@@ -1,9 +1,9 @@
 """Convolution forward on Hopper: an implicit matrix product over NHWC, fed by TMA.
 
 The output is cut into tiles of pixels × channels; the sum runs over filter taps and input channels
-(``implicit_gemm_sm90_device``). A 1 × 1 filter is a plain matrix product over all pixels. Where the
+(``implicit_gemm_device``). A 1 × 1 filter is a plain matrix product over all pixels. Where the
 tiles are too few, the sum is cut too, and a second kernel adds the parts in order: the result does
-not depend on who finished first. ``implicit_gemm_sm90_tiles`` chooses how to cut.
+not depend on who finished first. ``implicit_gemm_tiles`` chooses how to cut.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import triton.language as tl
 
 from tessella.core.errors import KernelError
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv.implicit_gemm_sm90_device import convolve
-from tessella.kernels.conv.implicit_gemm_sm90_tiles import (
+from tessella.kernels.conv.hopper.implicit_gemm_device import convolve
+from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
     EIGHT_BITS,
     MULTIPROCESSORS,
     Shape,

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.conv.winograd_device import finish_tiles, stored, transform_filter
-from tessella.kernels.conv.winograd_fma import convolve_fma
-from tessella.kernels.conv.winograd_tiling import Tiling, refusal
-from tessella.kernels.conv.winograd_transforms import coefficients, transform
+from tessella.kernels.conv.winograd.device import finish_tiles, stored, transform_filter
+from tessella.kernels.conv.winograd.fma import convolve_fma
+from tessella.kernels.conv.winograd.tiling import Tiling, refusal
+from tessella.kernels.conv.winograd.transforms import coefficients, transform
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem

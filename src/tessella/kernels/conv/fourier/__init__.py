@@ -1,0 +1,1 @@
+"""Convolution by Fourier transforms: of the whole image, and of tiles."""

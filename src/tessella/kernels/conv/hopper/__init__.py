@@ -1,0 +1,1 @@
+"""Convolution for Hopper, in Gluon: TMA into shared memory, WGMMA out of it."""

@@ -1,0 +1,1 @@
+"""Convolution by libraries: the candidates beside ours, under their own names."""

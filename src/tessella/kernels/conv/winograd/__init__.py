@@ -1,0 +1,1 @@
+"""Winograd convolution: fused in one kernel, and as transforms around a matrix product."""
