@@ -291,7 +291,7 @@ class _Auction:
         rows = _admitted(self._problem, self._target, self._terms)
         fitting = [
             row
-            for row in _fitting(rows, _refusals(rows, self._problem))
+            for row in _fitting(rows, _refusals(rows, self._problem, self._terms))
             if self.over_limit(row) is None
         ]
         device, key = fingerprint(self._target).hash, self._problem.key
