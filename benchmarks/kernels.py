@@ -7,6 +7,7 @@ L2, in CUDA graphs. cuDNN searches too (``cudnn.benchmark``). A ratio above 1 me
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -540,16 +541,32 @@ def _conv_int8() -> Iterator[Case]:
             for name, meta in (("x", x), ("w", w))
         }
         conv = _conv_peer(**window)
-        yield Case(
-            family="conv int8 fused, vs cuDNN fp16",
-            name=f"resnet50 {_title(128, layer)}",
-            problem=problems.conv(
-                x, w, vector, _meta("int8", *out, last=True), vector,
-                activation="relu", out_dtype="int8", **window,
-            ),
-            algorithms=NHWC,
-            peers={"cudnn fp16": lambda *_, conv=conv, half=half: conv(half["x"], half["w"])},
+        problem = problems.conv(
+            x, w, vector, _meta("int8", *out, last=True), vector,
+            activation="relu", out_dtype="int8", **window,
         )  # fmt: skip
+        peers: dict[str, Mapping[str, Peer]] = {
+            "cuDNN fp16": {"cudnn": lambda *_, conv=conv, half=half: conv(half["x"], half["w"])}
+        }
+        if importlib.util.find_spec("cudnn"):  # its graph interface is a package of its own
+            peers["cuDNN int8"] = {"cudnn": _candidate(problem, "cudnn_graph")}
+        for name, peer in peers.items():
+            yield Case(
+                family=f"conv int8 fused, vs {name}",
+                name=f"resnet50 {_title(128, layer)}",
+                problem=problem,
+                algorithms=NHWC,
+                peers=peer,
+            )
+
+
+def _candidate(problem: Problem, algorithm: str) -> Peer:
+    """A library that is a candidate of the auction too, at its best for this problem."""
+    terms = Terms(algorithms=(algorithm,), budget_s=0.02)
+    best = auction.find(problem, {}, target=TARGET, terms=terms)[0]
+    row, device = catalog.kernel(best.kernel), torch_device(TARGET)
+    call, buffers = auction.bind(row, problem, {}, device, best.config)
+    return lambda *inputs: call(*inputs, **buffers)
 
 
 # Quadro GV100, published 2020: FP32, N=1, C=K=128, 128×128, NCHW

@@ -160,6 +160,9 @@ KERNELS: tuple[Kernel, ...] = (
     _row("conv2d.onednn_linear", "conv.libraries.onednn_linear", "cpu", source="onednn"),
     _row("conv2d.onednn_int8", "conv.libraries.onednn_int8", "cpu", source="onednn"),
     _row("conv2d.cudnn", "conv.libraries.cudnn", "sm_90", source="cudnn"),
+    _row(
+        "conv2d.cudnn_graph", "conv.libraries.cudnn_graph", "sm_90", source="cudnn", unproven=True
+    ),
     _row("conv2d.implicit_gemm.sm90", "conv.hopper.implicit_gemm", "sm_90", source="tessella"),
     _row("conv2d.pointwise.sm90", "conv.hopper.pointwise", "sm_90", source="tessella"),
     _row("conv2d.direct.sm90", "conv.hopper.direct", "sm_90", source="tessella"),

@@ -1,0 +1,195 @@
+"""Convolution by cuDNN's graph interface: scale, bias, residual, relu and requantize in one plan.
+
+It is the only way to cuDNN's own int8, and needs the package ``nvidia-cudnn-frontend`` (extra
+``cudnn``). cuDNN proposes plans by its heuristics; each is a configuration here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tessella.core.errors import KernelError
+from tessella.kernels.catalog import Call, Config
+from tessella.kernels.packing import packed
+from tessella.kernels.problem import Problem, TensorMeta
+
+WRITES_OUT = True
+
+MOST_PLANS = 8
+TYPES = {"int8": "INT8", "float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
+PRODUCTS = {"int8": "INT32", "float16": "FLOAT", "bfloat16": "FLOAT"}
+
+
+def fits(problem: Problem) -> str | None:
+    x, weight, bias, residual, scale = (problem.meta(i) for i in range(5))
+    if x.dtype not in PRODUCTS or x.dtype != weight.dtype:
+        return f"int8, float16 or bfloat16, not {x.dtype} × {weight.dtype}"
+    if problem.output.dtype not in TYPES:
+        return f"cannot make {problem.output.dtype}"
+    if problem.attr("activation") not in (None, "relu"):
+        return f"fuses relu only, not {problem.attr('activation')}"
+    if problem.attr("alpha") != 1:
+        return "no alpha; a scale does the same"
+    if any(t is not None and t.dtype not in TYPES for t in (bias, residual, scale)):
+        return "the epilogue's tensors must be int8 or floating"
+    tensors = (x, residual, problem.output)
+    if not all(t is None or t.has("channels_last") for t in tensors):
+        return "needs channels_last"
+    if isinstance(problem.attrs["padding"], str):
+        return "padding must be numbers"
+    if 0 in (*x.shape, *problem.output.shape):
+        return "empty"
+    if importlib.util.find_spec("cudnn") is None:
+        return "needs cuDNN's graph interface: pip install 'tessella[cudnn]'"
+    return None
+
+
+def configs(problem: Problem) -> tuple[Config, ...]:
+    return tuple({"plan": i} for i in range(MOST_PLANS))
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, plan: int = 0) -> Call:
+    held = dict(constants)
+    if 1 in constants:
+        held[1] = packed(constants[1], ("conv2d.cudnn_graph",), _pixels_innermost)
+    library, handle = _library(), _handle(torch.cuda.current_device())
+    graph, tensors, out_tensor = _proposed(problem)
+    count = graph.get_execution_plan_count()
+    if plan >= count:
+        raise KernelError(
+            "cuDNN proposes fewer plans",
+            seen=f"plan {plan} of {count}",
+            fix=f"choose a plan below {count}",
+        )
+    try:
+        graph.build_plan_at_index(plan)
+    except library.cudnnGraphNotSupportedError as error:
+        raise _refused(error) from error
+    nbytes = graph.get_workspace_size_plan_at_index(plan)
+    beta = torch.full((1, 1, 1, 1), float(problem.attr("beta")), device="cuda")
+
+    def convolve(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        operands: list[Any] = [*problem.operands(held, inputs), None, None, None][:5]
+        operands[1] = _pixels_innermost(operands[1])
+        given = {
+            tensors[i]: operand
+            for i, operand in enumerate((*operands, beta))
+            if tensors.get(i) is not None
+        }
+        library.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        workspace = torch.empty(nbytes, dtype=torch.uint8, device=out.device)
+        graph.execute_plan_at_index({**given, out_tensor: out}, workspace, plan, handle=handle)
+        return out
+
+    return convolve
+
+
+def described(problem: Problem, **context: Any) -> tuple[Any, dict[int, Any], Any]:
+    """The problem as a cuDNN graph: the graph, its inputs by position (5 is beta), its result.
+
+    Args:
+        context: of the graph; a handle, where there is a GPU.
+    """
+    library, attrs = _library(), problem.attrs
+    kind = library.data_type
+    graph = library.pygraph(
+        io_data_type=_type(problem.inputs[0]),
+        intermediate_data_type=kind.FLOAT,
+        compute_data_type=kind.FLOAT,
+        **context,
+    )
+    metas = dict(enumerate(problem.meta(i) for i in range(5)))
+    channels, residual = problem.output.shape[1], metas[3] is not None and problem.attr("beta") != 0
+    tensors: dict[int, Any] = {}
+    for i, name in ((0, "x"), (1, "weight"), *([(3, "residual")] if residual else [])):
+        tensors[i] = _tensor(graph, name, metas[i].shape, _type(metas[i]))
+    for i, name in ((2, "bias"), (4, "scale")):
+        if metas[i] is not None:
+            tensors[i] = _tensor(graph, name, (1, channels, 1, 1), _type(metas[i]))
+    product = getattr(kind, PRODUCTS[problem.inputs[0].dtype])
+    y = graph.conv_fprop(
+        image=tensors[0],
+        weight=tensors[1],
+        padding=list(attrs["padding"]),
+        stride=list(attrs["stride"]),
+        dilation=list(attrs["dilation"]),
+        compute_data_type=product,
+    )
+    y.set_data_type(product)
+    if 4 in tensors:
+        y = graph.mul(a=y, b=tensors[4])
+    if 2 in tensors:
+        y = graph.add(a=y, b=tensors[2])
+    if residual:
+        added = tensors[3]
+        if problem.attr("beta") != 1:
+            tensors[5] = _tensor(graph, "beta", (1, 1, 1, 1), kind.FLOAT)
+            added = graph.mul(a=added, b=tensors[5])
+        y = graph.add(a=y, b=added)
+    if problem.attr("activation") == "relu":
+        y = graph.relu(input=y)
+    y.set_output(True).set_data_type(_type(problem.output))
+    y.set_dim(list(problem.output.shape)).set_stride(_strides(problem.output.shape))
+    return graph, tensors, y
+
+
+_known: dict[tuple[int, str], tuple[Any, dict[int, Any], Any]] = {}
+
+
+def _proposed(problem: Problem) -> tuple[Any, dict[int, Any], Any]:
+    """The graph with cuDNN's plans for it on this GPU, the most promising first."""
+    key = torch.cuda.current_device(), problem.key
+    if key in _known:
+        return _known[key]
+    library = _library()
+    graph, tensors, out = described(problem, handle=_handle(key[0]))
+    try:
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([library.heur_mode.A, library.heur_mode.FALLBACK])
+    except library.cudnnGraphNotSupportedError as error:
+        raise _refused(error) from error
+    _known[key] = graph, tensors, out
+    return _known[key]
+
+
+def _refused(error: Exception) -> KernelError:
+    said = " ".join(str(error).split())
+    return KernelError(
+        f"cuDNN has no plan for this convolution: {said[:200]}",
+        seen="its graph interface refused",
+        fix="let another kernel do it",
+    )
+
+
+@functools.cache
+def _library() -> Any:
+    return importlib.import_module("cudnn")
+
+
+@functools.cache
+def _handle(device: int) -> Any:
+    with torch.cuda.device(device):
+        return _library().create_handle()
+
+
+def _type(meta: TensorMeta) -> Any:
+    return getattr(_library().data_type, TYPES[meta.dtype])
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return list(TensorMeta(shape=shape, dtype="int8", format="channels_last").dense_strides)
+
+
+def _tensor(graph: Any, name: str, shape: tuple[int, ...], kind: Any) -> Any:
+    return graph.tensor(name=name, dim=list(shape), stride=_strides(shape), data_type=kind)
+
+
+def _pixels_innermost(weight: torch.Tensor) -> torch.Tensor:
+    return weight.contiguous(memory_format=torch.channels_last)
