@@ -1,0 +1,375 @@
+"""The problems that the kernels' benchmark measures, by family, each with its peers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tessella.core.device import torch_device
+from tessella.kernels import auction, catalog, problems
+from tessella.kernels.auction import Terms
+from tessella.kernels.problem import Problem, TensorMeta, memory_format
+from tessella.nn import zoo
+
+TARGET = "sm_90"
+Peer = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One problem with what it is compared with.
+
+    Attributes:
+        peers: by name, functions of the problem's operands. The ratio is against the fastest.
+        others: timed too, without a part in the ratio.
+        algorithms: those of ours that may win; None for all.
+        chained: the weight is constant, and the time is that of one of many such products after
+            another, each with its own weight, as layers follow each other; none is in the L2.
+        published_ms: by algorithm, on a Quadro GV100.
+    """
+
+    family: str
+    name: str
+    problem: Problem
+    peers: Mapping[str, Peer]
+    others: Mapping[str, Peer] = field(default_factory=dict)
+    algorithms: tuple[str, ...] | None = None
+    chained: bool = False
+    published_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+def _meta(dtype: str, *shape: int, last: bool = False) -> TensorMeta:
+    return TensorMeta(shape=shape, dtype=dtype, format="channels_last" if last else "contiguous")
+
+
+GEMMS = (
+    (1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192),
+    (16384, 16384, 16384), (4096, 1024, 16384), (16384, 4096, 1024), (8192, 1024, 4096),
+    (1024, 16384, 4096), (2048, 4096, 8192),
+)  # fmt: skip
+
+
+def _gemm(dtype: str) -> Iterator[Case]:
+    """x [M, K] times weight [N, K] transposed, as a layer has it."""
+    for m, n, k in GEMMS:
+        yield Case(
+            family=f"gemm {dtype}",
+            name=f"{m}x{n}x{k}",
+            problem=problems.linear(_meta(dtype, m, k), _meta(dtype, n, k)),
+            peers={"cublas": lambda x, w: torch.mm(x, w.t())},
+        )
+
+
+def _gemm_fp8() -> Iterator[Case]:
+    one = torch.ones((), device="cuda")
+    for fast in (True, False):
+
+        def scaled(x: torch.Tensor, w: torch.Tensor, fast: bool = fast) -> torch.Tensor:
+            return torch._scaled_mm(
+                x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast
+            )
+
+        for m, n, k in GEMMS:
+            dtype = "float8_e4m3fn"
+            yield Case(
+                family="gemm fp8 " + ("fast" if fast else "accurate"),
+                name=f"{m}x{n}x{k}",
+                problem=problems.linear(
+                    _meta(dtype, m, k),
+                    _meta(dtype, n, k),
+                    out_dtype="bfloat16",
+                    fast_accumulation=fast,
+                ),
+                peers={"cublaslt": scaled},
+            )
+
+
+def _gemm_int8() -> Iterator[Case]:
+    for m, n, k in GEMMS:
+        yield Case(
+            family="gemm int8",
+            name=f"{m}x{n}x{k}",
+            problem=problems.linear(_meta("int8", m, k), _meta("int8", n, k)),
+            peers={"cublaslt": lambda x, w: torch._int_mm(x, w.t())},
+        )
+
+
+def _gemm_fused() -> Iterator[Case]:
+    for m, n, k in GEMMS:
+        x, w, b = (_meta("float16", *s) for s in ((m, k), (n, k), (n,)))
+        yield Case(
+            family="gemm bias gelu",
+            name=f"{m}x{n}x{k}",
+            problem=problems.linear(x, w, b, activation="gelu_tanh"),
+            peers={
+                "cublaslt + gelu": lambda x, w, b: F.gelu(
+                    torch.addmm(b, x, w.t()), approximate="tanh"
+                )
+            },
+            others={
+                "cublaslt fused": lambda x, w, b: torch.ops.aten._addmm_activation(
+                    b, x, w.t(), use_gelu=True
+                )
+            },
+        )
+    for m, n, k in GEMMS:
+        x, w, b = (_meta("float16", *s) for s in ((m, k), (n, k), (n,)))
+        yield Case(
+            family="gemm bias residual relu",
+            name=f"{m}x{n}x{k}",
+            problem=problems.linear(x, w, b, _meta("float16", m, n), activation="relu"),
+            peers={
+                "cublaslt + add + relu": lambda x, w, b, r: torch.addmm(b, x, w.t()).add_(r).relu_()
+            },
+        )
+
+
+def _gemm_thin() -> Iterator[Case]:
+    for n, k in ((4096, 4096), (4096, 16384), (16384, 4096), (11008, 4096), (1024, 1024)):
+        for m in (1, 4, 16, 64):
+            yield Case(
+                family="gemm M <= 64",
+                name=f"{m}x{n}x{k}",
+                problem=problems.linear(
+                    _meta("float16", m, k), _meta("float16", n, k), constant=(1,)
+                ),
+                peers={"cublas": lambda x, w: torch.mm(x, w.t())},
+                chained=True,
+            )
+
+
+def _gemm_float32() -> Iterator[Case]:
+    for math_name in ("ieee", "tf32"):
+        for m, n, k in ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192)):
+            yield Case(
+                family=f"gemm float32 {math_name}",
+                name=f"{m}x{n}x{k}",
+                problem=problems.linear(
+                    _meta("float32", m, k), _meta("float32", n, k), math=math_name
+                ),
+                peers={"cublas": lambda x, w: torch.mm(x, w.t())},
+            )
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
+Layer = tuple[int, int, int, int, int, int]  # C, H, K, R, stride, padding
+NHWC = ("implicit_gemm", "pointwise")  # the other algorithms are far behind at these sizes
+NETWORKS = ("resnet50", "vgg16", "googlenet")
+
+
+def layers(name: str) -> list[Layer]:
+    """The distinct convolutions of a network at 224×224, without its first layer."""
+    network = zoo.network(name, classes=1000)
+    found: dict[Layer, None] = {}
+
+    def note(module: torch.nn.Conv2d, inputs: tuple[torch.Tensor, ...], _: object) -> None:
+        _, channels, height, _ = inputs[0].shape
+        window = (module.kernel_size[0], module.stride[0], module.padding[0])
+        if channels > 3:
+            found[(channels, height, module.out_channels, *window)] = None
+
+    with torch.device("meta"):
+        net = zoo.build(network).eval()
+        for module in net.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                module.register_forward_hook(note)
+        net(torch.empty(1, 3, 224, 224))
+    return list(found)
+
+
+def _title(n: int, layer: Layer) -> str:
+    c, h, k, r, stride, _ = layer
+    return f"N{n} {c}->{k} {r}x{r}@{h}" + (f" s{stride}" if stride > 1 else "")
+
+
+def _operands(n: int, layer: Layer, dtype: str) -> tuple[TensorMeta, TensorMeta, tuple[int, ...]]:
+    c, h, k, r, stride, padding = layer
+    size = (h + 2 * padding - r) // stride + 1
+    x, w = _meta(dtype, n, c, h, h, last=True), _meta(dtype, k, c, r, r, last=True)
+    return x, w, (n, k, size, size)
+
+
+def _conv(n: int, fused: bool) -> Iterator[Case]:
+    for name in NETWORKS:
+        for layer in layers(name):
+            x, w, out = _operands(n, layer, "float16")
+            window = {"stride": layer[4], "padding": layer[5]}
+            if not fused:
+                yield Case(
+                    family=f"conv fp16 N={n}",
+                    name=f"{name} {_title(n, layer)}",
+                    problem=problems.conv(x, w, **window),
+                    peers={"cudnn": _conv_peer(**window)},
+                    algorithms=NHWC,
+                )
+                continue
+            bias, residual = _meta("float16", out[1]), _meta("float16", *out, last=True)
+            conv = _conv_peer(**window)
+            yield Case(
+                family=f"conv fp16 fused N={n}",
+                name=f"{name} {_title(n, layer)}",
+                problem=problems.conv(x, w, bias, residual, activation="relu", **window),
+                algorithms=NHWC,
+                peers={
+                    "cudnn + add + relu": lambda x, w, b, r, conv=conv: (
+                        conv(x, w, b).add_(r).relu_()
+                    )
+                },
+                others={
+                    "cudnn fused": lambda x, w, b, r, s=layer[4], p=layer[5]: (
+                        torch.cudnn_convolution_add_relu(x, w, r, 1.0, b, [s, s], [p, p], [1, 1], 1)
+                    )
+                },
+            )
+
+
+def _conv_peer(stride: int, padding: int) -> Peer:
+    return lambda x, w, b=None: F.conv2d(x, w, b, stride, padding)
+
+
+def _stem() -> Iterator[Case]:
+    for n in (1, 128):
+        for layer in ((3, 224, 64, 7, 2, 3), (3, 224, 64, 3, 1, 1), (3, 224, 64, 11, 4, 2)):
+            x, w, _ = _operands(n, layer, "float16")
+            window = {"stride": layer[4], "padding": layer[5]}
+            yield Case(
+                family="conv stem Ci=3",
+                name=_title(n, layer),
+                problem=problems.conv(x, w, _meta("float16", 64), activation="relu", **window),
+                algorithms=("direct", *NHWC),
+                peers={
+                    "cudnn fused": lambda x, w, b, s=layer[4], p=layer[5]: (
+                        torch.cudnn_convolution_relu(x, w, b, [s, s], [p, p], [1, 1], 1)
+                    )
+                },
+                others={"cudnn": _conv_peer(**window)},
+            )
+
+
+def _backward() -> Iterator[Case]:
+    for name in NETWORKS:
+        for layer in layers(name):
+            x, w, out = _operands(128, layer, "float16")
+            dy = _meta("float16", *out, last=True)
+            window = {"stride": layer[4], "padding": layer[5]}
+            arguments = ([layer[4]] * 2, [layer[5]] * 2, [1, 1], False, [0, 0], 1)
+
+            def dgrad(dy, w, arguments=arguments, shape=x.shape):  # type: ignore[no-untyped-def]
+                x = torch.empty(
+                    shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last
+                )
+                return torch.ops.aten.convolution_backward(
+                    dy, x, w, None, *arguments, [True, False, False]
+                )[0]
+
+            def wgrad(dy, x, arguments=arguments, shape=w.shape):  # type: ignore[no-untyped-def]
+                w = torch.empty(
+                    shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last
+                )
+                return torch.ops.aten.convolution_backward(
+                    dy, x, w, None, *arguments, [False, True, False]
+                )[1]
+
+            yield Case(
+                family="conv dgrad fp16",
+                name=f"{name} {_title(128, layer)}",
+                problem=problems.conv_dgrad(dy, w, x.shape, **window),
+                peers={"cudnn": dgrad},
+            )
+            yield Case(
+                family="conv wgrad fp16",
+                name=f"{name} {_title(128, layer)}",
+                problem=problems.conv_wgrad(dy, x, w.shape[2:], **window),
+                peers={"cudnn": wgrad},
+            )
+
+
+def _conv_int8() -> Iterator[Case]:
+    """INT8 with everything fused, beside the same layer in FP16 by cuDNN."""
+    for layer in layers("resnet50"):
+        x, w, out = _operands(128, layer, "int8")
+        window = {"stride": layer[4], "padding": layer[5]}
+        vector = _meta("float32", out[1])
+        half = {
+            name: torch.randn(meta.shape, device="cuda")
+            .half()
+            .to(memory_format=memory_format(meta.format, 4))
+            for name, meta in (("x", x), ("w", w))
+        }
+        conv = _conv_peer(**window)
+        problem = problems.conv(
+            x, w, vector, _meta("int8", *out, last=True), vector,
+            activation="relu", out_dtype="int8", **window,
+        )  # fmt: skip
+        peers: dict[str, Mapping[str, Peer]] = {
+            "cuDNN fp16": {"cudnn": lambda *_, conv=conv, half=half: conv(half["x"], half["w"])}
+        }
+        if importlib.util.find_spec("cudnn"):  # its graph interface is a package of its own
+            peers["cuDNN int8"] = {"cudnn": _candidate(problem, "cudnn_graph")}
+        for name, peer in peers.items():
+            yield Case(
+                family=f"conv int8 fused, vs {name}",
+                name=f"resnet50 {_title(128, layer)}",
+                problem=problem,
+                algorithms=NHWC,
+                peers=peer,
+            )
+
+
+def _candidate(problem: Problem, algorithm: str) -> Peer:
+    """A library that is a candidate of the auction too, at its best for this problem."""
+    terms = Terms(algorithms=(algorithm,), budget_s=0.02)
+    best = auction.find(problem, {}, target=TARGET, terms=terms)[0]
+    row, device = catalog.kernel(best.kernel), torch_device(TARGET)
+    call, buffers = auction.bind(row, problem, {}, device, best.config)
+    return lambda *inputs: call(*inputs, **buffers)
+
+
+# Quadro GV100, published 2020: FP32, N=1, C=K=128, 128×128, NCHW
+PUBLISHED_MS = {
+    3: {
+        "gemm": 0.76, "implicit_gemm": 0.62, "implicit_precomp_gemm": 0.47, "fft": 45.3,
+        "fft_tiling": 3.69, "winograd": 0.26, "winograd_nonfused": 2.73,
+    },
+    11: {
+        "gemm": 8.47, "implicit_gemm": 6.82, "implicit_precomp_gemm": 6.58, "fft": 44.7,
+        "fft_tiling": 5.13,
+    },
+}  # fmt: skip
+
+
+def _published() -> Iterator[Case]:
+    for taps in PUBLISHED_MS:
+        x, w = _meta("float32", 1, 128, 128, 128), _meta("float32", 128, 128, taps, taps)
+        window = {"stride": 1, "padding": taps // 2}
+        yield Case(
+            family="conv FP32 N=1 128@128",
+            name=f"{taps}x{taps}",
+            problem=problems.conv(x, w, **window),
+            peers={"cudnn": _conv_peer(**window)},
+            published_ms=PUBLISHED_MS[taps],
+        )
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
+    "gemm_fp16": lambda: _gemm("float16"),
+    "gemm_bf16": lambda: _gemm("bfloat16"),
+    "gemm_fp8": _gemm_fp8,
+    "gemm_int8": _gemm_int8,
+    "gemm_fused": _gemm_fused,
+    "gemm_thin": _gemm_thin,
+    "gemm_float32": _gemm_float32,
+    "conv": lambda: _conv(128, fused=False),
+    "conv_n1": lambda: _conv(1, fused=False),
+    "conv_fused": lambda: _conv(128, fused=True),
+    "stem": _stem,
+    "backward": _backward,
+    "conv_int8": _conv_int8,
+    "published": _published,
+}
