@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from tessella.core.errors import KernelError
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
-from tessella.kernels.conv.hopper import implicit_gemm_device as device
 from tessella.kernels.conv.hopper import implicit_gemm_tiles as tiles
+from tessella.kernels.conv.hopper import walk_device as device
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import Format, Problem, TensorMeta
 from tests.kernels.compile_only import compile_all
@@ -276,7 +276,7 @@ class Language:
 WALK: dict[str, Any] = {"gl": Language}
 WALK |= {
     name: FunctionType(getattr(device, name).fn.__code__, WALK)
-    for name in ("_taps", "_first_tile", "_next_tile", "_channel", "_part", "_next")
+    for name in ("_taps", "first_tile", "next_tile", "channel", "terms", "next_step")
 }
 
 
@@ -300,12 +300,12 @@ def _walked(
     )  # fmt: skip
     grid = (counts[:3], tuple(kernel._digits(blocks, counts[:3])), splits, max(0, shape.K - BCO))
     for Language.block in range(blocks):
-        k, q, p, n = WALK["_first_tile"](grid)
+        k, q, p, n = WALK["first_tile"](grid)
         for _ in range(Language.block, math.prod(counts) * splits, blocks):
-            steps, r, s, c, s_low, s_high = WALK["_part"](
+            steps, r, s, c, s_low, s_high = WALK["terms"](
                 p, q, grid, geometry, BH, BW, BK, SH, SW, shape.dilation != (1, 1), splits > 1
             )
-            k0 = WALK["_channel"](k, grid, BCO)
+            k0 = WALK["channel"](k, grid, BCO)
             sums = torch.zeros(BN, BH, BW, BCO).double()
             for _ in range(steps):
                 h = p * BH * SH + r * shape.dilation[0] - shape.padding[0] + far
@@ -315,10 +315,10 @@ def _walked(
                 ]
                 part = weights[k0 : k0 + BCO, r, s, c : c + BK]
                 sums += torch.einsum("nhwc,kc->nhwk", box, part)
-                r, s, c = WALK["_next"](r, s, c, s_low, s_high, shape.C, BK)
+                r, s, c = WALK["next_step"](r, s, c, s_low, s_high, shape.C, BK)
             made = y[Language.block % splits, n * BN :, p * BH :, q * BW :, k0:]
             made[:BN, :BH, :BW, :BCO] = sums
-            k, q, p, n = WALK["_next_tile"](k, q, p, n, grid)
+            k, q, p, n = WALK["next_tile"](k, q, p, n, grid)
     right = F.conv2d(
         x.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2), None, shape.stride, shape.padding,
         shape.dilation,

@@ -1,22 +1,22 @@
 """Device code of the Hopper convolution: one loader, one or two multiplying groups, one epilogue.
 
-A block stays on its multiprocessor and takes every so-many-th tile of the output. Its warps have
-roles: ``_load`` fills a ring of shared-memory stages by TMA, one stage a filter tap and ``BK``
-channels (what lies outside the image is filled with zeros, which is the padding);
-``_multiply`` feeds the tensor cores from the ring and finishes tiles; ``_load_residual`` brings
-residuals straight into the buffers that the outputs will leave from. With two multiplying groups
-the products of one tile hide the epilogue of the other.
+A block stays on its multiprocessor and takes every so-many-th tile of the output (``walk_device``).
+Its warps have roles: ``load`` (``load_device``) fills a ring of shared-memory stages by TMA, one
+stage a filter tap and ``BK`` channels (what lies outside the image is filled with zeros, which is
+the padding); ``_multiply`` feeds the tensor cores from the ring and finishes tiles;
+``load_residual`` brings residuals straight into the buffers that the outputs will leave from. With
+two multiplying groups the products of one tile hide the epilogue of the other.
 
 Letters: a tile is BH × BN images × BW output pixels (BM together, in this order) × BCO output
 channels. Where a stage holds TAPS filter taps of one column, their pixels overlap: BH + TAPS - 1
 rows are loaded once, and tap t multiplies from row t on.
-``_first_tile``, ``_next_tile``, ``_part`` and ``_next`` walk over tiles, taps and channels; a
-gradient with respect to the input is the same walk over flipped weights.
 """
 
 # ruff: noqa: RUF005, SIM113 (device code has no starred lists and no enumerate)
 from __future__ import annotations
 
+from tessella.kernels.conv.hopper.load_device import load, load_residual
+from tessella.kernels.conv.hopper.walk_device import channel, first_tile, next_tile, terms
 from tessella.kernels.epilogue_device import channel_vector, finish
 from tessella.kernels.hopper import (
     barrier,
@@ -24,7 +24,6 @@ from tessella.kernels.hopper import (
     gl,
     gluon,
     launch_dependents,
-    load_tile,
     mbarrier,
     reinterpret,
     store_tile,
@@ -34,255 +33,6 @@ from tessella.kernels.hopper import (
     warpgroup_mma_wait,
 )
 from tessella.kernels.int8_device import float_of_int8, float_of_small, int8_of_float
-
-
-@gluon.jit
-def _taps(first, last, size, taps, pad, dilation, STRIDE: gl.constexpr, DILATED: gl.constexpr):
-    """The first and last tap that reach the image from output rows first … last; at least one."""
-    high = gl.maximum(size - 1 + pad - first * STRIDE, 0)
-    low = gl.maximum(pad - last * STRIDE, 0)
-    if DILATED:
-        high = high // dilation
-        low = (low + dilation - 1) // dilation
-    high = gl.minimum(high, taps - 1)
-    return gl.minimum(low, high), high
-
-
-@gluon.jit
-def _first_tile(grid):
-    """The tile that a block starts with, by its axes: channels, columns, rows, images."""
-    tiles, _, splits, _ = grid
-    tile = gl.program_id(0) // splits
-    pixel = tile // tiles[0]
-    row = pixel // tiles[1]
-    return tile % tiles[0], pixel % tiles[1], row % tiles[2], row // tiles[2]
-
-
-@gluon.jit
-def _next_tile(k, q, p, n, grid):
-    """The tile as many places on as there are blocks: an addition with carries, not a division."""
-    tiles, step, _, _ = grid
-    k += step[0]
-    over = k >= tiles[0]
-    k = gl.where(over, k - tiles[0], k)
-    q += step[1] + gl.where(over, 1, 0)
-    over = q >= tiles[1]
-    q = gl.where(over, q - tiles[1], q)
-    p += step[2] + gl.where(over, 1, 0)
-    over = p >= tiles[2]
-    p = gl.where(over, p - tiles[2], p)
-    return k, q, p, n + step[3] + gl.where(over, 1, 0)
-
-
-@gluon.jit
-def _channel(k, grid, BCO: gl.constexpr):
-    """The first output channel of a tile. The last tile ends with the last channel.
-
-    Where tiles do not divide the channels, two of them make the same results of some: rows of
-    weights outside the tensor would cost TMA four times as much as rows inside.
-    """
-    return gl.minimum(k * BCO, grid[3])
-
-
-@gluon.jit
-def _part(
-    p,
-    q,
-    grid,
-    geometry,
-    BH: gl.constexpr,
-    BW: gl.constexpr,
-    BK: gl.constexpr,
-    SH: gl.constexpr,
-    SW: gl.constexpr,
-    DILATED: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
-    """This block's part of a tile's sum: steps; tap row, column and channel of the first; columns.
-
-    All of the sum, unless it is SPLIT.
-    """
-    _, chunks, H, W, R, S, pad_h, pad_w, dil_h, dil_w = geometry
-    r, r_high = _taps(p * BH, p * BH + BH - 1, H, R, pad_h, dil_h, SH, DILATED)
-    s_low, s_high = _taps(q * BW, q * BW + BW - 1, W, S, pad_w, dil_w, SW, DILATED)
-    columns = s_high - s_low + 1
-    steps = (r_high - r + 1) * columns * chunks
-    s = s_low
-    c = 0
-    if SPLIT:
-        splits = grid[2]
-        split = gl.program_id(0) % splits
-        begin = steps * split // splits
-        steps = steps * (split + 1) // splits - begin
-        tap = begin // chunks
-        r += tap // columns
-        s += tap % columns
-        c = (begin % chunks) * BK
-    return steps, r, s, c, s_low, s_high
-
-
-@gluon.jit
-def _next(r, s, c, s_low, s_high, C, BK: gl.constexpr):
-    """The step after this one: channels first, then columns, then rows of the filter."""
-    c += BK
-    wrap = c >= C
-    c = gl.where(wrap, 0, c)
-    s = gl.where(wrap, s + 1, s)
-    wrap = s > s_high
-    return gl.where(wrap, r + 1, r), gl.where(wrap, s_low, s), c
-
-
-@gluon.jit
-def _load_x(x, n0, h, w, c, full, stage, SH: gl.constexpr, SW: gl.constexpr):
-    """One tap's pixels. A stride of two reads the view of x that has this row's parity."""
-    if SH == 1 and SW == 1:
-        load_tile(x[0], [h, n0, w, c], full, stage)
-    else:
-        view = (h & (SH - 1)) * 2 + (w & (SW - 1))
-        h = h >> (SH - 1)
-        w = w >> (SW - 1)
-        if view == 0:
-            load_tile(x[0], [h, n0, w, c], full, stage)
-        elif view == 1:
-            load_tile(x[1], [h, n0, w, c], full, stage)
-        elif view == 2:
-            load_tile(x[2], [h, n0, w, c], full, stage)
-        else:
-            load_tile(x[3], [h, n0, w, c], full, stage)
-
-
-@gluon.jit
-def _load_w(w, k0, tap, c, full, stage, INTERLEAVE: gl.constexpr):
-    """One tap's weights; INTERLEAVE: with output channels in the order that the epilogue wants."""
-    if INTERLEAVE > 1:
-        load_tile(w, [k0 // (8 * INTERLEAVE), 0, 0, tap, c], full, stage)
-    else:
-        load_tile(w, [k0, tap, c], full, stage)
-
-
-@gluon.jit
-def _load_weights(
-    x,
-    w,
-    w_ring,
-    ready,
-    i,
-    k0,
-    r,
-    s,
-    c,
-    S,
-    TAPS: gl.constexpr,
-    INTERLEAVE: gl.constexpr,
-):
-    """A stage's weights, and word of all bytes that it will get."""
-    if TAPS == 1:
-        mbarrier.expect(ready, x[0].block_type.nbytes + w.block_type.nbytes)
-        _load_w(w, k0, r * S + s, c, ready, w_ring.index(i), INTERLEAVE)
-    else:  # x[1] describes the rows below the tile that its last taps reach
-        BYTES: gl.constexpr = (
-            x[0].block_type.nbytes + x[1].block_type.nbytes + TAPS * w.block_type.nbytes
-        )
-        mbarrier.expect(ready, BYTES)
-        for t in gl.static_range(TAPS):
-            _load_w(w, k0, t * S + s, c, ready, w_ring.index(i * TAPS + t), INTERLEAVE)
-
-
-@gluon.jit
-def _load(
-    x,
-    w,
-    x_ring,
-    w_ring,
-    full,
-    empty,
-    geometry,
-    grid,
-    items,
-    BN: gl.constexpr,
-    BH: gl.constexpr,
-    BW: gl.constexpr,
-    BCO: gl.constexpr,
-    BK: gl.constexpr,
-    SH: gl.constexpr,
-    SW: gl.constexpr,
-    DILATED: gl.constexpr,
-    SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
-    TAPS: gl.constexpr,
-    INTERLEAVE: gl.constexpr,
-    CONSTANT: gl.constexpr,
-):
-    C, _, _, _, _, S, pad_h, pad_w, dil_h, dil_w = geometry
-    k, q, p, n = _first_tile(grid)
-    early = 0  # stages whose weights are on their way while the kernel before this one runs
-    if CONSTANT:
-        steps, r, s, c, s_low, s_high = _part(
-            p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
-        )
-        early = gl.minimum(steps, STAGES)
-        for i in range(early):
-            k0 = _channel(k, grid, BCO)
-            _load_weights(x, w, w_ring, full.index(i), i, k0, r, s, c, S, TAPS, INTERLEAVE)
-            r, s, c = _next(r, s, c, s_low, s_high, C, BK)
-    wait_for_dependencies()
-    g = 0
-    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
-        steps, r, s, c, s_low, s_high = _part(
-            p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
-        )
-        k0 = _channel(k, grid, BCO)
-        for _ in range(steps):
-            i = g % STAGES
-            ready = full.index(i)
-            mbarrier.wait(empty.index(i), ((g // STAGES) & 1) ^ 1)
-            h_at = p * (BH * SH) + r * dil_h - pad_h
-            w_at = q * (BW * SW) + s * dil_w - pad_w
-            if g >= early:
-                _load_weights(x, w, w_ring, ready, i, k0, r, s, c, S, TAPS, INTERLEAVE)
-            if TAPS == 1:
-                _load_x(x, n * BN, h_at, w_at, c, ready, x_ring.index(i), SH, SW)
-            else:
-                top = x_ring.index(i * (BH + TAPS - 1))
-                top = reinterpret(top, x[0].dtype, x[0].block_type.shape, x[0].layout)
-                load_tile(x[0], [h_at, n * BN, w_at, c], ready, top)
-                end = x_ring.index(i * (BH + TAPS - 1) + BH)
-                end = reinterpret(end, x[1].dtype, x[1].block_type.shape, x[1].layout)
-                load_tile(x[1], [h_at + BH, n * BN, w_at, c], ready, end)
-            r, s, c = _next(r, s, c, s_low, s_high, C, BK)
-            g += 1
-        k, q, p, n = _next_tile(k, q, p, n, grid)
-
-
-@gluon.jit
-def _load_residual(
-    residual,
-    slots,
-    landed,
-    freed,
-    grid,
-    items,
-    BN: gl.constexpr,
-    BH: gl.constexpr,
-    BW: gl.constexpr,
-    BCO: gl.constexpr,
-    SLOTS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-):
-    wait_for_dependencies()
-    u = 0
-    k, q, p, n = _first_tile(grid)
-    count = items if RESIDUAL else 0
-    for _ in range(gl.program_id(0), count, gl.num_programs(0)):
-        v = u // GROUPS
-        slot = (u % GROUPS) * SLOTS + v % SLOTS
-        mbarrier.wait(freed.index(slot), ((v // SLOTS) & 1) ^ 1)
-        mbarrier.expect(landed.index(slot), residual.block_type.nbytes)
-        at = [p * BH, n * BN, q * BW, _channel(k, grid, BCO)]
-        load_tile(residual, at, landed.index(slot), slots.index(slot))
-        u += 1
-        k, q, p, n = _next_tile(k, q, p, n, grid)
 
 
 @gluon.jit
@@ -367,16 +117,16 @@ def _multiply(
     VECTOR: gl.constexpr = gl.SliceLayout(SIDE, FINAL)
     wait_for_dependencies()
     g = 0
-    k, q, p, n = _first_tile(grid)
+    k, q, p, n = first_tile(grid)
     if GROUP == 1:
-        steps, _, _, _, _, _ = _part(p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT)
+        steps, _, _, _, _, _ = terms(p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT)
         g += steps
-        k, q, p, n = _next_tile(k, q, p, n, grid)
+        k, q, p, n = next_tile(k, q, p, n, grid)
     v = 0
     every = GROUPS * gl.num_programs(0)
     for _ in range(gl.program_id(0) + GROUP * gl.num_programs(0), items, every):
-        steps, _, _, _, _, _ = _part(p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT)
-        k0 = _channel(k, grid, BCO)
+        steps, _, _, _, _, _ = terms(p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT)
+        k0 = channel(k, grid, BCO)
         # what the epilogue wants of global memory is on its way while the products run
         s = None
         b = None
@@ -445,11 +195,11 @@ def _multiply(
         if SPLIT:
             image += gl.program_id(0) % grid[2] * images
         store_tile(y, [p * BH, image, q * BW, k0], slots.index(slot))
-        k, q, p, n = _next_tile(k, q, p, n, grid)
+        k, q, p, n = next_tile(k, q, p, n, grid)
         if GROUPS == 2:
-            steps, _, _, _, _, _ = _part(p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT)
+            steps, _, _, _, _, _ = terms(p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT)
             g += steps
-            k, q, p, n = _next_tile(k, q, p, n, grid)
+            k, q, p, n = next_tile(k, q, p, n, grid)
         v += 1
     store_wait(pendings=0)
 
@@ -602,9 +352,9 @@ def convolve(
                          freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK, SH, SW,
                          DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED, SMALL,
                          ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
-            (_load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
+            (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
                      SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),
-            (_load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
+            (load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
                               GROUPS, RESIDUAL)),
         ], [1, 1], [LOAD_REGISTERS, LOAD_REGISTERS])
     else:
@@ -617,9 +367,9 @@ def convolve(
                          freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK, SH, SW,
                          DILATED, SPLIT, STAGES, SLOTS, GROUPS, 1, RESIDUAL, UNSCALED, SMALL,
                          ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
-            (_load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
+            (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
                      SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),
-            (_load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
+            (load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
                               GROUPS, RESIDUAL)),
         ], [num_warps, 1, 1], [GROUP_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])
     # fmt: on

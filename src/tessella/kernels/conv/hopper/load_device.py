@@ -1,0 +1,177 @@
+"""Device code: the warps of the Hopper convolution that load, each through TMA.
+
+``load`` fills the ring of stages with pixels and weights, ``load_residual`` brings residuals into
+the buffers that the outputs leave from. Letters as in ``implicit_gemm_device``.
+"""
+
+# ruff: noqa: SIM113 (device code has no enumerate)
+from __future__ import annotations
+
+from tessella.kernels.conv.hopper.walk_device import (
+    channel,
+    first_tile,
+    next_step,
+    next_tile,
+    terms,
+)
+from tessella.kernels.hopper import (
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    reinterpret,
+    wait_for_dependencies,
+)
+
+
+@gluon.jit
+def _load_x(x, n0, h, w, c, full, stage, SH: gl.constexpr, SW: gl.constexpr):
+    """One tap's pixels. A stride of two reads the view of x that has this row's parity."""
+    if SH == 1 and SW == 1:
+        load_tile(x[0], [h, n0, w, c], full, stage)
+    else:
+        view = (h & (SH - 1)) * 2 + (w & (SW - 1))
+        h = h >> (SH - 1)
+        w = w >> (SW - 1)
+        if view == 0:
+            load_tile(x[0], [h, n0, w, c], full, stage)
+        elif view == 1:
+            load_tile(x[1], [h, n0, w, c], full, stage)
+        elif view == 2:
+            load_tile(x[2], [h, n0, w, c], full, stage)
+        else:
+            load_tile(x[3], [h, n0, w, c], full, stage)
+
+
+@gluon.jit
+def _load_w(w, k0, tap, c, full, stage, INTERLEAVE: gl.constexpr):
+    """One tap's weights; INTERLEAVE: with output channels in the order that the epilogue wants."""
+    if INTERLEAVE > 1:
+        load_tile(w, [k0 // (8 * INTERLEAVE), 0, 0, tap, c], full, stage)
+    else:
+        load_tile(w, [k0, tap, c], full, stage)
+
+
+@gluon.jit
+def _load_weights(
+    x,
+    w,
+    w_ring,
+    ready,
+    i,
+    k0,
+    r,
+    s,
+    c,
+    S,
+    TAPS: gl.constexpr,
+    INTERLEAVE: gl.constexpr,
+):
+    """A stage's weights, and word of all bytes that it will get."""
+    if TAPS == 1:
+        mbarrier.expect(ready, x[0].block_type.nbytes + w.block_type.nbytes)
+        _load_w(w, k0, r * S + s, c, ready, w_ring.index(i), INTERLEAVE)
+    else:  # x[1] describes the rows below the tile that its last taps reach
+        BYTES: gl.constexpr = (
+            x[0].block_type.nbytes + x[1].block_type.nbytes + TAPS * w.block_type.nbytes
+        )
+        mbarrier.expect(ready, BYTES)
+        for t in gl.static_range(TAPS):
+            _load_w(w, k0, t * S + s, c, ready, w_ring.index(i * TAPS + t), INTERLEAVE)
+
+
+@gluon.jit
+def load(
+    x,
+    w,
+    x_ring,
+    w_ring,
+    full,
+    empty,
+    geometry,
+    grid,
+    items,
+    BN: gl.constexpr,
+    BH: gl.constexpr,
+    BW: gl.constexpr,
+    BCO: gl.constexpr,
+    BK: gl.constexpr,
+    SH: gl.constexpr,
+    SW: gl.constexpr,
+    DILATED: gl.constexpr,
+    SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
+    TAPS: gl.constexpr,
+    INTERLEAVE: gl.constexpr,
+    CONSTANT: gl.constexpr,
+):
+    C, _, _, _, _, S, pad_h, pad_w, dil_h, dil_w = geometry
+    k, q, p, n = first_tile(grid)
+    early = 0  # stages whose weights are on their way while the kernel before this one runs
+    if CONSTANT:
+        steps, r, s, c, s_low, s_high = terms(
+            p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
+        )
+        early = gl.minimum(steps, STAGES)
+        for i in range(early):
+            k0 = channel(k, grid, BCO)
+            _load_weights(x, w, w_ring, full.index(i), i, k0, r, s, c, S, TAPS, INTERLEAVE)
+            r, s, c = next_step(r, s, c, s_low, s_high, C, BK)
+    wait_for_dependencies()
+    g = 0
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        steps, r, s, c, s_low, s_high = terms(
+            p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
+        )
+        k0 = channel(k, grid, BCO)
+        for _ in range(steps):
+            i = g % STAGES
+            ready = full.index(i)
+            mbarrier.wait(empty.index(i), ((g // STAGES) & 1) ^ 1)
+            h_at = p * (BH * SH) + r * dil_h - pad_h
+            w_at = q * (BW * SW) + s * dil_w - pad_w
+            if g >= early:
+                _load_weights(x, w, w_ring, ready, i, k0, r, s, c, S, TAPS, INTERLEAVE)
+            if TAPS == 1:
+                _load_x(x, n * BN, h_at, w_at, c, ready, x_ring.index(i), SH, SW)
+            else:
+                top = x_ring.index(i * (BH + TAPS - 1))
+                top = reinterpret(top, x[0].dtype, x[0].block_type.shape, x[0].layout)
+                load_tile(x[0], [h_at, n * BN, w_at, c], ready, top)
+                end = x_ring.index(i * (BH + TAPS - 1) + BH)
+                end = reinterpret(end, x[1].dtype, x[1].block_type.shape, x[1].layout)
+                load_tile(x[1], [h_at + BH, n * BN, w_at, c], ready, end)
+            r, s, c = next_step(r, s, c, s_low, s_high, C, BK)
+            g += 1
+        k, q, p, n = next_tile(k, q, p, n, grid)
+
+
+@gluon.jit
+def load_residual(
+    residual,
+    slots,
+    landed,
+    freed,
+    grid,
+    items,
+    BN: gl.constexpr,
+    BH: gl.constexpr,
+    BW: gl.constexpr,
+    BCO: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+):
+    wait_for_dependencies()
+    u = 0
+    k, q, p, n = first_tile(grid)
+    count = items if RESIDUAL else 0
+    for _ in range(gl.program_id(0), count, gl.num_programs(0)):
+        v = u // GROUPS
+        slot = (u % GROUPS) * SLOTS + v % SLOTS
+        mbarrier.wait(freed.index(slot), ((v // SLOTS) & 1) ^ 1)
+        mbarrier.expect(landed.index(slot), residual.block_type.nbytes)
+        at = [p * BH, n * BN, q * BW, channel(k, grid, BCO)]
+        load_tile(residual, at, landed.index(slot), slots.index(slot))
+        u += 1
+        k, q, p, n = next_tile(k, q, p, n, grid)

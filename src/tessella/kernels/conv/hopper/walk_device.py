@@ -1,0 +1,111 @@
+"""Device code: how a block of the Hopper convolution walks over tiles, filter taps and channels.
+
+A block stays on its multiprocessor and takes every so-many-th tile of the output; those of its
+warps that load and those that multiply take the same walk, each for itself. A gradient with respect
+to the input is the same walk over flipped weights.
+
+Letters: a tile is BH × BN images × BW output pixels × BCO output channels; BK channels a step.
+``grid`` is (tiles of channels, columns, rows), the blocks' number in digits of these, splits, and
+where the last tile of channels begins; ``geometry`` is C, steps that a tap's channels take, H, W,
+R, S, padding and dilation.
+"""
+
+from __future__ import annotations
+
+from tessella.kernels.hopper import gl, gluon
+
+
+@gluon.jit
+def _taps(first, last, size, taps, pad, dilation, STRIDE: gl.constexpr, DILATED: gl.constexpr):
+    """The first and last tap that reach the image from output rows first … last; at least one."""
+    high = gl.maximum(size - 1 + pad - first * STRIDE, 0)
+    low = gl.maximum(pad - last * STRIDE, 0)
+    if DILATED:
+        high = high // dilation
+        low = (low + dilation - 1) // dilation
+    high = gl.minimum(high, taps - 1)
+    return gl.minimum(low, high), high
+
+
+@gluon.jit
+def first_tile(grid):
+    """The tile that a block starts with, by its axes: channels, columns, rows, images."""
+    tiles, _, splits, _ = grid
+    tile = gl.program_id(0) // splits
+    pixel = tile // tiles[0]
+    row = pixel // tiles[1]
+    return tile % tiles[0], pixel % tiles[1], row % tiles[2], row // tiles[2]
+
+
+@gluon.jit
+def next_tile(k, q, p, n, grid):
+    """The tile as many places on as there are blocks: an addition with carries, not a division."""
+    tiles, step, _, _ = grid
+    k += step[0]
+    over = k >= tiles[0]
+    k = gl.where(over, k - tiles[0], k)
+    q += step[1] + gl.where(over, 1, 0)
+    over = q >= tiles[1]
+    q = gl.where(over, q - tiles[1], q)
+    p += step[2] + gl.where(over, 1, 0)
+    over = p >= tiles[2]
+    p = gl.where(over, p - tiles[2], p)
+    return k, q, p, n + step[3] + gl.where(over, 1, 0)
+
+
+@gluon.jit
+def channel(k, grid, BCO: gl.constexpr):
+    """The first output channel of a tile. The last tile ends with the last channel.
+
+    Where tiles do not divide the channels, two of them make the same results of some: rows of
+    weights outside the tensor would cost TMA four times as much as rows inside.
+    """
+    return gl.minimum(k * BCO, grid[3])
+
+
+@gluon.jit
+def terms(
+    p,
+    q,
+    grid,
+    geometry,
+    BH: gl.constexpr,
+    BW: gl.constexpr,
+    BK: gl.constexpr,
+    SH: gl.constexpr,
+    SW: gl.constexpr,
+    DILATED: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    """This block's terms of a tile's sum: steps; tap row, column and channel of the first; columns.
+
+    All of the sum, unless it is SPLIT.
+    """
+    _, chunks, H, W, R, S, pad_h, pad_w, dil_h, dil_w = geometry
+    r, r_high = _taps(p * BH, p * BH + BH - 1, H, R, pad_h, dil_h, SH, DILATED)
+    s_low, s_high = _taps(q * BW, q * BW + BW - 1, W, S, pad_w, dil_w, SW, DILATED)
+    columns = s_high - s_low + 1
+    steps = (r_high - r + 1) * columns * chunks
+    s = s_low
+    c = 0
+    if SPLIT:
+        splits = grid[2]
+        split = gl.program_id(0) % splits
+        begin = steps * split // splits
+        steps = steps * (split + 1) // splits - begin
+        tap = begin // chunks
+        r += tap // columns
+        s += tap % columns
+        c = (begin % chunks) * BK
+    return steps, r, s, c, s_low, s_high
+
+
+@gluon.jit
+def next_step(r, s, c, s_low, s_high, C, BK: gl.constexpr):
+    """The step after this one: channels first, then columns, then rows of the filter."""
+    c += BK
+    wrap = c >= C
+    c = gl.where(wrap, 0, c)
+    s = gl.where(wrap, s + 1, s)
+    wrap = s > s_high
+    return gl.where(wrap, r + 1, r), gl.where(wrap, s_low, s), c
