@@ -18,7 +18,7 @@ from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset, Split
 from tessella.artifacts.plan import Plan, load_plan, to_bytes
 from tessella.artifacts.run import Recipe, Run
-from tessella.compiler.samples import labelled, of_split
+from tessella.compiler.samples import COUNT, CalibrationSet, labelled, of_split
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import ArtifactError, DataError, UsageError
 from tessella.core.events import Emit, phase, silent
@@ -34,7 +34,13 @@ from tessella.training.evaluate import Evaluation, evaluate
 
 Batch = int | Sequence[int] | DimRange
 CalibrationData = (
-    compiler.Calibration | Dataset | Split | str | Path | Sequence[Mapping[str, torch.Tensor]]
+    compiler.Calibration
+    | CalibrationSet
+    | Dataset
+    | Split
+    | str
+    | Path
+    | Sequence[Mapping[str, torch.Tensor]]
 )
 JudgingData = compiler.Labelled | Dataset | Split | str | Path
 Model = Checkpoint | Engine
@@ -371,6 +377,10 @@ def _calibrated(
         return data
     if isinstance(data, str | Path) and Path(data).is_file():
         return compiler.load_calibration(data)
+    count = COUNT
+    if isinstance(data, CalibrationSet):
+        settings["method"], count = data.method, data.samples
+        data = Dataset(data.dataset).split(data.split)
     if isinstance(data, str | Path):
         data = Dataset(data)
     if isinstance(data, Dataset):
@@ -382,7 +392,7 @@ def _calibrated(
                 seen=", ".join(map(repr, network.inputs)),
                 fix="give preprocess=, or batches of inputs by name",
             )
-        data = of_split(data, record, network.inputs[0].name, device=device)
+        data = of_split(data, record, network.inputs[0].name, device=device, count=count)
     return compiler.calibrate(network, data, **settings)
 
 
@@ -390,7 +400,7 @@ def _shown(option: str, data: CalibrationData | JudgingData | None) -> str:
     """How a command names it, where it has a place."""
     if isinstance(data, Dataset):
         data = data.path
-    return f" --{option} {data}" if isinstance(data, str | Path) else ""
+    return f" --{option} {data}" if isinstance(data, str | Path | CalibrationSet) else ""
 
 
 def _lock(source: Plan | str | Path) -> str:

@@ -72,6 +72,8 @@ class Manifest:
         imports: operators and kernels of a user's own that it needs → the modules that define them.
             A plan never brings their code, and loading imports nothing.
         precisions: of single operations, where it is not ``precision``: what it was built with.
+        snr_db: of layers in int8 or fp8, by module path: the power of a layer's product over that
+            of the error which rounding what it reads makes, in the calibration.
         receipt: what these cost in accuracy, where that was judged.
     """
 
@@ -90,6 +92,7 @@ class Manifest:
     members: dict[str, Member]
     imports: dict[str, str] = field(default_factory=dict)
     precisions: dict[str, str] = field(default_factory=dict)
+    snr_db: dict[str, float] = field(default_factory=dict)
     receipt: Receipt | None = None
 
 

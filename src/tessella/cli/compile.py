@@ -15,6 +15,7 @@ from tessella.cli.output import Events, Json, output
 from tessella.cli.parsing import parse_batch
 from tessella.compiler import Front
 from tessella.compiler.budget import svg
+from tessella.compiler.samples import CalibrationSet
 from tessella.core.errors import UsageError
 
 
@@ -32,12 +33,24 @@ def compile_(
     calibrate: Annotated[
         Path | None, Option(help="A dataset, or a saved calibration, for int8 and fp8.")
     ] = None,
+    calibrate_split: Annotated[
+        str | None, Option(help="calibrate: of this split, not of train.")
+    ] = None,
+    calibrate_samples: Annotated[
+        int | None, Option(help="calibrate: about so many images, not 512.")
+    ] = None,
+    calibrate_method: Annotated[
+        str | None, Option(help="calibrate: min-max, percentile, entropy or mse (the default).")
+    ] = None,
     budget: Annotated[
         float | None,
         Option(help="Points of accuracy that the plan may lose: each layer's precision is chosen."),
     ] = None,
     data: Annotated[Path | None, Option(help="budget: the dataset that judges.")] = None,
     chart: Annotated[Path | None, Option(help="budget: draw accuracy, time, bytes as SVG.")] = None,
+    front_folder: Annotated[
+        Path | None, Option("--front", help="budget: write all plans of the table here, too.")
+    ] = None,
     point: Annotated[
         int | None, Option(help="budget: write this plan of the table, not the chosen one.")
     ] = None,
@@ -68,7 +81,9 @@ def compile_(
             "batch": parse_batch(batch),
             "target": target,
             "precision": precision,
-            "calibration": calibrate,
+            "calibration": _calibration(
+                calibrate, calibrate_split, calibrate_samples, calibrate_method
+            ),
             "input": "uint8" if uint8 else "float32",
             "cache": cache,
             "time_limit_s": time_limit,
@@ -76,8 +91,10 @@ def compile_(
             "emit": out_.emit,
         }
         if budget is None:
-            if data or chart or point is not None:
-                raise UsageError("--data, --chart and --point belong to --budget", fix="give it")
+            if data or chart or front_folder or point is not None:
+                raise UsageError(
+                    "--data, --chart, --front and --point belong to --budget", fix="give it"
+                )
             plan, front = api.compile(source, lock=lock, **given), None
         else:
             if data is None or lock is not None:
@@ -86,6 +103,8 @@ def compile_(
             plan = _point(front, point)
         if front is not None and chart is not None:
             write_atomic(chart, svg(front).encode())
+        if front is not None and front_folder is not None:
+            front.save(front_folder)
         plan.save(out)
         largest = plan.program.buckets[-1]
         plain = {
@@ -101,6 +120,23 @@ def compile_(
             plain["front"] = front.to_json()
         table = "" if front is None else f"\n\n{front}"
         out_.result(plain, f"{plan}{table}\nwrote {out} ({out.stat().st_size:,} bytes)")
+
+
+def _calibration(
+    data: Path | None, split: str | None, samples: int | None, method: str | None
+) -> Path | CalibrationSet | None:
+    """What ``--calibrate`` and the options that belong to it say together."""
+    given = {"split": split, "samples": samples, "method": method}
+    asked = {name: value for name, value in given.items() if value is not None}
+    if not asked:
+        return data
+    if data is None or data.is_file():
+        raise UsageError(
+            "--calibrate-split, --calibrate-samples and --calibrate-method belong to a dataset",
+            seen="no --calibrate" if data is None else f"the saved calibration {data}",
+            fix="give --calibrate DATASET",
+        )
+    return CalibrationSet(dataset=data, **asked)  # type: ignore[arg-type]
 
 
 def _point(front: Front, point: int | None) -> Plan:

@@ -11,7 +11,8 @@ from typer import Argument, Option
 
 from tessella import api
 from tessella.artifacts.files import write_atomic
-from tessella.cli.output import Json, grid, output
+from tessella.cli.output import Events, Json, grid, output
+from tessella.core.events import phase
 from tessella.core.record import to_plain
 from tessella.kernels.functional import CACHE_FOLDER
 from tessella.runtime import picture, profiler, trace
@@ -29,13 +30,15 @@ def profile(
         Path | None, Option("--trace", help="Write events for Perfetto or chrome://tracing.")
     ] = None,
     json: Json = False,
+    events: Events = None,
 ) -> None:
     """Measure each step of a plan: time, bytes, arithmetic, and the distance to the roofline.
 
     Example: tessella profile flowers.plan --batch 8 --plot steps.svg --trace steps.json
     """
-    with output(json_only=json) as out:
+    with output(json_only=json, events=events) as out:
         engine = api.load(plan)
+        out.emit(phase("profile", f"measuring each step of {plan.name}"))
         measured = profiler.profile(engine, batch or engine.buckets[-1], folder=CACHE_FOLDER)
         plain = {
             "batch": measured.batch,

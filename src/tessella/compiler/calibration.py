@@ -64,6 +64,17 @@ class Calibration:
         reach = self.thresholds[name] if kind == "int8" else self.largest[name]
         return reach / LARGEST[kind] or 1.0
 
+    def snr_of(self, graph: Graph, kinds: Mapping[str, str]) -> dict[str, float]:
+        """``snr_db`` of layers in these kinds, by module path: the worst where one runs twice."""
+        found: dict[str, float] = {}
+        for node in graph.nodes:
+            name = node.outputs[0].name
+            known = self.snr_db.get(kinds.get(name, ""), {})
+            if name in known:
+                key = node.layer or name
+                found[key] = round(min(known[name], found.get(key, math.inf)), 2)
+        return found
+
     def samples_for(self, graph: Graph) -> Mapping[str, torch.Tensor] | None:
         """``inputs``, if the graph reads such: one that takes images as bytes does not."""
         for value in graph.inputs:

@@ -206,6 +206,7 @@ def compile_graph(
         members={},
         imports=_imports(buckets),
         precisions=dict(precisions or {}),
+        snr_db={} if calibration is None else calibration.snr_of(exact, assignment.kinds),
     )
     program = Program(
         inputs=tuple(v.name for v in graph.inputs),

@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from tessella.artifacts.dataset import Split
 from tessella.compiler.budget.judging import Labelled
-from tessella.compiler.calibration import Tensors
+from tessella.compiler.calibration import METHOD, Tensors
+from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.data.loading import batches
 
 COUNT = 512  # NVIDIA's reference for ImageNet takes 500
 BATCH_SIZE = 32
 KEPT_BYTES = 1 << 30  # of decoded images, which a search looks at some twenty times
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationSet:
+    """Images of a dataset to calibrate with, and how.
+
+    Attributes:
+        dataset: its folder.
+        split, samples: about so many of this split, drawn evenly.
+        method: ``min-max``, ``percentile``, ``entropy`` or ``mse``.
+    """
+
+    dataset: Path
+    split: str = "train"
+    samples: int = COUNT
+    method: str = METHOD
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise UsageError("a calibration needs samples", seen=self.samples, fix="give 1 or more")
+
+    def __str__(self) -> str:
+        """As ``tessella compile --calibrate`` takes it."""
+        options = {"split": "train", "samples": COUNT, "method": METHOD}
+        given = ((n, getattr(self, n)) for n, usual in options.items() if getattr(self, n) != usual)
+        return " ".join([str(self.dataset), *(f"--calibrate-{n} {value}" for n, value in given)])
 
 
 def of_split(

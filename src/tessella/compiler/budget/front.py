@@ -6,8 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from tessella.artifacts.front import FrontInfo, FrontPoint, write_front
 from tessella.artifacts.plan import Plan
 from tessella.artifacts.receipt import Receipt
 from tessella.compiler.calibration import Calibration
@@ -54,6 +56,7 @@ class Front:
         points: the fastest first; none is worse than another in everything.
         chosen: the place of the fastest one within the budget.
         exact: the float32 plan, which all are compared with.
+        batch: the usual batch size, at which times were measured.
         budget: percentage points of the metric.
         resolution: the points that a plan which changes no answer may still lose, for all that the
             samples can tell (95 %).
@@ -65,6 +68,7 @@ class Front:
     points: tuple[Point, ...]
     chosen: int
     exact: Point
+    batch: int
     budget: float
     resolution: float
     calibration: Calibration
@@ -149,6 +153,35 @@ class Front:
                 for p in self.points
             ],
         }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write all plans and what they cost into a folder; see ``artifacts.front``."""
+        folder = Path(folder)
+        names = {id(p): f"{i}.plan" for i, p in enumerate(self.points)}
+        names.setdefault(id(self.exact), "fp32.plan")
+
+        def told(point: Point) -> FrontPoint:
+            return FrontPoint(
+                plan=names[id(point)],
+                layers=dict(point.layers),
+                time_us=point.time_us,
+                nbytes=point.nbytes,
+                receipt=point.receipt,
+            )
+
+        info = FrontInfo(
+            points=tuple(map(told, self.points)),
+            chosen=self.chosen,
+            exact=told(self.exact),
+            batch=self.batch,
+            budget=self.budget,
+            resolution=self.resolution,
+            evaluations=self.evaluations,
+            refused=dict(self.refused),
+        )
+        plans = {names[id(p)]: p.plan for p in (*self.points, self.exact)}
+        write_front(folder, info, plans)
+        return folder
 
     def _row(self, index: int | None, point: Point) -> tuple[str, ...]:
         receipt = point.receipt

@@ -203,6 +203,7 @@ class _Search:
             points=tuple(kept),
             chosen=kept.index(min(affordable, key=lambda p: p.time_us)),
             exact=points[0],
+            batch=self.batch.opt,
             budget=self.budget,
             resolution=judge.resolution(),
             calibration=self.calibration,
