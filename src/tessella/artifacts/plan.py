@@ -51,6 +51,7 @@ class Candidate:
         time_us: median, None if the kernel was refused.
         spread_us: half the distance between the quartiles.
         refused: why it was not measured or not taken.
+        workspace_bytes: scratch memory that it needs.
         program_us: the whole program's time with it, where that decided between two close ones.
     """
 
@@ -61,6 +62,7 @@ class Candidate:
     time_us: float | None = None
     spread_us: float | None = None
     refused: str | None = None
+    workspace_bytes: int = 0
     program_us: float | None = None
 
 

@@ -401,6 +401,7 @@ def _candidates(choices: list[Choice], batch: int) -> list[Candidate]:
             time_us=trial.time_us,
             spread_us=trial.spread_us,
             refused=trial.refused,
+            workspace_bytes=trial.workspace_bytes,
             program_us=choice.raced_us.get(trial.kernel),
         )
         for choice in choices

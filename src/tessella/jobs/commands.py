@@ -7,11 +7,14 @@ page does can always be typed. Paths and names come from people: none can be tak
 from __future__ import annotations
 
 import json
+import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from tessella.artifacts.run import Recipe
 from tessella.core.errors import UsageError
@@ -21,6 +24,7 @@ from tessella.core.record import to_plain
 from tessella.jobs.job import JOB_FOLDER, JobSpec
 
 PathLike = str | Path
+MOST_RUNS = 100  # of a sweep
 
 
 def shown(spec: JobSpec) -> str:
@@ -95,20 +99,88 @@ def train(
 
 
 def sweep(
-    recipe: Recipe, out: PathLike, *, lr: str, batch_size: str, group: str
+    recipe: Recipe,
+    out: PathLike,
+    *,
+    group: str,
+    networks: Sequence[str] = (),
+    lr: str = "",
+    batch_size: str = "",
+    seeds: str = "",
 ) -> tuple[JobSpec, ...]:
-    """One training for each pair from two comma lists, such as ``"0.1, 0.01"`` and ``"32, 64"``.
+    """One training for each combination; what is left out stays as the recipe has it.
 
-    Each goes into a folder beside ``out`` whose name ends in its settings.
+    Args:
+        out: each goes into a folder beside it, whose name ends in the settings that vary.
+        lr, batch_size, seeds: comma lists, such as ``"0.1, 0.01"``.
+
+    Raises:
+        UsageError: a list is not of numbers, or there are more than ``MOST_RUNS`` combinations.
     """
-    rates = _numbers(lr, float, "learning rates")
-    sizes = _numbers(batch_size, int, "batch sizes")
-    specs = []
-    for rate, size in product(rates, sizes):
-        one = replace(recipe, solver=replace(recipe.solver, lr=rate), batch_size=size)
-        folder = Path(out).with_name(f"{Path(out).name}-lr{rate:g}-b{size}")
-        specs.append(replace(train(one, folder), group=group))
-    return tuple(specs)
+    axes: tuple[Sequence[Any], ...] = (
+        tuple(dict.fromkeys(networks)) or (recipe.network,),
+        _numbers(lr, float, "learning rates") if lr.strip() else [recipe.solver.lr],
+        _numbers(batch_size, int, "batch sizes") if batch_size.strip() else [recipe.batch_size],
+        _numbers(seeds, int, "seeds") if seeds.strip() else [recipe.seed],
+    )
+    count = math.prod(map(len, axes))
+    if count > MOST_RUNS:
+        raise UsageError(
+            f"a sweep has at most {MOST_RUNS} runs", seen=f"{count:,}", fix="try fewer values"
+        )
+    varies = [len(axis) > 1 for axis in axes]
+    specs: dict[str, JobSpec] = {}
+    for network, rate, size, seed in product(*axes):
+        solver = replace(recipe.solver, lr=rate)
+        one = replace(recipe, network=network, solver=solver, batch_size=size, seed=seed)
+        plain = re.sub(r"[^\w.]+", "-", network).strip("-.")
+        words = (plain, f"lr{rate:g}", f"b{size}", f"s{seed}")
+        name = "-".join((Path(out).name, *(w for w, v in zip(words, varies, strict=True) if v)))
+        if name in specs:
+            raise UsageError("two runs of the sweep would have the same name", seen=name)
+        specs[name] = replace(train(one, Path(out).with_name(name)), group=group)
+    return tuple(specs.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Which images int8 and fp8 get their scales from: options of ``tessella compile``.
+
+    Attributes:
+        samples, method: None: as the command has them.
+    """
+
+    dataset: PathLike
+    split: str = "train"
+    samples: int | None = None
+    method: str | None = None
+
+    def argv(self) -> list[str]:
+        argv = ["--calibrate", _path(self.dataset)]
+        argv += [] if self.split == "train" else ["--calibrate-split", self.split]
+        argv += [] if self.samples is None else ["--calibrate-samples", str(self.samples)]
+        return argv + ([] if self.method is None else ["--calibrate-method", self.method])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Points of accuracy that a plan may lose on a dataset: options of ``tessella compile``.
+
+    Attributes:
+        front: folder that gets all plans of the search.
+    """
+
+    points: float
+    dataset: PathLike
+    front: PathLike
+
+    def argv(self) -> list[str]:
+        if not 0 <= self.points < 100:
+            raise UsageError(
+                "a budget is percentage points of accuracy", seen=self.points, fix="0 to 100"
+            )
+        argv = ["--budget", f"{self.points:g}", "--data", _path(self.dataset)]
+        return [*argv, "--front", _path(self.front)]
 
 
 def compile_plan(
@@ -118,11 +190,29 @@ def compile_plan(
     target: str = "cpu",
     precision: str = "fp32",
     batches: Sequence[int] = (1, 8, 32),
+    calibrate: Calibrate | None = None,
+    budget: Budget | None = None,
+    uint8: bool = False,
+    lock: PathLike | None = None,
+    time_limit_s: float | None = None,
+    cache: PathLike | None = None,
     depends_on: Sequence[str] = (),
 ) -> JobSpec:
-    """``tessella compile``: a checkpoint, or the best one of a run, becomes a plan."""
+    """``tessella compile``: a checkpoint, or the best one of a run, becomes a plan.
+
+    Raises:
+        UsageError: options that do not go together.
+    """
+    if budget is not None and lock is not None:
+        raise UsageError("a budget takes no lock", fix="leave one of them out")
     argv = ["compile", _path(source), "--out", _path(out), "--target", target]
     argv += ["--precision", precision, "--batch", ",".join(str(b) for b in batches)]
+    argv += [] if budget is None else budget.argv()
+    argv += [] if calibrate is None else calibrate.argv()
+    argv += ["--uint8"] if uint8 else []
+    argv += [] if lock is None else ["--lock", _path(lock)]
+    argv += [] if cache is None else ["--cache", _path(cache)]
+    argv += [] if time_limit_s is None else ["--time-limit", f"{time_limit_s:g}"]
     return JobSpec(
         name=Path(out).name,
         kind="compile",
@@ -131,6 +221,30 @@ def compile_plan(
         depends_on=tuple(depends_on),
         resumable=True,
     )
+
+
+def profile(
+    plan: PathLike,
+    *,
+    batch: int,
+    target: str = "cpu",
+    trace: PathLike = f"{JOB_FOLDER}trace.json",
+) -> JobSpec:
+    """``tessella profile``: the time of each step, as events for Perfetto, into ``trace``."""
+    argv = ["profile", _path(plan), "--batch", str(batch), "--trace", _path(trace)]
+    return JobSpec(
+        name=f"profile {Path(plan).name}",
+        kind="profile",
+        argv=tuple(argv),
+        gpus=_gpus_of(target),
+        resumable=True,
+    )
+
+
+def diff(a: PathLike, b: PathLike) -> JobSpec:
+    """``tessella diff``: what differs between two plans."""
+    argv = ("diff", _path(a), _path(b))
+    return JobSpec(name=f"diff {Path(a).name} {Path(b).name}", kind="show", argv=argv)
 
 
 def verify(
