@@ -26,6 +26,7 @@ import torchvision
 import tessella as ts
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella.compiler.pipeline import compile_graph
+from tessella.compiler.settings import About, Measuring
 from tessella.core.device import default_target
 from tessella.core.errors import TessellaError
 from tessella.core.spec import DimRange, TensorSpec
@@ -221,9 +222,11 @@ def _compared(
         target=target,
         batch=one,
         samples=feeds(network, 1),
-        built_from=network.name,
-        rebuild=f"python -m benchmarks.coverage --target {target} --only {network.name}",
-        budget_s=0.0,  # which kernels are fastest does not matter here
+        about=About(
+            built_from=network.name,
+            rebuild=f"python -m benchmarks.coverage --target {target} --only {network.name}",
+        ),
+        measuring=Measuring(budget_s=0.0),  # which kernels are fastest does not matter here
     )
     with ts.load(plan) as engine:
         answer = engine(**feeds(network, 2))["output"]

@@ -182,17 +182,21 @@ def compile(
         precision=precision,
         precisions=precisions,
         calibration=found,
-        built_from=built_from,
-        rebuild=f"tessella compile {built_from} --target {target} --precision {precision}"
-        f" --batch {_sizes(span)}{' --uint8' if input == 'uint8' else ''}"
-        f"{_shown('calibrate', calibration)}",
         input=input,
         samples=samples,
-        cache=None if cache is None else Path(cache),
-        lock=None if lock is None else _lock(lock),
-        time_limit_s=time_limit_s,
+        about=compiler.About(
+            built_from=built_from,
+            rebuild=f"tessella compile {built_from} --target {target} --precision {precision}"
+            f" --batch {_sizes(span)}{' --uint8' if input == 'uint8' else ''}"
+            f"{_shown('calibrate', calibration)}",
+            **details,
+        ),
+        measuring=compiler.Measuring(
+            cache=None if cache is None else Path(cache),
+            lock=None if lock is None else _lock(lock),
+            time_limit_s=time_limit_s,
+        ),
         emit=emit,
-        **details,
     )
     plan = _carrying(plan, emit)
     return plan if chosen is None else _as_judged(plan, chosen)
@@ -263,15 +267,18 @@ def pareto(
         metric=metric,
         least=precision,
         calibration=found,
-        built_from=built_from,
-        rebuild=f"tessella compile {built_from} --target {target} --precision {precision}"
-        f" --batch {_sizes(span)} --budget {budget:g}{named}"
-        f"{' --uint8' if input == 'uint8' else ''}{_shown('calibrate', calibration)}",
         input=input,
-        cache=None if cache is None else Path(cache),
-        time_limit_s=time_limit_s,
+        about=compiler.About(
+            built_from=built_from,
+            rebuild=f"tessella compile {built_from} --target {target} --precision {precision}"
+            f" --batch {_sizes(span)} --budget {budget:g}{named}"
+            f"{' --uint8' if input == 'uint8' else ''}{_shown('calibrate', calibration)}",
+            **details,
+        ),
+        measuring=compiler.Measuring(
+            cache=None if cache is None else Path(cache), time_limit_s=time_limit_s
+        ),
         emit=emit,
-        **details,
     )
 
 

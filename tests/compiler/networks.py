@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,17 +75,27 @@ def captured(name: str) -> Graph:
     return graph_of(*network(name), DimRange(min=1, opt=2, max=8))
 
 
+ABOUT = compiler.About(built_from="a test", rebuild="tessella compile a-test")
+
+
 def plan(
-    graph: Graph, batch: tuple[int, int, int] = (1, 2, 2), target: str = "cpu", **settings: Any
+    graph: Graph,
+    batch: tuple[int, int, int] = (1, 2, 2),
+    target: str = "cpu",
+    *,
+    cache: Path | None = None,
+    lock: str | None = None,
+    budget_s: float = 0.0,
+    **settings: Any,
 ) -> Plan:
     """The graph's plan, after short measurements."""
     return compiler.compile_graph(
         graph,
         target=target,
         batch=DimRange(min=batch[0], opt=batch[1], max=batch[2]),
-        built_from="a test",
-        rebuild="tessella compile a-test",
-        **{"budget_s": 0.0, **settings},
+        about=ABOUT,
+        measuring=compiler.Measuring(cache=cache, lock=lock, budget_s=budget_s),
+        **settings,
     )
 
 

@@ -24,22 +24,19 @@ from tessella.kernels.allowance import Allowance, OutOfTime
 from tessella.kernels.conv.libraries import aten as conv_aten
 from tessella.kernels.problem import Problem
 from tessella.kernels.tuning import TimingCache
-from tests.compiler.networks import captured
+from tests.compiler.networks import ABOUT, captured
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 6  # measurements
 
 
-def build(cache: Path | None, **settings: Any) -> Plan:
+def build(cache: Path | None, time_limit_s: float | None = None) -> Plan:
     return compiler.compile_graph(
         captured("lenet"),
         target="cpu",
         batch=DimRange(min=1, opt=2, max=4),
-        built_from="a test",
-        rebuild="tessella compile a-test",
-        cache=cache,
-        budget_s=0.0,
-        **settings,
+        about=ABOUT,
+        measuring=compiler.Measuring(cache=cache, budget_s=0.0, time_limit_s=time_limit_s),
     )
 
 

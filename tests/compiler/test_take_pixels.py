@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tessella.compiler.passes import take_pixels
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess, normalize
 from tessella.core.spec import DimRange, TensorSpec
-from tests.compiler.networks import captured, network
+from tests.compiler.networks import ABOUT, captured, network
 
 RECORD = Preprocess(height=32, width=32, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
@@ -28,11 +30,9 @@ def build(
         target="cpu",
         batch=DimRange(min=1, opt=2, max=4),
         precision=precision,
-        preprocess=record,
         input=input,
-        built_from="a test",
-        rebuild="tessella compile a-test",
-        budget_s=0.0,
+        about=replace(ABOUT, preprocess=record),
+        measuring=compiler.Measuring(budget_s=0.0),
     )
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ class Small(nn.Module):
         return self.fc((self.b(x) + x).relu().mean((2, 3)))
 
 
-def build(**settings: Any) -> Plan:
+def build(lock: str | None = None) -> Plan:
     """Convolutions and products by our own kernels: the libraries' are left out."""
     rows = catalog.candidates
     libraries = {"cudnn", "cublaslt"}
@@ -69,8 +68,9 @@ def build(**settings: Any) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog, "candidates", ours)
         built = compiler.compile_graph(
-            captured, target="sm_90", batch=BATCH, precision="fp16", built_from="a test",
-            rebuild="tessella compile a-test", **settings,
+            captured, target="sm_90", batch=BATCH, precision="fp16",
+            about=compiler.About(built_from="a test", rebuild="tessella compile a-test"),
+            measuring=compiler.Measuring(lock=lock),
         )  # fmt: skip
     return runtime.carry(built)[0]
 

@@ -198,7 +198,7 @@ def test_a_plan_with_kernels_of_ones_own(tmp_path: Path):
     inputs = [TensorSpec(name="x", dtype="float32", shape=(8, 16))]
     plan = compiler.compile_graph(
         graph.capture(network, inputs), target="sm_90", batch=DimRange(min=8, opt=8, max=8),
-        built_from="Network", rebuild="",
+        about=compiler.About(built_from="Network", rebuild=""),
     )  # fmt: skip
     assert plan.manifest.imports["examples::snake"] == "examples.kernels.own_layer"
     engine = runtime.load(plan.save(tmp_path / "own.plan"))

@@ -88,8 +88,7 @@ def build(module: nn.Module, size: int, precision: str) -> Plan:
         target="sm_90",
         batch=BATCH,
         precision=precision,
-        built_from="test",
-        rebuild="tessella compile test --target sm_90",
+        about=compiler.About(built_from="test", rebuild="tessella compile test --target sm_90"),
     )
 
 

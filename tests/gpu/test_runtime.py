@@ -42,10 +42,12 @@ def build(precision: str, input: str) -> Plan:
         target="sm_90",
         batch=BATCH,
         precision=precision,
-        preprocess=RECORD,
         input=input,
-        built_from="test",
-        rebuild="tessella compile test --target sm_90",
+        about=compiler.About(
+            built_from="test",
+            rebuild="tessella compile test --target sm_90",
+            preprocess=RECORD,
+        ),
     )
 
 

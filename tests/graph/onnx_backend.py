@@ -21,6 +21,7 @@ from onnx.backend.test.runner import Runner
 
 import tessella as ts
 from tessella.compiler.pipeline import compile_graph
+from tessella.compiler.settings import About, Measuring
 from tessella.core.errors import TessellaError, UnboundInput
 from tessella.core.spec import DimRange
 from tessella.graph import Graph
@@ -84,9 +85,8 @@ class Prepared(BackendRep):
             target=self.target,
             batch=ONE,
             samples=wide,
-            built_from="a node test",
-            rebuild="none",
-            budget_s=0.0,
+            about=About(built_from="a node test", rebuild="none"),
+            measuring=Measuring(budget_s=0.0),
         )
         made = ts.load(plan)(**wide)
         return [array(made[v.name].reshape(shapes[v.name])) for v in self.model.graph.output]

@@ -257,7 +257,8 @@ def plan_of(module: nn.Module, precision: str = "fp32", shape=(2, 3, 3)) -> Plan
     ]
     return compiler.compile_graph(
         graph.capture(module, inputs), target="cpu", batch=DimRange(min=1, opt=2, max=4),
-        precision=precision, built_from="Network", rebuild="tessella compile …",
+        precision=precision,
+        about=compiler.About(built_from="Network", rebuild="tessella compile …"),
     )  # fmt: skip
 
 

@@ -6,8 +6,9 @@ from tessella.compiler.calibration import DTYPES as KINDS
 from tessella.compiler.calibration import METHOD, Calibration, load_calibration
 from tessella.compiler.explanation import PassRecord, explain
 from tessella.compiler.pipeline import Input, calibrate, compile_graph, layers
+from tessella.compiler.settings import About, Measuring
 
 __all__ = [
-    "KINDS", "METHOD", "Calibration", "Front", "Input", "Labelled", "PassRecord", "budget",
-    "calibrate", "compile_graph", "explain", "layers", "load_calibration",
+    "KINDS", "METHOD", "About", "Calibration", "Front", "Input", "Labelled", "Measuring",
+    "PassRecord", "budget", "calibrate", "compile_graph", "explain", "layers", "load_calibration",
 ]  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -40,6 +39,7 @@ from tessella.compiler.passes import (
 from tessella.compiler.passes.assign_layout import Formats, Layout
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.compiler.precision import Assignment
+from tessella.compiler.settings import About, Measuring
 from tessella.compiler.stopping import stopping
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.dtype import PRECISIONS
@@ -109,17 +109,10 @@ def compile_graph(
     precision: str = "fp32",
     precisions: Mapping[str, str] | None = None,
     calibration: Calibration | None = None,
-    preprocess: Preprocess | None = None,
     input: Input = "float32",
-    labels: tuple[str, ...] = (),
-    accuracy: Mapping[str, float] | None = None,
-    built_from: str,
-    rebuild: str,
     samples: Mapping[str, torch.Tensor] | None = None,
-    cache: Path | None = None,
-    lock: str | None = None,
-    budget_s: float = 0.02,
-    time_limit_s: float | None = None,
+    about: About,
+    measuring: Measuring = Measuring(),
     emit: Emit = silent,
 ) -> Plan:
     """Optimize a network for a device and put it into a plan that has been checked.
@@ -134,25 +127,20 @@ def compile_graph(
             ``optimized(graph)``; ``precision.layers`` lists those that may be int8 or fp8.
         calibration: of this graph, for int8 and fp8.
         input: ``uint8``: the plan takes images as bytes [N, H, W, C] of the network's size and
-            scales them itself, as ``preprocess`` says. Other inputs stay as they are.
-        preprocess, labels, accuracy: what the plan's user should know besides.
-        built_from: name of the source; ``rebuild``: the command that builds this plan elsewhere.
+            scales them itself, as ``about.preprocess`` says. Other inputs stay as they are.
         samples: inputs by name to check the plan with, for networks that random ones do not fit.
-        cache: file of timings that were measured before; read, and added to.
-        lock: ``Plan.lock`` of another build of this network on this device. It decides, nothing is
-            measured, and the plan has the same bytes.
-        budget_s: about how long to measure the kernels of one step.
-        time_limit_s: how long to measure in all, from the first measurement on.
+        about: what the plan says of itself to its user.
+        measuring: how kernels are measured, and what is known before.
 
     Raises:
         UsageError: an unknown target, precision or input, or a batch that the graph does not have.
         CompileError: no kernel fits, or the plan would not compute what the network computes.
-        BuildStopped: out of time, or of memory; the next build with this ``cache`` goes on there.
+        BuildStopped: out of time, or of memory; the next build with this cache goes on there.
     """
     require_precision(precision)
     graph = one_sample(graph, batch)
     _require_batch(graph, batch)
-    graph = _changed(graph, input_passes(input, preprocess))
+    graph = _changed(graph, input_passes(input, about.preprocess))
     device = fingerprint(target)
     emit(phase("optimize", f"{len(graph.nodes)} operations"))
     if samples is None and calibration is not None:
@@ -167,16 +155,16 @@ def compile_graph(
     lowered = _changed(rounded, narrowing(assignment))
     variants = [lowered, *(fused for fused, _ in with_siblings(lowered, target))]
     constants = {v.name: t for graph in variants for v, t in graph.constants.items()}
-    trials = Lock(cache, lines=lock)
+    trials = Lock(measuring.cache, lines=measuring.lock)
     tuner = Tuner(
         target=target,
         math="tf32" if precision == "tf32" and target == "sm_90" else "ieee",
         constants={name: t.to(torch_device(target)) for name, t in constants.items()},
         cache=trials,
-        budget_s=budget_s,
-        allowance=Allowance(time_limit_s),
+        budget_s=measuring.budget_s,
+        allowance=Allowance(measuring.time_limit_s),
     )
-    with stopping(cache, tuner.allowance) as progress:
+    with stopping(measuring.cache, tuner.allowance) as progress:
         lowered, formats = _fastest(variants, batch.opt, precision, tuner, emit)
         buckets, tuning = [], []
         for size in bucket_sizes(batch):
@@ -195,13 +183,13 @@ def compile_graph(
         inputs=tuple(_spec(v, batch) for v in graph.inputs),
         outputs=tuple(_spec(v, batch) for v in graph.outputs),
         precision=precision,
-        preprocess=preprocess,
-        preprocess_hash=None if preprocess is None else preprocess.hash,
-        labels=tuple(labels),
-        accuracy=dict(accuracy or {}),
-        built_from=built_from,
+        preprocess=about.preprocess,
+        preprocess_hash=None if about.preprocess is None else about.preprocess.hash,
+        labels=tuple(about.labels),
+        accuracy=dict(about.accuracy),
+        built_from=about.built_from,
         built_with={"tessella": VERSION, **device.libraries},
-        rebuild=rebuild,
+        rebuild=about.rebuild,
         tolerance=wanted.tolerance(loosest),
         members={},
         imports=_imports(buckets),

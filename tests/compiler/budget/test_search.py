@@ -26,6 +26,7 @@ from tessella.graph.graph import Graph
 from tests.compiler.budget.conftest import BATCH, Net
 
 ANY = TensorSpec(name="image", dtype="float32", shape=(DimRange(min=1, opt=16, max=16), 1, 8, 8))
+ABOUT = compiler.About(built_from="digits", rebuild="tessella compile digits")
 PRICES = {"fp32": 100.0, "bf16": 60.0, "int8": 30.0}
 
 
@@ -76,10 +77,11 @@ def run(plan: Plan):
 
 def searched(net: nn.Module, data: Labelled, budget: float, cache: Path, **settings) -> Front:
     return search(
-        graph_of(net), data=data, budget=budget, cache=cache,
+        graph_of(net), data=data, budget=budget,
+        measuring=compiler.Measuring(cache=cache, budget_s=0.0),
         **{
-            "target": "cpu", "batch": BATCH, "run": run, "costs": Table(), "budget_s": 0.0,
-            "built_from": "digits", "rebuild": "tessella compile digits", **settings,
+            "target": "cpu", "batch": BATCH, "run": run, "costs": Table(), "about": ABOUT,
+            **settings,
         },
     )  # fmt: skip
 
@@ -171,10 +173,9 @@ def test_every_point_is_rebuilt_byte_for_byte(
     for number, point in enumerate(front):
         saved = point.plan.save(tmp_path / f"{number}.plan")
         again = compiler.compile_graph(
-            graph_of(fragile), target="cpu", batch=BATCH, built_from="digits",
-            rebuild="tessella compile digits", precision=point.precision,
+            graph_of(fragile), target="cpu", batch=BATCH, about=ABOUT, precision=point.precision,
             precisions=point.precisions, calibration=compiler.load_calibration(path),
-            lock=load_plan(saved).lock, budget_s=0.0,
+            measuring=compiler.Measuring(lock=load_plan(saved).lock, budget_s=0.0),
         )  # fmt: skip
         assert again.manifest.precisions == point.precisions
         assert to_bytes(again).count(b"receipt") == 1

@@ -37,6 +37,7 @@ from tessella.compiler.budget.sensitivity import CHUNK, interpreter
 from tessella.compiler.calibration import DTYPES as KINDS
 from tessella.compiler.calibration import Calibration
 from tessella.compiler.pipeline import calibrate, compile_graph, optimized
+from tessella.compiler.settings import Measuring
 from tessella.core.errors import BuildStopped, CompileError, UsageError
 from tessella.core.events import Emit, phase, silent
 from tessella.core.spec import DimRange
@@ -97,16 +98,14 @@ def search(
     least: str = "fp32",
     calibration: Calibration | None = None,
     costs: Costs | None = None,
-    cache: Path | None = None,
-    budget_s: float = 0.02,
-    time_limit_s: float | None = None,
+    measuring: Measuring = Measuring(),
     emit: Emit = silent,
     **settings: Any,
 ) -> Front:
     """Plans with a precision for each layer, none better than another in everything.
 
     Args:
-        graph, target, batch, cache, budget_s, time_limit_s, settings: as for ``compile_graph``.
+        graph, target, batch, measuring, settings: as for ``compile_graph``.
         data: what the plans are judged by; without a ``calibration``, part of it is set aside for
             one.
         run: a plan as a function of inputs by name; what it answers is what counts.
@@ -133,19 +132,19 @@ def search(
         small = tuple(k for k in kinds if k in KINDS)
         calibration = calibrate(sampled, list(shown.batches(CHUNK)), kinds=small)
     with ExitStack() as stack:
-        if cache is None:  # times are shared by all plans of the search
-            cache = Path(stack.enter_context(TemporaryDirectory())) / "times.jsonl"
+        if measuring.cache is None:  # times are shared by all plans of the search
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            measuring = replace(measuring, cache=folder / "times.jsonl")
         measured = Measured(
             exact,
             target=target,
             batch=batch.opt,
             calibration=calibration,
-            cache=cache,
-            budget_s=budget_s,
-            time_limit_s=time_limit_s,
+            cache=measuring.cache,
+            budget_s=measuring.budget_s,
+            time_limit_s=measuring.time_limit_s,
             emit=emit,
         )
-        settings |= {"cache": cache, "budget_s": budget_s, "time_limit_s": time_limit_s}
         return _Search(
             graph=graph,
             exact=exact,
@@ -160,7 +159,7 @@ def search(
             kinds=kinds,
             calibration=calibration,
             costs=costs or measured,
-            settings=settings,
+            settings={**settings, "measuring": measuring},
             emit=emit,
         ).front()
 
