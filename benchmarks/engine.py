@@ -3,8 +3,8 @@
 Peers: torch eager (NHWC too), on a GPU under a CUDA graph; on a CPU all of torch.compile (with
 freezing), ONNX Runtime and OpenVINO that are installed, each with as many threads as torch. The
 plan and the two runtimes take float32 NCHW images and answer in float32; torch's own peers are
-given the image in the network's element type and format. Networks have random weights: speed does
-not depend on them.
+given the image in the network's element type and format. Nothing of the server or of training is
+imported, so that a bare GPU machine can run it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ import argparse
 import copy
 import importlib.util
 import io
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,15 +28,17 @@ from typing import Any
 import numpy as np
 import torch
 
-import tessella as ts
+from benchmarks.networks import Workload, workload
 from benchmarks.report import RESULTS, document, markdown, write
+from tessella import compiler, runtime
+from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target, torch_device
 from tessella.core.dtype import PRECISIONS
-from tessella.core.spec import TensorSpec
+from tessella.graph import capture
 from tessella.kernels.timing import latency
-from tessella.nn import zoo
 
 Run = Callable[[], object]
+Tensors = tuple[torch.Tensor, ...]
 
 
 def main() -> None:
@@ -54,7 +62,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--networks", default="lenet,resnet18,resnet50,googlenet")
     parser.add_argument("--precisions", default="fp32")
     parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--peers", help="eager,eager_nhwc on a GPU; on a CPU what is installed")
+    parser.add_argument(
+        "--peers", help="eager_nhwc,torch_compile on a GPU; on a CPU what is installed"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="a row, at most")
     parser.add_argument("--cache", type=Path, help="timing cache, read and added to")
     parser.add_argument("--out")
@@ -66,10 +76,10 @@ def _arguments() -> argparse.Namespace:
 def default_peers(target: str) -> list[str]:
     """What a plan is compared with where the user does not say."""
     if target != "cpu":
-        return ["eager", "eager_nhwc"]
-    compiler = shutil.which("g++") or shutil.which("clang++")
+        return ["eager_nhwc", "torch_compile"]
+    native = shutil.which("g++") or shutil.which("clang++")
     found = [p for p in ("onnxruntime", "openvino") if importlib.util.find_spec(p)]
-    return ["eager_nhwc", *(["torch_compile"] if compiler else []), *found]
+    return ["eager_nhwc", *(["torch_compile"] if native else []), *found]
 
 
 def runs_in(peer: str, precision: str) -> bool:
@@ -79,20 +89,15 @@ def runs_in(peer: str, precision: str) -> bool:
 
 def measure(name: str, precision: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """One network at one precision and batch: the plan and every peer, interleaved."""
-    torch.manual_seed(0)
-    network = zoo.network(name, classes=10 if name == "lenet" else 1000)
-    module = zoo.build(network).eval()
-    shape = (network.channels, network.height, network.width)
-    spec = TensorSpec(name="image", dtype="float32", shape=(batch, *shape))
-    device = torch_device(args.target)
-    image = torch.randn(batch, *shape, device=device)
-    plan = ts.compile(module, inputs=[spec], batch=batch, target=args.target, precision=precision,
-                      cache=args.cache)  # fmt: skip
-    engine = ts.load(plan)
-    runs: dict[str, Run] = {"plan": lambda: engine(image=image)}
+    work, device = workload(name, batch), torch_device(args.target)
+    inputs = work.sample(device)
+    plan, setup_s = _plan(work, inputs, precision, args)
+    engine = runtime.load(plan)
+    fed = dict(zip((spec.name for spec in work.inputs), inputs, strict=True))
+    runs: dict[str, Run] = {"plan": lambda: engine(**fed)}
     for peer in args.peers:
         if runs_in(peer, precision):
-            runs[peer] = PEERS[peer](module, image, precision)
+            runs[peer] = PEERS[peer](work.module, inputs, precision)
     with torch.inference_mode():
         timings = latency(runs, device=device, seconds=args.seconds)
     times = {
@@ -100,6 +105,7 @@ def measure(name: str, precision: str, batch: int, args: argparse.Namespace) -> 
         for name, t in timings.items()
     }
     best = min((p for p in runs if p != "plan"), key=lambda p: times[p]["median_ms"])
+    bucket = plan.program.buckets[-1]
     return {
         "network": name,
         "precision": precision,
@@ -107,48 +113,129 @@ def measure(name: str, precision: str, batch: int, args: argparse.Namespace) -> 
         "times": times,
         "best_peer": best,
         "ratio": round(times[best]["median_ms"] / times["plan"]["median_ms"], 3),
-        "steps": len(plan.program.buckets[-1].steps),
+        "samples_per_s": round(batch / times["plan"]["median_ms"] * 1e3),
+        "steps": len(bucket.steps),
+        "kernels": dict(Counter(step.kernel for step in bucket.steps).most_common()),
+        "setup_s": round(setup_s, 1),
+        "load_s": round(_load_s(plan), 2),
+        "output_error": _error(engine, fed, work, inputs),
     }
 
 
-def _cast(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Any:
-    """A copy of the module in the precision's element type, and its input."""
-    dtype = getattr(torch, PRECISIONS[precision])
+def _plan(
+    work: Workload, inputs: tuple[torch.Tensor, ...], precision: str, args: argparse.Namespace
+) -> tuple[Plan, float]:
+    """The plan for one batch size with its machine code, and the seconds that building it took."""
+    begun = time.monotonic()
+    graph = capture(work.module, work.inputs)
+    fed = dict(zip((spec.name for spec in work.inputs), inputs, strict=True))
+    words = any(not value.is_floating_point() for value in inputs)
+    calibration = None
+    if precision in compiler.KINDS:
+        calibration = compiler.calibrate(graph, [fed], kinds=(precision,))
+    size = work.inputs[0].batch
+    plan = compiler.compile_graph(
+        graph,
+        target=args.target,
+        batch=size,
+        precision=precision,
+        calibration=calibration,
+        samples={name: value.cpu() for name, value in fed.items()} if words else None,
+        about=compiler.About(built_from=work.name, rebuild="python -m benchmarks.engine"),
+        measuring=compiler.Measuring(cache=args.cache),
+    )
+    plan, left_out = runtime.carry(plan)
+    for kernel, reason in left_out.items():
+        print(f"{kernel} is not carried: {reason}")
+    return plan, time.monotonic() - begun
+
+
+def _load_s(plan: Plan) -> float:
+    """Seconds from the end of ``import torch`` to an engine, in a new process without caches."""
+    script = (
+        "import sys, time, torch; begun = time.monotonic()\n"
+        "from tessella import runtime; runtime.load(sys.argv[1])\n"
+        "print(time.monotonic() - begun)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        plan.save(path := Path(folder) / "network.plan")
+        ran = subprocess.run(
+            [sys.executable, "-c", script, str(path)],
+            env={**os.environ, "TRITON_CACHE_DIR": folder},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return float(ran.stdout.split()[-1])
+
+
+def _error(
+    engine: runtime.Engine,
+    fed: dict[str, torch.Tensor],
+    work: Workload,
+    inputs: tuple[torch.Tensor, ...],
+) -> float:
+    """Largest difference from float32 eager over the largest value, on what was timed."""
+    with torch.inference_mode():
+        right = work.module.to(inputs[0].device)(*inputs).float()
+        (made,) = engine(**fed).values()
+    return float((made.float() - right).abs().max() / right.abs().max())
+
+
+def _cast(module: torch.nn.Module, inputs: Tensors, precision: str) -> tuple[Any, Tensors]:
+    """A copy of the module in the precision's element type, and its inputs.
+
+    No open peer convolves in 8 bits: there it is float16 on a GPU, float32 on a CPU.
+    """
+    if precision in compiler.KINDS:
+        dtype = torch.float16 if inputs[0].is_cuda else torch.float32
+    else:
+        dtype = getattr(torch, PRECISIONS[precision])
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
     torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
     copied = copy.deepcopy(module)
-    return copied.to(device=image.device, dtype=dtype).eval(), image.to(dtype)
+    cast = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+    return copied.to(device=inputs[0].device, dtype=dtype).eval(), cast
 
 
-def eager(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Run:
-    peer, cast = _cast(module, image, precision)
-    return _graphed(peer, cast)
+def _last(inputs: Tensors) -> Tensors:
+    """Images in channels_last."""
+    layout = torch.channels_last
+    return tuple(x.to(memory_format=layout) if x.dim() == 4 else x for x in inputs)
 
 
-def eager_nhwc(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Run:
-    peer, cast = _cast(module, image, precision)
-    peer = peer.to(memory_format=torch.channels_last)
-    return _graphed(peer, cast.to(memory_format=torch.channels_last))
+def eager(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run:
+    return _graphed(*_cast(module, inputs, precision))
 
 
-def torch_compile(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Run:
-    peer, cast = _cast(module, image, precision)
-    peer = peer.to(memory_format=torch.channels_last)
-    if image.is_cuda:
+def eager_nhwc(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run:
+    peer, cast = _cast(module, inputs, precision)
+    return _graphed(peer.to(memory_format=torch.channels_last), _last(cast))
+
+
+def torch_compile(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run:
+    peer, cast = _cast(module, inputs, precision)
+    peer, cast = peer.to(memory_format=torch.channels_last), _last(cast)
+    torch._dynamo.reset()
+    if cast[0].is_cuda:
         compiled = torch.compile(peer, mode="max-autotune")
     else:
         compiled = torch.compile(peer, options={"freezing": True})
-    cast = cast.to(memory_format=torch.channels_last)
-    return lambda: compiled(cast)
+    return lambda: compiled(*cast)
 
 
-def _onnx(module: torch.nn.Module, image: torch.Tensor) -> bytes:
+def _onnx(module: torch.nn.Module, inputs: Tensors) -> bytes:
     buffer = io.BytesIO()
-    torch.onnx.export(module, (image,), buffer, dynamo=False, input_names=["image"])
+    names = [f"input_{i}" for i in range(len(inputs))]
+    torch.onnx.export(module, inputs, buffer, dynamo=False, input_names=names)
     return buffer.getvalue()
 
 
-def onnxruntime(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Run:
+def _arrays(inputs: Tensors) -> list[np.ndarray]:
+    return [np.ascontiguousarray(x.cpu().numpy()) for x in inputs]
+
+
+def onnxruntime(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run:
     import onnxruntime as ort
 
     if not runs_in("onnxruntime", precision):
@@ -158,13 +245,13 @@ def onnxruntime(module: torch.nn.Module, image: torch.Tensor, precision: str) ->
     # by default its threads spin after a run, and steal the cores from whatever runs next
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = ort.InferenceSession(
-        _onnx(module, image), options, providers=["CPUExecutionProvider"]
+        _onnx(module, inputs), options, providers=["CPUExecutionProvider"]
     )
-    array = np.ascontiguousarray(image.cpu().numpy())
-    return lambda: session.run(None, {"image": array})
+    fed = {f"input_{i}": array for i, array in enumerate(_arrays(inputs))}
+    return lambda: session.run(None, fed)
 
 
-def openvino(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Run:
+def openvino(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run:
     import openvino as ov
 
     settings = {
@@ -174,26 +261,26 @@ def openvino(module: torch.nn.Module, image: torch.Tensor, precision: str) -> Ru
     }
     core = ov.Core()
     compiled = core.compile_model(
-        core.read_model(io.BytesIO(_onnx(module, image))), "CPU", settings
+        core.read_model(io.BytesIO(_onnx(module, inputs))), "CPU", settings
     )
-    array = np.ascontiguousarray(image.cpu().numpy())
-    return lambda: compiled([array])
+    arrays = _arrays(inputs)
+    return lambda: compiled(arrays)
 
 
-def _graphed(module: torch.nn.Module, image: torch.Tensor) -> Run:
+def _graphed(module: torch.nn.Module, inputs: Tensors) -> Run:
     """Eager on a CPU; on a GPU replayed from a CUDA graph, the fastest that eager can be."""
-    if not image.is_cuda:
-        return lambda: module(image)
+    if not inputs[0].is_cuda:
+        return lambda: module(*inputs)
     stream = torch.cuda.Stream()
     torch.backends.cudnn.benchmark = True
     with torch.cuda.stream(stream), torch.inference_mode():
         for _ in range(3):
-            module(image)
+            module(*inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), torch.inference_mode():
-        module(image)
-    return partial(_replay, graph, module, image)
+        module(*inputs)
+    return partial(_replay, graph, module, inputs)
 
 
 def _replay(graph: torch.cuda.CUDAGraph, *alive: object) -> None:
@@ -201,7 +288,7 @@ def _replay(graph: torch.cuda.CUDAGraph, *alive: object) -> None:
     graph.replay()
 
 
-PEERS: dict[str, Callable[[torch.nn.Module, torch.Tensor, str], Run]] = {
+PEERS: dict[str, Callable[[torch.nn.Module, Tensors, str], Run]] = {
     "eager": eager,
     "eager_nhwc": eager_nhwc,
     "torch_compile": torch_compile,
@@ -211,19 +298,20 @@ PEERS: dict[str, Callable[[torch.nn.Module, torch.Tensor, str], Run]] = {
 
 
 def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[object]]]:
-    head = ["network", "precision", "batch", "plan", "best peer", "ratio", "all peers"]
-    body = [
-        [
-            row["network"],
-            row["precision"],
-            row["batch"],
-            f"{row['times']['plan']['median_ms']:.3f} ms",
-            f"{row['best_peer']} {row['times'][row['best_peer']]['median_ms']:.3f} ms",
-            f"{row['ratio']:.2f}×",
-            ", ".join(f"{n} {t['median_ms']:.2f}" for n, t in row["times"].items() if n != "plan"),
-        ]
-        for row in rows
-    ]
+    head = [
+        "network", "precision", "batch", "plan", "samples/s", "best peer", "ratio", "all peers",
+        "set-up", "load",
+    ]  # fmt: skip
+    body: list[list[object]] = []
+    for row in rows:
+        times = {name: t["median_ms"] for name, t in row["times"].items()}
+        best = row["best_peer"]
+        others = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items() if name != "plan")
+        body.append(
+            [row["network"], row["precision"], row["batch"], f"{times['plan']:.3f} ms",
+             f"{row['samples_per_s']:,}", f"{best} {times[best]:.3f} ms", f"{row['ratio']:.2f}×",
+             others, f"{row['setup_s']} s", f"{row['load_s']} s"]
+        )  # fmt: skip
     return head, body
 
 

@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -23,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 def document(target: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The rows under the machine, the versions and the command that made them."""
     return {
-        "command": " ".join(["python -m", _module(), *sys.argv[1:]]),
+        "command": " ".join(["python -m", _module(), *_told(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "python": sys.version.split()[0],
         "torch_threads": torch.get_num_threads(),
@@ -31,6 +32,14 @@ def document(target: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "gpu": _gpu_state() if target.startswith("sm_") else None,
         "rows": list(rows),
     }
+
+
+def _told(arguments: Sequence[str]) -> list[str]:
+    """Without the paths of the machine: where the file and the cache lay does not matter."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for option in ("--out", "--cache"):
+        parser.add_argument(option)
+    return parser.parse_known_args(arguments)[1]
 
 
 def _module() -> str:

@@ -1,0 +1,82 @@
+"""The networks that are timed whole, with random weights: speed does not depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tessella.core.spec import TensorSpec
+from tessella.nn import zoo
+
+TOKENS = 384  # of a sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A network and what it takes, by position, at one batch size."""
+
+    name: str
+    module: torch.nn.Module
+    inputs: tuple[TensorSpec, ...]
+
+    def sample(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Random images, words from the vocabulary, and a mask that hides nothing."""
+        return tuple(_sample(spec, device) for spec in self.inputs)
+
+
+def workload(name: str, batch: int) -> Workload:
+    """A network of the zoo, torchvision's ``vit_b_16``, or transformers' ``bert_large``."""
+    torch.manual_seed(0)
+    if name in OTHERS:
+        return OTHERS[name](batch)
+    network = zoo.network(name, classes=10 if name == "lenet" else 1000)
+    shape = (network.channels, network.height, network.width)
+    return Workload(name=name, module=zoo.build(network).eval(), inputs=(_image(batch, *shape),))
+
+
+def _vit_b_16(batch: int) -> Workload:
+    import torchvision
+
+    module = torchvision.models.vit_b_16(weights=None).eval()
+    return Workload(name="vit_b_16", module=module, inputs=(_image(batch, 3, 224, 224),))
+
+
+def _bert_large(batch: int) -> Workload:
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
+    names = ("input_ids", "attention_mask")
+    module = _Encoder(transformers.BertModel(config, add_pooling_layer=False)).eval()
+    specs = tuple(TensorSpec(name=n, dtype="int64", shape=(batch, TOKENS)) for n in names)
+    return Workload(name="bert_large", module=module, inputs=specs)
+
+
+class _Encoder(torch.nn.Module):
+    """transformers' BERT as a function of tensors."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+
+
+OTHERS: dict[str, Callable[[int], Workload]] = {"vit_b_16": _vit_b_16, "bert_large": _bert_large}
+
+
+def _image(batch: int, *shape: int) -> TensorSpec:
+    return TensorSpec(name="image", dtype="float32", shape=(batch, *shape))
+
+
+def _sample(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    shape = spec.at(spec.batch.opt)
+    if spec.dtype == "float32":
+        return torch.randn(shape, device=device)
+    if spec.name == "attention_mask":
+        return torch.ones(shape, dtype=torch.int64, device=device)
+    return torch.randint(0, 1000, shape, device=device)
