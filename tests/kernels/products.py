@@ -12,6 +12,7 @@ import torch
 from tessella.kernels import reference
 from tessella.kernels.epilogue import store
 from tessella.kernels.problem import Format, Math, Problem, TensorMeta
+from tessella.kernels.sparse.two_four import prune_two_four
 
 POISON = 77
 # largest error over largest value: of sums of products (fp8 tensor cores keep 14 bits), of storing
@@ -48,12 +49,14 @@ class Case:
     strided: bool = False
     math: Math = "ieee"
     fast_accumulation: bool = False
+    sparsity: str | None = None
 
     @property
     def attrs(self) -> dict[str, Any]:
         names = ("activation", "alpha", "beta", "fast_accumulation")
         transposes = ("transpose_a", "transpose_b") if self.op == "matmul" else ()
-        return {name: getattr(self, name) for name in (*names, *transposes)}
+        sparsity = ("sparsity",) if self.sparsity else ()
+        return {name: getattr(self, name) for name in (*names, *transposes, *sparsity)}
 
 
 def draw(
@@ -83,6 +86,7 @@ def draw(
     by_rows = case.op == "linear" or case.transpose_b
     a = matrix(case.m, case.k, case.transpose_a, case.batch)
     b = matrix(case.k, case.n, by_rows, () if case.shared else case.batch)
+    b = prune_two_four(b) if case.sparsity else b
     shape = (*case.batch, case.m, case.n)
     bias = tensor((case.n,), case.bias) if case.bias else None
     residual = tensor(shape, case.residual) if case.residual else None

@@ -56,8 +56,8 @@ class Kernel:
         op: the operation, ``*`` for any.
         module: where its code lies; imported only when it is used.
         targets: where it can run.
-        source: who wrote it: ``tessella``, ``onednn``, ``mkl``, ``cudnn``, ``cublaslt``, ``aten``,
-            ``user``.
+        source: who wrote it: ``tessella``, ``onednn``, ``mkl``, ``cudnn``, ``cublaslt``,
+            ``cusparselt``, ``aten``, ``user``.
         version: raised when its code changes, so that old timings of it are not believed.
         views: its output may share memory with its input, which must live as long.
         overwrites: the position of the input whose memory its result takes; then it needs
@@ -200,6 +200,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("linear matmul", "skinny.sm90", "gemm.skinny_sm90", "tessella"),
     *_rows("linear matmul", "skinny", "gemm.skinny", "tessella"),
     *_rows("linear matmul", "tiled", "gemm.tiled", "tessella"),
+    *_rows("linear conv2d", "cusparselt", "sparse.cusparselt", "cusparselt", unproven=True),
+    *_rows("linear conv2d", "sparse.sm90", "sparse.wgmma", "tessella", unproven=True),
     *_rows("linear matmul", "fma.sm90", "gemm.fma_sm90", "tessella"),
     *_aten("linear matmul", "gemm.aten"),
     # the other layers

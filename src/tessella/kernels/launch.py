@@ -28,9 +28,11 @@ from tessella.core.errors import KernelError
 from tessella.kernels import carried, identity
 
 CAPABILITIES = {"sm_90": 90}
-# SASS: tensor-core products by type, bulk tensor copies in and out, products of the plain units,
-# and what must not be there: local memory
-OPCODES = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "UTMALDG", "UTMASTG", "FFMA", "LDL", "STL")
+# SASS: tensor-core products by type, and which of them are sparse; bulk tensor copies in and out,
+# products of the plain units, and what must not be there: local memory
+OPCODES = (
+    "HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "SP", "UTMALDG", "UTMASTG", "FFMA", "LDL", "STL",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,7 +152,10 @@ DEFAULTS: dict[str, Any] = {
     "transpose_a": False,
     "transpose_b": False,
     "fast_accumulation": False,
+    "sparsity": None,
 }
+# Attributes that say something about the constants, and change no result: nobody has to heed them.
+HINTS = ("sparsity",)
 
 
 @dataclass(frozen=True, kw_only=True)

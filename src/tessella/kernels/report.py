@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tessella.kernels.functional import (
 )
 from tessella.kernels.limits import Limits, limits
 from tessella.kernels.problem import Problem, meta_of
+from tessella.kernels.sparse.two_four import SPARSE, TWO_FOUR, is_two_four
 from tessella.kernels.tuning import Inspection, Trial, Tried
 from tessella.kernels.work import flops, nbytes
 
@@ -126,7 +127,8 @@ def find(
             may be given by name.
         max_workspace_bytes: kernels that need more are refused.
         algorithms: only these.
-        constant_weight: the weight is known in advance, as in a plan: packing it is not timed.
+        constant_weight: the weight is known in advance, as in a plan: packing it is not timed. One
+            that is 2:4 sparse may then be multiplied as such.
         budget_s: about how long to measure.
         folder: of the timing cache; default ``~/.cache/tessella``.
         arguments: the operation's, as for the function of the same name.
@@ -215,7 +217,10 @@ def _problem(
         return PROBLEMS[op](*metas, **arguments)
     if op.endswith("grad"):
         raise UsageError("a gradient has no constant weight", seen=op, fix="leave it out")
-    return PROBLEMS[op](*metas, constant=constant, **arguments)
+    problem = PROBLEMS[op](*metas, constant=constant, **arguments)
+    if op not in SPARSE or not is_two_four(operands[1]):
+        return problem
+    return replace(problem, attrs={**problem.attrs, "sparsity": TWO_FOUR})
 
 
 def _finding(trial: Trial, problem: Problem, ceilings: Limits) -> Finding:

@@ -19,7 +19,8 @@ def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A convolution with its epilogue, over one, two or three spatial axes.
 
     input [N, C, …], weight [K, C / groups, …], bias and scale [K], residual like the result
-    [N, K, …]. Integers and fp8 are computed exactly, in float64; ``dtype`` says what is stored.
+    [N, K, …]. Integers and fp8 are computed exactly, in float64; ``dtype`` says what is stored,
+    ``sparsity`` what zeros the weight has, which changes nothing.
     """
 
     def convolution(
@@ -38,6 +39,7 @@ def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         beta: float = 1.0,
         fast_accumulation: bool = False,
         dtype: str | None = None,
+        sparsity: str | None = None,
     ) -> Tensor:
         x, w = exact(input), exact(weight)
         inside = bias is not None and bias.dtype == x.dtype and scale is None and alpha == 1

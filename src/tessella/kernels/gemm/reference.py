@@ -26,11 +26,12 @@ def linear(
     beta: float = 1.0,
     fast_accumulation: bool = False,
     dtype: str | None = None,
+    sparsity: str | None = None,
 ) -> Tensor:
     """``activation(alpha · scale · input · weightᵀ + bias + beta · residual)``.
 
     input [..., K], weight [N, K], bias and scale [N], residual like the result → [..., N], stored
-    as ``dtype`` if one is given.
+    as ``dtype`` if one is given. ``sparsity`` says what zeros the weight has, and changes nothing.
     """
     x, w = exact(input), exact(weight)
     if bias is not None and bias.dtype == x.dtype and scale is None and alpha == 1:

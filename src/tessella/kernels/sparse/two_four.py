@@ -12,6 +12,8 @@ import torch
 
 from tessella.core.errors import UsageError
 
+TWO_FOUR = "2:4"  # the attribute ``sparsity`` of an operation whose constant weight is
+SPARSE = ("conv2d", "linear")  # operations that have it
 GROUP = 4
 ROWS = 64  # of a wgmma; its metadata come from 128 threads
 _LOOKED_AT = 1 << 14  # groups that already tell most dense weights

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tessella.kernels.catalog import Call, Config, Kernel
-from tessella.kernels.problem import DEFAULTS, Problem, TensorMeta
+from tessella.kernels.problem import DEFAULTS, HINTS, Problem, TensorMeta
 
 
 class Runs(Protocol):
@@ -61,7 +61,7 @@ class UserKernel(Kernel):
                 return f"needs its tensor {parameter.name!r}"
         taken = {p.name for p in numbers}
         for name, value in problem.attrs.items():
-            if name not in taken and value != DEFAULTS.get(name):
+            if name not in (*taken, *HINTS) and value != DEFAULTS.get(name):
                 return f"does not take {name}={value!r}"
         if missing := [p.name for p in numbers if p.name not in problem.attrs and not _usual(p)]:
             return f"{problem.op} has no attribute {missing[0]!r}"

@@ -38,6 +38,7 @@ _NUMBERS: dict[str, Any] = {
     "long long": ctypes.c_longlong,
     "unsigned long long": ctypes.c_ulonglong,
     "size_t": ctypes.c_size_t,
+    "CUtensorMap": lambda tensor_map: tensor_map,  # ``Driver.tensor_map`` made it
 }
 # what a pointer points to → the element type of its tensor; any where it is not listed (void)
 _POINTERS: dict[str, torch.dtype] = {
@@ -56,28 +57,31 @@ _POINTERS: dict[str, torch.dtype] = {
 }
 
 
-def cuda(source: str, name: str, *, options: Sequence[str] = ()) -> CudaKernel:
+def cuda(
+    source: str, name: str, *, options: Sequence[str] = (), one_architecture: bool = False
+) -> CudaKernel:
     """A kernel from CUDA C++; it is compiled when it is first launched.
 
     Args:
         source: the code. Parameters are pointers, which take tensors, and numbers: ``float``,
             ``double``, ``bool``, ``int``, ``unsigned``, ``long long``, ``size_t``. Python's numbers
-            become what the parameter list says.
+            become what the parameter list says. A ``CUtensorMap`` comes from ``Driver.tensor_map``.
         name: the ``__global__`` function, declared ``extern "C"``.
         options: of nvrtc, such as ``--use_fast_math``.
+        one_architecture: it uses what only this GPU's architecture has (``sm_90a``).
 
     Raises:
         UsageError: there is no such function in the source, or one of its parameters is of
             another type.
     """
-    return CudaKernel(source, name, tuple(options))
+    return CudaKernel(source, name, tuple(options), "a" if one_architecture else "")
 
 
 class CudaKernel:
     """See ``cuda``."""
 
-    def __init__(self, source: str, name: str, options: tuple[str, ...]) -> None:
-        self.source, self.name, self.options = source, name, options
+    def __init__(self, source: str, name: str, options: tuple[str, ...], own: str = "") -> None:
+        self.source, self.name, self.options, self._own = source, name, options, own
         self._parameters = _parameters(source, name)
         self.cubin = functools.cache(self._cubin)
 
@@ -97,19 +101,19 @@ class CudaKernel:
             args: tensors on the current device, and numbers, as many as there are parameters.
             shared_bytes: dynamic shared memory of a block.
         """
-        values = self._values(args)
-        if target is not None:
-            return self.compiled(grid, block, shared_bytes=shared_bytes, target=target)
-        target = "sm_{}{}".format(*torch.cuda.get_device_capability())
+        values, runs = self._values(args), target is None
+        if target is None:
+            target = "sm_{}{}".format(*torch.cuda.get_device_capability())
         cubin = self.cubin(target)
-        cuda_driver().launch(
-            cuda_driver().function(self.name, cubin, torch.cuda.current_device()),
-            grid,
-            block,
-            values,
-            torch.cuda.current_stream().cuda_stream,
-            shared_bytes=shared_bytes,
-        )
+        if runs:
+            cuda_driver().launch(
+                cuda_driver().function(self.name, cubin, torch.cuda.current_device()),
+                grid,
+                block,
+                values,
+                torch.cuda.current_stream().cuda_stream,
+                shared_bytes=shared_bytes,
+            )
         if (asking := collected()) is not None:
             asking.add_cuda(self.key(target), self.name, cubin)
         return self.compiled(grid, block, shared_bytes=shared_bytes, target=target)
@@ -135,7 +139,7 @@ class CudaKernel:
 
     def key(self, target: str) -> str:
         """Equal keys, equal machine code."""
-        return digest(["CUDA C++", self.source, self.name, self.options, target])
+        return digest(["CUDA C++", self.source, self.name, self.options, target + self._own])
 
     def _cubin(self, target: str) -> bytes:
         store = carried()
@@ -143,8 +147,9 @@ class CudaKernel:
         if store is not None and found is not None:
             return store.cubin(found)
         try:
+            architecture = target.removeprefix("sm_") + self._own
             cubin, _ = compiler._nvrtc_compile(
-                self.source, self.name, target.removeprefix("sm_"), nvcc_options=list(self.options)
+                self.source, self.name, architecture, nvcc_options=list(self.options)
             )
         except RuntimeError as error:
             raise KernelError(
@@ -198,7 +203,7 @@ def _parameters(source: str, name: str) -> list[_Parameter]:
 
 
 def _parameter(kernel: str, text: str) -> _Parameter:
-    words = re.sub(r"\b(const|__restrict__|volatile)\b", " ", text)
+    words = re.sub(r"\b(const|__restrict__|volatile|__grid_constant__)\b", " ", text)
     if "*" in words:
         kind = " ".join(words.split("*")[0].split())
         pointers_to_pointers = words.count("*") > 1

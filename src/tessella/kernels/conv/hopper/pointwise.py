@@ -28,6 +28,14 @@ BY = {
 
 
 def fits(problem: Problem) -> str | None:
+    if (refused := refusal(problem)) is not None:
+        return refused
+    refusals = [row.load().fits(product_of(problem)) for row, _ in BY.values()]
+    return None if None in refusals else refusals[-1]
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why a convolution is no matrix product of its tensors as they lie, or None."""
     x, weight, a = problem.inputs[0], problem.inputs[1], problem.attrs
     if len(x.shape) != 4 or weight.shape[2:] != (1, 1):
         return "1×1 filters only"
@@ -38,16 +46,13 @@ def fits(problem: Problem) -> str | None:
         return "input, output and residual must be channels_last"
     if weight.format == "strided":
         return "the weight must be dense"
-    if 0 in x.shape:
-        return "empty"
-    refusals = [row.load().fits(product_of(problem)) for row, _ in BY.values()]
-    return None if None in refusals else refusals[-1]
+    return "empty" if 0 in x.shape else None
 
 
 def product_of(problem: Problem) -> Problem:
     """The same numbers as ``linear``: [pixels, C] × [K, C] → [pixels, K]."""
     weight = TensorMeta(shape=problem.inputs[1].shape[:2], dtype=problem.inputs[1].dtype)
-    keep = ("activation", "alpha", "beta", "fast_accumulation")
+    keep = ("activation", "alpha", "beta", "fast_accumulation", "sparsity")
     return Problem(
         op="linear",
         inputs=(_rows_of(problem.meta(0)), weight, problem.meta(2), _rows_of(problem.meta(3)),
@@ -84,17 +89,17 @@ def workspace_bytes(problem: Problem, *, by: str, **config: Any) -> int:
 def bind(
     problem: Problem, constants: Mapping[int, torch.Tensor], *, by: str, **config: Any
 ) -> Call:
-    matrices = {i: _matrix(tensor) for i, tensor in constants.items()}
+    matrices = {i: matrix(tensor) for i, tensor in constants.items()}
     multiply = BY[by][0].load().bind(product_of(problem), matrices, **config)
 
     def convolve(*inputs: torch.Tensor, out: torch.Tensor, **workspace: torch.Tensor) -> Any:
-        multiply(*map(_matrix, inputs), out=_matrix(out), **workspace)
+        multiply(*map(matrix, inputs), out=matrix(out), **workspace)
         return out
 
     return convolve
 
 
-def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+def matrix(tensor: torch.Tensor) -> torch.Tensor:
     """A view [pixels, C] of an image, [K, C] of a weight; a vector as it is."""
     if tensor.dim() != 4:
         return tensor

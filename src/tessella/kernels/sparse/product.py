@@ -1,0 +1,60 @@
+"""A sparse layer as one matrix product: which problems are one, and what their operands are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tessella.kernels.conv.hopper import pointwise
+from tessella.kernels.gemm.shapes import refusal as matrix_refusal
+from tessella.kernels.gemm.shapes import sizes
+from tessella.kernels.problem import Problem
+from tessella.kernels.sparse.two_four import TWO_FOUR
+
+MULTIPLES = {"float16": 16, "bfloat16": 16, "int8": 32}  # of the reduction: values in 16 bytes
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why no sparse product of tensor cores can carry a layer out, or None."""
+    if 1 not in problem.constant:
+        return "the weight must be known in advance (constant_weight=True), to be compressed"
+    if problem.attr("sparsity") != TWO_FOUR:
+        return "the weight is not 2:4 sparse"
+    if problem.op == "conv2d" and (refused := pointwise.refusal(problem)) is not None:
+        return refused
+    product = as_linear(problem)
+    if (refused := matrix_refusal(product)) is not None:
+        return refused
+    dtype, made = product.inputs[0].dtype, sizes(product)
+    if dtype not in MULTIPLES:
+        return f"multiplies {', '.join(MULTIPLES)}, not {dtype}"
+    tensors = (product.inputs[0], product.inputs[1], product.output, product.meta(3))
+    if made.batch != 1 or any(t and t.format != "contiguous" for t in tensors):
+        return "one product of contiguous matrices"
+    if 0 in (made.m, made.n, made.k) or made.k % MULTIPLES[dtype]:
+        return f"the reduction must be a multiple of {MULTIPLES[dtype]}, not {made.k}"
+    return None
+
+
+def as_linear(problem: Problem) -> Problem:
+    """The problem itself, or a 1×1 convolution as the product that it is."""
+    return problem if problem.op == "linear" else pointwise.product_of(problem)
+
+
+def matrices(
+    problem: Problem, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """x, weight, bias, residual and scale as the product has them: views, None for what is absent.
+
+    x [M, K], residual [M, N].
+    """
+    operands = (*problem.operands(constants, inputs), None, None, None)[:5]
+    return [None if t is None else matrix(problem, t) for t in operands]
+
+
+def matrix(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
+    """A view of an operand or of the result as a matrix; a vector as it is."""
+    if problem.op == "conv2d":
+        return pointwise.matrix(tensor)
+    return tensor if tensor.dim() < 2 else tensor.view(-1, tensor.shape[-1])
