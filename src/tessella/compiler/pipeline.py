@@ -34,6 +34,7 @@ from tessella.compiler.passes import (
     pad_channels,
     plan_memory,
     race_close_calls,
+    share_masks,
     take_pixels,
 )
 from tessella.compiler.passes.assign_layout import Formats, Layout
@@ -74,6 +75,7 @@ class Pass:
 PASSES = (
     Pass(fold_constants.apply, "what depends on constants only is computed once, here"),
     Pass(drop_no_ops.apply, "a copy or a reshape of a reshape would hide what could be fused"),
+    Pass(share_masks.apply, "a mask that all queries share is one row of it"),
     Pass(move_permutes.apply, "permutes that meet cancel, and rows need not be turned for a layer"),
     Pass(fold_batch_norm.apply, "a batch norm after a convolution is a change of its weights"),
     Pass(fuse_epilogue.apply, "bias, residual and activation while the result is in registers"),
