@@ -29,12 +29,12 @@ from tessella.jobs.store import Store
 from tessella.studio import parts, pictures, uploads
 from tessella.studio.desk import Desk
 from tessella.studio.guard import Guard, read_or_make_token
-from tessella.studio.pages import data, explore, home, monitor, plan, train
+from tessella.studio.pages import compare, data, diff, explore, home, monitor, plan, train
 from tessella.studio.theme import STATIC, frame
 from tessella.studio.uploads import Uploads
 from tessella.studio.workspace import Workspace
 
-PAGES = (home, data, train, monitor, explore, plan)
+PAGES = (home, data, train, monitor, compare, explore, plan, diff)
 
 log = logging.getLogger("tessella.studio")
 

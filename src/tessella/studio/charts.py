@@ -7,9 +7,11 @@ A series that grows is never sent twice: ``append`` sends the new points only (s
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from nicegui import ui
 
@@ -175,6 +177,82 @@ def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Options
             }
         ],
     }
+
+
+Kind = Literal["chosen", "exact", "other"]
+_KINDS: dict[Kind, tuple[str, str]] = {
+    "chosen": ("chosen", COLORS[0]),
+    "exact": ("float32", COLORS[2]),
+    "other": ("another plan", "#8b9691"),
+}
+LARGEST, SMALLEST = 34.0, 8.0  # diameter of the point with the most bytes, and the least diameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bought:
+    """A plan in ``front``: what it costs; ``low`` and ``high``: where its metric lies (95 %)."""
+
+    name: str
+    line: str
+    time_us: float
+    percent: float
+    low: float
+    high: float
+    nbytes: int
+    kind: Kind
+
+
+def front(points: Sequence[Bought], *, limit: float, metric: str) -> Options:
+    """The metric (percent) against time, memory as area; ``limit``: what the budget allows."""
+    values = [limit, *(p.percent for p in points)]
+    room = max(0.2, 0.25 * (max(values) - min(values)))
+    least, most = min(values) - room, max(values) + room
+    largest = max(p.nbytes for p in points) or 1
+    series = [
+        {
+            "type": "scatter",
+            "name": title,
+            "itemStyle": {"color": color, "opacity": 0.85},
+            "data": [
+                {
+                    "name": p.line,
+                    "plan": p.name,
+                    "value": [round(p.time_us, 2), round(p.percent, 3)],
+                    "symbolSize": max(SMALLEST, LARGEST * math.sqrt(p.nbytes / largest)),
+                    "label": {"show": True, "formatter": p.name, "position": "right",
+                              "color": _MUTED, "fontSize": 11.5},
+                }
+                for p in points if p.kind == kind
+            ],
+        }
+        for kind, (title, color) in _KINDS.items() if any(p.kind == kind for p in points)
+    ]  # fmt: skip
+    series += [
+        {
+            "type": "line", "name": "95 %", "silent": True, "showSymbol": False,
+            "lineStyle": {"color": _KINDS[p.kind][1], "width": 1.5, "opacity": 0.45},
+            "data": [[p.time_us, max(p.low, least)], [p.time_us, min(p.high, most)]],
+            "tooltip": {"show": False},
+        }
+        for p in points
+    ]  # fmt: skip
+    series[0]["markLine"] = {
+        "silent": True, "symbol": "none", "data": [{"yAxis": round(limit, 3)}],
+        "lineStyle": {"color": COLORS[3], "type": "dashed"},
+        "label": {"formatter": "budget", "position": "insideStartTop", "color": COLORS[3]},
+    }  # fmt: skip
+    titled = {"nameTextStyle": {"color": _MUTED}, "nameLocation": "middle"}
+    ends = {"color": _MUTED, "fontSize": 11.5, "showMinLabel": False, "showMaxLabel": False}
+    return _frame() | {
+        "grid": {"left": 34, "right": 24, "top": 34, "bottom": 26, "containLabel": True},
+        "legend": {"top": 0, "right": 0, "textStyle": {"color": _MUTED}, "itemWidth": 10,
+                   "data": [s["name"] for s in series if s["type"] == "scatter"]},
+        "tooltip": {**_frame()["tooltip"], "trigger": "item", ":formatter": "p => p.data.name"},
+        "xAxis": _axis("value", min=0, name="µs a batch", nameGap=26, **titled),
+        "yAxis": _axis("value", min=round(least, 2), max=round(min(most, max(100.0, *values)), 2),
+                       name=f"{shorten(metric)} (%)", nameGap=48, axisLabel=ends, **titled),
+        "series": series,
+    }  # fmt: skip
 
 
 def shorten(name: str, most: int = 18) -> str:

@@ -78,6 +78,15 @@ def note(content: str, kind: str = "") -> None:
     text("div", content).classes(f"note {kind}")
 
 
+def refused(error: TessellaError, advice: str) -> None:
+    """What a page shows in place of something that is not there or cannot be read; it is a 404."""
+    ui.context.client.status_code = 404
+    with card("What went wrong"):
+        said = str(error)
+        note(said[:1].upper() + said[1:], "bad")
+        text("p", advice).classes("muted")
+
+
 def badge(status: str) -> Element:
     """A job's or run's state: running, done, failed, waiting, aborted."""
     return text("span", status).classes(f"badge {status}")
@@ -129,9 +138,22 @@ def telling() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A table cell that is a bar: ``fraction`` of the column's width, with a text beside it."""
+    """A table cell that is a bar: ``fraction`` of the column's width, with a text beside it.
+
+    Attributes:
+        inner: the part of the column's width that is drawn dark, if it has two parts.
+    """
 
     fraction: float
+    text: str
+    inner: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A table cell that leads to another page of the studio."""
+
+    to: str
     text: str
 
 
@@ -141,7 +163,7 @@ class Column:
     classes: str = ""  # r: to the right, m: monospaced
 
 
-Cell = str | Bar
+Cell = str | Bar | Link
 
 
 def table(
@@ -162,13 +184,21 @@ def table(
 
 
 def _cell(value: Cell) -> str:
+    if isinstance(value, Link):
+        return f'<a href="{escape(value.to)}">{escape(value.text)}</a>'
     if isinstance(value, Bar):
-        width = round(100 * min(1.0, max(0.0, value.fraction)))
+        whole = _pixels(value.fraction)
+        inner = whole if value.inner is None else min(whole, _pixels(value.inner))
+        rest = f'<i class="rest" style="width:{whole - inner}px"></i>' if whole > inner else ""
         return (
-            f'<div class="bar"><i style="width:{width}px"></i>'
+            f'<div class="bar"><i style="width:{inner}px"></i>{rest}'
             f"<span>{escape(value.text)}</span></div>"
         )
     return escape(value)
+
+
+def _pixels(fraction: float) -> int:
+    return round(100 * min(1.0, max(0.0, fraction)))
 
 
 class Track:

@@ -1,5 +1,5 @@
 """Pictures by URL: thumbnails from a dataset's shards, resize previews, layer views, drawn
-networks.
+networks; and traces to download.
 
 Pages name them in ``src`` attributes, so that they are loaded when they come into view and never
 travel through the socket. Every reference is checked to lie in the workspace.
@@ -8,6 +8,7 @@ travel through the socket. Every reference is checked to lie in the workspace.
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,14 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
             return Response(status_code=404)
         kind = "image/svg+xml" if path.suffix == ".svg" else "image/png"
         return FileResponse(path, media_type=kind, headers=_STILL | {"Cache-Control": "no-cache"})
+
+    @routes.get("/trace/{key}")
+    def trace(key: str) -> Response:
+        """A trace that ``tessella profile`` wrote, to be kept and opened in Perfetto."""
+        path = workspace.own("traces") / f"{key}.json"
+        if not re.fullmatch(r"[0-9a-f]{24}", key) or not path.is_file():
+            return Response(status_code=404)
+        return FileResponse(path, media_type="application/json", filename=f"trace-{key[:8]}.json")
 
     return routes
 

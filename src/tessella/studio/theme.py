@@ -22,6 +22,7 @@ STEPS = (
     ("Explore", "/explore"),
     ("Plan", "/plan"),
 )
+RESPONSE_S = 60.0  # that a page may take to be built: a busy machine reads large plans slowly
 _THEMES = {"auto": None, "light": False, "dark": True}
 _ICONS = {"auto": "brightness_auto", "light": "light_mode", "dark": "dark_mode"}
 
@@ -34,8 +35,12 @@ _FIRST_PAINT = {
 
 
 @contextmanager
-def frame(title: str, subtitle: str, root: Path) -> Iterator[None]:
-    """Everything around a page's content: ``with frame("Data", "…", workspace.root): …``."""
+def frame(title: str, subtitle: str, root: Path, *, step: str = "") -> Iterator[None]:
+    """Everything around a page's content: ``with frame("Data", "…", workspace.root): …``.
+
+    Args:
+        step: the step of the header that the page belongs to, if it is not the title.
+    """
     client = ui.context.client
     client.title = f"{title} · Tessella"
     chosen = client.request.cookies.get("tessella_theme", "auto")
@@ -46,7 +51,7 @@ def frame(title: str, subtitle: str, root: Path) -> Iterator[None]:
         f'<link rel="stylesheet" href="/static/studio.css?v={VERSION}">'
         f'<script src="/static/studio.js?v={VERSION}"></script>'
     )
-    _header(title, theme, root)
+    _header(step or title, theme, root)
     with ui.element("main").classes("page"):
         with ui.element("div").classes("head"):
             with ui.element("div"):

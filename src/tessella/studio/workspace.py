@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
+from tessella.artifacts import front
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.plan import Plan, load_plan
@@ -114,6 +115,9 @@ class Workspace:
                 if marker in files:
                     yield kind, here  # type: ignore[misc]
                     folders.clear()
+            if front.FILE in files:  # its plans are shown with the plan that was chosen of them
+                folders.clear()
+                continue
             for file in files:
                 if file.endswith(".plan") and not file.startswith("."):
                     yield "plan", here / file
@@ -147,6 +151,11 @@ class Workspace:
             if found.item is not None and found.item.info.content_hash == content_hash:
                 return found.path
         return None
+
+
+def plain_name(name: str) -> str:
+    """A name for an artifact made of any text: letters, digits, dashes."""
+    return "".join(c if c.isalnum() or c in "_-" else "-" for c in name).strip("-")[:60]
 
 
 def _newest_first(found: Iterator[Found[T]]) -> list[Found[T]]:

@@ -19,10 +19,11 @@ from tessella.jobs.job import JobSpec
 from tessella.studio import charts, parts
 from tessella.studio.desk import Desk
 from tessella.studio.feed import Feed
-from tessella.studio.theme import frame, text
-from tessella.studio.workspace import Found
+from tessella.studio.theme import RESPONSE_S, frame, text
+from tessella.studio.workspace import Found, plain_name
 
 PAGE_SIZE = 60
+MISSING = "Choose a dataset at the left, or import the images again."
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".gif")
 LOOK_AT_MOST = 20_000  # directory entries, in search of an example image
 
@@ -35,7 +36,7 @@ MODES: tuple[tuple[ResizeMode, str, str], ...] = (
 
 
 def register(desk: Desk) -> None:
-    @ui.page("/data")
+    @ui.page("/data", response_timeout=RESPONSE_S)
     async def data(
         dataset: str = "", split: str = "", label: int = -1, page: int = 1, job: str = ""
     ) -> None:
@@ -43,11 +44,14 @@ def register(desk: Desk) -> None:
         with frame("Data", "What the network will learn from.", desk.workspace.root):
             with parts.box("split"):
                 if dataset:
-                    opened = desk.workspace.dataset(dataset)
                     with parts.box("stack"):
                         _list(found, dataset)
                     with parts.box("stack"):
-                        _Dataset(desk, opened, dataset, split, label, page)
+                        try:
+                            opened = desk.workspace.dataset(dataset)
+                            _Dataset(desk, opened, dataset, split, label, page)
+                        except TessellaError as error:
+                            parts.refused(error, MISSING)
                     return
                 _New(desk, found, job)
 
@@ -109,7 +113,11 @@ class _New:
                 self._command = parts.Command()
         self._changed()
         if job:
-            self._watch(job)
+            try:
+                self._watch(job)
+            except TessellaError as error:
+                with self._progress:
+                    parts.refused(error, MISSING)
 
     def _form(self) -> None:
         source = ui.input("Folder on this machine", on_change=self._set("source"))
@@ -311,11 +319,6 @@ def size_of(written: str) -> tuple[int, int]:
     if len(numbers) in (1, 2) and all(n.isdigit() and 0 < int(n) <= 16_384 for n in numbers):
         return int(numbers[0]), int(numbers[-1])
     raise UsageError("a size is one number or height x width", seen=written, fix="224 or 224x320")
-
-
-def plain_name(name: str) -> str:
-    """A name for an artifact made of any text: letters, digits, dashes."""
-    return "".join(c if c.isalnum() or c in "_-" else "-" for c in name).strip("-")[:60]
 
 
 def first_image(folder: Path) -> Path | None:

@@ -22,16 +22,17 @@ from tessella.studio.feed import Feed
 from tessella.studio.layers import Layers
 from tessella.studio.pages.data import example_address, field
 from tessella.studio.quick import ask
-from tessella.studio.theme import frame, text
+from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import open_dataset
 
 EXAMPLES = 12
 SAMPLES = 48  # shown of a cell of the confusion matrix
 LAYERS_TIMEOUT_S = 300.0
+MISSING = "Open another run from Monitor; a damaged checkpoint can be deleted, older ones stay."
 
 
 def register(desk: Desk) -> None:
-    @ui.page("/explore")
+    @ui.page("/explore", response_timeout=RESPONSE_S)
     async def explore(run: str = "", checkpoint: str = "") -> None:
         await _page(desk, run, checkpoint)
 
@@ -39,17 +40,28 @@ def register(desk: Desk) -> None:
 async def _page(desk: Desk, run_ref: str, checkpoint_ref: str) -> None:
     space = desk.workspace
     found = [f for f in await threads.io_bound(space.runs) if f.item is not None]
-    runs = {f.ref: f.item for f in found if f.item is not None and f.item.checkpoints()}
+    runs = {f.ref: f.item for f in found if f.item is not None and _has_checkpoint(f.path)}
     if checkpoint_ref and not run_ref:
         run_ref = next((r for r in runs if checkpoint_ref.startswith(f"{r}/")), "")
     run_ref = run_ref or next(iter(runs), "")
     with frame("Explore", "What the network sees, and where it errs.", space.root):
         if run_ref not in runs:  # also a run before its first one: never another in its place
+            if run_ref and run_ref not in [f.ref for f in found]:
+                try:
+                    space.run(run_ref)
+                except TessellaError as error:
+                    parts.refused(error, MISSING)
+                    return
             with parts.empty("There is no checkpoint yet", "Train a network first; its first "
                              "checkpoint comes after the first epoch."):  # fmt: skip
                 parts.button("Train a network", lambda: ui.navigate.to("/train"))
             return
-        chosen = space.checkpoint(checkpoint_ref) if checkpoint_ref else best_of(runs[run_ref])
+        try:
+            chosen = space.checkpoint(checkpoint_ref) if checkpoint_ref else best_of(runs[run_ref])
+            runs[run_ref].checkpoints()
+        except TessellaError as error:
+            parts.refused(error, MISSING)
+            return
         with parts.box("split"):
             with parts.box("stack"):
                 _chooser(desk, runs, run_ref, chosen)
@@ -58,6 +70,10 @@ async def _page(desk: Desk, run_ref: str, checkpoint_ref: str) -> None:
                 _about(chosen)
                 classify.layers_box()
                 _Errors(desk, chosen)
+
+
+def _has_checkpoint(run: Path) -> bool:
+    return any((run / "checkpoints").glob("step-*/checkpoint.json"))
 
 
 def best_of(run_: Run) -> Checkpoint:

@@ -10,17 +10,18 @@ from nicegui import ui
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.plan import Plan
 from tessella.artifacts.run import Run
+from tessella.core.errors import TessellaError
 from tessella.jobs.job import Job
 from tessella.studio import parts
 from tessella.studio.desk import Desk
-from tessella.studio.theme import frame, text
+from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found
 
 SHOWN = 8  # of each kind; the pages list all
 
 
 def register(desk: Desk) -> None:
-    @ui.page("/")
+    @ui.page("/", response_timeout=RESPONSE_S)
     async def home() -> None:
         space = desk.workspace
         datasets = await threads.io_bound(space.datasets)
@@ -147,7 +148,11 @@ def job_item(job: Job) -> None:
 
 def accuracy(run: Run | None) -> str:
     """The best validation accuracy of a run so far, for people."""
-    scores = [] if run is None else [c.info.metrics.get("val/accuracy") for c in run.checkpoints()]
+    try:
+        found = [] if run is None else run.checkpoints()
+    except TessellaError:
+        return "damaged"
+    scores = [c.info.metrics.get("val/accuracy") for c in found]
     best = max((s for s in scores if s is not None), default=None)
     return "" if best is None else f"{100 * best:.2f} %"
 

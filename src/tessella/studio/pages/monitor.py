@@ -15,6 +15,7 @@ from nicegui import run as threads
 from nicegui import ui
 
 from tessella.artifacts.run import Run
+from tessella.core.errors import ArtifactError, TessellaError
 from tessella.core.record import to_plain
 from tessella.jobs import commands
 from tessella.jobs.job import Job
@@ -23,11 +24,12 @@ from tessella.studio.desk import Desk
 from tessella.studio.feed import Feed, Point, tail, thin
 from tessella.studio.machine import Machine
 from tessella.studio.pages.home import accuracy, ago, job_item
-from tessella.studio.theme import frame, text
+from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found
 
 LOOK_INTERVAL_S = 1.0
 SIDE_INTERVAL_S = 3.0
+MISSING = "Choose a run at the left, or train one: a run is a folder with a run.json."
 SILENT_S = 90.0  # a run of no job of ours that wrote nothing for so long is not running
 
 # Which curve a metric belongs to, by the end of its name.
@@ -35,7 +37,7 @@ CURVES = (("Loss", "loss"), ("Accuracy", "accuracy"), ("Learning rate", "lr"))
 
 
 def register(desk: Desk) -> None:
-    @ui.page("/monitor")
+    @ui.page("/monitor", response_timeout=RESPONSE_S)
     async def monitor(run: str = "", job: str = "") -> None:
         await _page(desk, run, job)
 
@@ -43,22 +45,33 @@ def register(desk: Desk) -> None:
 async def _page(desk: Desk, ref: str, job_id: str) -> None:
     space = desk.workspace
     runs = await threads.io_bound(space.runs)
-    job = desk.store.job(job_id) if job_id else None
+    job, problem = None, None
+    try:
+        job = desk.store.job(job_id) if job_id else None
+    except TessellaError as error:
+        problem = error
     if job is not None and job.kind == "train" and (out := desk.output_of(job)) is not None:
         ref = space.ref(out)
-    if not ref and job is None and runs:
-        ref = runs[0].ref
+    if not ref and not job_id and runs:
+        ref = next((f.ref for f in runs if f.item is not None), "")
     with frame("Monitor", "What a run is doing, while it does it.", space.root):
         with parts.box("split"):
             _side(desk, ref)
             with parts.box("stack"):
-                if ref:
-                    await _watch_run(desk, space.path(ref))
-                elif job is not None:
-                    await _watch_job(desk, job)
-                else:
-                    with parts.empty("Nothing to watch yet", "Start a training; it appears here."):
-                        parts.button("Train a network", lambda: ui.navigate.to("/train"))
+                try:
+                    if problem is not None:
+                        raise problem
+                    if ref:
+                        await _watch_run(desk, space.path(ref))
+                    elif job is not None:
+                        await _watch_job(desk, job)
+                except TessellaError as error:
+                    parts.refused(error, MISSING)
+                    return
+                if ref or job is not None:
+                    return
+                with parts.empty("Nothing to watch yet", "Start a training; it appears here."):
+                    parts.button("Train a network", lambda: ui.navigate.to("/train"))
 
 
 def _side(desk: Desk, ref: str) -> None:
@@ -66,6 +79,8 @@ def _side(desk: Desk, ref: str) -> None:
     with parts.box("stack"):
         Machine(str(desk.workspace.root))
         with parts.card("Runs", tight=True):
+            with parts.link("/compare", "small"):
+                text("span", "Compare runs")
             listed = parts.box("list").style("max-height:44vh;overflow:auto")
         with parts.card("Jobs", tight=True) as jobs_card:
             jobs_list = parts.box("list")
@@ -147,8 +162,7 @@ async def _wait_for(desk: Desk, path: Path) -> None:
     """A run whose job has not begun it yet: its job is shown until it does."""
     job = desk.job_for(path)
     if job is None:
-        parts.note("There is no run here.", "bad")
-        return
+        raise ArtifactError("there is no run here", seen=desk.workspace.ref(path))
     await _watch_job(desk, job)
 
     def begun() -> None:
@@ -200,7 +214,7 @@ class _Head:
 
     def show(self, feed: Feed, job: Job | None) -> None:
         self._job = job
-        status = job.status if job is not None else _status_of(feed)
+        status = job.status if job is not None else status_of(feed)
         if self._badge.text != status:
             self._badge.classes(remove=self._badge.text, add=status)
             self._badge.text = status
@@ -332,7 +346,7 @@ def _log_path(desk: Desk, path: Path) -> Path | None:
     return None if job is None else job.log_path
 
 
-def _status_of(feed: Feed) -> str:
+def status_of(feed: Feed) -> str:
     """The state of a run that no job of ours drives, from what its log says."""
     if feed.error:
         return "failed"

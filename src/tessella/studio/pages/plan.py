@@ -1,48 +1,54 @@
-"""Plan: compile a checkpoint, see which kernels were chosen and why, verify it, serve it."""
+"""Plan: compile a checkpoint, see which kernels were chosen and why, what it costs, serve it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
 
 from nicegui import run as threads
 from nicegui import ui
 
 from tessella.artifacts.plan import Candidate, Plan
 from tessella.artifacts.program import Bucket
-from tessella.core.device import default_target
-from tessella.core.errors import TessellaError, UsageError
-from tessella.core.record import digest, parse_json
+from tessella.core.errors import TessellaError
 from tessella.jobs import commands
-from tessella.jobs.job import Job, JobSpec
+from tessella.jobs.job import Job
 from tessella.studio import parts
+from tessella.studio.compile_form import CompileForm
 from tessella.studio.desk import Desk
 from tessella.studio.feed import Feed
-from tessella.studio.pages.data import field, plain_name
-from tessella.studio.pages.explore import best_of, number_of
-from tessella.studio.theme import frame, text
+from tessella.studio.pages.data import field
+from tessella.studio.plan_accuracy import Accuracy, show_layers
+from tessella.studio.plan_front import show_front
+from tessella.studio.plan_profile import Profile
+from tessella.studio.plan_service import Service
+from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found
 
-TARGETS = {"cpu": "cpu", "sm_90": "sm_90 (H100, H200)", "reference": "reference"}
-PRECISIONS = ["fp32", "tf32", "bf16", "fp16"]
+MISSING = (
+    "Choose a plan at the left, or compile a run: a damaged plan is built again by its command."
+)
 
 
 def register(desk: Desk) -> None:
-    @ui.page("/plan")
+    @ui.page("/plan", response_timeout=RESPONSE_S)
     async def plan(plan: str = "", source: str = "", job: str = "") -> None:
         found = await threads.io_bound(desk.workspace.plans)
-        if not plan and not source and not job and found and found[0].item is not None:
-            plan = found[0].ref
-        opened = await threads.io_bound(desk.workspace.plan, plan) if plan else None
+        if not plan and not source and not job:
+            plan = next((f.ref for f in found if f.item is not None), "")
         with frame("Plan", "The network as one file, tuned for this machine.", desk.workspace.root):
             with parts.box("split"):
                 with parts.box("stack"):
-                    form = _Compile(desk, source)
+                    form = _Compile(desk, source, found)
                     _list(found, plan)
                 with parts.box("stack"):
-                    form.progress_box(job)
+                    try:
+                        form.progress_box(job)
+                        opened = await threads.io_bound(desk.workspace.plan, plan) if plan else None
+                    except TessellaError as error:
+                        parts.refused(error, MISSING)
+                        return
                     if opened is not None:
-                        _Plan(desk, opened, plan)
+                        _Plan(desk, opened, plan, found)
                     elif not job:
                         with parts.empty("No plan yet" if not found else "Choose a plan",
                                          "Compile a run at the left: the network is fused, laid "
@@ -64,78 +70,72 @@ def _list(found: list[Found[Plan]], here: str) -> None:
                         continue
                     text("span", parts.nbytes(entry.path.stat().st_size)).classes("detail num")
                     manifest = entry.item.manifest
-                    line = f"{manifest.fingerprint.target} · {manifest.precision}"
+                    line = f"{manifest.fingerprint.target} · {precision_named(entry.item)}"
                     text("span", line).classes("detail cut")
 
 
 class _Compile:
-    """The form that makes a plan."""
+    """The form that makes a plan, its command, and the progress of what was started."""
 
-    def __init__(self, desk: Desk, source: str) -> None:
+    def __init__(self, desk: Desk, source: str, plans: list[Found[Plan]]) -> None:
         self._desk = desk
-        runs = [f for f in desk.workspace.runs() if f.item is not None and f.item.checkpoints()]
-        names = {f.ref: f"{f.path.name} ({f.item.recipe.network})" for f in runs if f.item}
+        self._form: CompileForm | None = None
+        runs = {f.ref: f for f in desk.workspace.runs() if f.item is not None}
+        names = {
+            r: f"{f.path.name} ({f.item.recipe.network})"
+            for r, f in runs.items()
+            if f.item and any((f.path / "checkpoints").glob("step-*/checkpoint.json"))
+        }
         with parts.card("Compile"):
             if not names:
                 text("p", "Train a network first: a plan is made of a checkpoint.").classes("muted")
-                self._source = None
                 return
-            self._source = field(
-                ui.select(names, value=source if source in names else next(iter(names)),
-                          label="Best checkpoint of", on_change=self._changed)
-            )  # fmt: skip
-            self._name = field(ui.input("Name", on_change=self._changed))
-            with parts.box("fields"):
-                self._target = field(
-                    ui.select(TARGETS, value=default_target(), label="Target",
-                              on_change=self._changed)
-                )  # fmt: skip
-                self._precision = field(
-                    ui.select(PRECISIONS, value="fp32", label="Precision", on_change=self._changed)
-                )
-                self._batch = field(
-                    ui.input(
-                        "Batch: least, usual, most", value="1, 8, 32", on_change=self._changed
-                    ),
-                    "wide",
-                )
+            infos = {r: f.item.info for r, f in runs.items() if f.item}
+            datasets = {f.ref: f.item for f in desk.workspace.datasets() if f.item is not None}
+            by_hash = {d.info.content_hash: ref for ref, d in datasets.items()}
+            self._form = CompileForm(
+                names,
+                source if source in names else next(iter(names)),
+                classes={r: i.labels for r, i in infos.items()},
+                homes={r: by_hash.get(i.dataset_hash) for r, i in infos.items()},
+                datasets=datasets,
+                plans={f.ref: f.item for f in plans if f.item is not None},
+                on_change=self._changed,
+            )
             self._problem = text("div", "").classes("note bad")
             parts.button("Compile", self._start, icon="bolt")
             self._command = parts.Command()
         self._changed()
 
     def progress_box(self, job: str) -> None:
-        """Where a compilation shows its progress."""
+        """Where a compilation shows its progress.
+
+        Raises:
+            JobError: there is no such job.
+        """
         self._box = ui.element("div").classes("stack")
         self._box.set_visibility(False)
         if job:
-            with parts.telling():
-                self._watch(self._desk.store.job(job))
-
-    def _spec(self) -> JobSpec:
-        source = self._source.value
-        name = plain_name(self._name.value or Path(source).name)
-        return commands.compile_plan(
-            source,
-            f"plans/{name}.plan",
-            target=self._target.value,
-            precision=self._precision.value,
-            batches=_batches(self._batch.value or ""),
-        )
+            self._watch(self._desk.store.job(job))
 
     def _changed(self) -> None:
+        if self._form is None:  # it is being made
+            return
+        problem = ""
         try:
-            self._command.show(commands.shown(self._spec()))
-            self._problem.text = ""
+            wanted = self._form.wanted()
+            self._form.suggest(wanted.plan_name)
+            self._command.show(commands.shown(wanted.spec()))
         except TessellaError as error:
-            self._problem.text = str(error)
-        self._problem.set_visibility(bool(self._problem.text))
+            problem = str(error)
+        self._problem.text = problem
+        self._problem.set_visibility(bool(problem))
 
     def _start(self) -> None:
         with parts.telling():
-            name = plain_name(self._name.value or Path(self._source.value).name)
-            self._desk.workspace.new_path("plan", name)
-            self._watch(self._desk.store.submit(self._spec()))
+            wanted = self._form.wanted()
+            self._desk.workspace.new_path("plan", wanted.plan_name)
+            self._watch(self._desk.store.submit(wanted.spec()))
 
     def _watch(self, job: Job) -> None:
         feed = Feed(job.events_path)
@@ -166,24 +166,14 @@ class _Compile:
             timer = ui.timer(0.5, look)
 
 
-def _batches(written: str) -> tuple[int, ...]:
-    numbers = [n.strip() for n in written.split(",")]
-    if len(numbers) not in (1, 3) or not all(n.isdigit() and int(n) > 0 for n in numbers):
-        raise UsageError(
-            "a batch is one size, or the smallest, the usual and the largest",
-            seen=written,
-            fix="8, or 1, 8, 32",
-        )
-    return tuple(int(n) for n in numbers)
-
-
 class _Plan:
-    """One plan: numbers, steps, why each kernel, accuracy receipt, service."""
+    """One plan: numbers, the search that it comes from, steps, why each kernel, what it costs."""
 
-    def __init__(self, desk: Desk, plan: Plan, ref: str) -> None:
+    def __init__(self, desk: Desk, plan: Plan, ref: str, plans: list[Found[Plan]]) -> None:
         self._desk, self._plan, self._ref = desk, plan, ref
         self._bucket = plan.program.buckets[-1]
         self._head()
+        show_front(desk, desk.workspace.path(ref))
         with parts.card() as _:
             with parts.box("row-line wrap"):
                 text("h2", "Steps").classes("grow")
@@ -193,37 +183,50 @@ class _Plan:
                 )
             self._steps = ui.element("div").classes("stack")
         self._show_steps()
+        self._profile = Profile(desk, plan, ref)
         with parts.box("duo"):
-            self._receipt()
-            self._service()
+            with parts.box("stack"):
+                Accuracy(desk, plan, ref)
+                _memory(plan)
+            with parts.box("stack"):
+                show_layers(plan, self._bucket)
+                Service(desk, plan, ref)
+                self._difference([f.ref for f in plans if f.item is not None and f.ref != ref])
         with parts.card("How to do the same"):
             parts.Command(plan.manifest.rebuild)
 
     def _head(self) -> None:
-        manifest, path = self._plan.manifest, self._desk.workspace.path(self._ref)
-        weights = sum(t.numel() * t.element_size() for t in self._plan.weights.values())
+        plan, manifest = self._plan, self._plan.manifest
+        path = self._desk.workspace.path(self._ref)
+        weights = sum(t.numel() * t.element_size() for t in plan.weights.values())
+        numbers = [
+            ("target", manifest.fingerprint.target),
+            ("precision", precision_named(plan)),
+            ("input", manifest.inputs[0].dtype),
+            ("steps", str(len(self._bucket.steps))),
+            (f"one batch of {self._bucket.batch}", total_time(plan, self._bucket)),
+            ("file", parts.nbytes(path.stat().st_size)),
+            ("weights", parts.nbytes(weights)),
+            ("memory", parts.nbytes(self._bucket.held_bytes)),
+        ]
+        if manifest.fingerprint.target.startswith("sm_"):
+            code = sum(map(len, plan.compiled.cubins.values()))
+            count = len(plan.compiled.kernels)
+            said = f"{parts.nbytes(code)}, {count} kernels" if count else "none"
+            numbers.append(("machine code carried", said))
         with parts.card():
             text("h2", path.stem).style("font-size:19px")
-            parts.stats(
-                [
-                    ("target", manifest.fingerprint.target),
-                    ("precision", manifest.precision),
-                    ("steps", str(len(self._bucket.steps))),
-                    (
-                        "one batch of " + str(self._bucket.batch),
-                        total_time(self._plan, self._bucket),
-                    ),
-                    ("file", parts.nbytes(path.stat().st_size)),
-                    ("weights", parts.nbytes(weights)),
-                    ("arena", parts.nbytes(self._bucket.arena_bytes)),
-                ]
-            )
+            parts.stats(numbers)
             text("p", f"Built from {manifest.built_from} for {manifest.fingerprint.name} "
                  f"({manifest.fingerprint.arch}).").classes("muted small")  # fmt: skip
+            if manifest.imports:
+                modules = ", ".join(sorted(set(manifest.imports.values())))
+                parts.note(f"It needs operators of your own: import {modules} before it is loaded.")
 
     def _choose(self, event) -> None:
         self._bucket = next(b for b in self._plan.program.buckets if b.batch == event.value)
         self._show_steps()
+        self._profile.show(self._bucket.batch)
 
     def _show_steps(self) -> None:
         tried = _candidates(self._plan, self._bucket.batch)
@@ -271,180 +274,73 @@ class _Plan:
         }  # fmt: skip
         if not names:
             return
+        first = next((n for n in names if len(tried[n]) > 1), next(iter(names)))
         box = None
 
         def show(step: str) -> None:
             rows, marked = _rows(tried[step])
+            config = next(s.config for s in self._bucket.steps if s.outputs[0] == step)
             box.clear()
             with box:
                 parts.table(
                     [
                         parts.Column(title="kernel", classes="m nowrap"),
                         parts.Column(title="time"),
+                        parts.Column(title="workspace", classes="r"),
                         parts.Column(title="or why not"),
                     ],
                     rows,
                     marked,
                 )
+                if config:
+                    said = ", ".join(f"{k} {v}" for k, v in sorted(config.items()))
+                    text("p", f"Configuration of the chosen one: {said}").classes("muted small")
 
         with parts.box("row-line wrap"):
             text("h2", "Why this kernel").classes("grow")
             field(
-                ui.select(names, value=next(iter(names)), label="Step",
+                ui.select(names, value=first, label="Step",
                           on_change=lambda e: show(e.value))
             ).style("width:min(420px,100%)")  # fmt: skip
-        box = ui.element("div")
-        show(next(iter(names)))
+        box = ui.element("div").classes("stack")
+        show(first)
 
-    def _receipt(self) -> None:
-        """Accuracy that the plan carries, and its comparison with the checkpoint."""
-        manifest = self._plan.manifest
-        with parts.card("Accuracy receipt"):
-            if manifest.accuracy:
-                text("p", "Measured on the checkpoint:").classes("muted small")
-                parts.stats([(n.replace("/", " "), number_of(n, v))
-                             for n, v in sorted(manifest.accuracy.items())])  # fmt: skip
-            else:
-                text("p", "This plan carries none.").classes("muted")
-            self._report = ui.element("div").classes("stack")
-        self._show_report()
-
-    def _verify_spec(self, out: str) -> JobSpec | None:
-        """The comparison with the checkpoint, if both it and its dataset are in the workspace."""
-        space = self._desk.workspace
-        built_from = space.root / self._plan.manifest.built_from
-        dataset = None
-        for found in space.runs():
-            if found.item is not None and built_from.is_relative_to(found.path):
-                dataset = space.find_dataset(found.item.info.dataset_hash)
-                source = best_of(found.item).path if built_from == found.path else built_from
-                break
-        if dataset is None:
-            return None
-        return commands.verify(
-            self._ref,
-            space.ref(source),
-            space.ref(dataset),
-            target=self._plan.manifest.fingerprint.target,
-            out=out,
-        )
-
-    def _report_path(self) -> Path:
-        stat = self._desk.workspace.path(self._ref).stat()
-        key = digest([self._ref, stat.st_mtime_ns, stat.st_size])[:24]
-        return self._desk.workspace.own("verifications") / f"{key}.json"
-
-    def _show_report(self) -> None:
-        self._report.clear()
-        with self._report:
-            if self._report_path().exists():
-                told = parse_json(self._report_path().read_bytes(), where="verification")
-                parts.stats([
-                    ("accuracy of the plan", f"{100 * told['plan_accuracy']:.2f} %"),
-                    ("same answer", f"{100 * told['agreement']:.2f} % of {told['samples']:,}"),
-                    ("largest difference", f"{told['max_abs_diff']:.2g}"),
-                ])  # fmt: skip
-                if told["flips"]:
-                    columns = [
-                        parts.Column(title=t) for t in ("image", "truth", "checkpoint", "plan")
-                    ]
-                    parts.table(columns, [(f["path"], f["truth"], f["checkpoint"], f["plan"])
-                                          for f in told["flips"][:100]])  # fmt: skip
+    def _difference(self, others: list[str]) -> None:
+        """Leads to the comparison with another plan."""
+        with parts.card("Compare with another plan", "steps, times, memory"):
+            if not others:
+                text("p", "There is no other plan.").classes("muted small")
                 return
-            spec = self._verify_spec(self._desk.workspace.ref(self._report_path()))
-            if spec is None:
-                text("p", "Its checkpoint or dataset is not in this workspace, so there is nothing "
-                     "to compare with.").classes("muted small")  # fmt: skip
-                return
-            parts.plain_button("Compare with the checkpoint", lambda: self._verify(spec), "balance")
-            parts.Command(commands.shown(self._verify_spec("report.json")))
+            other = field(ui.select(others, value=others[0], label="Plan"))
 
-    def _verify(self, spec: JobSpec) -> None:
-        with parts.telling():
-            job = self._desk.store.submit(spec)
-        self._report.clear()
-        with self._report:
-            text("p", "Comparing, sample by sample …").classes("muted small")
+            def go() -> None:
+                ui.navigate.to(parts.address("/diff", a=other.value, b=self._ref))
 
-        def look() -> None:
-            now = self._desk.store.job(job.id)
-            if now.ended:
-                timer.cancel()
-                self._show_report()
-                if now.status != "done":
-                    with self._report:
-                        parts.note(now.error or "The comparison was stopped.", "bad")
+            parts.plain_button("Compare", go, "difference")
 
-        with self._report:
-            timer = ui.timer(0.7, look)
 
-    # --- service ------------------------------------------------------------------------
-
-    def _service(self) -> None:
-        with parts.card("Serve", "Open Inference Protocol over HTTP"):
-            with parts.box("row-line"):
-                self._port = field(ui.number("Port", value=8000, precision=0, min=1, max=65_535))
-                self._port.style("width:120px")
-                self._start = parts.button("Serve", self._serve, icon="cloud_upload")
-                self._stop = parts.plain_button("Stop", self._stop_serving, "stop")
-                self._state = parts.badge("waiting")
-            self._line = parts.Command()
-            self._curl = parts.Command()
-        self._shown = ""
-        self._refresh()
-        ui.timer(1.0, self._refresh)
-
-    def _name(self) -> str:
-        return plain_name(Path(self._ref).stem) or "model"
-
-    def _serve_spec(self) -> JobSpec:
-        gpus = 1 if self._plan.manifest.fingerprint.target.startswith("sm_") else 0
-        port = int(self._port.value or 8000)
-        return commands.serve({self._name(): self._ref}, port=port, gpus=gpus)
-
-    def _serving(self) -> Job | None:
-        """The job that serves this plan now."""
-        ending = f"={self._ref}"
-        return next(
-            (j for j in self._desk.store.jobs()
-             if j.kind == "serve" and not j.ended and any(a.endswith(ending) for a in j.argv)),
-            None,
+def _memory(plan: Plan) -> None:
+    """What the values take at each batch size, beside the least that they can."""
+    with parts.card("Memory", "values, beside the weights"):
+        columns = [parts.Column(title="batch", classes="r"), parts.Column(title="held")]
+        columns += [parts.Column(title=t, classes="r") for t in ("least", "×")]
+        most = max(b.held_bytes for b in plan.program.buckets) or 1
+        parts.table(
+            columns,
+            [
+                (str(b.batch), parts.Bar(fraction=b.held_bytes / most, inner=b.peak_bytes / most,
+                                         text=parts.nbytes(b.held_bytes)),
+                 parts.nbytes(b.peak_bytes), f"{b.packing:.2f}")
+                for b in plan.program.buckets
+            ],
         )  # fmt: skip
-
-    def _refresh(self) -> None:
-        job = self._serving()
-        self._start.set_visibility(job is None)
-        self._stop.set_visibility(job is not None)
-        self._state.set_visibility(job is not None)
-        port = int(self._port.value or 8000)
-        if job is not None:
-            self._state.classes(remove=self._state.text, add=job.status)
-            self._state.text = job.status
-            port = int(job.argv[job.argv.index("--port") + 1])
-        lines = commands.shown(self._serve_spec()), curl(self._name(), port, self._plan)
-        if self._shown != str(lines):
-            self._shown = str(lines)
-            self._line.show(lines[0])
-            self._curl.show(lines[1])
-
-    def _serve(self) -> None:
-        with parts.telling():
-            self._desk.store.submit(self._serve_spec())
-        self._refresh()
-
-    def _stop_serving(self) -> None:
-        job = self._serving()
-        if job is not None:
-            with parts.telling():
-                self._desk.store.abort(job.id)
+        text("p", "The least is what lives at once at the peak: no way to lay the values out holds "
+             "less.").classes("muted small")  # fmt: skip
 
 
-def curl(name: str, port: int, plan: Plan) -> str:
-    """A request to try: an image where the plan takes images, its metadata otherwise."""
-    url = f"http://127.0.0.1:{port}/v2/models/{name}"
-    if plan.manifest.preprocess is None:
-        return f"curl -s {url}"
-    return f"curl -s {url}/classify --data-binary @picture.png"
+def precision_named(plan: Plan) -> str:
+    """The precision of all layers, or that each has its own."""
+    return "by layer" if plan.manifest.precisions else plan.manifest.precision
 
 
 def total_time(plan: Plan, bucket: Bucket) -> str:
@@ -474,5 +370,9 @@ def _rows(candidates: list[Candidate]) -> tuple[list[tuple[parts.Cell, ...]], li
         if c.time_us is not None:
             spread = "" if c.spread_us is None else f" ± {c.spread_us:.1f}"
             shown = parts.Bar(fraction=c.time_us / slowest, text=f"{c.time_us:,.1f}{spread} µs")
-        rows.append((c.kernel, shown, c.refused or ("chosen" if c.chosen else "slower")))
+        why = c.refused or ("chosen" if c.chosen else "slower")
+        if c.program_us is not None:
+            why = f"{why}: a close call; the whole program takes {c.program_us:,.0f} µs with it"
+        scratch = parts.nbytes(c.workspace_bytes) if c.workspace_bytes else ""
+        rows.append((c.kernel, shown, scratch, why))
     return rows, [c.chosen for c in ordered]

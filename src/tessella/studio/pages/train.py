@@ -15,21 +15,25 @@ from tessella.artifacts.run import Recipe
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.record import digest
 from tessella.jobs import commands
+from tessella.jobs.job import JobSpec
 from tessella.studio import charts, parts
 from tessella.studio.desk import Desk
-from tessella.studio.pages.data import field, plain_name
+from tessella.studio.pages.data import field
 from tessella.studio.quick import ask
 from tessella.studio.recipe_form import RecipeForm, flat
-from tessella.studio.theme import frame, text
+from tessella.studio.sweep_form import SweepForm
+from tessella.studio.theme import RESPONSE_S, frame, text
+from tessella.studio.workspace import plain_name
 
 # Shown until the command line has answered with its own list; DIGITS' users look for these first.
 STANDARD = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152")
 SOURCES = {"standard": "Standard", "timm": "timm", "run": "Previous", "file": "Own file"}
 DRAW_AFTER_S = 0.5  # of no typing
+MISSING = "Choose another on the Data page, or open Train from the steps above."
 
 
 def register(desk: Desk) -> None:
-    @ui.page("/train")
+    @ui.page("/train", response_timeout=RESPONSE_S)
     async def train(dataset: str = "", run: str = "") -> None:
         datasets = [
             f for f in await threads.io_bound(desk.workspace.datasets) if f.item is not None
@@ -41,8 +45,16 @@ def register(desk: Desk) -> None:
                     parts.button("Import images", lambda: ui.navigate.to("/data"))
                 return
             known = {f.ref: f.item for f in datasets if f.item is not None}
-            chosen = dataset if dataset in known else next(iter(known))
-            _Train(desk, known, {f.ref: f for f in runs}, chosen, run)
+            like = {f.ref: f for f in runs}
+            try:  # what is asked for and not there is told, never another taken in its place
+                if dataset and dataset not in known:
+                    desk.workspace.dataset(dataset)
+                if run and run not in like:
+                    desk.workspace.run(run)
+            except TessellaError as error:
+                parts.refused(error, MISSING)
+                return
+            _Train(desk, known, like, dataset or next(iter(known)), run)
 
 
 class _Train:
@@ -64,8 +76,11 @@ class _Train:
                     self._choosers(dataset, start)
                 with parts.card("Recipe"):
                     self._form = RecipeForm(self._changed, flat(start) if start else None)
+                    self._sweep = SweepForm(STANDARD, self._changed)
                     self._problem = text("div", "").classes("note bad")
-                    parts.button("Start training", self._start, icon="play_arrow")
+                    self._start_button = parts.button(
+                        "Start training", self._start, icon="play_arrow"
+                    )
             with parts.box("stack"):
                 with parts.box("wide-duo"):
                     with parts.card("Learning rate", "over the epochs"):
@@ -76,6 +91,8 @@ class _Train:
                         self._drawn = ui.element("div").classes("stack")
                 with parts.card("How to do the same"):
                     self._command = parts.Command()
+                    with ui.expansion("All commands") as self._all_box:
+                        self._all = text("pre", "").classes("log")
                     with ui.expansion("recipe.json") as self._file_box:
                         self._file = text("pre", "").classes("log")
         self._ready = True
@@ -146,15 +163,21 @@ class _Train:
             return
         try:
             recipe = self._recipe()
+            specs = self._specs(recipe, self._name.value or "NAME")
         except TessellaError as error:
             self._problem.text = str(error)
             self._problem.set_visibility(True)
             return
         self._problem.set_visibility(False)
-        spec = commands.train(recipe, f"runs/{self._name.value or 'NAME'}")
-        self._command.show(commands.shown(spec))
-        self._file.text = spec.files.get("recipe.json", "")
-        self._file_box.set_visibility(bool(spec.files))
+        lines = [commands.shown(spec) for spec in specs]
+        self._command.show(lines[0])
+        self._all.text = "\n".join(lines)
+        self._all_box.set_visibility(len(lines) > 1)
+        self._file.text = specs[0].files.get("recipe.json", "")
+        self._file_box.set_visibility(bool(specs[0].files))
+        self._sweep.count(len(specs))
+        several = f"Start {len(specs)} trainings" if len(specs) > 1 else "Start training"
+        self._start_button.text = several
         points = [
             (round(t * recipe.epochs, 4), float(f"{rate:.5g}"))
             for t, rate in recipe.policy.curve(recipe.solver.lr)
@@ -236,12 +259,25 @@ class _Train:
             return
         names = {n["name"]: n["title"] or n["name"] for n in told["networks"]}
         self._standard.set_options(names, value=self._standard.value)
+        self._sweep.know(names)
+
+    def _specs(self, recipe: Recipe, name: str) -> tuple[JobSpec, ...]:
+        """The trainings: one, or those of the sweep."""
+        ref = f"runs/{name}"
+        if not self._sweep.on:
+            return (commands.train(recipe, ref, name=name),)
+        return commands.sweep(recipe, ref, group=name, **self._sweep.values())
 
     def _start(self) -> None:
         with parts.telling():
-            recipe = self._recipe()
             name = plain_name(self._name.value or "")
-            out = self._desk.workspace.new_path("run", name)
-            ref = self._desk.workspace.ref(out)
-            self._desk.store.submit(commands.train(recipe, ref, name=name))
-            ui.navigate.to(parts.address("/monitor", run=ref))
+            self._desk.workspace.new_path("run", name)
+            specs = self._specs(self._recipe(), name)
+            for spec in specs:  # all names are free, or nothing starts
+                self._desk.workspace.new_path("run", spec.name)
+            for spec in specs:
+                self._desk.store.submit(spec)
+            if self._sweep.on:
+                ui.navigate.to(parts.address("/compare", group=name))
+            else:
+                ui.navigate.to(parts.address("/monitor", run=f"runs/{name}"))

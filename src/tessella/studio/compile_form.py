@@ -1,0 +1,252 @@
+"""The form that makes a plan: fields for what can be asked, and only those that apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from nicegui import ui
+
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.plan import Plan
+from tessella.core.device import default_target
+from tessella.studio import parts
+from tessella.studio.pages.data import field
+from tessella.studio.theme import text
+from tessella.studio.wanted import (
+    LEAST,
+    METHODS,
+    PRECISIONS,
+    ROUNDED,
+    TARGETS,
+    USUAL_METHOD,
+    USUAL_SAMPLES,
+    WAYS,
+    How,
+    Wanted,
+    followed,
+    followed_words,
+    rounds,
+)
+
+
+class CompileForm:
+    """The fields. ``on_change`` is called after each change, when ``wanted`` may be asked for.
+
+    Args:
+        sources: runs with a checkpoint, by ref, as they are shown.
+        classes: each run's classes; homes: the dataset that it was trained on, where it is there.
+        datasets, plans: what could calibrate, judge or be followed, by ref.
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, str],
+        source: str,
+        *,
+        classes: dict[str, tuple[str, ...]],
+        homes: dict[str, str | None],
+        datasets: dict[str, Dataset],
+        plans: dict[str, Plan],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._classes, self._homes = classes, homes
+        self._datasets, self._plans, self._told = datasets, plans, on_change
+        self._ready = False
+        self._source = field(
+            ui.select(sources, value=source, label="Best checkpoint of", on_change=self._from)
+        )
+        self._name = field(ui.input("Name", on_change=self._changed))
+        self._how = ui.toggle(
+            {how: title for how, (title, _) in WAYS.items()}, value="one", on_change=self._changed
+        ).props("unelevated dense no-caps spread toggle-color=teal-9 size=13px")
+        self._how_help = text("p", "").classes("muted small")
+        self._what()
+        self._calibration()
+        with parts.box("fields"):
+            self._batch = self._add(
+                ui.input("Batch: least, usual, most", value="1, 8, 32", on_change=self._changed),
+                "A program is tuned for these sizes and the powers of two between.",
+                "wide",
+            )
+        self._uint8 = ui.switch("Images as bytes", on_change=self._changed).props("dense")
+        self._uint8_help = text(
+            "p", "The plan takes uint8 images and scales them itself: a quarter of the bytes."
+        ).classes("muted small")
+        with ui.expansion("More") as self._more:
+            self._limit = self._add(
+                ui.number("Time limit (seconds)", min=1, on_change=self._changed),
+                "What was measured is kept: building again goes on there.",
+            )
+        self._ready = True
+        self._from()
+
+    def _add(self, element, help_: str, classes: str = ""):
+        """A field with its line of help."""
+        field(element, classes)
+        element.props["hint"] = help_
+        return element
+
+    def _what(self) -> None:
+        """What decides the precisions."""
+        with parts.box("fields"):
+            self._target = field(
+                ui.select(TARGETS, value=default_target(), label="Target", on_change=self._changed)
+            )
+            self._precision = self._add(
+                ui.select(["fp32"], value="fp32", label="Precision", on_change=self._changed), ""
+            )
+            self._points = self._add(
+                ui.number("Points it may lose", value=0.3, min=0, max=99, step="any",  # type: ignore[arg-type]
+                          on_change=self._changed),
+                "Percentage points of top-1 accuracy; 0: no answer may change.",
+            )  # fmt: skip
+            self._judge = self._add(
+                ui.select({}, label="Judged by", on_change=self._changed),
+                "Its validation split, by running each plan.",
+            )
+            followed_ = {r: Path(r).stem for r in self._plans}
+            self._lock = self._add(
+                ui.select(followed_, value=next(iter(followed_), None), label="Plan to follow",
+                          on_change=self._changed),
+                "",
+                "wide",
+            )  # fmt: skip
+
+    def _calibration(self) -> None:
+        with parts.box("fields") as self._calibrating:
+            self._calibrate = self._add(
+                ui.select({}, label="Calibrated with", on_change=self._dataset_changed),
+                "Images like those that the plan will see.",
+                "wide",
+            )
+            self._split = self._add(
+                ui.select(["train"], value="train", label="Split", on_change=self._changed),
+                "Not the one that judges.",
+            )
+            self._samples = self._add(
+                ui.number("Images", value=USUAL_SAMPLES, min=1, precision=0,
+                          on_change=self._changed),
+                "Drawn evenly.",
+            )  # fmt: skip
+            self._method = self._add(
+                ui.select(list(METHODS), value=USUAL_METHOD, label="Method",
+                          on_change=self._changed),
+                "",
+                "wide",
+            )  # fmt: skip
+
+    # --- what it says -------------------------------------------------------------------
+
+    def wanted(self) -> Wanted:
+        """What is asked for now.
+
+        Raises:
+            UsageError: the plan to follow cannot be followed from here.
+        """
+        how: How = self._how.value
+        settings: dict = {
+            "target": self._target.value,
+            "precision": self._precision.value,
+            "batches": self._batch.value or "",
+            "uint8": bool(self._uint8.value),
+        }
+        if how == "lock" and self._lock.value:
+            settings |= followed(self._plans[self._lock.value])
+        limit = self._limit.value
+        return Wanted(
+            source=self._source.value,
+            name=(self._name.value or "").strip(),
+            how=how,
+            calibrate=self._calibrated(),
+            points=self._points.value,
+            judge=self._judge.value,
+            lock=self._lock.value,
+            time_limit_s=None if limit in (None, "") else float(limit),
+            **settings,
+        )
+
+    def suggest(self, name: str) -> None:
+        """Show the name that a plan gets if none is typed."""
+        if self._name.props.get("placeholder") != name:
+            self._name.props["placeholder"] = name
+            self._name.update()
+
+    def _calibrated(self) -> tuple[str, str, int | None, str] | None:
+        if not self._calibrating.visible or not self._calibrate.value:
+            return None
+        samples = self._samples.value
+        count = None if samples in (None, "") else int(samples)
+        return self._calibrate.value, self._split.value, count, self._method.value
+
+    # --- what applies -------------------------------------------------------------------
+
+    def _from(self) -> None:
+        """Another checkpoint: the datasets that suit it."""
+        if not self._ready:
+            return
+        self._ready = False
+        run = self._source.value
+        home = self._homes.get(run)
+        names = {ref: d.info.name for ref, d in self._datasets.items()}
+        judges = {r: n for r, n in names.items()
+                  if self._datasets[r].classes == self._classes[run]
+                  and "val" in self._datasets[r].info.splits}  # fmt: skip
+        self._judge.set_options(judges, value=home if home in judges else next(iter(judges), None))
+        first = home if home in names else next(iter(names), None)
+        self._calibrate.set_options(names, value=first)
+        self._ready = True
+        self._dataset_changed()
+
+    def _dataset_changed(self) -> None:
+        if not self._ready:
+            return
+        chosen = self._datasets.get(self._calibrate.value or "")
+        splits = list(chosen.info.splits) if chosen is not None else ["train"]
+        usual = "train" if "train" in splits else splits[0]
+        if list(self._split.options) != splits:
+            self._split.set_options(splits, value=usual)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Show what applies, say what it means, and tell the page."""
+        if not self._ready:
+            return
+        self._ready = False  # a field that is changed here must not come back
+        how: How = self._how.value
+        self._how_help.text = WAYS[how][1]
+        target = self._target.value
+        offered = LEAST[target] if how == "budget" else tuple(
+            p for p, (targets, _) in PRECISIONS.items() if target in targets
+        )  # fmt: skip
+        value = self._precision.value if self._precision.value in offered else "fp32"
+        shown = {p: "any" if how == "budget" and p == "fp32" else p for p in offered}
+        if self._precision.options != shown or self._precision.value != value:
+            self._precision.set_options(shown, value=value)
+        budget = "The least exact that a layer may get."
+        self._say(self._precision, budget if how == "budget" else PRECISIONS[value][1])
+        self._precision.props["label"] = "Least exact" if how == "budget" else "Precision"
+        self._say(self._method, METHODS[self._method.value])
+        for element in (self._points, self._judge):
+            element.set_visibility(how == "budget")
+        self._lock.set_visibility(how == "lock")
+        for element in (self._target, self._precision, self._batch, self._uint8,
+                        self._uint8_help, self._more):  # fmt: skip
+            element.set_visibility(how != "lock")
+        self._calibrating.set_visibility(self._calibrates(how, value))
+        self._ready = True
+        self._told()
+
+    def _calibrates(self, how: How, precision: str) -> bool:
+        if how == "lock":
+            plan = self._plans.get(self._lock.value or "")
+            if plan is not None:
+                had = followed_words(plan)
+                self._say(self._lock, had)
+            return plan is not None and rounds(plan)
+        return how == "one" and precision in ROUNDED
+
+    def _say(self, element, help_: str) -> None:
+        if element.props.get("hint") != help_:
+            element.props["hint"] = help_
+            element.update()

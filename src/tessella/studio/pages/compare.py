@@ -1,0 +1,253 @@
+"""Compare: several runs on one chart and in one table, the best first; also while they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nicegui import run as threads
+from nicegui import ui
+
+from tessella.artifacts.run import Recipe, Run
+from tessella.core.errors import TessellaError, UsageError
+from tessella.jobs.job import Job
+from tessella.studio import charts, parts
+from tessella.studio.desk import Desk
+from tessella.studio.feed import Feed, Point, thin
+from tessella.studio.pages.data import field
+from tessella.studio.pages.monitor import status_of
+from tessella.studio.recipe_form import flat
+from tessella.studio.theme import RESPONSE_S, frame, text
+
+LOOK_INTERVAL_S = 2.0
+LINES = 12  # on the chart: the best ones
+POINTS = 400  # of each
+METRICS = {
+    "val/accuracy": "Validation accuracy",
+    "val/loss": "Validation loss",
+    "loss": "Loss",
+    "lr": "Learning rate",
+}
+MISSING = "Choose runs at the left, or start a sweep on the Train page."
+
+
+def register(desk: Desk) -> None:
+    @ui.page("/compare", response_timeout=RESPONSE_S)
+    async def compare(group: str = "") -> None:
+        refs = ui.context.client.request.query_params.getlist("run")
+        found = await threads.io_bound(desk.workspace.runs)
+        known = [f.ref for f in found if f.item is not None]
+        groups = sorted({j.group for j in desk.store.jobs() if j.group})
+        subtitle = "Which settings are best, run beside run."
+        with frame("Compare", subtitle, desk.workspace.root, step="Monitor"):
+            with parts.box("split"):
+                try:
+                    members = _members(desk, group, refs)
+                except TessellaError as error:
+                    with parts.box("stack"):
+                        _chooser(known, [], groups, group)
+                    with parts.box("stack"):
+                        parts.refused(error, MISSING)
+                    return
+                with parts.box("stack"):
+                    _chooser(known, [m.ref for m in members], groups, group)
+                with parts.box("stack"):
+                    if not members:
+                        with parts.empty("Nothing to compare yet", MISSING):
+                            parts.button("Train a network", lambda: ui.navigate.to("/train"))
+                        return
+                    page = _Compare(desk, members, group)
+                    await page.look()
+                    ui.timer(LOOK_INTERVAL_S, page.look, immediate=False)
+
+
+@dataclass(kw_only=True)
+class _Member:
+    """One of the runs; ``recipe`` once it has begun."""
+
+    ref: str
+    path: Path
+    feed: Feed
+    job: Job | None = None
+    recipe: Recipe | None = None
+    status: str = "waiting"
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def best(self) -> Point | None:
+        """Epoch and value of the best validation accuracy so far."""
+        points = self.feed.points.get("val/accuracy", [])
+        return max(points, key=lambda p: (p[1], -p[0])) if points else None
+
+    def rank(self) -> tuple[float, float, str]:
+        """The best first; without validation, the lowest loss."""
+        best, loss = self.best(), self.feed.latest("loss")
+        return (-best[1] if best else 1.0, float("inf") if loss is None else loss, self.name)
+
+
+def _members(desk: Desk, group: str, refs: list[str]) -> list[_Member]:
+    """The runs of a sweep, and those named.
+
+    Raises:
+        UsageError: no such sweep. ArtifactError: no such run, or a damaged one.
+    """
+    jobs = [j for j in desk.store.jobs() if j.group == group] if group else []
+    if group and not jobs:
+        raise UsageError("there is no sweep of this name", seen=group)
+    outs = [desk.workspace.ref(out) for j in jobs if (out := desk.output_of(j)) is not None]
+    members = []
+    for ref in dict.fromkeys((*sorted(outs), *refs)):
+        path = desk.workspace.path(ref)
+        member = _Member(ref=ref, path=path, feed=Feed(path / "events.jsonl"))
+        if (path / "run.json").exists() or ref not in outs:
+            member.recipe = Run(path).recipe
+            member.feed.read()
+        members.append(member)
+    return members
+
+
+def _chooser(known: list[str], chosen: list[str], groups: list[str], group: str) -> None:
+    def go() -> None:
+        pairs = "&".join(parts.address("", run=ref).removeprefix("?") for ref in runs.value or ())
+        ui.navigate.to(f"/compare?{pairs}")
+
+    with parts.card("Runs to compare"):
+        runs = field(
+            ui.select(list(dict.fromkeys((*known, *chosen))), multiple=True, value=chosen,
+                      label="Runs").props("use-chips")
+        )  # fmt: skip
+        parts.plain_button("Compare", go, "compare_arrows")
+    if groups:
+        with parts.card("Sweeps", tight=True), parts.box("list"):
+            for name in groups:
+                with parts.link("/compare", f"item {'here' * (name == group)}", group=name):
+                    text("span", name).classes("name cut")
+
+
+class _Compare:
+    """Chart and table, drawn anew when there is news."""
+
+    def __init__(self, desk: Desk, members: list[_Member], group: str) -> None:
+        self._desk, self._members = desk, members
+        self._metric = "val/accuracy"
+        self._shown: object = None
+        with parts.card():
+            with parts.box("row-line wrap"):
+                title = group or (f"{len(members)} runs" if len(members) > 1 else members[0].name)
+                text("h2", title).style("font-size:19px").classes("cut grow")
+                self._abort = parts.plain_button("Abort all", self._abort_all, "stop")
+            self._numbers = ui.element("div").classes("stack")
+        with parts.card():
+            with parts.box("row-line wrap"):
+                text("h2", "Curves").classes("grow")
+                ui.toggle(METRICS, value=self._metric, on_change=self._choose).props(
+                    "unelevated dense no-caps padding='4px 12px' toggle-color=teal-9"
+                )
+            self._chart = ui.element("div").classes("chart tall")
+            self._more = text("p", "").classes("muted small")
+        with parts.card("Best first"):
+            self._table = ui.element("div").classes("stack")
+
+    async def look(self) -> None:
+        """Take in what is new of every run; draw if there is any."""
+        jobs = {self._desk.output_of(j): j for j in reversed(self._desk.store.jobs())}
+        for member in self._members:
+            await threads.io_bound(self._refresh, member, jobs.get(member.path))
+        ranked = sorted(self._members, key=_Member.rank)
+        state = [(m.ref, m.status, {n: len(p) for n, p in m.feed.points.items()}) for m in ranked]
+        if state != self._shown:
+            self._shown = state
+            self._draw(ranked)
+
+    def _refresh(self, member: _Member, job: Job | None) -> None:
+        if member.recipe is None and (member.path / "run.json").exists():
+            member.recipe = Run(member.path).recipe
+        member.job = job
+        member.feed.read()
+        if job is not None:
+            member.status = job.status
+        elif member.recipe is not None:
+            member.status = status_of(member.feed)
+
+    def _draw(self, ranked: list[_Member]) -> None:
+        active = [m for m in ranked if m.job is not None and not m.job.ended]
+        self._abort.set_visibility(bool(active))
+        self._numbers.clear()
+        with self._numbers:
+            best = next((m for m in ranked if m.best()), None)
+            told = [("runs", str(len(ranked)))]
+            if active:
+                told.append(("not finished", str(len(active))))
+            if best is not None:
+                told += [("best val accuracy", f"{100 * best.best()[1]:.2f} %"), ("by", best.name)]
+            parts.stats(told)
+        self._curves(ranked)
+        self._table.clear()
+        with self._table:
+            _table(ranked)
+
+    def _curves(self, ranked: list[_Member]) -> None:
+        having = [m for m in ranked if m.feed.points.get(self._metric)]
+        shown = [(m.name, thin(m.feed.points[self._metric], POINTS)) for m in having[:LINES]]
+        self._chart.clear()
+        with self._chart:
+            if shown:
+                few = [n for n, p in shown if len(p) <= POINTS // 4]
+                ui.echart(charts.lines(shown, dots=few)).style("height:100%")
+            else:
+                text("p", "No points yet.").classes("muted small")
+        left = len(having) - len(shown)
+        self._more.text = (
+            f"The best {LINES} are drawn; {left} more are in the table." if left else ""
+        )
+        self._more.set_visibility(left > 0)
+
+    def _choose(self, event) -> None:
+        self._metric = event.value
+        self._curves(sorted(self._members, key=_Member.rank))
+
+    def _abort_all(self) -> None:
+        with parts.telling():
+            for member in self._members:
+                if member.job is not None and not member.job.ended:
+                    self._desk.store.abort(member.job.id)
+            ui.notify("Stopping. The last checkpoints stay.")
+
+
+def _table(ranked: list[_Member]) -> None:
+    """What each run reached; of the settings, those that are not the same everywhere."""
+    known = {m.ref: flat(m.recipe) for m in ranked if m.recipe is not None}
+    names = list(dict.fromkeys(name for plain in known.values() for name in plain))
+    differ = [n for n in names if len({repr(plain.get(n)) for plain in known.values()}) > 1]
+    columns = [parts.Column(title="run", classes="nowrap"), parts.Column(title="state")]
+    columns += [parts.Column(title=n.replace("solver.", "").replace("_", " "), classes="r")
+                for n in differ]  # fmt: skip
+    columns += [parts.Column(title="best val accuracy")]
+    columns += [parts.Column(title=t, classes="r") for t in ("at epoch", "val loss", "time")]
+    rows: list[tuple[parts.Cell, ...]] = []
+    for member in ranked:
+        best, loss = member.best(), member.feed.latest("val/loss")
+        plain = known.get(member.ref, {})
+        feed = member.feed
+        took = (feed.last_time or 0.0) - (feed.started or 0.0)
+        rows.append((
+            parts.Link(to=_address(member), text=member.name),
+            member.status,
+            *(_shown(plain.get(n)) for n in differ),
+            "" if best is None else parts.Bar(fraction=best[1], text=f"{100 * best[1]:.2f} %"),
+            "" if best is None else f"{best[0]:.4g}",
+            "" if loss is None else f"{loss:.4g}",
+            parts.duration(took) if took > 0 else "",
+        ))  # fmt: skip
+    marked = [index == 0 and m.best() is not None for index, m in enumerate(ranked)]
+    parts.table(columns, rows, marked)
+
+
+def _address(member: _Member) -> str:
+    return parts.address("/monitor", run=member.ref)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -1,0 +1,263 @@
+"""What a plan's precisions cost: its receipt, the samples whose answer changed, each layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nicegui import ui
+
+from tessella.artifacts.dataset import Dataset, Split
+from tessella.artifacts.plan import Plan
+from tessella.artifacts.program import Bucket, Step
+from tessella.artifacts.receipt import Receipt
+from tessella.core.dtype import PRECISIONS
+from tessella.core.errors import TessellaError
+from tessella.core.record import digest, parse_json
+from tessella.jobs import commands
+from tessella.jobs.job import JobSpec
+from tessella.studio import parts
+from tessella.studio.desk import Desk
+from tessella.studio.pages.data import example_address
+from tessella.studio.pages.explore import best_of, number_of
+from tessella.studio.theme import text
+from tessella.studio.workspace import open_dataset
+
+FLIPS = 48  # shown; the plan lists more
+LAYERS = ("conv1d", "conv2d", "conv3d", "linear", "matmul")
+FULL_DB = 60.0  # a bar's length: float16 would have about so much
+NAMES = {dtype: name for name, dtype in reversed(PRECISIONS.items())}  # fp32 before tf32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changed:
+    """A sample whose answer changed, as it is shown: ``before`` and ``after`` with what is known
+    of their probabilities.
+    """
+
+    path: str
+    truth: str
+    before: str
+    after: str
+    index: int | None = None
+
+
+class Accuracy:
+    """The card: what the checkpoint had, what a budget's search found, and a comparison."""
+
+    def __init__(self, desk: Desk, plan: Plan, ref: str) -> None:
+        self._desk, self._plan, self._ref = desk, plan, ref
+        self._source, self._data = self._origin()
+        manifest = plan.manifest
+        with parts.card("Accuracy"):
+            if manifest.receipt is not None:
+                self._receipt(manifest.receipt)
+            if manifest.accuracy:
+                text("p", "Measured on the checkpoint:").classes("muted small")
+                parts.stats([(n.replace("/", " "), number_of(n, v))
+                             for n, v in sorted(manifest.accuracy.items())])  # fmt: skip
+            elif manifest.receipt is None:
+                text("p", "This plan carries no figures.").classes("muted")
+            self._report = ui.element("div").classes("stack")
+        self._show_report()
+
+    def _origin(self) -> tuple[Path | None, Path | None]:
+        """The checkpoint that the plan was built from and its dataset, where they are here."""
+        space = self._desk.workspace
+        built_from = space.root / self._plan.manifest.built_from
+        for found in space.runs():
+            if found.item is not None and built_from.is_relative_to(found.path):
+                try:
+                    source = best_of(found.item).path if built_from == found.path else built_from
+                except TessellaError:  # a checkpoint that is damaged is no origin
+                    return None, None
+                return source, space.find_dataset(found.item.info.dataset_hash)
+        return None, None
+
+    # --- what the plan says -------------------------------------------------------------
+
+    def _receipt(self, receipt: Receipt) -> None:
+        parts.stats(
+            [
+                (f"{receipt.metric}, this plan", f"{100 * receipt.after:.2f} %"),
+                ("in float32", f"{100 * receipt.before:.2f} %"),
+                (f"points lost, of {receipt.budget:g} allowed", f"{receipt.loss:.2f}"),
+                ("95 % lie between", interval(receipt)),
+                (f"answers changed of {receipt.samples:,}", f"{receipt.flipped:,}"),
+            ]
+        )
+        if not receipt.resolved:
+            parts.note(
+                f"With {receipt.samples:,} samples the loss may be {receipt.high:.2f} points (95 %)"
+                f", more than the {receipt.budget:g} allowed: more samples would tell.",
+                "warn",
+            )
+        if receipt.p_value is not None and receipt.flipped:
+            text("p", f"By chance alone, right answers are lost and won this unevenly with "
+                 f"p = {receipt.p_value:.2g} (McNemar).").classes("muted small")  # fmt: skip
+        self._flips(
+            [
+                Changed(
+                    path=f.path,
+                    truth=f.label,
+                    before=f"{f.before} {100 * f.probability_before:.0f} %",
+                    after=f"{f.after} {100 * f.probability:.0f} %",
+                    index=f.index,
+                )
+                for f in receipt.flips
+            ],
+            receipt.flipped,
+        )
+
+    def _flips(self, flips: Sequence[Changed], count: int) -> None:
+        """The samples with their pictures, where the dataset is at hand."""
+        if not flips:
+            return
+        dataset = self._data and open_dataset(self._data)
+        places = _places(dataset, flips[:FLIPS]) if dataset else {}
+        if not places:
+            columns = [parts.Column(title=t) for t in ("image", "truth", "before", "plan")]
+            parts.table(columns, [(f.path, f.truth, f.before, f.after) for f in flips[:FLIPS]])
+        else:
+            with parts.box("thumbs flips"):
+                for flip in flips[:FLIPS]:
+                    _flip(flip, dataset, self._desk.workspace.ref(self._data), places)
+        if count > min(len(flips), FLIPS):
+            text("p", f"… and {count - min(len(flips), FLIPS):,} more").classes("muted small")
+
+    # --- the comparison -----------------------------------------------------------------
+
+    def _verify_spec(self, out: str) -> JobSpec | None:
+        """The comparison with the checkpoint, if both it and its dataset are in the workspace."""
+        if self._source is None or self._data is None:
+            return None
+        space = self._desk.workspace
+        target = self._plan.manifest.fingerprint.target
+        source, data = space.ref(self._source), space.ref(self._data)
+        return commands.verify(self._ref, source, data, target=target, out=out)
+
+    def _report_path(self) -> Path:
+        stat = self._desk.workspace.path(self._ref).stat()
+        key = digest([self._ref, stat.st_mtime_ns, stat.st_size])[:24]
+        return self._desk.workspace.own("verifications") / f"{key}.json"
+
+    def _show_report(self) -> None:
+        self._report.clear()
+        with self._report:
+            if self._report_path().exists():
+                self._told(parse_json(self._report_path().read_bytes(), where="verification"))
+                return
+            spec = self._verify_spec(self._desk.workspace.ref(self._report_path()))
+            if spec is None:
+                text("p", "Its checkpoint or dataset is not in this workspace, so there is nothing "
+                     "to compare with.").classes("muted small")  # fmt: skip
+                return
+            parts.plain_button("Compare with the checkpoint", lambda: self._verify(spec), "balance")
+            parts.Command(commands.shown(self._verify_spec("report.json")))
+
+    def _told(self, report: dict[str, Any]) -> None:
+        text("p", "Compared with the checkpoint, sample by sample:").classes("muted small")
+        parts.stats([
+            ("accuracy of the plan", f"{100 * report['plan_accuracy']:.2f} %"),
+            ("same answer", f"{100 * report['agreement']:.2f} % of {report['samples']:,}"),
+            ("largest difference", f"{report['max_abs_diff']:.2g}"),
+        ])  # fmt: skip
+        flips = [
+            Changed(path=f["path"], truth=f["truth"], before=f["checkpoint"], after=f["plan"])
+            for f in report["flips"]
+        ]
+        self._flips(flips, len(flips))
+
+    def _verify(self, spec: JobSpec) -> None:
+        with parts.telling():
+            job = self._desk.store.submit(spec)
+            self._report.clear()
+            with self._report:
+                text("p", "Comparing, sample by sample …").classes("muted small")
+                timer = ui.timer(0.7, lambda: look())
+
+        def look() -> None:
+            now = self._desk.store.job(job.id)
+            if now.ended:
+                timer.cancel()
+                self._show_report()
+                if now.status != "done":
+                    with self._report:
+                        parts.note(now.error or "The comparison was stopped.", "bad")
+
+
+def interval(receipt: Receipt) -> str:
+    """Where the loss lies with 95 % confidence, in points."""
+    return f"{receipt.low:.2f} … {receipt.high:.2f}".replace("-", "−")
+
+
+def _places(dataset: Dataset, flips: Sequence[Changed]) -> dict[str, int]:
+    """Where the samples lie in the validation split, by path; what is not there is left out."""
+    if "val" not in dataset.info.splits:
+        return {}
+    split = dataset.split("val")
+    known = {f.path: f.index for f in flips if f.index is not None and _is(split, f)}
+    if missing := {f.path for f in flips} - known.keys():
+        known |= {e.path: i for i, e in enumerate(split) if e.path in missing}
+    return known
+
+
+def _is(split: Split, flip: Changed) -> bool:
+    index = flip.index or 0
+    return 0 <= index < len(split) and split[index].path == flip.path
+
+
+def _flip(flip: Changed, dataset: Dataset, ref: str, places: dict[str, int]) -> None:
+    with parts.box("thumb"):
+        if flip.path in places:
+            source = example_address(dataset, ref, "val", places[flip.path])
+            parts.picture(source, f"{flip.truth}: {flip.path}").props["title"] = flip.path
+        text("b", flip.truth).classes("cut small")
+        text("div", f"{flip.before} → {flip.after}").props["title"] = (
+            f"{flip.path}: {flip.before} before, {flip.after} by this plan"
+        )
+
+
+# --- layer by layer ---------------------------------------------------------------------
+
+
+def show_layers(plan: Plan, bucket: Bucket) -> None:
+    """The card that says in which precision each layer works, and what rounding does to it."""
+    found = [(s, precision_of(plan, bucket, s)) for s in bucket.steps if s.op in LAYERS]
+    if not found:
+        return
+    counts = Counter(p for _, p in found)
+    hint = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    with parts.card("Precision by layer", hint):
+        snr = plan.manifest.snr_db
+        if snr:
+            text("p", "Signal to noise: the power of a layer's product over that of the error "
+                 "which rounding makes, in the calibration. 20 dB is an error of a tenth."
+                 ).classes("muted small")  # fmt: skip
+        columns = [parts.Column(title="layer", classes="m"), parts.Column(title="operation")]
+        columns += [parts.Column(title="precision", classes="m")]
+        columns += [parts.Column(title="signal to noise")] if snr else []
+        parts.table(columns, [_layer(step, name, snr) for step, name in found])
+
+
+def _layer(step: Step, precision: str, snr: dict[str, float]) -> tuple[parts.Cell, ...]:
+    row: tuple[parts.Cell, ...] = (step.layer or step.outputs[0], step.op, precision)
+    if not snr:
+        return row
+    found = snr.get(step.layer or step.outputs[0])
+    bar = "" if found is None else parts.Bar(fraction=found / FULL_DB, text=f"{found:.1f} dB")
+    return (*row, bar)
+
+
+def precision_of(plan: Plan, bucket: Bucket, step: Step) -> str:
+    """What a layer multiplies: the element type that it reads, by the precisions' names."""
+    types = {b.name: b.dtype for b in bucket.buffers}
+    types |= {s.name: s.dtype for s in plan.manifest.inputs}
+    types |= {n: str(t.dtype).removeprefix("torch.") for n, t in plan.weights.items()}
+    dtype = types.get(step.inputs[0] or "", "")
+    if dtype == "float32" and plan.manifest.precision == "tf32":
+        return "tf32"
+    return NAMES.get(dtype, dtype)

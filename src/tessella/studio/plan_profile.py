@@ -1,0 +1,151 @@
+"""Where a plan's time goes: each step beside what the machine's limits allow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nicegui import ui
+
+from tessella.artifacts.plan import Plan
+from tessella.core.errors import CorruptArtifact, TessellaError
+from tessella.core.record import digest, parse_json
+from tessella.jobs import commands
+from tessella.studio import parts
+from tessella.studio.desk import Desk
+from tessella.studio.theme import text
+
+STEPS = 1  # the thread of a trace that has the steps; the others say what would be possible
+
+
+class Profile:
+    """The card: a button that measures, then the trace that ``tessella profile`` wrote."""
+
+    def __init__(self, desk: Desk, plan: Plan, ref: str) -> None:
+        self._desk, self._plan, self._ref = desk, plan, ref
+        self._batch = plan.program.buckets[-1].batch
+        with parts.card("Where the time goes"):
+            self._box = ui.element("div").classes("stack")
+        self.show(self._batch)
+
+    def show(self, batch: int) -> None:
+        """The profile at this batch size, or what makes one."""
+        self._batch = batch
+        self._box.clear()
+        with self._box:
+            path = self._path()
+            if path.is_file():
+                try:
+                    _told(trace_of(path))
+                except TessellaError as error:
+                    parts.note(str(error), "bad")
+                with parts.box("row-line wrap"):
+                    name = f"/pictures/trace/{path.stem}"
+                    parts.plain_button("Download for Perfetto",
+                                       lambda: ui.download.from_url(name), "download")  # fmt: skip
+                    parts.plain_button("Measure again", self._measure, "refresh")
+            else:
+                line = f"Not measured yet at batch {batch}: each step by itself and in the whole "
+                text("p", f"{line}program, beside what this machine could reach.").classes("muted")
+                parts.plain_button("Measure each step", self._measure, "timer")
+            parts.Command(commands.shown(self._spec("trace.json")))
+
+    def _path(self) -> Path:
+        stat = self._desk.workspace.path(self._ref).stat()
+        key = digest([self._ref, stat.st_mtime_ns, stat.st_size, self._batch])[:24]
+        return self._desk.workspace.own("traces") / f"{key}.json"
+
+    def _spec(self, trace: str):
+        target = self._plan.manifest.fingerprint.target
+        return commands.profile(self._ref, batch=self._batch, target=target, trace=trace)
+
+    def _measure(self) -> None:
+        batch = self._batch
+        with parts.telling():
+            spec = self._spec(self._desk.workspace.ref(self._path()))
+            job = self._desk.store.submit(spec)
+            self._box.clear()
+            with self._box:
+                text("p", f"Measuring each step at batch {batch} …").classes("muted")
+                timer = ui.timer(0.7, lambda: look())
+
+        def look() -> None:
+            now = self._desk.store.job(job.id)
+            if not now.ended:
+                return
+            timer.cancel()
+            if batch == self._batch:
+                self.show(batch)
+            if now.status != "done":
+                with self._box:
+                    parts.note(now.error or "The measurement was stopped.", "bad")
+
+
+def trace_of(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a trace says of the whole program, and of each step.
+
+    Raises:
+        CorruptArtifact: it is no trace of ours.
+    """
+    read = parse_json(path.read_bytes(), where=path.name)
+    try:
+        whole = {"batch": int(read["otherData"]["batch"]),
+                 "whole_us": float(read["otherData"]["whole_program_us"])}  # fmt: skip
+        steps = [
+            {
+                "name": str(e["name"]),
+                "kernel": str(e["args"]["kernel"]),
+                "time_us": float(e["dur"]),
+                "alone_us": float(e["args"]["alone_us"]),
+                "limit_us": float(e["args"]["limit_us"]),
+                "nbytes": int(e["args"]["bytes"]),
+                "flops": e["args"]["flops"],
+                "bound": str(e["args"]["bound"]),
+                "of_peak": e["args"]["share_of_peak"],
+            }
+            for e in read["traceEvents"]
+            if e["ph"] == "X" and e["tid"] == STEPS
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptArtifact(
+            "this is not a trace of a plan", seen=f"{path.name}: {error!r}", fix="measure again"
+        ) from error
+    return whole, steps
+
+
+def _told(trace: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
+    whole, steps = trace
+    total = sum(s["time_us"] for s in steps) or 1e-3
+    limit = sum(min(s["limit_us"], s["time_us"]) for s in steps)
+    longest = max((s["time_us"] for s in steps), default=1.0) or 1e-3
+    parts.stats(
+        [
+            (f"whole program, batch {whole['batch']}", f"{whole['whole_us']:,.1f} µs"),
+            ("its steps", f"{total:,.1f} µs"),
+            ("what the machine allows", f"{limit:,.1f} µs"),
+            ("reached", f"{100 * limit / total:.0f} %"),
+        ]
+    )
+    text("p", "Dark: what the machine's measured limits allow; light: the time above that."
+         ).classes("muted small")  # fmt: skip
+    columns = [parts.Column(title="#", classes="r"), parts.Column(title="layer", classes="m")]
+    columns += [parts.Column(title="kernel", classes="m nowrap"), parts.Column(title="time")]
+    columns += [
+        parts.Column(title=t, classes="r") for t in ("share", "alone", "GB/s", "GFLOP/s", "of peak")
+    ]
+    columns += [parts.Column(title="limited by")]
+    rows: list[tuple[parts.Cell, ...]] = []
+    for index, step in enumerate(steps):
+        time_us = max(step["time_us"], 1e-3)
+        rows.append((
+            str(index), step["name"], step["kernel"],
+            parts.Bar(fraction=time_us / longest, inner=step["limit_us"] / longest,
+                      text=f"{step['time_us']:,.1f} µs"),
+            f"{100 * time_us / total:.1f} %",
+            f"{step['alone_us']:,.1f} µs",
+            f"{step['nbytes'] / time_us / 1e3:,.1f}",
+            "" if step["flops"] is None else f"{step['flops'] / time_us / 1e3:,.1f}",
+            "" if step["of_peak"] is None else f"{100 * step['of_peak']:.0f} %",
+            step["bound"],
+        ))  # fmt: skip
+    parts.table(columns, rows)

@@ -1,0 +1,86 @@
+"""A plan served over HTTP: started and stopped as a job, with a request to try."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nicegui import ui
+
+from tessella.artifacts.plan import Plan
+from tessella.jobs import commands
+from tessella.jobs.job import Job, JobSpec
+from tessella.studio import parts
+from tessella.studio.desk import Desk
+from tessella.studio.pages.data import field
+from tessella.studio.workspace import plain_name
+
+
+class Service:
+    """The card; it follows the job that serves the plan, whoever started it."""
+
+    def __init__(self, desk: Desk, plan: Plan, ref: str) -> None:
+        self._desk, self._plan, self._ref = desk, plan, ref
+        with parts.card("Serve", "Open Inference Protocol over HTTP"):
+            with parts.box("row-line"):
+                self._port = field(ui.number("Port", value=8000, precision=0, min=1, max=65_535))
+                self._port.style("width:120px")
+                self._start = parts.button("Serve", self._serve, icon="cloud_upload")
+                self._stop = parts.plain_button("Stop", self._stop_serving, "stop")
+                self._state = parts.badge("waiting")
+            self._line = parts.Command()
+            self._curl = parts.Command()
+        self._shown = ""
+        self._refresh()
+        ui.timer(1.0, self._refresh)
+
+    def _name(self) -> str:
+        return plain_name(Path(self._ref).stem) or "model"
+
+    def _serve_spec(self) -> JobSpec:
+        gpus = 1 if self._plan.manifest.fingerprint.target.startswith("sm_") else 0
+        port = int(self._port.value or 8000)
+        return commands.serve({self._name(): self._ref}, port=port, gpus=gpus)
+
+    def _serving(self) -> Job | None:
+        """The job that serves this plan now."""
+        ending = f"={self._ref}"
+        return next(
+            (j for j in self._desk.store.jobs()
+             if j.kind == "serve" and not j.ended and any(a.endswith(ending) for a in j.argv)),
+            None,
+        )  # fmt: skip
+
+    def _refresh(self) -> None:
+        job = self._serving()
+        self._start.set_visibility(job is None)
+        self._stop.set_visibility(job is not None)
+        self._state.set_visibility(job is not None)
+        port = int(self._port.value or 8000)
+        if job is not None:
+            self._state.classes(remove=self._state.text, add=job.status)
+            self._state.text = job.status
+            port = int(job.argv[job.argv.index("--port") + 1])
+        lines = commands.shown(self._serve_spec()), curl(self._name(), port, self._plan)
+        if self._shown != str(lines):
+            self._shown = str(lines)
+            self._line.show(lines[0])
+            self._curl.show(lines[1])
+
+    def _serve(self) -> None:
+        with parts.telling():
+            self._desk.store.submit(self._serve_spec())
+        self._refresh()
+
+    def _stop_serving(self) -> None:
+        job = self._serving()
+        if job is not None:
+            with parts.telling():
+                self._desk.store.abort(job.id)
+
+
+def curl(name: str, port: int, plan: Plan) -> str:
+    """A request to try: an image where the plan takes images, its metadata otherwise."""
+    url = f"http://127.0.0.1:{port}/v2/models/{name}"
+    if plan.manifest.preprocess is None:
+        return f"curl -s {url}"
+    return f"curl -s {url}/classify --data-binary @picture.png"
