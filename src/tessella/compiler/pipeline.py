@@ -22,6 +22,7 @@ from tessella.compiler.passes import (
     drop_no_ops,
     fold_batch_norm,
     fold_constants,
+    fuse_chains,
     fuse_epilogue,
     fuse_pointwise,
     fuse_siblings,
@@ -94,6 +95,7 @@ PASSES = (
 # and for each batch size, on concrete shapes:
 #   choose_kernels    every kernel that fits is measured, the fastest is taken
 #   join_in_place     parts of concatenations are written where these want them, if faster
+#   fuse_chains       two 1×1 convolutions in a row as one step, where the program is faster
 #   overwrite_residuals   a sum is made where its residual lies, if nothing else needs that
 #   race_close_calls  kernels within noise of each other: the faster whole program decides
 #   plan_memory       lifetimes, and one arena for the live values
@@ -165,6 +167,7 @@ def compile_graph(
         cache=trials,
         budget_s=measuring.budget_s,
         allowance=Allowance(measuring.time_limit_s),
+        unproven=measuring.unproven,
     )
     with stopping(measuring.cache, tuner.allowance) as progress:
         lowered, formats = _fastest(variants, batch.opt, precision, tuner, emit)
@@ -175,6 +178,7 @@ def compile_graph(
             concrete = lowered.at_batch(size)
             choices = choose_kernels.apply(concrete, formats, tuner, emit, f"batch {size}")
             choices = join_in_place.apply(concrete, choices, tuner)
+            choices = fuse_chains.apply(concrete, choices, tuner, emit)
             choices = overwrite_residuals.apply(concrete, choices, tuner)
             choices = race_close_calls.apply(concrete, choices, tuner, emit)
             verify.check(choices, concrete, rounded, wanted.at(size), tuner, loosest)

@@ -95,6 +95,14 @@ _ROWS = (
         "stride padding output_padding groups dilation",
         "conv_transpose2d.input",
     ),
+    # two 1×1 convolutions: the second reads what the first makes, which is a result too, if kept
+    _op(
+        "conv2d_chain",
+        "input weight bias? residual? scale? next_weight next_bias? next_scale?",
+        "activation next_activation keep",
+        extras="beta dtype next_dtype",
+        many=True,
+    ),
     _op("linear", "input weight bias? residual?", "activation", "linear.default", **_QUANTIZED),
     _op("matmul", "input other", aten="matmul.default"),
     # normalization

@@ -166,6 +166,13 @@ KERNELS: tuple[Kernel, ...] = (
     _row("conv2d.implicit_gemm.sm90", "conv.hopper.implicit_gemm", "sm_90", source="tessella"),
     _row("conv2d.pointwise.sm90", "conv.hopper.pointwise", "sm_90", source="tessella"),
     _row("conv2d.direct.sm90", "conv.hopper.direct", "sm_90", source="tessella"),
+    _row(
+        "conv2d_chain.back_to_back.sm90",
+        "conv.hopper.chain",
+        "sm_90",
+        source="tessella",
+        unproven=True,
+    ),
     *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella"),
     *_rows("conv2d conv1d conv3d", "gemm", "conv.gemm", "tessella"),
     *_rows("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", "tessella"),

@@ -70,3 +70,24 @@ def int8_of_float(x):
         is_pure=True,
         pack=4,
     )
+
+
+@gluon.jit
+def by_channel(sums):
+    """Sums whose weights' rows were ``spread``, in the order of the channels: no data moves."""
+    ROWS: gl.constexpr = sums.shape[0]
+    COLUMNS: gl.constexpr = sums.shape[1]
+    blocks = sums.reshape([ROWS, COLUMNS // 64, 8, 8])
+    return blocks.permute((0, 1, 3, 2)).reshape([ROWS, COLUMNS])
+
+
+@gluon.constexpr_function
+def sorted_layout(layout):
+    """The same elements in each thread, neighbours beside each other: wide loads and stores."""
+    return gl.DistributedLinearLayout(
+        reg_bases=sorted(layout.reg_bases),
+        lane_bases=layout.lane_bases,
+        warp_bases=layout.warp_bases,
+        block_bases=layout.block_bases,
+        shape=layout.shape,
+    )

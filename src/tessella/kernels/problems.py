@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 from tessella.core.errors import UsageError
+from tessella.kernels import shapes
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import Math, Problem, TensorMeta
 
@@ -65,6 +67,52 @@ def conv(
         constant=constant,
         math=math,
     )
+
+
+def conv2d_chain(first: Problem, second: Problem, *, keep: bool = True) -> Problem:
+    """Two 1 × 1 convolutions as one problem: ``second`` reads what ``first`` makes.
+
+    Args:
+        keep: what lies between is a result too, after that of the second.
+
+    Raises:
+        UsageError: they are no such pair; ``unchainable`` says why.
+    """
+    if why := unchainable(first, second):
+        raise UsageError(
+            "these convolutions are no chain",
+            seen=why,
+            fix="let the second read the first's result",
+        )
+    rest = tuple(second.meta(i) for i in (1, 2, 4))
+    attrs = {name: first.attrs[name] for name in ("activation", "beta") if name in first.attrs}
+    if first.inputs[0].dtype == "int8":
+        attrs |= {"dtype": first.output.dtype, "next_dtype": second.output.dtype}
+    return Problem(
+        op="conv2d_chain",
+        inputs=(*first.inputs, *[None] * (5 - len(first.inputs)), *rest),
+        outputs=(second.output, first.output) if keep else (second.output,),
+        attrs={**attrs, "next_activation": second.attr("activation"), "keep": keep},
+        constant=(*first.constant, *({1: 5, 2: 6, 4: 7}[i] for i in second.constant)),
+        math=first.math,
+    )
+
+
+def unchainable(first: Problem, second: Problem) -> str | None:
+    """Why two convolutions are no chain, or None."""
+    for problem in (first, second):
+        if problem.op != "conv2d" or problem.inputs[1].shape[2:] != (1, 1):
+            return "1×1 convolutions of images only"
+        a = problem.attrs
+        if tuple(a["stride"]) != (1, 1) or any(a["padding"]) or a["groups"] != 1:
+            return "no stride, padding or groups"
+        if problem.attr("alpha") != 1:
+            return "no alpha"
+    if second.meta(3) is not None:
+        return "the second adds no residual"
+    if replace(first.output, strides=None) != replace(second.inputs[0], strides=None):
+        return f"the second reads {second.inputs[0]}, not {first.output}"
+    return None
 
 
 def conv_dgrad(
@@ -277,6 +325,46 @@ def _out_dtype(x: TensorMeta, scale: Extra) -> str:
 
 def _dense(x: TensorMeta) -> Any:
     return "channels_last" if x.format == "channels_last" else "contiguous"
+
+
+def attention(
+    query: TensorMeta,
+    key: TensorMeta,
+    value: TensorMeta,
+    attn_mask: Extra = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    constant: tuple[int, ...] = (),
+    math: Math = "ieee",
+) -> Problem:
+    """softmax(scale · query · keyᵀ + mask) · value; the result's strides are the kernel's choice.
+
+    query [N, heads, L, E], key [N, heads, S, E], value [N, heads, S, V]; the other arguments are
+    those of torch's ``scaled_dot_product_attention``.
+
+    Raises:
+        UsageError: shapes that do not go together.
+    """
+    inputs = _trimmed(query, key, value, attn_mask)
+    attrs = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    try:
+        ((dtype, shape),) = shapes.made("scaled_dot_product_attention", inputs, attrs)
+    except (RuntimeError, IndexError) as error:
+        raise UsageError(
+            "query, key, value and mask do not go together",
+            seen=", ".join(str(t.shape) for t in inputs if t is not None),
+            fix="give [N, heads, L, E], twice [N, heads, S, E], and a mask for [N, heads, L, S]",
+        ) from error
+    return Problem(
+        op="scaled_dot_product_attention",
+        inputs=inputs,
+        outputs=(TensorMeta(shape=shape, dtype=dtype, format="strided"),),
+        attrs=attrs,
+        constant=constant,
+        math=math,
+    )
 
 
 def _trimmed(*inputs: Extra) -> tuple[Extra, ...]:

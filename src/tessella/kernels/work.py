@@ -13,6 +13,9 @@ def flops(problem: Problem) -> int | None:
     if problem.op in ("conv1d", "conv2d", "conv3d", "linear"):
         weight = problem.inputs[1].shape
         return 2 * out * math.prod(weight[1:])
+    if problem.op == "conv2d_chain":
+        pixels = out // problem.outputs[0].shape[1]
+        return 2 * pixels * sum(math.prod(problem.inputs[i].shape) for i in (1, 5))
     if problem.op.endswith("_dgrad"):  # of the convolution's result, as many as forward
         dy, weight = (t.shape for t in problem.inputs[:2])
         return 2 * math.prod(dy) * math.prod(weight[1:])

@@ -56,6 +56,40 @@ conv2d = _convolution(F.conv2d)
 conv3d = _convolution(F.conv3d)
 
 
+def conv2d_chain(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    next_weight: Tensor,
+    next_bias: Tensor | None = None,
+    next_scale: Tensor | None = None,
+    *,
+    activation: str | None,
+    next_activation: str | None,
+    keep: bool,
+    beta: float = 1.0,
+    dtype: str | None = None,
+    next_dtype: str | None = None,
+) -> tuple[Tensor, ...]:
+    """Two 1 × 1 convolutions, each with its epilogue: the result, and if kept what lies between.
+
+    input [N, C, H, W], weight [K, C, 1, 1], residual and between [N, K, H, W], next_weight
+    [L, K, 1, 1], result [N, L, H, W]; vectors as in ``conv2d``, ``next_…`` are the second one's.
+    """
+    window = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    between = conv2d(
+        input, weight, bias, residual, scale,
+        **window, activation=activation, beta=beta, dtype=dtype,
+    )  # fmt: skip
+    made = conv2d(
+        between, next_weight, next_bias, None, next_scale,
+        **window, activation=next_activation, dtype=next_dtype,
+    )  # fmt: skip
+    return (made, between) if keep else (made,)
+
+
 def conv_transpose2d(
     input: Tensor,
     weight: Tensor,

@@ -1,0 +1,143 @@
+"""Two 1×1 convolutions in a row as one step: the value between is multiplied on while on the chip.
+
+In a residual network it is read again later, and so still written; but the second convolution does
+not read it from memory. Whether that pays depends on sizes and machine: each chain is asked by
+auction beside its two steps, and those that win alone are raced as a whole program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tessella.compiler import race
+from tessella.compiler.passes.choose_kernels import Choice, Tuner, trials
+from tessella.core.errors import CompileError
+from tessella.core.events import Emit, phase
+from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels import catalog
+from tessella.kernels.catalog import Kernel
+from tessella.kernels.problems import conv2d_chain, unchainable
+
+WORTH_IT = 0.995  # the program with chains must win by half a percent
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two steps that may become one, by their places."""
+
+    first: int
+    second: int
+    step: Choice
+
+
+def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> list[Choice]:
+    """The choices for a graph with concrete shapes, with chains as one step where that is faster.
+
+    The steps change, the graph's nodes do not. A kernel that is ``unproven`` takes part only if the
+    tuner names it; where no kernel fits, nothing is measured.
+    """
+    apart = list(choices)
+    won = _without_overlap(_winners(graph, apart, kernels(tuner), tuner))
+    if not won:
+        return apart
+    chained = _with_chains(apart, won)
+    programs = [(graph, apart), (graph, chained)]
+    apart_us, chained_us = race.times_us(programs, tuner)
+    emit(phase("chains", f"{len(won)}: {apart_us:.0f} µs apart, {chained_us:.0f} µs chained"))
+    return chained if chained_us < WORTH_IT * apart_us else apart
+
+
+def kernels(tuner: Tuner) -> list[Kernel]:
+    """Those that may carry out a chain on the tuner's target."""
+    return [
+        row
+        for row in catalog.candidates("conv2d_chain", tuner.target)
+        if not row.last_resort and (not row.unproven or row.id in tuner.unproven)
+    ]
+
+
+def pairs(graph: Graph, choices: Sequence[Choice]) -> Iterator[Pair]:
+    """Convolutions that read another one's result, with the step that both would be."""
+    readers: dict[Value, list[int]] = {}
+    for index, choice in enumerate(choices):
+        for value in choice.node.inputs:
+            if value is not None:
+                readers.setdefault(value, []).append(index)
+    held = {place.of for choice in choices for place in choice.slices.values()}
+    for index, choice in enumerate(choices):
+        if choice.node.op != "conv2d":
+            continue
+        between = choice.node.output
+        for other in readers.get(between, []):
+            if refusal(choice, choices[other], held) is None:
+                keep = len(readers[between]) > 1 or between in graph.outputs
+                yield Pair(index, other, chain(choice, choices[other], keep=keep))
+
+
+def refusal(first: Choice, second: Choice, held: set[str]) -> str | None:
+    """Why two steps, the second of which reads the first's result, are no chain; or None.
+
+    Args:
+        held: values that hold slices.
+    """
+    if second.node.op != "conv2d" or second.node.inputs[0] is not first.node.output:
+        return "the second is no convolution of the first's result"
+    missing = [i for i in (1, 2, 4) if second.problem.meta(i) and i not in second.problem.constant]
+    if missing:
+        return "the second's weights are computed: they may not be there yet"
+    if first.slices or second.slices or {first.node.output.name, second.node.output.name} & held:
+        return "a result lies in another value, or holds one"
+    return unchainable(first.problem, second.problem)
+
+
+def chain(first: Choice, second: Choice, *, keep: bool) -> Choice:
+    """Both steps as one, without trials."""
+    problem = conv2d_chain(first.problem, second.problem, keep=keep)
+    before, after = first.node, second.node
+    scale = after.inputs[4] if len(after.inputs) > 4 else None
+    node = Node(
+        op=problem.op,
+        inputs=(*before.inputs, *[None] * (5 - len(before.inputs)), *after.inputs[1:3], scale),
+        outputs=(after.output, before.output) if keep else (after.output,),
+        attrs=problem.attrs,
+        layer=before.layer,
+    )
+    return Choice(node=node, problem=problem, trials=())
+
+
+def _winners(
+    graph: Graph, choices: Sequence[Choice], rows: Sequence[Kernel], tuner: Tuner
+) -> list[tuple[float, Pair]]:
+    """Pairs that are faster as one step, and by how much, in µs."""
+    won = []
+    for pair in pairs(graph, choices) if rows else ():
+        if all(row.refusal(pair.step.problem) for row in rows):
+            continue
+        terms = replace(tuner.terms, algorithms=[row.algorithm for row in rows])
+        with contextlib.suppress(CompileError):  # none that fits runs: the steps stay two
+            found = trials(pair.step.node, pair.step.problem, tuner, terms=terms)
+            steps = [choices[i].trials[0].time_us or 0.0 for i in (pair.first, pair.second)]
+            saved_us = sum(steps) - (found[0].time_us or 0.0)
+            if saved_us > 0:
+                won.append((saved_us, replace(pair, step=replace(pair.step, trials=found))))
+    return won
+
+
+def _without_overlap(won: Sequence[tuple[float, Pair]]) -> list[Pair]:
+    """A step goes into one chain: into that which saves most."""
+    taken: set[int] = set()
+    kept = []
+    for _, pair in sorted(won, key=lambda one: (-one[0], one[1].first)):
+        if not {pair.first, pair.second} & taken:
+            taken |= {pair.first, pair.second}
+            kept.append(pair)
+    return kept
+
+
+def _with_chains(choices: Sequence[Choice], won: Sequence[Pair]) -> list[Choice]:
+    """A chain stands where its first step stood: whatever it reads is there."""
+    steps = {pair.first: pair.step for pair in won}
+    gone = {pair.second for pair in won}
+    return [steps.get(i, choice) for i, choice in enumerate(choices) if i not in gone]

@@ -1,0 +1,288 @@
+"""Two 1 × 1 convolutions in one kernel on Hopper: the value between never comes back from memory.
+
+In a residual network the wide result of one block (conv + residual + ReLU) is read twice: by the
+next residual, much later, and at once by the next block's first 1 × 1 convolution, which is bound
+by that reading. Here the wide result is multiplied on while it is on the chip (``chain_device``).
+
+Bytes that must pass memory, ResNet-50 at batch 128 in FP16, and shared memory of a block of two
+groups of 64 pixels (227 KB), chunks of 64 channels:
+
+    pixels, channels       apart   chained   x + weights + slots + results, KB
+    56², 64→256→64        719 MB    514 MB   2·16 +  64 (all)  + 2·7·8 + 16
+    28², 128→512→128      360 MB    257 MB   1·32 + 3·32 a stage + 2·4·8 + 32
+    14², 256→1024→256     180 MB    128 MB   one group, 1·32 + 2·64 a stage + 4·8 + 32
+
+INT8 halves all of it. At 14² the weights pass from the second-level cache once a tile, 1 MB for
+each 64 pixels: there the chain may lose, and at 7² (512 channels of sums, 49 images' worth of
+tiles) it does not fit. Who chooses measures (``compiler.passes.fuse_chains``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.conv.hopper.chain_device import convolve_twice
+from tessella.kernels.hopper import descriptor, gl
+from tessella.kernels.launch import launch
+from tessella.kernels.packing import packed
+from tessella.kernels.problem import Problem
+
+Tensor = torch.Tensor
+
+WRITES_OUT = False  # it may have two results: they are taken from torch
+
+TYPES = ("float16", "bfloat16", "int8")
+PIXELS = 64  # of a group: the rows of one product
+MOST_SUMS = 256  # channels of the result: half of a group's registers
+PIECE = 64  # channels of the result that are finished at a time
+MULTIPROCESSORS = 132
+SHARED_BYTES = 232448 - 2048  # of a block, less what barriers and the compiler take
+MOST_SLOTS = 8
+MAX_CONFIGS = 8
+
+# places of the inputs
+X, WEIGHT, BIAS, RESIDUAL, SCALE, NEXT_WEIGHT, NEXT_BIAS, NEXT_SCALE = range(8)
+
+
+def fits(problem: Problem) -> str | None:
+    x, weight, after = (problem.meta(i) for i in (X, WEIGHT, NEXT_WEIGHT))
+    pixels = (x, problem.meta(RESIDUAL), *problem.outputs)
+    if x.dtype not in TYPES:
+        return f"multiplies {', '.join(TYPES)}, not {x.dtype}"
+    if any(meta is not None and meta.dtype != x.dtype for meta in (weight, after, *pixels)):
+        return f"everything but scales and biases must be {x.dtype} like x"
+    if x.dtype == "int8" and not problem.attr("dtype") == problem.attr("next_dtype") == "int8":
+        return "results of int8 must be int8"
+    if not all(meta is None or meta.has("channels_last") for meta in pixels):
+        return "inputs and results must be channels_last"
+    if not {WEIGHT, NEXT_WEIGHT} <= set(problem.constant):
+        return "the weights must be constant: they are packed, and loaded before their turn"
+    itemsize = _itemsize(problem)
+    for channels in (weight.shape[1], *after.shape[:2]):
+        if channels * itemsize % 16:
+            return f"{channels} channels × {x.dtype} are not a multiple of 16 bytes"
+    if after.shape[0] > MOST_SUMS:
+        return f"sums of {after.shape[0]} channels do not fit registers: {MOST_SUMS} at most"
+    sizes = [math.prod(meta.shape) for meta in pixels if meta is not None]
+    if 0 in sizes or max(sizes) >= 2**31:
+        return "empty, or more than 2^31 elements"
+    return None if configs(problem) else "tiles and weights do not fit shared memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The chain as the kernel sees it.
+
+    Attributes:
+        pixels: of all images.
+        channels, between, out: of x, of the value between, of the result.
+        wide_in, wide_out: ``channels`` and ``out`` as boxes have them, powers of two.
+    """
+
+    pixels: int
+    channels: int
+    between: int
+    out: int
+    wide_in: int
+    wide_out: int
+    itemsize: int
+
+
+def shape_of(problem: Problem) -> Shape:
+    images, channels, height, width = problem.inputs[X].shape
+    out, between = problem.inputs[NEXT_WEIGHT].shape[:2]
+    itemsize = _itemsize(problem)
+    return Shape(
+        pixels=images * height * width,
+        channels=channels,
+        between=between,
+        out=out,
+        wide_in=max(32 // itemsize, _power_of_two(channels)),
+        wide_out=max(64 if itemsize == 1 else 16, _power_of_two(out)),
+        itemsize=itemsize,
+    )
+
+
+def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
+    """The ways to share out shared memory, by estimated time.
+
+    Keys: ``groups`` of 64 pixels a block, channels of a ``chunk``, ``buffers`` for x, ``stages`` of
+    weights, ``slots`` of a group's chunks, ``resident`` weights.
+    """
+    shape = shape_of(problem)
+    reads, keeps = problem.meta(RESIDUAL) is not None, bool(problem.attr("keep"))
+    ranked = sorted(_candidates(shape), key=lambda c: _estimate(shape, c, reads, keeps))
+    return tuple(ranked[:MAX_CONFIGS])
+
+
+def _candidates(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Everything that fits, with as many slots as are left room for."""
+    for groups, chunk_bytes, buffers in itertools.product((2, 1), (128, 64), (2, 1)):
+        chunk = chunk_bytes // shape.itemsize
+        chunks = -(-shape.between // chunk)
+        if chunk < 64 and shape.itemsize == 1:
+            continue  # int8's rows are spread by 64
+        if chunk_bytes == 64 and chunks == 1:
+            continue
+        if shape.wide_out > 128 and (groups, chunk_bytes) != (1, 64):
+            continue  # registers would spill
+        for stages, resident in ((chunks, True), (4, False), (3, False), (2, False)):
+            if stages >= chunks and not resident:
+                continue
+            config = {
+                "groups": groups, "chunk": chunk, "buffers": buffers, "stages": stages,
+                "slots": 0, "resident": resident,
+            }  # fmt: skip
+            left = SHARED_BYTES - shared_bytes(shape, config)
+            config["slots"] = min(MOST_SLOTS, left // (groups * PIXELS * chunk_bytes))
+            if config["slots"] >= 3:
+                yield config
+
+
+def shared_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
+    """x, weights, chunks and results of a block, without barriers."""
+    groups, chunk = config["groups"], config["chunk"]
+    tiles = config["buffers"] * shape.wide_in + config["slots"] * chunk + shape.wide_out
+    weights = config["stages"] * chunk * (shape.wide_in + shape.wide_out)
+    return (groups * PIXELS * tiles + weights) * shape.itemsize
+
+
+def _estimate(shape: Shape, config: Mapping[str, Any], reads: bool, keeps: bool) -> float:
+    """Clocks of the whole chain, from counts and rates measured for ``implicit_gemm_tiles``.
+
+    A block's tile takes the slowest of: its memory traffic (16.5 bytes a clock and multiprocessor);
+    what comes in, from memory or the second-level cache (47 bytes a clock, and no faster than what
+    is asked for at a time, 2800 clocks from asking to having); the products; and a group's chunks
+    one after another, about 600 clocks and 12 for each element of a thread.
+    """
+    groups, chunk = config["groups"], config["chunk"]
+    rows = groups * PIXELS
+    chunks = -(-shape.between // chunk)
+    ours = rows * (shape.channels + reads * shape.between) * shape.itemsize
+    out = rows * (shape.out + keeps * shape.between) * shape.itemsize
+    stage = chunk * (shape.wide_in + shape.wide_out) * shape.itemsize
+    streamed = 0 if config["resident"] else chunks * stage
+    ahead = (config["slots"] - 2) * reads * rows * chunk * shape.itemsize
+    ahead += (config["buffers"] - 0.5) * rows * shape.wide_in * shape.itemsize
+    products = rows * shape.between * (shape.wide_in + shape.wide_out) * shape.itemsize / 4096
+    narrow = 1.3 if chunk * shape.itemsize == 64 else 1.0  # half-wide products, twice the reads
+    elements = PIXELS * chunk / 128
+    tile = max(
+        (ours + out) / 16.5,
+        (ours + streamed) / 47,
+        2800 * ours / ahead,
+        2800 * streamed / ((config["stages"] - 1) * stage or 1),
+        products * narrow,
+        chunks * (600 + 12 * elements) + 12 * PIXELS * shape.wide_out / 128,
+    )
+    first = 3000 + (0 if streamed else chunks * stage / 47)
+    tiles = -(-shape.pixels // rows)
+    tile += 0.1 * streamed / 47  # of two that are bound by the same, what reads less
+    return first + tile * -(-tiles // MULTIPROCESSORS)
+
+
+def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Call:
+    config = config or configs(problem)[0]
+    weights = {i: _rows_of_weight(constants[i]) for i in (WEIGHT, NEXT_WEIGHT)}
+    held = {**constants, **weights}
+
+    def call(*inputs: Tensor) -> tuple[Tensor, ...]:
+        made = tuple(meta.empty(inputs[0].device) for meta in problem.outputs)
+        operands = problem.operands(held, inputs)
+        _run(problem, config, (*operands, *[None] * (8 - len(operands))), made)
+        return made
+
+    return call
+
+
+def _rows_of_weight(weight: Tensor) -> Tensor:
+    """[K, C, 1, 1] as the rows [K', C] that the tensor cores are fed with.
+
+    A thread's sums lie in pairs, eight columns apart. Results of 8 bits want neighbours: the rows
+    are spread, an 8 × 8 transpose of every 64 (``int8_device.by_channel`` undoes it), K' = K
+    rounded up to 64.
+    """
+    if weight.dtype != torch.int8:
+        return weight.reshape(weight.shape[:2])
+    return packed(weight, ("conv2d_chain", "spread"), _spread)
+
+
+def _spread(weight: Tensor) -> Tensor:
+    rows, channels = weight.shape[:2]
+    padded = weight.new_zeros(-(-rows // 64) * 64, channels)
+    padded[:rows] = weight.reshape(rows, channels)
+    return padded.view(-1, 8, 8, channels).transpose(1, 2).reshape(-1, channels)
+
+
+def _run(
+    problem: Problem,
+    config: Mapping[str, Any],
+    operands: tuple[Tensor | None, ...],
+    made: tuple[Tensor, ...],
+) -> None:
+    x, weight, bias, residual, scale, next_weight, next_bias, next_scale = operands
+    shape, chunk = shape_of(problem), config["chunk"]
+    chunk_of = [PIXELS, chunk]
+    pixels = _pixels(x)
+    between = descriptor(_pixels(made[1]) if len(made) > 1 else pixels, chunk_of)
+    tiles = -(-shape.pixels // (config["groups"] * PIXELS))
+    beta = problem.attr("beta")
+    launch(
+        convolve_twice,
+        (min(tiles, MULTIPROCESSORS),),
+        descriptor(pixels, [PIXELS, shape.wide_in]),
+        descriptor(weight, [chunk, shape.wide_in]),
+        descriptor(next_weight, [shape.wide_out, chunk]),
+        between if residual is None else descriptor(_pixels(residual), chunk_of),
+        between,
+        descriptor(_pixels(made[0]), [PIXELS, min(shape.wide_out, PIECE)]),
+        scale, bias, beta, next_scale, next_bias, shape.between, shape.out,
+        tiles, -(-shape.between // chunk),
+        GROUPS=config["groups"], BUFFERS=config["buffers"], STAGES=config["stages"],
+        SLOTS=config["slots"], RESIDENT=config["resident"],
+        RESIDUAL=residual is not None, UNSCALED=beta == 1.0, KEEP=len(made) > 1,
+        EPILOGUES=(
+            (problem.attr("activation"), _is_small(x, shape.channels)),
+            (problem.attr("next_activation"), _is_small(x, shape.between)),
+        ),
+        LAYOUTS=(_layout(x.dtype, chunk), _layout(x.dtype, shape.wide_out)),
+        num_warps=4,
+        launch_pdl=True,
+        **({"maxnreg": 168} if config["groups"] == 1 else {}),
+    )  # fmt: skip
+
+
+def _pixels(tensor: Tensor) -> Tensor:
+    """[N, C, H, W] channels_last → the view [pixels, C]."""
+    count, channels, height, width = tensor.shape
+    return tensor.as_strided((count * height * width, channels), (channels, 1))
+
+
+def _is_small(x: Tensor, products: int) -> bool:
+    """Whether float32 holds sums of so many products of int8 as 1.5 · 2^23 + sum."""
+    return x.dtype == torch.int8 and products <= 256
+
+
+def _layout(dtype: torch.dtype, columns: int) -> Any:
+    """Sums of a group. Products of int8 do not compile 256 columns wide (Triton 3.6)."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[4, 1],
+        instr_shape=[16, min(columns, 128 if dtype == torch.int8 else 256), 32 // dtype.itemsize],
+    )
+
+
+def _itemsize(problem: Problem) -> int:
+    return int(getattr(torch, problem.inputs[X].dtype).itemsize)
+
+
+def _power_of_two(value: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (value - 1).bit_length()

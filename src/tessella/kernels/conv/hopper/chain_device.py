@@ -1,0 +1,365 @@
+"""Device code of two 1 × 1 convolutions in one kernel: the value between stays on the chip.
+
+A block takes every so-many-th tile of pixels; each of its multiplying groups has BM of them. For
+every CHUNK of channels of the value between::
+
+    between = activation(scale · (x · Aᵀ) + bias + beta · residual)     [BM, CHUNK]
+    total  += between · Bᵀ                                              [BM, OUT]
+
+``between`` is written into the slot that its residual came in, and leaves from there twice: by TMA
+to global memory, and into the tensor cores. ``_hand_out`` fills slots, ``_load_pixels`` brings x,
+``_load_weights`` both weights: once and for all where they fit, else chunk after chunk, a ring that
+the groups share.
+
+Rings count uses: use u lies in place u % length, and is the (u // length)-th there, whose parity is
+what a barrier can tell. Everything is freed one or two uses late, when it costs no waiting.
+"""
+
+# ruff: noqa: SIM113 (device code has no enumerate)
+from __future__ import annotations
+
+from tessella.kernels.epilogue_device import channel_vector, finish
+from tessella.kernels.hopper import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    launch_dependents,
+    load_tile,
+    mbarrier,
+    store_tile,
+    store_wait,
+    wait_for_dependencies,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from tessella.kernels.int8_device import (
+    by_channel,
+    float_of_int8,
+    float_of_small,
+    int8_of_float,
+    sorted_layout,
+)
+
+
+@gluon.jit
+def _load_pixels(x, pixels, tiles, GROUPS: gl.constexpr, BUFFERS: gl.constexpr):
+    """x of a tile for all groups: [BM, C] each."""
+    ring, full, empty = pixels
+    BM: gl.constexpr = x.block_type.shape[0]
+    wait_for_dependencies()
+    t = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        i = t % BUFFERS
+        mbarrier.wait(empty.index(i), ((t // BUFFERS) & 1) ^ 1)
+        mbarrier.expect(full.index(i), GROUPS * x.block_type.nbytes)
+        for group in gl.static_range(GROUPS):
+            row = (tile * GROUPS + group) * BM
+            load_tile(x, [row, 0], full.index(i), ring.index(i * GROUPS + group))
+        t += 1
+
+
+@gluon.jit
+def _load_weights(
+    a, b, weights, tiles, chunks, CHUNK: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr
+):
+    """A's rows and B's columns of one chunk a stage. They are constants: nobody waits for them."""
+    a_ring, b_ring, full, empty = weights
+    last = tiles
+    if RESIDENT:
+        last = gl.minimum(tiles, gl.program_id(0) + 1)
+    u = 0
+    for _ in range(gl.program_id(0), last, gl.num_programs(0)):
+        for chunk in range(chunks):
+            i = u % STAGES
+            mbarrier.wait(empty.index(i), ((u // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(i), a.block_type.nbytes + b.block_type.nbytes)
+            load_tile(a, [chunk * CHUNK, 0], full.index(i), a_ring.index(i))
+            load_tile(b, [0, chunk * CHUNK], full.index(i), b_ring.index(i))
+            u += 1
+
+
+@gluon.jit
+def _hand_out(
+    residual,
+    held,
+    tiles,
+    chunks,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+):
+    """A group's slots, in turn: with a chunk's residual in them, if there is one."""
+    slots, landed, freed = held
+    BM: gl.constexpr = residual.block_type.shape[0]
+    CHUNK: gl.constexpr = residual.block_type.shape[1]
+    wait_for_dependencies()
+    u = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row = (tile * GROUPS + GROUP) * BM
+        for chunk in range(chunks):
+            i = GROUP * SLOTS + u % SLOTS
+            mbarrier.wait(freed.index(i), ((u // SLOTS) & 1) ^ 1)
+            if RESIDUAL:
+                mbarrier.expect(landed.index(i), residual.block_type.nbytes)
+                load_tile(residual, [row, chunk * CHUNK], landed.index(i), slots.index(i))
+            else:
+                mbarrier.arrive(landed.index(i))
+            u += 1
+
+
+@gluon.jit
+def _multiply(
+    between,
+    y,
+    first,
+    second,
+    beta,
+    pixels,
+    weights,
+    held,
+    results,
+    tiles,
+    chunks,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    RESIDENT: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    UNSCALED: gl.constexpr,
+    KEEP: gl.constexpr,
+    EPILOGUES: gl.constexpr,
+    LAYOUTS: gl.constexpr,
+):
+    x_ring, x_full, x_empty = pixels
+    a_ring, b_ring, w_full, w_empty = weights
+    slots, landed, freed = held
+    BM: gl.constexpr = y.block_type.shape[0]
+    OUT: gl.constexpr = b_ring.shape[1]
+    WIDTH: gl.constexpr = y.block_type.shape[1]
+    CHUNK: gl.constexpr = between.block_type.shape[1]
+    SUM: gl.constexpr = gl.int32 if x_ring.dtype == gl.int8 else gl.float32
+    # tiles of ``between`` that may be on their way out: only the newest
+    PENDING: gl.constexpr = 1 if KEEP else 0
+    wait_for_dependencies()
+    t = 0
+    u = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row = (tile * GROUPS + GROUP) * BM
+        at = t % BUFFERS
+        mbarrier.wait(x_full.index(at), (t // BUFFERS) & 1)
+        x = x_ring.index(at * GROUPS + GROUP)
+        total = warpgroup_mma_init(gl.zeros((BM, OUT), dtype=SUM, layout=LAYOUTS[1]))
+        for chunk in range(chunks):
+            stage = u % STAGES
+            if RESIDENT:
+                mbarrier.wait(w_full.index(stage), 0)
+            else:
+                mbarrier.wait(w_full.index(stage), (u // STAGES) & 1)
+            part = gl.zeros((BM, CHUNK), dtype=SUM, layout=LAYOUTS[0])
+            a = a_ring.index(stage).permute((1, 0))
+            part = warpgroup_mma(x, a, part, use_acc=False, is_async=True)
+            # this product, and the one that adds the chunk before this one to the total
+            part, total = warpgroup_mma_wait(0, deps=(part, total))
+            store_wait(PENDING)
+            barrier()
+            mbarrier.arrive(freed.index(GROUP * SLOTS + (u + SLOTS - 2) % SLOTS), pred=u > 1)
+            mbarrier.arrive(x_empty.index(at), pred=chunk == chunks - 1)
+            if not RESIDENT:
+                mbarrier.arrive(w_empty.index((u + STAGES - 1) % STAGES), pred=u > 0)
+            slot = GROUP * SLOTS + u % SLOTS
+            mbarrier.wait(landed.index(slot), (u // SLOTS) & 1)
+            staged = slots.index(slot)
+            _finish(part, staged, first, chunk * CHUNK, beta, RESIDUAL, UNSCALED, EPILOGUES[0])
+            fence_async_shared()
+            barrier()
+            if KEEP:
+                store_tile(between, [row, chunk * CHUNK], staged)
+            b = b_ring.index(stage).permute((1, 0))
+            total = warpgroup_mma(staged, b, total, is_async=True)
+            u += 1
+        total = warpgroup_mma_wait(0, deps=(total,))
+        store_wait(PENDING)  # the result before this one has left
+        barrier()
+        _store_result(total, y, results, second, row, GROUP * (OUT // WIDTH), 0, EPILOGUES[1])
+        t += 1
+    store_wait(0)
+
+
+@gluon.jit
+def _store_result(
+    total,
+    y,
+    results,
+    vectors,
+    row,
+    PLACE: gl.constexpr,
+    COLUMN: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+):
+    """The result's columns from COLUMN on, in pieces: those of one fit a thread's registers."""
+    ROWS: gl.constexpr = total.shape[0]
+    HALF: gl.constexpr = total.shape[1] // 2
+    if total.shape[1] > y.block_type.shape[1]:
+        left, right = total.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
+        _store_result(left, y, results, vectors, row, PLACE, COLUMN, EPILOGUE)
+        _store_result(right, y, results, vectors, row, PLACE + 1, COLUMN + HALF, EPILOGUE)
+    else:
+        result = results.index(PLACE)
+        _finish(total, result, vectors, COLUMN, 1.0, False, True, EPILOGUE)
+        fence_async_shared()
+        barrier()
+        store_tile(y, [row, COLUMN], result)
+
+
+@gluon.jit
+def _finish(
+    sums,
+    staged,
+    vectors,
+    channel,
+    beta,
+    RESIDUAL: gl.constexpr,
+    UNSCALED: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+):
+    """The epilogue of sums whose first column is ``channel``, into shared memory.
+
+    EPILOGUE: the activation, and whether int32 sums are at most 2^22.
+    """
+    scale, bias, channels = vectors
+    EIGHT_BITS: gl.constexpr = staged.dtype == gl.int8
+    if EIGHT_BITS:
+        FINAL: gl.constexpr = sorted_layout(by_channel(sums).type.layout)
+        sums = gl.convert_layout(by_channel(sums), FINAL)
+    L: gl.constexpr = sums.type.layout
+    if EPILOGUE[1]:
+        sums = float_of_small(sums)
+    s = None
+    b = None
+    if scale is not None:
+        s = channel_vector(scale, channel, channels, sums.shape[1], gl.SliceLayout(0, L))
+        s = s.expand_dims(0)
+    if bias is not None:
+        b = channel_vector(bias, channel, channels, sums.shape[1], gl.SliceLayout(0, L))
+        b = b.expand_dims(0)
+    added = None
+    if RESIDUAL:
+        added = staged.load(L)
+        if EIGHT_BITS:
+            added = float_of_int8(added)
+    MADE: gl.constexpr = gl.float32 if EIGHT_BITS else staged.dtype
+    if UNSCALED:
+        made = finish(sums, s, b, added, 1.0, 1.0, EPILOGUE[0], MADE)
+    else:
+        made = finish(sums, s, b, added, 1.0, beta, EPILOGUE[0], MADE)
+    if EIGHT_BITS:
+        made = int8_of_float(made)
+    staged.store(made)
+
+
+@gluon.jit(do_not_specialize=["beta", "between_channels", "y_channels", "tiles", "chunks"])
+def convolve_twice(
+    x,
+    a,
+    b,
+    residual,
+    between,
+    y,
+    scale,
+    bias,
+    beta,
+    next_scale,
+    next_bias,
+    between_channels,
+    y_channels,
+    tiles,
+    chunks,
+    GROUPS: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    RESIDENT: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    UNSCALED: gl.constexpr,
+    KEEP: gl.constexpr,
+    EPILOGUES: gl.constexpr,
+    LAYOUTS: gl.constexpr,
+):
+    """Two 1 × 1 convolutions, [pixels, C] → [pixels, between_channels] → [pixels, y_channels].
+
+    Args:
+        x, residual, between, y: descriptors of pixels × channels; their boxes are a group's tile:
+            BM × (C, CHUNK, CHUNK, a part of OUT: half of it or all).
+        a, b: descriptors of the weights, boxes CHUNK × C and OUT × CHUNK.
+        scale, bias, next_scale, next_bias: a number a channel, or None.
+        tiles: of GROUPS · BM pixels; ``chunks``: of the channels between.
+        BUFFERS, STAGES, SLOTS: the lengths of the rings for x, for weights, and for a group's
+            chunks (three or more).
+        RESIDENT: STAGES hold all chunks' weights, which are loaded once.
+        UNSCALED: beta is one.
+        KEEP: ``between`` is written to memory.
+        EPILOGUES: of each product, the activation and whether int32 sums are at most 2^22.
+        LAYOUTS: of the sums of each product.
+    """
+    BM: gl.constexpr = y.block_type.shape[0]
+    CHUNK: gl.constexpr = between.block_type.shape[1]
+    OUT: gl.constexpr = b.block_type.shape[0]
+    WIDTH: gl.constexpr = y.block_type.shape[1]
+    C: gl.constexpr = x.block_type.shape[1]
+    x_ring = gl.allocate_shared_memory(x.dtype, [BUFFERS * GROUPS, BM, C], x.layout)
+    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, CHUNK, C], a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, OUT, CHUNK], b.layout)
+    slots = gl.allocate_shared_memory(x.dtype, [GROUPS * SLOTS, BM, CHUNK], between.layout)
+    results = gl.allocate_shared_memory(y.dtype, [GROUPS * OUT // WIDTH, BM, WIDTH], y.layout)
+    x_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    x_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    w_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [GROUPS * SLOTS, 1], mbarrier.MBarrierLayout())
+    freed = gl.allocate_shared_memory(gl.int64, [GROUPS * SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(x_full.index(i), count=1)
+        mbarrier.init(x_empty.index(i), count=GROUPS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(w_full.index(i), count=1)
+        mbarrier.init(w_empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS * SLOTS):
+        mbarrier.init(landed.index(i), count=1)
+        mbarrier.init(freed.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    launch_dependents()
+    pixels = (x_ring, x_full, x_empty)
+    weights = (a_ring, b_ring, w_full, w_empty)
+    held = (slots, landed, freed)
+    first = (scale, bias, between_channels)
+    second = (next_scale, next_bias, y_channels)
+    # fmt: off
+    if GROUPS == 1:
+        gl.warp_specialize([
+            (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
+                         chunks, 0, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
+                         KEEP, EPILOGUES, LAYOUTS)),
+            (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
+            (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
+            (_hand_out, (residual, held, tiles, chunks, 0, GROUPS, SLOTS, RESIDUAL)),
+        ], [1, 1, 1], [88, 88, 88])  # of 168 · 2; the group gets the rest
+    else:
+        gl.warp_specialize([
+            (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
+                         chunks, 0, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
+                         KEEP, EPILOGUES, LAYOUTS)),
+            (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
+                         chunks, 1, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
+                         KEEP, EPILOGUES, LAYOUTS)),
+            (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
+            (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
+            (_hand_out, (residual, held, tiles, chunks, 0, GROUPS, SLOTS, RESIDUAL)),
+            (_hand_out, (residual, held, tiles, chunks, 1, GROUPS, SLOTS, RESIDUAL)),
+        ], [4, 1, 1, 1, 1], [232, 40, 40, 40, 40])
+    # fmt: on
