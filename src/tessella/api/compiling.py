@@ -1,0 +1,328 @@
+"""compile, pareto, calibrate, explain and export: a network becomes a plan, or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tessella import compiler, graph, runtime
+from tessella.api import locks
+from tessella.api.samples import (
+    Batches,
+    CalibrationData,
+    Data,
+    JudgingData,
+    calibrated,
+    judging,
+    shown,
+)
+from tessella.api.sources import Batch, Opened, Source, batch_range, opened
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.plan import Plan
+from tessella.core.device import default_target
+from tessella.core.errors import UsageError
+from tessella.core.events import Emit, phase, silent
+from tessella.core.preprocess import Preprocess, denormalize
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph import onnx
+
+ANY = DimRange(min=1, opt=2, max=8)  # for what does not depend on the batch
+
+
+def compile(
+    source: Source,
+    *,
+    batch: Batch = (1, 8, 32),
+    target: str | None = None,
+    precision: str = "fp32",
+    precisions: Mapping[str, str] | None = None,
+    calibration: CalibrationData | None = None,
+    budget: float | None = None,
+    data: JudgingData | None = None,
+    inputs: Sequence[TensorSpec] | None = None,
+    input: compiler.Input = "float32",
+    preprocess: Preprocess | None = None,
+    samples: Mapping[str, torch.Tensor] | None = None,
+    cache: str | Path | None = None,
+    lock: Plan | str | Path | None = None,
+    time_limit_s: float | None = None,
+    trust_code: bool = False,
+    emit: Emit = silent,
+) -> Plan:
+    """Turn a network into a plan: fused, laid out, every kernel chosen by measurement.
+
+    Args:
+        source: a checkpoint, a run (its best checkpoint), a path of one of these or of an ONNX
+            file, or a torch module (then ``inputs`` says what it takes).
+        batch: one size, or the smallest, the usual and the largest.
+        target: ``cpu``, ``sm_90`` or ``reference``; by default what this machine has.
+        precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
+        precisions: another one for single layers, by the names that ``compiler.layers`` lists.
+        calibration: for int8 and fp8: what ``calibrate`` made, its file, or the data that it gets.
+        budget: percentage points of top-1 accuracy on ``data`` that the plan may lose: the fastest
+            one that does not is searched, with a precision for each layer. See ``pareto``.
+        input: ``uint8`` for a plan that takes images as bytes [N, H, W, C] of the network's size,
+            as decoders give them, and scales them itself: a quarter of the bytes to send.
+        preprocess: how images become the input; a checkpoint says so itself.
+        samples: inputs by name to check the plan with, for networks that random ones do not fit.
+        cache: timing cache file, read and added to.
+        lock: a plan of this network on this device, or its ``lock`` in a file: what was measured
+            then decides, nothing is measured, and the plan has the same bytes. A plan that a budget
+            chose also says which layer gets which precision.
+        time_limit_s: how long to measure at most. A build that needs longer raises
+            ``BuildStopped``; the next one with the same ``cache`` goes on there.
+        trust_code: let a checkpoint of a user's own Python network run the code that it brings.
+    """
+    if budget is not None:
+        if data is None or precisions or samples or lock:
+            raise UsageError(
+                "a budget needs labelled data, and chooses the precisions of the layers itself",
+                fix="give data=, and leave out precisions, samples and lock",
+            )
+        return pareto(
+            source,
+            data=data,
+            budget=budget,
+            batch=batch,
+            target=target,
+            precision=precision,
+            calibration=calibration,
+            inputs=inputs,
+            input=input,
+            preprocess=preprocess,
+            cache=cache,
+            time_limit_s=time_limit_s,
+            trust_code=trust_code,
+            emit=emit,
+        ).plan
+    target = target or default_target()
+    span = batch_range(batch)
+    network = opened(source, span, inputs=inputs, preprocess=preprocess, trust_code=trust_code)
+    chosen = locks.chosen_by_budget(lock)
+    if chosen is not None and precision == "fp32" and not precisions:
+        precision, precisions = chosen.manifest.precision, chosen.manifest.precisions
+    wanted = {precision, *(precisions or {}).values()} & set(compiler.KINDS)
+    asked = calibration if wanted or chosen else None
+    plan = compiler.compile_graph(
+        network.graph,
+        target=target,
+        batch=span,
+        precision=precision,
+        precisions=precisions,
+        calibration=_scales(network, asked, target, sorted(wanted), emit),
+        input=input,
+        samples=samples,
+        about=network.about(_command(network.name, target, precision, span, input, calibration)),
+        measuring=compiler.Measuring(
+            cache=None if cache is None else Path(cache),
+            lock=None if lock is None else locks.lines_of(lock),
+            time_limit_s=time_limit_s,
+        ),
+        emit=emit,
+    )
+    plan = _carrying(plan, emit)
+    return plan if chosen is None else locks.as_judged(plan, chosen)
+
+
+def pareto(
+    source: Source,
+    *,
+    data: JudgingData,
+    budget: float = 0.3,
+    metric: compiler.budget.Metric = compiler.budget.top1,
+    batch: Batch = (1, 8, 32),
+    target: str | None = None,
+    precision: str = "fp32",
+    calibration: CalibrationData | None = None,
+    inputs: Sequence[TensorSpec] | None = None,
+    input: compiler.Input = "float32",
+    preprocess: Preprocess | None = None,
+    cache: str | Path | None = None,
+    time_limit_s: float | None = None,
+    trust_code: bool = False,
+    emit: Emit = silent,
+) -> compiler.Front:
+    """What precision buys: plans of which none is worse than another in accuracy, time and memory.
+
+    >>> front = pareto("runs/flowers", data="datasets/flowers", budget=0.3)
+    >>> print(front)
+    >>> front.plan.save("flowers.plan")
+
+    Args:
+        source, batch, target, inputs, input, preprocess, cache, time_limit_s, trust_code: as for
+            ``compile``.
+        data: what the plans are judged by: a dataset (its validation split), a split, or
+            ``compiler.budget.of_tensors(inputs, labels)``.
+        budget: percentage points of the metric below float32 that the chosen plan may lose. With 0
+            it changes no answer.
+        metric: of outputs by name and labels: higher is better, and 1 is a hundred points.
+        precision: the least exact that a layer may get; ``fp32``: all that suit the target.
+        calibration: as for ``compile``; by default a dataset's training split, else a part of
+            ``data`` that does not judge.
+    """
+    target = target or default_target()
+    span = batch_range(batch)
+    network = opened(source, span, inputs=inputs, preprocess=preprocess, trust_code=trust_code)
+    if isinstance(data, str | Path):
+        data = Dataset(data)
+    if calibration is None and isinstance(data, Dataset) and "train" in data.info.splits:
+        calibration = data
+    record = network.preprocess
+    searched = f" --budget {budget:g}{shown('data', data)}"
+    kinds = [k for k in compiler.budget.offered(target, precision) if k in compiler.KINDS]
+    return compiler.budget.search(
+        network.graph,
+        target=target,
+        batch=span,
+        data=judging(network, data),
+        run=_running,
+        feed=partial(_as_pixels, record=record)
+        if input == "uint8" and record
+        else lambda batch: batch,
+        finish=lambda plan: _carrying(plan, emit),
+        budget=budget,
+        metric=metric,
+        least=precision,
+        calibration=_scales(network, calibration, target, kinds, emit),
+        input=input,
+        about=network.about(
+            _command(network.name, target, precision, span, input, calibration, searched)
+        ),
+        measuring=compiler.Measuring(
+            cache=None if cache is None else Path(cache), time_limit_s=time_limit_s
+        ),
+        emit=emit,
+    )
+
+
+def calibrate(
+    source: Source,
+    data: Data | Batches,
+    *,
+    method: str = compiler.METHOD,
+    kinds: Sequence[str] = ("int8",),
+    inputs: Sequence[TensorSpec] | None = None,
+    preprocess: Preprocess | None = None,
+    trust_code: bool = False,
+) -> compiler.Calibration:
+    """What int8 and fp8 need to know of a network's values, from a user's data.
+
+    >>> calibrate("runs/flowers", "datasets/flowers").save("flowers.calibration")
+
+    Args:
+        source, inputs, preprocess, trust_code: as for ``compile``.
+        data: a dataset, of whose training split 512 images are drawn; a split; or batches of
+            inputs by name. Judge the plan by other data.
+        method: ``min-max``, ``percentile``, ``entropy`` or ``mse``.
+        kinds: ``int8``, ``fp8`` or both.
+    """
+    network = opened(source, ANY, inputs=inputs, preprocess=preprocess, trust_code=trust_code)
+    return calibrated(network, data, default_target(), method=method, kinds=kinds)
+
+
+def explain(
+    source: Source,
+    *,
+    batch: Batch = (1, 8, 32),
+    target: str | None = None,
+    precision: str = "fp32",
+    inputs: Sequence[TensorSpec] | None = None,
+    input: compiler.Input = "float32",
+    preprocess: Preprocess | None = None,
+    trust_code: bool = False,
+) -> tuple[compiler.PassRecord, ...]:
+    """What ``compile`` does to a network's graph before it measures kernels, pass by pass.
+
+    Args: as for ``compile``.
+    """
+    network = opened(
+        source, batch_range(batch), inputs=inputs, preprocess=preprocess, trust_code=trust_code
+    )
+    return compiler.explain(
+        network.graph,
+        target=target or default_target(),
+        precision=precision,
+        input=input,
+        preprocess=network.preprocess,
+    )
+
+
+def export(
+    source: Source,
+    out: str | Path,
+    *,
+    opset: int = 17,
+    inputs: Sequence[TensorSpec] | None = None,
+    trust_code: bool = False,
+) -> graph.Graph:
+    """Write a network as an ONNX file, for any batch, as it is before the compiler changes it.
+
+    Args:
+        source, inputs, trust_code: as for ``compile``.
+        opset: the version of ONNX's operators, 17 to 21.
+
+    Returns:
+        The network's graph.
+
+    Raises:
+        CompileError: ONNX has no word for one of its operations; the message lists all of them.
+    """
+    network = opened(source, ANY, inputs=inputs, trust_code=trust_code).graph
+    onnx.write(network, out, opset=opset)
+    return network
+
+
+def _scales(
+    network: Opened,
+    data: CalibrationData | None,
+    target: str,
+    kinds: Sequence[str],
+    emit: Emit,
+) -> compiler.Calibration | None:
+    if data is None:
+        return None
+    emit(phase("calibrate", f"scales for {' and '.join(kinds) or 'the check'}"))
+    return calibrated(network, data, target, kinds=kinds)
+
+
+def _command(
+    name: str,
+    target: str,
+    precision: str,
+    span: DimRange,
+    input: compiler.Input,
+    calibration: CalibrationData | None,
+    searched: str = "",
+) -> str:
+    """The command that builds a plan elsewhere."""
+    sizes = ",".join(str(n) for n in dict.fromkeys((span.min, span.opt, span.max)))
+    return (
+        f"tessella compile {name} --target {target} --precision {precision} --batch {sizes}"
+        f"{searched}{' --uint8' if input == 'uint8' else ''}{shown('calibrate', calibration)}"
+    )
+
+
+def _carrying(plan: Plan, emit: Emit) -> Plan:
+    """The plan with its kernels' machine code."""
+    plan, left_out = runtime.carry(plan)
+    for kernel, reason in left_out.items():
+        emit(phase("carry", f"{kernel} is compiled where the plan is loaded: {reason}"))
+    return plan
+
+
+def _running(plan: Plan) -> compiler.budget.Predict:
+    engine = runtime.load(plan)
+    return lambda batch: engine(**batch)
+
+
+def _as_pixels(batch: Mapping[str, torch.Tensor], record: Preprocess) -> Mapping[str, torch.Tensor]:
+    """Normalized images as the bytes that a plan with ``input="uint8"`` takes."""
+    return {
+        name: torch.from_numpy(denormalize(tensor.numpy(), record))
+        if tuple(tensor.shape[1:]) == record.input_shape
+        else tensor
+        for name, tensor in batch.items()
+    }

@@ -1,0 +1,36 @@
+"""What decided an earlier plan, and what was found out about it."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+from tessella.artifacts.plan import Plan, load_plan, to_bytes
+from tessella.core.errors import UsageError
+
+
+def lines_of(lock: Plan | str | Path) -> str:
+    """What decided a plan, from the plan, its file, or a file with these lines alone."""
+    if isinstance(lock, Plan):
+        return lock.lock
+    if not Path(lock).is_file():
+        raise UsageError("there is no lock here", seen=lock, fix="give a plan or its lock")
+    if zipfile.is_zipfile(lock):
+        return load_plan(lock).lock
+    return Path(lock).read_text(encoding="utf-8", errors="replace")
+
+
+def chosen_by_budget(lock: Plan | str | Path | None) -> Plan | None:
+    """The plan behind a lock, if a budget chose its precisions."""
+    if isinstance(lock, str | Path) and zipfile.is_zipfile(lock):
+        lock = load_plan(lock)
+    return lock if isinstance(lock, Plan) and lock.manifest.receipt is not None else None
+
+
+def as_judged(plan: Plan, judged: Plan) -> Plan:
+    """The plan with another one's receipt, if they are the same: what was found out holds."""
+    known = judged.manifest
+    manifest = replace(plan.manifest, receipt=known.receipt, rebuild=known.rebuild)
+    same = replace(plan, manifest=manifest)
+    return same if to_bytes(same) == to_bytes(judged) else plan

@@ -1,0 +1,107 @@
+"""load and classify: a checkpoint or a plan as a function of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from tessella import runtime
+from tessella.api.sources import open_checkpoint
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.plan import Plan
+from tessella.core.device import default_target, torch_device
+from tessella.core.errors import UsageError
+from tessella.core.preprocess import Preprocess, denormalize
+from tessella.kernels.float32_math import float32_math
+from tessella.nn import zoo
+from tessella.runtime.engine import Engine
+
+Model = Checkpoint | Engine
+
+
+def load(path: str | Path | Plan, *, compiled: bool = True) -> Engine:
+    """A plan, ready to run; needs neither model code nor compiler.
+
+    Args:
+        compiled: run the machine code that a plan for a GPU carries; without, its kernels are
+            compiled from Tessella's own sources, for a plan by someone you do not trust.
+
+    >>> engine = load("flowers.plan")
+    >>> scores = engine(image=images)["scores"]
+    """
+    return runtime.load(path, compiled=compiled)
+
+
+def open_model(path: str | Path, *, compiled: bool = True) -> Model:
+    """A checkpoint (a folder, or the best of a run) or a plan; ``compiled`` as for ``load``."""
+    path = Path(path)
+    return load(path, compiled=compiled) if path.is_file() else open_checkpoint(path)
+
+
+def predictor(
+    model: Model, *, trust_code: bool = False
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Preprocess, tuple[str, ...]]:
+    """How a model predicts, how its inputs are made, and what its outputs are called."""
+    if isinstance(model, Checkpoint):
+        info = model.info
+        return eager_predictor(model, trust_code=trust_code), info.preprocess, info.labels
+    if model.preprocess is None:
+        raise UsageError(
+            "this plan does not say how images become its input",
+            seen=", ".join(str(s) for s in model.inputs),
+            fix="compile it from a checkpoint, or call the engine with arrays",
+        )
+    return engine_predictor(model), model.preprocess, model.labels
+
+
+def eager_predictor(
+    checkpoint: Checkpoint, *, trust_code: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The checkpoint's network in plain torch, on the GPU where there is one; scores on the CPU.
+
+    It is a reference: float32 products are IEEE, where torch would let cuDNN round them to TF32.
+    """
+    device = torch_device(default_target())
+    module = zoo.load(checkpoint, trust_code=trust_code).to(device)
+
+    def predict(images: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(), float32_math("ieee"):
+            scores: torch.Tensor = module(images.to(device))
+        return scores.float().cpu()
+
+    return predict
+
+
+def engine_predictor(engine: Engine) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A classifier's engine as a function from normalized images to scores."""
+    (image,), (scores, *_) = engine.inputs, engine.outputs
+    record = engine.preprocess if image.dtype == "uint8" else None
+
+    def predict(images: torch.Tensor) -> torch.Tensor:
+        array = images.numpy()
+        if record is not None:  # the plan scales them itself
+            array = denormalize(array, record)
+        return torch.from_numpy(engine(**{image.name: array})[scores.name])
+
+    return predict
+
+
+def classify(
+    model: Model, images: Sequence[str | Path], *, top: int = 5, trust_code: bool = False
+) -> list[list[tuple[str, float]]]:
+    """The ``top`` labels of each image file with their probabilities (softmax of the scores)."""
+    predict, record, labels = predictor(model, trust_code=trust_code)
+    answers = []
+    for image in images:
+        path = Path(image)
+        if not path.is_file():
+            raise UsageError("there is no image here", seen=path)
+        pixels = record(path.read_bytes(), name=path.name)
+        probabilities = predict(torch.from_numpy(pixels[None])).float().softmax(1)[0]
+        best = probabilities.topk(min(top, len(labels)))
+        answers.append(
+            [(labels[int(i)], float(p)) for p, i in zip(best.values, best.indices, strict=True)]
+        )
+    return answers

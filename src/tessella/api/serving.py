@@ -1,0 +1,42 @@
+"""serve: plans over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tessella import server
+
+
+def serve(
+    models: Mapping[str, str | Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: str | None = None,
+    max_delay_us: int = 0,
+    folder: str | Path | None = None,
+    compiled: bool = True,
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve plans over HTTP (Open Inference Protocol) until the process is told to stop.
+
+    >>> serve({"flowers": "flowers.plan"}, port=8000)
+
+    Args:
+        token: what clients must send; needed unless ``host`` is this machine's own.
+        max_delay_us: how long a request may wait for others to share its batch.
+        folder: NAME.plan files that clients may load too.
+        compiled: as for ``load``.
+        ready: called with the server's URL when it takes requests.
+    """
+    server.serve(
+        {name: Path(path) for name, path in models.items()},
+        host=host,
+        port=port,
+        token=token,
+        max_delay_us=max_delay_us,
+        folder=None if folder is None else Path(folder),
+        compiled=compiled,
+        ready=ready,
+    )

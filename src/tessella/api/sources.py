@@ -1,0 +1,110 @@
+"""What people compile, as a graph: a checkpoint, a run, a module, an ONNX file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from tessella import compiler, graph
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.run import Run
+from tessella.core.errors import UsageError
+from tessella.core.preprocess import Preprocess
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph import onnx
+from tessella.nn import zoo
+
+Batch = int | Sequence[int] | DimRange
+Source = Checkpoint | Run | torch.nn.Module | str | Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A captured network, its name, and what a plan of it should know besides."""
+
+    graph: graph.Graph
+    name: str
+    preprocess: Preprocess | None
+    labels: tuple[str, ...] = ()
+    accuracy: Mapping[str, float] = field(default_factory=dict)
+
+    def about(self, rebuild: str) -> compiler.About:
+        """What a plan says of itself; ``rebuild`` is the command that builds it elsewhere."""
+        return compiler.About(
+            built_from=self.name,
+            rebuild=rebuild,
+            preprocess=self.preprocess,
+            labels=self.labels,
+            accuracy=self.accuracy,
+        )
+
+
+def batch_range(batch: Batch) -> DimRange:
+    """``8`` or ``(1, 8, 32)`` as a range."""
+    if isinstance(batch, DimRange):
+        return batch
+    sizes = (batch,) if isinstance(batch, int) else tuple(batch)
+    if len(sizes) not in (1, 3):
+        raise UsageError(
+            "a batch is one size, or the smallest, the usual and the largest",
+            seen=sizes,
+            fix="write batch=8 or batch=(1, 8, 32)",
+        )
+    return DimRange(min=sizes[0], opt=sizes[len(sizes) // 2], max=sizes[-1])
+
+
+def opened(
+    source: Source,
+    batch: DimRange,
+    *,
+    inputs: Sequence[TensorSpec] | None,
+    trust_code: bool,
+    preprocess: Preprocess | None = None,
+) -> Opened:
+    """Capture a network. Arguments as for ``compile``; a checkpoint has its own ``preprocess``."""
+    if isinstance(source, torch.nn.Module):
+        if inputs is None:
+            raise UsageError(
+                "a module does not say what it takes",
+                seen=type(source).__name__,
+                fix="pass inputs=[TensorSpec(name='image', dtype='float32', "
+                "shape=(1, 3, 224, 224))]",
+            )
+        specs = tuple(replace(s, shape=(batch, *s.shape[1:])) for s in inputs)
+        captured = graph.capture(source, specs)
+        return Opened(graph=captured, name=type(source).__name__, preprocess=preprocess)
+    if isinstance(source, str | Path) and Path(source).suffix == ".onnx":
+        read = onnx.read(Path(source), batch=batch)
+        return Opened(graph=read, name=str(source), preprocess=preprocess)
+    checkpoint = open_checkpoint(source)
+    info = checkpoint.info
+    image = TensorSpec(name="image", dtype="float32", shape=(batch, *info.preprocess.input_shape))
+    module = zoo.load(checkpoint, trust_code=trust_code)
+    return Opened(
+        graph=graph.capture(module, (image,), name=info.network.name, outputs=("scores",)),
+        name=str(source.path if isinstance(source, Checkpoint | Run) else source),
+        preprocess=info.preprocess,
+        labels=info.labels,
+        accuracy=info.metrics,
+    )
+
+
+def open_checkpoint(source: Checkpoint | Run | str | Path) -> Checkpoint:
+    """A checkpoint from itself, from a run (its best, else its latest), or from their path."""
+    if isinstance(source, Checkpoint):
+        return source
+    if isinstance(source, str | Path):
+        if Path(source).is_file():
+            raise UsageError(
+                "this is a file, and a checkpoint or a run is a folder",
+                seen=source,
+                fix="give the folder of a run or of a checkpoint; a .plan is compiled already",
+            )
+        if not (Path(source) / "run.json").exists():
+            return Checkpoint(source)
+        source = Run(source)
+    scored = any("val/accuracy" in c.info.metrics for c in source.checkpoints())
+    return source.best("val/accuracy") if scored else source.latest()
