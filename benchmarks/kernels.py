@@ -22,6 +22,7 @@ from tessella.core.errors import CompileError
 from tessella.core.record import to_plain
 from tessella.kernels import auction, catalog
 from tessella.kernels.auction import OWN, Bid, Terms, look_ahead
+from tessella.kernels.inputs import sample_inputs
 from tessella.kernels.limits import Limits, measured
 from tessella.kernels.problem import Math, Problem, TensorMeta
 from tessella.kernels.timing import Run, measure
@@ -109,7 +110,7 @@ def _row(
     case: Case, near: Sequence[Bid] | None, ceilings: Limits, seconds: float
 ) -> dict[str, Any]:
     problem, device = case.problem, torch_device(TARGET)
-    inputs = auction.sample_inputs(problem, device)
+    inputs = sample_inputs(problem, device)
     row = {"family": case.family, "name": case.name, "op": problem.op, "shapes": _shapes(problem)}
     try:
         trials = auction.find(

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tessella.kernels import catalog, reference
-from tessella.kernels.auction import exactly
 from tessella.kernels.conv.hopper import dgrad as dgrad_sm90
 from tessella.kernels.conv.hopper import wgrad as wgrad_sm90
+from tessella.kernels.inspection import exactly
 from tessella.kernels.problem import MEMORY_FORMATS, Problem
 from tests.kernels.test_conv_backward import problem
 

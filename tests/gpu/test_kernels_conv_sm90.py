@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.auction import POISON, _whole, _wrote_beside
+from tessella.kernels.buffers import POISON, whole, wrote_beside
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import Problem, TensorMeta
@@ -149,10 +149,10 @@ def run(problem: Problem, operands: list[torch.Tensor | None], config: dict[str,
     out.view(torch.uint8).fill_(0x7F) if out.element_size() == 1 else out.fill_(77)
     rest = [t for i, t in enumerate(operands) if t is not None and i not in constants]
     if problem.output.strides is not None:
-        _whole(out).fill_(POISON)
+        whole(out).fill_(POISON)
     call(*rest, out=out, workspace=workspace)
     assert (workspace[size:] == 0x7F).all()
-    assert problem.output.strides is None or not _wrote_beside(out)
+    assert problem.output.strides is None or not wrote_beside(out)
     return out
 
 

@@ -10,8 +10,9 @@ import torch
 
 from tessella.core.errors import CompileError
 from tessella.kernels import catalog, reference
-from tessella.kernels.auction import bind, sample_inputs
+from tessella.kernels.auction import bind
 from tessella.kernels.epilogue import ACTIVATIONS as ACTIVATION_FUNCTIONS
+from tessella.kernels.inputs import sample_inputs
 from tessella.kernels.problem import Format, Problem, TensorMeta
 
 CPU = torch.device("cpu")

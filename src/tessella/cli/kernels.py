@@ -14,9 +14,9 @@ from tessella.core.device import default_target, torch_device
 from tessella.core.errors import UsageError
 from tessella.core.record import to_plain
 from tessella.kernels import catalog
-from tessella.kernels.auction import sample_inputs
+from tessella.kernels.inputs import sample_inputs
 from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.report import COLUMNS, PROBLEMS, Report, cells, find, title
+from tessella.kernels.report import ATTENTION, COLUMNS, PROBLEMS, Report, cells, find, title
 from tessella.kernels.roofline import svg
 
 
@@ -37,6 +37,7 @@ def kernels(
     padding: Annotated[int, Option(help="Of a convolution.")] = 0,
     dilation: Annotated[int, Option(help="Of a convolution.")] = 1,
     groups: Annotated[int, Option(help="Of a convolution.")] = 1,
+    causal: Annotated[bool, Option("--causal", help="Of attention: no key after a query.")] = False,
     transpose_a: Annotated[bool, Option("--transpose-a", help="The input is [K, M].")] = False,
     transpose_b: Annotated[bool, Option("--transpose-b", help="The weight is [N, K].")] = False,
     dtype: Annotated[
@@ -62,6 +63,8 @@ def kernels(
     """List the kernels, or run all that fit a problem: time, workspace and error of each.
 
     Example: tessella kernels conv2d --input 1x128x128x128 --weight 128x128x3x3 --padding 1
+
+    Of attention, input is the queries and weight the keys; the values are like the keys.
     """
     with output(json_only=json) as out:
         if input is None:
@@ -75,6 +78,8 @@ def kernels(
             "out_dtype": out_dtype,
             "math": math,
         }
+        if op == ATTENTION:
+            arguments = {"is_causal": causal, "math": math}
         report = find(
             op or "",
             *_operands(op, input, weight, dtype, channels_last, bias, residual, arguments),
@@ -131,6 +136,8 @@ def _operands(
             "a search needs two shapes", seen="no --weight", fix="add --weight KxCxRxS"
         )
     first, second = (_meta(shape, dtype, channels_last) for shape in (input, weight))
+    if op == ATTENTION:
+        return _random(op, (first, second, second))
     if (out_dtype := arguments["out_dtype"]) is not None:
         _check_dtype(out_dtype)
     result = PROBLEMS[op](first, second, **arguments).output
@@ -147,6 +154,11 @@ def _operands(
         like if residual else None,
         TensorMeta(shape=(channels,), dtype="float32") if scaled else None,
     )
+    return _random(op, metas)
+
+
+def _random(op: str, metas: tuple[TensorMeta | None, ...]) -> list[torch.Tensor | None]:
+    """Random tensors for the operands of an operation."""
     problem = Problem(op=op, inputs=metas, outputs=())
     made = iter(sample_inputs(problem, torch_device(default_target())))
     return [None if meta is None else next(made) for meta in metas]

@@ -20,33 +20,23 @@ import torch
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.errors import CompileError, KernelError
 from tessella.core.memory import is_out_of_memory
-from tessella.kernels import catalog, reference
+from tessella.kernels import catalog
 from tessella.kernels.allowance import Allowance
+from tessella.kernels.buffers import allocated
 from tessella.kernels.catalog import Call, Config, Kernel
 from tessella.kernels.compilers import compile_ahead
-from tessella.kernels.epilogue import store
 from tessella.kernels.float32_math import float32_math
-from tessella.kernels.launch import preparing, watching
-from tessella.kernels.occupancy import occupancy
-from tessella.kernels.problem import Problem, TensorMeta, memory_format
+from tessella.kernels.inputs import joined, sample_inputs, tells
+from tessella.kernels.inspection import exact_answer, inspect, wrong
+from tessella.kernels.launch import preparing
+from tessella.kernels.problem import Problem
 from tessella.kernels.timing import Run, Timing, glance, race
 from tessella.kernels.tuning import Inspection, TimingCache, Trial, Tried
 
 Bid = tuple[Kernel, Config]
 COMPILERS = 8  # threads that load what is compiled, and compile what users registered
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
-POISON = 77
 UNPROVEN = "has not run on a GPU yet, and might hang; ask for its algorithm by name"
-# Largest error over the largest value that a kernel may show, by input type; tf32 has its own.
-TOLERANCES = {
-    "float32": 1e-4,
-    "tf32": 5e-3,
-    "float16": 1e-2,
-    "bfloat16": 5e-2,
-    "float8_e4m3fn": 5e-2,
-    "float8_e5m2": 1e-1,
-    "int8": 1e-2,  # one step of an int8 result: ties fall either way in float32
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,33 +197,6 @@ def bind(
     return call, buffers
 
 
-def sample_inputs(problem: Problem, device: torch.device) -> list[torch.Tensor]:
-    """Every input that is not a constant: normal numbers, int8 over its range, indices zero."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def sample(meta: TensorMeta) -> torch.Tensor:
-        dtype = getattr(torch, meta.dtype)
-        if dtype == torch.int8:
-            made = torch.randint(
-                -127, 128, meta.shape, generator=generator, dtype=dtype, device=device
-            )
-        elif dtype.is_floating_point:
-            made = torch.randn(meta.shape, generator=generator, device=device)
-        else:
-            made = torch.zeros(meta.shape, dtype=dtype)
-        if meta.strides is not None:
-            return meta.empty(device).copy_(made)
-        return made.to(device, dtype).contiguous(
-            memory_format=memory_format(meta.format, len(meta.shape))
-        )
-
-    return [
-        sample(meta)
-        for i, meta in enumerate(problem.inputs)
-        if meta is not None and i not in problem.constant
-    ]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Bid:
     """One configuration of a kernel, run once and found to make what was promised."""
@@ -332,10 +295,10 @@ class _Auction:
         return f"needs {needed} bytes of workspace, {limit} are allowed"
 
     def _measured(self, rows: list[Kernel]) -> list[Trial]:
-        if self._inputs is None or not _telling(self._inputs):
+        if self._inputs is None or not tells(self._inputs):
             self._inputs = sample_inputs(self._problem, self._device)
         if self._problem.in_place:
-            self._inputs, self._out = _joined(self._problem, self._inputs, self._device)
+            self._inputs, self._out = joined(self._problem, self._inputs, self._device)
         with torch.inference_mode(), float32_math(self._problem.math):
             near = [bid for bid in self._near or () if bid[0] in rows]
             bids = self._bids(near or self._worth_running(rows))  # a last resort was not looked at
@@ -395,8 +358,8 @@ class _Auction:
             return Trial(kernel=row.id, refused=tried[0].refused if tried else none)
         best = bids[name := min(ran)[2]]
         inspection = self._inspect(best) if self._terms.inspect else None
-        if inspection and not self._is_right(inspection):
-            return self._wrong(row.id, inspection)
+        if inspection and (reason := wrong(inspection, self._problem)):
+            return Trial(kernel=row.id, refused=reason)
         return Trial(
             kernel=row.id,
             config=best.config,
@@ -415,28 +378,11 @@ class _Auction:
             bid = bids[f"{best.kernel} {best.config}"]
             if bid.row.source not in OWN:
                 break
-            inspection = self._inspect(bid)
-            if self._is_right(inspection):
+            reason = wrong(self._inspect(bid), self._problem)
+            if reason is None:
                 break
-            checked[best.kernel] = self._wrong(best.kernel, inspection)
+            checked[best.kernel] = Trial(kernel=best.kernel, refused=reason)
         return list(checked.values())
-
-    def _is_right(self, inspection: Inspection) -> bool:
-        return inspection.max_rel_error <= self._tolerance()  # and no NaN
-
-    def _wrong(self, kernel: str, inspection: Inspection) -> Trial:
-        error = inspection.max_rel_error
-        beside = error == math.inf
-        why = "writes beside its slice" if beside else f"deviates from float64 by {error:.1e}"
-        return Trial(kernel=kernel, refused=f"wrong: {why}")
-
-    def _tolerance(self) -> float:
-        """That of the coarsest element type that goes in or comes out."""
-        metas = (*self._problem.inputs, *self._problem.outputs)
-        dtypes = {meta.dtype for meta in metas if meta is not None}
-        if "float32" in dtypes and self._problem.math == "tf32":
-            dtypes.add("tf32")
-        return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
 
     def _compile(self, wanted: list[Bid]) -> None:
         """Load what is to run, compiled side by side; what fails, fails again when run."""
@@ -509,109 +455,14 @@ class _Auction:
 
         needed = row.workspace_bytes(self._problem, config)
         if row.source not in OWN and self._device.type == "cuda":
-            needed = _allocated(run, made)
+            needed = allocated(run, made)
         return _Bid(row=row, config=config, run=run, workspace_bytes=needed)
 
     @functools.cached_property
     def _exact(self) -> torch.Tensor:
-        """The answer in float64; as it would be stored where that is an integer."""
-        operands = self._problem.operands(self._constants, self._inputs or ())
-        exact = reference.call(
-            self._problem.op, [exactly(t) for t in operands], self._problem.attrs
-        )[0]
-        dtype = getattr(torch, self._problem.outputs[0].dtype)
-        return exact if dtype.is_floating_point else store(exact, dtype).double()
+        return exact_answer(self._problem, self._constants, self._inputs or ())
 
     def _inspect(self, bid: _Bid) -> Inspection:
-        """The answer against float64, run to run, and what the kernels take from the GPU."""
-        exact = self._exact
-        into = self._out if bid.row.load().WRITES_OUT else None
-        if into is not None:
-            _whole(into).fill_(POISON)  # what a kernel leaves unwritten must show
-        with watching() as launches:
-            first = _first(bid.run()).clone()
-        sliced = into is not None and self._problem.output.strides is not None
-        beside = sliced and _wrote_beside(into)
-        again = _first(bid.run())
-        largest = exact.abs().max() if exact.numel() else exact.sum()
-        error = (first.double() - exact).abs().max() / largest if largest else largest
-        compiled = [one for one in launches if one.compiled is not None]
-        main = max(compiled, key=lambda one: math.prod(one.grid), default=None)
-        resources = main.resources() if main else None
-        return Inspection(
-            max_rel_error=math.inf if beside else float(error),
-            repeatable=bool(torch.equal(_bits(first), _bits(again))),
-            launches=len(launches),
-            registers=resources.registers if resources else None,
-            shared_bytes=resources.shared_bytes if resources else None,
-            occupancy=round(
-                occupancy(
-                    threads=resources.threads,
-                    registers=resources.registers,
-                    shared_bytes=resources.shared_bytes,
-                ).share,
-                3,
-            )
-            if resources
-            else None,
-        )
-
-
-def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same values in float64."""
-    return None if tensor is None else tensor.double()
-
-
-def _telling(inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a right answer on these numbers says anything: finite, and no operand all zero."""
-    with torch.no_grad():
-        sums = [float(t.float().abs().sum()) for t in inputs]
-    return all(map(math.isfinite, sums)) and 0.0 not in sums[:2]
-
-
-def _joined(
-    problem: Problem, inputs: Sequence[torch.Tensor], device: torch.device
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """A result, and the parts of it: those that are in place already are slices of it."""
-    out, start, parts = problem.output.empty(device), 0, []
-    for position, tensor in enumerate(inputs):
-        size = tensor.shape[problem.attrs["dim"]]
-        place = out.narrow(problem.attrs["dim"], start, size)
-        parts.append(place.copy_(tensor) if position in problem.in_place else tensor)
-        start += size
-    return parts, out
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory that a buffer of an auction has, the gaps of a slice included."""
-    size = tensor.untyped_storage().nbytes() // tensor.itemsize
-    return tensor.as_strided((size,), (1,), 0)
-
-
-def _wrote_beside(out: torch.Tensor) -> bool:
-    """Whether something else than poison lies in the gaps of a slice."""
-    whole = _whole(out).clone()
-    whole.as_strided(out.shape, out.stride()).fill_(POISON)
-    poison = torch.full_like(whole[:1], POISON)
-    return bool((whole.float() != poison.float()).any())
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _first(made: Any) -> torch.Tensor:
-    return made if isinstance(made, torch.Tensor) else made[0]
-
-
-def _allocated(run: Run, made: Sequence[torch.Tensor]) -> int:
-    """The most that torch's allocator handed out during a call, without the results."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    again = run()
-    peak = torch.cuda.max_memory_allocated() - before
-    again = (again,) if isinstance(again, torch.Tensor) else again
-    fresh = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in again}
-    old = {t.untyped_storage().data_ptr() for t in made}
-    return max(0, peak - sum(n for pointer, n in fresh.items() if pointer not in old))
+        out = self._out if bid.row.load().WRITES_OUT else None
+        sliced = self._problem.output.strides is not None
+        return inspect(bid.run, self._exact, out, sliced=sliced)

@@ -17,9 +17,9 @@ import torch
 
 from tessella.core.spec import TensorSpec
 from tessella.kernels import catalog
-from tessella.kernels.auction import sample_inputs
 from tessella.kernels.carried import carrying
 from tessella.kernels.float32_math import float32_math
+from tessella.kernels.inputs import sample_inputs
 from tessella.kernels.limits import Limits, limits
 from tessella.kernels.problem import Problem
 from tessella.kernels.timing import Timing, latency, measure

@@ -1,0 +1,109 @@
+"""A kernel's answer against float64, run to run, and what it takes from the GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tessella.kernels import reference
+from tessella.kernels.buffers import POISON, whole, wrote_beside
+from tessella.kernels.epilogue import store
+from tessella.kernels.launch import watching
+from tessella.kernels.occupancy import occupancy
+from tessella.kernels.problem import Problem
+from tessella.kernels.timing import Run
+from tessella.kernels.tuning import Inspection
+
+# Largest error over the largest value that a kernel may show, by input type; tf32 has its own.
+TOLERANCES = {
+    "float32": 1e-4,
+    "tf32": 5e-3,
+    "float16": 1e-2,
+    "bfloat16": 5e-2,
+    "float8_e4m3fn": 5e-2,
+    "float8_e5m2": 1e-1,
+    "int8": 1e-2,  # one step of an int8 result: ties fall either way in float32
+}
+
+
+def exact_answer(
+    problem: Problem, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The answer in float64; as it would be stored where that is an integer."""
+    operands = [exactly(t) for t in problem.operands(constants, inputs)]
+    exact = reference.call(problem.op, operands, problem.attrs)[0]
+    dtype = getattr(torch, problem.outputs[0].dtype)
+    return exact if dtype.is_floating_point else store(exact, dtype).double()
+
+
+def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The same values in float64."""
+    return None if tensor is None else tensor.double()
+
+
+def inspect(run: Run, exact: torch.Tensor, out: torch.Tensor | None, *, sliced: bool) -> Inspection:
+    """Run a kernel twice and look at what it made.
+
+    Args:
+        run: the kernel with its operands.
+        exact: what it should answer.
+        out: where the answer goes, if that is given to it; overwritten with poison before.
+        sliced: ``out`` is a slice, and the memory between its parts is not the kernel's.
+    """
+    if out is not None:
+        whole(out).fill_(POISON)
+    with watching() as launches:
+        first = _first(run()).clone()
+    beside = out is not None and sliced and wrote_beside(out)
+    again = _first(run())
+    largest = exact.abs().max() if exact.numel() else exact.sum()
+    error = (first.double() - exact).abs().max() / largest if largest else largest
+    compiled = [one for one in launches if one.compiled is not None]
+    main = max(compiled, key=lambda one: math.prod(one.grid), default=None)
+    resources = main.resources() if main else None
+    return Inspection(
+        max_rel_error=math.inf if beside else float(error),
+        repeatable=bool(torch.equal(_bits(first), _bits(again))),
+        launches=len(launches),
+        registers=resources.registers if resources else None,
+        shared_bytes=resources.shared_bytes if resources else None,
+        occupancy=round(
+            occupancy(
+                threads=resources.threads,
+                registers=resources.registers,
+                shared_bytes=resources.shared_bytes,
+            ).share,
+            3,
+        )
+        if resources
+        else None,
+    )
+
+
+def wrong(inspection: Inspection, problem: Problem) -> str | None:
+    """Why an answer is not the problem's, or None."""
+    error = inspection.max_rel_error
+    if error <= _tolerance(problem):  # and no NaN
+        return None
+    beside = error == math.inf
+    why = "writes beside its slice" if beside else f"deviates from float64 by {error:.1e}"
+    return f"wrong: {why}"
+
+
+def _tolerance(problem: Problem) -> float:
+    """That of the coarsest element type that goes in or comes out."""
+    dtypes = {meta.dtype for meta in (*problem.inputs, *problem.outputs) if meta is not None}
+    if "float32" in dtypes and problem.math == "tf32":
+        dtypes.add("tf32")
+    return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
+
+
+def _first(made: Any) -> torch.Tensor:
+    return made if isinstance(made, torch.Tensor) else made[0]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
