@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quantized_decomposed
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 
@@ -23,6 +24,8 @@ from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Dim, Graph, Node, Value
 from tessella.kernels.pointwise.walk import MAX_OPERANDS
 from tests.compiler.networks import plan
+
+quantized = torch.ops.quantized_decomposed
 
 BATCH = DimRange(min=1, opt=2, max=3)
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(BATCH, 6, 5, 5))
@@ -73,6 +76,24 @@ CASES: dict[str, tuple[Forward, TensorSpec, int, int]] = {
     "norm and activation of rows": (lambda m, x: F.silu(m.rows(x)), TOKENS, 2, 1),
     "scaled softmax": (lambda m, x: torch.softmax(x * 0.25, -1).sqrt(), TOKENS, 3, 1),
     "a norm by hand": (by_hand, TOKENS, 9, 1),
+    "norm and activation before a pool": (
+        lambda m, x: F.avg_pool2d(F.relu(m.norm(x)), 2),
+        IMAGE,
+        3,
+        1,
+    ),
+    "norm and activation after a pool": (
+        lambda m, x: F.relu(m.norm(F.max_pool2d(x, 3, 2, 1))),
+        IMAGE,
+        3,
+        1,
+    ),
+    "around the last pool": (
+        lambda m, x: F.adaptive_avg_pool2d(F.silu(x), 1) * 2 + 1,
+        IMAGE,
+        4,
+        1,
+    ),
     "two norms": (lambda m, x: m.rows(m.rows(x).exp()), TOKENS, 3, 1),
     # with two results
     "an output in the middle": (lambda m, x: (y := x.exp(), y.neg().tanh()), IMAGE, 3, 1),
@@ -86,6 +107,13 @@ CASES: dict[str, tuple[Forward, TensorSpec, int, int]] = {
     # these stay apart
     "softmax of channels": (lambda m, x: torch.softmax(x.exp(), 1).log(), IMAGE, 3, 3),
     "one operation": (lambda m, x: m.linear(x).transpose(1, 2).exp(), TOKENS, 3, 3),
+    "activation before windows that overlap": (
+        lambda m, x: F.max_pool2d(F.silu(x), 3, 1, 1),
+        IMAGE,
+        2,
+        2,
+    ),
+    "a pool between pools": (lambda m, x: F.max_pool2d(F.avg_pool2d(x, 2), 2), IMAGE, 2, 2),
     "an odd power": (lambda m, x: (x.exp() ** 2.5).neg(), IMAGE, 3, 3),
 }
 
@@ -138,10 +166,10 @@ def test_in_sixteen_bits(case: str) -> None:
 # how to make it, operations that go: batch norms and activations, layer scales, biased softmaxes
 SMALL: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "densenet": (
-        lambda: models.DenseNet(8, (2, 2), num_init_features=8, num_classes=5), 6,
+        lambda: models.DenseNet(8, (2, 2), num_init_features=8, num_classes=5), 7,
     ),
     "convnext": (
-        lambda: models.ConvNeXt([CNBlockConfig(16, 24, 2), CNBlockConfig(24, None, 1)]), 3,
+        lambda: models.ConvNeXt([CNBlockConfig(16, 24, 2), CNBlockConfig(24, None, 1)]), 4,
     ),
     "swin": (
         lambda: models.SwinTransformer([4, 4], 16, [2, 1], [2, 2], [4, 4], num_classes=5), 6,
@@ -156,6 +184,26 @@ def test_networks_stay_what_they_are(name: str) -> None:
     spec = TensorSpec(name="image", dtype="float32", shape=(BATCH, 3, 32, 32))
     graph = optimized(capture(make().eval(), (spec,)))
     assert len(graph.nodes) - len(fused(graph).nodes) == gone
+
+
+def test_codes_between_layers_are_fused() -> None:
+    """Where a file says what is rounded: what is done to codes reads codes and writes them."""
+
+    def near(x: torch.Tensor, scale: float) -> torch.Tensor:
+        code = scale, 0, -128, 127, torch.int8
+        return quantized.dequantize_per_tensor(quantized.quantize_per_tensor(x, *code), *code)
+
+    def rounded(m: Net, x: torch.Tensor) -> torch.Tensor:
+        return near(F.avg_pool2d(near(F.max_pool2d(F.silu(x), 2), 0.1), 2), 0.2).exp()
+
+    graph = optimized(capture(Net(rounded).eval(), (IMAGE,)))
+    assert [n.op for n in graph.nodes].count("quantize") == 2
+    made = copied(graph)
+    assert fuse_pointwise.apply(made, "cpu") == 0
+    assert [[i[0] for i in n.attrs["program"]] for n in fused(graph).nodes] == [
+        ["silu", "max_pool2d", "quantize"],
+        ["dequantize", "avg_pool2d", "quantize", "dequantize", "exp"],
+    ]
 
 
 def test_on_a_cpu_norms_stay_apart_and_steps_have_one_result() -> None:

@@ -139,7 +139,7 @@ def _aten(ops: str, module: str) -> tuple[Kernel, ...]:
     return tuple(_row(f"{op}.aten", module, *_TORCH, source="aten") for op in ops.split())
 
 
-def _rows(ops: str, algorithm: str, module: str, source: str, **flags: bool) -> tuple[Kernel, ...]:
+def _rows(ops: str, algorithm: str, module: str, source: str, **flags: Any) -> tuple[Kernel, ...]:
     """A row ``OP.algorithm`` for the GPU for each operation that one module carries out."""
     return tuple(
         _row(f"{op}.{algorithm}", module, "sm_90", source=source, **flags) for op in ops.split()
@@ -236,7 +236,13 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
     *_rows("pointwise", "generated_several", "pointwise.generated_several", "tessella"),
-    *_rows("max_pool2d avg_pool2d adaptive_avg_pool2d", "windows", "pool.windows", "tessella"),
+    *_rows(
+        "max_pool2d avg_pool2d adaptive_avg_pool2d pointwise",
+        "windows",
+        "pool.windows",
+        "tessella",
+        version=2,
+    ),
     *_rows("mean sum adaptive_avg_pool2d", "columns", "reduce.columns", "tessella"),
     # moving elements
     *_aten("to cat", "transform.copy"),

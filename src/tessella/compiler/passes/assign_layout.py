@@ -10,7 +10,7 @@ from typing import Literal
 
 from tessella.compiler.passes.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.pointwise.program import has_rows
+from tessella.kernels.pointwise.program import has_pool, has_rows
 from tessella.kernels.problem import Format
 from tessella.kernels.transform.permute import format_of
 
@@ -94,7 +94,8 @@ def _channels_last(
 
 def _writes_any_format(node: Node) -> bool:
     if node.op == "pointwise":
-        return len(node.outputs) == 1 and not has_rows(node.attrs["program"])
+        program = node.attrs["program"]
+        return len(node.outputs) == 1 and not has_rows(program) and not has_pool(program)
     return node.op in ("to", "image_to_tensor", "quantize", "dequantize")
 
 

@@ -1,7 +1,8 @@
 """Element-wise operations, and those along rows, as one step: each passes memory once.
 
 What no layer's epilogue took: sums with broadcasts, activations, casts, batch norms after a
-concatenation, softmax and layer norm with what leads to them and what follows.
+concatenation, softmax, layer norm and pooling with what leads to them and what follows, and on a
+GPU the rounding to int8 and fp8 between them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,17 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.pointwise.program import ELEMENTWISE, MAX_INPUTS, ROWS, Instruction
+from tessella.kernels.pointwise.program import (
+    CODES,
+    ELEMENTWISE,
+    MAX_INPUTS,
+    POOLS,
+    ROWS,
+    Instruction,
+    has_pool,
+)
 from tessella.kernels.pointwise.walk import MAX_OUTPUTS, refusal
+from tessella.kernels.pool import windows
 from tessella.kernels.problem import Problem, TensorMeta
 
 BATCH = 11  # to ask the kernel with: a size that few other axes have
@@ -48,7 +58,7 @@ class _Finder:
 
     def __init__(self, graph: Graph, target: str) -> None:
         self._graph = graph
-        self._fusible = ON_CPU if target == "cpu" else ELEMENTWISE | ROWS
+        self._fusible = ON_CPU if target == "cpu" else ELEMENTWISE | ROWS | CODES | POOLS
         self._most_results = 1 if target == "cpu" else MAX_OUTPUTS
         self._users, self._producer = graph.users(), graph.producer()
         self._order = {node: i for i, node in enumerate(graph.nodes)}
@@ -93,7 +103,8 @@ class _Finder:
         node = self.as_node(nodes)
         if len(node.inputs) > MAX_INPUTS or len(node.outputs) > self._most_results:
             return False
-        return refusal(self._problem(node)) is None
+        refuses = windows.fits if has_pool(node.attrs["program"]) else refusal
+        return refuses(self._problem(node)) is None
 
     def as_node(self, group: Sequence[Node]) -> Node:
         """The nodes, in order, as one ``pointwise``; its first result is the last node's."""

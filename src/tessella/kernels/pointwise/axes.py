@@ -56,7 +56,7 @@ def common_axes(
         lead: the tensor that decides the order, usually the result.
         keep_last: the last axis of ``shape`` stays an axis of its own, and the last.
     """
-    all_strides = [_broadcast(meta, shape) for meta in tensors]
+    all_strides = [along(meta, shape) for meta in tensors]
     axes = [a for a in range(len(shape)) if shape[a] != 1]
     order = sorted(axes, key=lambda a: -all_strides[lead][a])
     if keep_last:
@@ -77,8 +77,8 @@ def common_axes(
     return Axes(sizes=tuple(sizes), strides=tuple(map(tuple, strides)))
 
 
-def _broadcast(meta: TensorMeta, shape: Sequence[int]) -> Strides:
-    """The strides of a tensor along the axes of ``shape``."""
+def along(meta: TensorMeta, shape: Sequence[int]) -> Strides:
+    """The strides of a tensor along the axes of ``shape``; 0 where it is broadcast."""
     own = meta.dense_strides if meta.strides is None else meta.strides
     missing = (0,) * (len(shape) - len(meta.shape))
     return missing + tuple(0 if d == 1 else s for d, s in zip(meta.shape, own, strict=True))

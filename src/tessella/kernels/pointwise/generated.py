@@ -16,7 +16,6 @@ from tessella.kernels.launch import launch
 from tessella.kernels.overlap import overlapping
 from tessella.kernels.pointwise.axes import tile_width
 from tessella.kernels.pointwise.generated_device import program_kernel
-from tessella.kernels.pointwise.lowering import ChannelAffine
 from tessella.kernels.pointwise.walk import MAX_OPERANDS, MAX_OUTPUTS, refusal, walk
 from tessella.kernels.problem import Problem
 
@@ -61,11 +60,7 @@ def bind(
     walked = walk(problem)
     lowered, axes = walked.lowered, walked.axes
     single = len(problem.outputs) == 1
-    made = {
-        i: o.tensor(constants)
-        for i, o in enumerate(lowered.operands)
-        if isinstance(o, ChannelAffine)
-    }
+    operands = lowered.binder(constants)
     unit = math.gcd(axes.columns, WIDEST)
     sizes = axes.rows, axes.columns // unit
     grid = (-(-axes.rows // tile_rows) * -(-axes.columns // tile_columns),)
@@ -85,11 +80,7 @@ def bind(
     }
 
     def run(*inputs: torch.Tensor, out: Any) -> Any:
-        operands = problem.operands(constants, inputs)
-        tensors = tuple(
-            made[i] if isinstance(o, ChannelAffine) else operands[o]
-            for i, o in enumerate(lowered.operands)
-        )
+        tensors = operands(problem.operands(constants, inputs))
         pointers = _padded(tensors, MAX_OPERANDS) + _padded((out,) if single else out, MAX_OUTPUTS)
         launch(program_kernel, grid, *pointers, *sizes, num_warps=warps, **overlapping(), **program)
         return out

@@ -51,7 +51,7 @@ def program_kernel(
         x = _load(inputs[i], rows, columns, rows_in, columns_in, SIZES, STRIDES, FORMS, i)
         values = values + (x,)  # noqa: RUF005
     for i in tl.static_range(len(OPS)):
-        x = _instruction(values, columns_in, n_columns, OPS, READS, NUMBERS, i)
+        x = instruction(values, columns_in, n_columns, OPS, READS, NUMBERS, i)
         values = values + (x,)  # noqa: RUF005
     for i in tl.static_range(OUTPUTS):
         _store(
@@ -139,7 +139,7 @@ def _store(
 
 
 @triton.jit
-def _instruction(
+def instruction(
     values,
     columns_in,
     n_columns,
@@ -161,6 +161,8 @@ def _instruction(
         y = x * values[PAIR[1]]
     elif OP == "div":
         y = x / values[PAIR[1]]
+    elif OP == "quotient":  # torch's: ties fall alike
+        y = tl.div_rn(x, values[PAIR[1]])
     elif OP == "maximum":
         y = _maximum(x, values[PAIR[1]])
     elif OP == "minimum":
@@ -179,6 +181,8 @@ def _instruction(
         y = _power(x, N[0])
     elif OP == "round":
         y = _rounded(x, N[0])
+    elif OP == "whole":  # half to even, up to 2²²
+        y = (x + 12582912.0) - 12582912.0
     elif (
         OP == "softmax"
         or OP == "log_softmax"

@@ -1,12 +1,13 @@
 """From a program to what the generated kernel knows: fewer operations, plain numbers, float32.
 
-Layers become rows of primitive steps (a layer norm is standardize, mul, add); a batch norm's
-constants become one factor and one summand a channel.
+Layers become rows of primitive steps (a layer norm is standardize, mul, add; quantize is a quotient
+and a rounding); a batch norm's constants become one factor and one summand a channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.kernels import reference
 from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.pointwise.program import ROWS, Instruction, evaluate, parse
+from tessella.kernels.pointwise.program import CODES, ROWS, Instruction, evaluate, parse
 from tessella.kernels.problem import Problem, TensorMeta
 from tessella.kernels.shapes import ShapeRules, broadcast
 
@@ -23,8 +24,12 @@ Numbers = tuple[float, float, float]
 
 POWERS = (-1.0, -0.5, 0.5, 2.0, 3.0, 4.0)
 FLOATS = ("float32", "float16", "bfloat16")
-LOADS = (*FLOATS, "int8", "uint8", "int32", "int64")
+SMALL = ("int8", "float8_e4m3fn")  # what quantize makes
+LOADS = (*FLOATS, *SMALL, "uint8", "int32", "int64")
 MAX_COLUMNS = 16384  # of a row that is reduced: it lies in registers
+_MAKES = {"quantize": SMALL, "max_pool2d": (*FLOATS, "int8")}  # the others make floating numbers
+_RANGES = {"int8": (-128, 127), "float8_e4m3fn": (-448, 448)}
+_FAR = 1e6  # rounding to whole numbers is exact up to here, and a zero point does not bring it back
 _DIGITS = {"float16": 11.0, "bfloat16": 8.0}
 _SAME = ("exp log sqrt rsqrt reciprocal neg abs erf mish " + " ".join(ACTIVATIONS)).split()
 
@@ -53,6 +58,25 @@ class ChannelAffine:
         return made.float().reshape(self.meta.shape).contiguous()
 
 
+@dataclass(frozen=True, kw_only=True)
+class AlongAxis:
+    """A constant scale or zero point: one number, or one for each position on an axis.
+
+    Attributes:
+        source: its position among the inputs.
+    """
+
+    source: int
+    meta: TensorMeta
+
+    def tensor(self, constants: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """[1] or [C, 1, …] in float32."""
+        return constants[self.source].float().reshape(self.meta.shape).contiguous()
+
+
+Prepared = ChannelAffine | AlongAxis
+
+
 @dataclass
 class Lowered:
     """A program in the kernel's words.
@@ -66,12 +90,25 @@ class Lowered:
     """
 
     shape: tuple[int, ...]
-    operands: list[int | ChannelAffine]
+    operands: list[int | Prepared]
     ops: list[str] = field(default_factory=list)
     reads: list[tuple[int, int]] = field(default_factory=list)
     numbers: list[Numbers] = field(default_factory=list)
     results: tuple[int, ...] = ()
     rows: bool = False
+
+    def metas(self, inputs: Sequence[TensorMeta | None]) -> list[TensorMeta]:
+        """Of the operands; ``inputs`` are the problem's, none left out."""
+        return [inputs[o] if isinstance(o, int) else o.meta for o in self.operands]
+
+    def binder(
+        self, constants: Mapping[int, torch.Tensor]
+    ) -> Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor, ...]]:
+        """A function from the problem's operands to the kernel's."""
+        made = {o: o.tensor(constants) for o in self.operands if not isinstance(o, int)}
+        return lambda given: tuple(
+            given[o] if isinstance(o, int) else made[o] for o in self.operands
+        )
 
     def emit(self, op: str, x: int, y: int = 0, *numbers: float) -> int:
         """Add a step; returns its number."""
@@ -94,21 +131,23 @@ def lower(problem: Problem) -> Lowered:
         raise KernelError("no input may be left out")
     if wrong := {m.dtype for m in inputs} - set(LOADS):
         raise KernelError(f"does not read {', '.join(sorted(wrong))}")
-    shapes = _shapes(instructions, inputs)
+    shapes = [meta.shape for meta in metas_of(instructions, inputs)]
     shape = _domain(instructions, shapes, len(inputs))
     lowered = Lowered(shape=shape, operands=_operands(instructions, problem, shapes))
     places: list[int | None] = [
         lowered.operands.index(i) if i in lowered.operands else None for i in range(len(inputs))
     ]
     for number, step in enumerate(instructions):
+        if any(_is_fp8(instructions, r, len(inputs)) for r in step.reads):
+            raise KernelError("fp8 codes that are read where they are made")
         if step.op in ROWS:
             _require_row(step, shapes, shape)
             lowered.rows = True
-        affine = [p for p, o in enumerate(lowered.operands) if _is_of(o, step)]
-        places.append(_step(lowered, step, places, affine))
-        made = shapes[len(inputs) + number]
+        made = [lowered.operands.index(p) for p in _prepared(step, problem, shapes)]
+        places.append(_step(lowered, step, places, made))
+        own = shapes[len(inputs) + number]
         if (
-            made not in (shape, (*shape[:-1], 1))
+            own not in (shape, (*shape[:-1], 1))
             and len(inputs) + number in problem.attrs["results"]
         ):
             raise KernelError("every result has the shape that all values broadcast to")
@@ -116,14 +155,16 @@ def lower(problem: Problem) -> Lowered:
     return lowered
 
 
-def _shapes(
-    instructions: Sequence[Instruction], inputs: Sequence[TensorMeta]
-) -> list[tuple[int, ...]]:
-    """The shape of every value; every one that an instruction makes must float."""
+def metas_of(instructions: Sequence[Instruction], inputs: Sequence[TensorMeta]) -> list[TensorMeta]:
+    """Every value of a program, the inputs first; the formats of those made are not known.
+
+    Raises:
+        KernelError: an instruction makes what the kernel does not know.
+    """
 
     def call(op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> torch.Tensor:
         made = reference.call(op, operands, attrs)[0]
-        if str(made.dtype).removeprefix("torch.") not in FLOATS:
+        if str(made.dtype).removeprefix("torch.") not in _MAKES.get(op, FLOATS):
             raise KernelError(f"{op} makes {made.dtype}")
         return made
 
@@ -131,7 +172,15 @@ def _shapes(
     operands = [torch.empty(m.shape, dtype=getattr(torch, m.dtype), device=meta) for m in inputs]
     with ShapeRules():
         values = evaluate(instructions, operands, call)
-    return [tuple(v.shape) for v in values]
+    return [
+        TensorMeta(shape=tuple(v.shape), dtype=str(v.dtype).removeprefix("torch.")) for v in values
+    ]
+
+
+def _is_fp8(instructions: Sequence[Instruction], value: int | None, inputs: int) -> bool:
+    """Whether a value is codes of fp8 made here, which only the store rounds."""
+    maker = None if value is None or value < inputs else instructions[value - inputs]
+    return maker is not None and maker.op == "quantize" and maker.attrs["dtype"] != "int8"
 
 
 def _domain(
@@ -146,36 +195,45 @@ def _domain(
 
 def _operands(
     instructions: Sequence[Instruction], problem: Problem, shapes: Sequence[tuple[int, ...]]
-) -> list[int | ChannelAffine]:
-    """The inputs that are read as they are, then the factors and summands of batch norms."""
+) -> list[int | Prepared]:
+    """The inputs that are read as they are, then what is made of constants."""
     plain: set[int] = set()
-    affine: list[ChannelAffine] = []
+    prepared: list[Prepared] = []
     for step in instructions:
-        if step.op != "batch_norm":
-            plain |= {r for r in step.reads if r is not None and r < len(problem.inputs)}
-            continue
-        plain |= {step.reads[0]} & set(range(len(problem.inputs)))
+        made = _prepared(step, problem, shapes)
+        reads = step.reads[:1] if made else step.reads
+        plain |= {r for r in reads if r is not None and r < len(problem.inputs)}
+        prepared += made
+    return [*sorted(plain), *dict.fromkeys(prepared)]
+
+
+def _prepared(
+    step: Instruction, problem: Problem, shapes: Sequence[tuple[int, ...]]
+) -> list[Prepared]:
+    """What a step reads that is made of constants: a batch norm's, or a scale and a zero point."""
+    if step.op not in ("batch_norm", *CODES):
+        return []
+    if any(r is not None and r not in problem.constant for r in step.reads[1:]):
+        raise KernelError(f"what {step.op} reads besides must be constants")
+    axes = len(shapes[step.reads[0]])
+    if step.op == "batch_norm":
         sources = (*step.reads[1:], None, None, None, None)[:4]
-        if any(s is not None and s not in problem.constant for s in sources):
-            raise KernelError("the statistics of a batch norm must be constants")
-        axes = len(shapes[step.reads[0]])
-        channels = shapes[sources[0]][0]
-        meta = TensorMeta(shape=(channels, *[1] * (axes - 2)), dtype="float32")
-        affine += [
+        meta = TensorMeta(shape=(shapes[sources[0]][0], *[1] * (axes - 2)), dtype="float32")
+        return [
             ChannelAffine(part=part, sources=sources, eps=step.attrs["eps"], meta=meta)
             for part in ("factor", "summand")
         ]
-    return [*sorted(plain), *dict.fromkeys(affine)]
+    after = (1,) * (axes - 1 - step.attrs["axis"] % max(axes, 1))
+    return [
+        AlongAxis(source=r, meta=TensorMeta(shape=_vector(shapes[r], after), dtype="float32"))
+        for r in step.reads[1:]
+        if r is not None
+    ]
 
 
-def _is_of(operand: int | ChannelAffine, step: Instruction) -> bool:
-    """Whether an operand was made from the constants of this batch norm."""
-    return (
-        step.op == "batch_norm"
-        and isinstance(operand, ChannelAffine)
-        and operand.sources == (*step.reads[1:], None, None, None, None)[:4]
-        and operand.eps == step.attrs["eps"]
-    )
+def _vector(shape: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+    """A vector's shape where it broadcasts along an axis with these after it; one number is [1]."""
+    return (1,) if math.prod(shape) == 1 else (*shape, *after)
 
 
 def _require_row(
@@ -200,30 +258,35 @@ def _require_row(
 
 
 def _step(
-    lowered: Lowered, step: Instruction, places: Sequence[int | None], affine: Sequence[int]
+    lowered: Lowered, step: Instruction, places: Sequence[int | None], made: Sequence[int]
 ) -> int:
-    """Emit the steps of an instruction; returns the number of the last one."""
+    """Emit the steps of an instruction; returns the number of the last one.
+
+    ``made`` are the operands that are made of its constants.
+    """
     emit, op, attrs = lowered.emit, step.op, step.attrs
     reads = [None if r is None else places[r] for r in step.reads]
     x = reads[0]
     y = reads[1] if len(reads) > 1 else None
     if op == "batch_norm":
-        return emit("add", emit("mul", x, affine[0]), affine[1])
+        return emit("add", emit("mul", x, made[0]), made[1])
+    if op == "quantize":
+        return _quantize(lowered, x, attrs["dtype"], *made)
+    if op == "dequantize":
+        return emit("mul", x if len(made) == 1 else emit("sub", x, made[1]), made[0])
     if op in ("add", "sub", "mul", "div", "pow", "maximum", "minimum"):
         return _binary(lowered, step, x, y)
     if op in ("layer_norm", "rms_norm"):
         if attrs["eps"] is None:
             raise KernelError("an epsilon that follows the element type")
-        made = emit("standardize" if op == "layer_norm" else "normalize", x, 0, attrs["eps"])
+        normed = emit("standardize" if op == "layer_norm" else "normalize", x, 0, attrs["eps"])
         for following, operand in zip(("mul", "add"), reads[1:]):
-            made = made if operand is None else emit(following, made, operand)
-        return made
+            normed = normed if operand is None else emit(following, normed, operand)
+        return normed
     if op in ROWS:
         return emit(op, x)
     if op == "clamp":
-        low, high = attrs["min"], attrs["max"]
-        made = x if low is None else emit("at_least", x, 0, low)
-        return made if high is None else emit("at_most", made, 0, high)
+        return _clamp(lowered, x, attrs["min"], attrs["max"])
     if op == "to":
         digits = _DIGITS.get(attrs["dtype"])
         return x if digits is None else emit("round", x, 0, digits)
@@ -238,6 +301,21 @@ def _step(
     if op not in _SAME:
         raise KernelError(f"no kernel for {op}")
     return emit(op, x)
+
+
+def _clamp(lowered: Lowered, x: int, low: float | None, high: float | None) -> int:
+    x = x if low is None else lowered.emit("at_least", x, 0, low)
+    return x if high is None else lowered.emit("at_most", x, 0, high)
+
+
+def _quantize(lowered: Lowered, x: int, dtype: str, scale: int, zero: int | None = None) -> int:
+    """A quotient, rounded half to even before the zero point is added; fp8 is rounded by a cast."""
+    scaled = lowered.emit("quotient", x, scale)
+    if zero is not None:
+        scaled = lowered.emit("whole", _clamp(lowered, scaled, -_FAR, _FAR))
+        return _clamp(lowered, lowered.emit("add", scaled, zero), *_RANGES[dtype])
+    scaled = _clamp(lowered, scaled, *_RANGES[dtype])
+    return lowered.emit("whole", scaled) if dtype == "int8" else scaled
 
 
 _WITH_NUMBER = {"mul": "times", "div": "over", "maximum": "at_least", "minimum": "at_most"}

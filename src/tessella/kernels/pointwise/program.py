@@ -3,7 +3,8 @@
 A program is a list of instructions ``[operation, reads, attributes]``, with the names, operands
 and attributes that the operation has in a graph. Values are numbered: first the node's inputs, then
 each instruction's result; ``results`` are the numbers of the node's outputs. Most operations work
-element by element, with broadcasting; those of ``ROWS`` work along the last axis.
+element by element, with broadcasting; those of ``ROWS`` work along the last axis. One operation of
+``POOLS`` may stand among them: what comes before it is done to pixels, what follows to windows.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ ELEMENTWISE = frozenset((
 ROWS = frozenset((
     "softmax", "log_softmax", "layer_norm", "rms_norm", "mean", "sum", "amax", "amin",
 ))
+CODES = frozenset(("quantize", "dequantize"))
+POOLS = frozenset(("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"))
 # fmt: on
 MAX_INSTRUCTIONS = 64
 MAX_INPUTS = 24
@@ -74,7 +77,7 @@ def _instruction(data: Any, known: int) -> Instruction:
     if not _is_list(data) or len(data) != 3:
         raise _wrong("instructions of an operation, reads and attributes", data)
     op, reads, attrs = data
-    if not isinstance(op, str) or op not in ELEMENTWISE | ROWS:
+    if not isinstance(op, str) or op not in ELEMENTWISE | ROWS | CODES | POOLS:
         raise _wrong("operations that a program may hold", op)
     if not _is_list(reads) or not reads or reads[0] is None or len(reads) > 5:
         raise _wrong("one to five reads", reads)
@@ -109,6 +112,11 @@ def evaluate(
 def has_rows(program: Data) -> bool:
     """Whether an instruction works along the last axis."""
     return any(op in ROWS for op, _, _ in program)
+
+
+def has_pool(program: Data) -> bool:
+    """Whether an instruction pools."""
+    return any(op in POOLS for op, _, _ in program)
 
 
 def text(program: Data, results: Sequence[int], names: Sequence[str]) -> str:

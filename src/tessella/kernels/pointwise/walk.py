@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tessella.core.errors import CompileError, KernelError
 from tessella.kernels.pointwise.axes import Axes, common_axes
-from tessella.kernels.pointwise.lowering import FLOATS, ChannelAffine, Lowered, lower
+from tessella.kernels.pointwise.lowering import FLOATS, SMALL, Lowered, lower
 from tessella.kernels.pointwise.single import as_program
 from tessella.kernels.problem import Problem
 
@@ -53,12 +53,10 @@ def walk(problem: Problem) -> Walk:
     metas = [m for m in (*problem.inputs, *problem.outputs) if m is not None]
     if any(m.format == "strided" and m.strides is None for m in metas):
         raise KernelError("strides must be known when the plan is built")
-    if any(m.dtype not in FLOATS for m in problem.outputs):
-        raise KernelError("makes floating numbers of 16 or 32 bits")
+    if any(m.dtype not in (*FLOATS, *SMALL) for m in problem.outputs):
+        raise KernelError("makes floating numbers of 16 or 32 bits, or codes")
     lowered = lower(problem)
-    tensors = [
-        o.meta if isinstance(o, ChannelAffine) else problem.inputs[o] for o in lowered.operands
-    ] + list(problem.outputs)
+    tensors = [*lowered.metas(problem.inputs), *problem.outputs]
     if len(lowered.operands) > MAX_OPERANDS or len(problem.outputs) > MAX_OUTPUTS:
         raise KernelError(f"reads at most {MAX_OPERANDS} tensors and makes at most {MAX_OUTPUTS}")
     if max(math.prod(m.shape) for m in tensors) > MAX_ELEMENTS:

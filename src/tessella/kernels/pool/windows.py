@@ -1,52 +1,71 @@
-"""Pooling over windows in plain Triton, NHWC and NCHW: the largest number, or the mean.
+"""Pooling over windows, NHWC and NCHW: the largest number, or the mean, and chains around it.
 
-A tile is some output pixels by some channels, or some planes by some pixels: what lies together in
-memory is the tile's second axis. Sums are float32.
+What is done element by element to what a window reads, and to its result, is done on the way; but
+before windows that overlap only what is cheaper than another trip to memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
+from tessella.core.errors import CompileError, KernelError
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.launch import launch
-from tessella.kernels.overlap import await_earlier, overlapping
-from tessella.kernels.pointwise.axes import tile_width
-from tessella.kernels.problem import Problem
+from tessella.kernels.overlap import overlapping
+from tessella.kernels.pointwise.axes import along, tile_width
+from tessella.kernels.pool.chain import Chain, Part, chain
+from tessella.kernels.pool.windows_device import window_kernel
+from tessella.kernels.problem import Problem, TensorMeta
 
 WRITES_OUT = True
+SLICED_OUT = True
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
+MAX_OPERANDS = 8  # of the kernel's parameters
 MAX_TAPS = 128  # of a window: they are unrolled
 LARGE_TAPS = 25
 FEW_TILES = 1000  # about eight a multiprocessor
-TYPES = ("float32", "float16", "bfloat16", "int8")
+CHEAP = ("sub", "mul", "times")  # what may be done again at each tap: a dequantization
 
 
 def fits(problem: Problem) -> str | None:
-    x, out = problem.inputs[0], problem.output
-    if x.dtype not in TYPES or out.dtype != x.dtype:
-        return f"no windows of {x.dtype}"
-    if problem.op != "max_pool2d" and x.dtype == "int8":
-        return "the mean of int8 has another scale"
-    if len(x.shape) != 4 or x.format != out.format or x.format == "strided":
-        return "needs [N, C, H, W], dense, and keeps the format"
-    if 0 in x.shape or 0 in out.shape:
-        return "nothing to pool"
-    if max(map(_elements, (x.shape, out.shape))) > MAX_ELEMENTS:
-        return "indices have 32 bits"
-    if problem.op == "adaptive_avg_pool2d" and any(
-        size % wanted for size, wanted in zip(x.shape[2:], out.shape[2:], strict=True)
+    try:
+        _require(problem, chain(problem))
+    except (KernelError, CompileError) as reason:
+        return str(reason)
+    return None
+
+
+def _require(problem: Problem, made: Chain) -> None:
+    x, y, out = made.x, made.y, problem.output
+    tensors = [m for m in (*problem.inputs, out) if m is not None]
+    images = [m for m in tensors if m.shape in (x.shape, y.shape)]
+    if any(m.format == "strided" and m.strides is None for m in tensors):
+        raise KernelError("strides must be known when the plan is built")
+    if len({_channels_last(m) for m in images if max(m.shape[2:]) > 1 < m.shape[1]}) > 1:
+        raise KernelError("needs images of one format, which it keeps")
+    if 0 in x.shape or 0 in y.shape:
+        raise KernelError("nothing to pool")
+    if max(math.prod(m.shape) for m in images) > MAX_ELEMENTS:
+        raise KernelError("indices have 32 bits")
+    if made.pool.op == "adaptive_avg_pool2d" and any(
+        size % wanted for size, wanted in zip(x.shape[2:], y.shape[2:], strict=True)
     ):
-        return "windows of several sizes"
-    window = _window(problem)
+        raise KernelError("windows of several sizes")
+    if len(made.before.strides) + len(made.after.strides) - 1 > MAX_OPERANDS:
+        raise KernelError(f"reads at most {MAX_OPERANDS} tensors")
+    window = _window(made)
     taps = window["KERNEL_H"] * window["KERNEL_W"]
-    return None if taps <= MAX_TAPS else f"a window of {taps} pixels, at most {MAX_TAPS}"
+    if taps > MAX_TAPS:
+        raise KernelError(f"a window of {taps} pixels, at most {MAX_TAPS}")
+    overlap = window["KERNEL_H"] > window["STRIDE_H"] or window["KERNEL_W"] > window["STRIDE_W"]
+    if overlap and not set(made.before.lowered.ops) <= set(CHEAP):
+        raise KernelError("windows overlap, so what is done before them would be done again")
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
@@ -55,13 +74,15 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     Of NCHW, which is read element by element, and of large windows, which compile for seconds, only
     small ones.
     """
-    rows, columns = _sizes(problem)
+    made = chain(problem)
+    last = _is_last(problem, made)
+    rows, columns = _sizes(made.y, last)
     width = tile_width(columns, 256)
-    window = _window(problem)
+    window = _window(made)
     elements = [1024, 2048, 512]
     if rows * columns < FEW_TILES * elements[0]:
         elements = [512, 1024]
-    if not _channels_last(problem) or window["KERNEL_H"] * window["KERNEL_W"] > LARGE_TAPS:
+    if not last or window["KERNEL_H"] * window["KERNEL_W"] > LARGE_TAPS:
         elements = [512]
     sizes = dict.fromkeys(max(1, size // width) for size in elements)
     return tuple({"tile_rows": rows, "tile_columns": width, "warps": 4} for rows in sizes)
@@ -75,53 +96,76 @@ def bind(
     tile_columns: int,
     warps: int,
 ) -> Call:
-    _, channels, height, width = problem.inputs[0].shape
-    rows, columns = _sizes(problem)
+    made = chain(problem)
+    before, after, last = made.before, made.after, _is_last(problem, made)
+    rows, columns = _sizes(made.y, last)
     grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)
-    window = {
-        "CHANNELS": channels,
-        "HEIGHT": height,
-        "WIDTH": width,
-        **dict(zip(("OUT_HEIGHT", "OUT_WIDTH"), problem.output.shape[2:], strict=True)),
-        "LAST": _channels_last(problem),
-        **_window(problem),
+    settings = {
+        "BEFORE": len(before.strides),
+        "AFTER": len(after.strides) - 1,
+        "STRIDES": (*before.strides, *after.strides[1:], along(problem.output, made.y.shape)),
+        **_steps(before, ""),
+        **_steps(after, "_AFTER"),
+        **dict(zip(("CHANNELS", "HEIGHT", "WIDTH"), made.x.shape[1:], strict=True)),
+        **dict(zip(("OUT_HEIGHT", "OUT_WIDTH"), made.y.shape[2:], strict=True)),
+        "LAST": last,
+        **_window(made),
     }
+    first, then = before.binder(constants), after.binder(constants)
 
-    def run(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    def run(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        operands = problem.operands(constants, inputs)
+        tensors = (*first(operands), *then(operands)[1:])
         launch(
             window_kernel,
             grid,
-            x,
+            *tensors,
+            *[tensors[0]] * (MAX_OPERANDS - len(tensors)),
             out,
             rows,
             TILE_ROWS=tile_rows,
             TILE_COLUMNS=tile_columns,
             num_warps=warps,
             **overlapping(),
-            **window,
+            **settings,
         )
         return out
 
     return run
 
 
-def _channels_last(problem: Problem) -> bool:
-    return problem.inputs[0].format == "channels_last"
+def _steps(part: Part, suffix: str) -> dict[str, Any]:
+    lowered = part.lowered
+    return {
+        f"OPS{suffix}": tuple(lowered.ops),
+        f"READS{suffix}": tuple(lowered.reads),
+        f"NUMBERS{suffix}": tuple(lowered.numbers),
+        f"RESULT{suffix}": lowered.results[0],
+    }
 
 
-def _sizes(problem: Problem) -> tuple[int, int]:
+def _channels_last(meta: TensorMeta) -> bool:
+    return meta.pixel_pitch is not None
+
+
+def _is_last(problem: Problem, made: Chain) -> bool:
+    """Whether the images that are pooled have a pixel's channels together."""
+    return _channels_last(next(m for m in problem.inputs if m and m.shape == made.x.shape))
+
+
+def _sizes(y: TensorMeta, last: bool) -> tuple[int, int]:
     """Rows and columns of the result: pixels by channels, or planes by pixels."""
-    images, channels, height, width = problem.output.shape
-    if _channels_last(problem):
+    images, channels, height, width = y.shape
+    if last:
         return images * height * width, channels
     return images * channels, height * width
 
 
-def _window(problem: Problem) -> dict[str, Any]:
+def _window(made: Chain) -> dict[str, Any]:
     """The window, as compile-time constants."""
-    a, op = problem.attrs, problem.op
+    a, op = made.pool.attrs, made.pool.op
     if op == "adaptive_avg_pool2d":
-        shapes = zip(problem.inputs[0].shape[2:], problem.output.shape[2:], strict=True)
+        shapes = zip(made.x.shape[2:], made.y.shape[2:], strict=True)
         size = tuple(whole // wanted for whole, wanted in shapes)
         settings = {"kernel_size": size, "stride": size, "padding": (0, 0)}
         a = {**settings, "count_include_pad": True, "divisor_override": None}
@@ -137,97 +181,3 @@ def _window(problem: Problem) -> dict[str, Any]:
         "PADDED": bool(a.get("count_include_pad")),
         "DIVISOR": a.get("divisor_override") or 0,
     }
-
-
-def _elements(shape: Any) -> int:
-    return int(torch.Size(shape).numel())
-
-
-@triton.jit
-def window_kernel(
-    x_pointer,
-    y_pointer,
-    n_rows,
-    CHANNELS: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT_HEIGHT: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PADDING_H: tl.constexpr,
-    PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr,
-    DILATION_W: tl.constexpr,
-    MEAN: tl.constexpr,
-    PADDED: tl.constexpr,  # the padding counts in the mean
-    DIVISOR: tl.constexpr,  # of the mean; 0: the number of pixels
-    LAST: tl.constexpr,  # channels_last
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    await_earlier(OVERLAP)
-    PIXELS: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
-    COLUMNS: tl.constexpr = CHANNELS if LAST else PIXELS
-    TILES: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
-    tile = tl.program_id(0)
-    rows = ((tile // TILES) * TILE_ROWS + tl.arange(0, TILE_ROWS))[:, None]
-    columns = ((tile % TILES) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS))[None, :]
-    inside = (rows < n_rows) & (columns < COLUMNS)
-    if LAST:
-        pixels = rows % PIXELS
-        starts = rows // PIXELS * (HEIGHT * WIDTH * CHANNELS) + columns
-        PITCH: tl.constexpr = CHANNELS
-    else:
-        pixels = columns
-        starts = rows * (HEIGHT * WIDTH)
-        PITCH: tl.constexpr = 1
-    top = pixels // OUT_WIDTH * STRIDE_H - PADDING_H
-    left = pixels % OUT_WIDTH * STRIDE_W - PADDING_W
-    if MEAN:
-        made = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    elif x_pointer.dtype.element_ty == tl.int8:  # int8 to float32 has a quarter of the rate
-        made = tl.full([TILE_ROWS, TILE_COLUMNS], -128, tl.int16)
-    elif x_pointer.dtype.element_ty == tl.float16:  # two at a time
-        made = tl.full([TILE_ROWS, TILE_COLUMNS], float("-inf"), tl.float16)
-    else:
-        made = tl.full([TILE_ROWS, TILE_COLUMNS], float("-inf"), tl.float32)
-    for r in tl.static_range(KERNEL_H):
-        for s in tl.static_range(KERNEL_W):
-            h = top + r * DILATION_H
-            w = left + s * DILATION_W
-            there = inside & (h >= 0) & (h < HEIGHT) & (w >= 0) & (w < WIDTH)
-            places = starts + (h * WIDTH + w) * PITCH
-            if MEAN:
-                made += tl.load(x_pointer + places, mask=there, other=0).to(tl.float32)
-            elif x_pointer.dtype.element_ty == tl.int8:
-                x = tl.load(x_pointer + places, mask=there, other=-128).to(tl.int16)
-                made = tl.maximum(made, x)
-            else:
-                x = tl.load(x_pointer + places, mask=there, other=float("-inf")).to(made.dtype)
-                made = tl.maximum(made, x, propagate_nan=tl.PropagateNan.ALL)
-    if MEAN:
-        if DIVISOR != 0:
-            made = made / DIVISOR
-        else:
-            tall = _overlap(top, KERNEL_H, HEIGHT, PADDING_H, PADDED)
-            wide = _overlap(left, KERNEL_W, WIDTH, PADDING_W, PADDED)
-            made = made / (tall * wide).to(tl.float32)
-    y = made.to(y_pointer.dtype.element_ty)
-    tl.store(y_pointer + rows * COLUMNS + columns, y, mask=inside)
-
-
-@triton.jit
-def _overlap(
-    start, KERNEL: tl.constexpr, SIZE: tl.constexpr, PADDING: tl.constexpr, PADDED: tl.constexpr
-):
-    """How many places of a window lie on the image, or on it and its padding."""
-    end = tl.minimum(start + KERNEL, SIZE + PADDING)
-    if PADDED:
-        n = end - start
-    else:
-        n = tl.minimum(end, SIZE) - tl.maximum(start, 0)
-    return tl.maximum(n, 1)  # of places that are not stored

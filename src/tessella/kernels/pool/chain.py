@@ -1,0 +1,147 @@
+"""A program with one pooling in three parts: what is done to pixels, the windows, what follows.
+
+A pooling alone is such a program, without the first part and the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tessella.core.errors import KernelError
+from tessella.kernels.pointwise.axes import Strides, along
+from tessella.kernels.pointwise.lowering import Lowered, lower, metas_of
+from tessella.kernels.pointwise.program import POOLS, Instruction, parse
+from tessella.kernels.problem import Problem, TensorMeta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Element-wise steps on one shape.
+
+    Attributes:
+        lowered: the steps; none where what is read is the result.
+        reads: what its inputs are called in the whole program.
+        strides: of each operand along the axes of the shape, 0 where it is broadcast.
+    """
+
+    lowered: Lowered
+    reads: tuple[int, ...]
+    strides: tuple[Strides, ...]
+
+    def binder(
+        self, constants: Mapping[int, torch.Tensor]
+    ) -> Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor, ...]]:
+        """A function from the whole problem's operands to this part's."""
+        own = {i: constants[r] for i, r in enumerate(self.reads) if r in constants}
+        bound = self.lowered.binder(own)
+        return lambda given: bound([given[r] if r < len(given) else None for r in self.reads])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A program with a pooling.
+
+    Attributes:
+        pool: the pooling as an instruction; ``x`` and ``y`` are what it reads and makes.
+        before: from the inputs to ``x``.
+        after: from ``y``, its operand 0, and the inputs to the result.
+    """
+
+    pool: Instruction
+    x: TensorMeta
+    y: TensorMeta
+    before: Part
+    after: Part
+
+
+def chain(problem: Problem) -> Chain:
+    """A problem ``pointwise``, or a pooling alone, in three parts.
+
+    Raises:
+        KernelError: it is no such chain.
+        CompileError: no program.
+    """
+    if problem.op in POOLS:
+        attrs = {"program": ((problem.op, (0,), problem.attrs),), "results": (1,)}
+        problem = replace(problem, op="pointwise", attrs=attrs)
+    if None in problem.inputs or len(problem.outputs) != 1:
+        raise KernelError("no input may be left out, and one result is made")
+    count = len(problem.inputs)
+    program = parse(problem.attrs["program"], count, problem.attrs["results"])
+    pools = [i for i, step in enumerate(program) if step.op in POOLS]
+    if len(pools) != 1:
+        raise KernelError("needs one pooling")
+    pool, made, result = program[pools[0]], count + pools[0], problem.attrs["results"][0]
+    metas = [*problem.inputs, *metas_of(program, problem.inputs)[count:]]
+    parts = _Parts(problem, program, metas)
+    return Chain(
+        pool=pool,
+        x=metas[pool.reads[0]],
+        y=metas[made],
+        before=parts.part((), pool.reads[0], metas[pool.reads[0]].shape),
+        after=parts.part((made,), result, metas[made].shape),
+    )
+
+
+class _Parts:
+    """Instructions of a program as programs of their own."""
+
+    def __init__(
+        self, problem: Problem, program: Sequence[Instruction], metas: Sequence[TensorMeta]
+    ) -> None:
+        self._problem, self._program, self._metas = problem, program, metas
+
+    def part(self, known: tuple[int, ...], result: int, shape: tuple[int, ...]) -> Part:
+        """What makes a value of a shape from the inputs and what is known, which come first."""
+        metas, count = self._metas, len(self._problem.inputs)
+        steps = self._needed(known, result)
+        made = {count + i: n for n, i in enumerate(steps)}
+        read = {r for i in steps for r in self._program[i].reads if r is not None} - set(made)
+        reads = (*known, *sorted(read - set(known))) if steps else (result,)
+        if not steps:
+            lowered = Lowered(shape=shape, operands=[0], results=(0,))
+        else:
+            number = {r: i for i, r in enumerate(reads)}
+            number |= {value: len(reads) + n for value, n in made.items()}
+            lowered = lower(self._as_problem(steps, reads, number, result))
+        if lowered.rows or lowered.shape != shape or len(shape) != 4:
+            raise KernelError("pools [N, C, H, W], with element-wise steps of that shape around")
+        if known and 0 not in lowered.operands:
+            raise KernelError("a result that does not depend on the pooling")
+        operands = lowered.metas([metas[r] for r in reads])
+        strides = tuple(along(meta, shape) for meta in operands)
+        return Part(lowered=lowered, reads=reads, strides=strides)
+
+    def _needed(self, known: tuple[int, ...], result: int) -> list[int]:
+        """The instructions that make a value, in order."""
+        count, found, open_ = len(self._problem.inputs), set(), [result]
+        while open_:
+            value = open_.pop()
+            if value >= count and value not in known and value - count not in found:
+                found.add(value - count)
+                open_ += [r for r in self._program[value - count].reads if r is not None]
+        if any(self._program[i].op in POOLS for i in found):
+            raise KernelError("what is pooled is read at its own size too")
+        return sorted(found)
+
+    def _as_problem(
+        self,
+        steps: Sequence[int],
+        reads: tuple[int, ...],
+        number: Mapping[int, int],
+        result: int,
+    ) -> Problem:
+        renumbered = [
+            replace(step, reads=tuple(None if r is None else number[r] for r in step.reads)).data()
+            for step in (self._program[i] for i in steps)
+        ]
+        return Problem(
+            op="pointwise",
+            inputs=tuple(self._metas[r] for r in reads),
+            outputs=(self._metas[result],),
+            attrs={"program": renumbered, "results": (number[result],)},
+            constant=tuple(i for i, r in enumerate(reads) if r in self._problem.constant),
+        )
