@@ -29,7 +29,7 @@ from tessella.artifacts.program import wrong as impossible
 from tessella.artifacts.receipt import Receipt
 from tessella.core.compiled import CompiledKernel, CompiledKernels
 from tessella.core.device import Fingerprint
-from tessella.core.dtype import PRECISIONS
+from tessella.core.dtype import PRECISIONS, plain_precision
 from tessella.core.errors import ArtifactError, CorruptArtifact
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain, parse_json
@@ -74,6 +74,7 @@ class Manifest:
         imports: operators and kernels of a user's own that it needs → the modules that define them.
             A plan never brings their code, and loading imports nothing.
         precisions: of single operations, where it is not ``precision``: what it was built with.
+            Behind one ``+2:4`` stands where the operation's weight was made sparse.
         snr_db: of layers in int8 or fp8, by module path: the power of a layer's product over that
             of the error which rounding what it reads makes, in the calibration.
         receipt: what these cost in accuracy, where that was judged.
@@ -323,7 +324,7 @@ def _check_program(
     for names in (program.inputs, program.outputs):
         if not names or len(set(names)) != len(names):
             raise wrong(0, f"inputs or outputs {names}")
-    if unknown := sorted({*manifest.precisions.values()} - set(PRECISIONS)):
+    if unknown := sorted({*map(plain_precision, manifest.precisions.values())} - set(PRECISIONS)):
         raise wrong(0, f"precisions {unknown}")
     if not 0 <= manifest.tolerance <= 1:
         raise wrong(0, f"a self-test with the tolerance {manifest.tolerance}")

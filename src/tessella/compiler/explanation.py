@@ -20,6 +20,7 @@ from tessella.compiler.pipeline import (
     copied,
     input_passes,
     layouts_to_try,
+    marking,
     narrowing,
     require_precision,
     rounding,
@@ -130,7 +131,7 @@ def _steps(
     yield from apply_each(graph, (*input_passes(input, preprocess), *PASSES))
     assignment = precision_of.assign(graph, precision, {}, target, calibration)
     yield from apply_each(graph, rounding(graph, assignment, calibration))
-    yield from apply_each(graph, narrowing(assignment))
+    yield from apply_each(graph, (*narrowing(assignment), *marking(target)))
 
 
 def _laid_out(graph: Graph, layout: Layout, *, one_of: int) -> PassRecord:

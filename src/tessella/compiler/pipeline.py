@@ -30,12 +30,15 @@ from tessella.compiler.passes import (
     join_in_place,
     lower_precision,
     lower_quantization,
+    mark_sparse_weights,
     move_permutes,
     overwrite_residuals,
     pad_channels,
     plan_memory,
+    prune_weights,
     race_close_calls,
     share_masks,
+    swap_means,
     take_pixels,
 )
 from tessella.compiler.passes.assign_layout import Formats, Layout
@@ -54,6 +57,7 @@ from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
 from tessella.graph.sample import in_its_size, one_sample
 from tessella.graph.show import text
+from tessella.kernels import catalog
 from tessella.kernels.allowance import Allowance
 from tessella.kernels.tuning import Lock
 from tessella.kernels.user import registry
@@ -79,17 +83,20 @@ PASSES = (
     Pass(share_masks.apply, "a mask that all queries share is one row of it"),
     Pass(move_permutes.apply, "permutes that meet cancel, and rows need not be turned for a layer"),
     Pass(fold_batch_norm.apply, "a batch norm after a convolution is a change of its weights"),
+    Pass(swap_means.apply, "a mean of few channels, a product of few pixels: both are linear"),
     Pass(fuse_epilogue.apply, "bias, residual and activation while the result is in registers"),
     Pass(dead_code.apply, "what the rewrites left over costs memory and time"),
 )
 # Before them, where a plan is to take images as bytes:
 #   take_pixels       uint8 pixels in, scaled by the plan's first step
 # Then, by what the user asked for and what the device is best at:
+#   prune_weights     layers that are to be sparse keep two of each four weights
 #   insert_quantization   layers that are to be int8 or fp8 round what they read
 #   lower_quantization    layers between such roundings, a file's own too, work on int8 or fp8
 #   pad_channels          their channels by 16, for a GPU
 #   lower_precision   16-bit values, with casts at the edges of the network
 #   fuse_pointwise    what no layer took, element by element or along rows, as one step
+#   mark_sparse_weights   2:4 weights say so, where the target has kernels for them
 #   fuse_siblings     layers that read one value as one layer, or not: the faster wins
 #   assign_layout     channels_last regions around convolutions, or none: the faster wins
 # and for each batch size, on concrete shapes:
@@ -128,7 +135,8 @@ def compile_graph(
             of 1, a graph without a batch axis gets one: an axis of 1 before each input and output.
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
         precisions: another one for single operations, by the name of their result in
-            ``optimized(graph)``; ``precision.layers`` lists those that may be int8 or fp8.
+            ``optimized(graph)``; ``precision.layers`` lists those that may be int8 or fp8. Behind
+            that of a layer ``+2:4`` may stand: its weight is pruned.
         calibration: of this graph, for int8 and fp8.
         input: ``uint8``: the plan takes images as bytes [N, H, W, C] of the network's size and
             scales them itself, as ``about.preprocess`` says. Other inputs stay as they are.
@@ -153,10 +161,10 @@ def compile_graph(
     exact = optimized(graph, emit)
     assignment = precision_of.assign(exact, precision, precisions or {}, target, calibration)
     rounded = _changed(exact, rounding(exact, assignment, calibration))
-    if assignment.kinds:
-        wanted = verify.rounded(wanted, rounded, emit, target=target)
+    if assignment.kinds or assignment.pruned:
+        wanted = verify.rounded(wanted, rounded, emit, target=target, alike=not assignment.pruned)
     loosest = assignment.loosest
-    lowered = _changed(rounded, narrowing(assignment))
+    lowered = _changed(rounded, (*narrowing(assignment), *marking(target)))
     variants = [lowered, *(fused for fused, _ in with_siblings(lowered, target))]
     constants = {v.name: t for graph in variants for v, t in graph.constants.items()}
     trials = Lock(measuring.cache, lines=measuring.lock)
@@ -272,16 +280,30 @@ def layers(graph: Graph) -> tuple[str, ...]:
 def rounding(
     graph: Graph, assignment: Assignment, calibration: Calibration | None
 ) -> tuple[Pass, ...]:
-    """The passes that follow ``PASSES`` where layers are to be int8 or fp8, or a file says so."""
-    steps = []
+    """The passes that follow ``PASSES`` where layers are to be sparse, int8 or fp8, or a file says
+    so."""
+    steps = pruning(assignment)
     if assignment.kinds and calibration is not None:
         insert = partial(insert_quantization.apply, kinds=assignment.kinds, calibration=calibration)
         steps.append(Pass(insert, "layers read int8 or fp8, in the scales of the calibration"))
-    if steps or any(n.op in ("quantize", "dequantize") for n in graph.nodes):
+    if assignment.kinds or any(n.op in ("quantize", "dequantize") for n in graph.nodes):
         steps.append(Pass(lower_quantization.apply, "products of int8 or fp8, rounded in place"))
         if assignment.target == "sm_90":
             steps.append(Pass(pad_channels.apply, "tensor cores take 16 channels at a time"))
     return tuple(steps)
+
+
+def pruning(assignment: Assignment) -> list[Pass]:
+    """The pass that makes weights sparse, where some are to be."""
+    prune = partial(prune_weights.apply, layers=assignment.pruned)
+    return [Pass(prune, "two of each four weights are left")] if assignment.pruned else []
+
+
+def marking(target: str) -> tuple[Pass, ...]:
+    """The pass after ``narrowing`` that tells sparse weights, where kernels want to know."""
+    if not any(row.sparse and target in row.targets for row in catalog.rows()):
+        return ()
+    return (Pass(mark_sparse_weights.apply, "2:4 weights, for kernels that skip their zeros"),)
 
 
 def narrowing(assignment: Assignment) -> tuple[Pass, ...]:

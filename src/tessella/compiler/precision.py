@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tessella.compiler.calibration import DTYPES, Calibration, lowerable
-from tessella.core.dtype import PRECISIONS
+from tessella.core.dtype import PRECISIONS, SPARSE, plain_precision
 from tessella.core.errors import UsageError
 from tessella.graph.graph import Graph, Node
+from tessella.kernels.sparse.two_four import FOUR
 
 FEWEST_CHANNELS = 16  # of a layer's input: a product of fewer leaves tensor cores empty
 
@@ -23,6 +24,7 @@ class Assignment:
         rest: the element type of everything else.
         loosest: the precision that says how exact the whole may be expected to be.
         target: the device.
+        pruned: the layers whose weights become 2:4 sparse, by the name of their result.
     """
 
     kinds: dict[str, str]
@@ -30,6 +32,7 @@ class Assignment:
     rest: str
     loosest: str
     target: str
+    pruned: frozenset[str] = frozenset()
 
 
 def layers(graph: Graph) -> tuple[str, ...]:
@@ -50,13 +53,16 @@ def assign(
     channels or more. What else there is computes in float16 on a GPU, in float32 on a CPU.
 
     Raises:
-        UsageError: an unknown node or precision, a node that cannot be int8 or fp8, or no
+        UsageError: an unknown node or precision, a node that cannot be int8, fp8 or sparse, or no
             calibration where one is needed.
     """
+    pruned = frozenset(name for name, p in precisions.items() if p.endswith(SPARSE))
+    precisions = {name: plain_precision(p) for name, p in precisions.items()}
     small = precision in DTYPES
     rest = ("float16" if target == "sm_90" else "float32") if small else PRECISIONS[precision]
     can = {node.output.name: node for node in lowerable(graph)}
     _require_known(graph, precisions, can)
+    _require_fours(pruned, can)
     kinds = {name: precision for name, node in can.items() if small and _fills(node)}
     kinds = {name: kind for name, kind in kinds.items() if name not in precisions}
     kinds |= {name: kind for name, kind in precisions.items() if kind in DTYPES}
@@ -77,6 +83,7 @@ def assign(
         rest=rest,
         loosest=max(used | {_named(rest)}, key=order.index),
         target=target,
+        pruned=pruned,
     )
 
 
@@ -112,4 +119,20 @@ def _require_known(graph: Graph, precisions: Mapping[str, str], can: Mapping[str
                 "only convolutions and linear layers with constant weights can be int8 or fp8",
                 seen=name,
                 fix="use names of compiler.layers",
+            )
+
+
+def can_be_sparse(node: Node) -> bool:
+    """Whether the weight of a layer may be pruned to two of each four along its input channels."""
+    return node.attrs.get("groups", 1) == 1 and int(node.inputs[1].shape[1]) % FOUR == 0
+
+
+def _require_fours(pruned: Iterable[str], can: Mapping[str, Node]) -> None:
+    for name in pruned:
+        if name not in can or not can_be_sparse(can[name]):
+            raise UsageError(
+                "only convolutions and linear layers with constant weights, one group and a"
+                " multiple of 4 input channels can be sparse",
+                seen=name,
+                fix="leave its weight dense",
             )

@@ -147,8 +147,13 @@ def _interpreted(
     return {name: tensor.cpu() for name, tensor in made.items()}
 
 
-def rounded(wanted: Expected, graph: Graph, emit: Emit, *, target: str) -> Expected:
-    """The answers of a network whose layers round to int8 or fp8, which a plan must give.
+def rounded(
+    wanted: Expected, graph: Graph, emit: Emit, *, target: str, alike: bool = True
+) -> Expected:
+    """The answers of a network whose layers are pruned, or round to int8 or fp8: a plan's too.
+
+    Args:
+        alike: they have to be like those of the network.
 
     Raises:
         CompileError: they have little to do with those of the network.
@@ -158,7 +163,7 @@ def rounded(wanted: Expected, graph: Graph, emit: Emit, *, target: str) -> Expec
         right = wanted.outputs[name]
         cosine, snr_db = _cosine(answer, right), _snr_db(answer, right)
         emit(phase("rounding", f"output {name}: {snr_db:.1f} dB, cosine {cosine:.4f}"))
-        if not cosine >= LEAST_COSINE:
+        if alike and not cosine >= LEAST_COSINE:
             raise CompileError(
                 "rounding to int8 or fp8 changes what the network says",
                 seen=f"output {name!r}: cosine {cosine:.3f}, {snr_db:.1f} dB",

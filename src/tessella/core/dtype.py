@@ -51,6 +51,18 @@ PRECISIONS: dict[str, str] = {
     "fp8": "float8_e4m3fn",
 }
 
+# Behind the precision of a single layer: its weight is made 2:4 sparse, as in ``int8+2:4``.
+SPARSE = "+2:4"
+
+
+def plain_precision(precision: str) -> str:
+    """The precision without ``SPARSE``.
+
+    >>> plain_precision("int8+2:4")
+    'int8'
+    """
+    return precision.removesuffix(SPARSE)
+
 
 def dtype(name: str) -> DType:
     """The element type called ``name``; raises ``UsageError`` with the known names."""

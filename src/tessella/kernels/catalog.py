@@ -65,6 +65,7 @@ class Kernel:
         last_resort: tried only where no other kernel fits.
         unproven: compiled, but never run on a GPU in its present form, so that it might hang: it
             takes part only where its algorithm is asked for by name.
+        sparse: it takes layers whose constant weight is 2:4 sparse, and no others.
     """
 
     id: str
@@ -77,6 +78,7 @@ class Kernel:
     overwrites: int | None = None
     last_resort: bool = False
     unproven: bool = False
+    sparse: bool = False
 
     @property
     def algorithm(self) -> str:
@@ -207,8 +209,15 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("linear matmul", "skinny.sm90", "gemm.skinny_sm90", "tessella"),
     *_rows("linear matmul", "skinny", "gemm.skinny", "tessella"),
     *_rows("linear matmul", "tiled", "gemm.tiled", "tessella"),
-    *_rows("linear conv2d", "cusparselt", "sparse.cusparselt", "cusparselt", unproven=True),
-    *_rows("linear conv2d", "sparse.sm90", "sparse.wgmma", "tessella", unproven=True),
+    *_rows(
+        "linear conv2d",
+        "cusparselt",
+        "sparse.cusparselt",
+        "cusparselt",
+        unproven=True,
+        sparse=True,
+    ),
+    *_rows("linear conv2d", "sparse.sm90", "sparse.wgmma", "tessella", unproven=True, sparse=True),
     *_rows("linear matmul", "fma.sm90", "gemm.fma_sm90", "tessella"),
     *_aten("linear matmul", "gemm.aten"),
     # the other layers

@@ -22,7 +22,7 @@ from tessella.kernels.functional import (
 )
 from tessella.kernels.limits import Limits, limits
 from tessella.kernels.problem import Problem, meta_of
-from tessella.kernels.sparse.two_four import SPARSE, TWO_FOUR, is_two_four
+from tessella.kernels.sparse.two_four import LAYERS, TWO_FOUR, is_two_four
 from tessella.kernels.tuning import Inspection, Trial, Tried
 from tessella.kernels.work import flops, nbytes
 
@@ -218,7 +218,7 @@ def _problem(
     if op.endswith("grad"):
         raise UsageError("a gradient has no constant weight", seen=op, fix="leave it out")
     problem = PROBLEMS[op](*metas, constant=constant, **arguments)
-    if op not in SPARSE or not is_two_four(operands[1]):
+    if op not in LAYERS or not is_two_four(operands[1]):
         return problem
     return replace(problem, attrs={**problem.attrs, "sparsity": TWO_FOUR})
 

@@ -1,5 +1,7 @@
 """A mix: which layers of a network are lowered to what; how a mix is spelled for the compiler.
 
+``int8+2:4`` is a choice like ``int8``: the layer's weight is pruned to two of each four before.
+
 What is no layer (pooling, sums, norms) follows the layers that it reads: it computes in 16 bits
 where all of these do, so that nothing is cast to and fro between them.
 """
@@ -13,16 +15,28 @@ from tessella.compiler import precision as precision_of
 from tessella.compiler.calibration import DTYPES as KINDS
 from tessella.compiler.calibration import Calibration, lowerable
 from tessella.compiler.passes import insert_quantization
-from tessella.compiler.pipeline import Pass, apply_each, copied, narrowing, rounding
+from tessella.compiler.pipeline import (
+    Pass,
+    apply_each,
+    copied,
+    marking,
+    narrowing,
+    pruning,
+    rounding,
+)
 from tessella.compiler.precision import Assignment
+from tessella.core.dtype import SPARSE, plain_precision
 from tessella.core.errors import UsageError
 from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels import catalog
 
 Mix = Mapping[str, str]  # layer → precision; what is not named stays fp32
 
 OFFERED = {"cpu": ("bf16", "int8"), "sm_90": ("fp16", "int8", "fp8"), "reference": ("bf16", "int8")}
+WIDE = ("fp32", "fp16", "bf16")  # what a layer and all around it may be in
 BESIDE = {"sm_90": "fp16"}  # what a layer on codes has around it; elsewhere fp32
 LAYERS = ("conv2d", "linear", "matmul")  # lowering may turn a matmul to a linear layer
+WITH_SPARSITY = ("fp16", "bf16", "int8")  # what sparse tensor cores multiply
 STAYS = ("fallback", "user")  # operators that are not known to take other types
 
 
@@ -45,9 +59,19 @@ class Unit:
 def offered(target: str, least: str) -> tuple[str, ...]:
     """The precisions to choose from: what suits the target, nothing less exact than ``least``.
 
+    Where sparse weights have a kernel, each is there a second time with them.
+
     Raises:
         UsageError: the target has nothing between float32 and ``least``.
     """
+    kinds = _precisions(target, least)
+    rows = catalog.rows()
+    if not any(row.sparse and not row.unproven and target in row.targets for row in rows):
+        return kinds
+    return (*kinds, *(k + SPARSE for k in kinds if k in WITH_SPARSITY))
+
+
+def _precisions(target: str, least: str) -> tuple[str, ...]:
     order = list(precision_of.ORDER)
     if least == "fp32":
         return OFFERED[target]
@@ -67,8 +91,7 @@ def units(exact: Graph, kinds: Sequence[str], target: str, calibration: Calibrat
     """The choices that there are in an optimized graph, in its order."""
     fits = {
         kind: precision_of.assign(exact, kind, {}, target, calibration).kinds.keys()
-        for kind in kinds
-        if kind in KINDS
+        for kind in {plain_precision(kind) for kind in kinds} & set(KINDS)
     }
     readers: dict[Value | None, list[Node]] = {}  # of each value, the layers
     for node in lowerable(exact):
@@ -79,10 +102,20 @@ def units(exact: Graph, kinds: Sequence[str], target: str, calibration: Calibrat
         found.append(
             Unit(
                 layers=names,
-                kinds=tuple(k for k in kinds if k not in KINDS or fits[k] >= set(names)),
+                kinds=tuple(
+                    kind
+                    for kind in kinds
+                    if fits.get(plain_precision(kind), set(names)) >= set(names)
+                    and (plain_precision(kind) == kind or all(map(_can_be_sparse, nodes)))
+                ),
             )
         )
     return found
+
+
+def _can_be_sparse(node: Node) -> bool:
+    """Whether a sparse matrix product can carry it out."""
+    return precision_of.can_be_sparse(node) and not set(node.inputs[1].shape[2:]) - {1}
 
 
 def spelled(exact: Graph, mix: Mix, target: str) -> tuple[str, dict[str, str]]:
@@ -91,7 +124,7 @@ def spelled(exact: Graph, mix: Mix, target: str) -> tuple[str, dict[str, str]]:
     wide = {s for s in side.values() if s != "fp32"}
     rest = min(wide) if wide and target in BESIDE else "fp32"
     precisions = {n: s for n, s in side.items() if s != rest}
-    return rest, precisions | {name: p for name, p in mix.items() if p in KINDS}
+    return rest, precisions | {name: p for name, p in mix.items() if p not in WIDE}
 
 
 def _sides(exact: Graph, mix: Mix, beside: str) -> dict[str, str]:
@@ -102,7 +135,8 @@ def _sides(exact: Graph, mix: Mix, beside: str) -> dict[str, str]:
         name = node.outputs[0].name
         read = {of_value[v] for v in node.inputs if v in of_value}
         if name in mix:
-            made = beside if mix[name] in KINDS else mix[name]
+            made = plain_precision(mix[name])
+            made = beside if made in KINDS else made
         elif len(read) == 1 and node.op not in STAYS:
             (made,) = read
         else:
@@ -122,7 +156,7 @@ def assigned(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> A
 def lowered(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> Graph:
     """The graph whose kernels are measured."""
     assignment = assigned(exact, mix, target, calibration)
-    steps = (*rounding(exact, assignment, calibration), *narrowing(assignment))
+    steps = (*rounding(exact, assignment, calibration), *narrowing(assignment), *marking(target))
     return _changed(exact, steps)
 
 
@@ -131,8 +165,8 @@ def simulated(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> 
 
     It is what ``lowered`` computes, and runs on libraries' kernels wherever it is interpreted.
     """
-    graph = copied(exact)
     assignment = assigned(exact, mix, target, calibration)
+    graph = _changed(exact, pruning(assignment))
     if assignment.kinds:
         insert_quantization.apply(graph, assignment.kinds, calibration)
     return _changed(graph, narrowing(assignment)[:-1])  # all but the fusion of chains
@@ -157,5 +191,5 @@ def weight_bytes(exact: Graph, mix: Mix) -> int:
     for node in lowerable(exact):
         weight = exact.constant(node.inputs[1])
         count = 0 if weight is None else weight.numel()
-        total -= count * (4 - size[mix.get(node.output.name, "fp32")])
+        total -= count * (4 - size[plain_precision(mix.get(node.output.name, "fp32"))])
     return total

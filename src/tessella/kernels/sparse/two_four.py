@@ -13,8 +13,8 @@ import torch
 from tessella.core.errors import UsageError
 
 TWO_FOUR = "2:4"  # the attribute ``sparsity`` of an operation whose constant weight is
-SPARSE = ("conv2d", "linear")  # operations that have it
-GROUP = 4
+LAYERS = ("conv2d", "linear")  # operations that have it
+FOUR = 4
 ROWS = 64  # of a wgmma; its metadata come from 128 threads
 _LOOKED_AT = 1 << 14  # groups that already tell most dense weights
 
@@ -35,7 +35,7 @@ class Compressed:
 
 def is_two_four(weight: torch.Tensor) -> bool:
     """Whether a weight [N, C, …] has at most two numbers that are not zero in each four along C."""
-    if weight.dim() < 2 or not weight.numel() or weight.shape[1] % GROUP:
+    if weight.dim() < 2 or not weight.numel() or weight.shape[1] % FOUR:
         return False
     taken = _fours(weight) != 0
     return all(
@@ -56,7 +56,7 @@ def mask_two_four(weight: torch.Tensor) -> torch.Tensor:
     Raises:
         UsageError: C is no multiple of 4.
     """
-    if weight.dim() < 2 or weight.shape[1] % GROUP:
+    if weight.dim() < 2 or weight.shape[1] % FOUR:
         raise UsageError(
             "2:4 sparsity takes fours of a weight's second axis",
             seen=tuple(weight.shape),
@@ -75,7 +75,7 @@ def prune_two_four(weight: torch.Tensor) -> torch.Tensor:
 
 def _fours(weight: torch.Tensor) -> torch.Tensor:
     """[N, C, …] as [groups, 4] along C."""
-    return weight.movedim(1, -1).reshape(-1, GROUP)
+    return weight.movedim(1, -1).reshape(-1, FOUR)
 
 
 def compress(matrix: torch.Tensor) -> Compressed:
@@ -90,9 +90,9 @@ def compress(matrix: torch.Tensor) -> Compressed:
             seen=tuple(matrix.shape),
             fix="prune it, or run it dense",
         )
-    fours = matrix.view(len(matrix), -1, GROUP)
+    fours = matrix.view(len(matrix), -1, FOUR)
     taken = fours != 0
-    order = torch.arange(GROUP, device=matrix.device)
+    order = torch.arange(FOUR, device=matrix.device)
     # the first is never the last of four and the second never the first, so that they differ
     first = order.where(taken, 2).amin(-1)
     second = order.where(taken, 0).amax(-1)
@@ -109,7 +109,7 @@ def decompress(compressed: Compressed) -> torch.Tensor:
     places = compressed.places.long()
     both = torch.stack([places & 3, places >> 2], -1)
     values = compressed.values.view(*both.shape)
-    fours = values.new_zeros(*places.shape, GROUP).scatter_(-1, both, values)
+    fours = values.new_zeros(*places.shape, FOUR).scatter_(-1, both, values)
     return fours.view(len(values), -1)
 
 

@@ -1,0 +1,50 @@
+"""A kernel for 2:4 linear layers on the CPU: the catalog's sparse rows need a GPU.
+
+``with registered():`` puts it into the catalog.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from tessella.kernels import catalog, reference
+from tessella.kernels.problem import Problem
+from tessella.kernels.sparse import product
+from tessella.kernels.sparse.two_four import TWO_FOUR, compress, decompress
+
+WRITES_OUT = True
+ID = "linear.sparse_on_cpu"
+
+
+def fits(problem: Problem) -> str | None:
+    if 1 not in problem.constant or problem.attr("sparsity") != TWO_FOUR:
+        return "the weight is not 2:4 sparse"
+    return None if "float" in problem.inputs[0].dtype else product.refusal(problem)
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> catalog.Call:
+    compressed = compress(constants[1])
+
+    def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        operands = problem.operands(constants, inputs)
+        operands[1] = decompress(compressed)
+        return out.copy_(reference.call(problem.op, operands, problem.attrs)[0])
+
+    return call
+
+
+@contextmanager
+def registered(*, unproven: bool = False) -> Iterator[str]:
+    catalog.register(
+        catalog.Kernel(
+            id=ID, op="linear", module=__name__, targets=("cpu",), source="test",
+            sparse=True, unproven=unproven,
+        )
+    )  # fmt: skip
+    try:
+        yield ID
+    finally:
+        catalog.unregister(ID)
