@@ -23,6 +23,7 @@ from tessella.api.sources import Batch, Opened, Source, batch_range, opened
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target
+from tessella.core.dtype import plain_precision
 from tessella.core.errors import UsageError
 from tessella.core.events import Emit, phase, silent
 from tessella.core.preprocess import Preprocess, denormalize
@@ -60,7 +61,8 @@ def compile(
         batch: one size, or the smallest, the usual and the largest.
         target: ``cpu``, ``sm_90`` or ``reference``; by default what this machine has.
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
-        precisions: another one for single layers, by the names that ``compiler.layers`` lists.
+        precisions: another one for single layers, by the names that ``compiler.layers`` lists;
+            behind it ``+2:4`` may stand (``int8+2:4``): two of each four weights are then left.
         calibration: for int8 and fp8: what ``calibrate`` made, its file, or the data that it gets.
         budget: percentage points of top-1 accuracy on ``data`` that the plan may lose: the fastest
             one that does not is searched, with a precision for each layer. See ``pareto``.
@@ -104,7 +106,8 @@ def compile(
     chosen = locks.chosen_by_budget(lock)
     if chosen is not None and precision == "fp32" and not precisions:
         precision, precisions = chosen.manifest.precision, chosen.manifest.precisions
-    wanted = {precision, *(precisions or {}).values()} & set(compiler.KINDS)
+    wanted = {precision, *map(plain_precision, (precisions or {}).values())}
+    wanted &= set(compiler.KINDS)
     asked = calibration if wanted or chosen else None
     plan = compiler.compile_graph(
         network.graph,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from tessella.artifacts.plan import Plan
+from tessella.core.dtype import plain_precision
 from tessella.core.errors import UsageError
 from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
@@ -197,7 +198,8 @@ def followed(plan: Plan) -> dict[str, object]:
 def rounds(plan: Plan) -> bool:
     """Whether building this plan again takes a calibration."""
     manifest = plan.manifest
-    return bool({manifest.precision, *manifest.precisions.values()} & set(ROUNDED))
+    used = {manifest.precision, *map(plain_precision, manifest.precisions.values())}
+    return bool(used & set(ROUNDED))
 
 
 def followed_words(plan: Plan) -> str:
