@@ -1,29 +1,269 @@
-"""Attention by cuDNN: what it takes."""
+"""Attention: ours against float64, how it compiles for the GPU, and what cuDNN's takes."""
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tessella.kernels import catalog
+from tessella.core.errors import UsageError
+from tessella.kernels import catalog, problems
+from tessella.kernels.attention import flash, flash_sm90
 from tessella.kernels.problem import Problem, TensorMeta
+from tests.kernels import gluon_on_threads
+from tests.kernels.attentions import Case, draw, exact, run
+from tests.kernels.compile_only import compile_all
 
-ROW = catalog.kernel("scaled_dot_product_attention.cudnn")
+CUDNN = catalog.kernel("scaled_dot_product_attention.cudnn")
+FLOAT32_LOWEST = torch.finfo(torch.float32).min
+CASES = {
+    "odd": Case(),
+    "fused heads": Case(fused=True, queries=39),
+    "one query": Case(queries=1),
+    "one of all": Case(n=1, heads=1, queries=1, keys=1),
+    "causal": Case(causal=True, keys=50),
+    "causal, more keys": Case(causal=True, queries=45, keys=100),
+    "causal, fewer keys": Case(causal=True, queries=100, keys=45),
+    "causal groups": Case(causal=True, heads=4, groups=2),
+    "padding of keys": Case(mask=(2, 1, 1, 45)),
+    "padding of keys, numbers": Case(mask=(2, 1, 1, 45), mask_dtype="float16"),
+    "all hidden by the lowest": Case(
+        mask=(2, 1, 1, 45), mask_dtype="float32", lowest=FLOAT32_LOWEST
+    ),
+    "a mask for each query": Case(mask=(50, 45)),
+    "a mask for each head": Case(mask=(1, 2, 50, 45), mask_dtype="float32"),
+    "wide values": Case(width=24, value_width=40),
+    "scaled": Case(scale=0.7),
+    "three axes": Case(batched=False),
+    "contiguous": Case(fused=True, format="contiguous"),
+    "large numbers": Case(scale=30.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_portable_agrees_with_float64(name: str) -> None:
+    run(flash, CASES[name], config={"tile_m": 32, "tile_n": 32})
+
+
+@pytest.mark.parametrize("case", [
+    Case(dtype="float32"),
+    Case(dtype="float32", math="tf32", causal=True),
+    Case(dtype="float32", mask=(2, 1, 1, 45), mask_dtype="float32"),
+    Case(dtype="bfloat16"),
+    Case(dtype="bfloat16", mask=(2, 1, 1, 45), mask_dtype="bfloat16"),
+    Case(width=200, heads=1),
+    Case(width=3, dtype="float32"),
+    Case(keys=0),
+    Case(queries=0),
+    Case(n=0),
+    Case(scale=-0.3),
+], ids=repr)  # fmt: skip
+def test_portable_takes_any_type_and_width(case: Case) -> None:
+    run(flash, case)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    st.builds(
+        Case,
+        n=st.just(1),
+        queries=st.integers(1, 60),
+        keys=st.integers(1, 60),
+        width=st.integers(1, 40),
+        causal=st.booleans(),
+        dtype=st.sampled_from(("float32", "float16")),
+        format=st.sampled_from(("strided", "contiguous")),
+    )
+)
+def test_portable_is_right_for_any_sizes(case: Case) -> None:
+    run(flash, case, config={"tile_m": 16, "tile_n": 32})
+
+
+def test_broadcast_operands_are_read_where_they_lie() -> None:
+    problem, (q, k, v) = draw(Case(groups=1))
+    shared = replace(problem, attrs={**problem.attrs, "enable_gqa": False})
+    made = flash.bind(shared, {})(q, k, v)
+    torch.testing.assert_close(made.double(), exact(shared, [q, k, v]), rtol=0, atol=2e-3)
+
+
+def test_a_constant_mask_is_bound() -> None:
+    problem, (q, k, v, mask) = draw(CASES["a mask for each query"])
+    bound = flash.bind(replace(problem, constant=(3,)), {3: mask})
+    right = exact(problem, [q, k, v, mask])
+    torch.testing.assert_close(bound(q, k, v).double(), right, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("module", [flash, flash_sm90])
+def test_heads_of_a_token_lie_side_by_side(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "launch", lambda *args, **named: None)
+    problem, inputs = draw(Case(fused=True))
+    made = module.bind(problem, {})(*inputs)
+    assert made.transpose(1, 2).is_contiguous()  # the layer after reads it as it is
+
+
+# --- the kernel for Hopper ------------------------------------------------------------------------
+
+TILINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"tile_n": 64, "stages": 2, "run": 1},
+    {"tile_n": 64, "stages": 8, "run": 4},
+    {"tile_n": 128, "stages": 5, "run": 2},
+)
+HOPPER = {
+    **{name: case for name, case in CASES.items() if case.width % 8 == 0},
+    "many tiles": Case(n=1, queries=300, keys=450),
+    "many tiles, causal": Case(n=1, queries=450, keys=450, causal=True),
+    "many tiles, fused": Case(n=1, queries=197, fused=True, width=64),
+    "many tiles, masked": Case(queries=197, keys=197, mask=(2, 1, 1, 197), mask_dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("name", HOPPER)
+def test_hopper_agrees_with_float64(monkeypatch: pytest.MonkeyPatch, name: str, late: bool) -> None:
+    """On threads and NumPy, three blocks, whatever the ring."""
+    monkeypatch.setattr(flash_sm90, "launch", functools.partial(gluon_on_threads.run, late=late))
+    monkeypatch.setattr(flash_sm90, "_multiprocessors", lambda: 3)
+    case = HOPPER[name]
+    for tiling in TILINGS if "many" in name else TILINGS[:1]:
+        run(flash_sm90, case, config=tiling)
+
+
+def test_a_ring_of_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values of a tile are awaited before those of the tile before it are given back."""
+    monkeypatch.setattr(flash_sm90, "launch", gluon_on_threads.run)
+    monkeypatch.setattr(gluon_on_threads, "PATIENCE_S", 0.2)
+    with pytest.raises(AssertionError, match="hangs"):
+        run(flash_sm90, HOPPER["many tiles"], config={"tile_n": 64, "stages": 1, "run": 1})
+
+
+@pytest.mark.parametrize(("case", "reason"), [
+    (Case(dtype="float32"), "float16, bfloat16"),
+    (Case(width=20), "multiples of 16 bytes"),
+    (Case(width=136), "1 to 128 wide"),
+    (Case(keys=0), "empty"),
+    (Case(scale=-1.0), "positive scale"),
+    (Case(format="channels_last"), "channels_last"),
+])  # fmt: skip
+def test_hopper_refuses(case: Case, reason: str) -> None:
+    assert reason in flash_sm90.fits(draw(case)[0])
+
+
+def test_both_refuse_a_mask_that_is_causal_too() -> None:
+    problem, _ = draw(CASES["a mask for each query"])
+    causal = replace(problem, attrs={**problem.attrs, "is_causal": True})
+    for module in (flash, flash_sm90):
+        assert "not both" in module.fits(causal)
+
+
+def test_tilings() -> None:
+    bert = Case(n=32, heads=16, queries=384, keys=384, width=64)
+    for case in (bert, replace(bert, causal=True), replace(bert, queries=4096, keys=4096)):
+        problem = metas(case)
+        for config in flash_sm90.configs(problem):
+            tiling = flash_sm90.Tiling(**config)
+            assert tiling.stages >= 2
+            assert tiling.shared_bytes(64, 64) <= 227 * 1024
+            tiles = -(-case.keys // tiling.tile_n)
+            assert tiling.run == 1 or tiles <= tiling.stages
+    first = flash_sm90.configs(metas(bert))[0]
+    assert (first["tile_n"], first["run"]) == (128, 3)  # the keys are read once
+    assert all(c["run"] == 1 for c in flash_sm90.configs(metas(replace(bert, keys=4096))))
+    assert all(c["tile_n"] == 64 for c in flash_sm90.configs(metas(replace(bert, width=128))))
+
+
+def metas(case: Case) -> Problem:
+    """A problem of this case's sizes, without its tensors."""
+    shapes = ((case.queries, case.width), *[(case.keys, case.width)] * 2)
+    tensors = [TensorMeta(shape=(case.n, case.heads, *s), dtype=case.dtype) for s in shapes]
+    return problems.attention(*tensors, is_causal=case.causal)
+
+
+# --- how they compile -----------------------------------------------------------------------------
+
+LARGE = Case(n=16, heads=9, queries=300, keys=384, width=64)
+COMPILED = {
+    "plain": LARGE,
+    "ragged": replace(LARGE, keys=197, queries=197, fused=True),
+    "causal": replace(LARGE, causal=True, dtype="bfloat16"),
+    "by key": replace(LARGE, mask=(16, 1, 1, 384), mask_dtype="float16"),
+    "by query": replace(LARGE, mask=(300, 384), mask_dtype="bool"),
+    "wide": replace(LARGE, width=128, mask=(16, 1, 1, 384)),
+}
+PORTABLE = {
+    "causal": COMPILED["causal"],
+    "by key": COMPILED["by key"],
+    "ieee": replace(LARGE, dtype="float32"),
+    "widest": replace(LARGE, width=256, dtype="bfloat16"),
+}
+
+
+def compiled() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The first tiling of each case, all of one; and the portable kernel's first."""
+    for name, case in COMPILED.items():
+        problem, inputs = draw(case)
+        for config in flash_sm90.configs(problem)[: 3 if name == "plain" else 1]:
+            call = flash_sm90.bind(problem, {}, **config)
+            yield f"hopper|{name}|{json.dumps(config)}", functools.partial(call, *inputs)
+    for name, case in PORTABLE.items():
+        problem, inputs = draw(case)
+        call = flash.bind(problem, {}, **flash.configs(problem)[0])
+        yield f"portable|{name}|", functools.partial(call, *inputs)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, list[dict[str, Any]]]:
+    return compile_all("tests.kernels.test_attention:compiled")
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_hopper_compiles(kernels: dict[str, list[dict[str, Any]]], name: str) -> None:
+    case = COMPILED[name]
+    made = {key: one for key, one in kernels.items() if key.startswith(f"hopper|{name}|")}
+    assert made
+    for key, (launch,) in made.items():
+        tiling = flash_sm90.Tiling(**json.loads(key.split("|")[2]))
+        opcodes = launch["opcodes"]
+        assert launch["spilled_bytes"] == 0, key
+        assert launch["shared_bytes"] <= 227 * 1024, key
+        assert (launch["threads"], launch["registers"]) == (384, 168), key
+        # of each consumer: the first product, the loop's two, and the last
+        first, second = case.width // 16, tiling.tile_n // 16
+        assert opcodes["HGMMA"] == 2 * 2 * (first + second), key
+        copies = -(-case.width // 64)  # of 128 bytes a row
+        assert opcodes["UTMALDG"] == 4 * copies, key
+        assert opcodes["UTMASTG"] == 2, key
+        assert not {"LDL", "STL"} & set(opcodes), key
+
+
+@pytest.mark.parametrize("name", PORTABLE)
+def test_portable_compiles(kernels: dict[str, list[dict[str, Any]]], name: str) -> None:
+    (launch,) = kernels[f"portable|{name}|"]
+    assert launch["spilled_bytes"] == 0
+    assert launch["shared_bytes"] <= 227 * 1024
+    assert ("FFMA" if name == "ieee" else "HGMMA") in launch["opcodes"]
+
+
+# --- as people ask for it, and the others' --------------------------------------------------------
+
+
+def test_a_problem_of_shapes_that_do_not_go_together_is_told() -> None:
+    q, k = (TensorMeta(shape=(2, 3, 5, width), dtype="float32") for width in (8, 16))
+    with pytest.raises(UsageError, match="do not go together"):
+        problems.attention(q, k, k)
 
 
 def problem(
     dtype: str = "float16", width: int = 64, length: int = 33, causal: bool = False
 ) -> Problem:
-    def heads(rows: int) -> TensorMeta:
-        return TensorMeta(shape=(2, 3, rows, width), dtype=dtype)
-
-    return Problem(
-        op="scaled_dot_product_attention",
-        inputs=(heads(length), heads(length), heads(length)),
-        outputs=(replace(heads(length), format="strided"),),
-        attrs={"is_causal": causal, "scale": None, "enable_gqa": False},
-    )
+    return metas(Case(dtype=dtype, width=width, queries=length, keys=length, causal=causal))
 
 
 @pytest.mark.parametrize(
@@ -36,9 +276,9 @@ def problem(
         (replace(problem(), inputs=(*problem().inputs, problem().inputs[0])), "mask"),
     ],
 )
-def test_what_it_refuses(asked: Problem, reason: str) -> None:
-    assert reason in ROW.load().fits(asked)
+def test_what_cudnn_refuses(asked: Problem, reason: str) -> None:
+    assert reason in CUDNN.load().fits(asked)
 
 
-def test_what_it_takes() -> None:
-    assert ROW.load().fits(problem("bfloat16", 128)) is None
+def test_what_cudnn_takes() -> None:
+    assert CUDNN.load().fits(problem("bfloat16", 128)) is None

@@ -225,6 +225,14 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("batch_norm layer_norm", "norm.aten"),
     *_aten("softmax log_softmax", "softmax.aten"),
     *_aten("mean sum", "reduce.aten"),
+    _row(
+        "scaled_dot_product_attention.flash.sm90",
+        "attention.flash_sm90",
+        "sm_90",
+        source="tessella",
+        unproven=True,
+    ),
+    _row("scaled_dot_product_attention.flash", "attention.flash", "sm_90", source="tessella"),
     _row("scaled_dot_product_attention.cudnn", "attention.cudnn", "sm_90", source="cudnn"),
     *_aten("scaled_dot_product_attention", "attention.aten"),
     # element by element

@@ -26,6 +26,7 @@ from tessella.kernels.sparse.two_four import LAYERS, TWO_FOUR, is_two_four
 from tessella.kernels.tuning import Inspection, Trial, Tried
 from tessella.kernels.work import flops, nbytes
 
+ATTENTION = "scaled_dot_product_attention"
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "conv1d": problems.conv,
     "conv2d": problems.conv,
@@ -34,6 +35,7 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "conv2d_wgrad": problems.conv_wgrad,
     "matmul": problems.matmul,
     "linear": problems.linear,
+    ATTENTION: problems.attention,
 }
 
 
@@ -122,9 +124,10 @@ def find(
     >>> print(find("conv2d", x, weight, padding=1))
 
     Args:
-        op: ``conv2d`` (also 1d, 3d), ``conv2d_dgrad``, ``conv2d_wgrad``, ``matmul``, ``linear``.
-        operands: tensors in the operation's order: x, weight, bias, residual, scale; the last three
-            may be given by name.
+        op: ``conv2d`` (also 1d, 3d), ``conv2d_dgrad``, ``conv2d_wgrad``, ``matmul``, ``linear``,
+            ``scaled_dot_product_attention``.
+        operands: tensors in the operation's order: x, weight, bias, residual, scale, the last three
+            also by name; query, key, value, attn_mask, the last also by name.
         max_workspace_bytes: kernels that need more are refused.
         algorithms: only these.
         constant_weight: the weight is known in advance, as in a plan: packing it is not timed. One
@@ -140,7 +143,8 @@ def find(
     if op not in PROBLEMS:
         raise UsageError("no such operation to search", seen=op, fix=f"use {', '.join(PROBLEMS)}")
     if not op.endswith("grad"):
-        operands = _with_named(operands, arguments)
+        names = ("value", "attn_mask") if op == ATTENTION else EXTRAS
+        operands = _with_named(operands, names, arguments)
     device = _device(op, operands)
     target = target_of(operands[0])
     algorithms = (algorithms,) if isinstance(algorithms, str) else algorithms
@@ -176,11 +180,11 @@ EXTRAS = ("bias", "residual", "scale")  # operands 2, 3 and 4, which may also co
 
 
 def _with_named(
-    operands: Sequence[torch.Tensor | None], arguments: dict[str, Any]
+    operands: Sequence[torch.Tensor | None], names: Sequence[str], arguments: dict[str, Any]
 ) -> tuple[torch.Tensor | None, ...]:
     """The operands with those that were given by name; they are taken out of the arguments."""
-    made = [*operands, *(None,) * (5 - len(operands))]
-    for position, name in enumerate(EXTRAS, 2):
+    made = [*operands, *(None,) * (2 + len(names) - len(operands))]
+    for position, name in enumerate(names, 2):
         if (given := arguments.pop(name, None)) is not None:
             made[position] = given
     while len(made) > 2 and made[-1] is None:

@@ -1,0 +1,394 @@
+"""Device code of attention on Hopper: a producer, and two consumers of 64 queries each.
+
+The producer, one warp, has TMA bring queries, and tiles of keys and values into a ring in shared
+memory. Each consumer, a warpgroup, multiplies its queries with a tile of keys (WGMMA) and, while
+the tensor cores go on with the weights of the tile before and its values, takes the softmax of the
+products: FlashAttention-3 (Shah et al. 2024), its pipeline inside a warpgroup; the consumers are
+not in step, so that one multiplies while the other is in its exponentials. Weights never leave the
+registers. Blocks are persistent: the producer is a unit of work ahead.
+
+Words: BM, queries of a tile, both consumers'; BN, keys of a tile; a unit, tiles of queries of one
+head that follow each other and read its keys from shared memory once. Keys pass from the last to
+the first, so that the first tile is the one that is cut off. Arguments travel in groups: ``rings``
+(queries, keys, values, each with its barriers "full" and "empty"), ``work`` (units, units of a
+head, tiles of a unit, tiles of queries, tiles of keys, keys, heads, heads that share keys),
+``masking`` (mask, its four strides).
+"""
+
+from __future__ import annotations
+
+from tessella.kernels.hopper import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    launch_dependents,
+    load_tile,
+    mbarrier,
+    store_tile,
+    store_wait,
+    wait_for_dependencies,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+HALF = gl.constexpr(64)  # queries of one consumer
+CONSUMERS = gl.constexpr(2)
+SLOTS = gl.constexpr(2)  # for tiles of queries
+LOWEST = gl.constexpr(-1e30)  # finite numbers of a mask stay finite, as large as they may be
+NOTHING = gl.constexpr(float("-inf"))
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.constexpr_function
+def _several(count, shape):
+    return [count, *shape]
+
+
+@gluon.jit
+def _unit(u, work, CAUSAL: gl.constexpr):
+    """Unit ``u`` → batch, head, its first tile of queries and the one after its last.
+
+    Causal ones differ in length: of all heads, those that see most keys come first.
+    """
+    units, runs, run, tiles, _, _, heads, _ = work
+    if CAUSAL:
+        places = units // runs
+        place = u % places
+        first = (runs - 1 - u // places) * run
+    else:
+        place = u // runs
+        first = (u % runs) * run
+    return place // heads, place % heads, first, gl.minimum(first + run, tiles)
+
+
+@gluon.jit
+def _steps(tile, work, BN: gl.constexpr, CAUSAL: gl.constexpr):
+    """Tiles of keys that some query of a tile sees."""
+    k_tiles = work[4]
+    if CAUSAL:
+        k_tiles = gl.minimum(k_tiles, ((tile + 1) * (CONSUMERS * HALF) + BN - 1) // BN)
+    return k_tiles
+
+
+@gluon.jit
+def _place(position, COUNT: gl.constexpr):
+    """Where a ring's tile lies, and the parity of its round."""
+    return position % COUNT, (position // COUNT) & 1
+
+
+@gluon.jit
+def _produce(q, k, v, rings, work, LOOK: gl.constexpr):
+    """Loads queries, keys and values, unit after unit, as fast as their places become empty."""
+    BN: gl.constexpr = LOOK[0]
+    STAGES: gl.constexpr = LOOK[1]
+    CAUSAL: gl.constexpr = LOOK[2]
+    q_ring, q_full, q_empty = rings[0]
+    k_ring, k_full, k_empty = rings[1]
+    v_ring, v_full, v_empty = rings[2]
+    wait_for_dependencies()
+    tiles_before = gl.to_tensor(0)
+    keys_before = gl.to_tensor(0)
+    for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
+        batch, head, first, end = _unit(u, work, CAUSAL)
+        shared_head = head // work[7]
+        steps = _steps(end - 1, work, BN, CAUSAL)
+        for tile in range(first, end):
+            slot, phase = _place(tiles_before, SLOTS)
+            for who in gl.static_range(CONSUMERS):
+                at = slot * CONSUMERS + who
+                mbarrier.wait(q_empty.index(at), phase ^ 1)
+                mbarrier.expect(q_full.index(at), q.block_type.nbytes)
+                row = (tile * CONSUMERS + who) * HALF
+                load_tile(q, [batch, head, row, 0], q_full.index(at), q_ring.index(at))
+            tiles_before += 1
+            if tile == first:
+                for i in range(steps):
+                    stage, turn = _place(keys_before + i, STAGES)
+                    row = (steps - 1 - i) * BN
+                    mbarrier.wait(k_empty.index(stage), turn ^ 1)
+                    mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
+                    load_tile(
+                        k, [batch, shared_head, row, 0], k_full.index(stage), k_ring.index(stage)
+                    )
+                    mbarrier.wait(v_empty.index(stage), turn ^ 1)
+                    mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
+                    load_tile(
+                        v, [batch, shared_head, row, 0], v_full.index(stage), v_ring.index(stage)
+                    )
+        keys_before += steps
+
+
+@gluon.jit
+def _added(mask, scale):
+    """Numbers or bytes of a mask as what is added to products that are not scaled yet."""
+    if mask.dtype == gl.uint8:
+        added = gl.where(mask != 0, 0.0, NOTHING)
+    else:
+        number = mask.to(gl.float32)
+        finite = gl.maximum(number, LOWEST) * (LOG2_E / scale)
+        added = gl.where(number == NOTHING, NOTHING, finite)
+    return added
+
+
+@gluon.jit
+def _mask_by_key(masking, place, key0, work, scale, LOOK: gl.constexpr):
+    """The mask of a tile of keys, a thread one of them; 0 where it is not one for all queries."""
+    BN: gl.constexpr = LOOK[0]
+    BY_KEY: gl.constexpr = LOOK[4]
+    mask, m_batch, m_head, _, m_column = masking
+    added = gl.to_tensor(0.0)
+    if BY_KEY:
+        mask += place[0].to(gl.int64) * m_batch + place[1].to(gl.int64) * m_head
+        mask += key0.to(gl.int64) * m_column
+        keys = gl.arange(0, BN, gl.BlockedLayout([1], [32], [4], [0]))
+        added = _added(gl.load(mask + keys * m_column, mask=keys < work[5] - key0, other=0), scale)
+    return added
+
+
+@gluon.jit
+def _masked(s, masking, shared_mask, place, key0, work, scale, LOOK: gl.constexpr):
+    """Products with the mask, which lies in shared memory where it is one for all queries."""
+    BN: gl.constexpr = LOOK[0]
+    BY_KEY: gl.constexpr = LOOK[4]
+    LS: gl.constexpr = s.type.layout
+    mask, m_batch, m_head, m_row, m_column = masking
+    if BY_KEY:
+        s = s + shared_mask.load(gl.SliceLayout(0, LS)).expand_dims(0)
+    elif mask is not None:
+        batch, head, row0, L = place
+        mask += batch.to(gl.int64) * m_batch + head.to(gl.int64) * m_head
+        mask += row0.to(gl.int64) * m_row + key0.to(gl.int64) * m_column
+        keys = gl.arange(0, BN, gl.SliceLayout(0, LS)).expand_dims(0)
+        rows = gl.arange(0, HALF, gl.SliceLayout(1, LS)).expand_dims(1)
+        inside = (keys < work[5] - key0) & (rows < L - row0)
+        at = mask + rows * m_row + keys * m_column
+        s = s + _added(gl.load(at, mask=inside, other=0), scale)
+    return s
+
+
+@gluon.jit
+def _seen(s, key0, row0, S, CAUSAL: gl.constexpr):
+    """Products with keys that their query may see; the others are hidden."""
+    LS: gl.constexpr = s.type.layout
+    keys = (key0 + gl.arange(0, s.shape[1], gl.SliceLayout(0, LS))).expand_dims(0)
+    seen = keys < S
+    if CAUSAL:
+        rows = (row0 + gl.arange(0, HALF, gl.SliceLayout(1, LS))).expand_dims(1)
+        seen = seen & (keys <= rows)
+    return gl.where(seen, s, NOTHING)
+
+
+@gluon.jit
+def _weigh(s, top, scale, GUARDED: gl.constexpr):
+    """Products ``s`` of a tile → their weights, the largest product so far, the old sums' factor.
+
+    ``scale`` includes log₂ e. GUARDED: there may be no key so far, which is nothing, not NaN.
+    """
+    new_top = gl.maximum(top, gl.max(s, 1))
+    base = new_top * scale
+    if GUARDED:
+        base = gl.where(new_top == NOTHING, 0.0, base)
+    weights = gl.exp2(s * scale - base.expand_dims(1))
+    return weights, new_top, gl.exp2(top * scale - base)
+
+
+@gluon.jit
+def _step(
+    queries, rings, acc, held, top, total, place, key0, position, work, masking, shared_mask,
+    scale, last,
+    LOOK: gl.constexpr, LS: gl.constexpr,
+):  # fmt: skip
+    """The tile of keys at a position of the ring, and the values of the tile before it."""
+    BN: gl.constexpr = LOOK[0]
+    STAGES: gl.constexpr = LOOK[1]
+    CAUSAL: gl.constexpr = LOOK[2]
+    BY_KEY: gl.constexpr = LOOK[4]
+    k_ring, k_full, k_empty = rings[1]
+    v_ring, v_full, v_empty = rings[2]
+    MASKED: gl.constexpr = masking[0] is not None
+    LO: gl.constexpr = acc.type.layout
+    stage, turn = _place(position, STAGES)
+    before, _ = _place(position - 1, STAGES)
+    keys = k_ring.index(stage).reshape([BN, queries.shape[1]]).permute((1, 0))
+    values = v_ring.index(before).reshape([BN, acc.shape[1]])
+    added = _mask_by_key(masking, place, key0, work, scale, LOOK)
+    mbarrier.wait(k_full.index(stage), turn)
+    s = gl.zeros((HALF, BN), dtype=gl.float32, layout=LS)
+    s = warpgroup_mma(queries, keys, s, use_acc=False, is_async=True)
+    acc = warpgroup_mma(held, values, acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    if BY_KEY:
+        shared_mask.store(added)
+    barrier()
+    mbarrier.arrive(k_empty.index(stage), count=1, pred=last)
+    s = _masked(s, masking, shared_mask, place, key0, work, scale, LOOK)
+    if CAUSAL and key0 + BN - 1 > place[2]:
+        s = _seen(s, key0, place[2], work[5], CAUSAL)
+    weights, top, fade = _weigh(s, top, scale, MASKED or CAUSAL)
+    total = total * fade + gl.sum(weights, 1)
+    fresh = gl.convert_layout(weights.to(held.dtype), held.type.layout)
+    # the next step's values; a loop, over which ptxas does not move the exponentials: the wait for
+    # the products would come before them, and nothing would overlap
+    mbarrier.wait(v_full.index(stage), turn)
+    acc, held, fresh = warpgroup_mma_wait(0, deps=(acc, held, fresh))
+    barrier()
+    mbarrier.arrive(v_empty.index(before), count=1, pred=last)
+    acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, LO)).expand_dims(1)
+    return acc, fresh, top, total
+
+
+@gluon.jit
+def _consume(
+    out, buffers, rings, work, masking, mask_buffers, scale, L,
+    WHO: gl.constexpr, LOOK: gl.constexpr,
+):  # fmt: skip
+    """Every second half of a tile of queries: products, softmax, products, and the result out."""
+    BN: gl.constexpr = LOOK[0]
+    STAGES: gl.constexpr = LOOK[1]
+    CAUSAL: gl.constexpr = LOOK[2]
+    RAGGED: gl.constexpr = LOOK[3]
+    BY_KEY: gl.constexpr = LOOK[4]
+    q_ring, q_full, q_empty = rings[0]
+    k_ring, k_full, k_empty = rings[1]
+    v_ring, v_full, v_empty = rings[2]
+    BE: gl.constexpr = q_ring.shape[4]
+    BV: gl.constexpr = v_ring.shape[4]
+    MASKED: gl.constexpr = masking[0] is not None
+    LS: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    LO: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BV, 16]
+    )
+    HELD: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
+    S = work[5]
+    shared_mask = mask_buffers.index(WHO)
+    wait_for_dependencies()
+    tiles_before = gl.to_tensor(0)
+    keys_before = gl.to_tensor(0)
+    for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
+        batch, head, first, end = _unit(u, work, CAUSAL)
+        loaded = _steps(end - 1, work, BN, CAUSAL)
+        for tile in range(first, end):
+            last = tile == end - 1
+            steps = _steps(tile, work, BN, CAUSAL)
+            row0 = (tile * CONSUMERS + WHO) * HALF
+            place = (batch, head, row0, L)
+            begin = keys_before + loaded - 1  # position of the first tile of keys
+            slot, phase = _place(tiles_before, SLOTS)
+            at = slot * CONSUMERS + WHO
+            queries = q_ring.index(at).reshape([HALF, BE])
+
+            key0 = (steps - 1) * BN
+            stage, turn = _place(begin - (steps - 1), STAGES)
+            added = _mask_by_key(masking, place, key0, work, scale, LOOK)
+            mbarrier.wait(q_full.index(at), phase)
+            mbarrier.wait(k_full.index(stage), turn)
+            keys = k_ring.index(stage).reshape([BN, BE]).permute((1, 0))
+            s = gl.zeros((HALF, BN), dtype=gl.float32, layout=LS)
+            s = warpgroup_mma(queries, keys, s, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            if BY_KEY:
+                shared_mask.store(added)
+            barrier()
+            mbarrier.arrive(k_empty.index(stage), count=1, pred=last)
+            top = gl.full((HALF,), NOTHING, gl.float32, gl.SliceLayout(1, LS))
+            s = _masked(s, masking, shared_mask, place, key0, work, scale, LOOK)
+            if CAUSAL or RAGGED:
+                s = _seen(s, key0, row0, S, CAUSAL)
+            weights, top, _ = _weigh(s, top, scale, MASKED or CAUSAL)
+            total = gl.sum(weights, 1)
+            held = gl.convert_layout(weights.to(q_ring.dtype), HELD)
+            acc = gl.zeros((HALF, BV), dtype=gl.float32, layout=LO)
+            mbarrier.wait(v_full.index(stage), turn)
+
+            for i in range(1, steps):
+                j = steps - 1 - i
+                acc, held, top, total = _step(
+                    queries, rings, acc, held, top, total, place, j * BN, begin - j,
+                    work, masking, shared_mask, scale, last, LOOK, LS,
+                )  # fmt: skip
+
+            barrier()  # all products with these queries are done
+            mbarrier.arrive(q_empty.index(at), count=1)
+            stage, _ = _place(begin, STAGES)
+            values = v_ring.index(stage).reshape([BN, BV])
+            acc = warpgroup_mma(held, values, acc, is_async=True)
+            acc, held = warpgroup_mma_wait(0, deps=(acc, held))
+            barrier()
+            mbarrier.arrive(v_empty.index(stage), count=1, pred=last)
+            if MASKED:  # a row that sees no key is 0, as torch's
+                total = gl.where(total == 0.0, 1.0, total)
+            share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, LO)).expand_dims(1)
+            store_wait(0)
+            barrier()
+            buffers.index(WHO).reshape([HALF, BV]).store((acc * share).to(out.dtype))
+            fence_async_shared()
+            barrier()
+            store_tile(out, [batch, head, row0, 0], buffers.index(WHO))
+            tiles_before += 1
+        keys_before += loaded
+    store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=["L", "S", "units", "runs", "run", "tiles", "k_tiles", "heads", "group"]
+)
+def attend(
+    q, k, v, out, mask, m_batch, m_head, m_row, m_column, L, S, scale,
+    units, runs, run, tiles, k_tiles, heads, group,
+    BN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    BY_KEY: gl.constexpr,
+):  # fmt: skip
+    """out = softmax(scale · q · kᵀ + mask) · v; descriptors of [N, heads, rows, columns].
+
+    Tiles are [1, 1, HALF, width] of q and out, [1, 1, BN, width] of k and v. ``mask`` is a pointer,
+    of bytes or numbers, or None; BY_KEY: there is one, the same for all queries. ``scale`` is
+    positive and includes log₂ e. RAGGED: the last tile of keys is not full.
+    """
+    LOOK: gl.constexpr = (BN, STAGES, CAUSAL, RAGGED, BY_KEY)
+    Q_SHAPE: gl.constexpr = _several(SLOTS * CONSUMERS, q.block_type.shape)
+    K_SHAPE: gl.constexpr = _several(STAGES, k.block_type.shape)
+    V_SHAPE: gl.constexpr = _several(STAGES, v.block_type.shape)
+    OUT_SHAPE: gl.constexpr = _several(CONSUMERS, out.block_type.shape)
+    q_ring = gl.allocate_shared_memory(q.dtype, Q_SHAPE, q.layout)
+    k_ring = gl.allocate_shared_memory(k.dtype, K_SHAPE, k.layout)
+    v_ring = gl.allocate_shared_memory(v.dtype, V_SHAPE, v.layout)
+    buffers = gl.allocate_shared_memory(out.dtype, OUT_SHAPE, out.layout)
+    LM: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    mask_buffers = gl.allocate_shared_memory(gl.float32, [CONSUMERS, BN], LM)
+    LB: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS * CONSUMERS, 1], LB)
+    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS * CONSUMERS, 1], LB)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
+    for i in gl.static_range(SLOTS * CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    barrier()
+    launch_dependents()
+    rings = (
+        (q_ring, q_full, q_empty),
+        (k_ring, k_full, k_empty),
+        (v_ring, v_full, v_empty),
+    )
+    work = (units, runs, run, tiles, k_tiles, S, heads, group)
+    masking = (mask, m_batch, m_head, m_row, m_column)
+    gl.warp_specialize(
+        [
+            (_consume, (out, buffers, rings, work, masking, mask_buffers, scale, L, 0, LOOK)),
+            (_consume, (out, buffers, rings, work, masking, mask_buffers, scale, L, 1, LOOK)),
+            (_produce, (q, k, v, rings, work, LOOK)),
+        ],
+        [4, 1],
+        [240, 24],  # the first consumer gets the rest, 240
+    )

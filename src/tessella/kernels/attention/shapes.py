@@ -1,0 +1,135 @@
+"""Attention by its sizes, whatever the number of axes and the strides of its operands.
+
+``out[n, h] = softmax(scale · Q[n, h] · K[n, g]ᵀ + mask[n, h]) · V[n, g]``, g the group of head h.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tessella.kernels.problem import Problem
+from tessella.kernels.shapes import broadcast
+
+FLOATS = ("float32", "float16", "bfloat16")
+QUERY, KEY, VALUE, MASK = range(4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """``width``: of a head's queries and keys; ``value_width``: of its values and results."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+
+
+def sizes(problem: Problem) -> Sizes:
+    """The sizes of a problem that ``refusal`` let pass; without a batch it is 1."""
+    *leading, queries, width = problem.inputs[QUERY].shape
+    batch, heads = leading if len(leading) == 2 else (1, *leading)
+    keys, value_width = problem.inputs[VALUE].shape[-2:]
+    return Sizes(
+        batch=batch,
+        heads=heads,
+        queries=queries,
+        keys=keys,
+        width=width,
+        value_width=value_width,
+    )
+
+
+def refusal(problem: Problem, dtypes: Sequence[str], widest: int) -> str | None:
+    """Why no kernel over ``Operands`` can do it: types, axes and formats."""
+    tensors = [problem.inputs[i] for i in (QUERY, KEY, VALUE)]
+    q, k, v = tensors
+    if q.dtype not in dtypes or any(t.dtype != q.dtype for t in (k, v, problem.output)):
+        return f"queries, keys and values of one of {', '.join(dtypes)}, not {q.dtype}"
+    if any(len(t.shape) != len(q.shape) or len(t.shape) not in (3, 4) for t in tensors):
+        return f"[heads, L, E], with a batch before it or not; seen {q.shape}, {k.shape}, {v.shape}"
+    if k.shape[-1] != q.shape[-1] or k.shape[-2] != v.shape[-2]:
+        return f"keys as wide as queries, as many as values; seen {q.shape}, {k.shape}, {v.shape}"
+    if not all(0 < t.shape[-1] <= widest for t in tensors):
+        return f"heads 1 to {widest} wide, not {q.shape[-1]} and {v.shape[-1]}"
+    if not _heads_match(q.shape[:-2], k.shape[:-2], v.shape[:-2], problem.attr("enable_gqa")):
+        return f"as many heads of keys as of queries, or a group for each; seen {q.shape} {k.shape}"
+    if problem.output.format == "channels_last":
+        return "does not make channels_last"
+    return _refused_mask(problem)
+
+
+def _refused_mask(problem: Problem) -> str | None:
+    mask = problem.meta(MASK)
+    if mask is None:
+        return None
+    if problem.attr("is_causal"):
+        return "a mask, or is_causal, not both"
+    weights = (*problem.inputs[QUERY].shape[:-1], problem.inputs[KEY].shape[-2])
+    if mask.dtype not in ("bool", *FLOATS) or broadcast(mask.shape, weights) != weights:
+        return f"a mask of bool or numbers that broadcasts to {weights}, not {mask.shape}"
+    return None
+
+
+def _heads_match(q: Sequence[int], k: Sequence[int], v: Sequence[int], shared: bool) -> bool:
+    """Whether keys and values have the queries' leading axes, or one head for a group of theirs."""
+    if not shared:
+        return all(broadcast(each, q) == tuple(q) for each in (k, v))
+    return k == v and k[:-1] == q[:-1] and k[-1] > 0 and q[-1] % k[-1] == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """Views of four axes: q [N, H, L, E], k [N, G, S, E], v [N, G, S, V], mask [N, H, L, S].
+
+    H is a multiple of G. A broadcast axis of the mask has stride 0; its bools are bytes.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+
+    @property
+    def group(self) -> int:
+        """Heads of queries that share one of keys."""
+        return self.q.shape[1] // self.k.shape[1]
+
+
+def operands(
+    problem: Problem, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Operands:
+    """The tensors of a call as views; nothing is copied."""
+    q, k, v, mask = (*problem.operands(constants, inputs), None)[:4]
+    if mask is not None:
+        mask = mask.expand(*q.shape[:-1], k.shape[-2])
+        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    if not problem.attr("enable_gqa"):
+        k, v = (t.expand(*q.shape[:-2], *t.shape[-2:]) for t in (k, v))
+    views = [t if t is None or t.dim() == 4 else t[None] for t in (q, k, v, mask)]
+    return Operands(q=views[0], k=views[1], v=views[2], mask=views[3])
+
+
+def result(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the result, as [N, H, L, V] and as the problem's shape.
+
+    Where it may have any strides a token's heads lie side by side, as the layer after wants them.
+    """
+    made = sizes(problem)
+    n, h, rows, columns = made.batch, made.heads, made.queries, made.value_width
+    if problem.output.format == "strided":
+        out = q.new_empty(n, rows, h, columns).transpose(1, 2)
+    else:
+        out = q.new_empty(n, h, rows, columns)
+    return out, out if len(problem.output.shape) == 4 else out[0]
+
+
+def factor(problem: Problem) -> float:
+    """What products are multiplied by before the softmax."""
+    scale = problem.attr("scale")
+    return 1 / math.sqrt(problem.inputs[QUERY].shape[-1]) if scale is None else float(scale)

@@ -1,0 +1,106 @@
+"""Attention problems with their tensors, and the answer in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tessella.kernels import problems
+from tessella.kernels.problem import Format, Problem, meta_of
+
+TOLERANCE = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.5e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention.
+
+    Attributes:
+        groups: heads of keys; None for as many as there are of queries.
+        mask: its shape, or None; ``mask_dtype``: of its elements.
+        lowest: what a number of the mask is where it hides a key; -inf hides whole rows.
+        fused: q, k and v are views of one tensor [N, L, 3, heads, width].
+        batched: without it the tensors have three axes.
+    """
+
+    n: int = 2
+    heads: int = 2
+    groups: int | None = None
+    queries: int = 50
+    keys: int = 45
+    width: int = 16
+    value_width: int | None = None
+    dtype: str = "float16"
+    math: Any = "ieee"
+    causal: bool = False
+    scale: float | None = None
+    mask: tuple[int, ...] | None = None
+    mask_dtype: str = "bool"
+    lowest: float = -torch.inf
+    fused: bool = False
+    batched: bool = True
+    format: Format = "strided"
+
+
+def draw(case: Case, device: str = "cpu", seed: int = 0) -> tuple[Problem, list[torch.Tensor]]:
+    """The problem and its inputs."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    if case.fused:
+        whole = normal(case.n, case.queries, 3, case.heads, case.width)
+        inputs = [whole[:, :, i].transpose(1, 2) for i in range(3)]
+    else:
+        groups = case.groups or case.heads
+        inputs = [
+            normal(case.n, case.heads, case.queries, case.width),
+            normal(case.n, groups, case.keys, case.width),
+            normal(case.n, groups, case.keys, case.value_width or case.width),
+        ]
+    if not case.batched:
+        inputs = [t[0] for t in inputs]
+    if case.mask is not None:
+        inputs.append(_mask(case, generator, device))
+    problem = problems.attention(
+        *map(meta_of, inputs),
+        is_causal=case.causal,
+        scale=case.scale,
+        enable_gqa=case.groups is not None,
+        math=case.math,
+    )
+    output = replace(problem.output, format=case.format)
+    return replace(problem, outputs=(output,)), inputs
+
+
+def _mask(case: Case, generator: torch.Generator, device: str) -> torch.Tensor:
+    """Half of the keys hidden; all, of the last batch or query."""
+    seen = torch.rand(case.mask, generator=generator, device=device) > 0.5
+    seen[-1] = False
+    if case.mask_dtype == "bool":
+        return seen
+    numbers = torch.randn(case.mask, generator=generator, device=device)
+    return numbers.masked_fill(~seen, case.lowest).to(getattr(torch, case.mask_dtype))
+
+
+def exact(problem: Problem, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """The answer in float64, by torch."""
+    q, k, v, mask = (*(t if t.dtype == torch.bool else t.double() for t in inputs), None)[:4]
+    return F.scaled_dot_product_attention(q, k, v, mask, **problem.attrs)
+
+
+def run(module: Any, case: Case, device: str = "cpu", config: Mapping[str, Any] = {}) -> None:
+    """Assert that a kernel takes a case, and that its answer is right."""
+    problem, inputs = draw(case, device)
+    assert module.fits(problem) is None
+    made, right = module.bind(problem, {}, **config)(*inputs), exact(problem, inputs)
+    assert problem.output.matches(made)
+    largest = right.abs().max() if right.numel() else right.sum()
+    tolerance = TOLERANCE[case.math if case.math == "tf32" else case.dtype]
+    assert (made.double() - right).abs().le(tolerance * largest).all()  # and no NaN
