@@ -1,21 +1,99 @@
-"""Attention on the GPU: right, by whom ever."""
+"""Attention on the GPU against float64: masks, causal, odd lengths, views, tilings; the same bits.
+
+``-k portable`` runs what cannot hang; the kernel for Hopper has barriers of its own.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-import torch.nn.functional as F
 
-from tests.kernels.test_attention import ROW, problem
+from tessella.kernels import catalog
+from tessella.kernels.attention import flash, flash_sm90
+from tests.kernels.attentions import TOLERANCE, Case, draw, exact, run
+from tests.kernels.test_attention import CASES, COMPILED, HOPPER
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+BERT = Case(n=32, heads=16, queries=384, keys=384, width=64)
+LARGE = {
+    "BERT-large": BERT,
+    "BERT-large, padded": replace(BERT, mask=(32, 1, 1, 384), mask_dtype="float16"),
+    "ViT-B": Case(n=64, heads=12, queries=197, width=64, fused=True),
+    "GPT-2": Case(n=2, heads=12, queries=1024, keys=1024, width=64, causal=True),
+    "GPT-2, long": Case(n=1, heads=4, queries=4096, keys=4096, width=128, causal=True),
+    "few queries": Case(n=1, heads=200, queries=5, keys=4000, width=64),
+    "many queries": Case(n=3, heads=5, queries=4000, keys=5, width=64),
+    "groups": Case(n=2, heads=32, groups=8, queries=777, keys=777, width=128, causal=True),
+}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", [*CASES, *LARGE])
+def test_portable_agrees_with_float64(name: str) -> None:
+    case = {**CASES, **LARGE}[name]
+    for config in flash.configs(draw(case, "cuda")[0]):
+        run(flash, case, "cuda", config)
+
+
+@pytest.mark.parametrize("case", [
+    Case(dtype="float32"),
+    Case(dtype="float32", math="tf32", causal=True),
+    Case(dtype="float32", width=256),
+    Case(dtype="bfloat16", mask=(2, 1, 1, 45), mask_dtype="bfloat16"),
+    Case(width=200),
+    Case(width=3, dtype="float32"),
+    Case(keys=0),
+    Case(queries=0),
+], ids=repr)  # fmt: skip
+def test_portable_takes_any_type_and_width(case: Case) -> None:
+    for config in flash.configs(draw(case, "cuda")[0]):
+        run(flash, case, "cuda", config)
+
+
+@hopper
+@pytest.mark.parametrize("name", [*HOPPER, *LARGE, *COMPILED])
+def test_hopper_agrees_with_float64(name: str) -> None:
+    case = {**HOPPER, **LARGE, **COMPILED}[name]
+    for config in flash_sm90.configs(draw(case, "cuda")[0]):
+        run(flash_sm90, case, "cuda", config)
+
+
+@hopper
+@pytest.mark.parametrize("module", [flash, flash_sm90], ids=["portable", "hopper"])
+@pytest.mark.parametrize("name", ["BERT-large, padded", "ViT-B", "GPT-2"])
+def test_the_same_bits_every_time(module: Any, name: str) -> None:
+    problem, inputs = draw(LARGE[name], "cuda")
+    call = module.bind(problem, {}, **module.configs(problem)[0])
+    first = call(*inputs)
+    assert all(torch.equal(first, call(*inputs)) for _ in range(20))
+
+
+@pytest.mark.parametrize("module", [flash, flash_sm90], ids=["portable", "hopper"])
+def test_in_a_graph_after_another_kernel(module: Any) -> None:
+    """Launches overlap: what the kernel before wrote is read."""
+    problem, (q, k, v) = draw(LARGE["ViT-B"], "cuda")
+    call, scaled = module.bind(problem, {}), torch.empty_like(v)
+    call(q, k, v)  # compiled before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.mul(v, 2, out=scaled)
+        made = call(q, k, scaled)
+    for seed in range(3):
+        v.copy_(draw(LARGE["ViT-B"], "cuda", seed=seed)[1][2])
+        graph.replay()
+        right = 2 * exact(problem, [q, k, v])
+        assert (made.double() - right).abs().max() / right.abs().max() < TOLERANCE["float16"]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_agrees_with_float64(dtype: str, causal: bool) -> None:
-    asked = problem(dtype, causal=causal)
-    q, k, v = (torch.randn(m.shape, device="cuda").to(getattr(torch, dtype)) for m in asked.inputs)
-    made = ROW.load().bind(asked, {})(q, k, v)
-    right = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
-    tolerance = 2e-3 if dtype == "float16" else 1.5e-2
-    assert float((made.double() - right).abs().max() / right.abs().max()) < tolerance
+def test_cudnn_agrees_with_float64(dtype: str, causal: bool) -> None:
+    row = catalog.kernel("scaled_dot_product_attention.cudnn")
+    run(row.load(), Case(dtype=dtype, causal=causal, keys=50), "cuda")

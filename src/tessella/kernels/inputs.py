@@ -11,7 +11,10 @@ from tessella.kernels.problem import Problem, TensorMeta, memory_format
 
 
 def sample_inputs(problem: Problem, device: torch.device) -> list[torch.Tensor]:
-    """Every input that is not a constant: normal numbers, int8 over its range, indices zero."""
+    """Every input that is not a constant: normal numbers, int8 over its range, indices zero.
+
+    Half of bools are true.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def sample(meta: TensorMeta) -> torch.Tensor:
@@ -22,6 +25,8 @@ def sample_inputs(problem: Problem, device: torch.device) -> list[torch.Tensor]:
             )
         elif dtype.is_floating_point:
             made = torch.randn(meta.shape, generator=generator, device=device)
+        elif dtype == torch.bool:
+            made = torch.rand(meta.shape, generator=generator, device=device) > 0.5
         else:
             made = torch.zeros(meta.shape, dtype=dtype)
         if meta.strides is not None:
