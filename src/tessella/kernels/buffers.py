@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ def allocated(run: Run, made: Sequence[torch.Tensor]) -> int:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    again = run()
+    again: Any = run()
     peak = torch.cuda.max_memory_allocated() - before
     again = (again,) if isinstance(again, torch.Tensor) else again
     fresh = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in again}

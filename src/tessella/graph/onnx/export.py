@@ -29,7 +29,7 @@ def first(node: Node) -> Value:
 def cast(w: Writer, value: Value | str, dtype: str, have: str = "") -> str:
     """A tensor in an element type; as it is if it has that already."""
     if isinstance(value, Value):
-        value, have = value.name, value.dtype
+        have, value = value.dtype, value.name
     return value if have == dtype else w.add("Cast", [value], to=NUMBERS[dtype])
 
 

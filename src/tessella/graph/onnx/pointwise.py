@@ -120,8 +120,7 @@ def _clip(call: Call) -> Result:
     x, dtype = call.value(0), call.value(0).dtype
     for i, op in ((1, "maximum"), (2, "minimum")):  # bounds that are computed
         if call.has(i) and call.constant(i) is None:
-            made = [call.emit(o, x, call.value(j)) for j, o in ((i, op),)]
-            x = made[0]
+            x = call.emit(op, x, call.value(i))
     bounds = [
         None if call.has(i) and call.constant(i) is None else call.number(i, name)
         for i, name in ((1, "min"), (2, "max"))

@@ -76,7 +76,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        x, weight, *rest = tiles.operands(problem, held, inputs)
+        x, weight, bias, residual, scale = tiles.operands(problem, held, inputs)
         items = columns if channelwise else geometry.pixels
         more = {"items": items, "ROWS": rows} if channelwise else {"SPANS": spans}
         launch(
@@ -98,7 +98,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             PIXELS=chosen["pixels"],
             FILTERS=chosen["filters"],
             num_warps=chosen["warps"],
-            **tiles.destination(problem, geometry, x, *rest, out),
+            **tiles.destination(problem, geometry, x, bias, residual, scale, out),
             **more,
         )
         return out

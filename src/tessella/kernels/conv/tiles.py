@@ -347,7 +347,7 @@ class Product:
             more: what the kernel takes beside the arguments that are always the same.
         """
         problem, geometry, tile = self.problem, self.geometry, self.tile
-        x, weight, *rest = operands(problem, self.constants, inputs)
+        x, weight, bias, residual, scale = operands(problem, self.constants, inputs)
         end = geometry.pixels if end is None else end
         if self._packs:
             weight = pack_into(workspace, weight, self._plain, copy=begin == 0)
@@ -357,7 +357,7 @@ class Product:
             parts = workspace[self.weight_bytes : self.nbytes].view(kind)
         fp8 = problem.inputs[0].dtype in FP8
         accurate = fp8 and not problem.attr("fast_accumulation")
-        ending = destination(problem, geometry, x, *rest, out)
+        ending = destination(problem, geometry, x, bias, residual, scale, out)
         launch(
             kernel,
             tile.blocks(geometry, end - begin),

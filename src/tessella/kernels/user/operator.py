@@ -252,7 +252,7 @@ class Operator:
         def run(*args: Any) -> Tensors:
             return self.run(*args)
 
-        run.__signature__ = self.signature
+        run.__signature__ = self.signature  # type: ignore[attr-defined]
         try:
             defined = torch.library.custom_op(self.name, run, mutates_args=())
         except (ValueError, RuntimeError) as error:

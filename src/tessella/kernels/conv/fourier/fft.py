@@ -261,13 +261,13 @@ def bind(
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
         operands = [*problem.operands(constants, inputs), None, None, None]
-        x, weight, *rest = operands[:5]
+        x, weight, bias, residual, scale = operands[:5]
         between, images, products, *own = dft.carved(workspace, shapes)
         spectrum = of_filters(weight, between, own[0]) if weights is None else weights
         forward(x, between, images, period, of_image, not plain)
         dft.product(spectrum, images, products, block_k=block_k, block_m=block_m,
                     precision=precision, num_warps=8 if block_m == 64 else 4)  # fmt: skip
-        inverse(problem, products, between, out, *rest, period, of_output)
+        inverse(problem, products, between, out, bias, residual, scale, period, of_output)
         return out
 
     return call
