@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from tessella.kernels import catalog, compilers
+from tessella.kernels import allowance as allowances
+from tessella.kernels import auction, catalog, compilers
+from tessella.kernels.allowance import Allowance, OutOfTime
+from tessella.kernels.tuning import TimingCache
 from tests.kernels.convolutions import Case
 
 ROW = catalog.kernel("conv2d.implicit_gemm")
@@ -18,7 +28,7 @@ CASE = Case(x=(1, 16, 8, 8), w=(16, 16, 3, 3), padding=1, dtype="float16", x_for
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As in a process that has asked for nothing yet, with an empty cache."""
-    monkeypatch.setattr(compilers, "_asked", set())
+    monkeypatch.setattr(compilers, "_asked", {})
     running: list[compilers._Compilers] = []
     monkeypatch.setattr(compilers, "_running", running)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -36,24 +46,80 @@ def bids(count: int) -> list[compilers.Bid]:
 
 
 def test_the_cache_is_filled(tmp_path: Path) -> None:
-    """Though one of the configurations crashes Triton's compiler."""
+    """Though one of the configurations crashes Triton's compiler, or is refused by it."""
     wanted = bids(4)
     crash = (wanted[0][0], ROW, {**wanted[0][2], "depth": 3})
     assert compilers.compile_ahead([*wanted, crash], "sm_90").wait(120)
     assert len(list(tmp_path.rglob("implicit_gemm.cubin"))) == 4
-    assert compilers.compile_ahead(wanted, "sm_90").is_set()  # not asked for again
+    assert compilers.compile_ahead(wanted, "sm_90").wait(0)  # not asked for again
+    assert not any(compilers.crashed(bid, "sm_90") for bid in wanted)
+
+
+def compile_or_crash(request: dict[str, Any]) -> None:
+    """A compiler that dies of some requests; in a worker."""
+    if request["dies"]:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(0.05)
+
+
+def test_a_compiler_that_crashes_is_told_from_those_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though all workers go with it, and all of their requests fail at first."""
+    monkeypatch.setattr(compilers, "compile_one", compile_or_crash)
+    workers, said, all_said = compilers._Workers(), {}, threading.Event()
+
+    def then(number: int, crashed: bool) -> None:
+        said[number] = crashed
+        if len(said) == 8:
+            all_said.set()
+
+    for number in range(8):
+        request = {"dies": number in (2, 5)}
+        workers.compile(request, lambda crashed, number=number: then(number, crashed))
+    assert all_said.wait(60)
+    workers.end()
+    assert said == {number: number in (2, 5) for number in range(8)}
+
+
+def test_what_crashed_the_compiler_is_refused_and_not_compiled_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All configurations of a kernel but one, asked of a process that says that they crash."""
+    problem, configs = CASE.problem, ROW.configs(CASE.problem)[:6]
+
+    class Crashing:
+        has_ended = False
+
+        def ask(self, requests: list[str]) -> list[compilers.Future[bool]]:
+            made: list[compilers.Future[bool]] = [compilers.Future() for _ in requests]
+            for number, future in enumerate(made):
+                future.set_result(number > 0)
+            return made
+
+    monkeypatch.setattr(compilers, "_running", [Crashing()])
+    compilers.compile_ahead([(problem, ROW, config) for config in configs], "sm_90").wait()
+    bidding = auction._Auction(problem, {}, "cpu", TimingCache(), auction.Terms(), None)
+    bidding._device, bidding._target = torch.device("cuda"), "sm_90"
+    called: list[Any] = []
+    module = SimpleNamespace(bind=lambda *_, **config: called.append(config), WRITES_OUT=False)
+    monkeypatch.setattr(catalog.Kernel, "load", lambda _: module)
+    monkeypatch.setattr(auction._Auction, "_inputs_for", lambda *_: [])
+    made = [bidding._bid(ROW, config) for config in configs]
+    assert called == [configs[0]]
+    assert {bid.refused for bid in made[1:]} == {"crashed the compiler"}
 
 
 def test_few_are_left_to_the_one_who_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "_Compilers", None)
-    assert compilers.compile_ahead(bids(compilers.FEW - 1), "sm_90").is_set()
+    assert compilers.compile_ahead(bids(compilers.FEW - 1), "sm_90").wait(0)
 
 
 def test_kernels_of_users_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "_Compilers", None)
     theirs = replace(ROW, id="conv2d.mine", source="user")
     wanted = [(problem, theirs, config) for problem, _, config in bids(8)]
-    assert compilers.compile_ahead(wanted, "sm_90").is_set()
+    assert compilers.compile_ahead(wanted, "sm_90").wait(0)
 
 
 def test_nobody_waits_for_a_process_that_died() -> None:
@@ -62,3 +128,63 @@ def test_nobody_waits_for_a_process_that_died() -> None:
     assert done.wait(30)
     compilers._running[0]._process.wait()
     assert compilers._running[0].has_ended
+
+
+# --- looking ahead --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The problems that were looked at, in order; each look takes a second of a clock."""
+    order: list[str] = []
+    monkeypatch.setattr(allowances, "time", SimpleNamespace(monotonic=lambda: float(len(order))))
+
+    class Auction:
+        def __init__(self, problem: Any, *_: Any) -> None:
+            self.name = problem
+
+        def unknown_rows(self) -> list[Any]:
+            return [] if self.name == "known" else [ROW]
+
+        def openers(self, rows: list[Any]) -> list[Any]:
+            return [(row, {}) for row in rows]
+
+        def look(self, rows: list[Any]) -> list[Any]:
+            order.append(self.name)
+            return [(row, {"looked": True}) for row in rows]
+
+    monkeypatch.setattr(auction, "_Auction", Auction)
+    monkeypatch.setattr(auction, "torch_device", lambda target: torch.device("cuda"))
+    monkeypatch.setattr(auction, "compile_ahead", lambda *_: compilers.Compiling([]))
+    return order
+
+
+def looks(names: list[str], seconds: float | None) -> tuple[auction.Looks, Allowance]:
+    allowance = Allowance(seconds)
+    terms = auction.Terms(allowance=allowance)
+    problems: Any = {name: (name, {}) for name in names}
+    return auction.Looks(problems, target="sm_90", cache=TimingCache(), terms=terms), allowance
+
+
+def test_some_problems_are_looked_at_ahead_of_their_auctions(looked: list[str]) -> None:
+    names = [f"p{i}" for i in range(auction.AHEAD + 4)]
+    ahead, _ = looks(["known", *names], None)
+    assert ahead.near("known") is None
+    assert looked == []
+    for done, name in enumerate(names):
+        assert ahead.near(name) == [(ROW, {"looked": True})]
+        assert looked == names[: auction.AHEAD + done]
+    assert ahead.near(names[0]) is None  # an auction is held once
+
+
+def test_looks_count_as_measuring_and_yet_something_is_measured(looked: list[str]) -> None:
+    ahead, allowance = looks([f"p{i}" for i in range(30)], 3.0)
+    assert ahead.near("p0")
+    assert len(looked) == 3  # when the third was done the time was over
+    assert allowance.left_s == 0.0
+    allowance.spend()  # the first measurement is made
+    assert ahead.near("p1")  # was looked at
+    assert ahead.near("p9") is None
+    with pytest.raises(OutOfTime):
+        allowance.spend()
+    assert len(looked) == 3

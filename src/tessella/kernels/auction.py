@@ -12,7 +12,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Event
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from tessella.kernels import catalog
 from tessella.kernels.allowance import Allowance
 from tessella.kernels.buffers import allocated
 from tessella.kernels.catalog import Call, Config, Kernel
-from tessella.kernels.compilers import compile_ahead
+from tessella.kernels.compilers import Compiling, compile_ahead, crashed
 from tessella.kernels.float32_math import float32_math
 from tessella.kernels.inputs import joined, sample_inputs, tells
 from tessella.kernels.inspection import exact_answer, inspect, wrong
@@ -80,7 +79,7 @@ def find(
         cache: times from here are believed; new ones are added.
         inputs: the other inputs, in order; random ones if left out, or where they would not show
             a wrong kernel: not finite, or zeros.
-        near: what ``look`` found worth running, if it was asked.
+        near: what ``Looks`` found worth running, if it was asked.
 
     Raises:
         CompileError: no kernel can carry the problem out.
@@ -109,44 +108,64 @@ def find(
     )
 
 
-def look_ahead(
-    problems: Mapping[str, tuple[Problem, Mapping[int, torch.Tensor]]],
-    *,
-    target: str,
-    cache: TimingCache,
-    terms: Terms = Terms(),
-) -> dict[str, tuple[Sequence[Bid], Event]]:
-    """What the auctions of a network will run, being compiled while the first are held.
+AHEAD = 16  # problems that are looked at before the first auction: some hundred to compile
 
-    One auction after another would leave most of the compiling processes idle.
+
+class Looks:
+    """What the auctions of a network will run, looked at and being compiled while others are held.
+
+    One auction after another would leave most of the compiling processes idle. Not all are looked
+    at before the first is held: where time ends, something was measured.
 
     Args:
-        problems: each with its constants, by a name.
-
-    Returns:
-        For those that the cache does not answer: what is ``near``, and when it is compiled.
+        problems: each with its constants, by a name, in the order of their auctions.
     """
-    if torch_device(target).type != "cuda":
-        return {}
-    auctions = {
-        name: _Auction(problem, constants, target, cache, terms, None)
-        for name, (problem, constants) in problems.items()
-    }
-    rows = {name: auction.unknown_rows() for name, auction in auctions.items()}
-    openers = [
-        (problems[name][0], row, config)
-        for name, fitting in rows.items()
-        for row in fitting
-        for config in auctions[name].configs(row)[:1]
-    ]
-    compile_ahead(openers, target).wait()
-    ahead = {}
-    for name, auction in auctions.items():
-        if rows[name]:
-            near = auction.look(rows[name])
-            compiled = compile_ahead([(problems[name][0], *bid) for bid in near], target)
-            ahead[name] = near, compiled
-    return ahead
+
+    def __init__(
+        self,
+        problems: Mapping[str, tuple[Problem, Mapping[int, torch.Tensor]]],
+        *,
+        target: str,
+        cache: TimingCache,
+        terms: Terms = Terms(),
+    ) -> None:
+        self._target, self._allowance = target, terms.allowance or Allowance()
+        self._waiting: dict[str, tuple[_Auction, list[Kernel], Compiling]] = {}
+        self._found: dict[str, tuple[list[Bid], Compiling]] = {}
+        if torch_device(target).type != "cuda":
+            return
+        self._problems = {name: problem for name, (problem, _) in problems.items()}
+        wanted = {}
+        for name, one in problems.items():
+            auction = _Auction(*one, target, cache, terms, None)
+            if rows := auction.unknown_rows():
+                wanted[name] = auction, rows, self._bids(name, auction.openers(rows))
+        compile_ahead([bid for *_, bids in wanted.values() for bid in bids], target)
+        for name, (auction, rows, bids) in wanted.items():  # they have been asked for
+            self._waiting[name] = auction, rows, compile_ahead(bids, target)
+
+    def _bids(self, name: str, wanted: Sequence[Bid]) -> list[tuple[Problem, Kernel, Config]]:
+        return [(self._problems[name], *bid) for bid in wanted]
+
+    def near(self, name: str) -> list[Bid] | None:
+        """What is worth running in an auction, compiled if there was time; None if it was not
+        looked at, as the cache has the answer or the time is over.
+        """
+        if name not in self._waiting and name not in self._found:
+            return None
+        while self._waiting and (name in self._waiting or len(self._found) < AHEAD):
+            first = next(iter(self._waiting))
+            auction, rows, compiling = self._waiting[first]
+            if not compiling.wait(self._allowance.left_s) or self._allowance.left_s == 0.0:
+                break
+            del self._waiting[first]
+            found = auction.look(rows)
+            self._found[first] = found, compile_ahead(self._bids(first, found), self._target)
+        if name not in self._found:
+            return None
+        found, compiling = self._found.pop(name)
+        compiling.wait(self._allowance.left_s)
+        return found
 
 
 def _admitted(problem: Problem, target: str, terms: Terms) -> list[Kernel]:
@@ -261,6 +280,10 @@ class _Auction:
         known = [self._cache.get(device, key, row.id, row.version) for row in fitting]
         return [] if all(known) else fitting
 
+    def openers(self, rows: list[Kernel]) -> list[Bid]:
+        """The first configuration of each kernel."""
+        return [(row, config) for row in rows for config in self.configs(row)[:1]]
+
     def look(self, rows: list[Kernel]) -> list[Bid]:
         """What is worth running; the buffers of the look are let go."""
         self._inputs = sample_inputs(self._problem, self._device)
@@ -318,8 +341,7 @@ class _Auction:
         far = self._terms.far
         if far == math.inf or all(len(c) == 1 for c in configs.values()):
             return [(row, config) for row in rows for config in configs[row.id]]
-        openers = {row.id: (row, configs[row.id][0]) for row in rows if configs[row.id]}
-        bids = self._bids(list(openers.values())).values()
+        bids = self._bids(self.openers(rows)).values()
         look_us = glance(
             {bid.row.id: bid.run for bid in bids if isinstance(bid, _Bid)}, device=self._device
         )
@@ -427,6 +449,8 @@ class _Auction:
 
     def _bid(self, row: Kernel, config: Config) -> _Bid | Tried:
         """The kernel as a call without arguments, after a first run that made what it promised."""
+        if self._device.type == "cuda" and crashed((self._problem, row, config), self._target):
+            return Tried(config=config, refused="crashed the compiler")
         inputs = self._inputs_for(row)
         try:
             buffers = self._buffers(row, config)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing import get_context
@@ -30,37 +30,58 @@ from tessella.kernels.launch import compiling
 from tessella.kernels.problem import Problem
 
 Bid = tuple[Problem, Kernel, Config]
+Then = Callable[[bool], None]  # called when one is done, with whether it crashed the compiler
 
 FEW = 4  # with fewer to compile, starting the processes (3 s) takes longer than it saves
 META = torch.device("meta")
 
 
-def compile_ahead(bids: Collection[Bid], target: str) -> threading.Event:
+class Compiling:
+    """What was asked for, by whomever, and may not be compiled yet."""
+
+    def __init__(self, asked: Sequence[Future[bool]]) -> None:
+        self._asked = asked
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether all is done, now or before the time is over."""
+        return not wait(self._asked, timeout_s).not_done
+
+
+def compile_ahead(bids: Collection[Bid], target: str) -> Compiling:
     """Have what these bids launch in Triton's cache; what does not compile fails when it is run.
 
     Kernels that users registered are left out: their modules are known to this process only.
-
-    Returns:
-        An event that is set when all is done.
     """
-    requests = [
-        canonical_json({"problem": problem, "kernel": row.id, "config": config, "target": target})
-        for problem, row, config in bids
-        if row.id in catalog.BY_ID and row.source == "tessella"
-    ]
+    requests = dict.fromkeys(_request(bid, target) for bid in bids if _is_known_there(bid[1]))
     with _lock:
-        fresh = [one for one in dict.fromkeys(requests) if one not in _asked]
-        if len(fresh) < FEW:
-            done = threading.Event()
-            done.set()
-            return done
-        _asked.update(fresh)
-        if not _running or _running[-1].has_ended:
-            _running.append(_Compilers())
-        return _running[-1].ask(fresh)
+        fresh = [one for one in requests if one not in _asked]
+        if len(fresh) >= FEW or (fresh and _running):
+            if not _running or _running[-1].has_ended:
+                _running.append(_Compilers())
+            _asked.update(zip(fresh, _running[-1].ask(fresh), strict=True))
+        return Compiling([_asked[one] for one in requests if one in _asked])
 
 
-_asked: set[str] = set()  # by this process
+def crashed(bid: Bid, target: str) -> bool:
+    """Whether compiling this ended the process that was asked to; here it would be the caller's."""
+    if not _asked:
+        return False
+    asked = _asked.get(_request(bid, target))
+    return asked is not None and asked.done() and asked.result()
+
+
+def _request(bid: Bid, target: str) -> str:
+    problem, row, config = bid
+    return canonical_json(
+        {"problem": problem, "kernel": row.id, "config": config, "target": target}
+    )
+
+
+def _is_known_there(row: Kernel) -> bool:
+    return row.id in catalog.BY_ID and row.source == "tessella"
+
+
+_asked: dict[str, Future[bool]] = {}  # by this process; whether it crashed
 _lock = threading.Lock()
 
 
@@ -78,53 +99,56 @@ class _Compilers:
             env={**os.environ, **quiet},
         )
         self._lock = threading.Lock()  # of what follows
-        self._left: dict[int, int] = {}  # of each batch
-        self._done: dict[int, threading.Event] = {}
+        self._futures: list[Future[bool]] = []  # by the request's number
         self.has_ended = False
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def ask(self, requests: Sequence[str]) -> threading.Event:
-        """Compile these; the event is set when the last is done, or when the process dies."""
-        done = threading.Event()
+    def ask(self, requests: Sequence[str]) -> list[Future[bool]]:
+        """Compile these; each future ends when it is done, or when the process dies."""
+        made: list[Future[bool]] = [Future() for _ in requests]
         with self._lock:
+            first = len(self._futures)
+            self._futures += made
             if self.has_ended:
-                done.set()
-                return done
-            batch = len(self._done)
-            self._left[batch], self._done[batch] = len(requests), done
+                self._end()
+                return made
         with contextlib.suppress(BrokenPipeError):  # then its end is heard
-            self._process.stdin.writelines(f"{batch} {request}\n" for request in requests)
+            self._process.stdin.writelines(f"{first + i} {r}\n" for i, r in enumerate(requests))
             self._process.stdin.flush()
-        return done
+        return made
 
     def _listen(self) -> None:
         for answer in self._process.stdout:
-            with self._lock:
-                batch = int(answer)
-                self._left[batch] -= 1
-                if self._left[batch] == 0:
-                    self._done[batch].set()
+            number, said = answer.split()
+            self._futures[int(number)].set_result(said == "crashed")
         with self._lock:
             self.has_ended = True
-            for done in self._done.values():
-                done.set()
+            self._end()
+
+    def _end(self) -> None:
+        """Nobody knows what would have come of the others."""
+        for future in self._futures:
+            if not future.done():
+                future.set_result(False)
 
 
 _running: list[_Compilers] = []
 
 
 def main() -> None:
-    """The compiling process: requests from stdin, each answered by its batch when it is done."""
+    """The compiling process: requests from stdin, each answered by its number when it is done."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what a worker prints is no answer
     workers = _Workers()
 
-    def answer(batch: str) -> None:
+    def answer(number: str, crashed: bool) -> None:
         with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
-            print(batch, file=answers, flush=True)
+            print(
+                f"{number} {'crashed' if crashed else 'done'}\n", end="", file=answers, flush=True
+            )
 
     for line in sys.stdin:
-        batch, request = line.split(" ", 1)
-        workers.compile(json.loads(request), partial(answer, batch))
+        number, request = line.split(" ", 1)
+        workers.compile(json.loads(request), partial(answer, number))
     workers.end()
 
 
@@ -141,7 +165,7 @@ class _Workers:
     def _started(self, workers: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(workers, mp_context=self._context)
 
-    def compile(self, request: dict[str, Any], then: Callable[[], None]) -> None:
+    def compile(self, request: dict[str, Any], then: Then) -> None:
         """Compile, and call ``then``, whatever came of it."""
         with self._lock:
             try:
@@ -154,15 +178,15 @@ class _Workers:
             if not future.cancelled() and isinstance(future.exception(), BrokenProcessPool):
                 self._again.submit(self._alone, request, then)
             else:
-                then()
+                then(False)
 
         future.add_done_callback(ended)
 
-    def _alone(self, request: dict[str, Any], then: Callable[[], None]) -> None:
+    def _alone(self, request: dict[str, Any], then: Then) -> None:
         """After a crash, by whomever: if it was this one, nobody else is hurt again."""
         with self._started(1) as pool:
-            pool.submit(compile_one, request).exception()
-        then()
+            error = pool.submit(compile_one, request).exception()
+        then(isinstance(error, BrokenProcessPool))
 
     def end(self) -> None:
         """What has not begun is not wanted any more."""

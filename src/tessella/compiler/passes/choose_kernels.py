@@ -12,7 +12,7 @@ from tessella.compiler.passes.assign_layout import Formats
 from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.allowance import Allowance
-from tessella.kernels.auction import Bid, Terms, find, look_ahead
+from tessella.kernels.auction import Bid, Looks, Terms, find
 from tessella.kernels.catalog import Config, kernel
 from tessella.kernels.problem import Math, Problem, TensorMeta
 from tessella.kernels.tuning import TimingCache, Trial
@@ -90,7 +90,7 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
     slices = views(graph, formats)
     problems = [problem_of(graph, node, formats, tuner.math, slices) for node in graph.nodes]
     measured = [as_measured(problem) for problem in problems]
-    ahead = look_ahead(
+    looks = Looks(
         {
             problem.key: (problem, constants_of(node, problem, tuner.constants))
             for node, problem in zip(graph.nodes, measured, strict=True)
@@ -102,10 +102,7 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
     for done, (node, problem) in enumerate(zip(graph.nodes, problems, strict=True)):
         key = measured[done].key
         if key not in known:
-            near, compiled = ahead.get(key, (None, None))
-            if compiled:
-                compiled.wait()
-            known[key] = trials(node, problem, tuner, near)
+            known[key] = trials(node, problem, tuner, looks.near(key))
         made = {v.name: slices[v.name] for v in node.outputs if v.name in slices}
         choices.append(Choice(node=node, problem=problem, trials=known[key], slices=made))
         emit(progress(name, done + 1, len(graph.nodes)))
@@ -132,7 +129,7 @@ def trials(
     """Every kernel for a node's problem, the fastest first.
 
     Args:
-        near: what ``look_ahead`` found worth running.
+        near: what ``Looks`` found worth running.
         terms: others than the tuner's.
     """
     return find(
