@@ -74,14 +74,13 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     mask = problem.meta(MASK)
     by_query = mask is not None and len(mask.shape) > 1 and mask.shape[-2] > 1
     for tile_n in (128, 64) if made.keys > 64 and not by_query else (64,):
-        if tile_n * max(_padded(problem)) > 128 * 64:
-            continue  # what a thread holds would not fit into its registers, nor with a whole mask
+        if mask is not None and tile_n * max(_padded(problem)) > 128 * 64:
+            continue  # what a thread holds would not fit into its registers
         k_tiles = -(-made.keys // tile_n)
         stages = _stages(problem, tile_n)
-        single = Tiling(tile_n=tile_n, stages=min(stages, max(2, 2 * k_tiles)), run=1)
         if tiles > 1 and k_tiles <= stages and heads >= MULTIPROCESSORS:
             found.append(Tiling(tile_n=tile_n, stages=stages, run=tiles))
-        found.append(single)
+        found.append(Tiling(tile_n=tile_n, stages=stages, run=1))
     return tuple(asdict(tiling) for tiling in found)
 
 
