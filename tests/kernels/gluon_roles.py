@@ -127,7 +127,7 @@ class Machine:
         self._turns: dict[int, threading.Semaphore] = {}
         self._waiting: set[int] = set()
         self._failed: BaseException | None = None
-        self._stores: dict[int, list[Callable[[], None]]] = {}
+        self._stores: dict[int, list[bool]] = {}  # of a role: which have been read
         self._me = threading.local()
 
     def run(self, roles: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
@@ -200,19 +200,20 @@ class Machine:
         self.later(arrive)
 
     def store_tile(self, target: Descriptor, at: Any, source: Shared) -> None:
+        mine = self._stores.setdefault(self._me.name, [])
+        number = len(mine)
+        mine.append(False)
+
         def leave() -> None:
             target.store(at, source.array)
-            mine.remove(leave)
+            mine[number] = True
 
-        mine = self._stores.setdefault(self._me.name, [])
-        mine.append(leave)
         self.later(leave)
 
     def store_wait(self, pendings: int) -> None:
         """All but so many of the newest have been read."""
         mine = self._stores.setdefault(self._me.name, [])
-        old = mine[: len(mine) - pendings]
-        self.wait_until(lambda: not any(store in mine for store in old))
+        self.wait_until(lambda: all(mine[: max(0, len(mine) - pendings)]))
 
     def multiply(
         self, a: Shared, b: Shared, before: Any, use_acc: bool = True, **_: Any
@@ -263,7 +264,7 @@ class _Language:
     int8, int32, int64, float32 = np.dtype("i1"), np.dtype("i4"), np.dtype("i8"), np.dtype("f4")
     static_range = range
     minimum = min
-    SliceLayout = staticmethod(lambda *a: None)
+    SliceLayout = NVMMADistributedLayout = staticmethod(lambda *a, **k: None)
     convert_layout = staticmethod(lambda x, layout: x)
 
     def __init__(self, machine: Machine, block: int, blocks: int) -> None:

@@ -29,7 +29,7 @@ import torch
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper.chain_device import convolve_twice
-from tessella.kernels.hopper import descriptor, gl
+from tessella.kernels.hopper import descriptor
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
@@ -248,11 +248,8 @@ def _run(
         GROUPS=config["groups"], BUFFERS=config["buffers"], STAGES=config["stages"],
         SLOTS=config["slots"], RESIDENT=config["resident"],
         RESIDUAL=residual is not None, UNSCALED=beta == 1.0, KEEP=len(made) > 1,
-        EPILOGUES=(
-            (problem.attr("activation"), _is_small(x, shape.channels)),
-            (problem.attr("next_activation"), _is_small(x, shape.between)),
-        ),
-        LAYOUTS=(_layout(x.dtype, chunk), _layout(x.dtype, shape.wide_out)),
+        ACTIVATION=problem.attr("activation"), SMALL=_is_small(x, shape.channels),
+        NEXT_ACTIVATION=problem.attr("next_activation"), NEXT_SMALL=_is_small(x, shape.between),
         num_warps=4,
         launch_pdl=True,
         **({"maxnreg": 168} if config["groups"] == 1 else {}),
@@ -268,15 +265,6 @@ def _pixels(tensor: Tensor) -> Tensor:
 def _is_small(x: Tensor, products: int) -> bool:
     """Whether float32 holds sums of so many products of int8 as 1.5 · 2^23 + sum."""
     return x.dtype == torch.int8 and products <= 256
-
-
-def _layout(dtype: torch.dtype, columns: int) -> Any:
-    """Sums of a group. Products of int8 do not compile 256 columns wide (Triton 3.6)."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0],
-        warps_per_cta=[4, 1],
-        instr_shape=[16, min(columns, 128 if dtype == torch.int8 else 256), 32 // dtype.itemsize],
-    )
 
 
 def _itemsize(problem: Problem) -> int:

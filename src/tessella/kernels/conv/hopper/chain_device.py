@@ -132,8 +132,10 @@ def _multiply(
     RESIDUAL: gl.constexpr,
     UNSCALED: gl.constexpr,
     KEEP: gl.constexpr,
-    EPILOGUES: gl.constexpr,
-    LAYOUTS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SMALL: gl.constexpr,
+    NEXT_ACTIVATION: gl.constexpr,
+    NEXT_SMALL: gl.constexpr,
 ):
     x_ring, x_full, x_empty = pixels
     a_ring, b_ring, w_full, w_empty = weights
@@ -142,7 +144,20 @@ def _multiply(
     OUT: gl.constexpr = b_ring.shape[1]
     WIDTH: gl.constexpr = y.block_type.shape[1]
     CHUNK: gl.constexpr = between.block_type.shape[1]
-    SUM: gl.constexpr = gl.int32 if x_ring.dtype == gl.int8 else gl.float32
+    INTEGER: gl.constexpr = x_ring.dtype == gl.int8
+    SUM: gl.constexpr = gl.int32 if INTEGER else gl.float32
+    DEPTH: gl.constexpr = 32 if INTEGER else 16
+    WIDEST: gl.constexpr = 128 if INTEGER else 256  # s8 with N = 256 does not pass Triton 3.6
+    PART: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[4, 1],
+        instr_shape=[16, CHUNK if CHUNK < WIDEST else WIDEST, DEPTH],
+    )
+    TOTAL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[4, 1],
+        instr_shape=[16, OUT if OUT < WIDEST else WIDEST, DEPTH],
+    )
     # tiles of ``between`` that may be on their way out: only the newest
     PENDING: gl.constexpr = 1 if KEEP else 0
     wait_for_dependencies()
@@ -153,14 +168,14 @@ def _multiply(
         at = t % BUFFERS
         mbarrier.wait(x_full.index(at), (t // BUFFERS) & 1)
         x = x_ring.index(at * GROUPS + GROUP)
-        total = warpgroup_mma_init(gl.zeros((BM, OUT), dtype=SUM, layout=LAYOUTS[1]))
+        total = warpgroup_mma_init(gl.zeros((BM, OUT), dtype=SUM, layout=TOTAL))
         for chunk in range(chunks):
             stage = u % STAGES
             if RESIDENT:
                 mbarrier.wait(w_full.index(stage), 0)
             else:
                 mbarrier.wait(w_full.index(stage), (u // STAGES) & 1)
-            part = gl.zeros((BM, CHUNK), dtype=SUM, layout=LAYOUTS[0])
+            part = gl.zeros((BM, CHUNK), dtype=SUM, layout=PART)
             a = a_ring.index(stage).permute((1, 0))
             part = warpgroup_mma(x, a, part, use_acc=False, is_async=True)
             # this product, and the one that adds the chunk before this one to the total
@@ -174,7 +189,7 @@ def _multiply(
             slot = GROUP * SLOTS + u % SLOTS
             mbarrier.wait(landed.index(slot), (u // SLOTS) & 1)
             staged = slots.index(slot)
-            _finish(part, staged, first, chunk * CHUNK, beta, RESIDUAL, UNSCALED, EPILOGUES[0])
+            _finish(part, staged, first, chunk * CHUNK, beta, RESIDUAL, UNSCALED, ACTIVATION, SMALL)
             fence_async_shared()
             barrier()
             if KEEP:
@@ -185,7 +200,9 @@ def _multiply(
         total = warpgroup_mma_wait(0, deps=(total,))
         store_wait(PENDING)  # the result before this one has left
         barrier()
-        _store_result(total, y, results, second, row, GROUP * (OUT // WIDTH), 0, EPILOGUES[1])
+        _store_result(
+            total, y, results, second, row, GROUP * (OUT // WIDTH), 0, NEXT_ACTIVATION, NEXT_SMALL
+        )
         t += 1
     store_wait(0)
 
@@ -199,18 +216,19 @@ def _store_result(
     row,
     PLACE: gl.constexpr,
     COLUMN: gl.constexpr,
-    EPILOGUE: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SMALL: gl.constexpr,
 ):
     """The result's columns from COLUMN on, in pieces: those of one fit a thread's registers."""
     ROWS: gl.constexpr = total.shape[0]
     HALF: gl.constexpr = total.shape[1] // 2
     if total.shape[1] > y.block_type.shape[1]:
         left, right = total.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
-        _store_result(left, y, results, vectors, row, PLACE, COLUMN, EPILOGUE)
-        _store_result(right, y, results, vectors, row, PLACE + 1, COLUMN + HALF, EPILOGUE)
+        _store_result(left, y, results, vectors, row, PLACE, COLUMN, ACTIVATION, SMALL)
+        _store_result(right, y, results, vectors, row, PLACE + 1, COLUMN + HALF, ACTIVATION, SMALL)
     else:
         result = results.index(PLACE)
-        _finish(total, result, vectors, COLUMN, 1.0, False, True, EPILOGUE)
+        _finish(total, result, vectors, COLUMN, 1.0, False, True, ACTIVATION, SMALL)
         fence_async_shared()
         barrier()
         store_tile(y, [row, COLUMN], result)
@@ -225,19 +243,17 @@ def _finish(
     beta,
     RESIDUAL: gl.constexpr,
     UNSCALED: gl.constexpr,
-    EPILOGUE: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SMALL: gl.constexpr,
 ):
-    """The epilogue of sums whose first column is ``channel``, into shared memory.
-
-    EPILOGUE: the activation, and whether int32 sums are at most 2^22.
-    """
+    """The epilogue of sums whose first column is ``channel``, into shared memory."""
     scale, bias, channels = vectors
     EIGHT_BITS: gl.constexpr = staged.dtype == gl.int8
     if EIGHT_BITS:
         FINAL: gl.constexpr = sorted_layout(by_channel(sums).type.layout)
         sums = gl.convert_layout(by_channel(sums), FINAL)
     L: gl.constexpr = sums.type.layout
-    if EPILOGUE[1]:
+    if SMALL:
         sums = float_of_small(sums)
     s = None
     b = None
@@ -254,9 +270,9 @@ def _finish(
             added = float_of_int8(added)
     MADE: gl.constexpr = gl.float32 if EIGHT_BITS else staged.dtype
     if UNSCALED:
-        made = finish(sums, s, b, added, 1.0, 1.0, EPILOGUE[0], MADE)
+        made = finish(sums, s, b, added, 1.0, 1.0, ACTIVATION, MADE)
     else:
-        made = finish(sums, s, b, added, 1.0, beta, EPILOGUE[0], MADE)
+        made = finish(sums, s, b, added, 1.0, beta, ACTIVATION, MADE)
     if EIGHT_BITS:
         made = int8_of_float(made)
     staged.store(made)
@@ -287,8 +303,10 @@ def convolve_twice(
     RESIDUAL: gl.constexpr,
     UNSCALED: gl.constexpr,
     KEEP: gl.constexpr,
-    EPILOGUES: gl.constexpr,
-    LAYOUTS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SMALL: gl.constexpr,
+    NEXT_ACTIVATION: gl.constexpr,
+    NEXT_SMALL: gl.constexpr,
 ):
     """Two 1 × 1 convolutions, [pixels, C] → [pixels, between_channels] → [pixels, y_channels].
 
@@ -303,8 +321,7 @@ def convolve_twice(
         RESIDENT: STAGES hold all chunks' weights, which are loaded once.
         UNSCALED: beta is one.
         KEEP: ``between`` is written to memory.
-        EPILOGUES: of each product, the activation and whether int32 sums are at most 2^22.
-        LAYOUTS: of the sums of each product.
+        SMALL, NEXT_SMALL: int32 sums are at most 2^22.
     """
     BM: gl.constexpr = y.block_type.shape[0]
     CHUNK: gl.constexpr = between.block_type.shape[1]
@@ -344,7 +361,7 @@ def convolve_twice(
         gl.warp_specialize([
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
                          chunks, 0, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, EPILOGUES, LAYOUTS)),
+                         KEEP, ACTIVATION, SMALL, NEXT_ACTIVATION, NEXT_SMALL)),
             (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
             (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
             (_hand_out, (residual, held, tiles, chunks, 0, GROUPS, SLOTS, RESIDUAL)),
@@ -353,13 +370,13 @@ def convolve_twice(
         gl.warp_specialize([
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
                          chunks, 0, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, EPILOGUES, LAYOUTS)),
+                         KEEP, ACTIVATION, SMALL, NEXT_ACTIVATION, NEXT_SMALL)),
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
                          chunks, 1, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, EPILOGUES, LAYOUTS)),
+                         KEEP, ACTIVATION, SMALL, NEXT_ACTIVATION, NEXT_SMALL)),
             (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
             (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
             (_hand_out, (residual, held, tiles, chunks, 0, GROUPS, SLOTS, RESIDUAL)),
             (_hand_out, (residual, held, tiles, chunks, 1, GROUPS, SLOTS, RESIDUAL)),
-        ], [4, 1, 1, 1, 1], [232, 40, 40, 40, 40])
+        ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])
     # fmt: on
