@@ -83,7 +83,7 @@ def test_sweep():
     assert argv[argv.index("--out") + 1] == "runs/s-lr0.01-b64"
 
 
-@pytest.mark.parametrize(("lr", "batch_size"), [("0.1;0.2", "1"), ("0.1", "1.5"), ("", "1")])
+@pytest.mark.parametrize(("lr", "batch_size"), [("0.1;0.2", "1"), ("0.1", "1.5"), (",", "1")])
 def test_a_sweep_over_no_numbers(lr, batch_size):
     with pytest.raises(UsageError, match="are not numbers"):
         commands.sweep(RECIPE, "s", lr=lr, batch_size=batch_size, group="g")

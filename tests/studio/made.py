@@ -11,8 +11,10 @@ from sklearn.datasets import load_digits
 
 from tessella.artifacts.checkpoint import Network, Position, save_checkpoint
 from tessella.artifacts.dataset import DatasetInfo, Example, SkippedFile, SplitWriter, write_info
+from tessella.artifacts.front import FrontInfo, FrontPoint, write_front
 from tessella.artifacts.plan import Candidate, Manifest, Plan
 from tessella.artifacts.program import Bucket, Buffer, Program, Step
+from tessella.artifacts.receipt import Flip, Receipt
 from tessella.artifacts.run import Recipe, RunInfo, write_run
 from tessella.core.device import fingerprint
 from tessella.core.events import Event, EventLog, metric, phase, progress
@@ -117,8 +119,12 @@ def tell_step(log: EventLog, step: int, steps: int, total: int) -> None:
         log(Event(kind="metric", step=step, epoch=epoch, values=values))
 
 
-def make_plan(path: Path, *, built_from: str) -> None:
-    """A plan of two steps whose tuning names candidates with times and refusals."""
+def make_plan(path: Path, *, built_from: str, receipt: Receipt | None = None) -> Plan:
+    """A plan of two steps whose tuning names candidates with times and refusals.
+
+    Args:
+        receipt: what a budget's search found out; its layers then have precisions of their own.
+    """
     image = TensorSpec(
         name="image", dtype="float32", shape=(DimRange(min=1, opt=8, max=8), 1, 28, 28)
     )
@@ -157,7 +163,7 @@ def make_plan(path: Path, *, built_from: str) -> None:
             Candidate(batch=batch, step="scores", kernel="linear.onednn", chosen=True,
                       time_us=6.25 * batch, spread_us=0.1),
         ]  # fmt: skip
-    Plan(
+    plan = Plan(
         manifest=Manifest(
             fingerprint=fingerprint("cpu"),
             inputs=(image,),
@@ -172,19 +178,73 @@ def make_plan(path: Path, *, built_from: str) -> None:
             rebuild=f"tessella compile {built_from} --target cpu --precision fp32 --batch 1,8",
             tolerance=1e-4,
             members={},
+            precisions={"conv1": "int8"} if receipt else {},
+            snr_db={"features.conv1": 41.25} if receipt else {},
+            receipt=receipt,
         ),
         program=Program(inputs=("image",), outputs=("scores",), buckets=tuple(buckets)),
         weights={"w": torch.zeros(6, 1, 5, 5)},
         golden={},
         tuning=tuple(tuning),
-    ).save(path)
+    )
+    plan.save(path)
+    return plan
+
+
+def make_receipt(flipped: int) -> Receipt:
+    """Of 80 samples, the first ``flipped`` of the validation split got another answer."""
+    flips = tuple(
+        Flip(index=i, path=f"{CLASSES[label]}/{320 + i:04d}.png", label=CLASSES[label],
+             before=CLASSES[label], after=HOSTILE, probability_before=0.61, probability=0.52)
+        for i, (_, label) in enumerate(digits()[320 : 320 + flipped])
+    )  # fmt: skip
+    return Receipt(
+        metric="top1",
+        samples=80,
+        before=0.975,
+        after=0.975 - flipped / 80,
+        loss=100 * flipped / 80,
+        low=-1.0,
+        high=100 * flipped / 80 + 4,
+        p_value=0.5,
+        budget=3.0,
+        flipped=flipped,
+        flips=flips,
+    )
+
+
+def make_front(folder: Path, *, built_from: str) -> None:
+    """Three plans: the fastest loses too much, the next is chosen, float32 is exact."""
+    plans, points = {}, []
+    for name, flipped, time_us in (("0.plan", 4, 90.0), ("1.plan", 2, 120.0), ("2.plan", 0, 240.0)):
+        receipt = make_receipt(flipped)
+        plan = make_plan(folder.with_suffix(".plan"), built_from=built_from, receipt=receipt)
+        plans[name] = plan
+        layers = {"int8": flipped, "fp32": 4 - flipped}
+        points.append(
+            FrontPoint(plan=name, layers={k: n for k, n in layers.items() if n}, time_us=time_us,
+                       nbytes=int(4000 * time_us), receipt=receipt)
+        )  # fmt: skip
+    info = FrontInfo(
+        points=tuple(points),
+        chosen=1,
+        exact=points[-1],
+        batch=8,
+        budget=3.0,
+        resolution=4.5,
+        evaluations=17,
+        refused={f"conv1 in {HOSTILE}": "the values leave its range"},
+    )
+    write_front(folder, info, plans)
+    plans["1.plan"].save(folder.with_suffix(".plan"))
 
 
 def make_workspace(root: Path) -> None:
-    """Two datasets, two runs, a plan, and an artifact that cannot be read."""
+    """A dataset, two runs, a plan, one of a search with its front, and one that cannot be read."""
     make_dataset(root / "datasets" / "digits")
     make_run(root / "runs" / "first", dataset="datasets/digits")
     make_run(root / "runs" / "second", dataset="datasets/digits", epochs=2, done=False)
     (root / "plans").mkdir()
     make_plan(root / "plans" / "digits.plan", built_from="runs/first")
+    make_front(root / "plans" / "small.front", built_from="runs/first")
     (root / "plans" / "broken.plan").write_bytes(b"not a plan")

@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 
 import httpx
 import numpy as np
@@ -10,7 +11,7 @@ from PIL import Image
 
 from tessella.artifacts.dataset import Dataset
 from tessella.core.preprocess import Preprocess, decode, fit, read_pixels
-from tests.studio.made import HOSTILE
+from tests.studio.made import HOSTILE, make_dataset, make_front, make_run
 
 PAGES = (
     "/",
@@ -25,6 +26,11 @@ PAGES = (
     "/plan",
     "/plan?plan=plans/digits.plan",
     "/plan?source=runs/first",
+    "/plan?plan=plans/small.plan",
+    "/plan?plan=plans/small.front/0.plan",
+    "/diff?a=plans/digits.plan&b=plans/small.plan",
+    "/compare",
+    "/compare?run=runs/first&run=runs/second",
 )
 
 
@@ -52,18 +58,104 @@ def test_the_socket_is_closed_to_strangers(studio, client):
     assert client.post(url, headers={"origin": "https://evil.example"}).status_code == 403
 
 
-@pytest.mark.parametrize(
-    "path", ["/data?dataset=../../etc", "/monitor?run=/etc", "/plan?plan=plans/broken.plan"]
-)
-def test_a_bad_reference_is_told_in_words(client, path):
+BAD = {
+    "/data?dataset=../../etc": "out of the workspace",
+    "/data?dataset=datasets/none": "there is no",
+    "/data?job=none": "no such job",
+    "/train?dataset=datasets/none": "there is no",
+    "/train?run=runs/none": "There is no run",
+    "/monitor?run=/etc": "out of the workspace",
+    "/monitor?run=runs/none": "There is no run",
+    "/monitor?job=none": "no such job",
+    "/explore?run=runs/none": "There is no run",
+    "/explore?run=runs/first&checkpoint=runs/first/checkpoints/step-9": "There is no checkpoint",
+    "/plan?plan=plans/none.plan": "no such file",
+    "/plan?plan=plans/broken.plan": "not a plan",
+    "/plan?job=none": "no such job",
+    "/diff?a=plans/digits.plan&b=plans/none.plan": "no such file",
+    "/diff?a=plans/digits.plan&b=plans/broken.plan": "not a plan",
+    "/diff": "takes two plans",
+    "/compare?run=runs/first&run=runs/none": "There is no run",
+    "/compare?group=none": "no sweep",
+}
+
+
+@pytest.mark.parametrize(("path", "words"), BAD.items())
+def test_a_bad_reference_is_told_on_its_page_with_what_to_do(client, path, words):
     response = client.get(path)
-    assert response.status_code == 500
-    assert "What went wrong" in response.text
-    assert "Traceback" not in response.text
+    assert response.status_code == 404
+    text = response.text
+    assert "What went wrong" in text
+    assert words.lower() in text.lower()
+    assert re.search("(Choose|Open) ", text)
+    assert "Traceback" not in text
 
 
-def test_a_run_without_a_checkpoint_is_not_explored_as_another_one(client):
-    assert "There is no checkpoint yet" in client.get("/explore?run=runs/none").text
+@pytest.fixture
+def damaged(studio):
+    """Artifacts that were truncated or overwritten, beside those that are well."""
+    root = studio.root
+    runs = [root / "runs" / name for name in ("no-events", "no-checkpoint", "no-recipe")]
+    for path in runs:
+        make_run(path, dataset="datasets/digits", epochs=1, steps=2)
+    data, front = root / "datasets" / "damaged", root / "plans" / "damaged.front"
+    make_dataset(data)
+    make_front(front, built_from="runs/first")
+    plan = front.with_suffix(".plan")
+    for path in (
+        runs[0] / "events.jsonl", runs[1] / "checkpoints/step-00000002/checkpoint.json",
+        runs[2] / "run.json", data / "dataset.json", front / "front.json", front / "0.plan",
+    ):  # fmt: skip
+        path.write_bytes(b'{"kind": 3,\n' + path.read_bytes()[:40] + b"\n\n")
+    yield
+    for path in (*runs, data, front):
+        shutil.rmtree(path)
+    plan.unlink()
+
+
+def test_damage_breaks_no_page_and_is_told_where_it_matters(client, damaged):
+    for path in PAGES:
+        assert client.get(path).status_code == 200, path
+    for path in (
+        "/monitor?run=runs/no-events", "/monitor?run=runs/no-recipe",
+        "/explore?run=runs/no-checkpoint", "/explore?run=runs/no-recipe",
+        "/compare?run=runs/no-events", "/data?dataset=datasets/damaged",
+        "/plan?plan=plans/damaged.front/0.plan",
+    ):  # fmt: skip
+        response = client.get(path)
+        assert response.status_code == 404, path
+        assert "What went wrong" in response.text
+    assert "front.json is not valid JSON" in client.get("/plan?plan=plans/damaged.plan").text
+
+
+def test_a_plan_of_a_search_shows_what_it_costs(client):
+    text = client.get("/plan?plan=plans/small.plan").text
+    for words in (
+        "What precision buys", "41.2 dB", "answers changed of 80", "95 % lie between",
+        "cannot resolve 3 points", "1  chosen", "plans%2Fsmall.front%2F0.plan",
+    ):  # fmt: skip
+        assert words in text, words
+    assert "split=val&index=0" in text.replace("&amp;", "&").replace("\\u0026", "&")
+    assert "Keep this plan as" not in text
+    point = client.get("/plan?plan=plans/small.front/0.plan").text
+    assert "Keep this plan as" in point
+
+
+def test_a_trace_is_sent_and_nothing_else(client, studio):
+    folder = studio.root / ".studio" / "traces"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{'ab' * 12}.json").write_text("{}")
+    assert client.get(f"/pictures/trace/{'ab' * 12}").json() == {}
+    for key in ("ab", "..%2f..%2ftoken", "cd" * 12):
+        assert client.get(f"/pictures/trace/{key}").status_code == 404
+
+
+def test_a_run_without_a_checkpoint_is_not_explored_as_another_one(client, studio):
+    young = studio.root / "runs" / "young"
+    make_run(young, dataset="datasets/digits", epochs=1, steps=2)
+    shutil.rmtree(young / "checkpoints")
+    assert "There is no checkpoint yet" in client.get("/explore?run=runs/young").text
+    shutil.rmtree(young)
     assert "There is no checkpoint yet" not in client.get("/explore?run=runs/first").text
 
 

@@ -15,7 +15,9 @@ def space(tmp_path_factory):
 def test_finds_what_lies_there_whoever_wrote_it(space):
     assert [f.ref for f in space.datasets()] == ["datasets/digits"]
     assert {f.ref for f in space.runs()} == {"runs/first", "runs/second"}
-    assert {f.ref for f in space.plans()} == {"plans/digits.plan", "plans/broken.plan"}
+    assert {f.ref for f in space.plans()} == {
+        "plans/digits.plan", "plans/small.plan", "plans/broken.plan",
+    }  # fmt: skip
     make_dataset(space.root / "elsewhere" / "deep" / "more", hostile=False)
     assert {f.ref for f in space.datasets()} == {"datasets/digits", "elsewhere/deep/more"}
 

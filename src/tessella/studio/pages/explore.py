@@ -40,15 +40,15 @@ def register(desk: Desk) -> None:
 async def _page(desk: Desk, run_ref: str, checkpoint_ref: str) -> None:
     space = desk.workspace
     found = [f for f in await threads.io_bound(space.runs) if f.item is not None]
-    runs = {f.ref: f.item for f in found if f.item is not None and _has_checkpoint(f.path)}
+    runs = {f.ref: f.item for f in found if f.item is not None and _has_checkpoint(f.item)}
     if checkpoint_ref and not run_ref:
         run_ref = next((r for r in runs if checkpoint_ref.startswith(f"{r}/")), "")
     run_ref = run_ref or next(iter(runs), "")
     with frame("Explore", "What the network sees, and where it errs.", space.root):
         if run_ref not in runs:  # also a run before its first one: never another in its place
-            if run_ref and run_ref not in [f.ref for f in found]:
+            if run_ref:
                 try:
-                    space.run(run_ref)
+                    space.run(run_ref).checkpoints()
                 except TessellaError as error:
                     parts.refused(error, MISSING)
                     return
@@ -58,7 +58,6 @@ async def _page(desk: Desk, run_ref: str, checkpoint_ref: str) -> None:
             return
         try:
             chosen = space.checkpoint(checkpoint_ref) if checkpoint_ref else best_of(runs[run_ref])
-            runs[run_ref].checkpoints()
         except TessellaError as error:
             parts.refused(error, MISSING)
             return
@@ -72,8 +71,11 @@ async def _page(desk: Desk, run_ref: str, checkpoint_ref: str) -> None:
                 _Errors(desk, chosen)
 
 
-def _has_checkpoint(run: Path) -> bool:
-    return any((run / "checkpoints").glob("step-*/checkpoint.json"))
+def _has_checkpoint(run: Run) -> bool:
+    try:
+        return bool(run.checkpoints())
+    except TessellaError:  # damaged: told when it is asked for, never chosen by itself
+        return False
 
 
 def best_of(run_: Run) -> Checkpoint:

@@ -56,34 +56,37 @@ async def _page(desk: Desk, ref: str, job_id: str) -> None:
         ref = next((f.ref for f in runs if f.item is not None), "")
     with frame("Monitor", "What a run is doing, while it does it.", space.root):
         with parts.box("split"):
-            _side(desk, ref)
+            side = parts.box("stack")
             with parts.box("stack"):
                 try:
                     if problem is not None:
                         raise problem
-                    if ref:
-                        await _watch_run(desk, space.path(ref))
-                    elif job is not None:
-                        await _watch_job(desk, job)
+                    await _main(desk, ref, job)
                 except TessellaError as error:
                     parts.refused(error, MISSING)
-                    return
-                if ref or job is not None:
-                    return
-                with parts.empty("Nothing to watch yet", "Start a training; it appears here."):
-                    parts.button("Train a network", lambda: ui.navigate.to("/train"))
+            with side:  # its timers: with the first one, the page goes out as far as it is made
+                _side(desk, ref)
+
+
+async def _main(desk: Desk, ref: str, job: Job | None) -> None:
+    if ref:
+        await _watch_run(desk, desk.workspace.path(ref))
+    elif job is not None:
+        await _watch_job(desk, job)
+    else:
+        with parts.empty("Nothing to watch yet", "Start a training; it appears here."):
+            parts.button("Train a network", lambda: ui.navigate.to("/train"))
 
 
 def _side(desk: Desk, ref: str) -> None:
     """The machine, and everything that could be watched instead; kept fresh."""
-    with parts.box("stack"):
-        Machine(str(desk.workspace.root))
-        with parts.card("Runs", tight=True):
-            with parts.link("/compare", "small"):
-                text("span", "Compare runs")
-            listed = parts.box("list").style("max-height:44vh;overflow:auto")
-        with parts.card("Jobs", tight=True) as jobs_card:
-            jobs_list = parts.box("list")
+    Machine(str(desk.workspace.root))
+    with parts.card("Runs", tight=True):
+        with parts.link("/compare", "small"):
+            text("span", "Compare runs")
+        listed = parts.box("list").style("max-height:44vh;overflow:auto")
+    with parts.card("Jobs", tight=True) as jobs_card:
+        jobs_list = parts.box("list")
     shown: list[object] = [None, None]
 
     async def refresh() -> None:

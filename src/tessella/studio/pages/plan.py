@@ -35,6 +35,11 @@ def register(desk: Desk) -> None:
         found = await threads.io_bound(desk.workspace.plans)
         if not plan and not source and not job:
             plan = next((f.ref for f in found if f.item is not None), "")
+        opened: Plan | TessellaError | None = None
+        try:  # before the page: what waits while it is made goes out as far as it is made
+            opened = await threads.io_bound(desk.workspace.plan, plan) if plan else None
+        except TessellaError as error:
+            opened = error
         with frame("Plan", "The network as one file, tuned for this machine.", desk.workspace.root):
             with parts.box("split"):
                 with parts.box("stack"):
@@ -43,11 +48,11 @@ def register(desk: Desk) -> None:
                 with parts.box("stack"):
                     try:
                         form.progress_box(job)
-                        opened = await threads.io_bound(desk.workspace.plan, plan) if plan else None
                     except TessellaError as error:
-                        parts.refused(error, MISSING)
-                        return
-                    if opened is not None:
+                        opened = error
+                    if isinstance(opened, TessellaError):
+                        parts.refused(opened, MISSING)
+                    elif opened is not None:
                         _Plan(desk, opened, plan, found)
                     elif not job:
                         with parts.empty("No plan yet" if not found else "Choose a plan",
