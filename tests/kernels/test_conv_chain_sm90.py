@@ -179,7 +179,8 @@ def ran(
     monkeypatch.setattr(kernel, "MULTIPROCESSORS", 2)
     rest = {i: t for i, t in operands.items() if i not in problem.constant}
     constants = {i: operands[i] for i in problem.constant}
-    return kernel.bind(problem, constants, **config)(*rest.values())
+    made = kernel.bind(problem, constants, **config)(*rest.values())
+    return made if isinstance(made, tuple) else (made,)
 
 
 STRUCTURES = [  # groups, buffers, stages, slots, resident; 192 channels or fewer between

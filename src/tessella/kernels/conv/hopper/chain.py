@@ -193,11 +193,11 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
     weights = {i: _rows_of_weight(constants[i]) for i in (WEIGHT, NEXT_WEIGHT)}
     held = {**constants, **weights}
 
-    def call(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def call(*inputs: Tensor) -> Any:
         made = tuple(meta.empty(inputs[0].device) for meta in problem.outputs)
         operands = problem.operands(held, inputs)
         _run(problem, config, (*operands, *[None] * (8 - len(operands))), made)
-        return made
+        return made if len(made) > 1 else made[0]
 
     return call
 
