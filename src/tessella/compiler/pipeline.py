@@ -39,7 +39,6 @@ from tessella.compiler.passes import (
     race_close_calls,
     share_masks,
     swap_means,
-    swap_means,
     take_pixels,
 )
 from tessella.compiler.passes.assign_layout import Formats, Layout
@@ -84,7 +83,6 @@ PASSES = (
     Pass(share_masks.apply, "a mask that all queries share is one row of it"),
     Pass(move_permutes.apply, "permutes that meet cancel, and rows need not be turned for a layer"),
     Pass(fold_batch_norm.apply, "a batch norm after a convolution is a change of its weights"),
-    Pass(swap_means.apply, "a mean of few channels, a product of few pixels: both are linear"),
     Pass(swap_means.apply, "a mean of few channels, a product of few pixels: both are linear"),
     Pass(fuse_epilogue.apply, "bias, residual and activation while the result is in registers"),
     Pass(dead_code.apply, "what the rewrites left over costs memory and time"),
