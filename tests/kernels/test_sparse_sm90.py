@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +19,14 @@ import torch
 
 from tessella import kernels
 from tessella.kernels import catalog, launch
+from tessella.kernels.epilogue import finish, store
 from tessella.kernels.problem import Problem, TensorMeta
 from tessella.kernels.sparse import cusparselt, wgmma
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.kernels.sparse.wgmma_device import Tiling, depth
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, draw
+from tests.kernels.sparse_on_cpu import linear
 
 LAYER = Case(m=1000, n=1024, k=1536, sparsity=TWO_FOUR)
 CASES = {
@@ -227,3 +231,28 @@ def test_a_convolution_launches_the_same_kernel() -> None:
     tiling = Tiling(**wgmma.configs(made)[0])
     assert one.grid == (-(-128 // tiling.channels) * -(-256 // tiling.rows), 1, 1)
     assert one.resources().kernel == "sparse_linear"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("tiling", "dtype", "shape"), [
+    # a ring that wraps, edges everywhere, and more tiles of channels than one band has
+    (Tiling(channels=64, rows=32, stages=2), torch.float16, (40, 1092, 464)),
+    (Tiling(channels=256, rows=32, stages=2), torch.int8, (40, 260, 1120)),
+], ids=["float16", "int8"])  # fmt: skip
+def test_the_source_on_a_processor_is_exact(
+    tiling: Tiling, dtype: torch.dtype, shape: tuple[int, int, int], tmp_path: Path
+) -> None:
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(0)
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-3, 4, shape, generator=generator)
+
+    x, weight = whole(m, k).to(dtype), prune_two_four(whole(n, k).to(dtype))
+    bias, residual, scale = whole(n).float(), whole(m, n).to(dtype), 0.5 ** whole(n).abs().float()
+    out = torch.full((m, n), 77, dtype=dtype)
+    numbers = {"activation": "relu", "alpha": 0.5, "beta": -2.0}
+    linear(tiling, x, weight, out, tmp_path, bias=bias, residual=residual, scale=scale, **numbers)
+    product = x.double() @ weight.double().T
+    right = finish(product, bias.double(), residual.double(), scale.double(), **numbers)
+    assert torch.equal(out, store(right, dtype))

@@ -70,7 +70,7 @@ def mask_two_four(weight: torch.Tensor) -> torch.Tensor:
 
 def prune_two_four(weight: torch.Tensor) -> torch.Tensor:
     """The weight with zeros where ``mask_two_four`` is false."""
-    return weight.where(mask_two_four(weight), 0)
+    return weight.masked_fill(~mask_two_four(weight), 0)
 
 
 def _fours(weight: torch.Tensor) -> torch.Tensor:

@@ -70,8 +70,13 @@ def source(
     residual: str | None,
     scaled: bool,
     activation: str | None,
+    machine: str | None = None,
 ) -> str:
-    """The code for one tiling and one epilogue; element types by torch's names."""
+    """The code for one tiling and one epilogue; element types by torch's names.
+
+    Args:
+        machine: instead of ``MACHINE`` and the instruction that multiplies.
+    """
     itemsize = 1 if dtype == "int8" else 2
     settings = {
         "CHANNELS": tiling.channels,
@@ -91,7 +96,8 @@ def source(
         "__device__ __forceinline__ float activate(float x) { return "
         f"{ACTIVATIONS[activation]}; }}\n"
     )
-    return constants + sums + _multiply(tiling.rows, dtype) + _EPILOGUE + activate + _KERNEL
+    machine = machine or MACHINE + _multiply(tiling.rows, dtype)
+    return constants + sums + _TYPES + machine + _EPILOGUE + activate + _KERNEL
 
 
 def _multiply(rows: int, dtype: str) -> str:
@@ -104,7 +110,7 @@ def _multiply(rows: int, dtype: str) -> str:
     name = f"m64n{rows}k{step}.{kind}.{NAMES[dtype]}.{NAMES[dtype]}"
     return f"""
 template <int SELECTOR> __device__ __forceinline__
-void multiply(Sum (&d)[{count}], unsigned long long a, unsigned long long b, unsigned places) {{
+void multiply(Sum (&d)[{count}], u64 a, u64 b, u32 places) {{
   asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, 1, 0;\\n"
     "wgmma.mma_async.sp.sync.aligned.{name} {{{registers}}}, "
     "%{count}, %{count + 1}, %{count + 2}, %{count + 3}, p{tail};\\n}}"
@@ -131,11 +137,16 @@ ACTIVATIONS: dict[str | None, str] = {
     "hardsigmoid": _CLAMP6.format("(x + 3.0f)") + " * 0.16666666666666666f",
 }
 
-_EPILOGUE = r"""
+_TYPES = """
 typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned short u16;
+struct alignas(64) CUtensorMap { u64 words[16]; };
+"""
 
+# What only this machine has. ``source`` can be given other functions of these names: plain C++, so
+# that all the rest runs on a processor.
+MACHINE = r"""
 __device__ __forceinline__ float of_half(u32 bits) {
   float x; asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits)); return x;
 }
@@ -149,6 +160,69 @@ __device__ __forceinline__ u32 to_byte(float x) {  // half to even, saturated
   int code; asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(code) : "f"(x)); return code & 255;
 }
 
+__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 phase) {
+  asm volatile("{\n.reg .pred done;\nagain:\n"
+               "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
+               :: "r"(barrier), "r"(phase) : "memory");
+}
+__device__ __forceinline__ void tile(u32 to, const CUtensorMap* map, int x, int y, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%2, %3}], [%4];"
+               :: "r"(to), "l"((u64)map), "r"(x), "r"(y), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1], %2, [%3];"
+               :: "r"(to), "l"((u64)from), "r"(bytes), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void begin(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals));
+}
+__device__ __forceinline__ void show_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+}
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+}
+__device__ __forceinline__ void read(u32 (&to)[2], u32 at) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(at));
+}
+__device__ __forceinline__ void read(u32 (&to)[4], u32 at) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at));
+}
+template <int COUNT> __device__ __forceinline__ void meet() {
+  asm volatile("bar.sync 1, %0;" :: "n"(COUNT) : "memory");
+}
+__device__ __forceinline__ void begin_products() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+// nothing that reads a sum moves before the wait for it
+__device__ __forceinline__ void settled(float& sum) { asm volatile("" : "+f"(sum) :: "memory"); }
+__device__ __forceinline__ void settled(int& sum) { asm volatile("" : "+r"(sum) :: "memory"); }
+template <int BLOCKS, int COUNT> __device__ __forceinline__
+void wait_for(Sum (&sums)[BLOCKS][COUNT]) {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  #pragma unroll
+  for (int m = 0; m < BLOCKS; ++m)
+    #pragma unroll
+    for (int j = 0; j < COUNT; ++j) settled(sums[m][j]);
+}
+"""
+
+_EPILOGUE = r"""
 // four elements from a place that is a multiple of four
 template <int KIND> __device__ __forceinline__
 void load(const void* from, long long place, float (&x)[4]) {
@@ -189,8 +263,6 @@ void store(void* to, long long place, const float (&x)[4]) {
 """
 
 _KERNEL = r"""
-struct alignas(64) CUtensorMap { u64 words[16]; };
-
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int BLOCKS = CHANNELS / 64 / GROUPS;  // of 64 channels, a group of warps
 constexpr int WORDS = ITEM == 2 ? 2 : 4;        // of metadata, a thread, block and stage
@@ -200,37 +272,10 @@ constexpr int X_BYTES = ROWS * 256;
 constexpr int PLACE_BYTES = CHANNELS / 64 * 128 * WORDS * 4;
 constexpr int TOGETHER = 16;  // tiles of channels that neighbours share their rows with
 
-__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-               :: "r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait(u32 barrier, u32 phase) {
-  asm volatile("{\n.reg .pred done;\nagain:\n"
-               "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
-               :: "r"(barrier), "r"(phase) : "memory");
-}
-__device__ __forceinline__ void tile(u32 to, const CUtensorMap* map, int x, int y, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-               "[%0], [%1, {%2, %3}], [%4];"
-               :: "r"(to), "l"((u64)map), "r"(x), "r"(y), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-               "[%0], [%1], %2, [%3];"
-               :: "r"(to), "l"((u64)from), "r"(bytes), "r"(barrier) : "memory");
-}
 // rows of 128 bytes, eight of them a swizzled atom
 __device__ __forceinline__ u64 operand(u32 at) {
   return (u64)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-// nothing that reads a sum moves before the wait for it
-__device__ __forceinline__ void settled(float& sum) { asm volatile("" : "+f"(sum) :: "memory"); }
-__device__ __forceinline__ void settled(int& sum) { asm volatile("" : "+r"(sum) :: "memory"); }
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_linear(
     const __grid_constant__ CUtensorMap values, const __grid_constant__ CUtensorMap x,
     const int* __restrict__ places, void* __restrict__ out, const void* __restrict__ bias,
@@ -254,16 +299,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_linear(
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
-                   :: "r"(empty + 8 * s), "n"(4 * GROUPS));
+      begin(full + 8 * s, 1);
+      begin(empty + 8 * s, 4 * GROUPS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    show_barriers();
   }
   __syncthreads();
 
   if (group == GROUPS) {  // loads
-    if constexpr (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if constexpr (GROUPS == 2) give_registers();
     if (warp == 0 && lane == 0) {
       #pragma unroll 1
       for (int i = 0; i < steps; ++i) {
@@ -284,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_linear(
     return;
   }
 
-  if constexpr (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  if constexpr (GROUPS == 2) take_registers();
   Sum sums[BLOCKS][ROWS / 2];
   #pragma unroll
   for (int m = 0; m < BLOCKS; ++m)
@@ -300,15 +344,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_linear(
     for (int m = 0; m < BLOCKS; ++m) {
       const u32 at = place_at + s * PLACE_BYTES
           + ((group * BLOCKS + m) * 128 + threadIdx.x % 128) * (4 * WORDS);
-      if constexpr (WORDS == 2)
-        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                     : "=r"(word[m][0]), "=r"(word[m][1]) : "r"(at));
-      else
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(word[m][0]), "=r"(word[m][1]), "=r"(word[m][2]), "=r"(word[m][3])
-                     : "r"(at));
+      read(word[m], at);
     }
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    begin_products();
     const u64 b = operand(x_at + s * X_BYTES);
     #pragma unroll
     for (int m = 0; m < BLOCKS; ++m) {
@@ -326,19 +364,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_linear(
         multiply<0>(sums[m], a + 6, b + ROWS * 8 + 4, word[m][3]);
       }
     }
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    #pragma unroll
-    for (int m = 0; m < BLOCKS; ++m)
-      #pragma unroll
-      for (int j = 0; j < ROWS / 2; ++j) settled(sums[m][j]);
+    wait_for(sums);
     __syncwarp();
     if (lane == 0) arrive(empty + 8 * s);
   }
 
   // sums [row][channel], where the stages were
   int* staged = (int*)shared;
-  asm volatile("bar.sync 1, %0;" :: "n"(128 * GROUPS) : "memory");
+  meet<128 * GROUPS>();
   #pragma unroll
   for (int m = 0; m < BLOCKS; ++m)
     #pragma unroll
@@ -349,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_linear(
       const int r = i / 4 * 8 + lane % 4 * 2 + i % 2;
       staged[r * (CHANNELS + PAD) + c] = bits;
     }
-  asm volatile("bar.sync 1, %0;" :: "n"(128 * GROUPS) : "memory");
+  meet<128 * GROUPS>();
 
   constexpr int FOURS = CHANNELS / 4;  // a thread keeps its four channels
   const int c = threadIdx.x % FOURS * 4;
