@@ -16,7 +16,7 @@ from tessella.compiler.passes import take_pixels
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess, normalize
 from tessella.core.spec import DimRange, TensorSpec
-from tests.compiler.networks import ABOUT, captured, network
+from tests.compiler.networks import ABOUT, captured, graph_of, network
 
 RECORD = Preprocess(height=32, width=32, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
@@ -54,6 +54,37 @@ def test_answers_like_the_plan_of_floats(name: str, precision: str) -> None:
     )
     cosine = (made * right).sum() / np.linalg.norm(made) / np.linalg.norm(right)
     assert cosine > 0.999
+
+
+def test_a_first_layer_in_int8_reads_the_bytes_that_the_host_would_scale() -> None:
+    """To the last bit of every code: both plans do the same two steps, scaling and rounding."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 5, 3)).eval()
+    spec = TensorSpec(name="image", dtype="float32", shape=(1, 3, 32, 32))
+    graph = graph_of(module, spec, DimRange(min=1, opt=2, max=8))
+    scaled = torch.from_numpy(normalize(PIXELS, RECORD))
+    calibration = compiler.calibrate(graph, [{"image": scaled}])
+    first, _ = compiler.layers(graph)
+    answers = []
+    for input, images in (("uint8", PIXELS), ("float32", scaled.numpy())):
+        plan = compiler.compile_graph(
+            graph,
+            target="cpu",
+            batch=DimRange(min=5, opt=5, max=5),
+            precision="int8",
+            precisions={first: "int8"},
+            calibration=calibration,
+            input=input,
+            about=replace(ABOUT, preprocess=RECORD),
+            measuring=compiler.Measuring(budget_s=0.0),
+        )
+        steps = plan.program.buckets[0].steps
+        assert [s.op for s in steps].count("quantize") == 1
+        answers.append(runtime.load(plan)(image=images)["scores"])
+    assert np.array_equal(*answers)
+    with torch.inference_mode():
+        right = module(scaled).numpy()
+    assert np.abs(answers[0] - right).max() / np.abs(right).max() < 5e-2
 
 
 def test_from_the_api_with_its_command() -> None:

@@ -124,6 +124,9 @@ class _Rounder:
         return back
 
     def _scale(self, value: Value, kind: str) -> float:
+        maker = self._graph.producer().get(value)
+        if maker is not None and maker.op == "image_to_tensor":
+            value = maker.inputs[0]  # bytes have the name of the image that was calibrated
         if value.name not in self._calibration.thresholds:
             raise CompileError(
                 "the calibration has not seen this value",
