@@ -267,3 +267,21 @@ def test_layout_needs_no_copy_of_one_channel() -> None:
     graph = capture(nn.Conv2d(1, 4, 3), grey)
     assign_layout.apply(graph, "channels_last")
     assert [n.op for n in graph.nodes] == ["conv2d"]
+
+
+@pytest.mark.parametrize(("shown", "expected"), [(False, "strided"), (True, "contiguous")])
+def test_heads_cut_out_of_one_layers_result_are_read_where_they_lie(
+    shown: bool, expected: str
+) -> None:
+    """Those of a fused layer, by attention; another reader wants them dense."""
+
+    def attention(m: Net, x: torch.Tensor) -> torch.Tensor:
+        parts = [p.view(x.shape[0], 4, 2, 3).transpose(1, 2) for p in x.split(6, 2)]
+        made = F.scaled_dot_product_attention(*parts)
+        return made + parts[0].exp() + parts[1].exp() + parts[2].exp() if shown else made
+
+    tokens = (TensorSpec(name="tokens", dtype="float32", shape=(BATCH, 4, 18)),)
+    graph = captured(attention, tokens)
+    formats = assign_layout.apply(graph, "contiguous")
+    cuts = [n.output.name for n in graph.nodes if n.op == "reshape"]
+    assert [formats[name] for name in cuts] == [expected] * 3

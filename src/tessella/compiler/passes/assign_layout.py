@@ -56,6 +56,8 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
         return "contiguous"
     if node.op == "permute" and node.inputs[0] not in graph.constants:
         return format_of(formats.get(node.inputs[0].name, "contiguous"), node.attrs["dims"])
+    if node.op == "reshape" and formats.get(node.inputs[0].name) == "strided":
+        return "strided" if _cuts_heads(graph, node) else "contiguous"
     if node.op not in FOLLOWS:
         return "contiguous" if node.op in DENSE else "strided"
     leads = any(
@@ -66,6 +68,31 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
         for v in node.inputs
     )
     return "channels_last" if leads and len(value.shape) == 4 else "contiguous"
+
+
+def _cuts_heads(graph: Graph, node: Node) -> bool:
+    """Whether a reshape only cuts axes, which is a view of any strides, and attention reads it.
+
+    Queries, keys and values that one layer makes are such slices: attention reads them there.
+    """
+    sizes = list(node.output.shape)
+    for size in node.inputs[0].shape:
+        cut = sizes.pop(0) if sizes else None
+        while cut != size and isinstance(cut, int) and isinstance(size, int) and sizes:
+            if not isinstance(sizes[0], int) or not 0 < cut < size:
+                return False
+            cut *= sizes.pop(0)
+        if cut != size:
+            return False
+    users = graph.users()
+    turned = users.get(node.output, [])
+    readers = [reader for turn in turned for reader in users.get(turn.output, [])]
+    return (
+        not sizes
+        and {n.op for n in turned} == {"permute"}
+        and {n.op for n in readers} == {"scaled_dot_product_attention"}
+        and not {node.output, *(turn.output for turn in turned)} & set(graph.outputs)
+    )
 
 
 def _channels_last(
