@@ -323,6 +323,73 @@ def _conv_int8() -> Iterator[Case]:
             )
 
 
+# channels of x, of the wide result, of the next block's first convolution; pixels
+CHAINS = (
+    (64, 256, 64, 56), (64, 256, 128, 56), (128, 512, 128, 28), (128, 512, 256, 28),
+    (256, 1024, 256, 14), (512, 2048, 512, 7),
+)  # fmt: skip
+
+
+def _chain(n: int, dtype: str) -> Iterator[Case]:
+    """ResNet-50: a block's last convolution with its residual, and the first of the next block."""
+    for c, k, out, size in CHAINS:
+        kind = {"dtype": dtype, "scaled": dtype == "int8"}
+        first = _layer(n, c, k, size, residual=True, **kind)
+        second = _layer(n, k, out, size, residual=False, **kind)
+        halves = [_layer(n, *ends, size, dtype="float16") for ends in ((c, k), (k, out))]
+        yield Case(
+            family=f"chain {dtype} N={n}",
+            name=f"N{n} {c}->{k}->{out} 1x1@{size}",
+            problem=problems.conv2d_chain(first, second),
+            algorithms=("back_to_back",),
+            peers={"ours apart": _apart(first, second), "cudnn fp16 + add + relu": _cudnn(*halves)},
+        )
+
+
+def _layer(
+    n: int, c: int, k: int, size: int, *, dtype: str, residual: bool = False, scaled: bool = False
+) -> Problem:
+    """A 1×1 convolution with bias and ReLU and constant weights, as a plan has it."""
+    vector, out = _meta("float32", k), _meta(dtype, n, k, size, size, last=True)
+    return problems.conv(
+        _meta(dtype, n, c, size, size, last=True), _meta(dtype, k, c, 1, 1, last=True), vector,
+        out if residual else None, vector if scaled else None,
+        activation="relu", constant=(1, 2, 4) if scaled else (1, 2),
+    )  # fmt: skip
+
+
+def _random(meta: TensorMeta) -> torch.Tensor:
+    made = torch.randn(meta.shape, device="cuda").to(getattr(torch, meta.dtype))
+    return made.contiguous(memory_format=memory_format(meta.format, len(meta.shape)))
+
+
+def _apart(first: Problem, second: Problem) -> Peer:
+    """Both convolutions one after the other, each by the best of our kernels."""
+    calls = [_best(problem) for problem in (first, second)]
+    return lambda x, residual: calls[1](calls[0](x, residual))
+
+
+def _best(problem: Problem) -> Peer:
+    constants = {i: _random(problem.inputs[i]) for i in problem.constant}
+    terms = Terms(algorithms=NHWC, sources=auction.OWN)
+    best = auction.find(problem, constants, target=TARGET, terms=terms)[0]
+    row, device = catalog.kernel(best.kernel), torch_device(TARGET)
+    call, buffers = auction.bind(row, problem, constants, device, best.config)
+    return lambda *inputs: call(*inputs, **buffers)
+
+
+def _cudnn(first: Problem, second: Problem) -> Peer:
+    """cuDNN's convolutions in FP16 and what goes on element by element, on operands of its own."""
+    x, w, r = (_random(meta) for meta in (*first.inputs[:2], first.output))
+    v = _random(second.inputs[1])
+    b, d = (torch.randn(len(t), device="cuda").half() for t in (w, v))
+
+    def run(*_: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(F.conv2d(x, w, b).add_(r).relu_(), v, d).relu_()
+
+    return run
+
+
 def _candidate(problem: Problem, algorithm: str) -> Peer:
     """A library that is a candidate of the auction too, at its best for this problem."""
     terms = Terms(algorithms=(algorithm,), budget_s=0.02)
@@ -419,6 +486,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "stem": _stem,
     "backward": _backward,
     "conv_int8": _conv_int8,
+    "chain": lambda: (c for n in (128, 1) for d in ("float16", "int8") for c in _chain(n, d)),
     "published": _published,
     "attention": _attention,
 }

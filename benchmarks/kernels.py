@@ -111,11 +111,12 @@ def _row(
 ) -> dict[str, Any]:
     problem, device = case.problem, torch_device(TARGET)
     inputs = sample_inputs(problem, device)
+    constants = _constants(case)
     row = {"family": case.family, "name": case.name, "op": problem.op, "shapes": _shapes(problem)}
     try:
         trials = auction.find(
             problem,
-            _constants(case),
+            constants,
             target=TARGET,
             terms=_terms(case, seconds),
             inputs=inputs,
@@ -125,7 +126,8 @@ def _row(
         return {**row, "refused": error.seen}
     best = trials[0]
     weights = _weights(problem) if case.chained else []
-    runs = {"ours": _ours(best, problem, inputs, weights)}
+    several = [{1: weight} for weight in weights] or [constants]
+    runs = {"ours": _ours(best, problem, inputs, several)}
     for name, peer in {**case.peers, **case.others}.items():
         runs[name] = _warmed(peer, inputs, weights, problem.math)
     with torch.inference_mode(), _math(problem.math):
@@ -162,10 +164,11 @@ def _algorithm(trial: Trial, published_ms: Mapping[str, float]) -> dict[str, Any
     }
 
 
-def _ours(best: Trial, problem: Problem, inputs: Tensors, weights: Tensors) -> Run:
-    """The kernel that won; once for each weight, if there are several."""
+def _ours(
+    best: Trial, problem: Problem, inputs: Tensors, constants: Sequence[Mapping[int, torch.Tensor]]
+) -> Run:
+    """The kernel that won, once for each set of constants."""
     row, device = catalog.kernel(best.kernel), torch_device(TARGET)
-    constants = [{1: weight} for weight in weights] or [{}]
     bound = [auction.bind(row, problem, each, device, best.config) for each in constants]
     buffers = bound[0][1]
     return lambda: [call(*inputs, **buffers) for call, _ in bound]
