@@ -89,6 +89,8 @@ class Recipe:
         patience: stop after this many validations without a better accuracy.
         keep_last: how many of the newest checkpoints stay, besides the best.
         class_weights: ``balanced`` weighs the loss by the inverse class frequency.
+        sparsity: ``2:4``: the two smallest of each four weights that ``init`` gives become zero,
+            and stay so. The same training once more brings a checkpoint's accuracy back.
         init: ``random``, ``pretrained`` (the network's library, online) or a checkpoint's path.
         workers: processes that load images (0: in the training process).
     """
@@ -109,6 +111,7 @@ class Recipe:
     patience: int | None = None
     keep_last: int = 2
     class_weights: Literal["none", "balanced"] = "none"
+    sparsity: Literal["none", "2:4"] = "none"
     init: str = "random"
     workers: int = 0
     network_options: dict[str, str | int | float | bool | None] | None = None

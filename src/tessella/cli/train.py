@@ -52,7 +52,8 @@ def train(
     Example: tessella train resnet50 datasets/flowers --out runs/flowers --epochs 30
 
     A recipe file (--recipe) holds any other setting: {"augment": {"flip": true}, "patience": 5,
-    "class_weights": "balanced", "init": "pretrained", "val_interval": 0.5}
+    "class_weights": "balanced", "init": "pretrained", "val_interval": 0.5}. To prune a trained
+    network and train it again: {"sparsity": "2:4", "init": "runs/a/checkpoints/step-00001000"}
     """
     stopped = "stopped: the same command with --resume goes on from the last checkpoint"
     with output(json_only=json, events=events, stopped=stopped) as out_:

@@ -33,6 +33,7 @@ from tessella.training.precision import arithmetic
 from tessella.training.prefetch import page_locked
 from tessella.training.prepare import begin, validates
 from tessella.training.schedule import Schedule
+from tessella.training.sparsity import sparse_weights
 from tessella.training.state import ACCURACY, pack, prune
 from tessella.training.trainer import Trainer
 
@@ -243,6 +244,9 @@ class Training:
         if kept := self._trainer.kept:
             text = f"{len(kept)} weights start at random: they do not fit those of {recipe.init}"
             tell(Event(kind="warning", text=text, values=kept))
+        if recipe.sparsity != "none":
+            count = len(sparse_weights(self._trainer.module))
+            tell(phase("sparsity", f"{recipe.sparsity} in the weights of {count} layers"))
         if not self._validates:
             tell(warning("the dataset has no validation split: no accuracy, no best checkpoint"))
         if recipe.precision == "fp16" and self._world.device.type == "cpu":

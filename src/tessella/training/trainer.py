@@ -10,6 +10,7 @@ from tessella.artifacts.run import RunInfo
 from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
 from tessella.nn import convert, zoo
+from tessella.training import sparsity
 from tessella.training.loss import balanced_weights, classification_loss
 from tessella.training.memory import largest_that_runs, out_of_memory
 from tessella.training.parallel import World
@@ -52,8 +53,12 @@ class Trainer:
         self._layout = torch.channels_last if on_gpu else torch.contiguous_format
         module = convert(module, backend=recipe.backend)
         self.module = module.to(world.device, memory_format=self._layout)
+        if recipe.sparsity == "2:4" and start is None:
+            sparsity.prune(self.module)
         self._parallel = world.wrap(self.module)
         self.optimizer = optimizer_for(self.module, recipe.solver)
+        if recipe.sparsity == "2:4":
+            sparsity.hold(self.module, self.optimizer)
         self.mixed = MixedPrecision(recipe.precision, world.device)
         self._weights_K = None
         if recipe.class_weights == "balanced":
