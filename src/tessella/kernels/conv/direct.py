@@ -17,7 +17,8 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
-from tessella.kernels.conv.tiles import Geometry, first_input, is_inside, place, split_pixel
+from tessella.kernels.conv.tiles import Geometry
+from tessella.kernels.conv.tiles_device import first_input, is_inside, place, split_pixel, store
 from tessella.kernels.launch import launch
 from tessella.kernels.problem import Problem
 
@@ -169,8 +170,8 @@ def channelwise_sums(x, w, y, bias, scale, residual, items, pixels, filters, ima
         # rows past the last one belong to no pixel
         m = tl.where(p + i < out[1], (plane * out[1] + p + i) * out[2] + q, pixels)
         m = tl.where(item < items, m, pixels)
-        tiles.store(sums[i], y, bias, scale, residual, m, k, 0, pixels, filters, out, y_strides,
-                    residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+        store(sums[i], y, bias, scale, residual, m, k, 0, pixels, filters, out, y_strides,
+              residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
 
 
 @triton.constexpr_function
@@ -227,5 +228,5 @@ def sums(x, w, y, bias, scale, residual, pixels, filters, image, out, x_strides,
                     value = tl.load(from_x + (at + c * x_strides[1]), mask=inside, other=0.0)
                     tap = tl.load(w + (w_k + (w_at + c * w_strides[1])), mask=inside_k, other=0.0)
                     acc += value.to(KIND) * tap.to(KIND)
-    tiles.store(acc, y, bias, scale, residual, m, k, 0, pixels, filters, out, y_strides,
-                residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+    store(acc, y, bias, scale, residual, m, k, 0, pixels, filters, out, y_strides,
+          residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip

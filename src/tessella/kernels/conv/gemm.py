@@ -16,13 +16,18 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
-from tessella.kernels.conv.tiles import (
-    Geometry,
+from tessella.kernels.conv.tiles import Geometry
+from tessella.kernels.conv.tiles_device import (
     first_input,
     is_inside,
+    multiply,
     place,
     split_pixel,
     split_tap,
+    store,
+    store_part,
+    tile_of_program,
+    zeros,
 )
 from tessella.kernels.launch import launch
 from tessella.kernels.overlap import await_earlier
@@ -171,11 +176,11 @@ def multiply_columns(x, w, y, bias, scale, residual, parts, columns, start, at_o
                      OVERLAP: tl.constexpr):  # fmt: skip
     await_earlier(OVERLAP)
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
-    local, k, group, part = tiles.tile_of_program(filters, PIXELS, FILTERS, SPLITS)
+    local, k, group, part = tile_of_program(filters, PIXELS, FILTERS, SPLITS)
     columns += group.to(tl.int64) * LENGTH * d_stride
     w += group.to(tl.int64) * filters * w_strides[0]
     inside_k = k < filters
-    acc = tiles.zeros(PIXELS, FILTERS, x.dtype.element_ty, PIXELS_LAST)
+    acc = zeros(PIXELS, FILTERS, x.dtype.element_ty, PIXELS_LAST)
     begin = part * (STEPS * DEPTH)
     within = begin + tl.arange(0, DEPTH)
     at_m, at_d = place(local.to(tl.int64) * m_stride, within.to(tl.int64) * d_stride, PIXELS_LAST)
@@ -194,11 +199,11 @@ def multiply_columns(x, w, y, bias, scale, residual, parts, columns, start, at_o
         w_tile = tl.load(from_w, mask=inside_w, other=0.0)
         from_columns += DEPTH * d_stride
         from_w += DEPTH * w_strides[1]
-        acc = tiles.multiply(values, w_tile, acc, PIXELS_LAST, PRECISION, IMPRECISE)
+        acc = multiply(values, w_tile, acc, PIXELS_LAST, PRECISION, IMPRECISE)
     m = start + local
     if SPLITS > 1:
-        tiles.store_part(acc, parts, part, m, k, group, pixels, filters,
-                         tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
+        store_part(acc, parts, part, m, k, group, pixels, filters,
+                   tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
     else:
-        tiles.store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
-                    residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+        store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
+              residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip

@@ -16,7 +16,18 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
-from tessella.kernels.conv.tiles import first_input, is_inside, place, split_pixel, split_tap
+from tessella.kernels.conv.tiles_device import (
+    first_input,
+    is_inside,
+    multiply,
+    place,
+    split_pixel,
+    split_tap,
+    store,
+    store_part,
+    tile_of_program,
+    zeros,
+)
 from tessella.kernels.overlap import await_earlier
 from tessella.kernels.problem import Problem
 
@@ -59,14 +70,14 @@ def implicit_gemm(x, w, y, bias, scale, residual, parts, pixels, filters, image,
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
     UNIFORM: tl.constexpr = C % DEPTH == 0  # one tap a step
     EXACT: tl.constexpr = SPLITS * STEPS * DEPTH == C * TAPS
-    m, k, group, part = tiles.tile_of_program(filters, PIXELS, FILTERS, SPLITS)
+    m, k, group, part = tile_of_program(filters, PIXELS, FILTERS, SPLITS)
     n, o, p, q = split_pixel(m.to(tl.int64) if WIDE else m, out)
     d, h, v, m_at = first_input(n, o, p, q, x_strides, STRIDE, PADDING)
     x += group.to(tl.int64) * C * x_strides[1]
     w += group.to(tl.int64) * filters * w_strides[0]
     inside_m = m < pixels
     inside_k = k < filters
-    acc = tiles.zeros(PIXELS, FILTERS, x.dtype.element_ty, PIXELS_LAST)
+    acc = zeros(PIXELS, FILTERS, x.dtype.element_ty, PIXELS_LAST)
     for step in tl.range(part * STEPS, part * STEPS + STEPS, num_stages=STAGES):
         first = tl.full((), 0, tl.int64 if WIDE else tl.int32) + step * DEPTH
         depth = first + tl.arange(0, DEPTH)
@@ -100,10 +111,10 @@ def implicit_gemm(x, w, y, bias, scale, residual, parts, pixels, filters, image,
             PIXELS_LAST,
         )
         w_tile = tl.load(w + (w_k + w_c), mask=inside_w, other=0.0)
-        acc = tiles.multiply(x_tile, w_tile, acc, PIXELS_LAST, PRECISION, IMPRECISE)
+        acc = multiply(x_tile, w_tile, acc, PIXELS_LAST, PRECISION, IMPRECISE)
     if SPLITS > 1:
-        tiles.store_part(acc, parts, part, m, k, group, pixels, filters,
-                         tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
+        store_part(acc, parts, part, m, k, group, pixels, filters,
+                   tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
     else:
-        tiles.store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
-                    residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+        store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
+              residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip

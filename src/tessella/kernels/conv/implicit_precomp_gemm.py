@@ -17,7 +17,18 @@ import triton.language as tl
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
-from tessella.kernels.conv.tiles import Geometry, first_input, place, split_pixel, split_tap
+from tessella.kernels.conv.tiles import Geometry
+from tessella.kernels.conv.tiles_device import (
+    first_input,
+    multiply,
+    place,
+    split_pixel,
+    split_tap,
+    store,
+    store_part,
+    tile_of_program,
+    zeros,
+)
 from tessella.kernels.launch import launch
 from tessella.kernels.overlap import await_earlier
 from tessella.kernels.problem import Problem
@@ -157,7 +168,7 @@ def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels,
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
     EXACT: tl.constexpr = SPLITS * STEPS * DEPTH == C * TAPS
     UNIFORM: tl.constexpr = C % DEPTH == 0  # one tap a step
-    m, k, group, part = tiles.tile_of_program(filters, PIXELS, FILTERS, SPLITS)
+    m, k, group, part = tile_of_program(filters, PIXELS, FILTERS, SPLITS)
     inside_m = m < pixels
     inside_k = k < filters
     n, o, p, q = split_pixel(m.to(tl.int64) if WIDE else m, out)
@@ -174,7 +185,7 @@ def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels,
     # a step's entries are loaded one step ahead: the load of x then does not wait for them
     next_offset = offsets_of(tables, first, end, UNIFORM and ALIGNED)
     next_tap = tl.load(tables + end + first, mask=first < end, other=0)
-    acc = tiles.zeros(PIXELS, FILTERS, x.dtype.element_ty, PIXELS_LAST)
+    acc = zeros(PIXELS, FILTERS, x.dtype.element_ty, PIXELS_LAST)
     for step in tl.range(part * STEPS, part * STEPS + STEPS, num_stages=STAGES):
         offset, tap = next_offset, next_tap
         ahead = (step + 1) * DEPTH + entry
@@ -200,10 +211,10 @@ def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels,
             inside_w = inside_w & inside_c
         w_c, w_k = place(depth * w_strides[1], k * w_strides[0], PIXELS_LAST)
         w_tile = tl.load(w + (w_k + w_c), mask=inside_w, other=0.0)
-        acc = tiles.multiply(x_tile, w_tile, acc, PIXELS_LAST, PRECISION, IMPRECISE)
+        acc = multiply(x_tile, w_tile, acc, PIXELS_LAST, PRECISION, IMPRECISE)
     if SPLITS > 1:
-        tiles.store_part(acc, parts, part, m, k, group, pixels, filters,
-                         tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
+        store_part(acc, parts, part, m, k, group, pixels, filters,
+                   tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
     else:
-        tiles.store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
-                    residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+        store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
+              residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
