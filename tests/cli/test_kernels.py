@@ -58,3 +58,12 @@ def test_a_bias_of_narrow_types_is_float32(tessella: Tessella, tmp_path: Path) -
     found = tessella("kernels", "linear", *shapes, "--cache", tmp_path, "--json").json
     assert found["problem"]["inputs"][2]["dtype"] == "float32"
     assert found["findings"][0]["refused"] is None
+
+
+def test_a_sparse_weight_is_told(tessella: Tessella, tmp_path: Path) -> None:
+    shapes = ("--input", "8x16", "--weight", "4x16", "--cache", tmp_path, "--json")
+    sparse = tessella("kernels", "linear", *shapes, "--sparse").json["problem"]
+    assert (sparse["attrs"]["sparsity"], sparse["constant"]) == ("2:4", [1])
+    assert "sparsity" not in tessella("kernels", "linear", *shapes).json["problem"]["attrs"]
+    refused = tessella("kernels", "linear", "--input", "8x6", "--weight", "4x6", "--sparse")
+    assert (refused.code, "takes fours" in refused.err) == (2, True)

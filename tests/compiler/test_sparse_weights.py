@@ -16,6 +16,7 @@ from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.graph.graph import Graph
+from tessella.kernels import catalog
 from tessella.kernels.sparse.two_four import TWO_FOUR, is_two_four, prune_two_four
 from tests.kernels import sparse_row
 
@@ -24,20 +25,27 @@ ABOUT = compiler.About(built_from="net", rebuild="tessella compile net")
 
 
 class Net(nn.Module):
-    """Six layers with weights; two share one, and that of ``sparse`` and ``narrow`` is 2:4."""
+    """Six layers with weights; ``first`` is called twice. The weights of ``narrow``, which a norm
+    scales, and of ``sparse`` are 2:4, and those of ``wide`` and ``grouped``."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.wide, self.narrow = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
-        self.grouped = nn.Conv2d(16, 16, 1, groups=2)
+        self.grouped, self.norm = nn.Conv2d(16, 16, 1, groups=2), nn.BatchNorm2d(16)
         self.first, self.sparse = nn.Linear(16, 16), nn.Linear(16, 8)
         with torch.no_grad():
             for layer in (self.wide, self.narrow, self.grouped, self.sparse):
                 layer.weight.copy_(prune_two_four(layer.weight))
+            self.norm.running_mean.normal_()
+            self.norm.running_var.uniform_(0.5, 2.0)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.narrow(torch.relu(self.wide(x))))
+        return torch.relu(self.grouped(x)).mean((2, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.grouped(self.narrow(torch.relu(self.wide(x))))).mean((2, 3))
+        x = self.features(x)
         return self.sparse(torch.relu(self.first(torch.relu(self.first(x)))))
 
 
@@ -81,37 +89,30 @@ def test_the_pass_is_where_kernels_want_to_know() -> None:
     assert "sparsity=2:4" in plan.diff
 
 
-def test_a_kernel_for_sparse_layers_competes_and_runs() -> None:
+def test_a_kernel_for_sparse_layers_competes_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = catalog.candidates
+
+    def alone(op: str, target: str) -> tuple[catalog.Kernel, ...]:
+        """It wins wherever it fits: the reference runs what nothing else does."""
+        rows = candidates(op, target)
+        return tuple(r for r in rows if op != "linear" or r.id in (sparse_row.ID, "reference"))
+
+    monkeypatch.setattr(catalog, "candidates", alone)
     with sparse_row.registered() as kernel:
         plan = built()
-        (bucket,) = plan.program.buckets
-        (sparse,) = [s for s in bucket.steps if s.op == "linear" and s.attrs.get("sparsity")]
-        tried = {c.step: c for c in plan.tuning if c.kernel == kernel}
-        assert tried[sparse.outputs[0]].time_us is not None
-        others = {c.refused for step, c in tried.items() if step != sparse.outputs[0]}
-        assert others == {"the weight is not 2:4 sparse"}
-
-        def running(plan: Plan, *layers: str) -> Plan:
-            """With these steps carried out by the kernel."""
-            steps = tuple(
-                replace(s, kernel=kernel, config={}, workspace=None)
-                if s.outputs[0] in layers
-                else s
-                for s in bucket.steps
-            )
-            program = replace(plan.program, buckets=(replace(bucket, steps=steps),))
-            return replace(plan, program=program)
-
+        linears = [s for b in plan.program.buckets for s in b.steps if s.op == "linear"]
+        assert [s.kernel for s in linears] == ["reference", "reference", kernel]
+        assert [s.attrs.get("sparsity") for s in linears] == [None, None, TWO_FOUR]
+        refused = {c.refused for c in plan.tuning if c.kernel == kernel}
+        assert refused == {None, "the weight is not 2:4 sparse"}
         x = torch.randn(4, 8, 4, 4, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             right = Net().eval()(x)
-        made = runtime.load(running(plan, sparse.outputs[0]))(x=x)["y"]
+        made = runtime.load(plan)(x=x)["y"]
         torch.testing.assert_close(torch.as_tensor(made), right, rtol=1e-4, atol=1e-4)
-
-        name = sparse.inputs[1]
-        dense = replace(plan, weights={**plan.weights, name: torch.ones(8, 16)})
+        weights = {**plan.weights, linears[2].inputs[1]: torch.ones(8, 16)}
         with pytest.raises(ArtifactError, match="not 2:4 sparse"):
-            runtime.load(running(dense, sparse.outputs[0]))
+            runtime.load(replace(plan, weights=weights))
 
 
 def test_a_dense_target_changes_nothing() -> None:
@@ -131,8 +132,7 @@ def test_a_layer_is_pruned_where_its_precision_says_so() -> None:
     assert any(torch.equal(w, net.first.weight) for w in kept)  # the other reader's
     x = torch.randn(4, 8, 4, 4, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        y = torch.relu(net.grouped(net.narrow(torch.relu(net.wide(x))))).mean((2, 3))
-        y = torch.relu(nn.functional.linear(y, pruned, net.first.bias))
+        y = torch.relu(nn.functional.linear(net.features(x), pruned, net.first.bias))
         right = net.sparse(torch.relu(net.first(y)))
     made = runtime.load(plan)(x=x)["y"]
     torch.testing.assert_close(torch.as_tensor(made), right, rtol=1e-4, atol=1e-5)

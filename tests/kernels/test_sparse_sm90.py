@@ -25,7 +25,7 @@ from tessella.kernels.sparse import cusparselt, wgmma
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.kernels.sparse.wgmma_device import Tiling, depth
 from tests.kernels.compile_only import compile_all
-from tests.kernels.products import Case, draw
+from tests.kernels.products import Case, assert_right, draw, run
 from tests.kernels.sparse_on_cpu import linear
 
 LAYER = Case(m=1000, n=1024, k=1536, sparsity=TWO_FOUR)
@@ -104,6 +104,30 @@ def test_the_library_refuses_what_breaks_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert "multiple of 8" in (cusparselt.fits(problem(replace(LAYER, m=999))) or "")
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
     assert "without cuSPARSELt" in (cusparselt.fits(problem(LAYER)) or "")
+
+
+@pytest.mark.parametrize("case", [
+    Case(m=16, n=32, k=64, sparsity=TWO_FOUR, bias="float16", residual="float16"),
+    Case(m=16, n=32, k=64, sparsity=TWO_FOUR, batch=(2,), bias="float16", alpha=0.5, scale=True),
+    Case(m=16, n=32, k=64, sparsity=TWO_FOUR, dtype="int8", out="int32"),
+    Case(m=16, n=32, k=64, sparsity=TWO_FOUR, dtype="int8", out="int8", scale=True,
+         bias="float32", residual="int8", beta=0.5, activation="relu"),
+], ids=repr)  # fmt: skip
+def test_what_follows_the_library_s_product(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuSPARSELt is replaced by what torch says that it computes."""
+
+    def multiply(
+        weight: torch.Tensor, x: torch.Tensor, *, bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None, transpose_result: bool, alg_id: int,
+    ) -> torch.Tensor:  # fmt: skip
+        assert (transpose_result, alg_id) == (True, 3)
+        made = (weight.double() @ x.double()).T
+        return (made if bias is None else made + bias).to(out_dtype or x.dtype)
+
+    monkeypatch.setattr(torch, "_cslt_compress", lambda weight: weight.clone())
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
+    made, right = run(cusparselt, case, constant=(1,), config={"alg_id": 3})
+    assert_right(made, right, case)
 
 
 def test_find_shows_them_for_a_sparse_weight() -> None:

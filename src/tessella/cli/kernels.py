@@ -18,6 +18,7 @@ from tessella.kernels.inputs import sample_inputs
 from tessella.kernels.problem import Problem, TensorMeta
 from tessella.kernels.report import ATTENTION, COLUMNS, PROBLEMS, Report, cells, find, title
 from tessella.kernels.roofline import svg
+from tessella.kernels.sparse.two_four import prune_two_four
 
 
 def register(app: typer.Typer) -> None:
@@ -51,6 +52,9 @@ def kernels(
     constant_weight: Annotated[
         bool, Option("--constant-weight", help="As in a plan: packing the weight is not timed.")
     ] = False,
+    sparse: Annotated[
+        bool, Option("--sparse", help="Let two of each four weights be zero; it is constant then.")
+    ] = False,
     algorithm: Annotated[list[str] | None, Option(help="Only this one; may be repeated.")] = None,
     max_workspace_mb: Annotated[float | None, Option(help="Refuse what needs more.")] = None,
     seconds: Annotated[float, Option(help="About how long to measure.")] = 0.5,
@@ -80,12 +84,15 @@ def kernels(
         }
         if op == ATTENTION:
             arguments = {"is_causal": causal, "math": math}
+        operands = _operands(op, input, weight, dtype, channels_last, bias, residual, arguments)
+        if sparse:
+            operands[1] = prune_two_four(operands[1])
         report = find(
             op or "",
-            *_operands(op, input, weight, dtype, channels_last, bias, residual, arguments),
+            *operands,
             max_workspace_bytes=None if max_workspace_mb is None else int(max_workspace_mb * 1e6),
             algorithms=algorithm or None,
-            constant_weight=constant_weight,
+            constant_weight=constant_weight or sparse,
             budget_s=seconds,
             folder=cache,
             **arguments,
