@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from PIL import Image
+from selenium.common.exceptions import (
+    JavascriptException,
+    StaleElementReferenceException,
+    WebDriverException,
+)
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -39,13 +44,19 @@ def alive(chromium: Chrome) -> None:
 
 
 def until(look: Callable[[], T], seconds: float = 20.0, what: str = "it") -> T:
-    """Wait until ``look`` returns something true; return that."""
-    end = time.monotonic() + seconds
+    """Wait until ``look`` returns something true; return that.
+
+    What was drawn anew while it was looked at is looked at again.
+    """
+    end, problem = time.monotonic() + seconds, ""
     while time.monotonic() < end:
-        if found := look():
-            return found
+        try:
+            if found := look():
+                return found
+        except (StaleElementReferenceException, JavascriptException) as error:
+            problem = f": {error.msg}"
         time.sleep(0.1)
-    raise AssertionError(f"{what} did not happen in {seconds:.0f} s")
+    raise AssertionError(f"{what} did not happen in {seconds:.0f} s{problem}")
 
 
 def see(chromium: Chrome, words: str, seconds: float = 20.0) -> None:
@@ -58,44 +69,82 @@ def see(chromium: Chrome, words: str, seconds: float = 20.0) -> None:
 
 
 def button(chromium: Chrome, label: str) -> WebElement:
-    return until(
-        lambda: next(
-            (b for b in chromium.find_elements(By.TAG_NAME, "button")
-             if b.is_displayed() and label in b.text.splitlines()),
-            None,
-        ),
-        what=f"a button {label!r}",
-    )  # fmt: skip
+    """A button, or what can be pressed like one, with this line on it."""
+
+    def found() -> WebElement | None:
+        pressable = "button, .q-expansion-item__container > .q-item"
+        for element in chromium.find_elements(By.CSS_SELECTOR, pressable):
+            if element.is_displayed() and label in element.text.splitlines():
+                return element
+        return None
+
+    return until(found, what=f"a button {label!r}")
 
 
 def press(chromium: Chrome, label: str) -> None:
-    found = button(chromium, label)
+    """Click a button; again, if it was moving or drawn anew just then."""
+
+    def pressed() -> bool:
+        found = button(chromium, label)
+        try:
+            chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
+            found.click()
+        except WebDriverException:
+            return False
+        return True
+
+    until(pressed, what=f"pressing {label!r}")
+
+
+def field(chromium: Chrome, label: str) -> WebElement:
+    """The field with this label, in the middle of the screen."""
+    script = """
+        return [...document.querySelectorAll('.q-field input')]
+          .find(f => f.ariaLabel === arguments[0] && f.closest('.q-field').offsetParent)
+    """
+    found = until(lambda: chromium.execute_script(script, label), what=f"a field {label!r}")
     chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
-    found.click()
+    return found
 
 
 def fill(chromium: Chrome, label: str, value: str) -> None:
     """Type into the field with this label."""
-    field = chromium.find_element(By.CSS_SELECTOR, f'input[aria-label="{label}"]')
-    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
-    field.send_keys(Keys.CONTROL, "a")
-    field.send_keys(value)
-    field.send_keys(Keys.TAB)
+    found = field(chromium, label)
+    found.send_keys(Keys.CONTROL, "a")
+    found.send_keys(value)
+    found.send_keys(Keys.TAB)
+    until(lambda: found.get_attribute("value") == value, what=f"{label!r} being {value!r}")
 
 
 def choose(chromium: Chrome, label: str, option: str) -> None:
-    """Choose from the drop-down with this label."""
-    field = chromium.find_element(By.CSS_SELECTOR, f'input[aria-label="{label}"]')
-    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
-    chromium.execute_script("arguments[0].closest('.q-field').click()", field)
-    until(
-        lambda: [
-            (i.click(), True)
-            for i in chromium.find_elements(By.CSS_SELECTOR, ".q-menu .q-item")
-            if i.text == option
-        ],
-        what=f"an option {option!r}",
-    )
+    """Choose from the drop-down with this label, and wait until it has closed."""
+    script = "arguments[0].closest('.q-field').click()"
+    chromium.execute_script(script, field(chromium, label))
+
+    def menus() -> list[WebElement]:
+        return chromium.find_elements(By.CSS_SELECTOR, ".q-menu .q-item")
+
+    def taken() -> bool:
+        for item in menus():
+            try:
+                if item.text == option:
+                    item.click()
+                    return True
+            except WebDriverException:  # it is moving, or was drawn anew: look again
+                return False
+        return False
+
+    until(taken, what=f"an option {option!r}")
+    until(lambda: not menus(), what=f"the choice of {label!r} closing")
+
+
+def shown(chromium: Chrome) -> set[str]:
+    """The labels of the fields that are in sight."""
+    script = """
+        return [...document.querySelectorAll('.q-field')].filter(f => f.offsetParent)
+          .map(f => f.querySelector('.q-field__label')?.textContent)
+    """
+    return set(chromium.execute_script(script))
 
 
 def series(chromium: Chrome) -> dict[str, int]:

@@ -43,7 +43,7 @@ def test_a_chart_still_drawn_for_a_wider_screen_does_not_widen_the_page(studio, 
         picture.style.width = "3000px"
         return document.documentElement.scrollWidth
     """
-    assert chromium.execute_script(script) <= 1366
+    until(lambda: chromium.execute_script(script) <= 1366, what="the page fitting")
 
 
 def test_the_theme_follows_the_system_until_one_is_chosen(studio, chromium):
@@ -61,7 +61,7 @@ def test_the_theme_follows_the_system_until_one_is_chosen(studio, chromium):
     until(dark)
     until(lambda: "tessella_theme=dark" in chromium.execute_script("return document.cookie"))
     go(chromium, studio, "/train")
-    assert dark()
+    until(dark)
 
 
 def test_a_run_from_a_terminal_grows_by_its_new_points_only(studio, chromium):
@@ -77,11 +77,14 @@ def test_a_run_from_a_terminal_grows_by_its_new_points_only(studio, chromium):
     for step in range(10_000, 10_005):
         log(metric(step, step / 1000, loss=0.5, lr=0.001))
     until(lambda: series(chromium)["loss"] == before + 5, what="growth")
-    _, received = traffic(chromium)
-    carried = [f for f in received if "studio.append" in f]
-    assert carried
+    carried: list[str] = []
+
+    def arrived() -> bool:
+        carried.extend(f for f in traffic(chromium)[1] if "studio.append" in f)
+        return sum(f.count("10.00") for f in carried) >= 4
+
+    until(arrived, what="the new points in the traffic")
     assert max(len(f) for f in carried) < MOST_BYTES_A_LOOK
-    assert sum(f.count("10.00") for f in carried) >= 4
     log.close()
 
 

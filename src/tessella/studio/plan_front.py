@@ -26,6 +26,18 @@ def front_of(plan: Path) -> Path | None:
     return None
 
 
+def title_of(plan: Path) -> str:
+    """What a plan is called; one of a front by the search and its place in it."""
+    of_front = plan.parent.suffix == ".front"
+    return f"{plan.parent.stem}-{plan.stem}" if of_front else plan.stem
+
+
+def rebuilt(plan: Path, command: str) -> str:
+    """The command that builds a plan again; a front's manifest has that of the chosen one."""
+    of_front = plan.parent.suffix == ".front" and plan.stem.isdigit()
+    return f"{command} --point {plan.stem}" if of_front else command
+
+
 def show_front(desk: Desk, path: Path) -> None:
     """The card, if the plan at ``path`` comes from a search."""
     folder = front_of(path)
@@ -142,9 +154,10 @@ class _Front:
 
     def _save(self, here: Path) -> None:
         """A point of the front becomes a plan of its own."""
-        usual = f"{self._folder.stem}-{here.stem}"
         with parts.box("row-line wrap"):
-            name = field(ui.input("Keep this plan as", value=usual)).style("max-width:280px")
+            name = field(ui.input("Keep this plan as", value=title_of(here))).style(
+                "max-width:280px"
+            )
             parts.plain_button("Save", lambda: self._keep(here, name.value or ""), "save")
 
     def _keep(self, here: Path, name: str) -> None:

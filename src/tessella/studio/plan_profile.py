@@ -128,7 +128,8 @@ def _told(trace: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     )
     text("p", "Dark: what the machine's measured limits allow; light: the time above that."
          ).classes("muted small")  # fmt: skip
-    columns = [parts.Column(title="#", classes="r"), parts.Column(title="layer", classes="m")]
+    columns = [parts.Column(title="#", classes="r")]
+    columns += [parts.Column(title="layer", classes="m nowrap")]
     columns += [parts.Column(title="kernel", classes="m nowrap"), parts.Column(title="time")]
     columns += [
         parts.Column(title=t, classes="r") for t in ("share", "alone", "GB/s", "GFLOP/s", "of peak")

@@ -12,6 +12,7 @@ from tessella.jobs.job import Job, JobSpec
 from tessella.studio import parts
 from tessella.studio.desk import Desk
 from tessella.studio.pages.data import field
+from tessella.studio.plan_front import title_of
 from tessella.studio.workspace import plain_name
 
 
@@ -34,7 +35,7 @@ class Service:
         ui.timer(1.0, self._refresh)
 
     def _name(self) -> str:
-        return plain_name(Path(self._ref).stem) or "model"
+        return plain_name(title_of(Path(self._ref))) or "model"
 
     def _serve_spec(self) -> JobSpec:
         gpus = 1 if self._plan.manifest.fingerprint.target.startswith("sm_") else 0

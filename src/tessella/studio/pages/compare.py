@@ -16,7 +16,7 @@ from tessella.studio.desk import Desk
 from tessella.studio.feed import Feed, Point, thin
 from tessella.studio.pages.data import field
 from tessella.studio.pages.monitor import status_of
-from tessella.studio.recipe_form import flat
+from tessella.studio.recipe_form import VISIBLE, flat
 from tessella.studio.theme import RESPONSE_S, frame, text
 
 LOOK_INTERVAL_S = 2.0
@@ -222,31 +222,25 @@ def _table(ranked: list[_Member]) -> None:
     names = list(dict.fromkeys(name for plain in known.values() for name in plain))
     differ = [n for n in names if len({repr(plain.get(n)) for plain in known.values()}) > 1]
     columns = [parts.Column(title="run", classes="nowrap"), parts.Column(title="state")]
-    columns += [parts.Column(title=n.replace("solver.", "").replace("_", " "), classes="r")
-                for n in differ]  # fmt: skip
     columns += [parts.Column(title="best val accuracy")]
-    columns += [parts.Column(title=t, classes="r") for t in ("at epoch", "val loss", "time")]
+    titles = ("at epoch", "val loss", "time", *(VISIBLE.get(n, n).lower() for n in differ))
+    columns += [parts.Column(title=t.replace("_", " "), classes="r") for t in titles]
     rows: list[tuple[parts.Cell, ...]] = []
     for member in ranked:
         best, loss = member.best(), member.feed.latest("val/loss")
-        plain = known.get(member.ref, {})
-        feed = member.feed
+        plain, feed = known.get(member.ref, {}), member.feed
         took = (feed.last_time or 0.0) - (feed.started or 0.0)
         rows.append((
-            parts.Link(to=_address(member), text=member.name),
+            parts.Link(to=parts.address("/monitor", run=member.ref), text=member.name),
             member.status,
-            *(_shown(plain.get(n)) for n in differ),
             "" if best is None else parts.Bar(fraction=best[1], text=f"{100 * best[1]:.2f} %"),
             "" if best is None else f"{best[0]:.4g}",
             "" if loss is None else f"{loss:.4g}",
             parts.duration(took) if took > 0 else "",
+            *(_shown(plain.get(n)) for n in differ),
         ))  # fmt: skip
     marked = [index == 0 and m.best() is not None for index, m in enumerate(ranked)]
     parts.table(columns, rows, marked)
-
-
-def _address(member: _Member) -> str:
-    return parts.address("/monitor", run=member.ref)
 
 
 def _shown(value: object) -> str:

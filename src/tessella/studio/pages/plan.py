@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 
 from nicegui import run as threads
 from nicegui import ui
@@ -18,7 +19,7 @@ from tessella.studio.desk import Desk
 from tessella.studio.feed import Feed
 from tessella.studio.pages.data import field
 from tessella.studio.plan_accuracy import Accuracy, show_layers
-from tessella.studio.plan_front import show_front
+from tessella.studio.plan_front import rebuilt, show_front, title_of
 from tessella.studio.plan_profile import Profile
 from tessella.studio.plan_service import Service
 from tessella.studio.theme import RESPONSE_S, frame, text
@@ -43,7 +44,8 @@ def register(desk: Desk) -> None:
         with frame("Plan", "The network as one file, tuned for this machine.", desk.workspace.root):
             with parts.box("split"):
                 with parts.box("stack"):
-                    form = _Compile(desk, source, found)
+                    made_of = opened.manifest.built_from if isinstance(opened, Plan) else ""
+                    form = _Compile(desk, source or made_of, found)
                     _list(found, plan)
                 with parts.box("stack"):
                     try:
@@ -100,7 +102,7 @@ class _Compile:
             by_hash = {d.info.content_hash: ref for ref, d in datasets.items()}
             self._form = CompileForm(
                 names,
-                source if source in names else next(iter(names)),
+                next((r for r in names if Path(source).is_relative_to(r)), next(iter(names))),
                 classes={r: i.labels for r, i in infos.items()},
                 homes={r: by_hash.get(i.dataset_hash) for r, i in infos.items()},
                 datasets=datasets,
@@ -198,7 +200,7 @@ class _Plan:
                 Service(desk, plan, ref)
                 self._difference([f.ref for f in plans if f.item is not None and f.ref != ref])
         with parts.card("How to do the same"):
-            parts.Command(plan.manifest.rebuild)
+            parts.Command(rebuilt(desk.workspace.path(ref), plan.manifest.rebuild))
 
     def _head(self) -> None:
         plan, manifest = self._plan, self._plan.manifest
@@ -220,7 +222,7 @@ class _Plan:
             said = f"{parts.nbytes(code)}, {count} kernels" if count else "none"
             numbers.append(("machine code carried", said))
         with parts.card():
-            text("h2", path.stem).style("font-size:19px")
+            text("h2", title_of(path)).style("font-size:19px")
             parts.stats(numbers)
             text("p", f"Built from {manifest.built_from} for {manifest.fingerprint.name} "
                  f"({manifest.fingerprint.arch}).").classes("muted small")  # fmt: skip
