@@ -125,11 +125,28 @@ def test_the_error_names_the_place(change: dict[str, object], told: str) -> None
 
 
 @pytest.mark.parametrize(
-    "text", ['{"a": 1, "a": 2}', "[NaN]", "[Infinity]", "[" * 100_000, "{", "9" * 5000, b"\xff\xfe"]
+    "text",
+    [
+        '{"a": 1, "a": 2}',
+        "[NaN]",
+        "[Infinity]",
+        "[" * 100_000,
+        "{",
+        "9" * 5000,
+        b"\xff\xfe",
+        "[1e999]",
+        '["\\ud800"]',
+        b'{"\\uDFFF": 1}',
+        "[" * 65 + "]" * 65,
+    ],
 )
 def test_odd_json_is_refused(text: str | bytes) -> None:
     with pytest.raises(CorruptArtifact, match="valid JSON"):
         parse_json(text, where="file")
+
+
+def test_a_character_in_two_halves_is_one() -> None:
+    assert parse_json(canonical_json(["\U0001f600"]), where="file") == ["\U0001f600"]
 
 
 def test_canonical_json_is_sorted_and_finite() -> None:

@@ -20,6 +20,8 @@ from tessella.core.errors import ArtifactError, CorruptArtifact, TessellaError
 
 R = TypeVar("R")
 
+MAX_DEPTH = 64  # of lists and objects in each other; ours are a tenth of that
+
 
 def to_plain(value: Any) -> Any:
     """A record as plain dicts, lists and scalars, ready for ``json.dumps``."""
@@ -45,7 +47,10 @@ def digest(value: Any) -> str:
 
 
 def parse_json(text: str | bytes, *, where: str) -> Any:
-    """``json.loads`` that refuses duplicate keys, NaN and absurd nesting, naming the file."""
+    """``json.loads`` that refuses duplicate keys, numbers that are none and absurd nesting.
+
+    Recursive functions can walk what passes, and ``canonical_json`` write it. Errors name the file.
+    """
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
@@ -58,14 +63,40 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
     def no_constant(name: str) -> float:
         raise ValueError(f"{name} is not a JSON number")
 
+    def finite(number: str) -> float:
+        if math.isinf(value := float(number)):
+            raise ValueError(f"{number[:20]} is too large for a number")
+        return value
+
     try:
-        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+        data = json.loads(
+            text,
+            object_pairs_hook=no_duplicates,
+            parse_constant=no_constant,
+            parse_float=finite,
+        )
+        _require_shallow(data)
+        halves = b"\\ud" in text.lower() if isinstance(text, bytes) else "\\ud" in text.lower()
+        if halves:  # of characters: alone they could not be written
+            json.dumps(data, ensure_ascii=False).encode()
+        return data
     except (ValueError, RecursionError) as error:
         raise CorruptArtifact(
             f"{where} is not valid JSON",
             seen=str(error)[:200],
             fix="restore the file from a backup or make it again",
         ) from error
+
+
+def _require_shallow(data: Any) -> None:
+    """Raise ``ValueError`` where lists and objects lie deeper in each other than ``MAX_DEPTH``."""
+    level = [data] if isinstance(data, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        inside = [box.values() if isinstance(box, dict) else box for box in level]
+        level = [value for values in inside for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"lists and objects lie deeper in each other than {MAX_DEPTH}")
 
 
 def from_plain(cls: type[R], data: Any, *, where: str) -> R:

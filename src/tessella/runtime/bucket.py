@@ -89,7 +89,7 @@ class BoundBucket:
             CorruptArtifact: in the first run, a step made another tensor than the plan says.
         """
         if not self._checked:
-            self._first_run(inputs)
+            return self._first_run(inputs)
         slots = self._slots
         for slot, tensor in zip(self._inputs, inputs, strict=True):
             slots[slot] = tensor
@@ -112,7 +112,7 @@ class BoundBucket:
             times.append(time.perf_counter() - begin)
         return times
 
-    def _first_run(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _first_run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the steps one by one: the kernels behind each were bound to what the plan says."""
         slots = list(self._slots)
         for slot, tensor in zip(self._inputs, inputs, strict=True):
@@ -132,6 +132,7 @@ class BoundBucket:
             for slot in drops:
                 slots[slot] = None
         self._checked = True
+        return [slots[slot] for slot in self._outputs]
 
 
 def _lies_there(slots: Slots, slot: int, place: tuple[int, Slice] | None) -> bool:

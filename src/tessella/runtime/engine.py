@@ -18,7 +18,7 @@ import torch
 from tessella.artifacts.plan import Manifest, Plan, load_plan
 from tessella.artifacts.program import Bucket, Buffer, alike
 from tessella.core.device import fingerprint, torch_device
-from tessella.core.errors import ArtifactError, InputError, TessellaError, UsageError
+from tessella.core.errors import ArtifactError, InputError, UsageError
 from tessella.core.memory import free_bytes, is_out_of_memory
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
@@ -51,7 +51,8 @@ def load(source: str | Path | Plan, *, self_test: bool = True, compiled: bool = 
     plan = source if isinstance(source, Plan) else load_plan(source)
     engine = Engine(plan, compiled=compiled)
     if self_test:
-        engine.self_test(plan.golden)
+        with _enough_memory(plan, engine.device):
+            engine.self_test(plan.golden)
     return engine
 
 
@@ -130,11 +131,13 @@ class Engine:
             bound = BoundBucket(
                 plan.program, bucket, weights, metas, target=target, math=math, arena=arena
             )
-            ready[bucket.batch] = (
-                bound
-                if pool is None
-                else GraphedBucket(bound, inputs, math=math, pool=pool, device=self.device)
-            )
+            if pool is None:
+                ready[bucket.batch] = bound
+                continue
+            with self._tested():  # the steps run, to be captured
+                ready[bucket.batch] = GraphedBucket(
+                    bound, inputs, math=math, pool=pool, device=self.device
+                )
         return ready
 
     def _input_metas(self, bucket: Bucket) -> list[TensorMeta]:
@@ -311,7 +314,7 @@ class Engine:
             raise self._fails("it does not have the plan's inputs and outputs", sorted(golden))
         inputs = {s.name: golden[f"input.{s.name}"] for s in self.inputs}
         outputs = {s.name: golden[f"output.{s.name}"] for s in self.outputs}
-        try:
+        with self._tested():
             self._compare(self(**inputs), outputs)
             for size in self.buckets if self._differ else ():
                 rows = [_repeated(t, size) for t in inputs.values()]
@@ -319,9 +322,19 @@ class Engine:
                     made += self._run_bucket(size, rows, 0, size, torch.device("cpu"))
                 right = {n: _repeated(t, size) for n, t in outputs.items()}
                 self._compare(dict(zip(outputs, made, strict=True)), right)
+
+    @contextmanager
+    def _tested(self) -> Iterator[None]:
+        """Raise ``ArtifactError`` where the plan's steps cannot run, for whatever reason; running
+        out of memory is told by ``_enough_memory``.
+        """
+        try:
+            yield
         except ArtifactError:
             raise
-        except (TessellaError, RuntimeError, ValueError, TypeError, IndexError) as error:
+        except Exception as error:  # attributes from a stranger: what they may raise has no end
+            if is_out_of_memory(error):
+                raise
             raise self._fails("it cannot run", first_line(error)) from error
 
     def _compare(
