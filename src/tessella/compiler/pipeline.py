@@ -22,6 +22,7 @@ from tessella.compiler.passes import (
     drop_no_ops,
     fold_batch_norm,
     fold_constants,
+    fold_scales,
     fuse_chains,
     fuse_epilogue,
     fuse_pointwise,
@@ -40,6 +41,7 @@ from tessella.compiler.passes import (
     share_masks,
     swap_means,
     take_pixels,
+    turn_residuals,
 )
 from tessella.compiler.passes.assign_layout import Formats, Layout
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
@@ -81,6 +83,8 @@ PASSES = (
     Pass(fold_constants.apply, "what depends on constants only is computed once, here"),
     Pass(drop_no_ops.apply, "a copy or a reshape of a reshape would hide what could be fused"),
     Pass(share_masks.apply, "a mask that all queries share is one row of it"),
+    Pass(fold_scales.apply, "a factor a channel before a sum is a change of the layer's weights"),
+    Pass(turn_residuals.apply, "what is added behind a permute is added before it, by the layer"),
     Pass(move_permutes.apply, "permutes that meet cancel, and rows need not be turned for a layer"),
     Pass(fold_batch_norm.apply, "a batch norm after a convolution is a change of its weights"),
     Pass(swap_means.apply, "a mean of few channels, a product of few pixels: both are linear"),

@@ -1,0 +1,53 @@
+"""A residual that is added after a layer's result was permuted is turned back and added before.
+
+``permute(layer) + x`` is ``permute(layer + permute⁻¹(x))``: then the sum is the layer's epilogue.
+Permutes are views, and in channels_last the one of x meets its undoing or costs nothing.
+"""
+
+from __future__ import annotations
+
+from tessella.compiler.passes.fuse_epilogue import LAYERS, only_use
+from tessella.graph.graph import Graph, Node, Value
+
+
+def apply(graph: Graph) -> int:
+    """Turn them; returns how many."""
+    turned, producer = 0, graph.producer()
+    for add in [n for n in graph.nodes if n.op == "add"]:
+        for value, other in (add.inputs, add.inputs[::-1]):
+            permute = producer.get(value)
+            if other is None or permute is None or not _may_turn(graph, add, permute, other):
+                continue
+            _turn(graph, add, permute, other)
+            turned, producer = turned + 1, graph.producer()
+            break
+    return turned
+
+
+def _may_turn(graph: Graph, add: Node, permute: Node, other: Value) -> bool:
+    if permute.op != "permute" or add.attrs["alpha"] != 1 or other in graph.constants:
+        return False
+    layer = graph.producer().get(permute.inputs[0])
+    return (
+        layer is not None
+        and layer.op in LAYERS
+        and layer.attrs.get("activation") is None
+        and all(v is None for v in layer.inputs[3:])
+        and (other.shape, other.dtype) == (add.output.shape, add.output.dtype)
+        and only_use(graph, layer.output, permute)
+        and only_use(graph, permute.output, add)
+    )
+
+
+def _turn(graph: Graph, add: Node, permute: Node, other: Value) -> None:
+    made, result = permute.inputs[0], add.output
+    dims = [d % len(result.shape) for d in permute.attrs["dims"]]
+    back = Value(graph.fresh_name(f"{other.name}.turned"), other.dtype, made.shape)
+    total = Value(graph.fresh_name(f"{result.name}.turned"), result.dtype, made.shape)
+    undo = {"dims": tuple(dims.index(axis) for axis in range(len(dims)))}
+    add.inputs, add.outputs = (made, back), (total,)
+    permute.inputs, permute.outputs = (total,), (result,)
+    graph.nodes.remove(permute)
+    place = graph.nodes.index(add)
+    graph.nodes.insert(place, Node("permute", (other,), (back,), undo, add.layer))
+    graph.nodes.insert(place + 2, permute)
