@@ -67,3 +67,12 @@ def test_a_sparse_weight_is_told(tessella: Tessella, tmp_path: Path) -> None:
     assert "sparsity" not in tessella("kernels", "linear", *shapes).json["problem"]["attrs"]
     refused = tessella("kernels", "linear", "--input", "8x6", "--weight", "4x6", "--sparse")
     assert (refused.code, "takes fours" in refused.err) == (2, True)
+
+
+def test_attention_of_queries_and_keys(tessella: Tessella, tmp_path: Path) -> None:
+    shapes = ("--input", "1x2x5x8", "--weight", "1x2x6x8", "--causal")
+    search = ("kernels", "scaled_dot_product_attention", *shapes, "--cache", tmp_path, "--json")
+    found = tessella(*search).json
+    assert found["problem"]["outputs"][0]["shape"] == [1, 2, 5, 8]
+    assert found["problem"]["attrs"]["is_causal"]
+    assert found["findings"][0]["max_rel_error"] < 1e-5

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessella.core.errors import UsageError
-from tessella.kernels import catalog, launch, problems
+from tessella.kernels import catalog, find, launch, problems
 from tessella.kernels.attention import flash, flash_sm90
 from tessella.kernels.problem import Problem, TensorMeta
 from tests.kernels import gluon_on_threads
@@ -265,6 +265,16 @@ def test_portable_compiles(kernels: dict[str, list[dict[str, Any]]], name: str) 
 
 
 # --- as people ask for it, and the others' --------------------------------------------------------
+
+
+def test_people_find_the_fastest() -> None:
+    q, k, v = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 4)
+    mask = torch.rand(2, 1, 1, 7) > 0.5
+    report = find("scaled_dot_product_attention", q, k, v, attn_mask=mask, scale=0.5, budget_s=0)
+    assert report.problem.output.shape == (2, 3, 5, 4)
+    assert [meta.dtype for meta in report.problem.inputs] == [*["float32"] * 3, "bool"]
+    assert report[0].max_rel_error < 1e-5
+    assert report[0].tflops > 0
 
 
 def test_a_problem_of_shapes_that_do_not_go_together_is_told() -> None:

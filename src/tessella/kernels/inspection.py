@@ -40,8 +40,8 @@ def exact_answer(
 
 
 def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same values in float64."""
-    return None if tensor is None else tensor.double()
+    """The same values in float64; a mask of bools is one, not numbers to add."""
+    return tensor if tensor is None or tensor.dtype == torch.bool else tensor.double()
 
 
 def inspect(run: Run, exact: torch.Tensor, out: torch.Tensor | None, *, sliced: bool) -> Inspection:
