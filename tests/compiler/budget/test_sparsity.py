@@ -67,7 +67,8 @@ def mlp(digits: tuple[torch.Tensor, torch.Tensor]) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def data(digits: tuple[torch.Tensor, torch.Tensor]) -> Labelled:
-    return of_tensors({"pixels": digits[0][TRAIN:].flatten(1)}, digits[1][TRAIN:])
+    some = slice(TRAIN, TRAIN + 320)
+    return of_tensors({"pixels": digits[0][some].flatten(1)}, digits[1][some])
 
 
 def test_it_is_offered_where_a_proven_kernel_wants_it() -> None:
@@ -106,11 +107,11 @@ def test_the_budget_buys_sparsity_and_the_plan_is_made_again(
     cache = tmp_path / "times.jsonl"
     with sparse_row.registered():
         front = search(
-            graph, data=data, run=run, budget=1.0, costs=Table(), **build,
+            graph, data=data, run=run, budget=3.0, costs=Table(), **build,
             measuring=compiler.Measuring(cache=cache, budget_s=0.0),
         )  # fmt: skip
         chosen = front[front.chosen]
-        assert chosen.receipt.loss <= 1.0
+        assert chosen.receipt.loss <= 3.0
         sparse = {name for name, p in chosen.precisions.items() if p.endswith(SPARSE)}
         assert sparse
         assert sum(n for kind, n in chosen.layers.items() if kind.endswith(SPARSE)) == len(sparse)
