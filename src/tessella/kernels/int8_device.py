@@ -74,7 +74,10 @@ def int8_of_float(x):
 
 @gluon.jit
 def by_channel(sums):
-    """Sums whose weights' rows were ``spread``, in the order of the channels: no data moves."""
+    """Sums in the order of channels, where sum 8 j + q of every 64 is that of channel j + 8 q.
+
+    The weights' rows were spread so, to give a thread 16 neighbours of a row: no data moves here.
+    """
     ROWS: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
     blocks = sums.reshape([ROWS, COLUMNS // 64, 8, 8])
@@ -83,7 +86,9 @@ def by_channel(sums):
 
 @gluon.constexpr_function
 def sorted_layout(layout):
-    """The same elements in each thread, neighbours beside each other: wide loads and stores."""
+    """The same elements in each thread, neighbours beside each other: wide loads of vectors."""
+    if not isinstance(layout, gl.DistributedLinearLayout):
+        return layout
     return gl.DistributedLinearLayout(
         reg_bases=sorted(layout.reg_bases),
         lane_bases=layout.lane_bases,

@@ -278,7 +278,7 @@ def _finish(
     staged.store(made)
 
 
-@gluon.jit(do_not_specialize=["beta", "between_channels", "y_channels", "tiles", "chunks"])
+@gluon.jit(do_not_specialize=["beta", "tiles", "chunks"])
 def convolve_twice(
     x,
     a,

@@ -32,7 +32,12 @@ from tessella.kernels.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tessella.kernels.int8_device import float_of_int8, float_of_small, int8_of_float
+from tessella.kernels.int8_device import (
+    float_of_int8,
+    float_of_small,
+    int8_of_float,
+    sorted_layout,
+)
 
 
 @gluon.jit
@@ -112,7 +117,7 @@ def _multiply(
     COLUMNS: gl.constexpr = BM if SWAP else BCO
     SUM: gl.constexpr = gl.int32 if x_ring.dtype == gl.int8 else gl.float32
     sums = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
-    FINAL: gl.constexpr = _sorted(_in_order(sums, BM, BCO, INTERLEAVE, SWAP).type.layout)
+    FINAL: gl.constexpr = sorted_layout(_in_order(sums, BM, BCO, INTERLEAVE, SWAP).type.layout)
     SIDE: gl.constexpr = 1 if SWAP else 0
     VECTOR: gl.constexpr = gl.SliceLayout(SIDE, FINAL)
     wait_for_dependencies()
@@ -202,20 +207,6 @@ def _multiply(
             k, q, p, n = next_tile(k, q, p, n, grid)
         v += 1
     store_wait(pendings=0)
-
-
-@gluon.constexpr_function
-def _sorted(layout):
-    """The same elements in each thread, neighbours beside each other: wide loads of vectors."""
-    if not isinstance(layout, gl.DistributedLinearLayout):
-        return layout
-    return gl.DistributedLinearLayout(
-        reg_bases=sorted(layout.reg_bases),
-        lane_bases=layout.lane_bases,
-        warp_bases=layout.warp_bases,
-        block_bases=layout.block_bases,
-        shape=layout.shape,
-    )
 
 
 @gluon.jit
