@@ -14,6 +14,7 @@ from torch import nn
 from tessella import compiler, runtime
 from tessella.artifacts.plan import to_bytes
 from tessella.compiler.budget import Built, Labelled, mixes, of_tensors, search
+from tessella.compiler.budget.costs import uniform
 from tessella.compiler.budget.mixes import Unit
 from tessella.compiler.pipeline import optimized
 from tessella.core.dtype import SPARSE, plain_precision
@@ -93,6 +94,16 @@ def test_a_mix_says_which_weights_are_pruned() -> None:
     precision, precisions = mixes.spelled(exact, on_gpu, "sm_90")
     assert precision == "fp16"
     assert precisions == dict(zip(names[:2], ("int8+2:4", "fp16+2:4"), strict=True))
+
+
+def test_what_cannot_be_sparse_goes_along_dense() -> None:
+    units = [
+        Unit(layers=("a", "b"), kinds=("bf16", "int8", "int8+2:4")),
+        Unit(layers=("c",), kinds=("bf16", "int8")),
+        Unit(layers=("d",), kinds=("bf16",)),
+    ]
+    assert uniform(units, "int8+2:4") == {"a": "int8+2:4", "b": "int8+2:4", "c": "int8"}
+    assert uniform(units, "int8") == {"a": "int8", "b": "int8", "c": "int8"}
 
 
 def test_the_budget_buys_sparsity_and_the_plan_is_made_again(

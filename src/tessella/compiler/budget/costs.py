@@ -22,6 +22,7 @@ from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.compiler.pipeline import layouts_to_try, with_layout
 from tessella.compiler.stopping import stopping
 from tessella.core.device import torch_device
+from tessella.core.dtype import plain_precision
 from tessella.core.events import Emit, silent
 from tessella.graph.graph import Graph
 from tessella.kernels.allowance import Allowance
@@ -128,5 +129,7 @@ class Measured:
 
 
 def uniform(units: Sequence[Unit], precision: str) -> dict[str, str]:
-    """The mix in which all that may be are in one precision."""
-    return {name: precision for unit in units if precision in unit.kinds for name in unit.layers}
+    """The mix in which all that may be are in one precision; what cannot be sparse is so dense."""
+    choices = (precision, plain_precision(precision))
+    best = ((unit, next((k for k in choices if k in unit.kinds), None)) for unit in units)
+    return {name: kind for unit, kind in best if kind is not None for name in unit.layers}
