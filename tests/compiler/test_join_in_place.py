@@ -195,7 +195,7 @@ def test_random_networks(drawn: tuple[Graph, bool]) -> None:
         patch.setattr(join_in_place, "trials", _for_nothing)
         if channels_last:
             patch.setattr(
-                "tessella.compiler.pipeline.layouts_to_try", lambda *_: ("channels_last",)
+                "tessella.compiler.variants.layouts_to_try", lambda *_: ("channels_last",)
             )
             patch.setattr(
                 "tessella.compiler.passes.assign_layout._format", _channels_last_from_the_start

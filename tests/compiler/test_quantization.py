@@ -22,7 +22,7 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quanti
 
 from tessella import compiler, runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
-from tessella.compiler import pipeline
+from tessella.compiler import pipeline, variants
 from tessella.compiler.passes import choose_kernels, lower_quantization, pad_channels
 from tessella.compiler.precision import assign
 from tessella.core.errors import CompileError, UsageError
@@ -445,7 +445,7 @@ def test_a_gpus_kernels_take_every_rounded_layer(name: str, kind: str) -> None:
     assert assignment.rest == "float16"
     made = pipeline._changed(exact, pipeline.rounding(exact, assignment, found))
     made = pipeline._changed(made, pipeline.narrowing(assignment))
-    laid_out, formats = pipeline.with_layout(made, "channels_last")
+    laid_out, formats = variants.with_layout(made, "channels_last")
     concrete = laid_out.at_batch(8)
     hopper = {"conv2d": "conv2d.implicit_gemm.sm90", "linear": "linear.wgmma.sm90"}
     others = {

@@ -19,14 +19,12 @@ from tessella.compiler.pipeline import (
     apply_each,
     copied,
     input_passes,
-    layouts_to_try,
     marking,
     narrowing,
     require_precision,
     rounding,
-    with_layout,
-    with_siblings,
 )
+from tessella.compiler.variants import layouts_to_try, with_layout, with_siblings
 from tessella.core.preprocess import Preprocess
 from tessella.graph.graph import Graph
 from tessella.graph.show import text

@@ -13,10 +13,9 @@ from tessella.artifacts.plan import Candidate, Manifest, Plan
 from tessella.artifacts.program import Bucket, Program
 from tessella.compiler import calibration as calibrating
 from tessella.compiler import precision as precision_of
-from tessella.compiler import race, verify
+from tessella.compiler import verify
 from tessella.compiler.calibration import Calibration
 from tessella.compiler.passes import (
-    assign_layout,
     choose_kernels,
     dead_code,
     drop_no_ops,
@@ -26,7 +25,6 @@ from tessella.compiler.passes import (
     fuse_chains,
     fuse_epilogue,
     fuse_pointwise,
-    fuse_siblings,
     insert_quantization,
     join_in_place,
     lower_precision,
@@ -43,11 +41,11 @@ from tessella.compiler.passes import (
     take_pixels,
     turn_residuals,
 )
-from tessella.compiler.passes.assign_layout import Formats, Layout
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.compiler.precision import Assignment
 from tessella.compiler.settings import About, Measuring
 from tessella.compiler.stopping import stopping
+from tessella.compiler.variants import fastest, with_siblings
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.errors import CompileError, UsageError
@@ -112,8 +110,6 @@ PASSES = (
 #   plan_memory       lifetimes, and one arena for the live values
 
 Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
-
-WORTH_IT = 0.98  # fused siblings must win by 2 %: less may be a busy moment of the machine
 
 
 def compile_graph(
@@ -182,7 +178,7 @@ def compile_graph(
         unproven=measuring.unproven,
     )
     with stopping(measuring.cache, tuner.allowance) as progress:
-        lowered, formats = _fastest(variants, batch.opt, precision, tuner, emit)
+        lowered, formats = fastest(variants, batch.opt, precision, tuner, emit)
         buckets, tuning = [], []
         for size in bucket_sizes(batch):
             progress.begin(size)
@@ -332,22 +328,6 @@ def _changed(graph: Graph, steps: Sequence[Pass]) -> Graph:
     return graph
 
 
-def with_siblings(graph: Graph, target: str) -> list[tuple[Graph, int]]:
-    """Copies of the graph with siblings fused, to race with it, and how many layers went.
-
-    All siblings, and those alone whose results do not go straight into a concatenation.
-    """
-    variants: list[tuple[Graph, int]] = []
-    for joined in (True, False) if target != "reference" else ():
-        fused = copied(graph)
-        count = fuse_siblings.apply(fused, joined=joined)
-        if count and count not in [n for _, n in variants]:
-            dead_code.apply(fused)  # the single weights
-            check(fused)
-            variants.append((fused, count))
-    return variants
-
-
 def bucket_sizes(batch: DimRange) -> list[int]:
     """The smallest, the usual and the largest batch, and the powers of two between."""
     powers = {1 << i for i in range(batch.max.bit_length()) if batch.min <= 1 << i <= batch.max}
@@ -357,57 +337,6 @@ def bucket_sizes(batch: DimRange) -> list[int]:
 def copied(graph: Graph) -> Graph:
     """A graph whose nodes and values can be changed; constants are shared."""
     return graph.copy()
-
-
-def layouts_to_try(graph: Graph, precision: str, target: str) -> tuple[Layout, ...]:
-    """The layouts that a plan may get: several where only a measurement can tell."""
-    if target == "reference" or not any(n.op == "conv2d" for n in graph.nodes):
-        return ("contiguous",)
-    if PRECISIONS[precision] != "float32":
-        return ("channels_last",)  # tensor cores and oneDNN's 16-bit code want it
-    return ("channels_last", "contiguous")
-
-
-def _fastest(
-    variants: Sequence[Graph], opt: int, precision: str, tuner: Tuner, emit: Emit
-) -> tuple[Graph, Formats]:
-    """The variant that is fastest at the usual batch size, all in the first one's best layout."""
-    layout = _fastest_layout(variants[0], opt, precision, tuner, emit)
-    laid_out = [with_layout(graph, layout) for graph in variants]
-    if len(laid_out) == 1:
-        return laid_out[0]
-    programs = []
-    for graph, formats in laid_out:
-        concrete = graph.at_batch(opt)
-        choices = choose_kernels.apply(concrete, formats, tuner, emit, "siblings")
-        programs.append((concrete, join_in_place.apply(concrete, choices, tuner)))
-    apart, *fused = race.times_us(programs, tuner)
-    times = " or ".join(f"{time:.0f}" for time in fused)
-    emit(phase("siblings", f"{apart:.0f} µs apart, {times} µs fused, at batch {opt}"))
-    return laid_out[1 + fused.index(min(fused)) if min(fused) < WORTH_IT * apart else 0]
-
-
-def _fastest_layout(graph: Graph, opt: int, precision: str, tuner: Tuner, emit: Emit) -> Layout:
-    """The layout that is fastest at the usual batch size, all steps together."""
-    layouts = layouts_to_try(graph, precision, tuner.target)
-    if len(layouts) == 1:
-        return layouts[0]
-    costs = []
-    for layout in layouts:
-        candidate, formats = with_layout(graph, layout)
-        emit(phase("layout", f"{layout} at batch {opt}"))
-        concrete = candidate.at_batch(opt)
-        choices = choose_kernels.apply(concrete, formats, tuner, emit, layout)
-        costs.append(choose_kernels.cost_us(choices))
-    return layouts[costs.index(min(costs))]
-
-
-def with_layout(graph: Graph, layout: Layout) -> tuple[Graph, Formats]:
-    """A copy of the graph with the copies that a layout needs, and its formats."""
-    graph = copied(graph)
-    formats = assign_layout.apply(graph, layout)
-    check(graph)
-    return graph, formats
 
 
 def _candidates(choices: list[Choice], batch: int) -> list[Candidate]:

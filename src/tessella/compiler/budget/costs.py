@@ -19,8 +19,8 @@ from tessella.compiler.calibration import Calibration
 from tessella.compiler.passes import choose_kernels
 from tessella.compiler.passes.assign_layout import Layout
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
-from tessella.compiler.pipeline import layouts_to_try, with_layout
 from tessella.compiler.stopping import stopping
+from tessella.compiler.variants import layouts_to_try, with_layout
 from tessella.core.device import torch_device
 from tessella.core.dtype import plain_precision
 from tessella.core.events import Emit, silent

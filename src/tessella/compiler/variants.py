@@ -1,0 +1,89 @@
+"""Graphs that compute the same, of which only a measurement can tell the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tessella.compiler import race
+from tessella.compiler.passes import (
+    assign_layout,
+    choose_kernels,
+    dead_code,
+    fuse_siblings,
+    join_in_place,
+)
+from tessella.compiler.passes.assign_layout import Formats, Layout
+from tessella.compiler.passes.choose_kernels import Tuner
+from tessella.core.dtype import PRECISIONS
+from tessella.core.events import Emit, phase
+from tessella.graph.check import check
+from tessella.graph.graph import Graph
+
+WORTH_IT = 0.98  # fused siblings must win by 2 %: less may be a busy moment of the machine
+
+
+def fastest(
+    variants: Sequence[Graph], opt: int, precision: str, tuner: Tuner, emit: Emit
+) -> tuple[Graph, Formats]:
+    """The variant that is fastest at the usual batch size, all in the first one's best layout."""
+    layout = _fastest_layout(variants[0], opt, precision, tuner, emit)
+    laid_out = [with_layout(graph, layout) for graph in variants]
+    if len(laid_out) == 1:
+        return laid_out[0]
+    programs = []
+    for graph, formats in laid_out:
+        concrete = graph.at_batch(opt)
+        choices = choose_kernels.apply(concrete, formats, tuner, emit, "siblings")
+        programs.append((concrete, join_in_place.apply(concrete, choices, tuner)))
+    apart, *fused = race.times_us(programs, tuner)
+    times = " or ".join(f"{time:.0f}" for time in fused)
+    emit(phase("siblings", f"{apart:.0f} µs apart, {times} µs fused, at batch {opt}"))
+    return laid_out[1 + fused.index(min(fused)) if min(fused) < WORTH_IT * apart else 0]
+
+
+def with_siblings(graph: Graph, target: str) -> list[tuple[Graph, int]]:
+    """Copies of the graph with siblings fused, to race with it, and how many layers went.
+
+    All siblings, and those alone whose results do not go straight into a concatenation.
+    """
+    variants: list[tuple[Graph, int]] = []
+    for joined in (True, False) if target != "reference" else ():
+        fused = graph.copy()
+        count = fuse_siblings.apply(fused, joined=joined)
+        if count and count not in [n for _, n in variants]:
+            dead_code.apply(fused)  # the single weights
+            check(fused)
+            variants.append((fused, count))
+    return variants
+
+
+def layouts_to_try(graph: Graph, precision: str, target: str) -> tuple[Layout, ...]:
+    """The layouts that a plan may get: several where only a measurement can tell."""
+    if target == "reference" or not any(n.op == "conv2d" for n in graph.nodes):
+        return ("contiguous",)
+    if PRECISIONS[precision] != "float32":
+        return ("channels_last",)  # tensor cores and oneDNN's 16-bit code want it
+    return ("channels_last", "contiguous")
+
+
+def with_layout(graph: Graph, layout: Layout) -> tuple[Graph, Formats]:
+    """A copy of the graph with the copies that a layout needs, and its formats."""
+    graph = graph.copy()
+    formats = assign_layout.apply(graph, layout)
+    check(graph)
+    return graph, formats
+
+
+def _fastest_layout(graph: Graph, opt: int, precision: str, tuner: Tuner, emit: Emit) -> Layout:
+    """The layout that is fastest at the usual batch size, all steps together."""
+    layouts = layouts_to_try(graph, precision, tuner.target)
+    if len(layouts) == 1:
+        return layouts[0]
+    costs = []
+    for layout in layouts:
+        candidate, formats = with_layout(graph, layout)
+        emit(phase("layout", f"{layout} at batch {opt}"))
+        concrete = candidate.at_batch(opt)
+        choices = choose_kernels.apply(concrete, formats, tuner, emit, layout)
+        costs.append(choose_kernels.cost_us(choices))
+    return layouts[costs.index(min(costs))]
