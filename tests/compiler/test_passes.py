@@ -185,6 +185,8 @@ def test_fold_constants_refuses_to_blow_up() -> None:
         (lambda m, x: x.permute(0, 2, 3, 1).permute(0, 3, 1, 2).exp(), ["exp"]),
         (lambda m, x: x.permute(0, 2, 3, 1).permute(0, 2, 1, 3).exp(), ["permute", "exp"]),
         (lambda m, x: x.clone().exp().to(torch.float32), ["exp"]),
+        (lambda m, x: F.pad(x, (0, 0, 0, 0)).exp(), ["exp"]),
+        (lambda m, x: F.pad(x, (0, 0, 0, 1)).exp(), ["pad", "exp"]),
     ],
 )
 def test_drop_no_ops(forward, left: list[str]) -> None:

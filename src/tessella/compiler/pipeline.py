@@ -31,6 +31,7 @@ from tessella.compiler.passes import (
     lower_quantization,
     mark_sparse_weights,
     move_permutes,
+    move_reshapes,
     overwrite_residuals,
     pad_channels,
     plan_memory,
@@ -87,6 +88,7 @@ PASSES = (
     Pass(fold_batch_norm.apply, "a batch norm after a convolution is a change of its weights"),
     Pass(swap_means.apply, "a mean of few channels, a product of few pixels: both are linear"),
     Pass(fuse_epilogue.apply, "bias, residual and activation while the result is in registers"),
+    Pass(move_reshapes.apply, "element-wise operations meet in one shape, and are one step then"),
     Pass(dead_code.apply, "what the rewrites left over costs memory and time"),
 )
 # Before them, where a plan is to take images as bytes:

@@ -1,4 +1,4 @@
-"""Reshapes, permutes, casts and copies that change nothing, and pairs that are one."""
+"""Reshapes, permutes, pads, casts and copies that change nothing, and pairs that are one."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def _changes_nothing(node: Node) -> bool:
         return True
     if node.op == "permute":
         return tuple(node.attrs["dims"]) == tuple(range(len(node.attrs["dims"])))
+    if node.op == "pad":
+        return not any(node.attrs["pad"])
     if node.op in ("reshape", "expand"):
         return node.inputs[0].shape == node.output.shape
     return node.op == "to" and node.inputs[0].dtype == node.output.dtype
