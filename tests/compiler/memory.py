@@ -60,7 +60,7 @@ def check_memory(program: Program, bucket: Bucket) -> None:
             for part in inputs if step.kernel == "cat.in_place" else ():
                 there = region(part) if part in buffers else None
                 if there is not None and torch.isin(there, bytes_).all():
-                    ids[name] = ids[name] | ids[part]
+                    ids[name] = ids[name].union(*(ids[base] for base in bases[part]))
                     written = written[~torch.isin(written, there)]
             owner[written] = number[name]
         if step.workspace is not None:
