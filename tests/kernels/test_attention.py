@@ -114,7 +114,7 @@ def test_heads_of_a_token_lie_side_by_side(module: Any, monkeypatch: pytest.Monk
 TILINGS: tuple[dict[str, Any], ...] = (
     {},
     {"tile_n": 64, "stages": 2, "run": 1},
-    {"tile_n": 64, "stages": 8, "run": 4},
+    {"tile_n": 64, "stages": 8, "run": 4, "ping_pong": True},
     {"tile_n": 128, "stages": 5, "run": 2},
 )
 HOPPER = {

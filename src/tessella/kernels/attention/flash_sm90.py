@@ -54,11 +54,13 @@ class Tiling:
         stages: tiles of keys, and of values, in shared memory.
         run: tiles of queries that follow each other in a block and read the keys from there; with
             more than one, all keys must have room.
+        ping_pong: the two warpgroups ask for products in turns.
     """
 
     tile_n: int
     stages: int
     run: int
+    ping_pong: bool = False
 
     def shared_bytes(self, wide: int, value_wide: int) -> int:
         """Of 16-bit numbers: the ring, two tiles of queries, one of results."""
@@ -67,20 +69,24 @@ class Tiling:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """Large tiles first; keys that stay for all queries of a head where there are heads enough."""
+    """Large tiles first; keys that stay for all queries of a head where there are heads enough.
+
+    Taking turns pays where there are many; with the largest tiles both ways are tried.
+    """
     made = sizes(problem)
     tiles, heads = -(-made.queries // ROWS), made.batch * made.heads
-    found = []
+    found: list[Tiling] = []
     mask = problem.meta(MASK)
     by_query = mask is not None and len(mask.shape) > 1 and mask.shape[-2] > 1
     for tile_n in (128, 64) if made.keys > 64 and not by_query else (64,):
         if mask is not None and tile_n * max(_padded(problem)) > 128 * 64:
             continue  # what a thread holds would not fit into its registers
-        k_tiles = -(-made.keys // tile_n)
-        stages = _stages(problem, tile_n)
-        if tiles > 1 and k_tiles <= stages and heads >= MULTIPROCESSORS:
-            found.append(Tiling(tile_n=tile_n, stages=stages, run=tiles))
-        found.append(Tiling(tile_n=tile_n, stages=stages, run=1))
+        k_tiles, stages = -(-made.keys // tile_n), _stages(problem, tile_n)
+        stay = tiles > 1 and k_tiles <= stages and heads >= MULTIPROCESSORS
+        for run in (tiles, 1) if stay else (1,):
+            for ping_pong in (False,) if found and found[0].tile_n != tile_n else (True, False):
+                tiling = Tiling(tile_n=tile_n, stages=stages, run=run, ping_pong=ping_pong)
+                found.append(tiling)
     return tuple(asdict(tiling) for tiling in found)
 
 
@@ -107,6 +113,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         "BN": tiling.tile_n,
         "STAGES": tiling.stages,
         "CAUSAL": bool(problem.attr("is_causal")),
+        "PING_PONG": tiling.ping_pong,
         "RAGGED": made.keys % tiling.tile_n != 0,
     }
 

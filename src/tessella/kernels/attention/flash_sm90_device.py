@@ -3,16 +3,18 @@
 The producer, one warp, has TMA bring queries, and tiles of keys and values into a ring in shared
 memory. Each consumer, a warpgroup, multiplies its queries with a tile of keys (WGMMA) and, while
 the tensor cores go on with the weights of the tile before and its values, takes the softmax of the
-products: FlashAttention-3 (Shah et al. 2024), its pipeline inside a warpgroup; the consumers are
-not in step, so that one multiplies while the other is in its exponentials. Weights never leave the
-registers. Blocks are persistent: the producer is a unit of work ahead.
+products: FlashAttention-3 (Shah et al. 2024), its pipeline inside a warpgroup. In ping-pong the
+consumers ask for products in turns, so that one multiplies while the other is in its exponentials;
+else each goes at its own pace. Weights never leave the registers. Blocks are persistent: the
+producer is a unit of work ahead.
 
 Words: BM, queries of a tile, both consumers'; BN, keys of a tile; a unit, tiles of queries of one
 head that follow each other and read its keys from shared memory once. Keys pass from the last to
 the first, so that the first tile is the one that is cut off. Arguments travel in groups: ``rings``
 (queries, keys, values, each with its barriers "full" and "empty"), ``work`` (units, units of a
 head, tiles of a unit, tiles of queries, tiles of keys, keys, heads, heads that share keys),
-``masking`` (mask, its four strides).
+``masking`` (mask, its four strides), ``own`` (a consumer's mask in shared memory, the
+barriers of the turns, its turns so far).
 """
 
 from __future__ import annotations
@@ -195,9 +197,8 @@ def _weigh(s, top, scale, GUARDED: gl.constexpr):
 
 @gluon.jit
 def _step(
-    queries, rings, acc, held, top, total, place, key0, position, work, masking, shared_mask,
-    scale, last,
-    LOOK: gl.constexpr, LS: gl.constexpr,
+    queries, rings, acc, held, top, total, place, key0, position, work, masking, own, scale, last,
+    WHO: gl.constexpr, LOOK: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
     """The tile of keys at a position of the ring, and the values of the tile before it."""
     BN: gl.constexpr = LOOK[0]
@@ -206,17 +207,24 @@ def _step(
     BY_KEY: gl.constexpr = LOOK[4]
     k_ring, k_full, k_empty = rings[1]
     v_ring, v_full, v_empty = rings[2]
+    PING_PONG: gl.constexpr = LOOK[5]
     MASKED: gl.constexpr = masking[0] is not None
     LO: gl.constexpr = acc.type.layout
+    shared_mask, turns, so_far = own
     stage, turn = _place(position, STAGES)
     before, _ = _place(position - 1, STAGES)
     keys = k_ring.index(stage).reshape([BN, queries.shape[1]]).permute((1, 0))
     values = v_ring.index(before).reshape([BN, acc.shape[1]])
     added = _mask_by_key(masking, place, key0, work, scale, LOOK)
     mbarrier.wait(k_full.index(stage), turn)
+    if PING_PONG:
+        mbarrier.wait(turns.index(WHO), (so_far & 1) ^ (1 - WHO))
     s = gl.zeros((HALF, BN), dtype=gl.float32, layout=LS)
     s = warpgroup_mma(queries, keys, s, use_acc=False, is_async=True)
     acc = warpgroup_mma(held, values, acc, is_async=True)
+    if PING_PONG:
+        barrier()
+        mbarrier.arrive(turns.index(1 - WHO), count=1)
     s = warpgroup_mma_wait(1, deps=(s,))
     if BY_KEY:
         shared_mask.store(added)
@@ -240,7 +248,7 @@ def _step(
 
 @gluon.jit
 def _consume(
-    out, buffers, rings, work, masking, mask_buffers, scale, L,
+    out, buffers, rings, work, masking, mask_buffers, turns, scale, L,
     WHO: gl.constexpr, LOOK: gl.constexpr,
 ):  # fmt: skip
     """Every second half of a tile of queries: products, softmax, products, and the result out."""
@@ -267,6 +275,7 @@ def _consume(
     wait_for_dependencies()
     tiles_before = gl.to_tensor(0)
     keys_before = gl.to_tensor(0)
+    so_far = gl.to_tensor(0)
     for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
         batch, head, first, end = _unit(u, work, CAUSAL)
         loaded = _steps(end - 1, work, BN, CAUSAL)
@@ -307,8 +316,9 @@ def _consume(
                 j = steps - 1 - i
                 acc, held, top, total = _step(
                     queries, rings, acc, held, top, total, place, j * BN, begin - j,
-                    work, masking, shared_mask, scale, last, LOOK, LS,
+                    work, masking, (shared_mask, turns, so_far), scale, last, WHO, LOOK, LS,
                 )  # fmt: skip
+                so_far += 1
 
             barrier()  # all products with these queries are done
             mbarrier.arrive(q_empty.index(at), count=1)
@@ -339,7 +349,7 @@ def attend(
     q, k, v, out, mask, m_batch, m_head, m_row, m_column, L, S, scale,
     units, runs, run, tiles, k_tiles, heads, group,
     BN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    BY_KEY: gl.constexpr,
+    BY_KEY: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale · q · kᵀ + mask) · v; descriptors of [N, heads, rows, columns].
 
@@ -347,7 +357,7 @@ def attend(
     of bytes or numbers, or None; BY_KEY: there is one, the same for all queries. ``scale`` is
     positive and includes log₂ e. RAGGED: the last tile of keys is not full.
     """
-    LOOK: gl.constexpr = (BN, STAGES, CAUSAL, RAGGED, BY_KEY)
+    LOOK: gl.constexpr = (BN, STAGES, CAUSAL, RAGGED, BY_KEY, PING_PONG)
     Q_SHAPE: gl.constexpr = _several(SLOTS * CONSUMERS, q.block_type.shape)
     K_SHAPE: gl.constexpr = _several(STAGES, k.block_type.shape)
     V_SHAPE: gl.constexpr = _several(STAGES, v.block_type.shape)
@@ -365,6 +375,9 @@ def attend(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], LB)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(SLOTS * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -385,8 +398,14 @@ def attend(
     masking = (mask, m_batch, m_head, m_row, m_column)
     gl.warp_specialize(
         [
-            (_consume, (out, buffers, rings, work, masking, mask_buffers, scale, L, 0, LOOK)),
-            (_consume, (out, buffers, rings, work, masking, mask_buffers, scale, L, 1, LOOK)),
+            (
+                _consume,
+                (out, buffers, rings, work, masking, mask_buffers, turns, scale, L, 0, LOOK),
+            ),
+            (
+                _consume,
+                (out, buffers, rings, work, masking, mask_buffers, turns, scale, L, 1, LOOK),
+            ),
             (_produce, (q, k, v, rings, work, LOOK)),
         ],
         [4, 1],
