@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -230,7 +231,7 @@ class Problem:
         """Nothing to compute."""
         return 0 in self.output.shape
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Equal keys, equal problems: what the timing cache looks up."""
         return digest(self)
