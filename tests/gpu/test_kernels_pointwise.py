@@ -55,3 +55,13 @@ def test_columns(asked: Problem, dtype: str) -> None:
     (x,), (y,) = asked.inputs, asked.outputs
     typed = replace(asked, inputs=(replace(x, dtype=dtype),), outputs=(replace(y, dtype=dtype),))
     pools.agrees("columns", typed, GPU)
+
+
+@pytest.mark.parametrize("asked", pools.CHAINS.values(), ids=pools.CHAINS)
+def test_chains(asked: Problem) -> None:
+    pools.chain_agrees(asked, GPU)
+
+
+@pytest.mark.parametrize("asked", pools.GLOBAL.values(), ids=pools.GLOBAL)
+def test_global_means(asked: Problem) -> None:
+    pools.chain_agrees(asked, GPU, "columns")

@@ -205,9 +205,9 @@ def numbers(asked: Problem, device: torch.device = CPU) -> list[torch.Tensor]:
     return made
 
 
-def chain_agrees(asked: Problem, device: torch.device = CPU) -> None:
+def chain_agrees(asked: Problem, device: torch.device = CPU, algorithm: str = "windows") -> None:
     """The first configuration gives float64's answer; codes may be one off where a tie is near."""
-    row = catalog.kernel("pointwise.windows")
+    row = catalog.kernel(f"pointwise.{algorithm}")
     assert row.refusal(asked) is None
     inputs = numbers(asked, device)
     wide = [t.double() if t.is_floating_point() else t for t in inputs]
@@ -239,6 +239,44 @@ CHAINS = {
 @pytest.mark.parametrize("asked", CHAINS.values(), ids=CHAINS)
 def test_chains(asked: Problem) -> None:
     chain_agrees(asked)
+
+
+def global_means(dtype: str = "float32") -> dict[str, Problem]:
+    """By name: what networks have around their last pool, and around gates."""
+    x, gate = image(dtype=dtype), image(1, 1, dtype=dtype)
+    make = functools.partial(chained, format="channels_last")
+    small: dict[str, Any] = {"axis": 1, "dtype": "int8"}
+    return {
+        "codes": chains(dtype=dtype)["a global mean"],
+        "the end of DenseNet": make(
+            [x, *[vector(20)] * 4], ("batch_norm", (0, 1, 2, 3, 4), {"eps": 1e-5}),
+            ("relu", (5,), {}), ("adaptive_avg_pool2d", (6,), ONE), constant=(1, 2, 3, 4),
+        ),
+        "between gates": make(
+            [x, gate, vector()], ("mul", (0, 1), {"scalar": None}),
+            ("adaptive_avg_pool2d", (3,), ONE), ("add", (4, 1), {"scalar": None, "alpha": 1}),
+            ("quantize", (5, 2), small), constant=(2,),
+        ),
+        "a cast": make(
+            [x], ("adaptive_avg_pool2d", (0,), ONE), ("to", (1,), {"dtype": "float16"})
+        ),
+        "of codes": make(
+            [image(dtype="int8"), vector()], ("dequantize", (0, 1), {"axis": 1, "dtype": dtype}),
+            ("adaptive_avg_pool2d", (2,), ONE), constant=(1,),
+        ),
+    }  # fmt: skip
+
+
+GLOBAL = {
+    f"{name}, {dtype}": asked
+    for dtype in ("float32", "float16", "bfloat16")
+    for name, asked in global_means(dtype).items()
+}
+
+
+@pytest.mark.parametrize("asked", GLOBAL.values(), ids=GLOBAL)
+def test_global_means(asked: Problem) -> None:
+    chain_agrees(asked, algorithm="columns")
 
 
 def test_slices_are_pooled_and_written() -> None:
@@ -319,6 +357,15 @@ REFUSED: dict[str, tuple[str, Problem, str]] = {
     "the last axes": (
         "columns", problem("mean", IMAGE, over(2, 3), format="contiguous"), "last axes",
     ),
+    "a chain that reduces the last axes": (
+        "columns", chained(
+            [image(format="contiguous")], ("adaptive_avg_pool2d", (0,), ONE), ("neg", (1,), {}),
+            format="contiguous",
+        ), "last axes",
+    ),
+    "a chain with windows": (
+        "columns", chains()["norm after max"], "global",
+    ),
     "axes apart": ("columns", problem("mean", (3, 4, 5), over(0, 2)), "together"),
     "axes in another order": (
         "columns", problem("sum", (3, 4, 5, 6), over(0)), "together",
@@ -342,7 +389,9 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     pool = problem("max_pool2d", (2, 64, 112, 112), maximum(), "float16")
     for name in ("a transition of DenseNet", "codes after max", "bias after mean"):
         asked = chains(dtype="float16")[name]
-        yield name, functools.partial(_launch_chain, asked)
+        yield name, functools.partial(_launch_chain, "windows", asked)
+    for name, asked in global_means("float16").items():
+        yield f"global mean: {name}", functools.partial(_launch_chain, "columns", asked)
     last = problem("adaptive_avg_pool2d", (2, 2048, 7, 7), ONE, "float16")
     yield "max", functools.partial(_launch, "windows", pool)
     yield (
@@ -362,8 +411,8 @@ def _launch(algorithm: str, asked: Problem) -> None:
     call(asked.inputs[0].empty(CPU), out=asked.output.empty(CPU))
 
 
-def _launch_chain(asked: Problem) -> None:
-    row = catalog.kernel("pointwise.windows")
+def _launch_chain(algorithm: str, asked: Problem) -> None:
+    row = catalog.kernel(f"pointwise.{algorithm}")
     inputs = numbers(asked)
     constants = {i: inputs[i] for i in asked.constant}
     free = [t for i, t in enumerate(inputs) if i not in constants]

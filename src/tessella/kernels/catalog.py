@@ -260,7 +260,13 @@ KERNELS: tuple[Kernel, ...] = (
         "tessella",
         version=2,
     ),
-    *_rows("mean sum adaptive_avg_pool2d", "columns", "reduce.columns", "tessella"),
+    *_rows(
+        "mean sum adaptive_avg_pool2d pointwise",
+        "columns",
+        "reduce.columns",
+        "tessella",
+        version=2,
+    ),
     # moving elements
     *_aten("to cat", "transform.copy"),
     _row("cat.in_place", "transform.join", *_TORCH, source="aten"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,6 +16,8 @@ from tessella.kernels.pointwise.axes import Strides, along
 from tessella.kernels.pointwise.lowering import Lowered, lower, metas_of
 from tessella.kernels.pointwise.program import POOLS, Instruction, parse
 from tessella.kernels.problem import Problem, TensorMeta
+
+MAX_OPERANDS = 8  # of the kernels' parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,32 @@ class Chain:
     before: Part
     after: Part
 
+    @property
+    def steps(self) -> dict[str, Any]:
+        """Both parts as the kernels take them."""
+        made: dict[str, Any] = {}
+        for part, suffix in ((self.before.lowered, ""), (self.after.lowered, "_AFTER")):
+            made |= {
+                f"OPS{suffix}": tuple(part.ops),
+                f"READS{suffix}": tuple(part.reads),
+                f"NUMBERS{suffix}": tuple(part.numbers),
+                f"RESULT{suffix}": part.results[0],
+            }
+        counts = {"BEFORE": len(self.before.strides), "AFTER": len(self.after.strides) - 1}
+        return made | counts
+
+    def binder(
+        self, constants: Mapping[int, torch.Tensor]
+    ) -> Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor, ...]]:
+        """From the problem's operands to the kernels': before, after, the first again to eight."""
+        first, then = self.before.binder(constants), self.after.binder(constants)
+
+        def tensors(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+            made = (*first(given), *then(given)[1:])
+            return made + made[:1] * (MAX_OPERANDS - len(made))
+
+        return tensors
+
 
 def chain(problem: Problem) -> Chain:
     """A problem ``pointwise``, or a pooling alone, in three parts.
@@ -77,13 +106,16 @@ def chain(problem: Problem) -> Chain:
     pool, made, result = program[pools[0]], count + pools[0], problem.attrs["results"][0]
     metas = [*problem.inputs, *metas_of(program, problem.inputs)[count:]]
     parts = _Parts(problem, program, metas)
-    return Chain(
+    found = Chain(
         pool=pool,
         x=metas[pool.reads[0]],
         y=metas[made],
         before=parts.part((), pool.reads[0], metas[pool.reads[0]].shape),
         after=parts.part((made,), result, metas[made].shape),
     )
+    if len(found.before.strides) + len(found.after.strides) - 1 > MAX_OPERANDS:
+        raise KernelError(f"reads at most {MAX_OPERANDS} tensors")
+    return found
 
 
 class _Parts:

@@ -18,7 +18,7 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.launch import launch
 from tessella.kernels.overlap import overlapping
 from tessella.kernels.pointwise.axes import along, tile_width
-from tessella.kernels.pool.chain import Chain, Part, chain
+from tessella.kernels.pool.chain import Chain, chain
 from tessella.kernels.pool.windows_device import window_kernel
 from tessella.kernels.problem import Problem, TensorMeta
 
@@ -26,7 +26,6 @@ WRITES_OUT = True
 SLICED_OUT = True
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
-MAX_OPERANDS = 8  # of the kernel's parameters
 MAX_TAPS = 128  # of a window: they are unrolled
 LARGE_TAPS = 25
 FEW_TILES = 1000  # about eight a multiprocessor
@@ -57,8 +56,6 @@ def _require(problem: Problem, made: Chain) -> None:
         size % wanted for size, wanted in zip(x.shape[2:], y.shape[2:], strict=True)
     ):
         raise KernelError("windows of several sizes")
-    if len(made.before.strides) + len(made.after.strides) - 1 > MAX_OPERANDS:
-        raise KernelError(f"reads at most {MAX_OPERANDS} tensors")
     window = _window(made)
     taps = window["KERNEL_H"] * window["KERNEL_W"]
     if taps > MAX_TAPS:
@@ -101,26 +98,20 @@ def bind(
     rows, columns = _sizes(made.y, last)
     grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)
     settings = {
-        "BEFORE": len(before.strides),
-        "AFTER": len(after.strides) - 1,
         "STRIDES": (*before.strides, *after.strides[1:], along(problem.output, made.y.shape)),
-        **_steps(before, ""),
-        **_steps(after, "_AFTER"),
+        **made.steps,
         **dict(zip(("CHANNELS", "HEIGHT", "WIDTH"), made.x.shape[1:], strict=True)),
         **dict(zip(("OUT_HEIGHT", "OUT_WIDTH"), made.y.shape[2:], strict=True)),
         "LAST": last,
         **_window(made),
     }
-    first, then = before.binder(constants), after.binder(constants)
+    tensors = made.binder(constants)
 
     def run(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        operands = problem.operands(constants, inputs)
-        tensors = (*first(operands), *then(operands)[1:])
         launch(
             window_kernel,
             grid,
-            *tensors,
-            *[tensors[0]] * (MAX_OPERANDS - len(tensors)),
+            *tensors(problem.operands(constants, inputs)),
             out,
             rows,
             TILE_ROWS=tile_rows,
@@ -134,23 +125,14 @@ def bind(
     return run
 
 
-def _steps(part: Part, suffix: str) -> dict[str, Any]:
-    lowered = part.lowered
-    return {
-        f"OPS{suffix}": tuple(lowered.ops),
-        f"READS{suffix}": tuple(lowered.reads),
-        f"NUMBERS{suffix}": tuple(lowered.numbers),
-        f"RESULT{suffix}": lowered.results[0],
-    }
-
-
 def _channels_last(meta: TensorMeta) -> bool:
     return meta.pixel_pitch is not None
 
 
 def _is_last(problem: Problem, made: Chain) -> bool:
     """Whether the images that are pooled have a pixel's channels together."""
-    return _channels_last(next(m for m in problem.inputs if m and m.shape == made.x.shape))
+    images = (m for m in problem.inputs if m is not None and m.shape == made.x.shape)
+    return _channels_last(next(images, problem.output))
 
 
 def _sizes(y: TensorMeta, last: bool) -> tuple[int, int]:

@@ -121,7 +121,7 @@ def window_kernel(
                 pointers[BEFORE + i], n, c, p, q, inside, columns_in, 0, STRIDES, LAST, BEFORE + i
             )
             values = values + (x.to(tl.float32),)  # noqa: RUF005
-        y = _steps(values, OPS_AFTER, READS_AFTER, NUMBERS_AFTER, RESULT_AFTER)
+        y = steps(values, OPS_AFTER, READS_AFTER, NUMBERS_AFTER, RESULT_AFTER)
         y = cast(y, y_pointer.dtype.element_ty)
         y = tl.broadcast_to(y, [TILE_ROWS, TILE_COLUMNS])
     places = _places(n, c, p, q, STRIDES, BEFORE + AFTER)
@@ -150,11 +150,11 @@ def _before(
     for i in tl.static_range(BEFORE):
         x = _load(pointers[i], n, c, h, w, there, columns_in, 0, STRIDES, LAST, i)
         values = values + (x.to(tl.float32),)  # noqa: RUF005
-    return _steps(values, OPS, READS, NUMBERS, RESULT)
+    return steps(values, OPS, READS, NUMBERS, RESULT)
 
 
 @triton.jit
-def _steps(
+def steps(
     values,
     OPS: tl.constexpr,
     READS: tl.constexpr,

@@ -1,30 +1,45 @@
 """Sums and means over axes that are not the last in memory: a global average pool of NHWC.
 
 A tensor is [outer, reduced, inner] in memory; a block adds up some rows of some inner places at a
-time, in float32. In plain Triton.
+time, in float32. In plain Triton. What is done element by element before a global average pool, and
+after it, is done on the way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
+from tessella.core.errors import CompileError, KernelError
 from tessella.kernels.catalog import Call, Config
+from tessella.kernels.epilogue_triton import cast
 from tessella.kernels.launch import launch
 from tessella.kernels.overlap import await_earlier, overlapping
+from tessella.kernels.pool.chain import MAX_OPERANDS, Chain, chain
+from tessella.kernels.pool.windows_device import steps
 from tessella.kernels.problem import Problem, TensorMeta
 
 WRITES_OUT = True
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
 TYPES = ("float32", "float16", "bfloat16")
+ALONE = {  # no steps before or after
+    "BEFORE": 1, "AFTER": 0, "OPS": (), "READS": (), "NUMBERS": (), "RESULT": 0,
+    "OPS_AFTER": (), "READS_AFTER": (), "NUMBERS_AFTER": (), "RESULT_AFTER": 0,
+}  # fmt: skip
 
 
 def fits(problem: Problem) -> str | None:
+    if problem.op == "pointwise":
+        try:
+            _chained(problem)
+        except (KernelError, CompileError) as reason:
+            return str(reason)
+        return None
     x, out = problem.inputs[0], problem.output
     if x.dtype not in TYPES or out.dtype not in TYPES:
         return f"no sum of {x.dtype}"
@@ -42,7 +57,7 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Some inner places, and as many rows of them as make 2048 or 1024 elements."""
-    _, reduced, inner = _as_columns(problem) or (1, 1, 1)
+    _, reduced, inner = _sizes(problem)
     tall = triton.next_power_of_2(reduced)
     found = []
     for width, size, warps in ((64, 4096, 4), (32, 4096, 4), (128, 2048, 4), (8, 2048, 4)):
@@ -60,27 +75,66 @@ def bind(
     columns: int,
     warps: int,
 ) -> Call:
-    outer, reduced, inner = _as_columns(problem) or (1, 1, 1)
-    divisor = 1 if problem.op == "sum" else reduced
+    outer, reduced, inner = _sizes(problem)
     grid = (outer * triton.cdiv(inner, columns),)
+    settings = {
+        "REDUCED": reduced,
+        "INNER": inner,
+        "DIVISOR": 1 if problem.op == "sum" else reduced,
+        "TILE_ROWS": rows,
+        "TILE_COLUMNS": columns,
+    }
+    if problem.op == "pointwise":
+        made, strides = _chained(problem)
+        settings |= {**made.steps, "STRIDES": strides}
+        tensors = made.binder(constants)
+    else:
+        settings |= {**ALONE, "STRIDES": ((reduced * inner, 1, inner),)}
 
-    def run(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        launch(
-            columns_kernel,
-            grid,
-            x,
-            out,
-            REDUCED=reduced,
-            INNER=inner,
-            DIVISOR=divisor,
-            TILE_ROWS=rows,
-            TILE_COLUMNS=columns,
-            num_warps=warps,
-            **overlapping(),
-        )
+        def tensors(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+            return tuple(given) * MAX_OPERANDS
+
+    def run(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        operands = tensors(problem.operands(constants, inputs))
+        launch(columns_kernel, grid, *operands, out, num_warps=warps, **overlapping(), **settings)
         return out
 
     return run
+
+
+def _sizes(problem: Problem) -> tuple[int, int, int]:
+    """Outer, reduced, inner."""
+    if problem.op == "pointwise":
+        images, channels, height, width = chain(problem).x.shape
+        return images, height * width, channels
+    return _as_columns(problem) or (1, 1, 1)
+
+
+def _chained(problem: Problem) -> tuple[Chain, tuple[tuple[int, ...], ...]]:
+    """A global average pool of channels_last, and each operand's strides from image to image, from
+    channel to channel and from pixel to pixel.
+
+    Raises:
+        KernelError: it is another chain.
+        CompileError: no program.
+    """
+    made = chain(problem)
+    x, out = made.x, problem.output
+    width = x.shape[3]
+    if made.pool.op != "adaptive_avg_pool2d" or made.y.shape[2:] != (1, 1):
+        raise KernelError("needs a global average pool")
+    if 0 in x.shape or math.prod(x.shape) > MAX_ELEMENTS:
+        raise KernelError("empty, or more than indices of 32 bits reach")
+    if not out.has("contiguous") or any(
+        m is not None and m.format == "strided" and m.strides is None for m in problem.inputs
+    ):
+        raise KernelError("needs strides that are known, and makes dense rows")
+    if any(s[2] != s[3] * width and max(s[2:]) for s in made.before.strides):
+        raise KernelError("pixels lie apart")
+    if not any(s[1] == 1 and s[3] > 1 for s in made.before.strides):
+        raise KernelError("reduces the last axes")
+    before = tuple((s[0], s[1], s[3]) for s in made.before.strides)
+    return made, (*before, *((s[0], s[1], 0) for s in made.after.strides[1:]))
 
 
 def _as_columns(problem: Problem) -> tuple[int, int, int] | None:
@@ -126,27 +180,63 @@ def _keeps_order(out: TensorMeta, kept: list[int], axes: int) -> bool:
 
 @triton.jit
 def columns_kernel(
-    x_pointer,
+    x0, x1, x2, x3, x4, x5, x6, x7,  # what is read before the mean, then after it
     y_pointer,
+    BEFORE: tl.constexpr,  # how many are read before
+    AFTER: tl.constexpr,
+    STRIDES: tl.constexpr,  # of each along outer, inner and reduced places
+    OPS: tl.constexpr,  # before
+    READS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    RESULT: tl.constexpr,
+    OPS_AFTER: tl.constexpr,
+    READS_AFTER: tl.constexpr,
+    NUMBERS_AFTER: tl.constexpr,
+    RESULT_AFTER: tl.constexpr,
     REDUCED: tl.constexpr,
     INNER: tl.constexpr,
     DIVISOR: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     await_earlier(OVERLAP)
+    pointers = (x0, x1, x2, x3, x4, x5, x6, x7)
     TILES: tl.constexpr = (INNER + TILE_COLUMNS - 1) // TILE_COLUMNS
     block = tl.program_id(0)
     outer = block // TILES
-    columns = (block % TILES) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    rows = tl.arange(0, TILE_ROWS)
-    start = x_pointer + outer * (REDUCED * INNER)
+    columns = ((block % TILES) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS))[None, :]
+    columns_in = columns < INNER
+    rows = tl.arange(0, TILE_ROWS)[:, None]
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for first in range(0, REDUCED, TILE_ROWS):
-        there = (first + rows < REDUCED)[:, None] & (columns < INNER)[None, :]
-        places = (first + rows)[:, None] * INNER + columns[None, :]
-        total += tl.load(start + places, mask=there, other=0).to(tl.float32)
-    y = tl.sum(total, 0) / DIVISOR
-    place = outer * INNER + columns
-    tl.store(y_pointer + place, y.to(y_pointer.dtype.element_ty), mask=columns < INNER)
+        there = (first + rows < REDUCED) & columns_in
+        values = ()
+        for i in tl.static_range(BEFORE):
+            x = _load(pointers[i], outer, columns, first + rows, there, columns_in, STRIDES, i)
+            values = values + (x,)  # noqa: RUF005
+        x = steps(values, OPS, READS, NUMBERS, RESULT)
+        if len(OPS) > 0:
+            x = tl.where(there, x, 0.0)
+        total += x
+    values = ((tl.sum(total, 0) / DIVISOR)[None, :],)
+    for i in tl.static_range(AFTER):
+        x = _load(pointers[BEFORE + i], outer, columns, 0, 0, columns_in, STRIDES, BEFORE + i)
+        values = values + (x,)  # noqa: RUF005
+    y = steps(values, OPS_AFTER, READS_AFTER, NUMBERS_AFTER, RESULT_AFTER)
+    y = tl.broadcast_to(cast(y, y_pointer.dtype.element_ty), [1, TILE_COLUMNS])
+    tl.store(y_pointer + outer * INNER + columns, y, mask=columns_in)
+
+
+@triton.jit
+def _load(
+    pointer, outer, columns, rows, there, columns_in, ALL_STRIDES: tl.constexpr, I: tl.constexpr
+):
+    """[rows, columns] in float32, or [1, columns] where all rows have the same."""
+    STRIDES: tl.constexpr = ALL_STRIDES[I]
+    start = pointer + outer * STRIDES[0] + columns * STRIDES[1]
+    if STRIDES[2] == 0:
+        x = tl.load(start, mask=columns_in, other=0)
+    else:
+        x = tl.load(start + rows * STRIDES[2], mask=there, other=0)
+    return x.to(tl.float32)
