@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tessella import api
+from tessella.artifacts.front import read_front
 from tessella.artifacts.plan import load_plan
 from tessella.data.importing import ImportSettings, import_images
 from tests.cli.conftest import Tessella
@@ -32,11 +33,17 @@ def test_a_budget_chooses_and_the_plan_says_what_it_costs(
     same = ("compile", run, "--batch", "1,2,4", "--target", "cpu", "--cache", cache)
     same += ("--uint8",) if kind == "uint8" else ()
     searched = (*same, "--budget", "10", "--data", dataset)
-    answer = tessella(*searched, "--out", plan, "--chart", chart)
+    folder = tmp_path / "front"
+    answer = tessella(*searched, "--out", plan, "--chart", chart, "--front", folder)
     assert answer.code == 0, answer.err
     assert "the fastest that loses at most 10 points of top1 on 10 samples" in answer.out
     assert "these samples cannot resolve a budget of 10 points" in answer.out
     assert ElementTree.parse(chart).getroot().tag.endswith("svg")
+    front = read_front(folder)
+    assert (folder / front.points[front.chosen].plan).read_bytes() == plan.read_bytes()
+    for point in (*front.points, front.exact):
+        assert load_plan(folder / point.plan).manifest.receipt == point.receipt
+    assert (front.batch, front.budget, front.exact.receipt.loss) == (2, 10.0, 0.0)
     made = load_plan(plan)
     assert made.manifest.inputs[0].dtype == kind
     receipt = made.manifest.receipt
@@ -62,6 +69,7 @@ def test_a_budget_chooses_and_the_plan_says_what_it_costs(
         (("--budget", "1"), "a budget needs --data"),
         (("--data", "x"), "belong to --budget"),
         (("--point", "0"), "belong to --budget"),
+        (("--front", "x"), "belong to --budget"),
         (("--budget", "1", "--data", "DATASET", "--point", "99"), "no such point"),
     ],
 )

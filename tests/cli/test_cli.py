@@ -106,13 +106,21 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
     refused = tessella("compile", run, "--out", small, "--precision", "int8", "--target", "cpu")
     assert "--calibrate DATASET" in refused.err
     api.calibrate(run, dataset, method="percentile").save(found)
-    for given in (dataset, found):
+    how = ("--calibrate-samples", "8", "--calibrate-method", "entropy")
+    refused = tessella(
+        "compile", run, "--out", small, "--precision", "int8", "--calibrate", found, *how
+    )
+    assert "belong to a dataset" in refused.err
+    for given in ((dataset, *how), (found,)):
         rounded = tessella(
-            "compile", run, "--out", small, "--precision", "int8", "--calibrate", given,
+            "compile", run, "--out", small, "--precision", "int8", "--calibrate", *given,
             "--batch", "1,2,4", "--target", "cpu",
         )  # fmt: skip
         assert rounded.code == 0, rounded.err
-        assert f"--calibrate {given}" in load_plan(small).manifest.rebuild
+        made = load_plan(small).manifest
+        assert f"--calibrate {' '.join(map(str, given))}" in made.rebuild
+        assert made.snr_db
+        assert all(10 < snr < 80 for snr in made.snr_db.values())
         verified = tessella("verify", small, "--against", run, "--data", dataset, "--json")
         assert verified.json["agreement"] == 1.0
         assert verified.json["max_abs_diff"] > 0
@@ -136,8 +144,10 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
         assert tessella("show", path, "--json").code == 0
     picture, trace = tmp_path / "made" / "steps.svg", tmp_path / "steps.json"
     profiled = tessella(
-        "profile", plan, "--batch", "2", "--plot", picture, "--trace", trace, "--json"
-    )
+        "profile", plan, "--batch", "2", "--plot", picture, "--trace", trace, "--json",
+        "--events", tmp_path / "profile.jsonl",
+    )  # fmt: skip
+    assert [e.name for e in read_events(tmp_path / "profile.jsonl")[0]] == ["profile", ""]
     assert picture.read_text().startswith("<svg")
     assert json.loads(trace.read_text())["otherData"]["batch"] == 2
     assert sum(s["share"] for s in profiled.json["steps"]) == pytest.approx(1.0)
