@@ -163,8 +163,10 @@ def compile_graph(
     exact = optimized(graph, emit)
     assignment = precision_of.assign(exact, precision, precisions or {}, target, calibration)
     rounded = _changed(exact, rounding(exact, assignment, calibration))
+    snr_db = {} if calibration is None else calibration.snr_of(exact, assignment.kinds)
     if assignment.kinds or assignment.pruned:
-        wanted = verify.rounded(wanted, rounded, emit, target=target, alike=not assignment.pruned)
+        alike = not assignment.pruned
+        wanted = verify.rounded(wanted, rounded, emit, target=target, alike=alike, snr_db=snr_db)
     loosest = assignment.loosest
     lowered = _changed(rounded, (*narrowing(assignment), *marking(target)))
     variants = [lowered, *(fused for fused, _ in with_siblings(lowered, target))]
@@ -210,7 +212,7 @@ def compile_graph(
         members={},
         imports=_imports(buckets),
         precisions=dict(precisions or {}),
-        snr_db={} if calibration is None else calibration.snr_of(exact, assignment.kinds),
+        snr_db=snr_db,
     )
     program = Program(
         inputs=tuple(v.name for v in graph.inputs),
