@@ -171,8 +171,8 @@ FUNCTIONS: dict[str, Any] = {
     ),
 }
 
-# written only where a plan is made: bytes of images, generated kernels, and a user's own
-LATER = {"image_to_tensor", "quantize", "dequantize", "pointwise", "user"}
+# written only where a plan is made: bytes of images, chains, generated kernels, and a user's own
+LATER = {"image_to_tensor", "quantize", "dequantize", "conv2d_chain", "pointwise", "user"}
 
 
 def test_every_operation_is_tried() -> None:

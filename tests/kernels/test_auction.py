@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,9 @@ WEIGHT = {1: torch.ones(16, 32)}
 
 
 def test_fastest_first_and_refused_last() -> None:
-    half = Problem(**{**vars(LINEAR), "inputs": tuple(
-        None if m is None else TensorMeta(shape=m.shape, dtype="float16") for m in LINEAR.inputs
-    ), "outputs": (TensorMeta(shape=(4, 16), dtype="float16"),)})  # fmt: skip
+    metas = (m and TensorMeta(shape=m.shape, dtype="float16") for m in LINEAR.inputs)
+    out = TensorMeta(shape=(4, 16), dtype="float16")
+    half = replace(LINEAR, inputs=tuple(metas), outputs=(out,))
     trials = auction.find(
         half, {1: WEIGHT[1].half()}, target="cpu", terms=auction.Terms(budget_s=0.0)
     )
@@ -66,10 +67,7 @@ def test_a_cache_answers_without_measuring(tmp_path: Path, monkeypatch: pytest.M
     again = auction.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
     assert again == first
     # another version of a kernel is another kernel
-    rows = tuple(
-        catalog.Kernel(**{**vars(r), "version": 2}) if r.id == "linear.mkl" else r
-        for r in catalog.KERNELS
-    )
+    rows = tuple(replace(r, version=2) if r.id == "linear.mkl" else r for r in catalog.KERNELS)
     monkeypatch.setattr(catalog, "KERNELS", rows)
     with pytest.raises(AssertionError, match="measured again"):
         auction.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
@@ -95,7 +93,7 @@ def test_a_kernel_that_makes_something_else_is_refused(monkeypatch: pytest.Monke
 
 
 def test_nothing_fits() -> None:
-    wrong = Problem(**{**vars(POOL), "attrs": {"output_size": (-1, 2)}})
+    wrong = replace(POOL, attrs={"output_size": (-1, 2)})
     with pytest.raises(CompileError, match="no kernel on cpu can carry out adaptive_avg_pool2d"):
         auction.find(wrong, {}, target="cpu")
 
@@ -164,7 +162,7 @@ def test_a_last_resort_runs_though_it_was_not_looked_at(monkeypatch: pytest.Monk
 
 
 def test_an_unproven_kernel_takes_part_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = catalog.Kernel(**{**vars(scratch.ROW), "unproven": True})
+    row = replace(scratch.ROW, unproven=True)
     monkeypatch.setattr(catalog, "KERNELS", (*catalog.KERNELS, row))
     terms = auction.Terms(budget_s=0.0)
     trials = {t.kernel: t for t in auction.find(LINEAR, WEIGHT, target="cpu", terms=terms)}
