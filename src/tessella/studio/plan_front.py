@@ -9,6 +9,7 @@ from nicegui import ui
 from tessella.artifacts import front as fronts
 from tessella.artifacts.files import write_atomic
 from tessella.artifacts.front import FrontInfo, FrontPoint, read_front
+from tessella.artifacts.plan import Plan
 from tessella.core.errors import TessellaError
 from tessella.studio import charts, parts
 from tessella.studio.desk import Desk
@@ -24,6 +25,11 @@ def front_of(plan: Path) -> Path | None:
         if (folder / fronts.FILE).is_file():
             return folder
     return None
+
+
+def precision_named(plan: Plan) -> str:
+    """The precision of all layers, or that each has its own."""
+    return "by layer" if plan.manifest.precisions else plan.manifest.precision
 
 
 def title_of(plan: Path) -> str:

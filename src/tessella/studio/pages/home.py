@@ -14,6 +14,7 @@ from tessella.core.errors import TessellaError
 from tessella.jobs.job import Job
 from tessella.studio import parts
 from tessella.studio.desk import Desk
+from tessella.studio.plan_front import precision_named
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found
 
@@ -105,9 +106,8 @@ def _plans(found: list[Found[Plan]]) -> None:
                     manifest = entry.item.manifest
                     text("span", entry.path.stem).classes("name cut")
                     text("span", parts.nbytes(entry.path.stat().st_size)).classes("detail num")
-                    text("span", f"{manifest.fingerprint.target}, {manifest.precision}").classes(
-                        "detail cut"
-                    )
+                    line = f"{manifest.fingerprint.target}, {precision_named(entry.item)}"
+                    text("span", line).classes("detail cut")
 
 
 def _broken(entry: Found) -> None:

@@ -19,7 +19,7 @@ from tessella.studio.desk import Desk
 from tessella.studio.feed import Feed
 from tessella.studio.pages.data import field
 from tessella.studio.plan_accuracy import Accuracy, show_layers
-from tessella.studio.plan_front import rebuilt, show_front, title_of
+from tessella.studio.plan_front import precision_named, rebuilt, show_front, title_of
 from tessella.studio.plan_profile import Profile
 from tessella.studio.plan_service import Service
 from tessella.studio.theme import RESPONSE_S, frame, text
@@ -343,11 +343,6 @@ def _memory(plan: Plan) -> None:
         )  # fmt: skip
         text("p", "The least is what lives at once at the peak: no way to lay the values out holds "
              "less.").classes("muted small")  # fmt: skip
-
-
-def precision_named(plan: Plan) -> str:
-    """The precision of all layers, or that each has its own."""
-    return "by layer" if plan.manifest.precisions else plan.manifest.precision
 
 
 def total_time(plan: Plan, bucket: Bucket) -> str:
