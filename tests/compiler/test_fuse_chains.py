@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -104,7 +105,9 @@ CASES: dict[str, tuple[Forward, int, str]] = {  # what runs, chains, whether wha
 }
 
 
+@functools.cache
 def graph_of(name: str) -> Graph:
+    """A case's network; the compiler does not change its graph."""
     return capture(Net(CASES[name][0]).eval(), (IMAGE,))
 
 

@@ -4,17 +4,17 @@ In a residual network the wide result of one block (conv + residual + ReLU) is r
 next residual, much later, and at once by the next block's first 1 × 1 convolution, which is bound
 by that reading. Here the wide result is multiplied on while it is on the chip (``chain_device``).
 
-Bytes that must pass memory, ResNet-50 at batch 128 in FP16, and shared memory of a block of two
-groups of 64 pixels (227 KB), chunks of 64 channels:
+Bytes that must pass memory, ResNet-50 at batch 128 in FP16, and what a block of two groups of 64
+pixels holds in shared memory, with chunks of 64 channels (at 14²: one group, chunks of 32):
 
-    pixels, channels       apart   chained   x + weights + slots + results, KB
-    56², 64→256→64        719 MB    514 MB   2·16 +  64 (all)  + 2·7·8 + 16
-    28², 128→512→128      360 MB    257 MB   1·32 + 3·32 a stage + 2·4·8 + 32
-    14², 256→1024→256     180 MB    128 MB   one group, 1·32 + 2·64 a stage + 4·8 + 32
+    pixels, channels       apart   chained   KB: x + weights + slots + results = 224 of 227
+    56², 64→256→64        719 MB    514 MB   2·16 + 4·16 + 2·7·8 + 16    (all weights)
+    28², 128→512→128      360 MB    257 MB   1·32 + 3·32 + 2·4·8 + 32    (a ring of weights)
+    14², 256→1024→256     181 MB    130 MB   1·32 + 4·32 + 8·4   + 32    (a ring of weights)
 
-INT8 halves all of it. At 14² the weights pass from the second-level cache once a tile, 1 MB for
-each 64 pixels: there the chain may lose, and at 7² (512 channels of sums, 49 images' worth of
-tiles) it does not fit. Who chooses measures (``compiler.passes.fuse_chains``).
+INT8 halves the bytes. At 14² the weights pass from the second-level cache once a tile, 1 MB for
+each 64 pixels, so that the chain may lose; at 7² the 512 sums of a pixel do not fit registers.
+Who chooses measures (``compiler.passes.fuse_chains``).
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def _candidates(shape: Shape) -> Iterator[dict[str, Any]]:
             continue  # int8's rows are spread by 64
         if chunk_bytes == 64 and chunks == 1:
             continue
-        if shape.wide_out > 128 and (groups, chunk_bytes) != (1, 64):
+        if shape.wide_out > 128 and chunk_bytes == 128:
             continue  # registers would spill
-        for stages, resident in ((chunks, True), (4, False), (3, False), (2, False)):
+        for stages, resident in ((chunks, True), *((n, False) for n in (8, 6, 4, 3, 2))):
             if stages >= chunks and not resident:
                 continue
             config = {
