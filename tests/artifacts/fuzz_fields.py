@@ -234,7 +234,7 @@ def tensors(rng: random.Random, content: bytes) -> bytes:
         value = rng.choice((math.nan, math.inf, -math.inf, 3e38))
         held[name] = torch.full_like(tensor, value)
     elif kind == 1:
-        held[name] = tensor.flatten()[None] if rng.random() < 0.5 else tensor[:0]
+        held[name] = tensor.flatten()[None] if rng.random() < 0.5 else tensor.flatten()[:0]
     elif kind == 2:
         held[rng.choice(("image", "scores", "../x", "", *held))] = held.pop(name)
     elif kind == 3:

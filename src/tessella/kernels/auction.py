@@ -28,6 +28,7 @@ from tessella.kernels.float32_math import float32_math
 from tessella.kernels.inputs import joined, sample_inputs, tells
 from tessella.kernels.inspection import exact_answer, inspect, wrong
 from tessella.kernels.launch import preparing
+from tessella.kernels.packing import forget
 from tessella.kernels.problem import Problem
 from tessella.kernels.timing import Run, Timing, glance, race
 from tessella.kernels.tuning import Inspection, TimingCache, Trial, Tried
@@ -259,6 +260,7 @@ class _Auction:
         if self._terms.allowance is not None:
             self._terms.allowance.spend()
         trials, lasting = self._measured(rows), True
+        forget(self._constants.values())
         if self._problem.op == "fallback" and all(t.refused for t in trials):
             # It may not take random numbers, and nothing competes: a plan's check runs it on real
             # ones.
@@ -289,6 +291,7 @@ class _Auction:
         self._inputs = sample_inputs(self._problem, self._device)
         with torch.inference_mode(), float32_math(self._problem.math):
             near = self._worth_running(rows)
+        forget(self._constants.values())
         self._inputs = self._out = None
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self._device)
         return near

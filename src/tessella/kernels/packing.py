@@ -5,7 +5,7 @@ A weight is packed again only where a bucket wants another layout; its packed fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -30,6 +30,14 @@ def packed(
     made = pack(weight)
     forms = _packed.setdefault(weight, {})
     return forms.setdefault((repr(how), layout(made)), made)
+
+
+def forget(weights: Iterable[torch.Tensor]) -> None:
+    """Let the packed forms of these go, but for those in use: an auction tries many (a 3×3 layer's
+    weights are hundreds of times as large after a Fourier transform), and one wins.
+    """
+    for weight in weights:
+        _packed.pop(weight, None)
 
 
 def onednn_layout(packed: torch.Tensor) -> Hashable:
