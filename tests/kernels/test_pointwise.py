@@ -456,6 +456,11 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         ),
         "a norm by hand": CASES["a norm by hand"],
         "codes": codes("float16", format=LAST),
+        "shifted windows": problem(
+            [meta(8, 64, 3, 49, 49, dtype="float16"), meta(3, 49, 49), meta(1, 64, 1, 49, 49)],
+            *(("add", (0, 1), SUM), ("add", (3, 2), SUM)),
+            ("softmax", (4,), {"dim": -1, "dtype": None}),
+        ),
     }
     for name, one in asked.items():
         yield name, functools.partial(_launch, one, generated.configs(one)[0])

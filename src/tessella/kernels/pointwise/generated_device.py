@@ -79,9 +79,9 @@ def _offsets(rows, SIZES: tl.constexpr, STRIDES: tl.constexpr):
     rest = rows
     offsets = rows * 0
     for i in tl.static_range(len(SIZES)):
-        SIZE: tl.constexpr = SIZES[len(SIZES) - 1 - i]
-        offsets += rest % SIZE * STRIDES[len(SIZES) - i]
-        rest = rest // SIZE
+        # a name for the size would be bound twice, which Triton's compiler does not take
+        offsets += rest % SIZES[len(SIZES) - 1 - i] * STRIDES[len(SIZES) - i]
+        rest = rest // SIZES[len(SIZES) - 1 - i]
     return offsets + rest * STRIDES[0]
 
 
