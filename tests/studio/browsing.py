@@ -113,7 +113,8 @@ def fill(chromium: Chrome, label: str, value: str) -> None:
     found.send_keys(Keys.CONTROL, "a")
     found.send_keys(value)
     found.send_keys(Keys.TAB)
-    until(lambda: found.get_attribute("value") == value, what=f"{label!r} being {value!r}")
+    wanted = {value, f"{value}.0"}  # a number field may write 5 as 5.0
+    until(lambda: found.get_attribute("value") in wanted, what=f"{label!r} being {value!r}")
 
 
 def choose(chromium: Chrome, label: str, option: str) -> None:

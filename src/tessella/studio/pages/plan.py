@@ -143,6 +143,11 @@ class _Compile:
             wanted = self._form.wanted()
             self._desk.workspace.new_path("plan", wanted.plan_name)
             self._watch(self._desk.store.submit(wanted.spec()))
+            ui.run_javascript("window.scrollTo({top: 0})")  # to where the progress is
+
+    def _stop(self, job: Job) -> None:
+        with parts.telling():
+            self._desk.store.abort(job.id)
 
     def _watch(self, job: Job) -> None:
         feed = Feed(job.events_path)
@@ -151,6 +156,7 @@ class _Compile:
         with self._box, parts.card(f"Compiling {job.name}"):
             track = parts.Track()
             problem = text("div", "").classes("note bad")
+            stop = parts.plain_button("Stop", lambda: self._stop(job), "stop")
         problem.set_visibility(False)
 
         def look() -> None:
@@ -166,6 +172,7 @@ class _Compile:
                 ui.navigate.to(parts.address("/plan", plan=ref))
             elif now.ended:
                 timer.cancel()
+                stop.set_visibility(False)
                 problem.text = feed.error or now.error or "The compilation was stopped."
                 problem.set_visibility(True)
 
