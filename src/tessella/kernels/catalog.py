@@ -253,9 +253,7 @@ KERNELS: tuple[Kernel, ...] = (
         version=2,
     ),
     _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
-    *_rows(
-        "pointwise", "generated_several", "pointwise.generated_several", "tessella", version=2
-    ),
+    *_rows("pointwise", "generated_several", "pointwise.generated_several", "tessella", version=2),
     *_rows(
         "max_pool2d avg_pool2d adaptive_avg_pool2d pointwise",
         "windows",
