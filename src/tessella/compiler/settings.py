@@ -37,7 +37,7 @@ class Measuring:
         lock: ``Plan.lock`` of another build of this network on this device. It decides, nothing is
             measured, and the plan has the same bytes.
         budget_s: about how long to measure the kernels of one step.
-        time_limit_s: how long to measure in all, from the first measurement on.
+        time_limit_s: how long to measure in all, from the first look at a kernel on.
         unproven: ids of kernels of chains that take part though no GPU has run them.
     """
 
