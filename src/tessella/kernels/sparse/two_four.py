@@ -37,11 +37,10 @@ def is_two_four(weight: torch.Tensor) -> bool:
     """Whether a weight [N, C, …] has at most two numbers that are not zero in each four along C."""
     if weight.dim() < 2 or not weight.numel() or weight.shape[1] % FOUR:
         return False
-    taken = _fours(weight) != 0
     return all(
-        int(part.sum(-1, dtype=torch.uint8).max()) <= 2
-        for part in (taken[:_LOOKED_AT], taken[_LOOKED_AT:])
-        if len(part)
+        int((_fours(rows) != 0).sum(-1, dtype=torch.uint8).max()) <= 2
+        for rows in (weight[:_LOOKED_AT], weight[_LOOKED_AT:])  # dense ones show it at once
+        if len(rows)
     )
 
 
