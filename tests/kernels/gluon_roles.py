@@ -1,70 +1,40 @@
 """Runs a warp-specialized Gluon kernel as plain Python: roles take turns, copies come late.
 
-Gluon has no interpreter. Here each role of ``warp_specialize`` is a thread, one runs at a time, and
-a seeded generator says who is next. Bulk copies and tensor-core products happen at any moment
+Tensors are ``gluon_on_numpy``'s. Each role of ``warp_specialize`` is a thread, one runs at a time,
+and a seeded generator says who is next. Bulk copies and tensor-core products happen at any moment
 between their start and the wait for them, and read shared memory then: a buffer that is handed on
-too early, or a barrier's phase that is taken for another, makes a wrong number or stops everything,
-which is an error. Layouts, fences and warps of a role it does not see.
+too early, or a barrier's phase that is taken for another (one bit tells phases apart), makes a
+wrong number or stops everything, which is an error at once. What was never written, or may be
+overwritten at any moment, is NaN. Layouts, fences and the warps inside a role it does not see.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from tessella.kernels.epilogue import ACTIVATIONS
+from tests.kernels.gluon_on_numpy import NAMES, Array, Language, Shared, play
 
 
 class Deadlock(AssertionError):
     """All roles wait, and nothing is on its way."""
 
 
-class Array(np.ndarray):
-    """A tensor in registers."""
-
-    type = types.SimpleNamespace(layout=None)
-
-    def permute(self, order: Sequence[int]) -> Array:
-        return self.transpose(order)
-
-    def split(self) -> tuple[Array, Array]:
-        return self[..., 0], self[..., 1]
-
-    def expand_dims(self, axis: int) -> Array:
-        return np.expand_dims(self, axis)
-
-
-class Shared:
-    """Shared memory, or a view of it."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array, self.dtype, self.shape = array, array.dtype, array.shape
-
-    def index(self, i: int) -> Shared:
-        return Shared(self.array[i])
-
-    def permute(self, order: Sequence[int]) -> Shared:
-        return Shared(self.array.transpose(order))
-
-    def load(self, layout: object) -> Array:
-        return self.array.astype(np.float64).view(Array)
-
-    def store(self, value: np.ndarray) -> None:
-        self.array[...] = value
-
-
 class Barrier:
     """An mbarrier: a phase ends when all have arrived and all bytes are there."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
+        self.count = self.missing = self.bytes = self.phase = 0
+
+    def init(self, count: int) -> None:
         self.count = self.missing = count
-        self.bytes = self.phase = 0
 
     def change(self, arrivals: int, nbytes: int) -> None:
         self.missing -= arrivals
@@ -74,46 +44,47 @@ class Barrier:
             self.missing, self.phase = self.count, self.phase + 1
 
 
+class Barriers(list[Barrier]):
+    index = list.__getitem__  # type: ignore[assignment]
+
+
 class Descriptor:
-    """A TMA descriptor of a matrix: zeros are read outside it, and nothing is written."""
+    """A TMA descriptor: zeros are read outside its tensor, and nothing is written."""
 
-    def __init__(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
-        self.array, self.layout = tensor.numpy(), None
-        self.dtype = self.array.dtype
-        nbytes = int(np.prod(block)) * self.dtype.itemsize
-        self.block_type = types.SimpleNamespace(shape=list(block), nbytes=nbytes)
+    def __init__(self, made: Any) -> None:
+        self.array, self.layout = made.base.numpy(), None
+        self.dtype, shape = self.array.dtype, list(made.block_shape)
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        self.block_type = types.SimpleNamespace(shape=shape, nbytes=nbytes)
 
-    def inside(self, at: Sequence[int]) -> tuple[slice, ...]:
-        ends = zip(at, self.block_type.shape, self.array.shape, strict=True)
-        return tuple(slice(min(i, size), min(i + n, size)) for i, n, size in ends)
-
-    def load(self, at: Sequence[int], into: np.ndarray) -> None:
-        part = self.array[self.inside(at)]
-        into[...] = 0
-        into[tuple(slice(n) for n in part.shape)] = part
-
-    def store(self, at: Sequence[int], source: np.ndarray) -> None:
-        part = self.array[self.inside(at)]
-        part[...] = source[tuple(slice(n) for n in part.shape)]
+    def parts(self, at: Sequence[int], tile: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What the tensor and a tile have in common: views of both."""
+        inside, part = [], []
+        for first, length, size in zip(at, tile.shape, self.array.shape, strict=True):
+            low, high = min(max(first, 0), size), min(max(first + length, 0), size)
+            inside.append(slice(low, high))
+            part.append(slice(low - first, high - first))
+        return self.array[tuple(inside)], tile[tuple(part)]
 
 
 class Product:
     """A product on its way."""
 
-    def __init__(self, a: Shared, b: Shared, before: Any, use: bool) -> None:
+    def __init__(self, a: Any, b: Shared, before: Any, use: bool) -> None:
         self._operands, self._before, self._use = (a, b), before, use
         self._made: Array | None = None
 
     def value(self) -> Array:
         if self._made is None:
             before = _value(self._before)
-            wide = np.int64 if before.dtype.kind == "i" else np.float64
-            a, b = (operand.array.astype(wide) for operand in self._operands)
-            self._made = (a @ b + (before if self._use else 0)).view(Array)
+            a, b = (x.array if isinstance(x, Shared) else x for x in self._operands)
+            made = a.astype(np.float64) @ b.astype(np.float64)
+            made = made + before if self._use else made
+            self._made = made.astype(before.dtype).view(Array)
         return self._made
 
 
-def _value(sums: Any) -> Array:
+def _value(sums: Any) -> Any:
     return sums.value() if isinstance(sums, Product) else sums
 
 
@@ -123,11 +94,13 @@ class Machine:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._haste = self._random.choice((0.3, 0.05, 0.01))
-        self._late: list[Callable[[], None]] = []
+        self._late: list[Callable[[], object]] = []
         self._turns: dict[int, threading.Semaphore] = {}
         self._waiting: set[int] = set()
         self._failed: BaseException | None = None
-        self._stores: dict[int, list[bool]] = {}  # of a role: which have been read
+        # of each role: products not waited for, and which copies out have been read
+        self._products: defaultdict[int, list[Product]] = defaultdict(list)
+        self._stores: defaultdict[int, list[bool]] = defaultdict(list)
         self._me = threading.local()
 
     def run(self, roles: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
@@ -150,7 +123,8 @@ class Machine:
         self._turns[me].acquire()
         try:
             if self._failed is None:
-                function(*args)
+                with np.errstate(all="ignore"):  # NaN and infinity, as on a GPU
+                    function(*args)
         except BaseException as error:
             self._failed = self._failed or error
         others = [i for i in self._turns if i != me]
@@ -159,10 +133,11 @@ class Machine:
             self._turns[self._random.choice(others)].release()
 
     def switch(self) -> None:
-        """Something late happens, perhaps; then it is somebody's turn."""
+        """Something late happens, perhaps; then it is the turn of somebody who may go on."""
         if self._late and self._random.random() < self._haste:
             self._happen()
-        me, chosen = self._me.name, self._random.choice(list(self._turns))
+        me = self._me.name
+        chosen = self._random.choice([i for i in self._turns if i not in self._waiting])
         if chosen != me:
             mine = self._turns[me]
             self._turns[chosen].release()
@@ -185,149 +160,107 @@ class Machine:
         self._late.pop(self._random.randrange(len(self._late)))()
         self._waiting.clear()  # whom it was that they waited for, they see when it is their turn
 
-    def later(self, happen: Callable[[], None]) -> None:
+    def later(self, happen: Callable[[], object]) -> None:
         self._late.append(happen)
         self.switch()
 
     # -------------------------------------------------------------- what device code calls
-    def load_tile(self, source: Descriptor, at: Any, barrier: list[Barrier], into: Shared) -> None:
-        into.array.fill(77)  # from now on it may be anything
+    def load_tile(self, source: Descriptor, at: Any, barrier: Barrier, into: Shared) -> None:
+        into.poison()
 
         def arrive() -> None:
-            source.load(at, into.array)
-            barrier[0].change(0, -source.block_type.nbytes)
+            there, here = source.parts(at, into.array)
+            into.array.fill(0)
+            here[...] = there
+            barrier.change(0, -source.block_type.nbytes)
 
         self.later(arrive)
 
     def store_tile(self, target: Descriptor, at: Any, source: Shared) -> None:
-        mine = self._stores.setdefault(self._me.name, [])
+        mine = self._stores[self._me.name]
         number = len(mine)
         mine.append(False)
 
         def leave() -> None:
-            target.store(at, source.array)
+            there, here = target.parts(at, source.array)
+            there[...] = here
             mine[number] = True
 
         self.later(leave)
 
     def store_wait(self, pendings: int) -> None:
         """All but so many of the newest have been read."""
-        mine = self._stores.setdefault(self._me.name, [])
+        mine = self._stores[self._me.name]
         self.wait_until(lambda: all(mine[: max(0, len(mine) - pendings)]))
 
-    def multiply(
-        self, a: Shared, b: Shared, before: Any, use_acc: bool = True, **_: Any
-    ) -> Product:
+    def multiply(self, a: Any, b: Shared, before: Any, use_acc: bool = True, **_: Any) -> Product:
         product = Product(a, b, before, use_acc)
+        self._products[self._me.name].append(product)
         self.later(product.value)
         return product
 
     def multiplied(self, pending: int, deps: Sequence[Any]) -> Any:
-        assert pending == 0
-        values = [_value(one) for one in deps]
+        """All but so many of the newest are made."""
+        mine = self._products[self._me.name]
+        done = len(mine) - pending
+        for product in mine[:done]:
+            product.value()
+        del mine[:done]
+        values = [one if one in mine else _value(one) for one in deps]
         return values[0] if len(values) == 1 else values
 
-    @property
-    def mbarrier(self) -> types.SimpleNamespace:
-        def init(place: Any, count: int) -> None:
-            place[0] = Barrier(count)
+    def arrive(self, barrier: Barrier, count: int = 1, pred: bool = True) -> None:
+        if pred:
+            barrier.change(count, 0)
+            self._waiting.clear()
+        self.switch()
 
-        def arrive(place: Any, pred: bool = True) -> None:
-            if pred:
-                place[0].change(1, 0)
-                self._waiting.clear()
-            self.switch()
+    def wait(self, barrier: Barrier, parity: int) -> None:
+        self.wait_until(lambda: barrier.phase & 1 != parity)
 
-        def wait(place: Any, parity: int) -> None:
-            self.wait_until(lambda: place[0].phase & 1 != parity)
-
-        return types.SimpleNamespace(
-            MBarrierLayout=lambda: None,
-            init=init,
-            arrive=arrive,
-            wait=wait,
-            expect=lambda place, nbytes: place[0].change(1, nbytes),
+    def names(self, block: int, blocks: int, warps: int) -> dict[str, Any]:
+        """What these names mean in a kernel."""
+        language: Any = Language(block, blocks, warps)
+        allocate = language.allocate_shared_memory
+        language.allocate_shared_memory = lambda dtype, shape, layout: (
+            Barriers(Barrier() for _ in range(shape[0]))
+            if layout == "mbarrier"
+            else allocate(dtype, shape, layout)
         )
-
-
-class _Barriers:
-    def __init__(self, count: int) -> None:
-        self._places: list[list[Any]] = [[None] for _ in range(count)]
-
-    def index(self, i: int) -> list[Any]:
-        return self._places[i]
-
-
-class _Language:
-    """``gl``: layouts mean nothing here."""
-
-    int8, int32, int64, float32 = np.dtype("i1"), np.dtype("i4"), np.dtype("i8"), np.dtype("f4")
-    static_range = range
-    minimum = min
-    SliceLayout = NVMMADistributedLayout = staticmethod(lambda *a, **k: None)
-    convert_layout = staticmethod(lambda x, layout: x)
-
-    def __init__(self, machine: Machine, block: int, blocks: int) -> None:
-        self.program_id = lambda axis: block
-        self.num_programs = lambda axis: blocks
-        self.warp_specialize = lambda roles, warps, registers: machine.run(roles)
-
-    @staticmethod
-    def zeros(shape: Sequence[int], dtype: np.dtype, layout: object) -> Array:
-        return np.zeros(shape, dtype).view(Array)
-
-    @staticmethod
-    def allocate_shared_memory(dtype: np.dtype, shape: Sequence[int], layout: object) -> Any:
-        if dtype == np.int64:
-            return _Barriers(shape[0])
-        return Shared(np.full([int(n) for n in shape], 77, dtype))
-
-
-def _finish(
-    sums: Array, scale: Any, bias: Any, added: Any, alpha: float, beta: float, act: Any, dtype: Any
-) -> np.ndarray:
-    x = sums.astype(np.float64) * alpha * (1 if scale is None else scale)
-    x = x + (0 if bias is None else bias) + (0 if added is None else added * beta)
-    return x if act is None else ACTIVATIONS[act](torch.from_numpy(np.asarray(x))).numpy()
-
-
-def _channel_vector(vector: torch.Tensor, offset: int, limit: int, length: int, layout: Any) -> Any:
-    found = np.zeros(length)
-    found[: max(0, min(length, limit - offset))] = vector[offset : min(offset + length, limit)]
-    return found.view(Array)
-
-
-def run(kernel: Any, grid: Sequence[int], *args: Any, seed: int = 0, **constants: Any) -> None:
-    """``launch`` with this as the device, for kernels whose descriptors are ``Descriptor``."""
-    for option in ("num_warps", "launch_pdl", "maxnreg"):
-        constants.pop(option, None)
-    for block in range(grid[0]):
-        machine = Machine(seed * 1000 + block)
-        world = dict(kernel.fn.__globals__)
-        replaced: dict[str, Any] = {
-            "gl": _Language(machine, block, grid[0]),
-            "mbarrier": machine.mbarrier,
-            "load_tile": machine.load_tile,
-            "store_tile": machine.store_tile,
-            "store_wait": machine.store_wait,
-            "warpgroup_mma": machine.multiply,
-            "warpgroup_mma_wait": machine.multiplied,
+        language.warp_specialize = lambda roles, warps, registers: self.run(roles)
+        return {
+            **NAMES,
+            "gl": language,
+            "mbarrier": types.SimpleNamespace(
+                MBarrierLayout=lambda: "mbarrier",
+                init=Barrier.init,
+                expect=lambda barrier, nbytes: barrier.change(1, nbytes),
+                arrive=self.arrive,
+                wait=self.wait,
+            ),
+            "load_tile": self.load_tile,
+            "store_tile": self.store_tile,
+            "store_wait": self.store_wait,
+            "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": self.multiplied,
             "warpgroup_mma_init": lambda x: x,
-            "finish": _finish,
-            "channel_vector": _channel_vector,
-            "float_of_small": lambda x: x,
-            "float_of_int8": lambda x: x,
-            "int8_of_float": lambda x: np.clip(np.rint(x), -128, 127),
+            "float_of_small": lambda x: x.to(np.float32),
+            "float_of_int8": lambda x: x.to(np.float32),
+            "int8_of_float": lambda x: np.clip(np.rint(x), -128, 127).to(np.int8),
             "sorted_layout": lambda layout: layout,
-            **dict.fromkeys(_NOTHING, lambda *a: None),
         }
-        world.update(replaced)
-        for name, value in kernel.fn.__globals__.items():
-            if name not in replaced and hasattr(value, "fn") and callable(value.fn):
-                world[name] = types.FunctionType(value.fn.__code__, world, name)
-        types.FunctionType(kernel.fn.__code__, world)(*args, **constants)
 
 
-_NOTHING: Iterable[str] = (
-    "barrier", "fence_async_shared", "launch_dependents", "wait_for_dependencies"
-)  # fmt: skip
+def run(
+    kernel: Any,
+    grid: Sequence[int],
+    *args: Any,
+    seed: int = 0,
+    num_warps: int = 4,
+    **constants: Any,
+) -> None:
+    """``launch`` with this as the device; tensors on the CPU, changed in place."""
+    given = [Descriptor(arg) if hasattr(arg, "block_shape") else arg for arg in args]
+    for block in range(grid[0]):
+        names = Machine(seed * 1000 + block).names(block, grid[0], num_warps)
+        play(kernel, names, given, {**constants, "num_warps": num_warps})

@@ -175,7 +175,6 @@ def ran(
 ) -> tuple[torch.Tensor, ...]:
     """The kernel's roles in turns, on two multiprocessors."""
     monkeypatch.setattr(kernel, "launch", functools.partial(gluon_roles.run, seed=seed))
-    monkeypatch.setattr(kernel, "descriptor", gluon_roles.Descriptor)
     monkeypatch.setattr(kernel, "MULTIPROCESSORS", 2)
     rest = {i: t for i, t in operands.items() if i not in problem.constant}
     constants = {i: operands[i] for i in problem.constant}
