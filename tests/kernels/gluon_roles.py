@@ -125,6 +125,8 @@ class Machine:
             if self._failed is None:
                 with np.errstate(all="ignore"):  # NaN and infinity, as on a GPU
                     function(*args)
+                assert all(self._stores[me]), "ends before its copies out have been read"
+                assert not self._products[me], "ends before its products are made"
         except BaseException as error:
             self._failed = self._failed or error
         others = [i for i in self._turns if i != me]
