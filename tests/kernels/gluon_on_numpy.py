@@ -92,11 +92,22 @@ class Pointer:
         assert offsets.size == 0 or (offsets.min() >= 0 and offsets.max() < self.storage.size)
 
 
+class Dtype(str):
+    """The element type of shared memory, by NumPy's name for it."""
+
+    @property
+    def primitive_bitwidth(self) -> int:
+        return 8 * np.dtype(self).itemsize
+
+    def is_int(self) -> bool:
+        return np.dtype(self).kind == "i"
+
+
 class Shared:
     """Shared memory, or a view of it."""
 
     def __init__(self, array: np.ndarray) -> None:
-        self.array, self.dtype, self.shape = array, array.dtype, array.shape
+        self.array, self.dtype, self.shape = array, Dtype(array.dtype.name), array.shape
 
     def index(self, i: Any) -> Shared:
         assert 0 <= i < len(self.array)
@@ -121,7 +132,15 @@ class Shared:
 
     def poison(self) -> None:
         """Nobody may use what is there."""
-        self.array.fill(math.nan if self.dtype.kind == "f" else 77)
+        self.array.fill(math.nan if self.array.dtype.kind == "f" else 77)
+
+
+def _reinterpret(shared: Shared, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
+    """Other than the old tile, the new one may reach as far as what was allocated."""
+    old = shared.array
+    whole = old if old.base is None else old.base
+    at = old.ctypes.data - whole.ctypes.data
+    return Shared(np.ndarray(shape, dtype, buffer=whole.data, offset=at))
 
 
 class Language:
@@ -170,6 +189,7 @@ NAMES: dict[str, Any] = {
     "range": lambda *bounds: map(Scalar, range(*bounds)),
     "activate": _activate,
     "quantize": lambda x, dtype: x.to(dtype),
+    "reinterpret": _reinterpret,
     "copy_elements": lambda shared, pointers: shared.store(pointers.load()),
     **dict.fromkeys(
         (

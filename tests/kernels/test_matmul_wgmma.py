@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.kernels.gemm import wgmma
 from tessella.kernels.problem import Problem, TensorMeta
+from tests.kernels import gluon_roles, products
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, draw
 
@@ -67,6 +68,38 @@ def test_takes(name: str) -> None:
 ])  # fmt: skip
 def test_refuses(changes: dict[str, Any], reason: str) -> None:
     assert reason in (wgmma.fits(problem(**changes)) or "")
+
+
+SMALL = Case(m=88, n=200, k=200)
+PLAYED = {
+    "whole tiles": (SMALL, {}),
+    "every transpose": (replace(SMALL, op="matmul", transpose_a=True, transpose_b=True), {}),
+    "a batch": (replace(SMALL, op="matmul", batch=(3,), shared=False), {}),
+    "the epilogue": (
+        replace(SMALL, scale=True, bias="float32", residual="float16", activation="relu"),
+        {},
+    ),
+    "one buffer": (replace(SMALL, residual="float16"), {"buffers": 1}),
+    "int8": (replace(SMALL, dtype="int8", n=208, k=208, out="int32"), {}),
+    "split": (replace(SMALL, bias="float32"), {"split_k": 2, "whole_waves": 1}),
+    "all split": (replace(SMALL, residual="float16"), {"split_k": 3}),
+}
+
+
+@pytest.mark.parametrize("schedule", ["cooperative", "staggered", "ping_pong"])
+@pytest.mark.parametrize("name", PLAYED)
+def test_roles_in_any_order_make_the_product(
+    name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two multiprocessors, with rings of two and of three stages."""
+    case, changes = PLAYED[name]
+    monkeypatch.setattr(wgmma, "_multiprocessors", lambda: 2)
+    for seed in range(2):
+        monkeypatch.setattr(wgmma, "launch", functools.partial(gluon_roles.run, seed=seed))
+        tiling = wgmma.Tiling(tile_m=32, tile_n=128, schedule=schedule, stages=2 + seed, buffers=2)
+        config = asdict(replace(tiling, **changes))
+        made, right = products.run(wgmma, case, integers=True, seed=seed, config=config)
+        products.assert_exact(made, right)
 
 
 def test_constant_factors_are_turned() -> None:
