@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,10 +46,10 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, keys)
 
 
-def feeds(batch: int) -> dict[str, torch.Tensor]:
+def feeds(batch: int, dtype: str = "int64") -> dict[str, torch.Tensor]:
     torch.manual_seed(batch)
     mask = torch.arange(TOKENS) < torch.randint(1, TOKENS + 1, (batch, 1))
-    return {"rows": torch.randn(batch, TOKENS, 8), "mask": mask.long()}
+    return {"rows": torch.randn(batch, TOKENS, 8), "mask": mask.to(getattr(torch, dtype))}
 
 
 def mask_of(graph: Graph) -> tuple[object, ...]:
@@ -76,18 +78,19 @@ def test_what_does_not_repeat_stays(kind: str) -> None:
     assert mask_of(graph)[2] == (TOKENS if kind == "causal" else 1)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "bool"])
 @pytest.mark.parametrize("kind", ["and, expanded", "causal"])
-def test_a_plan_hides_the_same_keys(kind: str) -> None:
-    module = Attention(kind)
+def test_a_plan_hides_the_same_keys(kind: str, dtype: str) -> None:
+    module, (rows, mask) = Attention(kind), INPUTS
     plan = compiler.compile_graph(
-        capture(module, INPUTS),
+        capture(module, (rows, replace(mask, dtype=dtype))),
         target="cpu",
         batch=BATCH,
-        samples=feeds(2),
+        samples=feeds(2, dtype),
         about=compiler.About(built_from="attention", rebuild="python -m pytest"),
         measuring=compiler.Measuring(budget_s=0.0),
     )
-    given = feeds(3)
+    given = feeds(3, dtype)
     with runtime.load(plan) as engine, torch.inference_mode():
         made = engine(**given)["output"]
         torch.testing.assert_close(made, module(**given), rtol=1e-5, atol=1e-6)

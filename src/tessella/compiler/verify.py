@@ -228,7 +228,7 @@ def _require_independent_samples(
     What float32 tells (``single`` is its answer) is not asked of float64, which takes three times
     as long.
     """
-    others = {n: torch.cat([t[:1], t[1:].flip(0) * 0]) for n, t in inputs.items()}
+    others = {n: torch.cat([t[:1], torch.zeros_like(t[1:])]) for n, t in inputs.items()}
     if _changed_answers(_interpreted(graph, others, target), single):
         changed = _changed_answers(_answers(graph, others, target), outputs)
         if changed:
