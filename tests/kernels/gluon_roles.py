@@ -2,10 +2,11 @@
 
 Tensors are ``gluon_on_numpy``'s. Each role of ``warp_specialize`` is a thread, one runs at a time,
 and a seeded generator says who is next. Bulk copies and tensor-core products happen at any moment
-between their start and the wait for them, and read shared memory then: a buffer that is handed on
-too early, or a barrier's phase that is taken for another (one bit tells phases apart), makes a
-wrong number or stops everything, which is an error at once. What was never written, or may be
-overwritten at any moment, is NaN. Layouts, fences and the warps inside a role it does not see.
+between their start and the wait for them, those of one kind as late as can be, and read shared
+memory then: a buffer that is handed on too early, or a barrier's phase that is taken for another
+(one bit tells phases apart), makes a wrong number or stops everything, which is an error at once.
+What was never written, or may be overwritten at any moment, is NaN. Layouts, fences and the warps
+inside a role it does not see.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ class Machine:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._haste = self._random.choice((0.3, 0.05, 0.01))
+        self._slow = self._random.choice(("load_tile", "store_tile", "multiply"))
         self._late: list[Callable[[], object]] = []
+        self._last: list[Callable[[], object]] = []  # the slow ones, when nothing else can happen
         self._turns: dict[int, threading.Semaphore] = {}
         self._waiting: set[int] = set()
         self._failed: BaseException | None = None
@@ -113,8 +116,6 @@ class Machine:
         self._turns[0].release()
         for thread in threads:
             thread.join()
-        for late in self._late:
-            late()
         if self._failed:
             raise self._failed
 
@@ -152,18 +153,19 @@ class Machine:
         while not done():
             self._waiting.add(me)
             if self._waiting >= set(self._turns):
-                if not self._late:
+                if not self._late and not self._last:
                     raise Deadlock(f"{len(self._turns)} roles wait for each other")
                 self._happen()
             self.switch()
         self._waiting.discard(me)
 
     def _happen(self) -> None:
-        self._late.pop(self._random.randrange(len(self._late)))()
+        late = self._late or self._last
+        late.pop(self._random.randrange(len(late)))()
         self._waiting.clear()  # whom it was that they waited for, they see when it is their turn
 
-    def later(self, happen: Callable[[], object]) -> None:
-        self._late.append(happen)
+    def later(self, kind: str, happen: Callable[[], object]) -> None:
+        (self._last if kind == self._slow else self._late).append(happen)
         self.switch()
 
     # -------------------------------------------------------------- what device code calls
@@ -176,7 +178,7 @@ class Machine:
             here[...] = there
             barrier.change(0, -source.block_type.nbytes)
 
-        self.later(arrive)
+        self.later("load_tile", arrive)
 
     def store_tile(self, target: Descriptor, at: Any, source: Shared) -> None:
         mine = self._stores[self._me.name]
@@ -188,7 +190,7 @@ class Machine:
             there[...] = here
             mine[number] = True
 
-        self.later(leave)
+        self.later("store_tile", leave)
 
     def store_wait(self, pendings: int) -> None:
         """All but so many of the newest have been read."""
@@ -198,7 +200,7 @@ class Machine:
     def multiply(self, a: Any, b: Shared, before: Any, use_acc: bool = True, **_: Any) -> Product:
         product = Product(a, b, before, use_acc)
         self._products[self._me.name].append(product)
-        self.later(product.value)
+        self.later("multiply", product.value)
         return product
 
     def multiplied(self, pending: int, deps: Sequence[Any]) -> Any:

@@ -1,0 +1,56 @@
+"""The Hopper convolution's roles, played on the CPU in any order: exact on small whole numbers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tessella.kernels import catalog
+from tessella.kernels.conv.hopper import implicit_gemm as kernel
+from tests.kernels import convolutions, gluon_roles
+from tests.kernels.convolutions import Case
+
+ROW = catalog.kernel("conv2d.implicit_gemm.sm90")
+
+# 16 pixels × 32 channels, of 16 input channels a stage
+CONFIG = {
+    "tile_n": 1, "tile_h": 2, "tile_w": 8, "tile_k": 32, "tile_c": 16, "stages": 2, "slots": 1,
+    "groups": 1, "warps": 4, "swap": False, "splits": 1, "taps": 1,
+}  # fmt: skip
+PLAIN = Case(
+    x=(2, 40, 7, 11), w=(40, 40, 3, 3), padding=1, dtype="float16", out="float32",
+    x_format="channels_last", w_format="channels_last",
+)  # fmt: skip
+EIGHT_BITS = replace(
+    PLAIN, x=(2, 48, 7, 11), w=(80, 48, 1, 3), padding=(0, 1), dtype="int8", out="int8"
+)
+EPILOGUE = {"bias": "float32", "scale": True, "residual": True, "activation": "relu"}
+CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+    "plain": (PLAIN, {}),
+    "stride": (replace(PLAIN, stride=2, bias="float32"), {}),
+    "dilation": (replace(PLAIN, dilation=(2, 1), padding=(2, 0)), {"tile_n": 2, "tile_h": 1}),
+    "epilogue": (replace(PLAIN, alpha=0.5, beta=2.0, **EPILOGUE), {}),
+    "a column of taps": (replace(PLAIN, residual=True), {"taps": 3}),
+    "int8": (replace(EIGHT_BITS, **EPILOGUE), {"tile_k": 64}),
+    "int8, swapped": (replace(EIGHT_BITS, **EPILOGUE), {"tile_k": 64, "swap": True}),
+    "int8 to int32": (replace(EIGHT_BITS, out="int32"), {}),
+}
+
+
+@pytest.mark.parametrize(
+    "structure", [{"groups": 1, "slots": 2}, {"groups": 2, "stages": 3}], ids=repr
+)
+@pytest.mark.parametrize("name", CASES)
+def test_roles_in_any_order_make_the_convolution(
+    name: str, structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several tiles a block, on two multiprocessors; tiles and chunks that end outside."""
+    case, changes = CASES[name]
+    monkeypatch.setattr(kernel, "MULTIPROCESSORS", 2)
+    for seed in range(2):
+        monkeypatch.setattr(kernel, "launch", functools.partial(gluon_roles.run, seed=seed))
+        config = {**CONFIG, **structure, **changes}
+        convolutions.check(ROW, case, config, integers=True, seed=seed)
