@@ -168,7 +168,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], int]] = {
         lambda: models.DenseNet(8, (2, 2), num_init_features=8, num_classes=5), 8,
     ),
     "swin": (
-        lambda: models.SwinTransformer([4, 4], 16, [2, 1], [2, 2], [4, 4], num_classes=5), 6,
+        lambda: models.SwinTransformer([4, 4], 16, [2, 1], [2, 2], [4, 4], num_classes=5), 8,
     ),
 }  # fmt: skip
 

@@ -23,10 +23,10 @@ def apply(graph: Graph) -> int:
     """Swap what is better the other way round; returns how many pairs."""
     swapped = 0
     for node in list(graph.nodes):
-        maker = (
-            graph.producer().get(node.inputs[0]) if node.op in ("conv2d", "avg_pool2d") else None
-        )
-        if maker is None or not only_use(graph, maker.output, node):
+        if node.op not in ("conv2d", "avg_pool2d"):
+            continue
+        maker = graph.producer().get(node.inputs[0])
+        if maker is None or not only_use(graph, node.inputs[0], node):
             continue
         if maker.op == "avg_pool2d" and _better_last(graph, maker, node):
             _mean_last(graph, maker, node)
