@@ -259,7 +259,10 @@ def alive(module: torch.nn.Module, network: Network, factor: float = 1.0) -> tor
         if largest == 0 and parameter.dim() > 1:
             parameter.data.normal_(std=0.02)
         elif 0 < largest < 0.01 and parameter.numel() > 1:
-            parameter.data.add_(0.5)
+            if parameter.dim() > 1:  # alike in each column it would cancel what a norm has centred
+                parameter.data.mul_(0.1 / largest)
+            else:
+                parameter.data.add_(0.5)
     norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
         norm.momentum = None
