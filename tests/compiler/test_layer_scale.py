@@ -34,6 +34,7 @@ class Net(nn.Module):
         self.column = nn.Parameter(torch.randn(6, 1, 1))
         self.one = nn.Parameter(torch.tensor(0.3))
         self.row = nn.Parameter(torch.randn(6))
+        self.deep = nn.Parameter(torch.full((1, 1, 1, 1, 1), 0.3))
         self._forward = forward
 
     def forward(self, x: torch.Tensor) -> object:
@@ -56,6 +57,7 @@ CASES: dict[str, tuple[Forward, int, int]] = {
     # these stay
     "no sum": (lambda m, x: m.conv(x) * m.column, 0, 0),
     "another axis": (lambda m, x: m.conv(x) * m.row + x, 0, 0),
+    "a factor of more axes": (lambda m, x: m.conv(x) * m.deep + x, 0, 0),
     "other readers": (lambda m, x: ((y := m.conv(x)) * m.column + x, y), 0, 0),
     "an activation between": (lambda m, x: F.relu(m.conv(x)) * m.column + x, 0, 0),
     "a factor that is computed": (lambda m, x: m.conv(x) * x.mean((2, 3), True) + x, 0, 0),

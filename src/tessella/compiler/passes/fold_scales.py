@@ -20,8 +20,10 @@ def apply(graph: Graph) -> int:
         readers = graph.users()[node.output]
         if len(readers) != 1 or readers[0].op != "add" or node.output in graph.outputs:
             continue
+        result = node.output
         for value, other in (node.inputs, node.inputs[::-1]):
-            found = _layer(graph, node, value) if other in graph.constants else None
+            alike = (value.shape, value.dtype) == (result.shape, result.dtype)
+            found = _layer(graph, node, value) if alike and other in graph.constants else None
             factor = None if found is None else _factor(graph.constants[other], node, found[1])
             if found is not None and factor is not None:
                 _scale(graph, found[0], factor)
