@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ WRITES_OUT = True
 
 MOST_PLANS = 8
 TYPES = {"int8": "INT8", "float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
+_submitting = threading.Lock()  # a handle has one stream at a time, and serves all engines
 PRODUCTS = {"int8": "INT32", "float16": "FLOAT", "bfloat16": "FLOAT"}
 
 
@@ -82,9 +84,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, plan: int =
             for i, operand in enumerate((*operands, beta))
             if tensors.get(i) is not None
         }
-        library.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
         workspace = torch.empty(nbytes, dtype=torch.uint8, device=out.device)
-        graph.execute_plan_at_index({**given, out_tensor: out}, workspace, plan, handle=handle)
+        with _submitting:
+            library.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+            graph.execute_plan_at_index({**given, out_tensor: out}, workspace, plan, handle=handle)
         return out
 
     return convolve
