@@ -153,5 +153,5 @@ def test_find_shows_both() -> None:
     )
     ran = {f.algorithm: f for f in report if f.refused is None}
     assert {"sparse", "cusparselt"} <= set(ran)
-    assert ran["sparse"].registers == 168
+    assert 0 < ran["sparse"].registers <= 168
     assert all(f.max_rel_error is not None and f.max_rel_error < 2e-3 for f in ran.values())

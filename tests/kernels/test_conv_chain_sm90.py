@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tessella.core.errors import UsageError
-from tessella.kernels import catalog, problems, reference
+from tessella.kernels import problems, reference
 from tessella.kernels.conv.hopper import chain as kernel
 from tessella.kernels.epilogue import store
 from tessella.kernels.problem import Format, Problem, TensorMeta
@@ -67,13 +67,6 @@ SHAPES: dict[str, tuple[tuple[int, int, int], int]] = {
     "few channels": ((32, 96, 16), 19),
     "one pixel": ((64, 64, 64), 1),
 }
-
-
-def test_waits_for_a_gpu() -> None:
-    row = catalog.kernel("conv2d_chain.back_to_back.sm90")
-    assert row.load() is kernel
-    assert row.unproven
-    assert row.targets == ("sm_90",)
 
 
 @pytest.mark.parametrize(

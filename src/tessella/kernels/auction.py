@@ -26,7 +26,7 @@ from tessella.kernels.catalog import Call, Config, Kernel
 from tessella.kernels.compilers import Compiling, compile_ahead, crashed
 from tessella.kernels.float32_math import float32_math
 from tessella.kernels.inputs import joined, sample_inputs, tells
-from tessella.kernels.inspection import exact_answer, inspect, wrong
+from tessella.kernels.inspection import exact_answers, inspect, wrong
 from tessella.kernels.launch import preparing
 from tessella.kernels.packing import forget
 from tessella.kernels.problem import Problem
@@ -486,10 +486,10 @@ class _Auction:
         return _Bid(row=row, config=config, run=run, workspace_bytes=needed)
 
     @functools.cached_property
-    def _exact(self) -> torch.Tensor:
-        return exact_answer(self._problem, self._constants, self._inputs or ())
+    def _exact(self) -> tuple[torch.Tensor, ...]:
+        return exact_answers(self._problem, self._constants, self._inputs or ())
 
     def _inspect(self, bid: _Bid) -> Inspection:
         out = self._out if bid.row.load().WRITES_OUT else None
-        sliced = self._problem.output.strides is not None
+        sliced = out is not None and self._problem.output.strides is not None
         return inspect(bid.run, self._exact, out, sliced=sliced)

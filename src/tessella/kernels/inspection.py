@@ -29,14 +29,17 @@ TOLERANCES = {
 }
 
 
-def exact_answer(
+def exact_answers(
     problem: Problem, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """The answer in float64; as it would be stored where that is an integer."""
+) -> tuple[torch.Tensor, ...]:
+    """The results in float64; as they would be stored where they are integers."""
     operands = [exactly(t) for t in problem.operands(constants, inputs)]
-    exact = reference.call(problem.op, operands, problem.attrs)[0]
-    dtype = getattr(torch, problem.outputs[0].dtype)
-    return exact if dtype.is_floating_point else store(exact, dtype).double()
+    made = reference.call(problem.op, operands, problem.attrs)
+    dtypes = (getattr(torch, meta.dtype) for meta in problem.outputs)
+    return tuple(
+        exact if dtype.is_floating_point else store(exact, dtype).double()
+        for exact, dtype in zip(made, dtypes, strict=True)
+    )
 
 
 def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -44,29 +47,30 @@ def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor if tensor is None or tensor.dtype == torch.bool else tensor.double()
 
 
-def inspect(run: Run, exact: torch.Tensor, out: torch.Tensor | None, *, sliced: bool) -> Inspection:
+def inspect(
+    run: Run, exact: Sequence[torch.Tensor], out: torch.Tensor | None, *, sliced: bool
+) -> Inspection:
     """Run a kernel twice and look at what it made.
 
     Args:
         run: the kernel with its operands.
-        exact: what it should answer.
+        exact: what its results should be.
         out: where the answer goes, if that is given to it; overwritten with poison before.
         sliced: ``out`` is a slice, and the memory between its parts is not the kernel's.
     """
     if out is not None:
         whole(out).fill_(POISON)
     with watching() as launches:
-        first = _first(run()).clone()
+        first = [result.clone() for result in _results(run())]
     beside = out is not None and sliced and wrote_beside(out)
-    again = _first(run())
-    largest = exact.abs().max() if exact.numel() else exact.sum()
-    error = (first.double() - exact).abs().max() / largest if largest else largest
+    again = _results(run())
+    errors = [_error(made, right) for made, right in zip(first, exact, strict=True)]
     compiled = [one for one in launches if one.compiled is not None]
     main = max(compiled, key=lambda one: math.prod(one.grid), default=None)
     resources = main.resources() if main else None
     return Inspection(
-        max_rel_error=math.inf if beside else float(error),
-        repeatable=bool(torch.equal(_bits(first), _bits(again))),
+        max_rel_error=math.inf if beside else _largest(errors),
+        repeatable=all(torch.equal(_bits(a), _bits(b)) for a, b in zip(first, again, strict=True)),
         launches=len(launches),
         registers=resources.registers if resources else None,
         shared_bytes=resources.shared_bytes if resources else None,
@@ -101,8 +105,19 @@ def _tolerance(problem: Problem) -> float:
     return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
 
 
-def _first(made: Any) -> torch.Tensor:
-    return made if isinstance(made, torch.Tensor) else made[0]
+def _results(made: Any) -> tuple[torch.Tensor, ...]:
+    return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+
+
+def _error(made: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest difference over the largest value."""
+    largest = exact.abs().max() if exact.numel() else exact.sum()
+    return float((made.double() - exact).abs().max() / largest if largest else largest)
+
+
+def _largest(errors: Sequence[float]) -> float:
+    """The largest, or NaN where one is."""
+    return math.nan if any(math.isnan(e) for e in errors) else max(errors)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -182,17 +182,29 @@ def _seen(s, key0, row0, S, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(s, top, scale, GUARDED: gl.constexpr):
+def _weigh(s, top, scale, mask, CAUSAL: gl.constexpr):
     """Products ``s`` of a tile → their weights, the largest product so far, the old sums' factor.
 
-    ``scale`` includes log₂ e. GUARDED: there may be no key so far, which is nothing, not NaN.
+    ``scale`` includes log₂ e. Where there may be no key so far, its weight is 0, not NaN.
     """
     new_top = gl.maximum(top, gl.max(s, 1))
+    if mask is None:
+        weights, fade = _powers(s, top, new_top, scale, CAUSAL)
+    elif mask.dtype.element_ty == gl.uint8:
+        weights, fade = _powers(s, top, new_top, scale, True)
+    else:  # numbers may be as large as LOWEST, of which a fused s · scale - base leaves a huge rest
+        least = gl.where(new_top == NOTHING, 0.0, new_top)
+        weights = gl.exp2((s - least.expand_dims(1)) * scale)
+        fade = gl.exp2((top - least) * scale)
+    return weights, new_top, fade
+
+
+@gluon.jit
+def _powers(s, top, new_top, scale, GUARDED: gl.constexpr):
     base = new_top * scale
     if GUARDED:
         base = gl.where(new_top == NOTHING, 0.0, base)
-    weights = gl.exp2(s * scale - base.expand_dims(1))
-    return weights, new_top, gl.exp2(top * scale - base)
+    return gl.exp2(s * scale - base.expand_dims(1)), gl.exp2(top * scale - base)
 
 
 @gluon.jit
@@ -208,7 +220,6 @@ def _step(
     k_ring, k_full, k_empty = rings[1]
     v_ring, v_full, v_empty = rings[2]
     PING_PONG: gl.constexpr = LOOK[5]
-    MASKED: gl.constexpr = masking[0] is not None
     LO: gl.constexpr = acc.type.layout
     shared_mask, turns, so_far = own
     stage, turn = _place(position, STAGES)
@@ -233,7 +244,7 @@ def _step(
     s = _masked(s, masking, shared_mask, place, key0, work, scale, LOOK)
     if CAUSAL and key0 + BN - 1 > place[2]:
         s = _seen(s, key0, place[2], work[5], CAUSAL)
-    weights, top, fade = _weigh(s, top, scale, MASKED or CAUSAL)
+    weights, top, fade = _weigh(s, top, scale, masking[0], CAUSAL)
     total = total * fade + gl.sum(weights, 1)
     fresh = gl.convert_layout(weights.to(held.dtype), held.type.layout)
     # the next step's values; a loop, over which ptxas does not move the exponentials: the wait for
@@ -262,7 +273,6 @@ def _consume(
     v_ring, v_full, v_empty = rings[2]
     BE: gl.constexpr = q_ring.shape[4]
     BV: gl.constexpr = v_ring.shape[4]
-    MASKED: gl.constexpr = masking[0] is not None
     LS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
@@ -306,7 +316,7 @@ def _consume(
             s = _masked(s, masking, shared_mask, place, key0, work, scale, LOOK)
             if CAUSAL or RAGGED:
                 s = _seen(s, key0, row0, S, CAUSAL)
-            weights, top, _ = _weigh(s, top, scale, MASKED or CAUSAL)
+            weights, top, _ = _weigh(s, top, scale, masking[0], CAUSAL)
             total = gl.sum(weights, 1)
             held = gl.convert_layout(weights.to(q_ring.dtype), HELD)
             acc = gl.zeros((HALF, BV), dtype=gl.float32, layout=LO)
@@ -328,7 +338,7 @@ def _consume(
             acc, held = warpgroup_mma_wait(0, deps=(acc, held))
             barrier()
             mbarrier.arrive(v_empty.index(stage), count=1, pred=last)
-            if MASKED:  # a row that sees no key is 0, as torch's
+            if masking[0] is not None:  # a row that sees no key is 0, as torch's
                 total = gl.where(total == 0.0, 1.0, total)
             share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, LO)).expand_dims(1)
             store_wait(0)

@@ -19,7 +19,10 @@ def max_pool2d(
     dilation: Sequence[int],
     ceil_mode: bool,
 ) -> Tensor:
-    return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
+    settings = (kernel_size, stride, padding, dilation, ceil_mode)
+    if input.dtype == torch.int8:  # which torch pools on no GPU; float16 holds each of them
+        return F.max_pool2d(input.half(), *settings).to(torch.int8)
+    return F.max_pool2d(input, *settings)
 
 
 def avg_pool2d(

@@ -99,8 +99,9 @@ def window_kernel(
                 x = tl.where(there, x, float("-inf"))
                 made = tl.maximum(made, x, propagate_nan=tl.PropagateNan.ALL)
             elif x0.dtype.element_ty == tl.int8:
-                x = _load(x0, n, c, h, w, there, columns_in, -128, STRIDES, LAST, 0).to(tl.int16)
-                made = tl.maximum(made, x)
+                # chosen apart: four bytes of a load become 0x80, 0xff, 0xff, 0xff for other=-128
+                x = _load(x0, n, c, h, w, there, columns_in, 0, STRIDES, LAST, 0).to(tl.int16)
+                made = tl.maximum(made, tl.where(there, x, -128))
             else:
                 x = _load(x0, n, c, h, w, there, columns_in, float("-inf"), STRIDES, LAST, 0)
                 x = x.to(made.dtype)
