@@ -207,6 +207,15 @@ def test_roles_in_any_order_make_the_chain(
                 assert (one.double() - right).abs().max() <= 2e-3 * right.abs().max()
 
 
+def test_each_piece_of_a_wide_result_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four pieces, all on their way out at once, of several tiles a block."""
+    problem = problem_of("float16", (32, 64, 256), N=1, size=(16, 16))
+    operands = operands_of(problem, 0)
+    made = ran(problem, operands, monkeypatch, 0, **kernel.configs(problem)[0])
+    for one, right in zip(made, exact(problem, operands), strict=True):
+        assert (one.double() - right).abs().max() <= 2e-3 * right.abs().max()
+
+
 def test_the_play_shows_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot is freed two uses late: with only one of them its next residual never comes."""
     problem = problem_of("int8", (32, 128, 64), N=1, size=(8, 8))

@@ -6,6 +6,7 @@ import torch
 
 from tessella.kernels import packing
 from tessella.kernels.auction import find
+from tessella.kernels.launch import preparing
 from tessella.kernels.problem import Problem, TensorMeta
 
 
@@ -20,6 +21,16 @@ def test_equal_forms_are_one_until_they_are_forgotten() -> None:
     assert packing.packed(weight, ("otherwise",), double) is not first
     packing.forget([weight, torch.ones(2)])
     assert packing.packed(weight, ("doubled",), double) is not first
+
+
+def test_what_is_packed_while_kernels_only_compile_is_not_kept() -> None:
+    """A kernel that packs has not run there: the conv's first layer was bound to such memory."""
+    weight = torch.ones(3)
+    with preparing():
+        unmade = packing.packed(weight, ("doubled",), torch.empty_like)
+    made = packing.packed(weight, ("doubled",), double)
+    assert made is not unmade
+    assert torch.equal(made, torch.full((3,), 2.0))
 
 
 def test_an_auction_leaves_no_packed_weights() -> None:

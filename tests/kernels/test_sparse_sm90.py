@@ -141,7 +141,7 @@ def test_find_shows_them_for_a_sparse_weight() -> None:
     dense = kernels.find("linear", x, weight + 1, constant_weight=True, budget_s=0.0).problem
     assert "sparsity" not in dense.attrs
     assert sparse.key != dense.key
-    rows = [k for k in catalog.candidates("linear", "sm_90") if k.unproven]
+    rows = [k for k in catalog.candidates("linear", "sm_90") if k.sparse]
     assert {k.algorithm for k in rows} >= {"sparse", "cusparselt"}
     assert {k.id: k.refusal(sparse) for k in rows if k.algorithm == "sparse"} == {
         "linear.sparse.sm90": None

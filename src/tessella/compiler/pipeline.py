@@ -179,7 +179,6 @@ def compile_graph(
         cache=trials,
         budget_s=measuring.budget_s,
         allowance=Allowance(measuring.time_limit_s),
-        unproven=measuring.unproven,
     )
     with stopping(measuring.cache, tuner.allowance) as progress:
         lowered, formats = fastest(variants, batch.opt, precision, tuner, emit)

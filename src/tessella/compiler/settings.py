@@ -38,11 +38,9 @@ class Measuring:
             measured, and the plan has the same bytes.
         budget_s: about how long to measure the kernels of one step.
         time_limit_s: how long to measure in all, from the first look at a kernel on.
-        unproven: ids of kernels of chains that take part though no GPU has run them.
     """
 
     cache: Path | None = None
     lock: str | None = None
     budget_s: float = 0.02
     time_limit_s: float | None = None
-    unproven: tuple[str, ...] = ()

@@ -162,12 +162,10 @@ KERNELS: tuple[Kernel, ...] = (
     _row("conv2d.onednn_linear", "conv.libraries.onednn_linear", "cpu", source="onednn"),
     _row("conv2d.onednn_int8", "conv.libraries.onednn_int8", "cpu", source="onednn"),
     _row("conv2d.cudnn", "conv.libraries.cudnn", "sm_90", source="cudnn"),
-    _row(
-        "conv2d.cudnn_graph", "conv.libraries.cudnn_graph", "sm_90", source="cudnn", unproven=True
-    ),
+    _row("conv2d.cudnn_graph", "conv.libraries.cudnn_graph", "sm_90", source="cudnn"),
     _row("conv2d.implicit_gemm.sm90", "conv.hopper.implicit_gemm", "sm_90", source="tessella"),
     _row("conv2d.pointwise.sm90", "conv.hopper.pointwise", "sm_90", source="tessella"),
-    _row("conv2d.direct.sm90", "conv.hopper.direct", "sm_90", source="tessella"),
+    _row("conv2d.direct.sm90", "conv.hopper.direct", "sm_90", source="tessella", version=2),
     _row(
         "conv2d_chain.back_to_back.sm90",
         "conv.hopper.chain",
@@ -180,10 +178,12 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows(
         "conv2d conv1d conv3d", "implicit_precomp_gemm", "conv.implicit_precomp_gemm", "tessella"
     ),
-    _row("conv2d.winograd", "conv.winograd.fused", "sm_90", source="tessella"),
-    _row("conv2d.winograd_nonfused", "conv.winograd.nonfused", "sm_90", source="tessella"),
-    _row("conv2d.fft", "conv.fourier.fft", "sm_90", source="tessella"),
-    _row("conv2d.fft_tiling", "conv.fourier.fft_tiling", "sm_90", source="tessella"),
+    _row("conv2d.winograd", "conv.winograd.fused", "sm_90", source="tessella", version=2),
+    _row(
+        "conv2d.winograd_nonfused", "conv.winograd.nonfused", "sm_90", source="tessella", version=2
+    ),
+    _row("conv2d.fft", "conv.fourier.fft", "sm_90", source="tessella", version=2),
+    _row("conv2d.fft_tiling", "conv.fourier.fft_tiling", "sm_90", source="tessella", version=2),
     *_aten("conv1d conv2d conv3d", "conv.libraries.aten"),
     # its gradients
     _row("conv2d_dgrad.implicit_gemm.sm90", "conv.hopper.dgrad", "sm_90", source="tessella"),
@@ -256,7 +256,7 @@ KERNELS: tuple[Kernel, ...] = (
         "windows",
         "pool.windows",
         "tessella",
-        version=2,
+        version=3,
     ),
     *_rows(
         "mean sum adaptive_avg_pool2d pointwise",

@@ -61,7 +61,6 @@ class Tuner:
         constants: by name, on the target's device.
         budget_s: about how long to measure one problem.
         allowance: of time, for all that is measured.
-        unproven: ids of kernels of chains that take part though no GPU has run them.
     """
 
     target: str
@@ -70,7 +69,6 @@ class Tuner:
     cache: TimingCache
     budget_s: float
     allowance: Allowance = field(default_factory=Allowance)
-    unproven: tuple[str, ...] = ()
 
     @property
     def terms(self) -> Terms:

@@ -35,8 +35,7 @@ class Pair:
 def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> list[Choice]:
     """The choices for a graph with concrete shapes, with chains as one step where that is faster.
 
-    The steps change, the graph's nodes do not. A kernel that is ``unproven`` takes part only if the
-    tuner names it; where no kernel fits, nothing is measured.
+    The steps change, the graph's nodes do not. Where no kernel fits, nothing is measured.
     """
     apart = list(choices)
     won = _without_overlap(_winners(graph, apart, kernels(tuner), tuner))
@@ -54,7 +53,7 @@ def kernels(tuner: Tuner) -> list[Kernel]:
     return [
         row
         for row in catalog.candidates("conv2d_chain", tuner.target)
-        if not row.last_resort and (not row.unproven or row.id in tuner.unproven)
+        if not row.last_resort and not row.unproven
     ]
 
 

@@ -222,10 +222,11 @@ def _store_result(
     """The result's columns from COLUMN on, in pieces: those of one fit a thread's registers."""
     ROWS: gl.constexpr = total.shape[0]
     HALF: gl.constexpr = total.shape[1] // 2
+    BESIDE: gl.constexpr = PLACE + HALF // y.block_type.shape[1]
     if total.shape[1] > y.block_type.shape[1]:
         left, right = total.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
         _store_result(left, y, results, vectors, row, PLACE, COLUMN, ACTIVATION, SMALL)
-        _store_result(right, y, results, vectors, row, PLACE + 1, COLUMN + HALF, ACTIVATION, SMALL)
+        _store_result(right, y, results, vectors, row, BESIDE, COLUMN + HALF, ACTIVATION, SMALL)
     else:
         result = results.index(PLACE)
         _finish(total, result, vectors, COLUMN, 1.0, False, True, ACTIVATION, SMALL)
