@@ -219,6 +219,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("linear matmul", "fma.sm90", "gemm.fma_sm90", "tessella"),
     *_aten("linear matmul", "gemm.aten"),
     # the other layers
+    _row("max_pool2d.shifted", "pool.shifted", "cpu", source="tessella"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten"),
     *_aten("batch_norm layer_norm", "norm.aten"),
     *_aten("softmax log_softmax", "softmax.aten"),

@@ -1,0 +1,266 @@
+"""Max pooling as maxima of shifted images: torch's result to the last bit, on what networks pool
+and on whatever else there may be."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tessella.kernels import auction, catalog
+from tessella.kernels.pool import shifted
+from tessella.kernels.pool.spans import levels, moves
+from tessella.kernels.problem import Format, Problem, TensorMeta
+from tests.kernels.test_pool import maximum, problem
+
+CPU = torch.device("cpu")
+POISON = 101
+ROW = catalog.kernel("max_pool2d.shifted")
+SAME = maximum((3, 3), (1, 1))
+CEIL = maximum((3, 3), (2, 2), (0, 0), ceil_mode=True)
+HALF = maximum((2, 2), (2, 2), (0, 0))
+
+# height and width, window: GoogLeNet's, ResNet's, VGG's, YOLO's
+NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
+    "googlenet 112": (112, CEIL),
+    "googlenet 56": (56, CEIL),
+    "googlenet 28 same": (28, SAME),
+    "googlenet 28": (28, CEIL),
+    "googlenet 14 same": (14, SAME),
+    "googlenet 14": (14, maximum((2, 2), (2, 2), (0, 0), ceil_mode=True)),
+    "googlenet 7 same": (7, SAME),
+    "resnet 112": (112, maximum()),
+    "vgg 224": (224, HALF),
+    "vgg 14": (14, HALF),
+    "yolo 5": (13, maximum((5, 5), (1, 1), (2, 2))),
+    "yolo 9": (13, maximum((9, 9), (1, 1), (4, 4))),
+    "yolo 13": (13, maximum((13, 13), (1, 1), (6, 6))),
+}
+
+
+def numbers(meta: TensorMeta, seed: int = 0) -> torch.Tensor:
+    """Codes from end to end, or numbers of which some are no numbers or infinite."""
+    generator = torch.Generator().manual_seed(seed)
+    if meta.dtype == "int8":
+        drawn = torch.randint(-128, 128, meta.shape, generator=generator)
+    else:
+        drawn = 40 * torch.randn(meta.shape, generator=generator)
+        chance = torch.rand(meta.shape, generator=generator)
+        drawn[chance < 0.3] = -torch.inf
+        drawn[chance < 0.02] = torch.inf
+        drawn[chance < 0.01] = torch.nan
+    return meta.empty(CPU).copy_(drawn)
+
+
+def pooled(asked: Problem, x: torch.Tensor) -> torch.Tensor:
+    """torch's, of a contiguous copy; int8, which it counts pixels in, as int32."""
+    a = asked.attrs
+    wide = x.contiguous().to(torch.int32) if x.dtype == torch.int8 else x.contiguous()
+    window = [a[n] for n in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")]
+    return torch.max_pool2d(wide, *window).to(x.dtype)
+
+
+def agrees(asked: Problem, *more: dict[str, int], seed: int = 0) -> None:
+    """Each configuration, twice, whatever lay in its buffers."""
+    assert ROW.refusal(asked) is None
+    x = numbers(asked.inputs[0], seed)
+    before, right = x.clone(), pooled(asked, x)
+    for config in (*ROW.configs(asked), *more):
+        scratch = {}
+        if needed := ROW.workspace_bytes(asked, config):
+            scratch["workspace"] = torch.full((needed,), 127, dtype=torch.uint8)
+        call = shifted.bind(asked, {}, **config)
+        for _ in range(2):
+            out = asked.output.empty(CPU).fill_(POISON)
+            assert call(x, out=out, **scratch) is out
+            assert asked.output.matches(out)
+            torch.testing.assert_close(out, right, rtol=0, atol=0, equal_nan=True)
+            scratch = {name: t.clone().fill_(126) for name, t in scratch.items()}
+    torch.testing.assert_close(x, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("case", NETWORKS)
+def test_what_networks_pool(case: str, dtype: str) -> None:
+    size, window = NETWORKS[case]
+    for format in ("channels_last", "contiguous"):
+        asked = problem("max_pool2d", (2, 9, size, size), window, dtype, format)
+        agrees(asked, {"images": 1, "rows": 5}, {"images": 2, "rows": 4})
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Any window that torch takes: larger than the image, and mostly beside it, too."""
+    shape = tuple(draw(st.integers(1, most)) for most in (3, 4, 12, 12))
+    kernel = draw(st.integers(1, 13)), draw(st.integers(1, 13))
+    window = maximum(
+        kernel,
+        (draw(st.integers(1, 6)), draw(st.integers(1, 6))),
+        (draw(st.integers(0, kernel[0] // 2)), draw(st.integers(0, kernel[1] // 2))),
+        ceil_mode=draw(st.booleans()),
+    )
+    padded = [n + 2 * p for n, p in zip(shape[2:], window["padding"], strict=True)]
+    assume(all(n >= k for n, k in zip(padded, kernel, strict=True)))
+    dtype = draw(st.sampled_from(("float32", "bfloat16", "int8")))
+    format: Format = draw(st.sampled_from(("channels_last", "contiguous")))
+    return problem("max_pool2d", shape, window, dtype, format)
+
+
+@given(problems(), st.integers(1, 3), st.integers(1, 12), st.integers(0, 2**31))
+@settings(max_examples=250, deadline=None)
+def test_any_window(asked: Problem, images: int, rows: int, seed: int) -> None:
+    agrees(asked, {"images": images, "rows": min(rows, asked.output.shape[2])}, seed=seed)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 7), st.integers(0, 20), st.data())
+@settings(max_examples=300, deadline=None)
+def test_an_axis(length: int, kernel: int, stride: int, padding: int, data: st.DataObject) -> None:
+    """Every place is made once, read only afterwards, and has seen its window and no more."""
+    padding = min(padding, kernel // 2)
+    assume(length + 2 * padding >= kernel)
+    whole = (length + 2 * padding - kernel) // stride + 1
+    begin = data.draw(st.integers(0, whole - 1))
+    count = data.draw(st.integers(1, whole - begin))
+    first = begin * stride - padding
+    line: list[set[int]] = [{i} for i in range(length)]
+    for level in levels(length=length, kernel=kernel, stride=stride, first=first, count=count):
+        assert len(line) == level.source_count
+        made: list[set[int] | None] = [None] * level.count
+        for move in moves(level):
+            for i in range(move.count):
+                seen = made[move.into + i] if move.again else set()
+                assert seen is not None
+                assert move.again or made[move.into + i] is None
+                found = [line[source + level.step * i] for source in move.sources]
+                made[move.into + i] = seen.union(*found)
+        line = [one or set() for one in made]
+    windows = [range(first + i * stride, first + i * stride + kernel) for i in range(count)]
+    assert line == [set(window) & set(range(length)) for window in windows]
+
+
+def test_large_windows_take_few_levels() -> None:
+    found = levels(length=13, kernel=13, stride=1, first=-6, count=13)
+    assert [tuple(level.taps) for level in found] == [(0, 1), (0, 2), (0, 4), (0, 5)]
+    (direct,) = levels(length=112, kernel=3, stride=2, first=-1, count=56)
+    assert direct.taps == range(3)
+
+
+def test_a_window_in_the_padding_alone_is_left_out_by_torch() -> None:
+    """With ceil_mode a last window could begin behind the image: then it is not counted."""
+    window = maximum((2, 2), (3, 3), (1, 1), ceil_mode=True)
+    asked = problem("max_pool2d", (1, 2, 3, 6), window)
+    assert asked.output.shape == (1, 2, 2, 3)
+    agrees(asked)
+
+
+def test_slices_of_a_larger_image_are_read() -> None:
+    whole = TensorMeta(shape=(2, 40, 9, 14), dtype="float32", format="channels_last")
+    part = whole.part(1, 20)
+    asked = replace(problem("max_pool2d", part.shape, SAME), inputs=(part,))
+    assert ROW.refusal(asked) is None
+    x = numbers(whole)[:, 20:]
+    assert part.matches(x)
+    config = ROW.configs(asked)[0]
+    call, buffers = auction.bind(ROW, asked, {}, CPU, config)
+    made = call(x, **buffers)
+    torch.testing.assert_close(made, pooled(asked, x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_its_places_may_lie_anywhere_and_change() -> None:
+    """In an arena, at other offsets from call to call."""
+    asked = problem("max_pool2d", (2, 20, 9, 14), SAME)
+    (config, *_), elements = ROW.configs(asked), 2 * 20 * 9 * 14
+    needed = ROW.workspace_bytes(asked, config)
+    call, strides = shifted.bind(asked, {}, **config), asked.output.dense_strides
+    arena = torch.empty(100_000, dtype=torch.uint8)
+    for begin in (0, 64, 128):
+        x, out = (
+            arena[at : at + 4 * elements].view(torch.float32).as_strided(
+                asked.output.shape, strides, (at // 4)
+            )
+            for at in (begin, begin + 32_000)
+        )  # fmt: skip
+        x.copy_(numbers(asked.inputs[0], begin))
+        call(x, out=out, workspace=arena[begin + 64_000 :][:needed])
+        torch.testing.assert_close(out, pooled(asked, x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_threads_with_buffers_of_their_own_do_not_meet() -> None:
+    asked = problem("max_pool2d", (2, 20, 9, 14), SAME)
+    config = ROW.configs(asked)[0]
+    call, wrong = shifted.bind(asked, {}, **config), []
+
+    def work(seed: int) -> None:
+        x, out = numbers(asked.inputs[0], seed), asked.output.empty(CPU)
+        scratch = torch.empty(ROW.workspace_bytes(asked, config), dtype=torch.uint8)
+        right = pooled(asked, x)
+        for _ in range(100):
+            call(x, out=out.fill_(POISON), workspace=scratch)
+            if not torch.equal(out.nan_to_num(7), right.nan_to_num(7)):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_window_of_one_pixel_copies() -> None:
+    asked = problem("max_pool2d", (2, 3, 5, 4), maximum((1, 1), (1, 1), (0, 0)))
+    assert ROW.workspace_bytes(asked, ROW.configs(asked)[0]) == 0
+    agrees(asked)
+
+
+def test_large_images_are_pooled_in_tiles() -> None:
+    asked = problem("max_pool2d", (3, 64, 112, 112), maximum())
+    first, whole, _ = ROW.configs(asked)
+    assert first == {"images": 1, "rows": 28}
+    assert whole == {"images": 3, "rows": 56}
+    assert 4 * ROW.workspace_bytes(asked, first) < ROW.workspace_bytes(asked, whole)
+
+
+IMAGE = (2, 20, 9, 14)
+REFUSED: dict[str, tuple[Problem, str]] = {
+    "an empty batch": (problem("max_pool2d", (0, 2, 9, 9), maximum()), "nothing to pool"),
+    "gaps": (problem("max_pool2d", IMAGE, maximum(dilation=(2, 1))), "dilated by (2, 1)"),
+    "no batch": (problem("max_pool2d", IMAGE[1:], maximum()), "four axes, not 3"),
+    "many passes": (
+        problem("max_pool2d", (1, 1, 80, 80), maximum((80, 80), (80, 80), (0, 0))), "160 passes",
+    ),
+    "unknown strides": (
+        replace(
+            problem("max_pool2d", IMAGE, maximum()),
+            inputs=(TensorMeta(shape=IMAGE, dtype="float32", format="strided"),),
+        ), "strides must be known",
+    ),
+    "another format": (
+        replace(
+            problem("max_pool2d", IMAGE, SAME), outputs=(TensorMeta(shape=IMAGE, dtype="float32"),)
+        ), "one format",
+    ),
+    "another type": (
+        replace(
+            problem("max_pool2d", IMAGE, SAME),
+            outputs=(TensorMeta(shape=IMAGE, dtype="int8", format="channels_last"),),
+        ), "cannot make int8 of float32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_it_cannot_do_is_told(asked: Problem, why: str) -> None:
+    assert why in str(ROW.refusal(asked))
+
+
+def test_it_takes_part() -> None:
+    asked = problem("max_pool2d", (1, 16, 14, 14), SAME)
+    trials = auction.find(asked, {}, target="cpu", terms=auction.Terms(budget_s=0.01))
+    mine = next(trial for trial in trials if trial.kernel == ROW.id)
+    assert (mine.refused, mine.time_us is not None) == (None, True)
