@@ -49,6 +49,7 @@ class Case:
     activation: str | None = None
     alpha: float = 1.0
     beta: float = 1.0
+    gamma: float = 1.0
     constant: bool = True
     math: Math = "ieee"
 
@@ -95,6 +96,7 @@ class Case:
                 "activation": self.activation,
                 "alpha": self.alpha,
                 "beta": self.beta,
+                "gamma": self.gamma,
             },
             constant=(1,) if self.constant else (),
             math=self.math,
@@ -140,6 +142,7 @@ def right(case: Case, operands: list[torch.Tensor | None]) -> torch.Tensor:
     made = made + (0 if residual is None else residual * case.beta)
     if case.activation:
         made = ACTIVATIONS[case.activation](made)
+    made = made * case.gamma
     return made.round().clamp(-128, 127) if problem.output.dtype == "int8" else made
 
 

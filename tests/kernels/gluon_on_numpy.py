@@ -185,10 +185,14 @@ def _activate(x: np.ndarray, activation: str | None) -> Array:
     return x.view(Array)
 
 
+def _quantize(x: Array, dtype: Any) -> Array:
+    return (x.round().clip(-128, 127) if dtype == np.int8 else x).to(dtype)
+
+
 NAMES: dict[str, Any] = {
     "range": lambda *bounds: map(Scalar, range(*bounds)),
     "activate": _activate,
-    "quantize": lambda x, dtype: x.to(dtype),
+    "quantize": _quantize,
     "reinterpret": _reinterpret,
     "copy_elements": lambda shared, pointers: shared.store(pointers.load()),
     **dict.fromkeys(

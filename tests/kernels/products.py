@@ -46,6 +46,7 @@ class Case:
     activation: str | None = None
     alpha: float = 1.0
     beta: float = 1.0
+    gamma: float = 1.0
     strided: bool = False
     math: Math = "ieee"
     fast_accumulation: bool = False
@@ -53,7 +54,7 @@ class Case:
 
     @property
     def attrs(self) -> dict[str, Any]:
-        names = ("activation", "alpha", "beta", "fast_accumulation")
+        names = ("activation", "alpha", "beta", "gamma", "fast_accumulation")
         transposes = ("transpose_a", "transpose_b") if self.op == "matmul" else ()
         sparsity = ("sparsity",) if self.sparsity else ()
         return {name: getattr(self, name) for name in (*names, *transposes, *sparsity)}

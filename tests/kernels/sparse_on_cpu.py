@@ -158,7 +158,7 @@ TAIL = r"""
 extern "C" void run(
     int grid, CUtensorMap* values, CUtensorMap* x, const int* places, void* out, const void* bias,
     const void* residual, const void* scale, float alpha, float beta, int channels, int rows,
-    int depth) {
+    int depth, float gamma) {
   for (int b = 0; b < grid; ++b) {
     barriers.clear();
     memset(memory, 0x7f, sizeof memory);
@@ -167,7 +167,7 @@ extern "C" void run(
       threads.emplace_back([=] {
         threadIdx.x = t; blockIdx.x = b;
         sparse_linear(*values, *x, places, out, bias, residual, scale, alpha, beta, channels,
-                      rows, depth);
+                      rows, depth, gamma);
       });
     for (auto& thread : threads) thread.join();
   }
@@ -197,6 +197,7 @@ def linear(
     activation: str | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 1.0,
 ) -> torch.Tensor:
     """What the kernel makes of [M, K] and a 2:4 weight [N, K], in ``out`` [M, N].
 
@@ -209,7 +210,7 @@ def linear(
         tiling, dtype=name[x.dtype], out=name[out.dtype],
         bias=None if bias is None else name[bias.dtype],
         residual=None if residual is None else name[residual.dtype],
-        scaled=scale is not None, activation=activation, machine=MACHINE,
+        scaled=scale is not None, rescaled=gamma != 1, activation=activation, machine=MACHINE,
     )  # fmt: skip
     code = code.replace("extern __shared__ char memory[];", "")
     library = folder / "kernel.so"
@@ -226,6 +227,6 @@ def linear(
     ctypes.CDLL(library).run(
         math.ceil(n / tiling.channels) * math.ceil(m / tiling.rows),
         ctypes.byref(_map(values, tiling.channels)), ctypes.byref(_map(x, tiling.rows)), *pointers,
-        ctypes.c_float(alpha), ctypes.c_float(beta), n, m, k,
+        ctypes.c_float(alpha), ctypes.c_float(beta), n, m, k, ctypes.c_float(gamma),
     )  # fmt: skip
     return out

@@ -109,13 +109,14 @@ def wait(_: int, deps: tuple[Any, ...]) -> Any:
 
 
 def finished(
-    acc: Any, scale: Any, bias: Any, residual: Any, alpha: float, beta: float, name: Any, dtype: Any
-) -> Tile:
+    acc: Any, scale: Any, bias: Any, residual: Any, alpha: float, beta: float, gamma: float | None,
+    name: Any, dtype: Any,
+) -> Tile:  # fmt: skip
     tensors = (None if t is None else torch.from_numpy(np.array(t)) for t in (bias, scale))
     bias, scale = (None if t is None else t.squeeze(0).double() for t in tensors)
     residual = None if residual is None else torch.from_numpy(np.array(residual)).double()
     made = finish(torch.from_numpy(np.array(acc)).double(), bias, residual, scale,
-                  activation=name, alpha=alpha, beta=beta)  # fmt: skip
+                  activation=name, alpha=alpha, beta=beta, gamma=gamma or 1.0)  # fmt: skip
     if dtype is np.int8:
         made = made.round().clamp(-128, 127)
     return tile(made.numpy().astype(dtype))
@@ -192,6 +193,7 @@ FIRST = {
     "alexnet": Case(x=(1, 3, 31, 29), w=(96, 3, 11, 11), stride=4, padding=2, bias="float32"),
     "lenet": Case(x=(2, 1, 14, 14), w=(20, 1, 5, 5), bias="float32", alpha=0.5),
     "four channels": Case(x=(1, 4, 12, 14), w=(64, 4, 5, 5), padding=2, stride=2, scale=True),
+    "factor": Case(x=(1, 3, 9, 11), w=(64, 3, 3, 3), scale=True, activation="silu", gamma=3.0),
     "many filters": Case(x=(1, 3, 8, 8), w=(200, 3, 3, 3), padding=1),
     "rows dilated": Case(x=(1, 2, 12, 10), w=(8, 2, 3, 3), dilation=(2, 1), padding=(2, 0)),
     "one pixel": Case(x=(1, 2, 1, 1), w=(8, 2, 3, 3), padding=1),

@@ -16,6 +16,10 @@ CASES = {
         x=(2, 16, 3, 5), w=(8, 16, 1, 1), x_format=LAST, bias="float32", residual=True, scale=True,
         alpha=0.5, beta=-2.0, activation="relu",
     ),
+    "factor": Case(
+        x=(2, 16, 3, 5), w=(8, 16, 1, 1), x_format=LAST, bias="float32", activation="gelu",
+        gamma=3.0,
+    ),
     "weight last": Case(x=(1, 16, 4, 4), w=(8, 16, 1, 1), x_format=LAST, w_format=LAST),
     "argument": Case(x=(1, 16, 4, 4), w=(8, 16, 1, 1), x_format=LAST, constant=False),
     "one pixel": Case(x=(3, 16, 1, 1), w=(8, 16, 1, 1)),

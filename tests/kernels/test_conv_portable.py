@@ -53,6 +53,13 @@ CASES = {
         x=(1, 8, 5, 6), w=(9, 8, 3, 3), bias="float32", residual=True, scale=True, alpha=0.5,
         beta=-2.0, activation="silu", x_format=LAST,
     ),
+    "factor": Case(
+        x=(1, 8, 5, 6), w=(9, 8, 3, 3), bias="float32", scale=True, gamma=3.0, activation="silu",
+    ),
+    "int8 factor": Case(
+        x=(1, 32, 5, 5), w=(24, 32, 3, 3), dtype="int8", x_format=LAST, scale=True,
+        activation="relu", gamma=0.25,
+    ),
     "float16": Case(x=(1, 32, 5, 5), w=(24, 32, 3, 3), dtype="float16", padding=1, bias="float16"),
     "int8": Case(
         x=(1, 32, 5, 5), w=(24, 32, 3, 3), dtype="int8", padding=1, x_format=LAST, scale=True,
@@ -245,6 +252,10 @@ COMPILED = {
     "implicit_precomp_gemm bfloat16": ("implicit_precomp_gemm", replace(LAYER, dtype="bfloat16")),
     "implicit_gemm tf32": ("implicit_gemm", replace(LAYER, dtype="float32", math="tf32")),
     "implicit_gemm int8": ("implicit_gemm", replace(LAYER, dtype="int8", scale=True)),
+    "implicit_gemm int8 factor": (
+        "implicit_gemm",
+        replace(LAYER, dtype="int8", scale=True, activation="silu", gamma=3.0),
+    ),
     "implicit_gemm fp8": ("implicit_gemm", replace(LAYER, dtype="float8_e4m3fn")),
     "direct depthwise": ("direct", DEPTHWISE),
     "direct depthwise first": ("direct", replace(DEPTHWISE, x_format="contiguous")),
@@ -253,6 +264,7 @@ COMPILED = {
     "stem float16 first": ("direct.sm90", replace(STEM, x_format="contiguous")),
     "stem int8": ("direct.sm90", replace(STEM, dtype="int8", scale=True)),
     "stem tf32": ("direct.sm90", replace(STEM, dtype="float32", math="tf32")),
+    "stem factor": ("direct.sm90", replace(STEM, activation="silu", gamma=3.0)),
     "stem argument": ("direct.sm90", replace(STEM, constant=False)),
 }
 

@@ -359,6 +359,9 @@ def compiled_problems() -> dict[str, Problem]:
         "bfloat16": problem_of("bfloat16", N=128, K=256, filter=(1, 1), padding=(0, 0)),
         "float32": problem_of("float32", N=32, C=128, K=128),
         "int8": problem_of("int8", N=128, C=128, K=128, residual=True, scale=True),
+        "int8, a factor": problem_of(
+            "int8", N=128, C=128, K=128, scale=True, activation="silu", gamma=3.0
+        ),
         "float8_e4m3fn": problem_of("float8_e4m3fn", "float16", C=128, K=128, stride=(2, 2)),
         "int8 to int32, N=1": problem_of("int8", "int32", N=1, C=512, K=512, size=(7, 7)),
     }
@@ -432,13 +435,14 @@ def _products(problem: Problem, config: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_parts_are_added_and_finished(activation: str | None) -> None:
+@pytest.mark.parametrize("gamma", [1.0, 3.0])
+def test_parts_are_added_and_finished(activation: str | None, gamma: float) -> None:
     torch.manual_seed(0)
     parts = torch.randn(3, 2, 5, 7, 16)  # splits, images (one of them is not real), P, Q, K
     bias, scale, residual = torch.randn(16), torch.rand(16), torch.randn(1, 5, 7, 16)
     problem = problem_of(
         "float16", "float32", N=1, K=16, size=(5, 7), residual=True, scale=True,
-        activation=activation, alpha=0.5, beta=-2.0,
+        activation=activation, alpha=0.5, beta=-2.0, gamma=gamma,
     )  # fmt: skip
     out = torch.full((1, 5, 7, 16), 77.0).permute(0, 3, 1, 2)
     kernel._add_parts(
@@ -447,6 +451,7 @@ def test_parts_are_added_and_finished(activation: str | None) -> None:
     right = 0.5 * scale.double() * parts[:, :1].double().sum(0) + bias - 2.0 * residual.double()
     if activation:
         right = ACTIVATIONS[activation](right)
+    right = right * gamma
     torch.testing.assert_close(
         out.permute(0, 2, 3, 1).double(), right.double(), rtol=1e-5, atol=1e-5
     )

@@ -33,6 +33,13 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "stride": (replace(PLAIN, stride=2, bias="float32"), {}),
     "dilation": (replace(PLAIN, dilation=(2, 1), padding=(2, 0)), {"tile_n": 2, "tile_h": 1}),
     "epilogue": (replace(PLAIN, alpha=0.5, beta=2.0, **EPILOGUE), {}),
+    "factor": (replace(PLAIN, alpha=0.5, gamma=0.25, **EPILOGUE), {}),
+    "factor alone": (replace(PLAIN, gamma=0.25, **EPILOGUE), {}),
+    "int8, factor": (replace(EIGHT_BITS, gamma=0.25, **EPILOGUE), {"tile_k": 64}),
+    "int8, factor, swapped": (
+        replace(EIGHT_BITS, gamma=0.25, **EPILOGUE),
+        {"tile_k": 64, "swap": True},
+    ),
     "a column of taps": (replace(PLAIN, residual=True), {"taps": 3}),
     "int8": (replace(EIGHT_BITS, **EPILOGUE), {"tile_k": 64}),
     "int8, swapped": (replace(EIGHT_BITS, **EPILOGUE), {"tile_k": 64, "swap": True}),

@@ -1,13 +1,19 @@
-"""The contract of products and convolutions in plain torch: scale, bias, residual, alpha, beta."""
+"""The contract of products and convolutions in plain torch: scale, bias, residual, the factors."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tessella.kernels import reference
-from tessella.kernels.epilogue import finish, finish_, store
+from tessella.core.errors import UsageError
+from tessella.kernels import catalog, problems, reference
+from tessella.kernels.epilogue import ACTIVATIONS, finish, finish_, store
+from tessella.kernels.problem import TensorMeta
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -15,10 +21,10 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def whole(product: np.ndarray, bias: object, residual: object, scale: object) -> np.ndarray:
-    return np.maximum(0.5 * scale * product + bias - 2.0 * residual, 0)
+    return 1.5 * np.maximum(0.5 * scale * product + bias - 2.0 * residual, 0)
 
 
-ATTRS = {"activation": "relu", "alpha": 0.5, "beta": -2.0}
+ATTRS = {"activation": "relu", "alpha": 0.5, "beta": -2.0, "gamma": 1.5}
 
 
 @pytest.mark.parametrize("transpose_a", [False, True])
@@ -76,6 +82,46 @@ def test_beta_0_does_not_read_the_residual() -> None:
     x, nans = draw(2, 3), torch.full((2, 3), torch.nan, dtype=torch.float64)
     assert torch.equal(finish(x, None, nans, beta=0.0), x)
     assert torch.equal(finish_(x.clone(), nans, beta=0.0), x)
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_gamma_comes_before_the_rounding(activation: str | None, dtype: str) -> None:
+    x, w = (draw(7, 9, seed=s).mul(9).round().clamp(-100, 100).to(torch.int8) for s in (0, 1))
+    scale, stored = draw(7, seed=2).abs() / 99, getattr(torch, dtype)
+    attrs = {"activation": activation, "gamma": 41.5, "dtype": dtype}
+    (made,) = reference.call("linear", (x, w, None, None, scale), attrs)
+    product = torch.from_numpy(x.double().numpy() @ w.double().numpy().T) * scale
+    right = product if activation is None else ACTIVATIONS[activation](product)
+    assert made.dtype == stored
+    assert torch.equal(made.double(), store(41.5 * right, stored).double())
+
+
+HOSTILE = (math.nan, math.inf, -math.inf, 0.0, -0.0, -2.0, 1e300, 1e-300, 10**400, True, "2", None)
+
+
+@pytest.mark.parametrize("gamma", HOSTILE, ids=lambda g: str(g)[:5])
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_what_gamma_may_not_be(gamma: Any, dtype: str | None) -> None:
+    for device in ("cpu", "meta"):
+        x = torch.ones(2, 3, device=device)
+        with pytest.raises(ValueError, match="above zero"):
+            reference.call("linear", (x, x), {"gamma": gamma, "dtype": dtype})
+    meta = TensorMeta(shape=(2, 3), dtype="float16")
+    asked = problems.linear(meta, replace(meta, shape=(4, 3)))
+    hostile = replace(asked, attrs={**asked.attrs, "gamma": gamma})
+    for row in catalog.candidates("linear", "sm_90"):
+        assert "above zero" in row.refusal(hostile), row.id
+    with pytest.raises(UsageError, match="above zero"):
+        problems.linear(meta, replace(meta, shape=(4, 3)), gamma=gamma)
+
+
+def test_a_gamma_of_1_is_no_other_problem() -> None:
+    meta = TensorMeta(shape=(4, 4), dtype="float16")
+    plain = problems.linear(meta, meta)
+    assert problems.linear(meta, meta, gamma=1).key == plain.key
+    assert "gamma" not in plain.attrs
+    assert problems.linear(meta, meta, gamma=2).key != plain.key
 
 
 @pytest.mark.parametrize("axis", [1, -1])

@@ -19,14 +19,14 @@ SIZE = 256
 
 
 @triton.jit
-def _finish_kernel(x, scale, bias, residual, alpha, beta, out, ACTIVATION: tl.constexpr):
+def _finish_kernel(x, scale, bias, residual, alpha, beta, gamma, out, ACTIVATION: tl.constexpr):
     rows = tl.arange(0, 16)
     at = rows[:, None] * 16 + rows[None, :]
     # as a kernel writes it: what is absent is None all the way
     scales = None if scale is None else tl.load(scale + rows)[None, :]
     biases = None if bias is None else tl.load(bias + rows)[None, :]
     residuals = None if residual is None else tl.load(residual + at)
-    y = finish(tl.load(x + at), scales, biases, residuals, alpha, beta, ACTIVATION)
+    y = finish(tl.load(x + at), scales, biases, residuals, alpha, beta, gamma, ACTIVATION)
     tl.store(out + at, cast(y, out.dtype.element_ty))
 
 
@@ -81,7 +81,8 @@ def test_fp8_saturates(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("present", range(8))
 @pytest.mark.parametrize("integer", [False, True])
-def test_finish(present: int, integer: bool) -> None:
+@pytest.mark.parametrize("gamma", [None, 3.0])
+def test_finish(present: int, integer: bool, gamma: float | None) -> None:
     generator = torch.Generator().manual_seed(present)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -91,19 +92,21 @@ def test_finish(present: int, integer: bool) -> None:
     optional = (draw(16), draw(16), draw(16, 16))
     scale, bias, residual = (t if present >> i & 1 else None for i, t in enumerate(optional))
     out = torch.full((16, 16), torch.nan)
-    launch(_finish_kernel, (1,), x, scale, bias, residual, 0.5, -2.0, out, ACTIVATION="relu")
+    launch(_finish_kernel, (1,), x, scale, bias, residual, 0.5, -2.0, gamma, out, ACTIVATION="relu")
     right = 0.5 * x.double()
     right = right if scale is None else right * scale
     right = right if bias is None else right + bias
     right = right if residual is None else right - 2.0 * residual
-    torch.testing.assert_close(out.double(), right.relu(), rtol=1e-6, atol=1e-5)
+    right = right.relu() * (gamma or 1)
+    torch.testing.assert_close(out.double(), right, rtol=1e-6, atol=1e-5)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     x, row = torch.zeros(16, 16), torch.zeros(16)
     dtypes = (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     for activation, dtype in zip((None, *ACTIVATIONS), dtypes * 2, strict=True):
-        args = (x, row, row, x, 0.5, 2.0, torch.zeros(16, 16, dtype=dtype))
+        gamma = None if dtype == torch.float16 else 3.0
+        args = (x, row, row, x, 0.5, 2.0, gamma, torch.zeros(16, 16, dtype=dtype))
         run = functools.partial(launch, _finish_kernel, (1,), *args, ACTIVATION=activation)
         yield f"{activation} {dtype}", run
 

@@ -29,7 +29,13 @@ def test_refusals(changes: dict[str, Any], reason: str) -> None:
 def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every tile with rows of depth; other layouts and a whole epilogue with the first."""
     same = {"m": 256, "n": 256, "k": 256, "dtype": "float32"}
-    whole = {"bias": "float32", "residual": "float16", "scale": True, "activation": "gelu"}
+    whole = {
+        "bias": "float32",
+        "residual": "float16",
+        "scale": True,
+        "activation": "gelu",
+        "gamma": 3.0,
+    }
     kinds = {
         "linear": Case(**same),
         "columns": Case(**same, op="matmul", transpose_a=True),

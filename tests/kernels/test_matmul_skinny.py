@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ SMALL = {"tile_n": 16, "tile_k": 32}
     Case(m=3, n=33, k=200, dtype="bfloat16"),
     Case(m=3, n=33, k=200, dtype="float8_e4m3fn", out="float32"),
     Case(m=3, n=33, k=200, dtype="int8", out="int8", scale=True, bias="float32"),
+    Case(m=3, n=33, k=200, dtype="int8", out="int8", scale=True, activation="gelu", gamma=40.0),
     Case(m=3, n=33, k=200, dtype="int8", out="int32"),
     *(Case(m=5, n=6, k=70, activation=name, **FULL) for name in (None, *ACTIVATIONS)),
     Case(m=1, n=1, k=1),
@@ -51,7 +53,10 @@ def test_agrees_with_float64(case: Case, splits: int) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_small_integers_are_exact(dtype: str, out: str, splits: int) -> None:
     case = Case(m=16, n=40, k=96, dtype=dtype, out=out, activation="relu", **FULL)
-    assert_exact(*run(skinny, case, integers=True, config={**SMALL, "splits": splits}))
+    for gamma in (1.0, 0.25):
+        made = run(skinny, replace(case, gamma=gamma), integers=True,
+                   config={**SMALL, "splits": splits})  # fmt: skip
+        assert_exact(*made)
 
 
 @pytest.mark.parametrize("m", [1, 12, 64])
@@ -105,6 +110,7 @@ def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         "one": Case(m=1, n=256, k=2048, bias="float16", activation="gelu"),
         "half": Case(m=64, n=256, k=2048, residual="float16"),
         "int8": Case(m=64, n=256, k=2048, dtype="int8", out="int8", scale=True, bias="float32"),
+        "codes": Case(m=64, n=256, k=2048, out="int8", activation="gelu", gamma=3.0),
         "fp8": Case(m=64, n=256, k=2048, dtype="float8_e4m3fn", out="bfloat16"),
     }
     for (kind, case), module in itertools.product(kinds.items(), (skinny, skinny_sm90)):

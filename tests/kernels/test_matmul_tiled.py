@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ FULL: dict[str, Any] = {
     Case(m=70, n=33, k=45, dtype="float8_e5m2", out="float16", fast_accumulation=True),
     Case(m=70, n=33, k=45, dtype="int8", out="int8", scale=True, bias="float32"),
     *(Case(m=5, n=6, k=7, activation=name, **FULL) for name in (None, *ACTIVATIONS)),
+    *(Case(m=5, n=6, k=7, gamma=3.0, activation=name, **FULL) for name in (None, "gelu")),
+    Case(m=70, n=33, k=45, dtype="int8", out="int8", activation="gelu", gamma=40.0, scale=True),
     Case(m=1, n=1, k=1),
     Case(m=0, n=5, k=7),
     Case(m=5, n=0, k=7),
@@ -57,6 +60,7 @@ def test_constants_are_bound(constant: tuple[int, ...]) -> None:
 def test_small_integers_are_exact(dtype: str, out: str, activation: str | None) -> None:
     case = Case(m=40, n=56, k=96, dtype=dtype, out=out, activation=activation, **FULL)
     assert_exact(*run(tiled, case, integers=True))
+    assert_exact(*run(tiled, replace(case, gamma=0.25), integers=True))
 
 
 def test_int32_is_bit_exact() -> None:
@@ -129,12 +133,15 @@ def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         "gelu": Case(**plain, bias="float16", activation="gelu"),
         "odd": Case(m=100, n=99, k=98, dtype="bfloat16", residual="bfloat16"),
         "int8": Case(**plain, dtype="int8", out="int8", scale=True, bias="float32"),
+        "codes": Case(**plain, dtype="int8", out="int8", scale=True, activation="gelu", gamma=3.0),
         "fp8": Case(**plain, dtype="float8_e4m3fn", out="bfloat16"),
         "fast": Case(**plain, dtype="float8_e4m3fn", out="bfloat16", fast_accumulation=True),
     }
     for kind, case in kinds.items():
         problem, inputs, out = draw(case)
-        for config in tiled.configs(problem)[: 2 if kind in ("gelu", "tf32", "fast") else None]:
+        for config in tiled.configs(problem)[
+            : 2 if kind in ("gelu", "tf32", "fast", "codes") else None
+        ]:
             call = tiled.bind(problem, {}, **config)
             tile = f"{kind} {config['tile_m']}"
             present = [t for t in inputs if t is not None]
@@ -155,7 +162,7 @@ def test_nothing_spills(compiled: dict[str, list[dict[str, Any]]]) -> None:
 
 UNITS = {
     "ieee": "FFMA", "tf32": "HGMMA", "half": "HGMMA", "gelu": "HGMMA", "odd": "HGMMA",
-    "int8": "IGMMA", "fp8": "QGMMA", "fast": "QGMMA",
+    "int8": "IGMMA", "codes": "IGMMA", "fp8": "QGMMA", "fast": "QGMMA",
 }  # fmt: skip
 
 

@@ -27,6 +27,18 @@ CASES = {
     "int8 to int8": replace(
         BIG, dtype="int8", out="int8", scale=True, bias="float32", residual="int8"
     ),
+    "int8, gelu, int8": replace(
+        BIG, dtype="int8", out="int8", scale=True, bias="float32", activation="gelu", gamma=40.0
+    ),
+    "fp8, gelu, fp8": replace(
+        BIG,
+        dtype="float8_e4m3fn",
+        out="float8_e4m3fn",
+        scale=True,
+        bias="float32",
+        activation="gelu",
+        gamma=40.0,
+    ),
     "fp8, fast": replace(BIG, dtype="float8_e4m3fn", out="bfloat16", fast_accumulation=True),
     "fp8, accurate": replace(BIG, dtype="float8_e5m2", out="float8_e5m2"),
     "gelu": replace(BIG, bias="float16", activation="gelu"),
@@ -71,6 +83,7 @@ def test_refuses(changes: dict[str, Any], reason: str) -> None:
 
 
 SMALL = Case(m=88, n=200, k=200)
+CODES = replace(SMALL, dtype="int8", n=208, k=208, out="int8")
 PLAYED = {
     "whole tiles": (SMALL, {}),
     "every transpose": (replace(SMALL, op="matmul", transpose_a=True, transpose_b=True), {}),
@@ -78,6 +91,18 @@ PLAYED = {
     "the epilogue": (
         replace(SMALL, scale=True, bias="float32", residual="float16", activation="relu"),
         {},
+    ),
+    "a factor behind the activation": (
+        replace(SMALL, scale=True, bias="float32", activation="relu", gamma=0.25),
+        {},
+    ),
+    "split, a factor": (
+        replace(SMALL, scale=True, activation="relu", gamma=0.25),
+        {"split_k": 2, "whole_waves": 1},
+    ),
+    "int8, a factor": (
+        replace(CODES, scale=True, residual="int8", activation="relu", gamma=0.25),
+        {"buffers": 1},
     ),
     "one buffer": (replace(SMALL, residual="float16"), {"buffers": 1}),
     "int8": (replace(SMALL, dtype="int8", n=208, k=208, out="int32"), {}),

@@ -39,11 +39,19 @@ CASES = {
         LAYER, dtype="int8", out="int8", scale=True, bias="float32", residual="int8", beta=0.3,
         activation="relu",
     ),
+    "int8, gelu, int8": replace(
+        LAYER, dtype="int8", out="int8", scale=True, bias="float32", activation="gelu", gamma=40.0
+    ),
     "int8 to float16": replace(LAYER, dtype="int8", out="float16", scale=True),
     "int8 to int32": replace(LAYER, dtype="int8", out="int32"),
     "few rows": replace(LAYER, m=16),
 }  # fmt: skip
-COMPILED = {"float16": (0, 1, 7), "bfloat16": (2,), "int8 to int8": (0, 6)}
+COMPILED = {
+    "float16": (0, 1, 7),
+    "bfloat16": (2,),
+    "int8 to int8": (0, 6),
+    "int8, gelu, int8": (1,),
+}
 BOTH = {"wgmma": wgmma, "cusparselt": cusparselt}
 
 
@@ -260,13 +268,14 @@ def test_a_convolution_launches_the_same_kernel() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("gamma", [1.0, 0.25])
 @pytest.mark.parametrize(("tiling", "dtype", "shape"), [
     # a ring that wraps, edges everywhere, and more tiles of channels than one band has
     (Tiling(channels=64, rows=32, stages=2), torch.float16, (40, 1092, 272)),
     (Tiling(channels=256, rows=32, stages=2), torch.int8, (40, 260, 544)),
 ], ids=["float16", "int8"])  # fmt: skip
 def test_the_source_on_a_processor_is_exact(
-    tiling: Tiling, dtype: torch.dtype, shape: tuple[int, int, int], tmp_path: Path
+    tiling: Tiling, dtype: torch.dtype, shape: tuple[int, int, int], gamma: float, tmp_path: Path
 ) -> None:
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
@@ -277,7 +286,7 @@ def test_the_source_on_a_processor_is_exact(
     x, weight = whole(m, k).to(dtype), prune_two_four(whole(n, k).to(dtype))
     bias, residual, scale = whole(n).float(), whole(m, n).to(dtype), 0.5 ** whole(n).abs().float()
     out = torch.full((m, n), 77, dtype=dtype)
-    numbers = {"activation": "relu", "alpha": 0.5, "beta": -2.0}
+    numbers = {"activation": "relu", "alpha": 0.5, "beta": -2.0, "gamma": gamma}
     linear(tiling, x, weight, out, tmp_path, bias=bias, residual=residual, scale=scale, **numbers)
     product = x.double() @ weight.double().T
     right = finish(product, bias.double(), residual.double(), scale.double(), **numbers)

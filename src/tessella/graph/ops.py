@@ -80,9 +80,9 @@ def _binary(name: str, attrs: str = "") -> Op:
 
 
 _CONV = "stride padding dilation groups activation"
-# of a layer on int8 or fp8: one factor a channel, the residual's factor, the result's element type;
-# of a weight: its sparsity
-_QUANTIZED = {"late": "scale", "extras": "alpha beta dtype sparsity"}
+# of a layer on int8 or fp8: one factor a channel, the residual's factor, the one behind the
+# activation, the result's element type; of a weight: its sparsity
+_QUANTIZED = {"late": "scale", "extras": "alpha beta gamma dtype sparsity"}
 
 _ROWS = (
     # convolution and matrix products: activation(… + bias + residual)

@@ -8,8 +8,9 @@ A kernel is a module with two functions and a flag::
     WRITES_OUT = False                                   # True: call(*inputs, out=buffer)
     SLICED_OUT = True                                    # the result may be a slice
     IN_PLACE = True                                      # out may be an input, which ends there
+    GAMMA = True                                         # a factor behind the activation
 
-The last two are left out where they are not so. ``bind`` packs the constants (by their position
+The last three are left out where they are not so. ``bind`` packs the constants (by their position
 among the inputs) once and returns the function that runs the kernel on the remaining inputs, in
 order. ``fits`` is cheap and does not touch a GPU. A result that is a slice has
 ``TensorMeta.strides``: its rows lie apart in a larger buffer.
@@ -31,7 +32,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from tessella.core.errors import CompileError, UsageError
-from tessella.kernels.problem import Problem
+from tessella.kernels.problem import Problem, is_gamma
 
 Call = Callable[..., Any]  # tensors in, a tensor or a tuple of tensors out
 Config = dict[str, Any]  # one way to run a kernel, a flat JSON object: tile sizes and the like
@@ -99,6 +100,10 @@ class Kernel:
         sliced = any(meta.strides is not None for meta in problem.outputs)
         if sliced and not getattr(module, "SLICED_OUT", False):
             return "does not write into a slice of a larger buffer"
+        if not is_gamma(gamma := problem.attr("gamma")):
+            return f"gamma is a number above zero that float32 holds, not {gamma!r}"
+        if gamma != 1 and not getattr(module, "GAMMA", False):
+            return "has no factor behind the activation (gamma)"
         return module.fits(problem)
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:

@@ -1,7 +1,9 @@
 """The epilogue: what a convolution or a matrix product does to its result before storing it.
 
-``out = store(activation(alpha · scale · product + bias + beta · residual))``, where scale and bias
-have one number an output channel. The names are what the attribute ``activation`` may hold.
+``out = store(gamma · activation(alpha · scale · product + bias + beta · residual))``, where scale
+and bias have one number an output channel. The names are what the attribute ``activation`` may
+hold. ``gamma`` is above zero: what a layer of codes divides by where no factor passes through its
+activation (1 / the result's scale, behind a GELU).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tessella.kernels.pointwise.unary import OUT
+from tessella.kernels.problem import is_gamma
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -36,14 +39,22 @@ def finish(
     activation: str | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 1.0,
     axis: int = -1,
 ) -> torch.Tensor:
-    """``activation(alpha · scale · product + bias + beta · residual)``; any tensor may be None.
+    """``gamma · activation(alpha · scale · product + bias + beta · residual)``.
+
+    Any tensor may be None.
 
     Args:
         bias, scale: one number for each position on ``axis``.
         beta: where it is 0 the residual is not read, whatever it holds.
+        gamma: above zero.
+
+    Raises:
+        ValueError: ``gamma`` is not.
     """
+    _require_gamma(gamma)
     x = product if alpha == 1 else alpha * product
     if scale is not None:
         x = x * _along(axis, scale, x)
@@ -51,7 +62,8 @@ def finish(
         x = x + _along(axis, bias, x)
     if residual is not None and beta != 0:
         x = x + (residual if beta == 1 else beta * residual)
-    return x if activation is None else ACTIVATIONS[activation](x)
+    x = x if activation is None else ACTIVATIONS[activation](x)
+    return x if gamma == 1 else x * gamma
 
 
 def finish_(
@@ -63,6 +75,7 @@ def finish_(
     scale: torch.Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 1.0,
     axis: int = -1,
 ) -> torch.Tensor:
     """``finish`` in place, for kernels that own ``x``."""
@@ -74,7 +87,9 @@ def finish_(
         x.add_(_along(axis, bias, x))
     if residual is not None and beta != 0:
         x.add_(residual, alpha=beta)
-    return x if activation is None else OUT[activation](x, out=x)
+    if activation is not None:
+        OUT[activation](x, out=x)
+    return x if gamma == 1 else x.mul_(gamma)
 
 
 def store(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -105,6 +120,7 @@ def finish_as(
     These have kernels that read the vectors by the channel: nothing is broadcast, and on the meta
     device, where a plan's steps are checked, only shapes are looked at.
     """
+    _require_gamma(rest.get("gamma", 1.0))
     residual = None if residual is None else exact(residual)
     if dtype is None:
         return finish(product, bias, residual, scale, axis=axis, **rest)
@@ -117,6 +133,11 @@ def finish_as(
     if product.is_meta:
         return torch.empty(product.shape, dtype=stored, device="meta")
     return store(finish(product, bias, residual, scale, axis=axis, **rest), stored)
+
+
+def _require_gamma(gamma: Any) -> None:
+    if not is_gamma(gamma):
+        raise ValueError(f"gamma is a number above zero that float32 holds, not {gamma!r}")
 
 
 def exact(x: torch.Tensor) -> torch.Tensor:

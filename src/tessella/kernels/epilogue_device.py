@@ -1,9 +1,9 @@
 """The epilogue on the device: what Gluon kernels do to an accumulator before they store it.
 
-The same meaning as ``epilogue.py`` and ``Problem``: ``cast(activation(alpha * scale * product +
-bias + beta * residual))``. All functions take float32 tensors of any layout, element by element;
-special functions cost one or two operations of the special-function unit, which is what bounds an
-epilogue (16 results a clock and multiprocessor).
+The same meaning as ``epilogue.py`` and ``Problem``: ``cast(gamma * activation(alpha * scale *
+product + bias + beta * residual))``. All functions take float32 tensors of any layout, element by
+element; special functions cost one or two operations of the special-function unit, which is what
+bounds an epilogue (16 results a clock and multiprocessor).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def finish(
     residual,
     alpha,
     beta,
+    gamma,
     ACTIVATION: gl.constexpr,
     dtype: gl.constexpr,
 ):
@@ -34,6 +35,7 @@ def finish(
         scale, bias, residual: float32 (residual: any element type) in a shape that broadcasts with
             ``product`` and a layout that matches it; or None.
         alpha, beta: float32 numbers; a constexpr 1.0 costs nothing.
+        gamma: a float32 number, or None for 1, which costs nothing.
         ACTIVATION: a name of ``epilogue.ACTIVATIONS`` or None.
         dtype: the element type of the result.
     """
@@ -49,7 +51,10 @@ def finish(
         if residual is not None:
             r = residual.to(gl.float32)
             x = x + (r if _is_one(beta) else r * beta)
-        x = quantize(activate(x, ACTIVATION), dtype)
+        x = activate(x, ACTIVATION)
+        if gamma is not None:
+            x = x * gamma
+        x = quantize(x, dtype)
     return x
 
 

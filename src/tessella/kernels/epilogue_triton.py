@@ -1,7 +1,7 @@
 """The epilogue in plain Triton: what our portable kernels do to a product before they store it.
 
-``out = cast(activation(alpha · scale · product + bias + beta · residual))``, in float32. It runs in
-the interpreter as well as on a GPU, so it uses neither libdevice nor inline assembly.
+``out = cast(gamma · activation(alpha · scale · product + bias + beta · residual))``, in float32. It
+runs in the interpreter as well as on a GPU, so it uses neither libdevice nor inline assembly.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ _E5M2_MAX = tl.constexpr(57344.0)
 
 
 @triton.jit
-def finish(product, scale, bias, residual, alpha, beta, ACTIVATION: tl.constexpr):
-    """``activation(alpha · scale · product + bias + beta · residual)`` of a tile, in float32.
+def finish(product, scale, bias, residual, alpha, beta, gamma, ACTIVATION: tl.constexpr):
+    """``gamma · activation(alpha · scale · product + bias + beta · residual)`` of a tile: float32.
 
     Args:
         product: the accumulator: float32 or int32.
         scale, bias, residual: tiles that broadcast to it, of any element type, or None.
         alpha, beta: numbers.
+        gamma: a number, or None for 1, which costs nothing.
         ACTIVATION: a name of ``epilogue.ACTIVATIONS``, or None.
     """
     x = product.to(tl.float32) * alpha
@@ -32,7 +33,10 @@ def finish(product, scale, bias, residual, alpha, beta, ACTIVATION: tl.constexpr
         x = x + bias.to(tl.float32)
     if residual is not None:
         x = x + residual.to(tl.float32) * beta
-    return activate(x, ACTIVATION)
+    x = activate(x, ACTIVATION)
+    if gamma is not None:
+        x = x * gamma
+    return x
 
 
 @triton.jit

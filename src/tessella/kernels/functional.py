@@ -55,12 +55,13 @@ def conv2d(
     activation: str | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 1.0,
     out_dtype: torch.dtype | None = None,
     math: Math = "ieee",
     algorithm: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``activation(alpha · scale[k] · (x ∗ weight) + bias[k] + beta · residual)``.
+    """``gamma · activation(alpha · scale[k] · (x ∗ weight) + bias[k] + beta · residual)``.
 
     Also ``conv1d`` and ``conv3d``: the number of axes says which.
 
@@ -92,6 +93,7 @@ def conv2d(
         activation=activation,
         alpha=alpha,
         beta=beta,
+        gamma=gamma,
         out_dtype=_name(out_dtype),
         math=math,
     )
@@ -177,13 +179,14 @@ def matmul(
     activation: str | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 1.0,
     fast_accumulation: bool = False,
     out_dtype: torch.dtype | None = None,
     math: Math = "ieee",
     algorithm: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``activation(alpha · scale[n] · (a @ b) + bias[n] + beta · residual)``.
+    """``gamma · activation(alpha · scale[n] · (a @ b) + bias[n] + beta · residual)``.
 
     Args:
         a: [..., M, K]; a transposed view is used as it is.
@@ -203,6 +206,7 @@ def matmul(
         activation=activation,
         alpha=alpha,
         beta=beta,
+        gamma=gamma,
         fast_accumulation=fast_accumulation,
         out_dtype=_name(out_dtype),
         math=math,
@@ -220,13 +224,14 @@ def linear(
     activation: str | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 1.0,
     fast_accumulation: bool = False,
     out_dtype: torch.dtype | None = None,
     math: Math = "ieee",
     algorithm: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``activation(alpha · scale[n] · (x @ weightᵀ) + bias[n] + beta · residual)``.
+    """``gamma · activation(alpha · scale[n] · (x @ weightᵀ) + bias[n] + beta · residual)``.
 
     Args:
         x: [..., K].
@@ -239,6 +244,7 @@ def linear(
         activation=activation,
         alpha=alpha,
         beta=beta,
+        gamma=gamma,
         fast_accumulation=fast_accumulation,
         out_dtype=_name(out_dtype),
         math=math,

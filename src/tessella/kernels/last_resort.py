@@ -12,6 +12,7 @@ from tessella.kernels.epilogue import store
 from tessella.kernels.problem import Problem, memory_format
 
 WRITES_OUT = False
+GAMMA = True
 SMALL = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 

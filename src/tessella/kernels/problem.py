@@ -150,6 +150,7 @@ DEFAULTS: dict[str, Any] = {
     "activation": None,
     "alpha": 1.0,
     "beta": 1.0,
+    "gamma": 1.0,
     "transpose_a": False,
     "transpose_b": False,
     "fast_accumulation": False,
@@ -157,6 +158,17 @@ DEFAULTS: dict[str, Any] = {
 }
 # Attributes that say something about the constants, and change no result: nobody has to heed them.
 HINTS = ("sparsity",)
+
+
+def is_gamma(number: Any) -> bool:
+    """Whether it can be ``gamma``: above zero, and a normal number in float32, as kernels take it.
+
+    Plans come from strangers: this is asked of whatever JSON holds.
+    """
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        return False
+    limits = torch.finfo(torch.float32)
+    return bool(limits.tiny <= number <= limits.max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,10 +214,17 @@ class Problem:
         return self.attrs.get(name, DEFAULTS.get(name))
 
     @property
+    def gamma(self) -> float | None:
+        """The factor behind the activation as device code takes it: None where it is 1."""
+        gamma = float(self.attr("gamma"))
+        return None if gamma == 1 else gamma
+
+    @property
     def plain(self) -> str | None:
         """None if the product is only added to (bias, residual) and activated; else what more."""
-        if self.meta(4) is not None or self.attr("alpha") != 1 or self.attr("beta") != 1:
-            return "no scale, alpha or beta"
+        factors = (self.attr("alpha"), self.attr("beta"), self.attr("gamma"))
+        if self.meta(4) is not None or factors != (1, 1, 1):
+            return "no scale, alpha, beta or gamma"
         if self.inputs[0].dtype != self.output.dtype:
             return f"makes {self.inputs[0].dtype}, not {self.output.dtype}"
         return None

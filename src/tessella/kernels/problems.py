@@ -10,7 +10,7 @@ from typing import Any
 from tessella.core.errors import UsageError
 from tessella.kernels import shapes
 from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.problem import Math, Problem, TensorMeta
+from tessella.kernels.problem import Math, Problem, TensorMeta, is_gamma
 
 Sizes = int | Sequence[int]
 Extra = TensorMeta | None
@@ -37,7 +37,7 @@ def conv(
     Args:
         stride, padding, dilation: one number, or one for each spatial axis.
         out_dtype: default x's; for int8 operands int8 if there is a scale, else int32.
-        epilogue: activation, alpha, beta.
+        epilogue: activation, alpha, beta, gamma.
 
     Raises:
         UsageError: shapes that do not go together.
@@ -108,6 +108,8 @@ def unchainable(first: Problem, second: Problem) -> str | None:
             return "no stride, padding or groups"
         if problem.attr("alpha") != 1:
             return "no alpha"
+        if problem.attr("gamma") != 1:
+            return "no gamma"
     if second.meta(3) is not None:
         return "the second adds no residual"
     if replace(first.output, strides=None) != replace(second.inputs[0], strides=None):
@@ -198,7 +200,7 @@ def matmul(
     Args:
         transpose_a: a is [..., K, M].
         transpose_b: b is [..., N, K].
-        epilogue: activation, alpha, beta, fast_accumulation.
+        epilogue: activation, alpha, beta, gamma, fast_accumulation.
 
     Raises:
         UsageError: shapes that do not go together.
@@ -262,7 +264,13 @@ def linear(
     )
 
 
-DEFAULT = {"activation": None, "alpha": 1.0, "beta": 1.0, "fast_accumulation": False}
+DEFAULT = {
+    "activation": None,
+    "alpha": 1.0,
+    "beta": 1.0,
+    "gamma": 1.0,
+    "fast_accumulation": False,
+}
 
 
 def _given(epilogue: dict[str, Any]) -> dict[str, Any]:
@@ -276,6 +284,14 @@ def _given(epilogue: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(
             "alpha and beta are finite", seen=factors, fix="change the one that is not"
         )
+    if "gamma" in epilogue:
+        if not is_gamma(epilogue["gamma"]):
+            raise UsageError(
+                "gamma is a number above zero that float32 holds",
+                seen=epilogue["gamma"],
+                fix="give the factor behind the activation, 1 / the scale of the result",
+            )
+        factors["gamma"] = epilogue["gamma"]
     given = {**epilogue, **{name: float(value) for name, value in factors.items()}}
     return {name: value for name, value in given.items() if value != DEFAULT[name]}
 

@@ -23,6 +23,7 @@ from tessella.kernels.launch import launch
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+GAMMA = True
 
 MOST_TAPS = 49  # of a channelwise filter: its code is unrolled
 
@@ -109,7 +110,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
 @triton.jit
 def channelwise_sums(x, w, y, bias, scale, residual, items, pixels, filters, image, out, x_strides,
-                     w_strides, y_strides, residual_strides, alpha, beta, EACH: tl.constexpr,
+                     w_strides, y_strides, residual_strides, alpha, beta, gamma, EACH: tl.constexpr,
                      C: tl.constexpr, FILTER: tl.constexpr, STRIDE: tl.constexpr,
                      PADDING: tl.constexpr, DILATION: tl.constexpr, ACTIVATION: tl.constexpr,
                      PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr, PIXELS: tl.constexpr,
@@ -171,7 +172,7 @@ def channelwise_sums(x, w, y, bias, scale, residual, items, pixels, filters, ima
         m = tl.where(p + i < out[1], (plane * out[1] + p + i) * out[2] + q, pixels)
         m = tl.where(item < items, m, pixels)
         store(sums[i], y, bias, scale, residual, m, k, 0, pixels, filters, out, y_strides,
-              residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+              residual_strides, alpha, beta, gamma, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
 
 
 @triton.constexpr_function
@@ -191,7 +192,7 @@ def is_read(row, rows, taps, stride, dilation):
 
 @triton.jit
 def sums(x, w, y, bias, scale, residual, pixels, filters, image, out, x_strides, w_strides,
-         y_strides, residual_strides, alpha, beta, EACH: tl.constexpr, C: tl.constexpr,
+         y_strides, residual_strides, alpha, beta, gamma, EACH: tl.constexpr, C: tl.constexpr,
          FILTER: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr,
          ACTIVATION: tl.constexpr, PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr,
          PIXELS: tl.constexpr, FILTERS: tl.constexpr, SPANS: tl.constexpr):  # fmt: skip
@@ -229,4 +230,4 @@ def sums(x, w, y, bias, scale, residual, pixels, filters, image, out, x_strides,
                     tap = tl.load(w + (w_k + (w_at + c * w_strides[1])), mask=inside_k, other=0.0)
                     acc += value.to(KIND) * tap.to(KIND)
     store(acc, y, bias, scale, residual, m, k, 0, pixels, filters, out, y_strides,
-          residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+          residual_strides, alpha, beta, gamma, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip

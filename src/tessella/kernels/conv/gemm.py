@@ -34,6 +34,7 @@ from tessella.kernels.overlap import await_earlier
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+GAMMA = True
 
 MOST_BYTES = 2**30
 ALIGNED = 256  # pixels of a part, and a multiple of every tile
@@ -167,7 +168,7 @@ def write_columns(x, columns, begin, pixels, at_once, length, image, out, x_stri
 @triton.jit
 def multiply_columns(x, w, y, bias, scale, residual, parts, columns, start, at_once, m_stride,
                      d_stride, pixels, filters, image, out, x_strides, w_strides, y_strides,
-                     residual_strides, alpha, beta, LENGTH: tl.constexpr, C: tl.constexpr,
+                     residual_strides, alpha, beta, gamma, LENGTH: tl.constexpr, C: tl.constexpr,
                      FILTER: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
                      DILATION: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
                      IMPRECISE: tl.constexpr, PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr,
@@ -206,4 +207,4 @@ def multiply_columns(x, w, y, bias, scale, residual, parts, columns, start, at_o
                    tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
     else:
         store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
-              residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+              residual_strides, alpha, beta, gamma, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip

@@ -32,6 +32,7 @@ from tessella.kernels.overlap import await_earlier
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+GAMMA = True
 
 
 def fits(problem: Problem) -> str | None:
@@ -59,7 +60,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
 @triton.jit
 def implicit_gemm(x, w, y, bias, scale, residual, parts, pixels, filters, image, out, x_strides,
-                  w_strides, y_strides, residual_strides, alpha, beta, C: tl.constexpr,
+                  w_strides, y_strides, residual_strides, alpha, beta, gamma, C: tl.constexpr,
                   FILTER: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
                   DILATION: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
                   IMPRECISE: tl.constexpr, PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr,
@@ -117,4 +118,4 @@ def implicit_gemm(x, w, y, bias, scale, residual, parts, pixels, filters, image,
                    tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
     else:
         store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
-              residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+              residual_strides, alpha, beta, gamma, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip

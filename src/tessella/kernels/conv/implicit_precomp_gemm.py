@@ -34,6 +34,7 @@ from tessella.kernels.overlap import await_earlier
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+GAMMA = True
 
 MOST_TAPS = 32  # of one axis: bits of a mask
 
@@ -157,7 +158,7 @@ def is_marked(depths, rows, columns, tap, FILTER: tl.constexpr):
 @triton.jit
 def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels, filters,
                           image, out, x_strides, w_strides, y_strides, residual_strides, alpha,
-                          beta, C: tl.constexpr, FILTER: tl.constexpr, STRIDE: tl.constexpr,
+                          beta, gamma, C: tl.constexpr, FILTER: tl.constexpr, STRIDE: tl.constexpr,
                           PADDING: tl.constexpr, DILATION: tl.constexpr, ACTIVATION: tl.constexpr,
                           PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
                           PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr, PIXELS: tl.constexpr,
@@ -217,4 +218,4 @@ def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels,
                    tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
     else:
         store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
-              residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+              residual_strides, alpha, beta, gamma, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip

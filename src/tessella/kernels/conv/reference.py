@@ -37,6 +37,7 @@ def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         activation: str | None = None,
         alpha: float = 1.0,
         beta: float = 1.0,
+        gamma: float = 1.0,
         fast_accumulation: bool = False,
         dtype: str | None = None,
         sparsity: str | None = None,
@@ -45,7 +46,7 @@ def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         inside = bias is not None and bias.dtype == x.dtype and scale is None and alpha == 1
         made = product(x, w, bias if inside else None, stride, padding, dilation, groups)
         outside = None if inside else bias
-        rest = {"activation": activation, "alpha": alpha, "beta": beta}
+        rest = {"activation": activation, "alpha": alpha, "beta": beta, "gamma": gamma}
         return finish_as(dtype, made, outside, residual, scale, axis=1, **rest)
 
     return convolution

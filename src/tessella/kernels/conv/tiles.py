@@ -131,7 +131,9 @@ def refusal(problem: Problem, dtypes: Sequence[str]) -> str | None:
 
 def _has_epilogue(problem: Problem) -> bool:
     numbers = (problem.attr("alpha"), problem.attr("beta"), problem.attr("activation"))
-    return numbers != (1.0, 1.0, None) or any(problem.meta(i) is not None for i in (2, 3, 4))
+    return (*numbers, problem.gamma) != (1.0, 1.0, None, None) or any(
+        problem.meta(i) is not None for i in (2, 3, 4)
+    )
 
 
 def on_plain_units(problem: Problem) -> bool:
@@ -271,6 +273,7 @@ def destination(
         "residual_strides": strides(residual),
         "alpha": float(problem.attr("alpha")),
         "beta": float(problem.attr("beta")),
+        "gamma": problem.gamma,
         "ACTIVATION": problem.attr("activation"),
         "PIXELS_LAST": are_pixels_last(out),
         "WIDE": is_wide(x, out, residual),

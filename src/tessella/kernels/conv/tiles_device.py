@@ -93,8 +93,8 @@ def zeros(PIXELS: tl.constexpr, FILTERS: tl.constexpr, DTYPE: tl.constexpr,
 
 @triton.jit
 def store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
-          residual_strides, alpha, beta, ACTIVATION: tl.constexpr, PIXELS_LAST: tl.constexpr,
-          WIDE: tl.constexpr):  # fmt: skip
+          residual_strides, alpha, beta, gamma, ACTIVATION: tl.constexpr,
+          PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """The epilogue of one tile, and the tile itself: pixels ``m``, filters ``k`` of a group."""
     n, o, p, q = split_pixel(m.to(tl.int64) if WIDE else m, out)
     inside_m, inside_k = place(m < pixels, k < filters, PIXELS_LAST)
@@ -124,7 +124,7 @@ def store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_st
                 PIXELS_LAST,
             )
             residuals = tl.load(residual + (from_m + from_k), mask=inside, other=0.0)
-        made = finish(acc, scales, biases, residuals, alpha, beta, ACTIVATION)
+        made = finish(acc, scales, biases, residuals, alpha, beta, gamma, ACTIVATION)
         tl.store(y + (at_m + at_k), cast(made, y.dtype.element_ty), mask=inside)
 
 
@@ -144,7 +144,7 @@ def store_part(acc, parts, part, m, k, group, pixels, filters, all_filters,
 
 @triton.jit
 def add_parts(parts, y, bias, scale, residual, pixels, filters, out, y_strides, residual_strides,
-              alpha, beta, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr,
+              alpha, beta, gamma, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr,
               PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr, PIXELS: tl.constexpr,
               FILTERS: tl.constexpr):  # fmt: skip
     """The second half of a split product: the parts are added in order, so always alike."""
@@ -158,4 +158,4 @@ def add_parts(parts, y, bias, scale, residual, pixels, filters, out, y_strides, 
         base = parts + tl.full((), part, tl.int64) * pixels * filters
         acc += tl.load(base + at, mask=inside_m & inside_k, other=0)
     store(acc, y, bias, scale, residual, m, k, 0, pixels, filters, out, y_strides,
-          residual_strides, alpha, beta, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+          residual_strides, alpha, beta, gamma, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip

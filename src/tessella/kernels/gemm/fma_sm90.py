@@ -28,6 +28,7 @@ from tessella.kernels.launch import launch
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+GAMMA = True
 
 
 @gluon.constexpr_function
@@ -68,7 +69,7 @@ def _fma_kernel(
     a_batch, a_row, a_k, b_batch, b_k, b_column,
     bias_stride, residual_batch, residual_row, residual_column, scale_stride,
     out_batch, out_row, out_column,
-    alpha, beta,
+    alpha, beta, gamma,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     WARPS_M: gl.constexpr, A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
     GROUP: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -153,7 +154,7 @@ def _fma_kernel(
         residual_at += rows_at * residual_row + columns_at * residual_column
         residuals = gl.load(residual_at, mask=inside, other=0.0)
     dtype: gl.constexpr = out.dtype.element_ty
-    made = finish(acc, scales, biases, residuals, alpha, beta, ACTIVATION, dtype)
+    made = finish(acc, scales, biases, residuals, alpha, beta, gamma, ACTIVATION, dtype)
     out_at = out + batch * out_batch + rows_at * out_row + columns_at * out_column
     gl.store(out_at, made, mask=inside)
 
@@ -235,7 +236,7 @@ def bind(
             o.a, o.b, o.bias, o.residual, o.scale, o.out,
             made.m, made.n, made.k,
             *o.a.stride(), *o.b.stride(), *strides(o), *o.out.stride(),
-            alpha, beta, **options,
+            alpha, beta, problem.gamma, **options,
         )  # fmt: skip
         return out
 

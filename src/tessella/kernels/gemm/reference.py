@@ -24,11 +24,12 @@ def linear(
     activation: str | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 1.0,
     fast_accumulation: bool = False,
     dtype: str | None = None,
     sparsity: str | None = None,
 ) -> Tensor:
-    """``activation(alpha · scale · input · weightᵀ + bias + beta · residual)``.
+    """``gamma · activation(alpha · scale · input · weightᵀ + bias + beta · residual)``.
 
     input [..., K], weight [N, K], bias and scale [N], residual like the result → [..., N], stored
     as ``dtype`` if one is given. ``sparsity`` says what zeros the weight has, and changes nothing.
@@ -38,7 +39,7 @@ def linear(
         product, bias = F.linear(x, w, bias), None
     else:
         product = F.linear(x, w)
-    rest = {"activation": activation, "alpha": alpha, "beta": beta}
+    rest = {"activation": activation, "alpha": alpha, "beta": beta, "gamma": gamma}
     return finish_as(dtype, product, bias, residual, scale, axis=-1, **rest)
 
 
@@ -54,9 +55,10 @@ def matmul(
     activation: str | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 1.0,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """``activation(alpha · scale · op(input) · op(other) + bias + beta · residual)``.
+    """``gamma · activation(alpha · scale · op(input) · op(other) + bias + beta · residual)``.
 
     op(input) [..., M, K], op(other) [..., K, N], bias and scale [N], residual like the result →
     [..., M, N]; leading axes broadcast. Transposing swaps the last two axes.
@@ -64,4 +66,5 @@ def matmul(
     a = exact(input.mT if transpose_a else input)
     b = exact(other.mT if transpose_b else other)
     product = torch.matmul(a, b)
-    return finish(product, bias, residual, scale, activation=activation, alpha=alpha, beta=beta)
+    rest = {"activation": activation, "alpha": alpha, "beta": beta, "gamma": gamma}
+    return finish(product, bias, residual, scale, **rest)

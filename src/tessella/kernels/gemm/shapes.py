@@ -124,7 +124,8 @@ def strides(o: Operands) -> tuple[int, ...]:
 def has_epilogue(problem: Problem) -> bool:
     """Whether anything but the product itself is asked for."""
     present = any(problem.meta(i) is not None for i in (2, 3, 4))
-    return present or problem.attr("alpha") != 1 or problem.attr("activation") is not None
+    factors = (problem.attr("alpha"), problem.attr("gamma"))
+    return present or factors != (1, 1) or problem.attr("activation") is not None
 
 
 def _b_by_rows(problem: Problem) -> bool:

@@ -24,6 +24,7 @@ from tessella.kernels.overlap import await_earlier, overlapping
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+GAMMA = True
 
 MAX_ROWS = 64
 
@@ -34,7 +35,7 @@ def _skinny_kernel(
     M, N, K,
     x_row, x_k, w_k, w_column,
     bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-    alpha, beta,
+    alpha, beta, gamma,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr, SPLIT: tl.constexpr,
@@ -82,7 +83,7 @@ def _skinny_kernel(
         _store(
             acc, bias, residual, scale, out, columns_at, rows_at, column_in, inside,
             bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-            alpha, beta, ACTIVATION,
+            alpha, beta, gamma, ACTIVATION,
         )  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def _reduce_kernel(
     partial, bias, residual, scale, out,
     N,
     bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-    alpha, beta,
+    alpha, beta, gamma,
     SPLITS: tl.constexpr, BN: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     await_earlier(OVERLAP)
@@ -106,7 +107,7 @@ def _reduce_kernel(
     _store(
         acc, bias, residual, scale, out, columns, row, inside, inside,
         bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-        alpha, beta, ACTIVATION,
+        alpha, beta, gamma, ACTIVATION,
     )  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def _reduce_kernel(
 def _store(
     acc, bias, residual, scale, out, columns, rows, column_in, inside,
     bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-    alpha, beta, ACTIVATION: tl.constexpr,
+    alpha, beta, gamma, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of sums at (rows, columns), which broadcast to them."""
     out_at = out + rows * out_row + columns * out_column
@@ -128,7 +129,7 @@ def _store(
         else:
             residual_at = residual + rows * residual_row + columns * residual_column
             residuals = tl.load(residual_at, inside)
-        made = finish(acc, scales, biases, residuals, alpha, beta, ACTIVATION)
+        made = finish(acc, scales, biases, residuals, alpha, beta, gamma, ACTIVATION)
         tl.store(out_at, cast(made, out.dtype.element_ty), mask=inside)
 
 
@@ -197,7 +198,7 @@ def bind(
         "num_stages": num_stages,
         **overlapping(),
     }
-    alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
+    factors = (float(problem.attr("alpha")), float(problem.attr("beta")), problem.gamma)
 
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
@@ -208,7 +209,7 @@ def bind(
         partial = None if splits == 1 else workspace.view(sums_dtype(problem))
         epilogue = (o.bias, o.residual, o.scale, o.out)
         bias_stride, _, row, column, scale_stride = strides(o)
-        ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], alpha, beta)
+        ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], *factors)
         launch(
             _skinny_kernel, (tiles, splits),
             o.a, o.b, *epilogue, partial,
@@ -228,7 +229,11 @@ def sums_dtype(problem: Problem) -> torch.dtype:
 
 
 def add_splits(
-    problem: Problem, o: Operands, partial: torch.Tensor, splits: int, ends: tuple[float, ...]
+    problem: Problem,
+    o: Operands,
+    partial: torch.Tensor,
+    splits: int,
+    ends: tuple[float | None, ...],
 ) -> None:
     """Launch the second kernel: sums [splits, M, N] in order, then the epilogue."""
     launch(

@@ -34,6 +34,7 @@ from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+GAMMA = True
 
 
 @gluon.jit
@@ -175,7 +176,7 @@ def bind(
     ready = dict(constants)
     if 1 in ready and not _by_rows(problem):
         ready[1] = packed(ready[1], ("by rows",), lambda w: w.mT.contiguous()).mT
-    alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
+    factors = (float(problem.attr("alpha")), float(problem.attr("beta")), problem.gamma)
     tiles, rows = triton.cdiv(made.n, tile_n), _rows(made.m)
     two_steps = splits > 1 or _finishes(problem)
     options = {
@@ -197,7 +198,7 @@ def bind(
         )  # fmt: skip
         if two_steps:
             bias_stride, _, row, column, scale_stride = strides(o)
-            ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], alpha, beta)
+            ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], *factors)
             skinny.add_splits(problem, o, sums, splits, ends)
         return out
 

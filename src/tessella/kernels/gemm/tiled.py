@@ -21,6 +21,7 @@ from tessella.kernels.launch import launch
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+GAMMA = True
 
 PROMOTE_AFTER = 128  # fp8 tensor cores keep 14 bits: products summed before float32 takes over
 
@@ -32,7 +33,7 @@ def _tiled_kernel(
     a_batch, a_row, a_k, b_batch, b_k, b_column,
     bias_stride, residual_batch, residual_row, residual_column, scale_stride,
     out_batch, out_row, out_column,
-    alpha, beta,
+    alpha, beta, gamma,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr,
@@ -93,7 +94,7 @@ def _tiled_kernel(
             residual += (column * BN).to(tl.int64) * residual_column
             residual_at = residual + (rows * residual_row + columns * residual_column)
             residuals = tl.load(residual_at, inside)
-        made = finish(acc, scales, biases, residuals, alpha, beta, ACTIVATION)
+        made = finish(acc, scales, biases, residuals, alpha, beta, gamma, ACTIVATION)
         tl.store(out_at, cast(made, out.dtype.element_ty), mask=inside)
 
 
@@ -178,7 +179,7 @@ def bind(
             _tiled_kernel, (blocks,),
             o.a, o.b, o.bias, o.residual, o.scale, o.out,
             made.m, made.n, made.k,
-            *steps, alpha, beta, INDEX=tl.int64 if wide else tl.int32, **options,
+            *steps, alpha, beta, problem.gamma, INDEX=tl.int64 if wide else tl.int32, **options,
         )  # fmt: skip
         return out
 

@@ -24,6 +24,7 @@ from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem, TensorMeta
 
 WRITES_OUT = True
+GAMMA = True
 
 A, B, BIAS, RESIDUAL, SCALE = range(5)
 ROW_BYTES = 128  # of a tile along K: what one swizzled line of shared memory holds
@@ -407,6 +408,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             None if residual is None else _tiles(residual, (m, n), box_c),
             scale,
             bias,
+            problem.gamma,
             n,
             work.units,
             work.whole,
@@ -439,6 +441,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 residual,
                 scale,
                 bias,
+                problem.gamma,
                 m,
                 n,
                 work.whole,

@@ -10,7 +10,8 @@ Words: WM, WN, what one warpgroup accumulates; BK, a tile's length along K; a un
 over all of K or a range of it; STAGES, of the ring; BUFFERS, where a warpgroup's results wait.
 Arguments travel in groups: ``ring`` (A's tiles, B's tiles, barriers "full" and "empty" of each
 stage, the turns of ping-pong), ``out`` (C's descriptor, buffers), ``extra`` (residual's descriptor,
-its barriers, scale, bias, N), ``work`` (units, tiles computed whole, tiles whose K is split, tiles
+its barriers, scale, bias, N,
+gamma), ``work`` (units, tiles computed whole, tiles whose K is split, tiles
 along M, N and K, tiles along K of one range).
 """
 
@@ -163,7 +164,7 @@ def _store_columns(
     WM: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     c, buffers = out
-    r, r_full, scale, bias, N = extra
+    r, r_full, scale, bias, N, gamma = extra
     EN: gl.constexpr = c.block_type.shape[2]
     if WIDTH > EN:
         left, right = x.reshape([WM, 2, WIDTH // 2]).permute((0, 2, 1)).split()
@@ -191,11 +192,11 @@ def _store_columns(
         if bias is not None:
             v = channel_vector(bias, n0 + COLUMN, N, EN, V).expand_dims(0)
         if r is None:
-            y = finish(x, s, v, None, ALPHA, BETA, ACTIVATION, c.dtype)
+            y = finish(x, s, v, None, ALPHA, BETA, gamma, ACTIVATION, c.dtype)
             store_wait(BUFFERS - 1)
         else:
             mbarrier.wait(r_full.index(BUFFER), (r_phase + PIECE // BUFFERS) & 1)
-            y = finish(x, s, v, tile.load(L), ALPHA, BETA, ACTIVATION, c.dtype)
+            y = finish(x, s, v, tile.load(L), ALPHA, BETA, gamma, ACTIVATION, c.dtype)
         barrier()
         tile.store(y)
         fence_async_shared()
@@ -299,7 +300,7 @@ def _consume(
             r_phase += PIECES // BUFFERS
         else:
             _store_columns(
-                acc, sums, (None, None, None, None, None), u - work[1], ROW, 0, 0,
+                acc, sums, (None, None, None, None, None, None), u - work[1], ROW, 0, 0,
                 0, FIRST, BUFFERS, PIECES, BARE,
             )  # fmt: skip
     store_wait(0)
@@ -311,7 +312,7 @@ def _consume(
     ]
 )  # fmt: skip
 def multiply(
-    a, b, c, p, r, scale, bias, N,
+    a, b, c, p, r, scale, bias, gamma, N,
     units, whole, split, m_tiles, n_tiles, k_tiles, k_each, b_batched,
     WM: gl.constexpr, WN: gl.constexpr, BK: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
@@ -360,7 +361,7 @@ def multiply(
     if p is not None:
         P_SHAPE: gl.constexpr = _several(CONSUMERS * BUFFERS, p.block_type.shape)
         sums = (p, reinterpret(buffers, p.dtype, P_SHAPE, p.layout))
-    extra = (r, r_full, scale, bias, N)
+    extra = (r, r_full, scale, bias, N, gamma)
     work = (units, whole, split, m_tiles, n_tiles, k_tiles, k_each)
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -388,7 +389,7 @@ def multiply(
 
 @gluon.jit(do_not_specialize=["M", "whole", "split", "m_tiles", "n_tiles"])
 def add_ranges(
-    p, c, r, scale, bias, M, N, whole, split, m_tiles, n_tiles,
+    p, c, r, scale, bias, gamma, M, N, whole, split, m_tiles, n_tiles,
     RANGES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, ROWS: gl.constexpr,
     GROUP: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
@@ -419,5 +420,5 @@ def add_ranges(
     old = r
     if r is not None:
         old = gl.load(r + to, mask=inside, other=0.0)
-    y = finish(x, s, v, old, ALPHA, BETA, ACTIVATION, c.dtype.element_ty)
+    y = finish(x, s, v, old, ALPHA, BETA, gamma, ACTIVATION, c.dtype.element_ty)
     gl.store(c + to, y, mask=inside)

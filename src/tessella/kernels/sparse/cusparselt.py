@@ -14,6 +14,7 @@ from tessella.kernels.problem import Problem
 from tessella.kernels.sparse import product
 
 WRITES_OUT = True
+GAMMA = True
 ALGORITHMS = 6  # tried; a number that the library does not know is refused when it is run
 # With 401,408 rows it failed and left the context broken (H200, torch 2.11); less is known to work.
 MOST_ROWS = 1 << 16
@@ -46,7 +47,9 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, alg_id: int = 0) -> Call:
     dtype, stored = problem.inputs[0].dtype, getattr(torch, problem.output.dtype)
     exact = dtype == "int8"  # 32-bit sums, and the whole epilogue after them
-    activation, alpha, beta = (problem.attr(n) for n in ("activation", "alpha", "beta"))
+    activation, alpha, beta, gamma = (
+        problem.attr(name) for name in ("activation", "alpha", "beta", "gamma")
+    )
     added = problem.meta(2)
     fuses_bias = added is not None and added.dtype == dtype  # a bias of int8 there is not
     fuses_bias = fuses_bias and problem.meta(4) is None and alpha == 1
@@ -75,6 +78,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, alg_id: int
                 scale=scale,
                 alpha=alpha,
                 beta=beta,
+                gamma=gamma,
             )
         product.matrix(problem, out).copy_(store(sums, stored))
         return out

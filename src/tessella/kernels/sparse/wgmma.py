@@ -26,6 +26,7 @@ from tessella.kernels.sparse.wgmma_device import KINDS, ROW_BYTES, Tiling, depth
 from tessella.kernels.user.cuda import CudaKernel, cuda
 
 WRITES_OUT = True
+GAMMA = True
 TARGET = "sm_90"
 PROCESSORS = 132
 TRIED = 5  # configurations of a problem
@@ -85,11 +86,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
         bias=bias.dtype if bias else None,
         residual=residual.dtype if residual and problem.attr("beta") != 0 else None,
         scaled=problem.meta(4) is not None,
+        rescaled=problem.gamma is not None,
         activation=problem.attr("activation"),
     )
     values, places = _packed(constants[1])
     itemsize = values.itemsize
-    alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
+    alpha, beta, gamma = (float(problem.attr(name)) for name in ("alpha", "beta", "gamma"))
     tiles = math.ceil(made.n / tiling.channels) * math.ceil(made.m / tiling.rows)
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -105,6 +107,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
             made.n,
             made.m,
             made.k,
+            gamma,
         )
         launched = kernel.launch(
             (tiles, 1, 1),

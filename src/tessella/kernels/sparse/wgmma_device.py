@@ -69,12 +69,14 @@ def source(
     bias: str | None,
     residual: str | None,
     scaled: bool,
+    rescaled: bool,
     activation: str | None,
     machine: str | None = None,
 ) -> str:
     """The code for one tiling and one epilogue; element types by torch's names.
 
     Args:
+        rescaled: the activation's result is multiplied by ``gamma``.
         machine: instead of ``MACHINE`` and the instruction that multiplies.
     """
     itemsize = 1 if dtype == "int8" else 2
@@ -88,6 +90,7 @@ def source(
         "BIAS": NONE if bias is None else KINDS[bias],
         "RESIDUAL": NONE if residual is None else KINDS[residual],
         "SCALED": int(scaled),
+        "RESCALED": int(rescaled),
         "PAD": PAD,
     }
     constants = "".join(f"constexpr int {name} = {value};\n" for name, value in settings.items())
@@ -280,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_linear(
     const __grid_constant__ CUtensorMap values, const __grid_constant__ CUtensorMap x,
     const int* __restrict__ places, void* __restrict__ out, const void* __restrict__ bias,
     const void* __restrict__ residual, const void* __restrict__ scale,
-    float alpha, float beta, int channels, int rows, int depth) {
+    float alpha, float beta, int channels, int rows, int depth, float gamma) {
   extern __shared__ char memory[];
   char* shared = memory + (-(int)address(memory) & 1023);
   const u32 value_at = address(shared), x_at = value_at + STAGES * VALUE_BYTES;
@@ -408,6 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_linear(
         if constexpr (BIAS >= 0) sum += shift[j];
         if constexpr (RESIDUAL >= 0) sum += more[j] * beta;
         y[j] = activate(sum);
+        if constexpr (RESCALED) y[j] *= gamma;
       }
       store<OUT>(out, place, y);
     }

@@ -39,6 +39,7 @@ class UserKernel(Kernel):
     refuses: Callable[[Problem], str | None] | None = None
 
     WRITES_OUT = True
+    GAMMA = True  # ``fits`` refuses every attribute that the operator does not take
 
     def load(self) -> UserKernel:
         return self

@@ -130,7 +130,7 @@ def _inverse_rows(
     if residual is not None:
         at = residual + n.to(tl.int64) * residual_n + k.to(tl.int64) * residual_c + h * residual_h
         residuals = tl.load(at[:, None] + w[None, :] * residual_w, mask=mask, other=0.0)
-    y = finish(acc, scales, biases, residuals, alpha, beta, ACTIVATION)
+    y = finish(acc, scales, biases, residuals, alpha, beta, None, ACTIVATION)
     to = out + n.to(tl.int64) * stride_n + k.to(tl.int64) * stride_c + h * stride_h
     tl.store(to[:, None] + w[None, :] * stride_w, cast(y, out.dtype.element_ty), mask=mask)
 

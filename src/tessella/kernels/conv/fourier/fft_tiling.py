@@ -161,7 +161,7 @@ def _inverse(
         if residual is not None:
             at = residual[:, None, None] + h[:, :, None] * residual_h + w[:, None, :] * residual_w
             residuals = tl.load(at, mask=mask, other=0.0)
-        x = finish(x, scales, biases, residuals, alpha, beta, ACTIVATION)
+        x = finish(x, scales, biases, residuals, alpha, beta, None, ACTIVATION)
         at = out[:, None, None] + h[:, :, None] * stride_h + w[:, None, :] * stride_w
         tl.store(at, cast(x, out.dtype.element_ty), mask=mask)
 

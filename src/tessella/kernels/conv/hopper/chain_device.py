@@ -271,9 +271,9 @@ def _finish(
             added = float_of_int8(added)
     MADE: gl.constexpr = gl.float32 if EIGHT_BITS else staged.dtype
     if UNSCALED:
-        made = finish(sums, s, b, added, 1.0, 1.0, ACTIVATION, MADE)
+        made = finish(sums, s, b, added, 1.0, 1.0, None, ACTIVATION, MADE)
     else:
-        made = finish(sums, s, b, added, 1.0, beta, ACTIVATION, MADE)
+        made = finish(sums, s, b, added, 1.0, beta, None, ACTIVATION, MADE)
     if EIGHT_BITS:
         made = int8_of_float(made)
     staged.store(made)

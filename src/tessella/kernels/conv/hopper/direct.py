@@ -44,6 +44,7 @@ from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+GAMMA = True
 
 AT_ONCE = gl.constexpr(12)  # chunks whose values lie in registers, four a thread each
 MOST_CHUNKS = 40  # their filters must fit the shared memory, and their code the instruction cache
@@ -187,6 +188,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             scale,
             alpha,
             beta,
+            problem.gamma,
             geometry.pixels,
             count,
             each,
@@ -304,7 +306,7 @@ def load_chunk(x, first, row, column, inside, i: gl.constexpr, C: gl.constexpr,
 
 
 @gluon.jit
-def direct(x, w, y, bias, residual, scale, alpha, beta, pixels, tiles, each, filters,
+def direct(x, w, y, bias, residual, scale, alpha, beta, gamma, pixels, tiles, each, filters,
            C: gl.constexpr, K: gl.constexpr, IMAGE: gl.constexpr, OUT: gl.constexpr,
            R: gl.constexpr, STRIDE: gl.constexpr, PADDING: gl.constexpr, DILATION: gl.constexpr,
            UNIT: gl.constexpr, RUNS: gl.constexpr, LENGTH: gl.constexpr, SHIFT: gl.constexpr,
@@ -375,7 +377,7 @@ def direct(x, w, y, bias, residual, scale, alpha, beta, pixels, tiles, each, fil
             inside = (at_m < pixels) & (at_k < K)
             residuals = gl.load(residual + offset, mask=inside, other=0.0)
         made = epilogue_device.finish(
-            acc, scales, biases, residuals, alpha, beta, ACTIVATION, DTYPE
+            acc, scales, biases, residuals, alpha, beta, gamma, ACTIVATION, DTYPE
         )
         if BULK:
             store_wait(0)

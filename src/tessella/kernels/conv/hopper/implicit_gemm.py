@@ -39,6 +39,7 @@ from tessella.kernels.problem import Problem
 Tensor = torch.Tensor
 
 WRITES_OUT = True
+GAMMA = True
 SLICED_OUT = True
 
 FLOATS = ("float16", "bfloat16", "float32")
@@ -232,6 +233,7 @@ def _run(
         scale if whole else None,
         problem.attr("alpha") if whole else 1.0,
         problem.attr("beta"),
+        problem.gamma if whole else None,
         shape.K, shape.C, math.ceil(shape.C / tile_c), shape.H, shape.W,
         1 if taps > 1 else shape.R, shape.S,
         *shape.padding, *shape.dilation, *tiles[:3], *_digits(blocks, tiles[:3]), splits,
@@ -341,6 +343,7 @@ def add_parts(
     residual,
     alpha,
     beta,
+    gamma,
     count,
     part_stride,
     K,
@@ -369,7 +372,7 @@ def add_parts(
     if residual is not None:
         r = tl.load(residual + i, mask=inside, other=0.0)
     if out.dtype.element_ty != tl.int32:
-        total = cast(finish(total, s, b, r, alpha, beta, ACTIVATION), out.dtype.element_ty)
+        total = cast(finish(total, s, b, r, alpha, beta, gamma, ACTIVATION), out.dtype.element_ty)
     tl.store(out + i + i // K * (pitch - K), total, mask=inside)
 
 
@@ -394,6 +397,7 @@ def _add_parts(
         residual,
         problem.attr("alpha"),
         problem.attr("beta"),
+        problem.gamma,
         count,
         parts.numel() // splits,
         out.shape[1],

@@ -75,6 +75,7 @@ def _multiply(
     scale,
     alpha,
     beta,
+    gamma,
     K,
     x_ring,
     w_ring,
@@ -188,9 +189,9 @@ def _multiply(
                 added = float_of_int8(added)
         MADE: gl.constexpr = gl.float32 if staged.dtype == gl.int8 else staged.dtype
         if UNSCALED:
-            acc = finish(acc, s, b, added, 1.0, 1.0, ACTIVATION, MADE)
+            acc = finish(acc, s, b, added, 1.0, 1.0, gamma, ACTIVATION, MADE)
         else:
-            acc = finish(acc, s, b, added, alpha, beta, ACTIVATION, MADE)
+            acc = finish(acc, s, b, added, alpha, beta, gamma, ACTIVATION, MADE)
         if staged.dtype == gl.int8:
             acc = int8_of_float(acc)
         staged.store(acc)
@@ -244,6 +245,7 @@ def convolve(
     scale,
     alpha,
     beta,
+    gamma,
     K,
     C,
     chunks,
@@ -339,10 +341,10 @@ def convolve(
     # fmt: off
     if GROUPS == 1:
         gl.warp_specialize([
-            (_multiply, (y, bias, scale, alpha, beta, K, x_ring, w_ring, slots, full, empty, landed,
-                         freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK, SH, SW,
-                         DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED, SMALL,
-                         ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
+            (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
+                         landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
+                         SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED,
+                         SMALL, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
             (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
                      SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
@@ -350,14 +352,14 @@ def convolve(
         ], [1, 1], [LOAD_REGISTERS, LOAD_REGISTERS])
     else:
         gl.warp_specialize([
-            (_multiply, (y, bias, scale, alpha, beta, K, x_ring, w_ring, slots, full, empty, landed,
-                         freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK, SH, SW,
-                         DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED, SMALL,
-                         ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
-            (_multiply, (y, bias, scale, alpha, beta, K, x_ring, w_ring, slots, full, empty, landed,
-                         freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK, SH, SW,
-                         DILATED, SPLIT, STAGES, SLOTS, GROUPS, 1, RESIDUAL, UNSCALED, SMALL,
-                         ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
+            (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
+                         landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
+                         SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED,
+                         SMALL, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
+            (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
+                         landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
+                         SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 1, RESIDUAL, UNSCALED,
+                         SMALL, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
             (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
                      SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,

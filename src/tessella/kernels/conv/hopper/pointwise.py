@@ -18,6 +18,7 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.problem import Problem, TensorMeta
 
 WRITES_OUT = True
+GAMMA = True
 
 # What may multiply, and how many of its configurations are tried. The one that streams the weights
 # takes few pixels only; where it does, it comes first.
@@ -52,7 +53,7 @@ def refusal(problem: Problem) -> str | None:
 def product_of(problem: Problem) -> Problem:
     """The same numbers as ``linear``: [pixels, C] × [K, C] → [pixels, K]."""
     weight = TensorMeta(shape=problem.inputs[1].shape[:2], dtype=problem.inputs[1].dtype)
-    keep = ("activation", "alpha", "beta", "fast_accumulation", "sparsity")
+    keep = ("activation", "alpha", "beta", "gamma", "fast_accumulation", "sparsity")
     return Problem(
         op="linear",
         inputs=(_rows_of(problem.meta(0)), weight, problem.meta(2), _rows_of(problem.meta(3)),

@@ -194,7 +194,7 @@ def _finish(
         other = None
     else:
         other = tl.load(residual + n * rn + k * rk + p * rp + q * rq, mask=inside, other=0.0)
-    made = finish(made, scale, bias, other, alpha, beta, ACTIVATION)
+    made = finish(made, scale, bias, other, alpha, beta, None, ACTIVATION)
     made = cast(made, y.dtype.element_ty)
     tl.store(y + n * yn + k * yk + p * yp + q * yq, made, mask=inside)
 

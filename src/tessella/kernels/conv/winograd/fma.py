@@ -88,7 +88,7 @@ def _store_rows(
     if residual is not None:
         other = gl.load(residual + n * rn + k * rk + p * rp + q * rq, mask=inside, other=0.0)
     dtype: gl.constexpr = y.dtype.element_ty
-    made = finish(made, s, b, other, alpha, beta, ACTIVATION, dtype)
+    made = finish(made, s, b, other, alpha, beta, None, ACTIVATION, dtype)
     gl.store(y + n * yn + k * yk + p * yp + q * yq, made.to(dtype), mask=inside)
 
 
