@@ -212,6 +212,22 @@ def test_threads_with_buffers_of_their_own_do_not_meet() -> None:
     assert not wrong
 
 
+def test_inside_and_outside_of_inference_mode() -> None:
+    asked = problem("max_pool2d", (2, 20, 9, 14), SAME)
+    x, call = numbers(asked.inputs[0]), shifted.bind(asked, {})
+    buffers = {
+        "out": asked.output.empty(CPU),
+        "workspace": torch.empty(ROW.workspace_bytes(asked, {}), dtype=torch.uint8),
+    }
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            made = call(x, **buffers)
+        torch.testing.assert_close(made, pooled(asked, x), rtol=0, atol=0, equal_nan=True)
+    with torch.inference_mode():  # an engine's arena may have been made inside
+        made = call(x, **{name: torch.empty_like(t) for name, t in buffers.items()})
+    torch.testing.assert_close(made, pooled(asked, x), rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_window_of_one_pixel_copies() -> None:
     asked = problem("max_pool2d", (2, 3, 5, 4), maximum((1, 1), (1, 1), (0, 0)))
     assert ROW.workspace_bytes(asked, ROW.configs(asked)[0]) == 0

@@ -101,18 +101,19 @@ def bind(
 
     def kept(out: torch.Tensor, workspace: torch.Tensor | None) -> list[torch.Tensor]:
         """The views of the result and of the scratch."""
-        scratch = out if workspace is None else workspace.view(dtype)
-        begin = scratch.storage_offset()
-        bases = {
-            RESULT: (out, out.storage_offset()),
-            SCRATCH[0]: (scratch, begin),
-            SCRATCH[1]: (scratch, begin + half),
-        }
-        made = []
-        for tensor, (shape, strides, offset) in rest:
-            base, begin = bases[tensor]
-            made.append(base.as_strided(shape, strides, begin + offset))
-        return made
+        with torch.inference_mode(False):  # a view from inside could not be written to outside
+            scratch = out if workspace is None else workspace.view(dtype)
+            begin = scratch.storage_offset()
+            bases = {
+                RESULT: (out, out.storage_offset()),
+                SCRATCH[0]: (scratch, begin),
+                SCRATCH[1]: (scratch, begin + half),
+            }
+            made = []
+            for tensor, (shape, strides, offset) in rest:
+                base, begin = bases[tensor]
+                made.append(base.as_strided(shape, strides, begin + offset))
+            return made
 
     # An engine gives the same two tensors each time: their views, half of a small image's time,
     # are made once. The three are replaced together, so that threads see what belongs together.
