@@ -34,6 +34,7 @@ from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target, torch_device
 from tessella.core.dtype import PRECISIONS
+from tessella.core.spec import DimRange
 from tessella.graph import capture
 from tessella.kernels.timing import latency
 
@@ -133,11 +134,11 @@ def _plan(
     calibration = None
     if precision in compiler.KINDS:
         calibration = compiler.calibrate(graph, [fed], kinds=(precision,))
-    size = work.inputs[0].batch
+    size = work.inputs[0].batch.opt
     plan = compiler.compile_graph(
         graph,
         target=args.target,
-        batch=size,
+        batch=DimRange(min=size, opt=size, max=size),
         precision=precision,
         calibration=calibration,
         samples={name: value.cpu() for name, value in fed.items()} if words else None,

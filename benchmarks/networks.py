@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tessella.core.spec import TensorSpec
+from tessella.core.spec import DimRange, TensorSpec
 from tessella.nn import zoo
 
 TOKENS = 384  # of a sequence
@@ -70,7 +70,9 @@ OTHERS: dict[str, Callable[[int], Workload]] = {"vit_b_16": _vit_b_16, "bert_lar
 
 
 def _image(batch: int, *shape: int) -> TensorSpec:
-    return TensorSpec(name="image", dtype="float32", shape=(batch, *shape))
+    """Captured for any batch up to this one, as ``tessella compile`` does it."""
+    sizes = DimRange(min=1, opt=batch, max=batch)
+    return TensorSpec(name="image", dtype="float32", shape=(sizes, *shape))
 
 
 def _sample(spec: TensorSpec, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
 from tessella.core.compiled import CompiledKernels, Tiles
 from tessella.core.record import to_plain
@@ -126,6 +127,7 @@ def keys() -> dict[str, tuple[str | None, str]]:
 SOURCE = """
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 FACTOR = tl.constexpr({factor})
 @triton.jit
 def helper(x):
@@ -159,15 +161,32 @@ def forbid_compiling() -> None:
     triton.runtime.jit.JITFunction.run = refuse
 
 
+def in_a_workshop() -> tuple[CompiledKernels, list[dict[str, Any]]]:
+    """What a workshop collects while products run by it twice, and what the driver is asked for."""
+    driver = NotingDriver()
+    store = carried.Workshop(TARGET, driver)
+    active, run = triton.runtime.driver._active, triton.runtime.jit.JITFunction.run
+    triton.runtime.driver.set_active(launch._AbsentGpu(GPUTarget("cuda", 90, 32)))
+    with carried.carrying(store), carried.collecting(TARGET) as made:
+        products()
+        triton.runtime.jit.JITFunction.run = None  # nothing is asked of Triton any more
+        products()
+    triton.runtime.driver._active, triton.runtime.jit.JITFunction.run = active, run
+    return made.compiled, driver.launches
+
+
 def main(out: Path) -> None:
     with launch.compiling(TARGET), carried.collecting(TARGET) as made:
         products()
+    workshop, by_workshop = in_a_workshop()
     found = {"keys": keys(), "sources": sources(out.parent), "left_out": made.left_out}
     forbid_compiling()
     compiled, driver = made.compiled, NotingDriver()
     store = carried.Carried(compiled, TARGET, driver)
     with carried.carrying(store), launch.watching() as launches:
         products()
+    found["in a workshop"] = by_workshop
+    found["workshop"] = workshop == compiled
     found["launches"], found["missed"] = driver.launches, sorted(store.missed)
     found["watched"] = [one.resources().kernel for one in launches]
     empty = carried.Carried(CompiledKernels(), TARGET, driver)

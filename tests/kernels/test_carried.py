@@ -102,6 +102,20 @@ def test_a_launch_hands_over_what_the_machine_code_takes(
         assert one["sizes"] == [sizes[i] for i in range(len(sizes))], one["name"]
 
 
+def halves(items: list[Any]) -> tuple[list[Any], list[Any]]:
+    middle = len(items) // 2
+    return items[:middle], items[middle:]
+
+
+def test_a_workshop_compiles_once_and_launches_like_a_plan(found: dict[str, Any]) -> None:
+    first, again, by_plan = (
+        [{**one, "numbers": ()} for one in launches]  # addresses are among them
+        for launches in (*halves(found["in a workshop"]), found["launches"])
+    )
+    assert first == again == by_plan
+    assert found["workshop"]  # collected there: what a plan carries
+
+
 def test_what_is_not_carried_is_asked_of_the_compiler(found: dict[str, Any]) -> None:
     said, *missed = found["without"]
     assert said == "something is compiled"

@@ -53,6 +53,8 @@ def test_the_cache_is_filled(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("implicit_gemm.cubin"))) == 4
     assert compilers.compile_ahead(wanted, "sm_90").wait(0)  # not asked for again
     assert not any(compilers.crashed(bid, "sm_90") for bid in wanted)
+    made = compilers.workshop("sm_90")
+    assert len({k.cubin for k in made._kernels.values() if k.name == "implicit_gemm"}) == 4
 
 
 def compile_or_crash(request: dict[str, Any]) -> None:
@@ -76,7 +78,7 @@ def test_a_compiler_that_crashes_is_told_from_those_beside_it(
 
     for number in range(8):
         request = {"dies": number in (2, 5)}
-        workers.compile(request, lambda crashed, number=number: then(number, crashed))
+        workers.compile(request, lambda _, crashed, number=number: then(number, crashed))
     assert all_said.wait(60)
     workers.end()
     assert said == {number: number in (2, 5) for number in range(8)}
@@ -112,14 +114,18 @@ def test_what_crashed_the_compiler_is_refused_and_not_compiled_here(
 
 def test_few_are_left_to_the_one_who_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "_Compilers", None)
-    assert compilers.compile_ahead(bids(compilers.FEW - 1), "sm_90").wait(0)
+    asked = compilers.compile_ahead(few := bids(compilers.FEW - 1), "sm_90")
+    assert asked.wait(0)
+    assert asked.left == few
 
 
 def test_kernels_of_users_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "_Compilers", None)
     theirs = replace(ROW, id="conv2d.mine", source="user")
     wanted = [(problem, theirs, config) for problem, _, config in bids(8)]
-    assert compilers.compile_ahead(wanted, "sm_90").wait(0)
+    asked = compilers.compile_ahead(wanted, "sm_90")
+    assert asked.wait(0)
+    assert asked.left == wanted
 
 
 def test_nobody_waits_for_a_process_that_died() -> None:

@@ -224,6 +224,18 @@ def test_changed_weights_fail_the_self_test(lenet: Plan, tmp_path: Path) -> None
     runtime.load(path, self_test=False)
 
 
+def test_a_plan_of_large_batches_stores_few_samples(tmp_path: Path) -> None:
+    """Three, repeated when it is tested: 128 images of a ResNet-50 would be larger than it is."""
+    large = plan(captured("lenet"), (8, 8, 8))
+    assert {len(t) for t in large.golden.values()} == {3}
+    runtime.load(large)
+    one = {name: t.clone() for name, t in large.golden.items()}
+    (answer,) = (t for name, t in one.items() if name.startswith("output."))
+    answer[1, 0] += 1
+    with pytest.raises(ArtifactError, match="fails its self-test"):
+        runtime.load(replace(large, golden=one).save(tmp_path / "wrong.plan"))
+
+
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [

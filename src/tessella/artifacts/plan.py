@@ -105,7 +105,8 @@ class Plan:
 
     Attributes:
         weights: constants by name, packed for their kernels where these want it.
-        golden: ``input.NAME`` and ``output.NAME`` tensors for the self-test on load.
+        golden: ``input.NAME`` and ``output.NAME`` tensors for the self-test on load; samples that
+            are repeated up to the smallest batch.
         graph: the optimized graph as text, for people.
         lock: the trials that decided it, as JSON lines: the same ones give the same plan again.
         compiled: what its steps launch on a GPU, so that loading it compiles nothing.

@@ -60,6 +60,7 @@ from tessella.graph.sample import in_its_size, one_sample
 from tessella.graph.show import text
 from tessella.kernels import catalog
 from tessella.kernels.allowance import Allowance
+from tessella.kernels.carried import carrying, workshop
 from tessella.kernels.tuning import Lock
 from tessella.kernels.user import registry
 
@@ -180,7 +181,7 @@ def compile_graph(
         budget_s=measuring.budget_s,
         allowance=Allowance(measuring.time_limit_s),
     )
-    with stopping(measuring.cache, tuner.allowance) as progress:
+    with stopping(measuring.cache, tuner.allowance) as progress, carrying(workshop(target)):
         lowered, formats = fastest(variants, batch.opt, precision, tuner, emit)
         buckets, tuning = [], []
         for size in bucket_sizes(batch):
@@ -222,7 +223,7 @@ def compile_graph(
         manifest=manifest,
         program=program,
         weights={v.name: t.contiguous() for v, t in lowered.constants.items()},
-        golden=wanted.at(batch.min).tensors(),
+        golden=wanted.least(batch.min).tensors(),
         tuning=tuple(tuning),
         graph=text(lowered),
         lock=trials.used,

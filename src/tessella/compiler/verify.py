@@ -71,6 +71,10 @@ class Expected:
         noisy = 1 - (NOISE_MARGIN * self.noise) ** 2 / 2
         return min(noisy, *(TOLERANCES[p][1] for p in (precision, self.own)))
 
+    def least(self, batch: int) -> Expected:
+        """Without samples that are there twice, for a plan whose smallest batch this is."""
+        return self.at(min(batch, *(len(t) for t in self.inputs.values())))
+
     def tensors(self) -> Tensors:
         """As a plan records them: ``input.NAME`` and ``output.NAME``."""
         inputs = {f"input.{name}": tensor for name, tensor in self.inputs.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from tessella.core.memory import is_out_of_memory
 from tessella.kernels import catalog
 from tessella.kernels.allowance import Allowance
 from tessella.kernels.buffers import allocated
+from tessella.kernels.carried import carrying, workshop
 from tessella.kernels.catalog import Call, Config, Kernel
 from tessella.kernels.compilers import Compiling, compile_ahead, crashed
 from tessella.kernels.float32_math import float32_math
@@ -289,7 +290,7 @@ class _Auction:
     def look(self, rows: list[Kernel]) -> list[Bid]:
         """What is worth running; the buffers of the look are let go."""
         self._inputs = sample_inputs(self._problem, self._device)
-        with torch.inference_mode(), float32_math(self._problem.math):
+        with self._running():
             near = self._worth_running(rows)
         forget(self._constants.values())
         self._inputs = self._out = None
@@ -325,7 +326,7 @@ class _Auction:
             self._inputs = sample_inputs(self._problem, self._device)
         if self._problem.in_place:
             self._inputs, self._out = joined(self._problem, self._inputs, self._device)
-        with torch.inference_mode(), float32_math(self._problem.math):
+        with self._running():
             near = [bid for bid in self._near or () if bid[0] in rows]
             bids = self._bids(near or self._worth_running(rows))  # a last resort was not looked at
             ran = {name: bid for name, bid in bids.items() if isinstance(bid, _Bid)}
@@ -337,6 +338,16 @@ class _Auction:
             )
             trials = [self._trial(row, bids, timings) for row in rows]
             return trials if self._terms.inspect else self._winner_checked(trials, bids)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Inside, kernels run as in a plan."""
+        with (
+            carrying(workshop(self._target)),
+            torch.inference_mode(),
+            float32_math(self._problem.math),
+        ):
+            yield
 
     def _worth_running(self, rows: list[Kernel]) -> list[Bid]:
         """All configurations of kernels whose first is not far behind; of the others, that one."""
@@ -410,7 +421,7 @@ class _Auction:
         return list(checked.values())
 
     def _compile(self, wanted: list[Bid]) -> None:
-        """Load what is to run, compiled side by side; what fails, fails again when run."""
+        """Have what is to run in the workshop; what fails, fails again when it is run."""
 
         def compile_one(bid: Bid) -> None:
             with preparing(), torch.inference_mode():
@@ -419,9 +430,10 @@ class _Auction:
         for row, config in wanted:
             with contextlib.suppress(torch.OutOfMemoryError):  # told when the bid is run
                 self._reserve(row, config)
-        compile_ahead([(self._problem, *bid) for bid in wanted], self._target).wait()
+        asked = compile_ahead([(self._problem, *bid) for bid in wanted], self._target)
+        asked.wait()
         with ThreadPoolExecutor(COMPILERS) as pool:
-            list(pool.map(compile_one, wanted))
+            list(pool.map(compile_one, [(row, config) for _, row, config in asked.left]))
 
     def _reserve(self, row: Kernel, config: Config) -> int:
         """Let the shared workspace be large enough; returns what this bid needs of it."""

@@ -1,4 +1,4 @@
-"""Compiled kernels that a plan carries: collected while it is built, launched when it is loaded.
+"""Compiled kernels, launched by the driver: those that a plan carries, and those of this process.
 
 ``collecting`` takes note of what is compiled inside; ``carrying`` lets ``launch`` start these
 instead of compiling. Machine code says itself what it wants, so that any Triton may have made it.
@@ -7,6 +7,7 @@ instead of compiling. Machine code says itself what it wants, so that any Triton
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,12 +44,11 @@ _TYPES = {
 }
 
 
-class Carried:
-    """The kernels of one plan on the current device.
+class Store:
+    """Compiled kernels on the current device.
 
     Attributes:
         target: what they are compiled for.
-        missed: names of kernels that were asked for and are not among them.
     """
 
     def __init__(
@@ -56,16 +56,12 @@ class Carried:
     ) -> None:
         self.target = target
         self._kernels = {k.key: k for k in compiled.kernels}
-        self._cubins = compiled.cubins
+        self._cubins = dict(compiled.cubins)
         self._driver = driver
-        self.missed: set[str] = set()
 
     def find(self, key: str | None, name: str) -> CompiledKernel | None:
         """The kernel of a key, or None; ``name`` is for people."""
-        found = self._kernels.get(key) if key is not None else None
-        if found is None:
-            self.missed.add(name)
-        return found
+        return self._kernels.get(key) if key is not None else None
 
     def cubin(self, kernel: CompiledKernel) -> bytes:
         """Its machine code."""
@@ -78,26 +74,77 @@ class Carried:
             args: all arguments of the function, by position.
 
         Raises:
-            CorruptArtifact: it cannot run like this; the plan lies, or the driver is too old.
+            KernelError: the driver refuses it.
         """
         driver = self._driver or cuda_driver()
+        values = _values(kernel, args, driver)
+        scratch = kernel.scratch_bytes * math.prod(grid)
+        memory = _scratch(scratch)
+        address = memory.data_ptr() if memory is not None else 0
+        values += [ctypes.c_uint64(address), ctypes.c_uint64(0)]  # and none for a profiler
+        device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        driver.launch(
+            driver.function(kernel.name, self.cubin(kernel), device),
+            grid,
+            (kernel.threads, 1, 1),
+            values,
+            torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0,
+            shared_bytes=kernel.shared_bytes,
+            cooperative=kernel.cooperative,
+            dependent=kernel.dependent,
+        )
+
+
+class Workshop(Store):
+    """What this process, and those that compile for it, have compiled.
+
+    Triton's own launcher is C that is compiled on the spot for each list of arguments, by gcc: 17
+    of the 109 s that a ResNet-50 took to be tuned. Here nothing but the machine code is needed.
+    """
+
+    def __init__(self, target: str, driver: Driver | None = None) -> None:
+        super().__init__(CompiledKernels(), target, driver)
+
+    def add(self, compiled: CompiledKernels) -> None:
+        """Kernels that may be launched from now on; from any thread."""
+        self._cubins.update(compiled.cubins)
+        self._kernels.update({kernel.key: kernel for kernel in compiled.kernels})
+
+
+@functools.cache
+def workshop(target: str) -> Workshop | None:
+    """The process's own, for a GPU; None for another target."""
+    return Workshop(target) if target.startswith("sm_") else None
+
+
+class Carried(Store):
+    """The kernels of one plan on the current device.
+
+    Attributes:
+        missed: names of kernels that were asked for and are not among them.
+    """
+
+    def __init__(
+        self, compiled: CompiledKernels, target: str, driver: Driver | None = None
+    ) -> None:
+        super().__init__(compiled, target, driver)
+        self.missed: set[str] = set()
+
+    def find(self, key: str | None, name: str) -> CompiledKernel | None:
+        """The kernel of a key, or None; then its name is ``missed``."""
+        found = super().find(key, name)
+        if found is None:
+            self.missed.add(name)
+        return found
+
+    def launch(self, kernel: CompiledKernel, grid: Sequence[int], args: Sequence[Any]) -> None:
+        """Start a kernel, as ``Store.launch``.
+
+        Raises:
+            CorruptArtifact: it cannot run like this; the plan lies, or the driver is too old.
+        """
         try:
-            values = _values(kernel, args, driver)
-            scratch = kernel.scratch_bytes * math.prod(grid)
-            memory = _scratch(scratch)
-            address = memory.data_ptr() if memory is not None else 0
-            values += [ctypes.c_uint64(address), ctypes.c_uint64(0)]  # and none for a profiler
-            device = torch.cuda.current_device() if torch.cuda.is_available() else 0
-            driver.launch(
-                driver.function(kernel.name, self.cubin(kernel), device),
-                grid,
-                (kernel.threads, 1, 1),
-                values,
-                torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0,
-                shared_bytes=kernel.shared_bytes,
-                cooperative=kernel.cooperative,
-                dependent=kernel.dependent,
-            )
+            super().launch(kernel, grid, args)
         except (
             KernelError,
             struct.error,
@@ -168,6 +215,11 @@ class Collected:
             kernels=tuple(self._kernels[key] for key in sorted(self._kernels)),
             cubins=dict(sorted(self._cubins.items())),
         )
+
+    def add(self, kernel: CompiledKernel, code: bytes) -> None:
+        """A kernel that was compiled before, and its machine code."""
+        self._cubins[kernel.cubin] = code
+        self._kernels[kernel.key] = kernel
 
     def add_triton(self, key: str | None, name: str, made: Any, arg_names: Sequence[str]) -> None:
         """A kernel that Triton compiled.
@@ -255,11 +307,11 @@ def _tiles(tensor: Mapping[str, Any]) -> Tiles:
     )
 
 
-_carried: ContextVar[Carried | None] = ContextVar("carried", default=None)
+_carried: ContextVar[Store | None] = ContextVar("carried", default=None)
 _collected: ContextVar[Collected | None] = ContextVar("collected", default=None)
 
 
-def carried() -> Carried | None:
+def carried() -> Store | None:
     """The kernels that launches may take instead of compiling them."""
     return _carried.get()
 
@@ -270,8 +322,12 @@ def collected() -> Collected | None:
 
 
 @contextmanager
-def carrying(kernels: Carried | None) -> Iterator[None]:
-    """Inside, ``launch`` starts these where it finds what it needs among them."""
+def carrying(kernels: Store | None) -> Iterator[None]:
+    """Inside, ``launch`` starts these where it finds what it needs among them.
+
+    A workshop also gets what it lacks. A launch by it takes longer than by Triton's launcher: it is
+    for what is captured or timed in graphs.
+    """
     token = _carried.set(kernels)
     try:
         yield

@@ -1,8 +1,9 @@
-"""Compiling many configurations at once: processes that fill Triton's cache on the disk.
+"""Compiling many configurations at once: processes that send their machine code back.
 
 Triton's compiler is Python for half of its time, so threads wait for each other: eight of them are
 hardly faster than two. So one clean process without a GPU has a worker for each core, and is told
-line by line what to compile. Tensors are on the ``meta`` device: no memory, no GPU.
+line by line what to compile. Tensors are on the ``meta`` device: no memory, no GPU. What comes back
+lies in ``carried.workshop``, and in Triton's cache on the disk.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -22,25 +24,33 @@ from typing import Any
 
 import torch
 
+from tessella.core.compiled import CompiledKernels
 from tessella.core.record import canonical_json, from_plain
 from tessella.kernels import catalog
+from tessella.kernels.carried import collecting, workshop
 from tessella.kernels.catalog import Config, Kernel
 from tessella.kernels.float32_math import float32_math
 from tessella.kernels.launch import compiling
 from tessella.kernels.problem import Problem
 
 Bid = tuple[Problem, Kernel, Config]
-Then = Callable[[bool], None]  # called when one is done, with whether it crashed the compiler
+# called when one is done, with what it launches and whether it crashed the compiler
+Then = Callable[[CompiledKernels | None, bool], None]
 
 FEW = 4  # with fewer to compile, starting the processes (3 s) takes longer than it saves
 META = torch.device("meta")
 
 
 class Compiling:
-    """What was asked for, by whomever, and may not be compiled yet."""
+    """What was asked for, by whomever, and may not be compiled yet.
 
-    def __init__(self, asked: Sequence[Future[bool]]) -> None:
+    Attributes:
+        left: bids that nobody was asked to compile.
+    """
+
+    def __init__(self, asked: Sequence[Future[bool]], left: Sequence[Bid] = ()) -> None:
         self._asked = asked
+        self.left = left
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether all is done, now or before the time is over."""
@@ -48,18 +58,20 @@ class Compiling:
 
 
 def compile_ahead(bids: Collection[Bid], target: str) -> Compiling:
-    """Have what these bids launch in Triton's cache; what does not compile fails when it is run.
+    """Have what these bids launch in the workshop; what does not compile fails when it is run.
 
-    Kernels that users registered are left out: their modules are known to this process only.
+    Kernels that users registered are left: their modules are known to this process only.
     """
-    requests = dict.fromkeys(_request(bid, target) for bid in bids if _is_known_there(bid[1]))
+    requests = {_request(bid, target): bid for bid in bids if _is_known_there(bid[1])}
     with _lock:
         fresh = [one for one in requests if one not in _asked]
         if len(fresh) >= FEW or (fresh and _running):
             if not _running or _running[-1].has_ended:
                 _running.append(_Compilers())
             _asked.update(zip(fresh, _running[-1].ask(fresh), strict=True))
-        return Compiling([_asked[one] for one in requests if one in _asked])
+        left = [bid for bid in bids if not _is_known_there(bid[1])]
+        left += [bid for one, bid in requests.items() if one not in _asked]
+        return Compiling([_asked[one] for one in requests if one in _asked], left)
 
 
 def crashed(bid: Bid, target: str) -> bool:
@@ -95,7 +107,6 @@ class _Compilers:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env={**os.environ, **quiet},
         )
         self._lock = threading.Lock()  # of what follows
@@ -113,14 +124,19 @@ class _Compilers:
                 self._end()
                 return made
         with contextlib.suppress(BrokenPipeError):  # then its end is heard
-            self._process.stdin.writelines(f"{first + i} {r}\n" for i, r in enumerate(requests))
+            lines = (f"{first + i} {request}\n" for i, request in enumerate(requests))
+            self._process.stdin.write("".join(lines).encode())
             self._process.stdin.flush()
         return made
 
     def _listen(self) -> None:
-        for answer in self._process.stdout:
-            number, said = answer.split()
-            self._futures[int(number)].set_result(said == "crashed")
+        with contextlib.suppress(EOFError, ValueError, pickle.UnpicklingError):  # it has ended
+            while True:
+                number, target, made, crashed = pickle.load(self._process.stdout)
+                store = workshop(target)
+                if store is not None and made is not None:
+                    store.add(made)
+                self._futures[number].set_result(crashed)
         with self._lock:
             self.has_ended = True
             self._end()
@@ -136,19 +152,20 @@ _running: list[_Compilers] = []
 
 
 def main() -> None:
-    """The compiling process: requests from stdin, each answered by its number when it is done."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a worker prints is no answer
-    workers = _Workers()
+    """The compiling process: requests from stdin, each answered with its number when it is done."""
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # what a worker prints is no answer
+    workers, writing = _Workers(), threading.Lock()
 
-    def answer(number: str, crashed: bool) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
-            print(
-                f"{number} {'crashed' if crashed else 'done'}\n", end="", file=answers, flush=True
-            )
+    def answer(number: int, target: str, made: CompiledKernels | None, crashed: bool) -> None:
+        said = pickle.dumps((number, target, made, crashed))
+        with contextlib.suppress(BrokenPipeError), writing:  # or nobody waits for it any more
+            answers.write(said)
+            answers.flush()
 
     for line in sys.stdin:
-        number, request = line.split(" ", 1)
-        workers.compile(json.loads(request), partial(answer, number))
+        number, text = line.split(" ", 1)
+        request = json.loads(text)
+        workers.compile(request, partial(answer, int(number), request["target"]))
     workers.end()
 
 
@@ -174,19 +191,20 @@ class _Workers:
                 self._pool = self._started(_cores())
                 future = self._pool.submit(compile_one, request)
 
-        def ended(future: Future[None]) -> None:
+        def ended(future: Future[CompiledKernels]) -> None:
             if not future.cancelled() and isinstance(future.exception(), BrokenProcessPool):
                 self._again.submit(self._alone, request, then)
             else:
-                then(False)
+                then(_result(future), False)
 
         future.add_done_callback(ended)
 
     def _alone(self, request: dict[str, Any], then: Then) -> None:
         """After a crash, by whomever: if it was this one, nobody else is hurt again."""
         with self._started(1) as pool:
-            error = pool.submit(compile_one, request).exception()
-        then(isinstance(error, BrokenProcessPool))
+            future = pool.submit(compile_one, request)
+            crashed = isinstance(future.exception(), BrokenProcessPool)
+        then(_result(future), crashed)
 
     def end(self) -> None:
         """What has not begun is not wanted any more."""
@@ -195,20 +213,32 @@ class _Workers:
         self._again.shutdown(cancel_futures=True)
 
 
+def _result(future: Future[CompiledKernels]) -> CompiledKernels | None:
+    failed = future.cancelled() or future.exception() is not None
+    return None if failed else future.result()
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def compile_one(request: dict[str, Any]) -> None:
-    """One configuration, bound and called on tensors without memory."""
+def compile_one(request: dict[str, Any]) -> CompiledKernels:
+    """What one configuration launches, found by calling it on tensors without memory."""
     problem = from_plain(Problem, request["problem"], where="a request to compile")
     row, config = catalog.kernel(request["kernel"]), request["config"]
     operands = {i: meta.empty(META) for i, meta in enumerate(problem.inputs) if meta is not None}
     buffers = {"out": problem.output.empty(META)} if row.load().WRITES_OUT else {}
-    with compiling(request["target"]), torch.inference_mode(), float32_math(problem.math):
+    target = request["target"]
+    with (
+        compiling(target),
+        collecting(target) as made,
+        torch.inference_mode(),
+        float32_math(problem.math),
+    ):
         constants = {i: operands.pop(i) for i in problem.constant}
         scratch = row.workspace_bytes(problem, config)
         if scratch:
             buffers["workspace"] = torch.empty(scratch, dtype=torch.uint8, device=META)
         call = row.load().bind(problem, constants, **config)
         call(*operands.values(), **buffers)
+    return made.compiled

@@ -2,8 +2,9 @@
 
 Every kernel of ours goes through ``launch``. Around it, ``watching`` collects what ran (registers,
 shared memory, spills), and ``compiling`` turns launches into compilations for a GPU that need not
-be there. Inside ``carried.carrying`` a launch starts what a plan has compiled, and Triton compiles
-nothing. Triton is imported only where it is used: a torch without CUDA comes without it.
+be there. Inside ``carried.carrying`` a launch starts what was compiled before, in a plan or by this
+process, and Triton launches nothing. Triton is imported only where it is used: a torch without CUDA
+comes without it.
 """
 
 from __future__ import annotations
@@ -109,21 +110,29 @@ def launch(
     if 0 in shape:
         return
     named = {**constants, "num_warps": num_warps, "enable_fp_fusion": fuse}
-    compiled = _launch_carried(kernel, shape, args, named) or _launch(kernel, shape, args, named)
+    compiled = _launch_stored(kernel, shape, args, named) or _launch(kernel, shape, args, named)
     record(Launched(grid=tuple(grid), compiled=compiled))
 
 
-def _launch_carried(
+def _launch_stored(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict[str, Any]
 ) -> Any:
-    """Start what a plan carries for this launch; None where there is nothing."""
+    """Start what was compiled before for this launch; None where there is nothing."""
     store = carried.carried()
     if store is None or _only_compile.get():
         return None
-    found = store.find(identity.key(kernel, args, named, store.target), identity.name(kernel))
+    key, name = identity.key(kernel, args, named, store.target), identity.name(kernel)
+    found = store.find(key, name)
+    if found is None and key is not None and isinstance(store, carried.Workshop):
+        with preparing(), carried.collecting(store.target) as made:
+            _launch(kernel, grid, args, named)
+        store.add(made.compiled)
+        found = store.find(key, name)
     if found is None:
         return None
     store.launch(found, grid, identity.arguments(kernel, args, named))
+    if (asking := carried.collected()) is not None:
+        asking.add(found, store.cubin(found))
     # as much of a compiled kernel as who watches reads
     metadata = SimpleNamespace(
         name=found.name, num_warps=found.threads // 32, shared=found.shared_bytes

@@ -22,7 +22,7 @@ from tessella.core.errors import ArtifactError, InputError, UsageError
 from tessella.core.memory import free_bytes, is_out_of_memory
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
-from tessella.kernels.carried import Carried, carrying, collecting
+from tessella.kernels.carried import Carried, carrying, collecting, workshop
 from tessella.kernels.problem import Math, TensorMeta
 from tessella.kernels.user.registry import require
 from tessella.runtime.arena import Arena, require_memory
@@ -82,7 +82,8 @@ class Engine:
         manifest: what the plan says about itself.
         device: where it runs.
         buckets: the batch sizes that it has a program for.
-        carried: the machine code that its steps launch; None where the plan has none.
+        carried: the machine code that its steps launch: the plan's, or what this process has
+            compiled; None on a CPU.
     """
 
     def __init__(self, plan: Plan, *, compiled: bool = True) -> None:
@@ -98,12 +99,12 @@ class Engine:
         self._covers = covers(_costs_us(plan))
         self._lock = threading.Lock()
         takes = compiled and bool(plan.compiled.kernels)
-        self.carried = Carried(plan.compiled, target) if takes else None
+        self.carried = Carried(plan.compiled, target) if takes else workshop(target)
         if self.device.type == "cpu":
             keep_freed_memory()
         with _enough_memory(plan, self.device), carrying(self.carried):
             self._bound = self._bind(plan, target)
-        if self.carried is not None and self.carried.missed:
+        if isinstance(self.carried, Carried) and self.carried.missed:
             warnings.warn(
                 f"compiled here, as the plan of {manifest.built_from} does not carry them for this "
                 f"version of Tessella: {', '.join(sorted(self.carried.missed))}. "
@@ -300,7 +301,7 @@ class Engine:
         ]
 
     def self_test(self, golden: Mapping[str, torch.Tensor]) -> None:
-        """Run recorded inputs and compare with the recorded outputs.
+        """Run recorded inputs, repeated up to the smallest batch, and compare the outputs.
 
         One batch size speaks for all, as they have the same steps; unless some steps' attributes
         follow the batch: then each size runs the recorded samples, repeated.
@@ -312,14 +313,15 @@ class Engine:
         wanted |= {f"output.{s.name}" for s in self.outputs}
         if set(golden) != wanted:
             raise self._fails("it does not have the plan's inputs and outputs", sorted(golden))
-        inputs = {s.name: golden[f"input.{s.name}"] for s in self.inputs}
-        outputs = {s.name: golden[f"output.{s.name}"] for s in self.outputs}
         with self._tested():
+            rows = max(self.inputs[0].batch.min, *map(len, golden.values()))
+            inputs = {s.name: _repeated(golden[f"input.{s.name}"], rows) for s in self.inputs}
+            outputs = {s.name: _repeated(golden[f"output.{s.name}"], rows) for s in self.outputs}
             self._compare(self(**inputs), outputs)
             for size in self.buckets if self._differ else ():
-                rows = [_repeated(t, size) for t in inputs.values()]
-                with self._lock, self._own_stream(rows) as made:
-                    made += self._run_bucket(size, rows, 0, size, torch.device("cpu"))
+                given = [_repeated(t, size) for t in inputs.values()]
+                with self._lock, self._own_stream(given) as made:
+                    made += self._run_bucket(size, given, 0, size, torch.device("cpu"))
                 right = {n: _repeated(t, size) for n, t in outputs.items()}
                 self._compare(dict(zip(outputs, made, strict=True)), right)
 

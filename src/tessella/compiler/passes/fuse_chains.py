@@ -12,11 +12,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tessella.compiler import race
-from tessella.compiler.passes.choose_kernels import Choice, Tuner, trials
+from tessella.compiler.passes.choose_kernels import (
+    Choice,
+    Tuner,
+    as_measured,
+    constants_of,
+    trials,
+)
 from tessella.core.errors import CompileError
 from tessella.core.events import Emit, phase
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
+from tessella.kernels.auction import Looks
 from tessella.kernels.catalog import Kernel
 from tessella.kernels.problems import conv2d_chain, unchainable
 
@@ -111,12 +118,26 @@ def _winners(
 ) -> list[tuple[float, Pair]]:
     """Pairs that are faster as one step, and by how much, in µs."""
     won = []
-    for pair in pairs(graph, choices) if rows else ():
-        if all(row.refusal(pair.step.problem) for row in rows):
-            continue
-        terms = replace(tuner.terms, algorithms=[row.algorithm for row in rows])
+    fitting = [
+        pair
+        for pair in (pairs(graph, choices) if rows else ())
+        if not all(row.refusal(pair.step.problem) for row in rows)
+    ]
+    terms = replace(tuner.terms, algorithms=[row.algorithm for row in rows])
+    problems = [as_measured(pair.step.problem) for pair in fitting]
+    looks = Looks(
+        {
+            problem.key: (problem, constants_of(pair.step.node, problem, tuner.constants))
+            for pair, problem in zip(fitting, problems, strict=True)
+        },
+        target=tuner.target,
+        cache=tuner.cache,
+        terms=terms,
+    )
+    for pair, problem in zip(fitting, problems, strict=True):
         with contextlib.suppress(CompileError):  # none that fits runs: the steps stay two
-            found = trials(pair.step.node, pair.step.problem, tuner, terms=terms)
+            near = looks.near(problem.key)
+            found = trials(pair.step.node, pair.step.problem, tuner, near, terms)
             steps = [choices[i].trials[0].time_us or 0.0 for i in (pair.first, pair.second)]
             saved_us = sum(steps) - (found[0].time_us or 0.0)
             if saved_us > 0:
