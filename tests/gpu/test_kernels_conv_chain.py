@@ -112,6 +112,12 @@ def test_many_tiles_a_block_give_the_same_bits_again(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_wide_results_of_many_tiles_a_block(dtype: str) -> None:
+    """Pieces of several tiles are on their way out at once."""
+    assert_right(problem_of(dtype, (128, 512, 256), N=64, size=(28, 28)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_is_faster_than_two_kernels_where_memory_binds(dtype: str) -> None:
     problem = problem_of(dtype, N=128, size=(56, 56))
     operands = on_gpu(problem, 0)
