@@ -31,7 +31,7 @@ SMALL = {"tile_n": 16, "tile_k": 32}
     Case(m=3, n=33, k=200, dtype="bfloat16"),
     Case(m=3, n=33, k=200, dtype="float8_e4m3fn", out="float32"),
     Case(m=3, n=33, k=200, dtype="int8", out="int8", scale=True, bias="float32"),
-    Case(m=3, n=33, k=200, dtype="int8", out="int8", scale=True, activation="gelu", gamma=40.0),
+    Case(m=3, n=33, k=200, dtype="int8", out="int8", scale=True, activation="gelu", gamma=0.02),
     Case(m=3, n=33, k=200, dtype="int8", out="int32"),
     *(Case(m=5, n=6, k=70, activation=name, **FULL) for name in (None, *ACTIVATIONS)),
     Case(m=1, n=1, k=1),
