@@ -227,3 +227,12 @@ def test_channels_last_of_three_axes_is_torchs_own_kernel() -> None:
     made = kernels.conv3d(x, w, residual=r, algorithm="aten")
     close(made, F.conv3d(x.double(), w.double()) + r.double())
     assert made.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def test_the_factor_behind_the_activation() -> None:
+    x, w = (torch.randint(-9, 9, (4, 8), dtype=torch.int8) for _ in range(2))
+    scale = torch.full((4,), 0.01)
+    made = kernels.linear(x, w, scale=scale, activation="gelu", gamma=50.0)
+    right = 50 * torch.nn.functional.gelu(0.01 * (x.double() @ w.double().T))
+    assert made.dtype == torch.int8
+    assert torch.equal(made, right.round().clamp(-128, 127).to(torch.int8))

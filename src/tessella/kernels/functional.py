@@ -71,6 +71,7 @@ def conv2d(
         bias, scale: [K]; scale is float32.
         residual: like the result [N, K, P, Q].
         activation: a name in ``epilogue.ACTIVATIONS``.
+        gamma: above zero, in float32 too: 1 / the scale of a result of int8 or fp8, for example.
         out_dtype: default x's; for int8 operands int8 if there is a scale (rounded half to even and
             saturated), else int32.
         math: ``ieee`` or ``tf32``: how float32 products may be rounded.
