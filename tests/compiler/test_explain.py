@@ -70,6 +70,7 @@ def test_16_bit_values_are_three_more_passes() -> None:
     assert extra == [
         "lower_precision",
         "dead_code",
+        "fuse_requantization",
         "fuse_pointwise",
         "assign_layout channels_last",
     ]

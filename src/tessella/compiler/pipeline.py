@@ -25,6 +25,7 @@ from tessella.compiler.passes import (
     fuse_chains,
     fuse_epilogue,
     fuse_pointwise,
+    fuse_requantization,
     insert_quantization,
     join_in_place,
     lower_precision,
@@ -312,15 +313,20 @@ def marking(target: str) -> tuple[Pass, ...]:
 
 def narrowing(assignment: Assignment) -> tuple[Pass, ...]:
     """The passes that come then, the last before kernels are measured."""
-    chains = partial(fuse_pointwise.apply, target=assignment.target)
-    fuse = Pass(chains, "a chain of small operations passes memory once")
+    target = assignment.target
+    round_ = partial(fuse_requantization.apply, target=target)
+    chains = partial(fuse_pointwise.apply, target=target)
+    fuse = (
+        Pass(round_, "codes are made by the layer, behind its activation"),
+        Pass(chains, "a chain of small operations passes memory once"),
+    )
     if assignment.rest == "float32" and not assignment.dtypes:
-        return (fuse,)
+        return fuse
     lower = partial(lower_precision.apply, dtype=assignment.rest, layers=assignment.dtypes)
     return (
         Pass(lower, f"{assignment.rest} values: half the memory, and what tensor cores multiply"),
         Pass(dead_code.apply, "the float32 weights are not read any more"),
-        fuse,
+        *fuse,
     )
 
 

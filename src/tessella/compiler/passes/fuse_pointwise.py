@@ -11,7 +11,6 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tessella.compiler.passes import fuse_requantization
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.pointwise.program import (
     CODES,
@@ -40,10 +39,9 @@ def apply(graph: Graph, target: str = "sm_90") -> int:
     A group grows backwards from its last node, as long as the generated kernel takes the whole, by
     nodes whose result the group reads and nobody else; or others too, after the last node: then it
     is another result (a sum that a norm reads, and the next residual). On a CPU a group has one.
-    Before that, layers take the roundings that are theirs: one less for a group.
     """
-    fused = fuse_requantization.apply(graph, target)
     finder = _Finder(graph, target)
+    fused = 0
     for root in reversed(list(graph.nodes)):
         group = finder.group(root)
         if len(group) > 1:
