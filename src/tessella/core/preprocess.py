@@ -19,17 +19,20 @@ import logging
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import cv2
 import numpy as np
 import numpy.typing as npt
-import tifffile
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from tessella.core.errors import DataError, InputError, UsageError
 from tessella.core.record import digest
 
+if TYPE_CHECKING:
+    import tifffile
+
+# OpenCV and tifffile are imported where they read or write a file: an engine that loads a plan has
+# the record from here, and does not wait for them (40 ms).
 Pixels = npt.NDArray[Any]  # uint8 or uint16
 ResizeMode = Literal["squash", "crop", "fill", "half_crop"]
 
@@ -210,6 +213,8 @@ def _read_opened(image: Image.Image, content: bytes, name: str) -> Pixels:
 
 
 def _read_png16(image: Image.Image, content: bytes, name: str) -> Pixels:
+    import cv2
+
     image.load()  # raises where the file is incomplete; the decoder below may only print it
     orientation = image.getexif().get(_ORIENTATION, 1)
     pixels = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
@@ -252,6 +257,8 @@ def _pillow_keeps_all(image: TiffImagePlugin.TiffImageFile) -> bool:
 
 def _read_tiff(content: bytes, name: str) -> Pixels:
     """Any number of planes: interleaved, planar, or as pages of one size."""
+    import tifffile
+
     try:
         _check_pages(content)
         with tifffile.TiffFile(io.BytesIO(content)) as tiff:
@@ -308,6 +315,9 @@ def _check_pages(content: bytes) -> None:
 
 def _tiff_planes(series: tifffile.TiffPageSeries, content: bytes) -> Pixels:
     """The samples, in the axes of the series; LZW by OpenCV (tifffile needs a plug-in for it)."""
+    import cv2
+    import tifffile
+
     pixels: Pixels | None
     if series.keyframe.compression == tifffile.COMPRESSION.LZW and len(series.pages) == 1:
         pixels = cv2.imdecode(
@@ -450,11 +460,15 @@ def denormalize(images: npt.NDArray[np.float32], record: Preprocess) -> Pixels:
 def encode(pixels: Pixels) -> bytes:
     """HWC to lossless file bytes: PNG for 1 or 3 channels, TIFF for any other number."""
     if pixels.shape[2] not in (1, 3):
+        import tifffile
+
         out = io.BytesIO()
         tifffile.imwrite(
             out, pixels, photometric="minisblack", planarconfig="contig", compression="zlib"
         )
         return out.getvalue()
+    import cv2
+
     bgr = pixels[:, :, ::-1] if pixels.shape[2] == 3 else pixels
     # OpenCV's default is the fastest of its settings to write (1.8 ms at 224 × 224), and to read.
     done, content = cv2.imencode(".png", np.ascontiguousarray(bgr))

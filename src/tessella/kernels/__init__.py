@@ -1,15 +1,21 @@
 """Matrix products, convolutions and the other layers, each by several kernels: the fastest wins."""
 
-from tessella.kernels.functional import (
-    conv1d,
-    conv2d,
-    conv2d_dgrad,
-    conv2d_wgrad,
-    conv3d,
-    linear,
-    matmul,
-)
-from tessella.kernels.report import find
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tessella.kernels.functional import (
+        conv1d,
+        conv2d,
+        conv2d_dgrad,
+        conv2d_wgrad,
+        conv3d,
+        linear,
+        matmul,
+    )
+    from tessella.kernels.report import find
 
 __all__ = [
     "conv1d",
@@ -21,3 +27,11 @@ __all__ = [
     "linear",
     "matmul",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve a name on first use: an engine that loads a plan holds no auctions."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = "report" if name == "find" else "functional"
+    return getattr(importlib.import_module(f"{__name__}.{room}"), name)
