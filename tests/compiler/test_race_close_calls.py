@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tessella.compiler import race
 from tessella.compiler.passes import choose_kernels, race_close_calls
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.core.events import Event
 from tessella.graph import Graph
+from tessella.graph.graph import Value
 from tessella.kernels.tuning import TimingCache, Trial
 from tests.compiler.networks import captured, plan
 
@@ -118,3 +120,16 @@ def test_a_real_build_takes_it_down_and_a_second_one_repeats_it(
     again = plan(captured("lenet"), (1, 1, 1), budget_s=0.001, lock=made.lock)
     assert again.tuning == made.tuning
     assert not [c for c in plan(captured("lenet"), (1, 1, 1)).tuning if c.program_us is not None]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "deviation"),
+    [("float32", 0, 1), ("float16", 0, 1), ("uint8", 127.5, 73.9), ("int64", 0, 0)],
+)
+def test_programs_run_on_inputs_like_real_ones(dtype: str, mean: float, deviation: float) -> None:
+    image = Value("image", dtype, (4, 3, 64, 64))
+    made = race.sample(image, torch.device("cpu"))
+    assert (tuple(made.shape), made.dtype) == (image.shape, getattr(torch, dtype))
+    assert made.double().mean() == pytest.approx(mean, abs=0.02 * deviation)
+    assert made.double().std() == pytest.approx(deviation, rel=0.02)
+    assert torch.equal(made, race.sample(image, torch.device("cpu")))
