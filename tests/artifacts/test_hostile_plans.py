@@ -399,6 +399,7 @@ def test_a_self_test_without_its_tensors() -> None:
         {"input.image": x, "output.scores": y.double()},
         {"input.image": x, "output.scores": y * float("nan")},
         {"input.image": x[:, :, :2], "output.scores": y},
+        {"input.image": x, "output.scores": torch.cat([y, y])},
     ):
         refused(replace(plan, golden=golden), "fails its self-test")
 

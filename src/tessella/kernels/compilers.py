@@ -130,16 +130,19 @@ class _Compilers:
         return made
 
     def _listen(self) -> None:
-        with contextlib.suppress(EOFError, ValueError, pickle.UnpicklingError):  # it has ended
+        try:
             while True:
                 number, target, made, crashed = pickle.load(self._process.stdout)
                 store = workshop(target)
                 if store is not None and made is not None:
                     store.add(made)
                 self._futures[number].set_result(crashed)
-        with self._lock:
-            self.has_ended = True
-            self._end()
+        except (EOFError, ValueError, pickle.UnpicklingError):
+            pass  # it has ended, perhaps in the middle of an answer
+        finally:  # whatever came of it, nobody waits any longer
+            with self._lock:
+                self.has_ended = True
+                self._end()
 
     def _end(self) -> None:
         """Nobody knows what would have come of the others."""

@@ -314,7 +314,10 @@ class Engine:
         if set(golden) != wanted:
             raise self._fails("it does not have the plan's inputs and outputs", sorted(golden))
         with self._tested():
-            rows = max(self.inputs[0].batch.min, *map(len, golden.values()))
+            counts = {name: len(tensor) for name, tensor in golden.items()}
+            if len(set(counts.values())) > 1:
+                raise self._fails("its tensors have different numbers of samples", counts)
+            rows = max(self.inputs[0].batch.min, *counts.values())
             inputs = {s.name: _repeated(golden[f"input.{s.name}"], rows) for s in self.inputs}
             outputs = {s.name: _repeated(golden[f"output.{s.name}"], rows) for s in self.outputs}
             self._compare(self(**inputs), outputs)
