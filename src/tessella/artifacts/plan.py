@@ -263,9 +263,9 @@ def _members(content: bytes, where: str) -> dict[str, bytes]:
             if info.filename.endswith((".json", ".jsonl")) and info.file_size > MAX_JSON_BYTES:
                 raise _not_a_plan(where, f"{info.filename} has {info.file_size:,} bytes")
         members = {name: archive.read(name) for name in names}
-    except (zipfile.BadZipFile, ValueError, EOFError, OSError, struct.error) as error:
-        raise _not_a_plan(where, str(error)[:120]) from error
-    except (NotImplementedError, RuntimeError, KeyError) as error:  # encrypted, odd flags
+    except (  # RuntimeError: encrypted, odd flags
+        zipfile.BadZipFile, ValueError, EOFError, OSError, struct.error, RuntimeError, KeyError,
+    ) as error:  # fmt: skip
         raise _not_a_plan(where, str(error)[:120]) from error
     if archive_of(members) != content:
         raise _not_a_plan(where, "bytes beside the members, or headers that were changed")

@@ -10,9 +10,8 @@ Words: WM, WN, what one warpgroup accumulates; BK, a tile's length along K; a un
 over all of K or a range of it; STAGES, of the ring; BUFFERS, where a warpgroup's results wait.
 Arguments travel in groups: ``ring`` (A's tiles, B's tiles, barriers "full" and "empty" of each
 stage, the turns of ping-pong), ``out`` (C's descriptor, buffers), ``extra`` (residual's descriptor,
-its barriers, scale, bias, N,
-gamma), ``work`` (units, tiles computed whole, tiles whose K is split, tiles
-along M, N and K, tiles along K of one range).
+its barriers, scale, bias, N, gamma), ``work`` (units, tiles computed whole, tiles whose K is split,
+tiles along M, N and K, tiles along K of one range).
 """
 
 from __future__ import annotations
