@@ -14,10 +14,12 @@ from tessella import runtime
 from tessella.core.errors import UsageError
 from tessella.kernels.limits import Limits
 from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.timing import Timing
 from tessella.runtime import picture, profiler
 from tessella.runtime.profiler import Profile, profile, table
 from tessella.runtime.trace import chrome_trace
 from tests.compiler.networks import captured, plan
+from tests.runtime.test_slices import subject
 
 # A machine that is easy to count with: 1 GB/s, 1 GFLOP/s.
 ROUND = Limits(device="a <round> machine", copy_bytes_s=1e9, flops_s={"float32": 1e9})
@@ -127,3 +129,25 @@ def test_only_its_own_batch_sizes() -> None:
     engine = runtime.load(plan(captured("lenet"), (1, 1, 2)))
     with pytest.raises(UsageError, match="no program for this batch"):
         profile(engine, 7)
+
+
+def test_a_slice_is_timed_in_the_strides_that_its_kernel_was_bound_to(monkeypatch) -> None:
+    engine = runtime.load(subject())
+    seen = {}
+
+    def timed(runs, **_):
+        runs["step"]()
+        return {"step": Timing(time_us=1.0, spread_us=0.0)}
+
+    for i, step in enumerate(engine.bound(2).steps):
+        if step.out is not None:
+
+            def call(*inputs, out, step=step):
+                seen[step.step.outputs[0]] = step.problem.output.matches(out)
+                return step.call(*inputs, out=out)
+
+            engine.bound(2).steps[i] = replace(step, call=call)
+    monkeypatch.setattr(profiler, "measure", timed)
+    profile(engine, 2, budget_s=0.0)
+    assert [b.name for b in subject().program.buckets[0].buffers if b.slice and b.name in seen]
+    assert all(seen.values())

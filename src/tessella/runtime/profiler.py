@@ -186,8 +186,8 @@ def _on_tensor_cores(problem: Problem, ceilings: Limits) -> bool:
 
 def _time(bound: BoundStep, device: torch.device, budget_s: float) -> Timing:
     inputs = sample_inputs(bound.problem, device)
-    # a buffer of its own: the arena may be in use
-    out = {} if bound.out is None else {"out": torch.empty_like(bound.out)}
+    # a buffer of its own, as the arena may be in use; a slice with the gaps of its tensor
+    out = {} if bound.out is None else {"out": bound.problem.output.empty(device)}
     with float32_math(bound.problem.math):
         bound.call(*inputs, **out)
         runs = {"step": lambda: bound.call(*inputs, **out)}
