@@ -198,7 +198,7 @@ NAMES: dict[str, Any] = {
     **dict.fromkeys(
         (
             "barrier", "commit_copies", "wait_for_copies", "fence_async_shared",
-            "launch_dependents", "wait_for_dependencies",
+            "wait_for_dependencies",
         ),
         lambda *a: None,
     ),

@@ -150,7 +150,6 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         "barrier": nothing,
         "fence_async_shared": nothing,
         "store_wait": nothing,
-        "launch_dependents": nothing,
         "wait_for_dependencies": nothing,
         "load_tile": Descriptor.load,
         "store_tile": Descriptor.store,

@@ -12,6 +12,7 @@ import torch
 
 from tessella.core.errors import CompileError
 from tessella.kernels import catalog, reference
+from tessella.kernels.inspection import exact_answers
 from tessella.kernels.pointwise import generated, generated_several, sequence
 from tessella.kernels.pointwise.axes import common_axes
 from tessella.kernels.pointwise.program import ELEMENTWISE, ROWS, parse, text
@@ -484,3 +485,39 @@ def test_every_operation_of_programs_has_rows() -> None:
     """Alone it is asked of the same kernel; only torch's sequence runs on a CPU."""
     for op in ELEMENTWISE | ROWS:
         assert catalog.kernel(f"{op}.generated").module.endswith("pointwise.generated")
+
+
+def test_exact_answers_of_a_program_that_casts_stay_float64() -> None:
+    """A plan of codes casts to its 16-bit type, and a norm follows with 16-bit weights."""
+    meta = functools.partial(TensorMeta, dtype="float16")
+    problem = Problem(
+        op="pointwise",
+        inputs=(TensorMeta(shape=(3, 8), dtype="float32"), meta(shape=(8,)), meta(shape=(8,))),
+        outputs=(meta(shape=(3, 8)),),
+        attrs={
+            "program": (
+                ("to", (0,), {"dtype": "float16"}),
+                ("layer_norm", (3, 1, 2), {"normalized_shape": (8,), "eps": 1e-5}),
+            ),
+            "results": (4,),
+        },
+    )
+    x = torch.randn(3, 8)
+    weight, bias = torch.randn(2, 8).half()
+    (made,) = exact_answers(problem, {1: weight, 2: bias}, (x,))
+    right = torch.layer_norm(x.half().double(), (8,), weight.double(), bias.double(), eps=1e-5)
+    torch.testing.assert_close(made, right)
+
+
+def test_exact_answers_of_codes_are_numbers() -> None:
+    meta = functools.partial(TensorMeta, shape=(9,))
+    problem = Problem(
+        op="quantize",
+        inputs=(meta(dtype="float32"), TensorMeta(shape=(), dtype="float32")),
+        outputs=(meta(dtype="float8_e4m3fn"),),
+        attrs={"dtype": "float8_e4m3fn", "axis": None},
+    )
+    x, scale = torch.linspace(-600.0, 600.0, 9), torch.tensor(1.0)
+    (made,) = exact_answers(problem, {}, (x, scale))
+    assert made.dtype == torch.float64
+    assert made[-1] == 448.0

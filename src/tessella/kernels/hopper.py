@@ -35,7 +35,6 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
-    "launch_dependents",
     "load_tile",
     "mbarrier",
     "reinterpret",
@@ -92,18 +91,13 @@ def descriptor(tensor: torch.Tensor, block: Sequence[int], **layout: Any) -> Ten
 
 
 @gluon.jit
-def launch_dependents():
-    """The next kernel, if it is launched with ``launch_pdl``, may start now."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def wait_for_dependencies():
-    """Waits until the kernels before this one have ended and their results can be read."""
+    """Waits until the kernels before this one have ended and their results can be read.
+
+    Then the next kernel may start, if it is launched with ``launch_pdl``; ``overlap`` says why not
+    before.
+    """
     gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.u32 $0, 0;",
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip

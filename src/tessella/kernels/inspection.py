@@ -37,7 +37,7 @@ def exact_answers(
     made = reference.call(problem.op, operands, problem.attrs)
     dtypes = (getattr(torch, meta.dtype) for meta in problem.outputs)
     return tuple(
-        exact if dtype.is_floating_point else store(exact, dtype).double()
+        (exact if dtype.is_floating_point else store(exact, dtype)).double()
         for exact, dtype in zip(made, dtypes, strict=True)
     )
 

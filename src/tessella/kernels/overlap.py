@@ -1,6 +1,10 @@
 """Triton kernels that start while the one before them still runs (programmatic dependent launch).
 
 About a microsecond of a launch then costs nothing: at batch 1, most layers take five.
+
+A kernel lets the next one start when its own wait is over, never before: else three and more would
+be on the GPU, and the last one's processors keep lines in their first-level caches that the first
+one has read, while the one between them writes there. ResNet-50 at batch 1 gave wrong answers so.
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from triton.language.extra import cuda as tl_cuda
 def await_earlier(OVERLAP: tl.constexpr):
     """First in the kernel: what the ones before have written can be read after it."""
     if OVERLAP:
-        tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
 
 
 def overlapping() -> dict[str, bool]:

@@ -30,6 +30,7 @@ from tessella.runtime.bucket import BoundBucket, first_line
 from tessella.runtime.cover import covers
 from tessella.runtime.graphs import GraphedBucket
 from tessella.runtime.host_memory import keep_freed_memory
+from tessella.runtime.streams import OwnStream
 
 Array = np.ndarray | torch.Tensor
 
@@ -112,7 +113,7 @@ class Engine:
                 stacklevel=3,
             )
         # of its own, so that engines of one GPU, called in several threads, run side by side
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._stream = OwnStream(self.device) if self.device.type == "cuda" else None
 
     def _bind(self, plan: Plan, target: str) -> dict[int, BoundBucket | GraphedBucket]:
         on_gpu = self.device.type == "cuda"
@@ -268,17 +269,14 @@ class Engine:
         if self._stream is None:
             yield results
             return
-        caller = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream):
+        with self._stream as own:
             yield results
-        caller.wait_stream(self._stream)
         for tensor in tensors:
             if tensor.is_cuda:
-                tensor.record_stream(self._stream)
+                tensor.record_stream(own.stream)
         for tensor in results:
             if tensor.is_cuda:
-                tensor.record_stream(caller)
+                tensor.record_stream(own.caller)
 
     def _run_bucket(
         self, size: int, tensors: list[torch.Tensor], start: int, taken: int, where: torch.device

@@ -48,8 +48,10 @@ class GraphedBucket:
         """Copy the inputs in (fewer samples than the bucket's are padded with zeros) and replay."""
         for static, tensor in zip(self.inputs, inputs, strict=True):
             count = len(tensor)
-            static[:count].copy_(tensor, non_blocking=True)
-            if count < self.batch:
+            if count == self.batch:
+                static.copy_(tensor, non_blocking=True)
+            else:
+                static[:count].copy_(tensor, non_blocking=True)
                 static[count:].zero_()
         self._graph.replay()
         return self._outputs

@@ -24,7 +24,6 @@ from tessella.kernels.hopper import (
     fence_async_shared,
     gl,
     gluon,
-    launch_dependents,
     load_tile,
     mbarrier,
     store_tile,
@@ -398,7 +397,6 @@ def attend(
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     fence_async_shared()
     barrier()
-    launch_dependents()
     rings = (
         (q_ring, q_full, q_empty),
         (k_ring, k_full, k_empty),

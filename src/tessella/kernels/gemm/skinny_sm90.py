@@ -22,7 +22,6 @@ from tessella.kernels.hopper import (
     descriptor,
     gl,
     gluon,
-    launch_dependents,
     load_tile,
     mbarrier,
     wait_for_dependencies,
@@ -66,7 +65,6 @@ def _stream_kernel(w, x, out, M, N, K, STAGES: gl.constexpr, CONSTANT: gl.conste
     for j in gl.static_range(STAGES):
         mbarrier.init(ready.index(j), count=1)
     barrier()
-    launch_dependents()
     if CONSTANT:
         for j in gl.static_range(STAGES):
             if j < count:

@@ -22,7 +22,6 @@ from tessella.kernels.hopper import (
     fence_async_shared,
     gl,
     gluon,
-    launch_dependents,
     load_tile,
     mbarrier,
     reinterpret,
@@ -353,7 +352,6 @@ def multiply(
         mbarrier.init(r_full.index(i), count=1)
     fence_async_shared()
     barrier()
-    launch_dependents()
     ring = (a_ring, b_ring, full, empty, turns)
     out = (c, buffers)
     sums = (p, buffers)

@@ -5,7 +5,8 @@ In the binary ones ``other`` is a tensor, or None when it is the number ``scalar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -160,8 +161,16 @@ def erf(input: Tensor) -> Tensor:
 def pointwise(
     *inputs: Tensor, program: Data, results: Sequence[int]
 ) -> Tensor | tuple[Tensor, ...]:
-    """A program of such operations (``kernels.pointwise.program``), one after another."""
-    instructions = parse(program, len(inputs), results)
-    values = evaluate(instructions, inputs, lambda op, x, attrs: reference.call(op, x, attrs)[0])
+    """A program of such operations (``kernels.pointwise.program``), one after another.
+
+    In float64, what a cast rounds stays float64: the other operands are, and norms take one type.
+    """
+    exact = any(x.dtype == torch.float64 for x in inputs)
+
+    def call(op: str, operands: Sequence[Tensor | None], attrs: Mapping[str, Any]) -> Tensor:
+        (made,) = reference.call(op, operands, attrs)
+        return made.double() if exact and made.is_floating_point() else made
+
+    values = evaluate(parse(program, len(inputs), results), inputs, call)
     made = tuple(values[r] for r in results)
     return made if len(made) > 1 else made[0]

@@ -24,7 +24,6 @@ from tessella.kernels.hopper import (
     fence_async_shared,
     gl,
     gluon,
-    launch_dependents,
     load_tile,
     mbarrier,
     store_tile,
@@ -351,7 +350,6 @@ def convolve_twice(
         mbarrier.init(freed.index(i), count=1)
     fence_async_shared()
     barrier()
-    launch_dependents()
     pixels = (x_ring, x_full, x_empty)
     weights = (a_ring, b_ring, w_full, w_empty)
     held = (slots, landed, freed)

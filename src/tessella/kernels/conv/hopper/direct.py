@@ -30,7 +30,6 @@ from tessella.kernels.hopper import (
     fence_async_shared,
     gl,
     gluon,
-    launch_dependents,
     load_tile,
     mbarrier,
     store_tile,
@@ -327,7 +326,6 @@ def direct(x, w, y, bias, residual, scale, alpha, beta, gamma, pixels, tiles, ea
     mbarrier.init(ready, count=1)
     fence_async_shared()
     barrier()
-    launch_dependents()
     if not CONSTANT:  # the kernel before this one packs the filters
         wait_for_dependencies()
     k0 = gl.program_id(1) * FILTERS

@@ -23,7 +23,6 @@ from tessella.kernels.hopper import (
     fence_async_shared,
     gl,
     gluon,
-    launch_dependents,
     mbarrier,
     reinterpret,
     store_tile,
@@ -337,7 +336,6 @@ def convolve(
         mbarrier.init(freed.index(i), count=1)
     fence_async_shared()
     barrier()
-    launch_dependents()
     # fmt: off
     if GROUPS == 1:
         gl.warp_specialize([
