@@ -124,3 +124,20 @@ def test_the_caller_s_stream_waits_and_is_waited_for() -> None:
             made = engine(image=x * 1.0)["scores"] + 0.0
         stream.synchronize()
         assert torch.equal(made, right)
+
+
+def test_callers_in_two_streams_take_turns() -> None:
+    """The arena is not overwritten before a slow caller has its answer."""
+    engine = runtime.load(build("fp16", "float32"))
+    inputs = [torch.randn(4, 3, 28, 28, device="cuda") for _ in range(2)]
+    right = [engine(image=x)["scores"].clone() for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        made = []
+        for x, stream in zip(inputs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                made.append(engine(image=x * 1.0)["scores"])
+                torch.cuda._sleep(500_000)
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(made, right, strict=True))

@@ -112,8 +112,8 @@ class Engine:
                 f"To do: {manifest.rebuild}",
                 stacklevel=3,
             )
-        # of its own, so that engines of one GPU, called in several threads, run side by side
-        self._stream = OwnStream(self.device) if self.device.type == "cuda" else None
+        if self.device.type == "cuda":
+            self._stream = OwnStream(self.device)
 
     def _bind(self, plan: Plan, target: str) -> dict[int, BoundBucket | GraphedBucket]:
         on_gpu = self.device.type == "cuda"
@@ -244,7 +244,7 @@ class Engine:
         largest = self.buckets[-1]
         full, rest = divmod(count, largest)
         sizes = self._covers[largest] * full + self._covers[rest]
-        with self._lock, self._own_stream(tensors) as results:
+        with self._lock:
             if not self._bound:
                 raise UsageError("the engine is closed", fix="load the plan again")
             parts, start = [], 0
@@ -252,51 +252,37 @@ class Engine:
                 taken = min(size, count - start)
                 parts.append(self._run_bucket(size, tensors, start, taken, where))
                 start += taken
-            if len(parts) == 1:
-                results += parts[0]
-            else:
-                results += [torch.cat(column) for column in zip(*parts, strict=True)]
-        return results
-
-    @contextmanager
-    def _own_stream(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """On a GPU, run the block in the engine's stream, after and before the caller's work.
-
-        Yields a list for what the caller gets; neither its memory nor that of ``tensors`` is used
-        for anything else before both streams are done with it.
-        """
-        results: list[torch.Tensor] = []
-        if self._stream is None:
-            yield results
-            return
-        with self._stream as own:
-            yield results
-        for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(own.stream)
-        for tensor in results:
-            if tensor.is_cuda:
-                tensor.record_stream(own.caller)
+        if len(parts) == 1:
+            return parts[0]
+        return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def _run_bucket(
         self, size: int, tensors: list[torch.Tensor], start: int, taken: int, where: torch.device
     ) -> list[torch.Tensor]:
+        """Run samples from ``start`` on in one bucket, and copy the results out."""
         bound = self._bound[size]
         if taken < len(tensors[0]):
             tensors = [t[start : start + taken] for t in tensors]
-        if taken < size and isinstance(bound, BoundBucket):
-            tensors = [torch.cat([t, t.new_zeros(size - taken, *t.shape[1:])]) for t in tensors]
-        with torch.inference_mode():
-            made = bound(tensors)
+        if isinstance(bound, GraphedBucket):
+            with self._stream:
+                made = bound(tensors)
+        else:
+            if taken < size:
+                tensors = [torch.cat([t, t.new_zeros(size - taken, *t.shape[1:])]) for t in tensors]
+            with torch.inference_mode():
+                made = bound(tensors)
         if taken < size:
             made = [t[:taken] for t in made]
         # outside of inference mode and always a copy: what a caller keeps is never the arena's
-        return [
+        copies = [
             t.clone(memory_format=torch.contiguous_format)
             if t.device == where
             else t.contiguous().to(where)
             for t in made
         ]
+        if isinstance(bound, GraphedBucket):
+            self._stream.taken()
+        return copies
 
     def self_test(self, golden: Mapping[str, torch.Tensor]) -> None:
         """Run recorded inputs, repeated up to the smallest batch, and compare the outputs.
@@ -321,8 +307,8 @@ class Engine:
             self._compare(self(**inputs), outputs)
             for size in self.buckets if self._differ else ():
                 given = [_repeated(t, size) for t in inputs.values()]
-                with self._lock, self._own_stream(given) as made:
-                    made += self._run_bucket(size, given, 0, size, torch.device("cpu"))
+                with self._lock:
+                    made = self._run_bucket(size, given, 0, size, torch.device("cpu"))
                 right = {n: _repeated(t, size) for n, t in outputs.items()}
                 self._compare(dict(zip(outputs, made, strict=True)), right)
 

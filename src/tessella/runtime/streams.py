@@ -11,31 +11,36 @@ class OwnStream:
 
     So engines of one GPU that are called in several threads run side by side, on whatever stream
     the threads are. Written out, as it lies on the way of each answer: ``torch.cuda.stream`` and
-    new events take some 10 µs.
+    new events take 18 µs more (H200, torch 2.11).
 
-    Attributes:
-        stream: the engine's.
-        caller: inside of the block, the stream of the engine's device that was current before.
+    What the block reads is the caller's memory, and may be given back at once: the caller's stream
+    goes on only behind the block. What it makes stays the engine's: the caller copies it in the
+    stream that is current again, and says so by ``taken``. So nobody's memory is used in a stream
+    that its allocator does not know of, and ``record_stream`` is not needed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self._index: int = self.stream.device_index  # an index, as torch looks up anything else
-        self.caller = torch.cuda.current_stream(self._index)
+        self._index: int = self.stream.device_index  # an index: torch looks up anything else
+        self._caller = torch.cuda.current_stream(self._index)
         self._device = torch.cuda.current_device()
-        self._begin, self._end = torch.cuda.Event(), torch.cuda.Event()
+        self._begin, self._end, self._taken = (torch.cuda.Event() for _ in range(3))
 
-    def __enter__(self) -> OwnStream:
+    def __enter__(self) -> None:
         self._device = torch.cuda.current_device()
-        self.caller = torch.cuda.current_stream(self._index)
-        self._begin.record(self.caller)
+        self._caller = torch.cuda.current_stream(self._index)
+        self._begin.record(self._caller)
         self._begin.wait(self.stream)
+        self._taken.wait(self.stream)  # by whoever called before, maybe in another stream
         torch.cuda.set_stream(self.stream)  # and its device
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._end.record(self.stream)
-        self._end.wait(self.caller)
-        torch.cuda.set_stream(self.caller)
+        self._end.wait(self._caller)
+        torch.cuda.set_stream(self._caller)
         if self._device != self._index:
             torch.cuda.set_device(self._device)
+
+    def taken(self) -> None:
+        """What the last block made has been copied: the next block may overwrite it then."""
+        self._taken.record(self._caller)
