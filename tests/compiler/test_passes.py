@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -198,6 +199,39 @@ def test_drop_no_ops(forward, left: list[str]) -> None:
     check(graph)
     torch.testing.assert_close(answers(graph), before)
     assert [n.op for n in graph.nodes if n.output not in graph.outputs or n.op != "clone"] == left
+
+
+def counted(*shape: int) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("forward", "all_taken"),
+    [
+        (lambda x: x[counted(4, 1, 1, 1), counted(6)], True),
+        (lambda x: x[counted(4, 1), counted(1, 6)], True),
+        (lambda x: x[counted(4)], True),
+        (lambda x: x[:, :1][counted(4, 1), counted(1)], True),
+        (lambda x: x[counted(4), counted(6, 1)], False),  # transposed
+        (lambda x: x[counted(4, 1), counted(5)], False),
+        (lambda x: x[counted(4, 1), counted(6).flip(0)], False),
+        (lambda x: x[:, :4][counted(4), counted(4)], False),  # the diagonal
+        (lambda x: x[counted(1), counted(6)], False),
+        (lambda x: x[:, counted(6)], False),  # right, but nobody has asked for it
+    ],
+)
+def test_an_index_that_takes_all_is_a_reshape(forward, all_taken: bool) -> None:
+    spec = TensorSpec(name="rows", dtype="float32", shape=(4, 6))
+    graph = capture(Net(lambda m, x: forward(x).exp()), (spec,))
+    fold_constants.apply(graph)
+    inputs = {"rows": torch.randn(4, 6)}
+    before = interpret(graph, inputs)
+    drop_no_ops.apply(graph)
+    dead_code.apply(graph)
+    check(graph)
+    for name, tensor in interpret(graph, inputs).items():
+        assert torch.equal(tensor, before[name])
+    assert all_taken == all(n.op != "fallback" for n in graph.nodes)
 
 
 def test_dead_code() -> None:

@@ -1,41 +1,61 @@
 """Compiling kernels for a GPU that is not there, in a process whose Triton does not interpret.
 
-``compile_all("tests.kernels.test_x:cases")`` calls ``cases()`` in a fresh process. It yields
-(name, run) pairs; each ``run()`` launches kernels through ``launch``, and all of them must be such
-that a plan can carry them. What comes back are, by name, the resources and opcode counts of every
-launch.
+``compile_all("tests.kernels.test_x:cases")`` calls ``cases()`` in another process, one for all
+tests of this one. It yields (name, run) pairs; each ``run()`` launches kernels through ``launch``,
+and all of them must be such that a plan can carry them. What comes back are, by name, the resources
+and opcode counts of every launch.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import json
 import os
 import subprocess
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+ANSWER = "answer "  # what else a line begins with, a case has printed
 
 
 def compile_all(cases: str, target: str = "sm_90") -> dict[str, list[dict[str, Any]]]:
     """By case: a list of {kernel, threads, registers, spilled_bytes, shared_bytes, opcodes}."""
+    compiler = _compiler()
+    assert compiler.stdin
+    assert compiler.stdout
+    print(cases, target, file=compiler.stdin, flush=True)
+    while line := compiler.stdout.readline():
+        if line.startswith(ANSWER):
+            answer = json.loads(line.removeprefix(ANSWER))
+            assert "error" not in answer, answer["error"]
+            return answer["found"]
+    raise AssertionError(f"the compiling process ended with {compiler.wait()}")
+
+
+@functools.cache
+def _compiler() -> subprocess.Popen[str]:
+    """Kept, as importing torch takes seconds; it ends with this process."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_only", cases, target],
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.kernels.compile_only"],
         env=environment,
         cwd=ROOT,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    atexit.register(process.communicate)  # ends its input, and waits
+    return process
 
 
-def main(cases: str, target: str) -> None:
+def compiled(cases: str, target: str) -> dict[str, list[dict[str, Any]]]:
     from tessella.kernels.carried import collecting
     from tessella.kernels.launch import compiling
 
@@ -47,8 +67,18 @@ def main(cases: str, target: str) -> None:
         assert not made.left_out, "a plan could not carry it"
         assert made.compiled.wrong(target) is None, made.compiled.wrong(target)
         found[name] = [{**asdict(one.resources()), "opcodes": one.opcodes()} for one in launches]
-    print(json.dumps(found))
+    return found
+
+
+def main() -> None:
+    """Answer each line of the input, "module:function target", by one of JSON."""
+    for line in sys.stdin:
+        try:
+            answer = {"found": compiled(*line.split())}
+        except Exception:  # told to the test that asked
+            answer = {"error": traceback.format_exc()[-4000:]}
+        print(ANSWER + json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main()

@@ -1,6 +1,12 @@
-"""Reshapes, permutes, pads, casts and copies that change nothing, and pairs that are one."""
+"""Reshapes, permutes, pads, casts and copies that change nothing, and pairs that are one.
+
+And indices that take everything: ``mask[arange(N)[:, None, None, None], arange(T)]``, which
+transformers' masks are, is ``mask`` with axes of one between, a reshape.
+"""
 
 from __future__ import annotations
+
+import torch
 
 from tessella.graph.graph import Graph, Node, Value
 
@@ -10,6 +16,10 @@ def apply(graph: Graph) -> int:
     dropped = 0
     producer = graph.producer()
     for node in list(graph.nodes):
+        if _takes_all(node, graph):
+            node.op, node.attrs = "reshape", {"shape": node.output.shape}
+            node.inputs = node.inputs[:1]
+            dropped += 1
         _merge_pair(node, producer)
         if _changes_nothing(node) and node.output not in graph.outputs:
             graph.replace_uses(node.output, node.inputs[0])
@@ -40,3 +50,21 @@ def _changes_nothing(node: Node) -> bool:
     if node.op in ("reshape", "expand"):
         return node.inputs[0].shape == node.output.shape
     return node.op == "to" and node.inputs[0].dtype == node.output.dtype
+
+
+def _takes_all(node: Node, graph: Graph) -> bool:
+    """Whether each index counts the places of its axis, along axes that come in the same order."""
+    indices = node.inputs[1:]
+    first = ({"input": 0}, tuple({"input": i} for i in range(1, len(node.inputs))))
+    if node.op != "fallback" or node.attrs["target"] != "aten::index.Tensor":
+        return False
+    if node.attrs["args"] != first or any(i not in graph.constants for i in indices):
+        return False
+    along: list[int] = []  # axes of the result, from the last backwards
+    for index, size in zip(indices, node.inputs[0].shape, strict=False):
+        places = graph.constants[index]
+        counted = torch.arange(places.numel(), dtype=torch.int64)
+        if places.numel() != size or not torch.equal(places.flatten(), counted):
+            return False
+        along += [i - places.dim() for i, n in enumerate(places.shape) if n != 1]
+    return along == sorted(set(along)) and len(along) <= len(indices)
