@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +171,52 @@ def test_an_unproven_kernel_takes_part_only_when_asked_for(monkeypatch: pytest.M
     asked = auction.Terms(budget_s=0.0, algorithms=("scratch",))
     (trial,) = auction.find(LINEAR, WEIGHT, target="cpu", terms=asked)
     assert (trial.kernel, trial.refused) == ("linear.scratch", None)
+
+
+def test_an_outclassed_kernel_is_tried_by_name_and_for_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catalog, "KERNELS", (*catalog.KERNELS, scratch.ROW))
+    monkeypatch.setattr(scratch, "outclassed", lambda problem: "always last", raising=False)
+
+    def tried(**terms: object) -> str | None:
+        terms = auction.Terms(budget_s=0.0, **terms)
+        trials = auction.find(LINEAR, WEIGHT, target="cpu", terms=terms)
+        return next(t.refused for t in trials if t.kernel == "linear.scratch")
+
+    assert tried() == "always last"
+    assert tried(algorithms=("scratch",)) is None
+    assert tried(inspect=True) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "side", "groups", "outclassed"),
+    [
+        ("conv2d.direct", "float16", 3, 1, True),
+        ("conv2d.direct", "float16", 3, 32, False),  # depthwise: what it is for
+        ("conv2d.direct", "float32", 3, 1, False),
+        ("conv2d.fft", "bfloat16", 7, 1, True),
+        ("conv2d.fft", "bfloat16", 11, 1, False),
+        ("conv2d.fft_tiling", "float16", 3, 1, True),
+        ("conv2d.fft_tiling", "float32", 3, 1, False),
+        ("conv2d.winograd", "float16", 3, 1, True),
+        ("conv2d.winograd", "float32", 3, 1, False),
+        ("conv2d.winograd_nonfused", "float16", 3, 1, False),
+        ("conv2d.implicit_gemm", "float16", 3, 1, False),
+    ],
+)
+def test_what_was_measured_to_be_far_behind(
+    kernel: str, dtype: str, side: int, groups: int, outclassed: bool
+) -> None:
+    meta = functools.partial(TensorMeta, dtype=dtype, format="channels_last")
+    attrs = {"stride": (1, 1), "padding": (side // 2,) * 2, "dilation": (1, 1), "groups": groups}
+    problem = Problem(
+        op="conv2d",
+        inputs=(meta(shape=(8, 32, 28, 28)), meta(shape=(32, 32 // groups, side, side))),
+        outputs=(meta(shape=(8, 32, 28, 28)),),
+        attrs=attrs,
+    )
+    assert (catalog.kernel(kernel).outclassed(problem) is not None) == outclassed
 
 
 def test_a_shortage_of_memory_is_not_remembered(

@@ -51,7 +51,8 @@ class Terms:
         sources: only kernels by these authors; None for all.
         far: a kernel whose first configuration takes this many times the fastest one's time does
             not try its others.
-        inspect: also compare with float64, repeat, and read what the kernels take from the GPU.
+        inspect: also compare with float64, repeat, and read what the kernels take from the GPU;
+            and try what has been far behind on problems like this one.
         allowance: of time, that several auctions share; ``find`` raises ``OutOfTime`` after it.
     """
 
@@ -181,13 +182,17 @@ def _admitted(problem: Problem, target: str, terms: Terms) -> list[Kernel]:
 
 
 def _refusals(rows: Sequence[Kernel], problem: Problem, terms: Terms) -> dict[str, str | None]:
-    """Why each row but the last resorts does not fit the problem; None where it does."""
-    return {
-        row.id: row.refusal(problem)
-        or (UNPROVEN if row.unproven and not terms.algorithms else None)
-        for row in rows
-        if not row.last_resort
-    }
+    """Why each row but the last resorts does not take part; None where it does."""
+    return {row.id: _refusal(row, problem, terms) for row in rows if not row.last_resort}
+
+
+def _refusal(row: Kernel, problem: Problem, terms: Terms) -> str | None:
+    refused = row.refusal(problem)
+    if refused or terms.algorithms:
+        return refused
+    if row.unproven:
+        return UNPROVEN
+    return None if terms.inspect else row.outclassed(problem)
 
 
 def _fitting(rows: Sequence[Kernel], refusals: Mapping[str, str | None]) -> list[Kernel]:

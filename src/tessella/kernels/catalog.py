@@ -19,6 +19,11 @@ A kernel that can be tuned, or that needs scratch memory, has two functions more
     def configs(problem: Problem) -> tuple[Config, ...]: ...     # arguments of bind, best first
     def workspace_bytes(problem: Problem, **config) -> int: ...  # then call(..., workspace=uint8)
 
+One that has been far behind wherever it was measured says where, and is tried there only by name,
+or for a report: some dozen compilations less for each network::
+
+    def outclassed(problem: Problem) -> str | None: ...          # None, or what was measured
+
 Ids are never reused: plans name them.
 """
 
@@ -105,6 +110,11 @@ class Kernel:
         if gamma != 1 and not getattr(module, "GAMMA", False):
             return "has no factor behind the activation (gamma)"
         return module.fits(problem)
+
+    def outclassed(self, problem: Problem) -> str | None:
+        """What was measured against trying it on such a problem, where others fit too, or None."""
+        outclassed = getattr(self.load(), "outclassed", None)
+        return outclassed(problem) if outclassed else None
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """The ways to run it, the most promising first; ``({},)`` if there is only one."""

@@ -25,7 +25,8 @@ from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
 
 MULTIPROCESSORS = 132  # of the target; configurations are ordered for it
-FLOATS = ("float32", "float16", "bfloat16")
+HALVES = ("float16", "bfloat16")
+FLOATS = ("float32", *HALVES)
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 OUTPUTS = (*FLOATS, *FP8, "int8", "int32")
 SPATIAL_AXES = {"conv1d": 1, "conv2d": 2, "conv3d": 3}

@@ -25,6 +25,7 @@ from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+outclassed = dft.outclassed
 LARGEST_PERIOD = 1024
 
 

@@ -27,6 +27,7 @@ from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = True
+outclassed = dft.outclassed
 LARGEST_TILE = 32
 PASS_NUMBERS = 2**27  # of one spectrum, at most: larger batches go in several passes
 
