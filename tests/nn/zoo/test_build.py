@@ -1,5 +1,8 @@
 """Every standard network builds for unusual inputs, with the parameter counts of its reference."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torchvision
@@ -172,3 +175,17 @@ def test_a_prototxt_is_read_into_the_record(tmp_path):
     assert zoo.build(network)(torch.zeros(5, 2, 4, 4)).shape == (5, 3)
     with pytest.raises(UsageError, match="cannot be read"):
         zoo.network(str(path), classes=3)
+
+
+ALONE = """
+import sys
+from tessella.nn import zoo
+zoo.build(zoo.network("lenet", classes=10))
+print(*{"timm", "torchvision"} & set(sys.modules))
+"""
+
+
+def test_a_lenet_needs_neither_torchvision_nor_timm():
+    """They take as long to import as torch: a job that trains digits starts without them."""
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -84,7 +84,7 @@ def test_googlenet_takes_the_same_input_as_the_others(cache):
 def test_heads_are_found_in_the_classifier(name):
     architecture = standard.ARCHITECTURES[name]
     with torch.device("meta"):
-        module = architecture.make()
+        module = torchvision.models.get_model(name)
     assert module.get_submodule(architecture.head).out_features == 1000
     assert module.get_submodule(architecture.first).in_channels == 3
 

@@ -1,8 +1,4 @@
-"""From a name to a ``Network`` record, and from the record to its module.
-
-torchvision and timm are imported by the networks that are theirs: the two take longer than torch's
-half, and a LeNet, a prototxt or a file of one's own needs neither.
-"""
+"""From a name to a ``Network`` record, and from the record to its module."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from torch import nn
 from tessella.artifacts.checkpoint import Network
 from tessella.core.errors import UsageError
 from tessella.nn import prototxt
-from tessella.nn.zoo import user_module
+from tessella.nn.zoo import standard, timm_network, user_module
 from tessella.nn.zoo.catalog import STANDARD
 from tessella.nn.zoo.lenet import LeNet
 
@@ -89,8 +85,6 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
     if kind == "lenet":
         return LeNet(**sizes, **area)
     if kind == "standard":
-        from tessella.nn.zoo import standard
-
         options = network.options
         return standard.build(network.name, **sizes, options=options, pretrained=pretrained)
     if kind == "prototxt":
@@ -98,8 +92,6 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
     if kind == "python":
         module = user_module.build(network, trust_code=trust_code)
     else:
-        from tessella.nn.zoo import timm_network
-
         name = network.name.removeprefix(TIMM)
         options = network.options
         module = timm_network.build(name, **sizes, **area, options=options, pretrained=pretrained)
@@ -122,10 +114,9 @@ def _kind(name: str) -> str:
 
 
 def _unknown(name: str) -> UsageError:
-    import timm
-
-    known = [*STANDARD, *(TIMM + n for n in timm.list_models())]
-    near = [TIMM + name] if timm.is_model(name) else []
+    others = timm_network.names()
+    known = [*STANDARD, *(TIMM + n for n in others)]
+    near = [TIMM + name] if name in others else []
     near += difflib.get_close_matches(name.lower().replace("-", ""), known, n=4, cutoff=0.7)
     return UsageError(
         "there is no network of this name",
@@ -153,8 +144,6 @@ def _usual_input(name: str, source: str | None) -> tuple[int, int, int]:
     """Channels, height and width where the user gives none."""
     kind = _kind(name)
     if kind == "timm":
-        from tessella.nn.zoo import timm_network
-
         timm_network.require_known(name.removeprefix(TIMM))
         return timm_network.default_input(name.removeprefix(TIMM))
     if kind == "prototxt":

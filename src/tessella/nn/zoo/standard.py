@@ -1,4 +1,8 @@
-"""AlexNet, GoogLeNet, VGG and the ResNets: torchvision's, for any channels and classes."""
+"""AlexNet, GoogLeNet, VGG and the ResNets: torchvision's, for any channels and classes.
+
+torchvision is imported when one is built: it takes as long as torch itself, and a LeNet does
+without.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision import models
 
 from tessella.core.errors import UsageError
 
@@ -40,54 +43,31 @@ class Architecture:
     """How one of torchvision's networks is adapted.
 
     Attributes:
-        make: the constructor.
-        weights: the published ones, a member of torchvision's enumeration.
         first: path of the first convolution.
         head: path of the last linear layer.
         initialize: how the network initializes its convolutions, for a first one of other channels.
         fixed: keyword arguments that we always pass.
     """
 
-    make: Callable[..., nn.Module]
-    weights: Any
     first: str
     head: str
     initialize: Callable[[nn.Conv2d], None]
     fixed: dict[str, Any] = field(default_factory=dict)
 
 
+# by torchvision's names
 ARCHITECTURES: dict[str, Architecture] = {
-    "alexnet": Architecture(
-        make=models.alexnet,
-        weights=models.AlexNet_Weights.DEFAULT,
-        first="features.0",
-        head="classifier.6",
-        initialize=_torch_default,
-    ),
+    "alexnet": Architecture(first="features.0", head="classifier.6", initialize=_torch_default),
     "googlenet": Architecture(
-        make=models.googlenet,
-        weights=models.GoogLeNet_Weights.DEFAULT,
         first="conv1.conv",
         head="fc",
         initialize=_narrow,
         fixed={"aux_logits": False, "transform_input": False, "init_weights": True},
     ),
-    "vgg16": Architecture(
-        make=models.vgg16,
-        weights=models.VGG16_Weights.DEFAULT,
-        first="features.0",
-        head="classifier.6",
-        initialize=_kaiming,
-    ),
+    "vgg16": Architecture(first="features.0", head="classifier.6", initialize=_kaiming),
     **{
-        name: Architecture(
-            make=make, weights=weights.DEFAULT, first="conv1", head="fc", initialize=_kaiming
-        )
-        for name, make, weights in (
-            ("resnet18", models.resnet18, models.ResNet18_Weights),
-            ("resnet50", models.resnet50, models.ResNet50_Weights),
-            ("resnet152", models.resnet152, models.ResNet152_Weights),
-        )
+        name: Architecture(first="conv1", head="fc", initialize=_kaiming)
+        for name in ("resnet18", "resnet50", "resnet152")
     },
 }
 
@@ -100,8 +80,10 @@ def build(
     Raises:
         UsageError: pretrained weights are wanted and cannot be fetched.
     """
+    from torchvision import models
+
     architecture = ARCHITECTURES[name]
-    module = architecture.make(num_classes=classes, **architecture.fixed, **options)
+    module: nn.Module = models.get_model(name, num_classes=classes, **architecture.fixed, **options)
     if channels != 3:
         _replace_first(module, architecture, channels)
     if pretrained:
@@ -128,7 +110,9 @@ def _replace_first(module: nn.Module, architecture: Architecture, channels: int)
 
 
 def _load_published(module: nn.Module, architecture: Architecture, name: str) -> None:
-    published = fetch(architecture.weights, name)
+    from torchvision import models
+
+    published = fetch(models.get_model_weights(name).DEFAULT, name)
     if name == "googlenet":
         published = fold_input_transform(published)
     first = f"{architecture.first}.weight"

@@ -1,4 +1,7 @@
-"""``timm/NAME``: any network of the timm library."""
+"""``timm/NAME``: any network of the timm library.
+
+timm is imported when one is asked for: it takes as long as torch itself, and most do without.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import difflib
 from typing import Any
 
 import httpx
-import timm
 from torch import nn
 
 from tessella.core.errors import UsageError
@@ -15,10 +17,19 @@ from tessella.core.errors import UsageError
 RESERVED = ("num_classes", "in_chans", "img_size", "features_only", "checkpoint_path", "cache_dir")
 
 
+def names() -> list[str]:
+    """Every network of timm."""
+    import timm
+
+    return timm.list_models()
+
+
 def require_known(name: str) -> None:
     """Raise ``UsageError`` with near matches unless timm has a network of this name."""
+    import timm
+
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=5)
+        near = difflib.get_close_matches(name, names(), n=5)
         raise UsageError(
             "timm has no network of this name",
             seen=f"timm/{name}",
@@ -30,6 +41,8 @@ def require_known(name: str) -> None:
 
 def default_input(name: str) -> tuple[int, int, int]:
     """Channels, height and width that timm gives for a network; 3×224×224 where it gives none."""
+    import timm
+
     config = timm.get_pretrained_cfg(name, allow_unregistered=True)
     return (3, 224, 224) if config is None else tuple(config.input_size)
 
@@ -50,6 +63,8 @@ def build(
         UsageError: an unknown name or option, an input size that the network cannot take, or
             pretrained weights that cannot be fetched.
     """
+    import timm
+
     require_known(name)
     if bad := [o for o in options if o in RESERVED or o.startswith("pretrained")]:
         raise UsageError(
