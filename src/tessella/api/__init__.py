@@ -1,24 +1,31 @@
 """What a person calls: train, compile, verify, load, serve. One file for each kind of verb.
 
-``sources`` and ``samples`` open what the verbs are given: networks, and data in any form.
+``sources`` and ``samples`` open what the verbs are given: networks, and data in any form. A verb's
+file is imported when the verb is first used: who trains waits for no compiler and no server.
 """
 
-from tessella.api.compiling import calibrate, compile, explain, export, pareto
-from tessella.api.predicting import (
-    Model,
-    classify,
-    eager_predictor,
-    engine_predictor,
-    load,
-    open_model,
-    predictor,
-)
-from tessella.api.samples import CalibrationData, JudgingData
-from tessella.api.serving import serve
-from tessella.api.sources import Batch, batch_range, open_checkpoint
-from tessella.api.training import recipe_from, train
-from tessella.api.verifying import Flip, Verification, evaluate_split, verify
-from tessella.artifacts.plan import load_plan
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tessella.api.compiling import calibrate, compile, explain, export, pareto
+    from tessella.api.predicting import (
+        Model,
+        classify,
+        eager_predictor,
+        engine_predictor,
+        load,
+        open_model,
+        predictor,
+    )
+    from tessella.api.samples import CalibrationData, JudgingData
+    from tessella.api.serving import serve
+    from tessella.api.sources import Batch, batch_range, open_checkpoint
+    from tessella.api.training import recipe_from, train
+    from tessella.api.verifying import Flip, Verification, evaluate_split, verify
+    from tessella.artifacts.plan import load_plan
 
 __all__ = [
     "Batch", "CalibrationData", "Flip", "JudgingData", "Model", "Verification", "batch_range",
@@ -26,3 +33,24 @@ __all__ = [
     "explain", "export", "load", "load_plan", "open_checkpoint", "open_model", "pareto",
     "predictor", "recipe_from", "serve", "train", "verify",
 ]  # fmt: skip
+
+_PLACES = {
+    "api.compiling": ("calibrate", "compile", "explain", "export", "pareto"),
+    "api.predicting": (
+        "Model", "classify", "eager_predictor", "engine_predictor", "load", "open_model",
+        "predictor",
+    ),
+    "api.samples": ("CalibrationData", "JudgingData"),
+    "api.serving": ("serve",),
+    "api.sources": ("Batch", "batch_range", "open_checkpoint"),
+    "api.training": ("recipe_from", "train"),
+    "api.verifying": ("Flip", "Verification", "evaluate_split", "verify"),
+    "artifacts.plan": ("load_plan",),
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"tessella.{place}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
