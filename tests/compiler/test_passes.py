@@ -211,6 +211,8 @@ def counted(*shape: int) -> torch.Tensor:
         (lambda x: x[counted(4, 1, 1, 1), counted(6)], True),
         (lambda x: x[counted(4, 1), counted(1, 6)], True),
         (lambda x: x[counted(4)], True),
+        (lambda x: x[counted(4, 1, 1), counted(2, 3)], True),
+        (lambda x: x[counted(4, 1), counted(2, 1, 3)], False),  # axes between each other's
         (lambda x: x[:, :1][counted(4, 1), counted(1)], True),
         (lambda x: x[counted(4), counted(6, 1)], False),  # transposed
         (lambda x: x[counted(4, 1), counted(5)], False),

@@ -141,3 +141,13 @@ def test_callers_in_two_streams_take_turns() -> None:
                 torch.cuda._sleep(500_000)
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(made, right, strict=True))
+
+
+def test_loaded_in_inference_mode_it_runs_outside() -> None:
+    x = torch.randn(4, 3, 28, 28, device="cuda")
+    with torch.inference_mode():
+        engine = runtime.load(build("fp16", "float32"))
+        right = engine(image=x)["scores"]
+    made = engine(image=x)["scores"]
+    assert torch.equal(made, right)
+    assert not made.is_inference()

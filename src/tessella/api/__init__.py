@@ -50,6 +50,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
+    """Resolve a name on first use."""
     for place, names in _PLACES.items():
         if name in names:
             return getattr(importlib.import_module(f"tessella.{place}"), name)

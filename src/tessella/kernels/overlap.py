@@ -3,8 +3,8 @@
 About a microsecond of a launch then costs nothing: at batch 1, most layers take five.
 
 A kernel lets the next one start when its own wait is over, never before: else three and more would
-be on the GPU, and the last one's processors keep lines in their first-level caches that the first
-one has read, while the one between them writes there. ResNet-50 at batch 1 gave wrong answers so.
+be on the GPU at once, and ResNet-50 at batch 1 gave wrong answers so, the same in each run. By the
+words of PTX each would still have waited for all before it; why that did not help is not known.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class GraphedBucket:
     ) -> None:
         self.batch = bound.batch
         self.steps = bound.steps
-        self.inputs = [meta.empty(device).zero_() for meta in inputs]
+        with torch.inference_mode(False):  # else they could not be written outside of that mode
+            self.inputs = [meta.empty(device).zero_() for meta in inputs]
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -67,4 +67,4 @@ def _takes_all(node: Node, graph: Graph) -> bool:
         if places.numel() != size or not torch.equal(places.flatten(), counted):
             return False
         along += [i - places.dim() for i, n in enumerate(places.shape) if n != 1]
-    return along == sorted(set(along)) and len(along) <= len(indices)
+    return along == sorted(set(along))
