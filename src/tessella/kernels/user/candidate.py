@@ -44,6 +44,9 @@ class UserKernel(Kernel):
     def load(self) -> UserKernel:
         return self
 
+    def outclassed(self, problem: Problem) -> str | None:
+        return None
+
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         return ({},)
 
