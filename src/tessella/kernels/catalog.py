@@ -20,7 +20,7 @@ A kernel that can be tuned, or that needs scratch memory, has two functions more
     def workspace_bytes(problem: Problem, **config) -> int: ...  # then call(..., workspace=uint8)
 
 One that has been far behind wherever it was measured says where, and is tried there only by name,
-or for a report: some dozen compilations less for each network::
+or for a report (``benchmarks.behind`` counts; some dozen compilations less for each network)::
 
     def outclassed(problem: Problem) -> str | None: ...          # None, or what was measured
 

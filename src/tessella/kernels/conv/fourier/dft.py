@@ -47,7 +47,7 @@ def outclassed(problem: Problem) -> str | None:
     """Small filters leave little to save, and tensor cores multiply 16 bits ten times as fast."""
     x, weight = problem.inputs[:2]
     if x.dtype in tiles.HALVES and max(weight.shape[2:]) <= 7:
-        return "16 bits, filters up to 7×7: 2.2 times the fastest's time at best in 252 layers"
+        return "16 bits, filters up to 7×7: 2.2 times the fastest's time at best in 252 problems"
     return None
 
 

@@ -41,7 +41,7 @@ def fits(problem: Problem) -> str | None:
 
 def outclassed(problem: Problem) -> str | None:
     if problem.inputs[0].dtype in HALVES:
-        return "in 16 bits 1.5 times the fastest's time at best in 125 layers"
+        return "in 16 bits 1.5 times the fastest's time at best in 125 problems"
     return None
 
 
