@@ -63,6 +63,7 @@ def _inferred(
         raise CompileError(
             f"{op} does not accept its inputs at batch {batch}",
             seen=f"{op}({shown}), {dict(attrs)}: {_first_line(error)}",
+            fix="correct these shapes or attributes in the network or its file",
         ) from error
     return tuple((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in made)
 
