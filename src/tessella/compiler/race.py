@@ -17,6 +17,7 @@ from tessella.core.device import fingerprint, torch_device
 from tessella.core.record import digest
 from tessella.graph.graph import Graph, Value
 from tessella.kernels.float32_math import float32_math
+from tessella.kernels.streams import capturing
 from tessella.kernels.timing import latency
 from tessella.kernels.tuning import Trial
 
@@ -99,14 +100,10 @@ def sample(value: Value, device: torch.device) -> torch.Tensor:
 
 def _captured(run: Callable[[], None]) -> Callable[[], None]:
     """A run as one CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP_RUNS):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
+    for _ in range(WARM_UP_RUNS):
+        run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         run()
     return partial(_replay, graph, run)
 

@@ -20,6 +20,7 @@ MAP_BYTES, MAP_ALIGNMENT = 128, 128  # a CUtensorMap
 _MAX_DYNAMIC_SHARED_BYTES, _PREFER_SHARED = 8, 1
 _COOPERATIVE, _PROGRAMMATIC_SERIALIZATION = 2, 6
 _L2_PROMOTION_128B = 2
+_NON_BLOCKING = 1
 _INVALID_VALUE = 1
 
 
@@ -184,6 +185,18 @@ class Driver:
         )  # fmt: skip
         return made
 
+    def new_stream(self, device: int) -> int:
+        """A stream that does not wait for the default one; the calling thread's device is it."""
+        self._require_context(device)
+        stream = ctypes.c_void_p()
+        self._call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+        return stream.value or 0
+
+    def end_stream(self, stream: int) -> None:
+        """Wait for its work and give it back."""
+        self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+        self._call("cuStreamDestroy_v2", ctypes.c_void_p(stream))
+
     def _require_context(self, device: int) -> None:
         """A thread that has not met the device yet has none; torch makes it when it allocates."""
         context = ctypes.c_void_p()
@@ -204,7 +217,7 @@ class Driver:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(code, ctypes.byref(text))
             said = (text.value or b"").decode() or f"error {code}"
-            raise KernelError("the CUDA driver refuses a compiled kernel", seen=f"{name}: {said}")
+            raise KernelError("the CUDA driver refuses", seen=f"{name}: {said}")
 
 
 @functools.cache

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tessella.kernels.streams import capturing
+
 Run = Callable[[], object]
 
 MIN_SAMPLE_S = 50e-6  # a sample repeats a short call until the clock's own cost is below a percent
@@ -136,7 +138,7 @@ def _cuda_sampler(run: Run, device: torch.device) -> Sampler:
     torch.cuda.synchronize()
     with warnings.catch_warnings():  # a view launches nothing
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             for begin, end in events:
                 flushed.zero_()
                 begin.record()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,12 @@ from tessella.runtime.bucket import BoundBucket, first_line
 from tessella.runtime.cover import covers
 from tessella.runtime.graphs import GraphedBucket
 from tessella.runtime.host_memory import keep_freed_memory
-from tessella.runtime.streams import OwnStream
+from tessella.runtime.streams import Turns
 
 Array = np.ndarray | torch.Tensor
+Fits = tuple[str, torch.Size, torch.dtype]  # an input's name, shape and element type
+
+MOST_SHAPES = 1024  # of inputs that an engine knows to fit
 
 
 def load(source: str | Path | Plan, *, self_test: bool = True, compiled: bool = True) -> Engine:
@@ -103,6 +106,8 @@ class Engine:
         self.carried = Carried(plan.compiled, target) if takes else workshop(target)
         if self.device.type == "cpu":
             keep_freed_memory()
+        self._turns = None if self.device.type == "cpu" else Turns(self.device)
+        self._fits: dict[Fits, tuple[int, ...]] = {}
         with _enough_memory(plan, self.device), carrying(self.carried):
             self._bound = self._bind(plan, target)
         if isinstance(self.carried, Carried) and self.carried.missed:
@@ -112,19 +117,16 @@ class Engine:
                 f"To do: {manifest.rebuild}",
                 stacklevel=3,
             )
-        if self.device.type == "cuda":
-            self._stream = OwnStream(self.device)
 
     def _bind(self, plan: Plan, target: str) -> dict[int, BoundBucket | GraphedBucket]:
-        on_gpu = self.device.type == "cuda"
-        math: Math = "tf32" if on_gpu and plan.manifest.precision == "tf32" else "ieee"
+        math: Math = "tf32" if self._turns and plan.manifest.precision == "tf32" else "ieee"
         for bucket in plan.program.buckets:
             for meta in (*self._input_metas(bucket), *map(_buffer_meta, bucket.buffers)):
                 require_memory(meta.nbytes, self.device)
         weights = {n: t.to(self.device) for n, t in plan.weights.items()}
         constants = {n: _meta(t) for n, t in weights.items()}
         arena = Arena(max(b.arena_bytes for b in plan.program.buckets), self.device)
-        pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        pool = torch.cuda.graph_pool_handle() if self._turns else None
         ready: dict[int, BoundBucket | GraphedBucket] = {}
         # the largest first: the smaller graphs then fit into memory that it left in the pool
         for bucket in sorted(plan.program.buckets, key=lambda b: -b.batch):
@@ -133,12 +135,17 @@ class Engine:
             bound = BoundBucket(
                 plan.program, bucket, weights, metas, target=target, math=math, arena=arena
             )
-            if pool is None:
+            if pool is None or self._turns is None:
                 ready[bucket.batch] = bound
                 continue
             with self._tested():  # the steps run, to be captured
                 ready[bucket.batch] = GraphedBucket(
-                    bound, inputs, math=math, pool=pool, device=self.device
+                    bound,
+                    inputs,
+                    math=math,
+                    pool=pool,
+                    stream=self._turns.own,
+                    device=self.device,
                 )
         return ready
 
@@ -174,7 +181,7 @@ class Engine:
     @contextmanager
     def alone(self, batch: int) -> Iterator[BoundBucket | GraphedBucket]:
         """``bound(batch)`` while no other call of this engine runs."""
-        with self._lock:
+        with self._lock, self._turns or nullcontext():
             yield self.bound(batch)
 
     def __call__(self, *positional: Array, **named: Array) -> dict[str, Any]:
@@ -190,8 +197,8 @@ class Engine:
         Raises:
             InputError: an input is missing, unknown, or of another shape or element type.
         """
-        arrays = self._named(positional, named)
-        tensors = [self._tensor(spec, arrays[spec.name]) for spec in self.inputs]
+        arrays = self._in_order(positional, named)
+        tensors = [self._tensor(spec, a) for spec, a in zip(self.inputs, arrays, strict=True)]
         count = len(tensors[0])
         if any(len(t) != count for t in tensors):
             raise InputError(
@@ -199,15 +206,17 @@ class Engine:
                 seen=", ".join(f"{s.name}: {len(t)}" for s, t in zip(self.inputs, tensors)),
                 fix="send as many samples of each",
             )
-        first = arrays[self.inputs[0].name]
+        first = arrays[0]
         where = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
         made = self._run(tensors, count, where)
         if isinstance(first, np.ndarray):
             return {s.name: t.numpy() for s, t in zip(self.outputs, made, strict=True)}
         return {s.name: t for s, t in zip(self.outputs, made, strict=True)}
 
-    def _named(self, positional: Sequence[Array], named: Mapping[str, Array]) -> dict[str, Array]:
+    def _in_order(self, positional: Sequence[Array], named: Mapping[str, Array]) -> Sequence[Array]:
         names = [s.name for s in self.inputs]
+        if len(positional) == len(names) and not named:
+            return positional
         arrays = dict(zip(names, positional)) | dict(named)
         if len(positional) + len(named) != len(names) or set(arrays) != set(names):
             raise InputError(
@@ -215,7 +224,7 @@ class Engine:
                 seen=f"{len(positional)} without a name, {sorted(named) or 'none'} by name",
                 fix=f"give {', '.join(str(s) for s in self.inputs)}",
             )
-        return arrays
+        return [arrays[name] for name in names]
 
     def _tensor(self, spec: TensorSpec, array: Array) -> torch.Tensor:
         """The input as a contiguous tensor that fits ``spec``, without a copy where possible."""
@@ -223,19 +232,27 @@ class Engine:
             spec.check(shape=array.shape, dtype=str(array.dtype))
             if not (array.flags.writeable and array.flags.c_contiguous):
                 array = np.array(array, order="C")
-            return _plain_strides(torch.from_numpy(array))
+            array = torch.from_numpy(array)
         if not isinstance(array, torch.Tensor):
             raise InputError(
                 f"input {spec.name!r} is neither a NumPy array nor a torch tensor",
                 seen=type(array).__name__,
                 fix="convert it with numpy.asarray",
             )
-        spec.check(shape=tuple(array.shape), dtype=str(array.dtype).removeprefix("torch."))
+        key = spec.name, array.shape, array.dtype
+        strides = self._fits.get(key)
+        if strides is None:
+            spec.check(shape=tuple(array.shape), dtype=str(array.dtype).removeprefix("torch."))
+            if len(self._fits) == MOST_SHAPES:
+                self._fits.clear()
+            strides = self._fits[key] = _plain_strides(array.shape)
         if array.requires_grad:
             array = array.detach()
-        if array.device.type != self.device.type and self.device.type == "cpu":
+        if self._turns is None and array.device.type != "cpu":
             array = array.cpu()
-        return _plain_strides(array.contiguous())
+        if array.stride() != strides:
+            array = array.contiguous().as_strided(array.shape, strides)
+        return array
 
     def _run(
         self, tensors: list[torch.Tensor], count: int, where: torch.device
@@ -244,7 +261,7 @@ class Engine:
         largest = self.buckets[-1]
         full, rest = divmod(count, largest)
         sizes = self._covers[largest] * full + self._covers[rest]
-        with self._lock:
+        with self._lock, self._turn(tensors):
             if not self._bound:
                 raise UsageError("the engine is closed", fix="load the plan again")
             parts, start = [], 0
@@ -256,6 +273,13 @@ class Engine:
             return parts[0]
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
+    def _turn(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Where a call runs: on a GPU behind the call before, and what made its inputs there."""
+        if self._turns is None:
+            return nullcontext()
+        on_gpu = any(t.is_cuda for t in tensors)
+        return self._turns if on_gpu else self._turns.in_own_stream()
+
     def _run_bucket(
         self, size: int, tensors: list[torch.Tensor], start: int, taken: int, where: torch.device
     ) -> list[torch.Tensor]:
@@ -264,8 +288,7 @@ class Engine:
         if taken < len(tensors[0]):
             tensors = [t[start : start + taken] for t in tensors]
         if isinstance(bound, GraphedBucket):
-            with self._stream:
-                made = bound(tensors)
+            made = bound(tensors)
         else:
             if taken < size:
                 tensors = [torch.cat([t, t.new_zeros(size - taken, *t.shape[1:])]) for t in tensors]
@@ -274,15 +297,12 @@ class Engine:
         if taken < size:
             made = [t[:taken] for t in made]
         # outside of inference mode and always a copy: what a caller keeps is never the arena's
-        copies = [
+        return [
             t.clone(memory_format=torch.contiguous_format)
             if t.device == where
             else t.contiguous().to(where)
             for t in made
         ]
-        if isinstance(bound, GraphedBucket):
-            self._stream.taken()
-        return copies
 
     def self_test(self, golden: Mapping[str, torch.Tensor]) -> None:
         """Run recorded inputs, repeated up to the smallest batch, and compare the outputs.
@@ -307,7 +327,7 @@ class Engine:
             self._compare(self(**inputs), outputs)
             for size in self.buckets if self._differ else ():
                 given = [_repeated(t, size) for t in inputs.values()]
-                with self._lock:
+                with self._lock, self._turn(given):
                     made = self._run_bucket(size, given, 0, size, torch.device("cpu"))
                 right = {n: _repeated(t, size) for n, t in outputs.items()}
                 self._compare(dict(zip(outputs, made, strict=True)), right)
@@ -393,18 +413,17 @@ def _repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return tensor[torch.arange(rows, device=tensor.device) % len(tensor)]
 
 
-def _plain_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor with the strides that its shape has by default.
+def _plain_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those that a contiguous tensor of this shape has by default.
 
     An axis of size 1 may have any stride, and torch reads a memory format out of it: a grey
     image cut from NHWC bytes is contiguous, and yet a convolution answers in channels_last.
     """
     strides, step = [], 1
-    for size in reversed(tensor.shape):
+    for size in reversed(shape):
         strides.append(step)
         step *= size
-    plain = tuple(reversed(strides))
-    return tensor if tensor.stride() == plain else tensor.as_strided(tensor.shape, plain)
+    return tuple(reversed(strides))
 
 
 def _costs_us(plan: Plan) -> dict[int, float | None]:

@@ -8,6 +8,7 @@ import torch
 
 from tessella.kernels.float32_math import float32_math
 from tessella.kernels.problem import Math, TensorMeta
+from tessella.kernels.streams import capturing
 from tessella.runtime.bucket import BoundBucket
 
 WARM_UP_RUNS = 2  # cuDNN and cuBLAS make their handles and workspaces before a capture
@@ -18,6 +19,7 @@ class GraphedBucket:
 
     Args:
         pool: the memory pool that all graphs of an engine share; they are replayed one at a time.
+        stream: the engine's own, in which the bucket is captured.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class GraphedBucket:
         *,
         math: Math,
         pool: tuple[int, int],
+        stream: torch.cuda.Stream,
         device: torch.device,
     ) -> None:
         self.batch = bound.batch
@@ -34,16 +37,14 @@ class GraphedBucket:
         with torch.inference_mode(False):  # else they could not be written outside of that mode
             self.inputs = [meta.empty(device).zero_() for meta in inputs]
         self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), float32_math(math):
+            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP_RUNS):
                     bound(self.inputs)
-            torch.cuda.current_stream().wait_stream(stream)
-            # thread_local: other engines may run, and allocate, while this one is captured
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            with capturing(self._graph, pool=pool, stream=stream):
                 self._outputs = bound(self.inputs)
+            torch.cuda.current_stream().wait_stream(stream)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy the inputs in (fewer samples than the bucket's are padded with zeros) and replay."""
