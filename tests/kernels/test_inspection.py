@@ -1,0 +1,45 @@
+"""What counts as a kernel's right answer where results are rounded to eight bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tessella.kernels import problems
+from tessella.kernels.inspection import exact_answers, inspect, wrong
+from tessella.kernels.problem import Problem, TensorMeta
+
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def linear(out: str, gamma: float = 1.0) -> Problem:
+    a, b = (TensorMeta(shape=(rows, 32), dtype="float8_e4m3fn") for rows in (8, 4))
+    made = problems.linear(a, b, out_dtype=out)
+    return replace(made, attrs={**made.attrs, "gamma": gamma})
+
+
+def looked_at(problem: Problem, made: torch.Tensor, exact: torch.Tensor) -> str | None:
+    return wrong(inspect(lambda: made, [exact], None, sliced=False), problem)
+
+
+@pytest.mark.parametrize("out", FP8)
+def test_rounding_to_fp8_is_no_error(out: str) -> None:
+    """The worst case: the largest value lies between two that the type has."""
+    dtype, problem = getattr(torch, out), linear(out)
+    mantissa = 1 + 2.0 ** -(4 if out == "float8_e4m3fn" else 3)
+    exact = torch.tensor([mantissa, -0.5, 0.0], dtype=torch.float64)
+    assert looked_at(problem, exact.to(dtype), exact) is None
+    assert "deviates" in str(looked_at(problem, (exact * 1.25).to(dtype), exact))
+
+
+@pytest.mark.parametrize("out", FP8)
+def test_fp8_saturates(out: str) -> None:
+    """Products of ones, 32 each, times a factor that takes them out of the type's range."""
+    problem = linear(out, gamma=2.0**14)
+    ones = torch.ones(8, 32, dtype=torch.float8_e4m3fn)
+    (exact,) = exact_answers(problem, {}, [ones, ones[:4]])
+    largest = torch.finfo(getattr(torch, out)).max
+    assert exact.shape == (8, 4)
+    assert exact.eq(largest).all()
