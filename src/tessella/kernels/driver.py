@@ -186,16 +186,15 @@ class Driver:
         return made
 
     def new_stream(self, device: int) -> int:
-        """A stream that does not wait for the default one; the calling thread's device is it."""
-        self._require_context(device)
-        stream = ctypes.c_void_p()
-        self._call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+        """A stream of a device that does not wait for its default one."""
+        context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxPushCurrent_v2", context)
+        try:
+            self._call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(context))
         return stream.value or 0
-
-    def end_stream(self, stream: int) -> None:
-        """Wait for its work and give it back."""
-        self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
-        self._call("cuStreamDestroy_v2", ctypes.c_void_p(stream))
 
     def _require_context(self, device: int) -> None:
         """A thread that has not met the device yet has none; torch makes it when it allocates."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,21 +14,25 @@ import torch
 from tessella.kernels.driver import cuda_driver
 
 _CAPTURES = threading.Lock()
+_FREE: defaultdict[int, list[int]] = defaultdict(list)  # handles by the device's index
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A new stream that does not wait for the default one; it ends with the returned object.
+    """A stream that does not wait for the default one, and that nobody else has until the returned
+    object ends.
 
     torch's own streams come round again after 32: work of somebody else in a stream that is being
-    captured ends the capture with an error.
+    captured ends the capture with an error. It is used again, not given back: cuBLAS and cuDNN hold
+    the stream that they were called in last, and the process died at its end.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    driver = cuda_driver()
-    with torch.cuda.device(index):
-        handle = driver.new_stream(index)
+    free = _FREE[index]
+    try:
+        handle = free.pop()
+    except IndexError:
+        handle = cuda_driver().new_stream(index)
     stream = torch.cuda.ExternalStream(handle, device=index)
-    end = weakref.finalize(stream, driver.end_stream, handle)
-    end.atexit = False  # the process ends, and its streams
+    weakref.finalize(stream, free.append, handle).atexit = False
     return stream
 
 
@@ -43,8 +48,9 @@ def capturing(
 
     Args:
         pool: where the block's results live; memory of the graph's own if None.
-        stream: one that nobody else uses, now or when the graph is replayed: cuBLAS has a workspace
-            for each, which the graph goes on using. If None, one of all captures.
+        stream: one that nobody else uses, now or when the graph is replayed, and that has run
+            nothing: cuBLAS makes a workspace for each stream, which is then in ``pool``. One that
+            it had before may be freed, as torch.compile does. If None, one of all captures.
     """
     stream = stream or _stream_of_captures(torch.cuda.current_device())
     with (

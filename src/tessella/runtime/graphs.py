@@ -38,13 +38,10 @@ class GraphedBucket:
             self.inputs = [meta.empty(device).zero_() for meta in inputs]
         self._graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), float32_math(math):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP_RUNS):
-                    bound(self.inputs)
+            for _ in range(WARM_UP_RUNS):
+                bound(self.inputs)
             with capturing(self._graph, pool=pool, stream=stream):
                 self._outputs = bound(self.inputs)
-            torch.cuda.current_stream().wait_stream(stream)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy the inputs in (fewer samples than the bucket's are padded with zeros) and replay."""

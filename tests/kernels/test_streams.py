@@ -1,0 +1,49 @@
+"""Streams of one's own: nobody else's while they live, and used again."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tessella.kernels import streams
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Handles that the driver was asked for."""
+    handles: list[int] = []
+    count = itertools.count(100)
+
+    def new_stream(device: int) -> int:
+        handles.append(next(count))
+        return handles[-1]
+
+    class ExternalStream:
+        def __init__(self, handle: int, device: int) -> None:
+            self.cuda_stream = handle
+
+    monkeypatch.setattr(streams, "cuda_driver", lambda: SimpleNamespace(new_stream=new_stream))
+    monkeypatch.setattr(streams, "_FREE", type(streams._FREE)(list))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", ExternalStream)
+    return handles
+
+
+def test_each_has_its_own_and_what_ended_is_used_again(made: list[int]) -> None:
+    device = torch.device("cuda", 0)
+    one, other = streams.own_stream(device), streams.own_stream(device)
+    assert one.cuda_stream != other.cuda_stream
+    handle = one.cuda_stream
+    del one
+    again, third = streams.own_stream(device), streams.own_stream(device)
+    assert again.cuda_stream == handle
+    assert third.cuda_stream not in (again.cuda_stream, other.cuda_stream)
+    assert len(made) == 3
+
+
+def test_a_device_s_streams_are_its_own(made: list[int]) -> None:
+    del made[:]
+    first = streams.own_stream(torch.device("cuda", 0)).cuda_stream  # ended at once
+    assert streams.own_stream(torch.device("cuda", 1)).cuda_stream != first
