@@ -31,19 +31,23 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return handles
 
 
+def handle(own: streams.OwnStream) -> int:
+    return own.stream.cuda_stream
+
+
 def test_each_has_its_own_and_what_ended_is_used_again(made: list[int]) -> None:
     device = torch.device("cuda", 0)
-    one, other = streams.own_stream(device), streams.own_stream(device)
-    assert one.cuda_stream != other.cuda_stream
-    handle = one.cuda_stream
+    one, other = streams.OwnStream(device), streams.OwnStream(device)
+    ended = handle(one)
+    assert ended != handle(other)
+    view = one.stream  # torch's view may live on: the stream is not destroyed
     del one
-    again, third = streams.own_stream(device), streams.own_stream(device)
-    assert again.cuda_stream == handle
-    assert third.cuda_stream not in (again.cuda_stream, other.cuda_stream)
+    again, third = streams.OwnStream(device), streams.OwnStream(device)
+    assert handle(again) == ended == view.cuda_stream
+    assert handle(third) not in (ended, handle(other))
     assert len(made) == 3
 
 
 def test_a_device_s_streams_are_its_own(made: list[int]) -> None:
-    del made[:]
-    first = streams.own_stream(torch.device("cuda", 0)).cuda_stream  # ended at once
-    assert streams.own_stream(torch.device("cuda", 1)).cuda_stream != first
+    first = handle(streams.OwnStream(torch.device("cuda", 0)))  # ended at once
+    assert handle(streams.OwnStream(torch.device("cuda", 1))) != first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def cuda(monkeypatch) -> Cuda:
             queue = cuda.queued[stream]
             queue += [name for name in self.before or () if name not in queue]
 
-    monkeypatch.setattr(streams, "own_stream", lambda device: Stream())
+    monkeypatch.setattr(streams, "OwnStream", lambda device: SimpleNamespace(stream=Stream()))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: cuda.current[index])

@@ -17,23 +17,27 @@ _CAPTURES = threading.Lock()
 _FREE: defaultdict[int, list[int]] = defaultdict(list)  # handles by the device's index
 
 
-def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that does not wait for the default one, and that nobody else has until the returned
-    object ends.
+class OwnStream:
+    """A stream that does not wait for the default one, and that nobody else has while this lives.
 
     torch's own streams come round again after 32: work of somebody else in a stream that is being
-    captured ends the capture with an error. It is used again, not given back: cuBLAS and cuDNN hold
-    the stream that they were called in last, and the process died at its end.
+    captured ends the capture with an error. It is used again, not given back, as cuBLAS and cuDNN
+    hold the stream that they were called in last.
+
+    Attributes:
+        stream: torch's view of it. (A weak reference to that one is not told of its end in torch
+            2.11, and the process died at its own.)
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    free = _FREE[index]
-    try:
-        handle = free.pop()
-    except IndexError:
-        handle = cuda_driver().new_stream(index)
-    stream = torch.cuda.ExternalStream(handle, device=index)
-    weakref.finalize(stream, free.append, handle).atexit = False
-    return stream
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        free = _FREE[index]
+        try:
+            handle = free.pop()
+        except IndexError:
+            handle = cuda_driver().new_stream(index)
+        self.stream = torch.cuda.ExternalStream(handle, device=index)
+        weakref.finalize(self, free.append, handle).atexit = False
 
 
 @contextmanager
@@ -52,7 +56,7 @@ def capturing(
             nothing: cuBLAS makes a workspace for each stream, which is then in ``pool``. One that
             it had before may be freed, as torch.compile does. If None, one of all captures.
     """
-    stream = stream or _stream_of_captures(torch.cuda.current_device())
+    stream = stream or _captures(torch.cuda.current_device()).stream
     with (
         _CAPTURES,
         torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -61,5 +65,5 @@ def capturing(
 
 
 @functools.cache
-def _stream_of_captures(index: int) -> torch.cuda.Stream:
-    return own_stream(torch.device("cuda", index))
+def _captures(index: int) -> OwnStream:
+    return OwnStream(torch.device("cuda", index))

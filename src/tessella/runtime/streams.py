@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tessella.kernels.streams import own_stream
+from tessella.kernels.streams import OwnStream
 
 
 class Turns:
@@ -25,7 +25,8 @@ class Turns:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.own = own_stream(device)
+        self._kept = OwnStream(device)
+        self.own = self._kept.stream
         self._index: int = self.own.device_index  # an index: torch looks up anything else
         self._device = self._index
         self._last: torch.cuda.Stream | None = None
