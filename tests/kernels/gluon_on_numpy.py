@@ -46,8 +46,8 @@ class Array(np.ndarray):
     type = types.SimpleNamespace(layout=None)
     __iadd__ = np.ndarray.__add__  # type: ignore[assignment]  # another may have the old one
 
-    def to(self, dtype: Any) -> Array:
-        return self.astype(dtype)
+    def to(self, dtype: Any, bitcast: bool = False) -> Array:
+        return self.view(dtype) if bitcast else self.astype(dtype)
 
     def permute(self, order: Sequence[int]) -> Array:
         return self.transpose(order)
@@ -150,6 +150,7 @@ class Language:
     arange = staticmethod(lambda low, high, layout: np.arange(low, high).view(Array))
     zeros = staticmethod(lambda shape, dtype, layout: np.zeros(shape, dtype).view(Array))
     full = staticmethod(lambda shape, x, dtype, layout: np.full(shape, x, dtype).view(Array))
+    broadcast = staticmethod(lambda a, b: [x.view(Array) for x in np.broadcast_arrays(a, b)])
     to_tensor = staticmethod(lambda x: Scalar(x) if isinstance(x, int) else x)
     where = staticmethod(lambda c, a, b: _tensor(np.where(c, a, b)))
     maximum = staticmethod(lambda a, b: _tensor(np.maximum(a, b)))
@@ -217,6 +218,11 @@ def play(
     """Call a kernel; in its module, and in those of the functions it calls, names mean these."""
     known = {name: value for name, value in constants.items() if name in kernel.arg_names}
     _function(kernel.fn, names, {})(*map(_given, args), **known)
+
+
+def function(device: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
+    """A device function as one of Python."""
+    return _function(device.fn, names, {})
 
 
 def _given(arg: Any) -> Any:

@@ -1,6 +1,6 @@
 """The 8-bit conversions' machine text, interpreted on the CPU: every int8, and floats at the ties.
 
-Five PTX instructions on 32-bit words; ``$i`` are the operands in the order of the constraints.
+A few PTX instructions on 32-bit words; ``$i`` are the operands in the order of the constraints.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ import re
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tessella.kernels import int8_device
+from tessella.kernels.int8_epilogue import vectors
+from tests.kernels import gluon_on_numpy, gluon_roles
 
 
 def text_of(function: Any) -> str:
@@ -33,7 +36,12 @@ def ptx(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
     for op, arguments in re.findall(r"^\s*([a-z]+\.[\w.]+) (.*);$", text, re.MULTILINE):
         target, *sources = [a.strip() for a in arguments.split(",")]
-        if op == "xor.b32":
+        if op == "mov.b32":
+            made = value(sources[0])
+        elif op == "min.s16x2":
+            a, b = (np.broadcast_to(value(n), registers["$1"].shape) for n in sources)
+            made = np.minimum(a.copy().view(np.int16), b.copy().view(np.int16)).view(np.uint32)
+        elif op == "xor.b32":
             made = value(sources[0]) ^ value(sources[1])
         elif op == "prmt.b32":
             a, b, selector = map(value, sources)
@@ -71,3 +79,53 @@ def test_floats_round_half_to_even_and_saturate() -> None:
 def test_sums_to_2_to_the_22_survive_the_addition() -> None:
     x = torch.tensor([-(2**22), -(2**22) + 1, -1, 0, 1, 12345, 2**22 - 1, 2**22], dtype=torch.int32)
     assert torch.equal((x + 0x4B400000).view(torch.float32) - 12582912.0, x.float())
+
+
+def test_every_int8_becomes_a_float_at_its_place() -> None:
+    values = np.arange(-128, 128, dtype=np.int8).reshape(-1, 4)
+    made = ptx(text_of(int8_device.float_of_shifted_int8), {"$4": values.view(np.uint32).ravel()})
+    floats = np.stack([made[f"${i}"].view(np.float32) for i in range(4)], axis=1)
+    assert np.array_equal(floats - 2**15 - 128, values.astype(np.float32))
+
+
+def test_codes_are_the_low_bits_and_128_is_127() -> None:
+    numbers = torch.arange(-128, 129).repeat(4)[:1024].reshape(-1, 4)
+    x = numbers.float() + 1.5 * 2**23
+    operands = {f"${i + 1}": x[:, i].numpy().view(np.uint32).copy() for i in range(4)}
+    made = ptx(text_of(int8_device.pack_codes), operands)["$0"]
+    assert np.array_equal(made.view(np.int8).reshape(-1, 4), numbers.clamp(max=127).numpy())
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("beta", [None, 1.0, 0.37])
+@pytest.mark.parametrize("folds", [False, True])
+def test_codes_are_the_rounded_epilogue(
+    folds: bool, beta: float | None, activation: str | None, small: bool
+) -> None:
+    """Within a hundredth of a step of float64, at every scale that layers have."""
+    generator = np.random.default_rng(0)
+    sums = generator.integers(-(2**22), 2**22, (64, 128)).astype(np.int32)
+    scale = (10.0 ** generator.uniform(-5, -1, (1, 128))).astype(np.float32)
+    bias = generator.uniform(-200, 200, (1, 128)).astype(np.float32)
+    residual = None if beta is None else generator.integers(-128, 128, (64, 128)).astype(np.int8)
+    alpha, gamma = 0.5, 1.5
+    right = alpha * scale.astype(np.float64) * sums + bias
+    if residual is not None and beta is not None:
+        right += beta * residual.astype(np.float64)
+    right = gamma * (np.maximum(right, 0) if activation == "relu" else right)
+
+    s, b, a, w, g = scale, bias, alpha, beta or 1.0, gamma
+    if folds:
+        one, two = vectors(
+            torch.tensor(scale[0]), torch.tensor(bias[0]), alpha=alpha, beta=beta, gamma=gamma,
+            activation=activation, small=small,
+        )  # fmt: skip
+        s, b, a, w, g = one.numpy()[None], two.numpy()[None], 1.0, w * gamma, None
+    made = gluon_roles.call(
+        int8_device.codes, *(None if t is None else t.view(gluon_on_numpy.Array) for t in (
+            sums, s, b, residual)), a, w, g, folds, small, activation
+    )  # fmt: skip
+    clamped = np.clip(right, 0 if activation == "relu" else -128, 127)
+    assert made.dtype == np.int8
+    assert np.abs(made - clamped).max() <= 0.51

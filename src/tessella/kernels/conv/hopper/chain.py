@@ -30,6 +30,7 @@ import torch
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper.chain_device import convolve_twice
 from tessella.kernels.hopper import descriptor
+from tessella.kernels.int8_epilogue import CLAMPS, vectors
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
@@ -192,14 +193,44 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
     config = config or configs(problem)[0]
     weights = {i: _rows_of_weight(constants[i]) for i in (WEIGHT, NEXT_WEIGHT)}
     held = {**constants, **weights}
+    shape = shape_of(problem)
+    beta = problem.attr("beta") if problem.meta(RESIDUAL) is not None else None
+    folds = (
+        _fold(problem, held, SCALE, BIAS, shape.channels, problem.attr("activation"), beta),
+        _fold(problem, held, NEXT_SCALE, NEXT_BIAS, shape.between, problem.attr("next_activation")),
+    )
 
     def call(*inputs: Tensor) -> Any:
         made = tuple(meta.empty(inputs[0].device) for meta in problem.outputs)
         operands = problem.operands(held, inputs)
-        _run(problem, config, (*operands, *[None] * (8 - len(operands))), made)
+        _run(problem, config, (*operands, *[None] * (8 - len(operands))), made, folds)
         return made if len(made) > 1 else made[0]
 
     return call
+
+
+def _fold(
+    problem: Problem,
+    held: dict[int, Tensor],
+    scale: int,
+    bias: int,
+    products: int,
+    activation: str | None,
+    beta: float | None = None,
+) -> bool:
+    """Put ``int8_epilogue.vectors`` in place of scale and bias, if they are constants."""
+    given = [i for i in (scale, bias) if problem.meta(i) is not None]
+    clamps = problem.inputs[X].dtype == "int8" and activation in CLAMPS
+    if not clamps or not given or any(i not in held for i in given):
+        return False
+    held[scale], held[bias] = vectors(
+        held.get(scale),
+        held.get(bias),
+        beta=beta,
+        activation=activation,
+        small=_is_small(problem, products),
+    )
+    return True
 
 
 def _rows_of_weight(weight: Tensor) -> Tensor:
@@ -226,6 +257,7 @@ def _run(
     config: Mapping[str, Any],
     operands: tuple[Tensor | None, ...],
     made: tuple[Tensor, ...],
+    folds: tuple[bool, bool],
 ) -> None:
     x, weight, bias, residual, scale, next_weight, next_bias, next_scale = operands
     shape, chunk = shape_of(problem), config["chunk"]
@@ -248,8 +280,10 @@ def _run(
         GROUPS=config["groups"], BUFFERS=config["buffers"], STAGES=config["stages"],
         SLOTS=config["slots"], RESIDENT=config["resident"],
         RESIDUAL=residual is not None, UNSCALED=beta == 1.0, KEEP=len(made) > 1,
-        ACTIVATION=problem.attr("activation"), SMALL=_is_small(x, shape.channels),
-        NEXT_ACTIVATION=problem.attr("next_activation"), NEXT_SMALL=_is_small(x, shape.between),
+        ACTIVATION=problem.attr("activation"), SMALL=_is_small(problem, shape.channels),
+        FOLDED=folds[0],
+        NEXT_ACTIVATION=problem.attr("next_activation"),
+        NEXT_SMALL=_is_small(problem, shape.between), NEXT_FOLDED=folds[1],
         num_warps=4,
         launch_pdl=True,
         **({"maxnreg": 168} if config["groups"] == 1 else {}),
@@ -262,9 +296,9 @@ def _pixels(tensor: Tensor) -> Tensor:
     return tensor.as_strided((count * height * width, channels), (channels, 1))
 
 
-def _is_small(x: Tensor, products: int) -> bool:
+def _is_small(problem: Problem, products: int) -> bool:
     """Whether float32 holds sums of so many products of int8 as 1.5 · 2^23 + sum."""
-    return x.dtype == torch.int8 and products <= 256
+    return problem.inputs[X].dtype == "int8" and products <= 256
 
 
 def _itemsize(problem: Problem) -> int:

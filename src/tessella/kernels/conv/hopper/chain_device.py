@@ -35,9 +35,11 @@ from tessella.kernels.hopper import (
 )
 from tessella.kernels.int8_device import (
     by_channel,
+    codes,
     float_of_int8,
     float_of_small,
     int8_of_float,
+    is_clamp,
     sorted_layout,
 )
 
@@ -133,8 +135,10 @@ def _multiply(
     KEEP: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SMALL: gl.constexpr,
+    FOLDED: gl.constexpr,
     NEXT_ACTIVATION: gl.constexpr,
     NEXT_SMALL: gl.constexpr,
+    NEXT_FOLDED: gl.constexpr,
 ):
     x_ring, x_full, x_empty = pixels
     a_ring, b_ring, w_full, w_empty = weights
@@ -188,7 +192,10 @@ def _multiply(
             slot = GROUP * SLOTS + u % SLOTS
             mbarrier.wait(landed.index(slot), (u // SLOTS) & 1)
             staged = slots.index(slot)
-            _finish(part, staged, first, chunk * CHUNK, beta, RESIDUAL, UNSCALED, ACTIVATION, SMALL)
+            _finish(
+                part, staged, first, chunk * CHUNK, beta,
+                RESIDUAL, UNSCALED, ACTIVATION, SMALL, FOLDED,
+            )  # fmt: skip
             fence_async_shared()
             barrier()
             if KEEP:
@@ -200,8 +207,9 @@ def _multiply(
         store_wait(PENDING)  # the result before this one has left
         barrier()
         _store_result(
-            total, y, results, second, row, GROUP * (OUT // WIDTH), 0, NEXT_ACTIVATION, NEXT_SMALL
-        )
+            total, y, results, second, row, GROUP * (OUT // WIDTH), 0,
+            NEXT_ACTIVATION, NEXT_SMALL, NEXT_FOLDED,
+        )  # fmt: skip
         t += 1
     store_wait(0)
 
@@ -217,6 +225,7 @@ def _store_result(
     COLUMN: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SMALL: gl.constexpr,
+    FOLDED: gl.constexpr,
 ):
     """The result's columns from COLUMN on, in pieces: those of one fit a thread's registers."""
     ROWS: gl.constexpr = total.shape[0]
@@ -224,11 +233,13 @@ def _store_result(
     BESIDE: gl.constexpr = PLACE + HALF // y.block_type.shape[1]
     if total.shape[1] > y.block_type.shape[1]:
         left, right = total.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
-        _store_result(left, y, results, vectors, row, PLACE, COLUMN, ACTIVATION, SMALL)
-        _store_result(right, y, results, vectors, row, BESIDE, COLUMN + HALF, ACTIVATION, SMALL)
+        _store_result(left, y, results, vectors, row, PLACE, COLUMN, ACTIVATION, SMALL, FOLDED)
+        _store_result(
+            right, y, results, vectors, row, BESIDE, COLUMN + HALF, ACTIVATION, SMALL, FOLDED
+        )
     else:
         result = results.index(PLACE)
-        _finish(total, result, vectors, COLUMN, 1.0, False, True, ACTIVATION, SMALL)
+        _finish(total, result, vectors, COLUMN, 1.0, False, True, ACTIVATION, SMALL, FOLDED)
         fence_async_shared()
         barrier()
         store_tile(y, [row, COLUMN], result)
@@ -245,6 +256,7 @@ def _finish(
     UNSCALED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SMALL: gl.constexpr,
+    FOLDED: gl.constexpr,
 ):
     """The epilogue of sums whose first column is ``channel``, into shared memory."""
     scale, bias, channels = vectors
@@ -253,8 +265,6 @@ def _finish(
         FINAL: gl.constexpr = sorted_layout(by_channel(sums).type.layout)
         sums = gl.convert_layout(by_channel(sums), FINAL)
     L: gl.constexpr = sums.type.layout
-    if SMALL:
-        sums = float_of_small(sums)
     s = None
     b = None
     if scale is not None:
@@ -266,15 +276,23 @@ def _finish(
     added = None
     if RESIDUAL:
         added = staged.load(L)
-        if EIGHT_BITS:
-            added = float_of_int8(added)
-    MADE: gl.constexpr = gl.float32 if EIGHT_BITS else staged.dtype
-    if UNSCALED:
-        made = finish(sums, s, b, added, 1.0, 1.0, None, ACTIVATION, MADE)
+    if EIGHT_BITS and is_clamp(ACTIVATION):
+        if UNSCALED:
+            made = codes(sums, s, b, added, 1.0, 1.0, None, FOLDED, SMALL, ACTIVATION)
+        else:
+            made = codes(sums, s, b, added, 1.0, beta, None, FOLDED, SMALL, ACTIVATION)
     else:
-        made = finish(sums, s, b, added, 1.0, beta, None, ACTIVATION, MADE)
-    if EIGHT_BITS:
-        made = int8_of_float(made)
+        if SMALL:
+            sums = float_of_small(sums)
+        if RESIDUAL and EIGHT_BITS:
+            added = float_of_int8(added)
+        MADE: gl.constexpr = gl.float32 if EIGHT_BITS else staged.dtype
+        if UNSCALED:
+            made = finish(sums, s, b, added, 1.0, 1.0, None, ACTIVATION, MADE)
+        else:
+            made = finish(sums, s, b, added, 1.0, beta, None, ACTIVATION, MADE)
+        if EIGHT_BITS:
+            made = int8_of_float(made)
     staged.store(made)
 
 
@@ -305,8 +323,10 @@ def convolve_twice(
     KEEP: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SMALL: gl.constexpr,
+    FOLDED: gl.constexpr,
     NEXT_ACTIVATION: gl.constexpr,
     NEXT_SMALL: gl.constexpr,
+    NEXT_FOLDED: gl.constexpr,
 ):
     """Two 1 × 1 convolutions, [pixels, C] → [pixels, between_channels] → [pixels, y_channels].
 
@@ -322,6 +342,7 @@ def convolve_twice(
         UNSCALED: beta is one.
         KEEP: ``between`` is written to memory.
         SMALL, NEXT_SMALL: int32 sums are at most 2^22.
+        FOLDED, NEXT_FOLDED: scale and bias are ``int8_epilogue.vectors``.
     """
     BM: gl.constexpr = y.block_type.shape[0]
     CHUNK: gl.constexpr = between.block_type.shape[1]
@@ -360,7 +381,8 @@ def convolve_twice(
         gl.warp_specialize([
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
                          chunks, 0, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, ACTIVATION, SMALL, NEXT_ACTIVATION, NEXT_SMALL)),
+                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
+                         NEXT_FOLDED)),
             (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
             (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
             (_hand_out, (residual, held, tiles, chunks, 0, GROUPS, SLOTS, RESIDUAL)),
@@ -369,10 +391,12 @@ def convolve_twice(
         gl.warp_specialize([
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
                          chunks, 0, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, ACTIVATION, SMALL, NEXT_ACTIVATION, NEXT_SMALL)),
+                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
+                         NEXT_FOLDED)),
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
                          chunks, 1, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, ACTIVATION, SMALL, NEXT_ACTIVATION, NEXT_SMALL)),
+                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
+                         NEXT_FOLDED)),
             (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
             (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
             (_hand_out, (residual, held, tiles, chunks, 0, GROUPS, SLOTS, RESIDUAL)),

@@ -32,6 +32,7 @@ from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
 )
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.hopper import DTYPES, descriptor, gl
+from tessella.kernels.int8_epilogue import folded
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
@@ -145,6 +146,7 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
             known, ("conv2d.implicit_gemm.sm90", K), lambda w: _pack(w, K)
         ) if wants_packing else known  # fmt: skip
     parts_bytes = _parts_bytes(shape, config)
+    vectors = folded(problem, constants, small=_is_small(problem, shape))
 
     def call(*inputs: Tensor, out: Tensor, workspace: Tensor | None = None) -> Tensor:
         x, weight, bias, residual, scale = _five(problem.operands(constants, inputs))
@@ -153,7 +155,12 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
         elif wants_packing:
             space = workspace[parts_bytes:].view(weight.dtype)[: K * C * R * S]
             weight = _pack(weight, K, space)
-        _run(problem, shape, config, x, weight, bias, residual, scale, out, workspace)
+        if vectors and config["splits"] == 1:
+            scale, bias = vectors
+        _run(
+            problem, shape, config, x, weight, bias, residual, scale, out, workspace,
+            is_folded=vectors is not None,
+        )  # fmt: skip
         return out
 
     return call
@@ -185,6 +192,8 @@ def _run(
     scale: Tensor | None,
     out: Tensor,
     workspace: Tensor | None,
+    *,
+    is_folded: bool,
 ) -> None:
     """One launch, or two where the sum is split."""
     box = [config["tile_h"], config["tile_n"], config["tile_w"]]
@@ -216,9 +225,9 @@ def _run(
     items = math.prod(tiles) * splits
     blocks = min(items, MULTIPROCESSORS)
     rows, columns = (tile_k, pixels) if config["swap"] else (pixels, tile_k)
-    # whether float32 holds the sums of products of int8 as 1.5 · 2^23 + sum
-    small = x.dtype == torch.int8 and target.dtype != torch.int32
-    small = small and shape.C * shape.R * shape.S <= 256
+    is_folded = is_folded and whole
+    alpha = problem.attr("alpha") if whole and not is_folded else 1.0
+    beta = problem.attr("beta") * (problem.gamma or 1.0 if is_folded else 1.0)
     options = {"launch_pdl": True}
     if config["warps"] == 4:
         options["maxnreg"] = 168
@@ -231,9 +240,9 @@ def _run(
         added,
         bias if whole else None,
         scale if whole else None,
-        problem.attr("alpha") if whole else 1.0,
-        problem.attr("beta"),
-        problem.gamma if whole else None,
+        alpha,
+        beta,
+        problem.gamma if whole and not is_folded else None,
         shape.K, shape.C, math.ceil(shape.C / tile_c), shape.H, shape.W,
         1 if taps > 1 else shape.R, shape.S,
         *shape.padding, *shape.dilation, *tiles[:3], *_digits(blocks, tiles[:3]), splits,
@@ -241,8 +250,9 @@ def _run(
         BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
         DILATED=shape.dilation != (1, 1), SPLIT=not whole,
         STAGES=config["stages"], SLOTS=config["slots"], GROUPS=config["groups"],
-        RESIDUAL=adds, UNSCALED=problem.attr("alpha") == problem.attr("beta") == 1.0,
-        SMALL=small,
+        RESIDUAL=adds, UNSCALED=alpha == beta == 1.0,
+        SMALL=whole and _is_small(problem, shape),
+        FOLDED=is_folded,
         ACTIVATION=problem.attr("activation") if whole else None,
         SWAP=config["swap"],
         PROMOTE=promotes(problem),
@@ -258,6 +268,12 @@ def _run(
     )  # fmt: skip
     if not whole:
         _add_parts(problem, target, splits, bias, residual, scale, out)
+
+
+def _is_small(problem: Problem, shape: Shape) -> bool:
+    """Whether float32 holds the sums of products of int8 as 1.5 · 2^23 + sum."""
+    integers = problem.inputs[0].dtype == "int8" and problem.output.dtype != "int32"
+    return integers and shape.C * shape.R * shape.S <= 256
 
 
 def _interleave(problem: Problem, config: Mapping[str, Any]) -> int:

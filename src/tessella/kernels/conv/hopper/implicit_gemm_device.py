@@ -32,9 +32,11 @@ from tessella.kernels.hopper import (
     warpgroup_mma_wait,
 )
 from tessella.kernels.int8_device import (
+    codes,
     float_of_int8,
     float_of_small,
     int8_of_float,
+    is_clamp,
     sorted_layout,
 )
 
@@ -104,6 +106,7 @@ def _multiply(
     RESIDUAL: gl.constexpr,
     UNSCALED: gl.constexpr,
     SMALL: gl.constexpr,
+    FOLDED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SWAP: gl.constexpr,
     PROMOTE: gl.constexpr,
@@ -179,20 +182,26 @@ def _multiply(
         if SWAP:
             staged = staged.permute((1, 0))
         acc = gl.convert_layout(_in_order(acc, BM, BCO, INTERLEAVE, SWAP), FINAL)
-        if SMALL:
-            acc = float_of_small(acc)
         added = None
         if RESIDUAL:
             added = staged.load(FINAL)
-            if staged.dtype == gl.int8:
-                added = float_of_int8(added)
-        MADE: gl.constexpr = gl.float32 if staged.dtype == gl.int8 else staged.dtype
-        if UNSCALED:
-            acc = finish(acc, s, b, added, 1.0, 1.0, gamma, ACTIVATION, MADE)
+        if staged.dtype == gl.int8 and is_clamp(ACTIVATION):
+            if UNSCALED:
+                acc = codes(acc, s, b, added, 1.0, 1.0, gamma, FOLDED, SMALL, ACTIVATION)
+            else:
+                acc = codes(acc, s, b, added, alpha, beta, gamma, FOLDED, SMALL, ACTIVATION)
         else:
-            acc = finish(acc, s, b, added, alpha, beta, gamma, ACTIVATION, MADE)
-        if staged.dtype == gl.int8:
-            acc = int8_of_float(acc)
+            if SMALL:
+                acc = float_of_small(acc)
+            if RESIDUAL and staged.dtype == gl.int8:
+                added = float_of_int8(added)
+            MADE: gl.constexpr = gl.float32 if staged.dtype == gl.int8 else staged.dtype
+            if UNSCALED:
+                acc = finish(acc, s, b, added, 1.0, 1.0, gamma, ACTIVATION, MADE)
+            else:
+                acc = finish(acc, s, b, added, alpha, beta, gamma, ACTIVATION, MADE)
+            if staged.dtype == gl.int8:
+                acc = int8_of_float(acc)
         staged.store(acc)
         fence_async_shared()
         barrier()
@@ -282,6 +291,7 @@ def convolve(
     RESIDUAL: gl.constexpr,
     UNSCALED: gl.constexpr,
     SMALL: gl.constexpr,
+    FOLDED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SWAP: gl.constexpr,
     PROMOTE: gl.constexpr,
@@ -310,6 +320,7 @@ def convolve(
         DILATED: whether a dilation is not one.
         UNSCALED: alpha and beta are one.
         SMALL: int32 sums are at most 2^22.
+        FOLDED: scale and bias are ``int8_epilogue.folded``'s.
         CONSTANT: no kernel just before this one may have written the weights.
     """
     x = (x0, x1, x2, x3)
@@ -342,7 +353,8 @@ def convolve(
             (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
                          landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
                          SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED,
-                         SMALL, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
+                         SMALL, FOLDED, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
+                         LAYOUT, SLAB)),
             (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
                      SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
@@ -353,11 +365,13 @@ def convolve(
             (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
                          landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
                          SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED,
-                         SMALL, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
+                         SMALL, FOLDED, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
+                         LAYOUT, SLAB)),
             (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
                          landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
                          SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 1, RESIDUAL, UNSCALED,
-                         SMALL, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS, LAYOUT, SLAB)),
+                         SMALL, FOLDED, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
+                         LAYOUT, SLAB)),
             (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
                      SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
