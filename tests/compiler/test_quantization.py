@@ -347,6 +347,54 @@ def test_the_sums_of_a_transformer_stay_floating() -> None:
     assert all(n.inputs[3].dtype == "float32" for n in on_codes(made) if n.inputs[3] is not None)
 
 
+class Attention(nn.Module):
+    """A transformer's attention; ``early``: a file's own rounding, before heads become rows."""
+
+    def __init__(self, early: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.early = early
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def heads(y: torch.Tensor) -> torch.Tensor:
+            return y.reshape(x.shape[0], 5, 4, 8).permute(0, 2, 1, 3)
+
+        y = F.scaled_dot_product_attention(heads(self.q(x)), heads(self.k(x)), heads(self.v(x)))
+        y = near(y, 2**-6, 0) if self.early else y
+        y = y.permute(0, 2, 1, 3).reshape(x.shape[0], 5, 32)
+        if self.early:
+            weight = near_channels(self.out.weight, torch.full((32,), 2.0**-8))
+            return F.linear(y, weight, self.out.bias)
+        return self.out(y)
+
+
+@pytest.mark.parametrize(("kind", "early"), [("int8", False), ("fp8", False), ("fp32", True)])
+def test_attentions_rows_are_rounded_where_they_are_dense(
+    kind: str, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = graph_of(Attention(early), 5, 32)
+    calibration = None if early else calibrated(graph, 5, 32, kinds=(kind,))
+    made = rounded(graph, kind, target="sm_90", calibration=calibration)
+    ops = [n.op for n in made.nodes]
+    last = ops.index("scaled_dot_product_attention")
+    assert ops[last:] == [
+        "scaled_dot_product_attention", "permute", "reshape", "quantize", "linear"
+    ]  # fmt: skip
+    laid_out, formats = variants.with_layout(made, "contiguous")
+    concrete = laid_out.at_batch(4)
+    node = next(n for n in concrete.nodes[last:] if n.op == "quantize")
+    problem = choose_kernels.problem_of(concrete, node, formats, "ieee", {})
+    for id in ("quantize.tiled", "quantize.generated"):
+        assert catalog.kernel(id).refusal(problem) is None
+    monkeypatch.setattr(lower_quantization, "_settle", lambda graph: False)
+    before = rounded(graph, kind, target="sm_90", calibration=calibration)
+    assert [n.op for n in before.nodes][last + 1] == "quantize"
+    x = torch.randn(4, 5, 32, generator=torch.Generator().manual_seed(7))
+    right, got = (interpret(g, {"x": x})["scores"] for g in (before, made))
+    assert torch.equal(got, right)
+
+
 class Capped(nn.Module):
     def __init__(self) -> None:
         super().__init__()

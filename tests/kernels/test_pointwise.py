@@ -15,7 +15,7 @@ from tessella.kernels import catalog, reference
 from tessella.kernels.inspection import exact_answers
 from tessella.kernels.pointwise import generated, generated_several, sequence
 from tessella.kernels.pointwise.axes import common_axes
-from tessella.kernels.pointwise.program import ELEMENTWISE, ROWS, parse, text
+from tessella.kernels.pointwise.program import CODES, ELEMENTWISE, ROWS, parse, text
 from tessella.kernels.pointwise.walk import refusal
 from tessella.kernels.problem import Format, Problem, TensorMeta
 from tests.kernels import test_pool
@@ -457,6 +457,20 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         ),
         "a norm by hand": CASES["a norm by hand"],
         "codes": codes("float16", format=LAST),
+        "codes alone": Problem(
+            op="quantize",
+            inputs=(tokens, meta()),
+            outputs=(meta(64, 768, dtype="float8_e4m3fn"),),
+            attrs={"axis": 0, "dtype": "float8_e4m3fn"},
+            constant=(1,),
+        ),
+        "numbers of codes": Problem(
+            op="dequantize",
+            inputs=(meta(64, 768, dtype="float8_e4m3fn"), meta()),
+            outputs=(tokens,),
+            attrs={"axis": 0, "dtype": "float16"},
+            constant=(1,),
+        ),
         "shifted windows": problem(
             [meta(8, 64, 3, 49, 49, dtype="float16"), meta(3, 49, 49), meta(1, 64, 1, 49, 49)],
             *(("add", (0, 1), SUM), ("add", (3, 2), SUM)),
@@ -483,7 +497,7 @@ def test_compiles_for_hopper_without_spills() -> None:
 
 def test_every_operation_of_programs_has_rows() -> None:
     """Alone it is asked of the same kernel; only torch's sequence runs on a CPU."""
-    for op in ELEMENTWISE | ROWS:
+    for op in ELEMENTWISE | ROWS | CODES:
         assert catalog.kernel(f"{op}.generated").module.endswith("pointwise.generated")
 
 

@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from tessella.kernels import catalog, reference
 from tessella.kernels.problem import Problem, TensorMeta, meta_of
 
+# lanes beyond the edge compute with zeros, which NumPy, but no GPU, remarks on
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 CPU = torch.device("cpu")
 CHANNELS_LAST = torch.channels_last
 
@@ -46,7 +49,11 @@ def codes(*shape: int, seed: int = 0) -> torch.Tensor:
 # ── quantize, dequantize ──────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kernel", ["reference", "quantize.aten", "quantize.tiled"])
+QUANTIZE = ["reference", "quantize.aten", "quantize.tiled", "quantize.generated"]
+DEQUANTIZE = ["reference", "dequantize.aten", "dequantize.tiled", "dequantize.generated"]
+
+
+@pytest.mark.parametrize("kernel", QUANTIZE)
 @pytest.mark.parametrize("zero", [None, 3, -128])
 @pytest.mark.parametrize("shape", [(70,), (2, 20, 3, 3)])
 def test_quantize_rounds_half_to_even_and_then_adds_zero(
@@ -69,10 +76,10 @@ def test_quantize_rounds_half_to_even_and_then_adds_zero(
     assert torch.equal(made.double(), right)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "quantize.aten"])
-def test_quantize_to_fp8_saturates(kernel: str) -> None:
-    # (that of our Triton kernel is compared on a GPU: the interpreter's cast is wrong)
-    x, scale = numbers(64), torch.tensor(0.5)
+@pytest.mark.parametrize("kernel", QUANTIZE)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_quantize_to_fp8_saturates(kernel: str, dtype: str) -> None:
+    x, scale = numbers(5000).clamp(-6e4, 6e4).to(getattr(torch, dtype)), torch.tensor(0.5)
     problem = Problem(
         op="quantize",
         inputs=(meta_of(x), meta_of(scale)),
@@ -82,10 +89,20 @@ def test_quantize_to_fp8_saturates(kernel: str) -> None:
     )
     made = run(kernel, problem, {1: scale}, x).float()
     assert float(made.max()) == 448.0
-    torch.testing.assert_close(made, (x / 0.5).clamp(-448, 448), rtol=1 / 16, atol=2**-10)
+    exact = (x.float() / 0.5).clamp(-448, 448)
+    right = exact.to(torch.float8_e4m3fn).float()
+    if kernel in ("quantize.tiled", "quantize.generated"):
+        # the interpreter's cast is wrong below the least normal number, for ties, and where
+        # rounding carries into the exponent; on a GPU all codes are compared
+        ties = exact.frexp()[0] * 16 % 1 == 0.5
+        carried = (right.frexp()[0].abs() == 0.5) & (right != exact)
+        known = ~ties & ~carried & (right.abs() >= 2.0**-6)
+        made, right = made[known], right[known]
+    assert len(right) > 4000
+    assert torch.equal(made, right)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "dequantize.aten", "dequantize.tiled"])
+@pytest.mark.parametrize("kernel", DEQUANTIZE)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("small", ["int8", "float8_e4m3fn"])
 def test_dequantize(kernel: str, dtype: str, small: str) -> None:
@@ -106,8 +123,9 @@ def test_dequantize(kernel: str, dtype: str, small: str) -> None:
     torch.testing.assert_close(made.double(), right, rtol=eps, atol=0)
 
 
+@pytest.mark.parametrize("kernel", ["aten", "generated"])
 @pytest.mark.parametrize("op", ["quantize", "dequantize"])
-def test_a_scale_for_each_channel(op: str) -> None:
+def test_a_scale_for_each_channel(op: str, kernel: str) -> None:
     x, scale = numbers(4, 6, 5), torch.rand(6) + 0.1
     zero = codes(6, seed=1)
     attrs = {"axis": 1, "dtype": "int8" if op == "quantize" else "float32"}
@@ -119,12 +137,35 @@ def test_a_scale_for_each_channel(op: str) -> None:
         attrs=attrs,
         constant=(1, 2),
     )
-    made = run(f"{op}.aten", problem, {1: scale, 2: zero}, x)
+    made = run(f"{op}.{kernel}", problem, {1: scale, 2: zero}, x)
     for channel in range(6):
         one = [x[:, channel], scale[channel], zero[channel]]
         (right,) = reference.call(op, one, {**attrs, "axis": 0})
         assert torch.equal(made[:, channel], right)
     assert "one scale" in str(catalog.kernel(f"{op}.tiled").load().fits(problem))
+
+
+@pytest.mark.parametrize("op", ["quantize", "dequantize"])
+def test_a_slice_is_rounded_where_it_lies(op: str) -> None:
+    """One part of what several layers made at once: its rows lie apart."""
+    small, floating = "int8", "float32"
+    source = numbers(3, 7, 48) if op == "quantize" else codes(3, 7, 48)
+    part = source[..., 16:32]
+    read = meta_of(source).part(2, 16)
+    scale = torch.tensor(0.5)
+    dtype = small if op == "quantize" else floating
+    problem = Problem(
+        op=op,
+        inputs=(read, meta_of(scale)),
+        outputs=(TensorMeta(shape=(3, 7, 16), dtype=dtype),),
+        attrs={"axis": 0, "dtype": dtype},
+        constant=(1,),
+    )
+    assert read.matches(part)
+    made = run(f"{op}.generated", problem, {1: scale}, part)
+    (right,) = reference.call(op, [part, scale], problem.attrs)
+    assert torch.equal(made, right)
+    assert catalog.kernel(f"{op}.tiled").load().fits(problem) == "both sides dense, in one format"
 
 
 # ── pooling ───────────────────────────────────────────────────────────────────────────────────────

@@ -259,7 +259,7 @@ KERNELS: tuple[Kernel, ...] = (
         "pointwise relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish leaky_relu elu"
         " softplus clamp exp log sqrt rsqrt reciprocal neg abs erf add sub mul div pow maximum"
         " minimum to batch_norm softmax log_softmax layer_norm rms_norm mean sum amax amin"
-        " adaptive_avg_pool2d",
+        " adaptive_avg_pool2d quantize dequantize",
         "generated",
         "pointwise.generated",
         "tessella",

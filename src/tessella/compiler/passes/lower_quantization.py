@@ -25,6 +25,8 @@ CODES = ("int8", "float8_e4m3fn")
 # what commutes with rounding to one scale; of fp8 only what is a view
 MOVES = ("reshape", "permute", "expand", "slice", "select", "split", "cat", "max_pool2d", "relu")
 VIEWS = MOVES[:6]
+# what writes its result in the order that the layer after it wants, behind permutes and reshapes
+UNORDERED = ("scaled_dot_product_attention",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ def apply(graph: Graph) -> int:
         _take_relu(graph, node)
     _fold(graph)
     dead_code.apply(graph)
+    _until_done(graph, _settle)
     return lowered
 
 
@@ -268,6 +271,40 @@ def _lift(graph: Graph) -> bool:
         graph.nodes.remove(node)
         return True
     return False
+
+
+def _settle(graph: Graph) -> bool:
+    """``view(quantize(x))`` → ``quantize(view(x))`` behind attention, which no step rounds for.
+
+    Attention's heads are permuted and reshaped to rows without moving them, as they lie in this
+    order: there the rounding reads and writes dense memory. Before the views it would bring the
+    codes into the heads' order, and they would have to be brought back.
+    """
+    producer, users = graph.producer(), graph.users()
+    for node in graph.nodes:
+        code = code_of(graph, node, "quantize")
+        maker = _before_views(producer, node.inputs[0]) if code else None
+        if code is None or maker is None or maker.op not in UNORDERED or code.scale.numel() > 1:
+            continue
+        view = users[node.output][0] if len(users[node.output]) == 1 else None
+        if view is None or view.op not in ("permute", "reshape") or node.output in graph.outputs:
+            continue
+        x, last = node.inputs[0], view.output
+        moved = Value(graph.fresh_name(f"{x.name}.{view.op}"), x.dtype, last.shape)
+        view.inputs, view.outputs = (x,), (moved,)
+        node.inputs, node.outputs = (moved, *node.inputs[1:]), (last,)
+        graph.nodes.remove(node)
+        graph.nodes.insert(graph.nodes.index(view) + 1, node)
+        return True
+    return False
+
+
+def _before_views(producer: dict[Value, Node], value: Value | None) -> Node | None:
+    """What made the elements of a value that was permuted and reshaped since."""
+    maker = None if value is None else producer.get(value)
+    while maker is not None and maker.op in ("permute", "reshape"):
+        maker = None if maker.inputs[0] is None else producer.get(maker.inputs[0])
+    return maker
 
 
 def _from_codes(values: Sequence[Value | None], producer: dict[Value, Node]) -> bool:

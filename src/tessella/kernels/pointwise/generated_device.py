@@ -103,11 +103,13 @@ def _load(
     if FORM == "tile":
         STEP: tl.constexpr = STRIDES[len(SIZES) + 1]
         offsets = _offsets(rows, SIZES, STRIDES)[:, None] + columns[None, :] * STEP
-        x = tl.load(pointer + offsets, mask=rows_in & columns_in, other=0)
+        x = tl.load(pointer + offsets, mask=rows_in & columns_in, other=0.0)
     elif FORM == "row":
-        x = tl.load(pointer + columns[None, :] * STRIDES[len(SIZES) + 1], mask=columns_in, other=0)
+        x = tl.load(
+            pointer + columns[None, :] * STRIDES[len(SIZES) + 1], mask=columns_in, other=0.0
+        )
     elif FORM == "column":
-        x = tl.load(pointer + _offsets(rows, SIZES, STRIDES)[:, None], mask=rows_in, other=0)
+        x = tl.load(pointer + _offsets(rows, SIZES, STRIDES)[:, None], mask=rows_in, other=0.0)
     else:
         x = tl.load(pointer + tl.zeros([1, 1], tl.int32))
     return x.to(tl.float32)

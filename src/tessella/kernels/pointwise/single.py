@@ -1,6 +1,7 @@
 """Single operations as programs of one instruction, on the same memory.
 
-Element by element, or along the last axes: softmax, norms, means; a global average pool of NCHW.
+Element by element, to codes and back, or along the last axes: softmax, norms, means; a global
+average pool of NCHW.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tessella.core.errors import KernelError
-from tessella.kernels.pointwise.program import ELEMENTWISE, ROWS
+from tessella.kernels.pointwise.program import CODES, ELEMENTWISE, ROWS
 from tessella.kernels.problem import Problem, TensorMeta
 
 
@@ -26,7 +27,7 @@ def as_program(problem: Problem) -> Problem:
     reads = tuple(None if m is None else given.index(i) for i, m in enumerate(problem.inputs))
     inputs = tuple(problem.inputs[i] for i in given)
     op, attrs, outputs = problem.op, dict(problem.attrs), problem.outputs
-    if op not in ELEMENTWISE:
+    if op not in ELEMENTWISE | CODES:
         op, attrs, inputs, outputs = _along_rows(problem, inputs)
     program = ((op, reads, attrs),)
     return replace(
