@@ -158,7 +158,7 @@ class Language:
     join = staticmethod(lambda a, b: np.stack([a, b], -1).view(Array))
     sum = staticmethod(lambda x, axis: x.sum(axis))
     max = staticmethod(lambda x, axis: x.max(axis))
-    exp2 = np.exp2
+    exp2, abs = np.exp2, np.abs
     convert_layout = staticmethod(lambda x, layout: x)
     load = staticmethod(lambda p, mask=True, other=0.0: p.load(mask, other))
     store = staticmethod(lambda p, value, mask=True: p.store(value, mask))
