@@ -83,8 +83,8 @@ class Driver:
         if place not in self._functions:
             self._require_context(device)
             module, handle = ctypes.c_void_p(), ctypes.c_void_p()
-            self._call("cuModuleLoadData", ctypes.byref(module), cubin)
-            self._call("cuModuleGetFunction", ctypes.byref(handle), module, name.encode())
+            self.call("cuModuleLoadData", ctypes.byref(module), cubin)
+            self.call("cuModuleGetFunction", ctypes.byref(handle), module, name.encode())
             self._functions[place] = Function(name, handle, self._parameter_bytes(handle))
         return self._functions[place]
 
@@ -93,13 +93,10 @@ class Driver:
         sizes: list[int] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         self._require("cuFuncGetParamInfo")
-        while True:
-            index = ctypes.c_size_t(len(sizes))
-            found = ctypes.byref(offset), ctypes.byref(size)
-            if self._cuda.cuFuncGetParamInfo(handle, index, *found) == _INVALID_VALUE:
-                return tuple(sizes)
-            self._call("cuFuncGetParamInfo", handle, index, *found)
+        found = ctypes.byref(offset), ctypes.byref(size)
+        while self.answers("cuFuncGetParamInfo", handle, ctypes.c_size_t(len(sizes)), *found):
             sizes.append(size.value)
+        return tuple(sizes)
 
     def launch(
         self,
@@ -141,14 +138,14 @@ class Driver:
             count=len(attributes),
         )
         places = (ctypes.c_void_p * len(sizes))(*map(ctypes.addressof, parameters))
-        self._call("cuLaunchKernelEx", ctypes.byref(config), function.handle, places, None)
+        self.call("cuLaunchKernelEx", ctypes.byref(config), function.handle, places, None)
 
     def allow(self, function: Function, shared_bytes: int) -> None:
         """Let a kernel's blocks have so much dynamic shared memory."""
         if shared_bytes > function.shared_bytes:
-            self._call("cuFuncSetCacheConfig", function.handle, _PREFER_SHARED)
+            self.call("cuFuncSetCacheConfig", function.handle, _PREFER_SHARED)
             asked = ctypes.c_int(shared_bytes)
-            self._call("cuFuncSetAttribute", function.handle, _MAX_DYNAMIC_SHARED_BYTES, asked)
+            self.call("cuFuncSetAttribute", function.handle, _MAX_DYNAMIC_SHARED_BYTES, asked)
             function.shared_bytes = shared_bytes
 
     def tensor_map(
@@ -174,7 +171,7 @@ class Driver:
         start = -ctypes.addressof(memory) % MAP_ALIGNMENT
         made = (ctypes.c_char * MAP_BYTES).from_buffer(memory, start)
         outer = [tiles.element_bytes * n for n in strides[:-1]]
-        self._call(
+        self.call(
             "cuTensorMapEncodeTiled",
             ctypes.byref(made), tiles.element, ctypes.c_uint32(rank), ctypes.c_void_p(address),
             (ctypes.c_uint64 * rank)(*reversed(shape)),
@@ -188,21 +185,21 @@ class Driver:
     def new_stream(self, device: int) -> int:
         """A stream of a device that does not wait for its default one."""
         context, stream = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self._call("cuCtxPushCurrent_v2", context)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.call("cuCtxPushCurrent_v2", context)
         try:
-            self._call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+            self.call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
         finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(context))
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(context))
         return stream.value or 0
 
     def _require_context(self, device: int) -> None:
         """A thread that has not met the device yet has none; torch makes it when it allocates."""
         context = ctypes.c_void_p()
-        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        self.call("cuCtxGetCurrent", ctypes.byref(context))
         if not context:
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-            self._call("cuCtxSetCurrent", context)
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self.call("cuCtxSetCurrent", context)
 
     def _require(self, name: str) -> None:
         if not hasattr(self._cuda, name):
@@ -210,8 +207,23 @@ class Driver:
                 f"the CUDA driver is too old: it has no {name}", fix="update it to 12.4 or later"
             )
 
-    def _call(self, name: str, *args: Any) -> None:
+    def answers(self, name: str, *args: Any) -> bool:
+        """Whether a call finds what it is asked for; False where its arguments name nothing."""
         code = getattr(self._cuda, name)(*args)
+        if code == _INVALID_VALUE:
+            return False
+        self._require_success(name, code)
+        return True
+
+    def call(self, name: str, *args: Any) -> None:
+        """A function of the driver.
+
+        Raises:
+            KernelError: it fails, with its name and the driver's words.
+        """
+        self._require_success(name, getattr(self._cuda, name)(*args))
+
+    def _require_success(self, name: str, code: int) -> None:
         if code:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(code, ctypes.byref(text))
