@@ -347,6 +347,50 @@ def test_the_sums_of_a_transformer_stay_floating() -> None:
     assert all(n.inputs[3].dtype == "float32" for n in on_codes(made) if n.inputs[3] is not None)
 
 
+class PostNorm(nn.Module):
+    """BERT's order: what a norm makes is read by the next layers, and is their residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = self.norm(x + self.down(F.gelu(self.up(x))))
+        return x
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_norm_makes_codes_and_the_residual_that_is_not_rounded(kind: str) -> None:
+    graph = graph_of(PostNorm(), 5, 32)
+    calibration = calibrated(graph, 5, 32, kinds=(kind,))
+    made = rounded(graph, kind, calibration=calibration, target="sm_90")
+    ops = [n.op for n in made.nodes]
+    assert (ops.count("quantize"), ops.count("dequantize")) == (4, 0)  # two norms, two GELUs
+    residuals = [n.inputs[3] for n in on_codes(made) if n.inputs[3] is not None]
+    makers = made.producer()
+    assert [makers[v].op for v in residuals] == ["layer_norm", "layer_norm"]
+    assignment = assign(pipeline.optimized(graph), kind, {}, "sm_90", calibration)
+    fused = pipeline._changed(made, pipeline.narrowing(assignment))
+    chains = [n for n in fused.nodes if n.op == "pointwise" and len(n.outputs) == 2]
+    small = {"int8": "int8", "fp8": "float8_e4m3fn"}[kind]
+    assert [[v.dtype for v in n.outputs] for n in chains] == [[small, "float16"]] * 2
+    assert not {"dequantize", "quantize", "layer_norm"} & {n.op for n in fused.nodes}
+    x = torch.randn(4, 5, 32, generator=torch.Generator().manual_seed(7))
+    exact, before, after = (
+        interpret(g, {"x": x}, upcast=torch.float64)["scores"]
+        for g in (pipeline.optimized(graph), made, fused)
+    )
+    error = lambda got: float((got - exact).norm() / exact.norm())  # noqa: E731
+    assert error(before) < {"int8": 0.01, "fp8": 0.03}[kind]
+    assert error(after) < 1.2 * error(before)
+    answers = runtime.load(plan(graph, (1, 2, 4), precision=kind, calibration=calibration))(x=x)
+    assert error(answers["scores"].double()) < 1.2 * error(before)
+
+
 class Attention(nn.Module):
     """A transformer's attention; ``early``: a file's own rounding, before heads become rows."""
 

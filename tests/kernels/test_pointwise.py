@@ -181,6 +181,11 @@ CASES: dict[str, Problem] = {
         [X, meta()], ("tanh", (0,), {}), ("quantize", (2, 1), {"axis": 0, "dtype": "int8"}),
         results=(3, 2), constant=(1,),
     ),
+    "a norm and its codes": problem(
+        [meta(3, 40, dtype="float16"), *[meta(40, dtype="float16")] * 2, meta()],
+        ("layer_norm", (0, 1, 2), {"normalized_shape": (40,), "eps": 1e-5}),
+        ("quantize", (4, 3), {"axis": 0, "dtype": "int8"}), results=(5, 4), constant=(1, 2, 3),
+    ),
     "a number for all": problem([X, meta()], ("mul", (0, 1), PAIR), ("tanh", (2,), {})),
     "rows and columns": problem(
         [meta(7, 1), meta(1, 9)], ("add", (0, 1), SUM), ("exp", (0,), {}), ("div", (2, 3), PAIR)
@@ -457,6 +462,13 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         ),
         "a norm by hand": CASES["a norm by hand"],
         "codes": codes("float16", format=LAST),
+        "a norm and its codes": problem(
+            [tokens, w, w, meta()],
+            ("layer_norm", (0, 1, 2), {"normalized_shape": (768,), "eps": 1e-5}),
+            ("quantize", (4, 3), {"axis": 0, "dtype": "float8_e4m3fn"}),
+            results=(5, 4),
+            constant=(1, 2, 3),
+        ),
         "codes alone": Problem(
             op="quantize",
             inputs=(tokens, meta()),

@@ -48,12 +48,15 @@ class _Rounder:
         self._graph, self._calibration = graph, calibration
         self._kind_of_layer = kind_of_layer
         self._weights: dict[tuple[Value, str], Value] = {}
+        self._adds_codes: set[Node] = set()  # layers whose residual is rounded
 
     def activations(self, layers: list[Node]) -> dict[Value, set[str]]:
         """What is rounded, and to what: all that layers read, and residuals of layers between.
 
         A residual is rounded where the layer's own result will be, or where it is read by a layer
-        as well: then it exists as int8. The sums between transformer blocks are neither.
+        as well and made by one: then it exists in 8 bits only. The sums between transformer blocks
+        are neither, nor is what a norm makes: it writes both, and the sum adds what was not
+        rounded.
         """
         wanted: dict[Value, set[str]] = {}
         for node in layers:
@@ -61,10 +64,17 @@ class _Rounder:
         moved = {v for value in wanted for v in self._moved_from(value)}
         for node in layers:
             residual = node.inputs[3]
-            if residual is None or not {node.output, residual} & moved:
+            if residual is None:
                 continue
-            wanted.setdefault(residual, set()).add(self._kind_of_layer[node.output])
+            if node.output in moved or (residual in moved and self._by_layers(residual, layers)):
+                wanted.setdefault(residual, set()).add(self._kind_of_layer[node.output])
+                self._adds_codes.add(node)
         return wanted
+
+    def _by_layers(self, value: Value, layers: list[Node]) -> bool:
+        """Whether layers make a value, or what it is moved from."""
+        makers = self._graph.producer()
+        return any(makers.get(v) in layers for v in self._moved_from(value))
 
     def _moved_from(self, value: Value) -> set[Value]:
         """A value, and those that it is made of by moving elements only."""
@@ -83,15 +93,15 @@ class _Rounder:
         The result of a layer is then stored only once, in 8 bits. Where layers of two kinds read
         it, others read it as it is.
         """
-        makers = self._graph.producer()
-        by_layers = any(makers.get(v) in layers for v in self._moved_from(value))
+        by_layers = self._by_layers(value, layers)
         readers = self._graph.users()[value]
         for kind in sorted(kinds):
             rounded = self._rounded(value, kind)
             for node in readers:
                 if self._kind_of_layer.get(node.outputs[0]) == kind:
+                    positions = (0, 3) if node in self._adds_codes else (0,)
                     node.inputs = tuple(
-                        rounded if v is value and i in (0, 3) else v
+                        rounded if v is value and i in positions else v
                         for i, v in enumerate(node.inputs)
                     )
                 elif node not in layers and by_layers and len(kinds) == 1:
