@@ -41,6 +41,7 @@ CASES = {
     ),
     "fp8, fast": replace(BIG, dtype="float8_e4m3fn", out="bfloat16", fast_accumulation=True),
     "fp8, accurate": replace(BIG, dtype="float8_e5m2", out="float8_e5m2"),
+    "float16 to float32": replace(BIG, n=1000, out="float32", bias="float16"),
     "gelu": replace(BIG, bias="float16", activation="gelu"),
     "relu and residual": replace(BIG, bias="float32", residual="float16", activation="relu"),
     "few tiles": replace(BIG, m=128, n=512, k=16384),

@@ -42,6 +42,7 @@ from tessella.compiler.passes import (
     swap_means,
     take_pixels,
     turn_residuals,
+    widen_results,
 )
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.compiler.precision import Assignment
@@ -102,6 +103,7 @@ PASSES = (
 #   pad_channels          their channels by 16, for a GPU
 #   lower_precision   16-bit values, with casts at the edges of the network
 #   fuse_pointwise    what no layer took, element by element or along rows, as one step
+#   widen_results     a layer before a cast to float32 writes float32, on a GPU
 #   mark_sparse_weights   2:4 weights say so, where the target has kernels for them
 #   fuse_siblings     layers that read one value as one layer, or not: the faster wins
 #   assign_layout     channels_last regions around convolutions, or none: the faster wins
@@ -313,21 +315,32 @@ def marking(target: str) -> tuple[Pass, ...]:
 
 def narrowing(assignment: Assignment) -> tuple[Pass, ...]:
     """The passes that come then, the last before kernels are measured."""
-    target = assignment.target
+    return (*lowering(assignment), *fusing(assignment.target))
+
+
+def lowering(assignment: Assignment) -> tuple[Pass, ...]:
+    """The passes that make values 16-bit, where some are to be."""
+    if assignment.rest == "float32" and not assignment.dtypes:
+        return ()
+    lower = partial(lower_precision.apply, dtype=assignment.rest, layers=assignment.dtypes)
+    return (
+        Pass(lower, f"{assignment.rest} values: half the memory, and what tensor cores multiply"),
+        Pass(dead_code.apply, "the float32 weights are not read any more"),
+    )
+
+
+def fusing(target: str) -> tuple[Pass, ...]:
+    """The passes after ``lowering``: what is left between the layers goes into fewer steps."""
     round_ = partial(fuse_requantization.apply, target=target)
     chains = partial(fuse_pointwise.apply, target=target)
     fuse = (
         Pass(round_, "codes are made by the layer, behind its activation"),
         Pass(chains, "a chain of small operations passes memory once"),
     )
-    if assignment.rest == "float32" and not assignment.dtypes:
+    if target != "sm_90":
         return fuse
-    lower = partial(lower_precision.apply, dtype=assignment.rest, layers=assignment.dtypes)
-    return (
-        Pass(lower, f"{assignment.rest} values: half the memory, and what tensor cores multiply"),
-        Pass(dead_code.apply, "the float32 weights are not read any more"),
-        *fuse,
-    )
+    widen = partial(widen_results.apply, target=target)
+    return (*fuse, Pass(widen, "sums are float32: scores are not rounded first, and widened then"))
 
 
 def _changed(graph: Graph, steps: Sequence[Pass]) -> Graph:

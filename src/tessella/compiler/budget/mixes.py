@@ -19,6 +19,7 @@ from tessella.compiler.pipeline import (
     Pass,
     apply_each,
     copied,
+    lowering,
     marking,
     narrowing,
     pruning,
@@ -169,7 +170,7 @@ def simulated(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> 
     graph = _changed(exact, pruning(assignment))
     if assignment.kinds:
         insert_quantization.apply(graph, assignment.kinds, calibration)
-    return _changed(graph, narrowing(assignment)[:-1])  # all but the fusion of chains
+    return _changed(graph, lowering(assignment))
 
 
 def _changed(graph: Graph, steps: Sequence[Pass]) -> Graph:

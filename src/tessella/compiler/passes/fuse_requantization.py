@@ -7,17 +7,12 @@ it: where none does, as on a CPU, the layer writes floating numbers and a step r
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
+from tessella.compiler.fitting import has_kernel
 from tessella.compiler.passes import pad_channels
 from tessella.compiler.passes.fuse_epilogue import LAYERS, only_use
 from tessella.compiler.passes.lower_quantization import CODES, Code, code_of
-from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels import catalog
-from tessella.kernels.problem import Format, Problem, TensorMeta, is_gamma
-
-# to ask the kernels with: more pixels than a kernel of few rows takes, and a size few axes have
-BATCH = 176
+from tessella.graph.graph import Graph, Node
+from tessella.kernels.problem import is_gamma
 
 
 def apply(graph: Graph, target: str) -> int:
@@ -38,7 +33,7 @@ def apply(graph: Graph, target: str) -> int:
             attrs={**node.attrs, "dtype": code.dtype, "gamma": gamma},
             layer=node.layer,
         )
-        if _has_kernel(rounding, target, graph.constants):
+        if has_kernel(rounding, target, graph.constants):
             graph.nodes[graph.nodes.index(node)] = rounding
             graph.nodes.remove(reader)
             fused += 1
@@ -60,34 +55,4 @@ def _takes(node: Node, code: Code) -> bool:
         and code.scale.numel() == 1
         and code.zero == 0
         and node.attrs.get("gamma", 1.0) == 1.0
-    )
-
-
-def _has_kernel(node: Node, target: str, constants: Collection[Value]) -> bool:
-    """Whether a kernel that is not the last resort carries it out, in one of the formats."""
-    formats: tuple[Format, ...] = ("contiguous",)
-    if node.op == "conv2d":
-        formats = ("channels_last", "contiguous")
-    rows = [
-        row
-        for row in catalog.candidates(node.op, target)
-        if not (row.last_resort or row.unproven or row.sparse)
-    ]
-    return any(
-        row.refusal(_problem(node, format, constants)) is None for format in formats for row in rows
-    )
-
-
-def _problem(node: Node, format: Format, constants: Collection[Value]) -> Problem:
-    def meta(value: Value) -> TensorMeta:
-        shape = tuple(d if isinstance(d, int) else d.at(BATCH) for d in value.shape)
-        kept = format if len(shape) == 4 and value not in constants else "contiguous"
-        return TensorMeta(shape=shape, dtype=value.dtype, format=kept)
-
-    return Problem(
-        op=node.op,
-        inputs=tuple(None if v is None else meta(v) for v in node.inputs),
-        outputs=tuple(meta(v) for v in node.outputs),
-        attrs=node.attrs,
-        constant=tuple(i for i, v in enumerate(node.inputs) if v in constants),
     )

@@ -1,0 +1,84 @@
+"""Which kernels of a target would carry out a node, before there is a program to measure.
+
+Passes ask before they make a layer that only some kernels know: one that rounds behind its
+activation, or writes another type than it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tessella.compiler.precision import FEWEST_CHANNELS
+from tessella.graph.graph import Node, Value
+from tessella.kernels import catalog
+from tessella.kernels.catalog import Kernel
+from tessella.kernels.problem import Format, Problem, TensorMeta
+
+# to ask with: more pixels than a kernel of few rows takes, and a size that few axes have; and one
+MANY, ONE = 176, 1
+
+
+def has_kernel(node: Node, target: str, constants: Collection[Value]) -> bool:
+    """Whether a kernel that is not the last resort carries it out, in one of the formats."""
+    return bool(_takers(node, target, constants, MANY))
+
+
+def loses_none(before: Node, after: Node, target: str, constants: Collection[Value]) -> bool:
+    """Whether a layer may become another: each kernel written for the target stays, and some do.
+
+    What is written for a target is what a network's time is made of; libraries write no other type
+    than they read. One image is asked for too: there are kernels for few rows only. A matrix
+    product that none takes, as its rows are no multiple of 16 bytes, has portable kernels.
+    """
+    if not has_kernel(after, target, constants):
+        return False
+    took, takes = (
+        {
+            (batch, row.id)
+            for batch in (MANY, ONE)
+            for row in _takers(node, target, constants, batch)
+            if _written_for(row, node, target)
+        }
+        for node in (before, after)
+    )
+    return took <= takes and (bool(takes) or after.op == "linear")
+
+
+def _written_for(row: Kernel, node: Node, target: str) -> bool:
+    """Whether a kernel is written for this target, and for such a layer.
+
+    The direct convolution takes what fits its registers, but is meant for images of few channels.
+    """
+    if not row.id.endswith(f".{target.replace('_', '')}"):
+        return False
+    return row.algorithm != "direct" or int(node.inputs[1].shape[1]) < FEWEST_CHANNELS
+
+
+def _takers(
+    node: Node, target: str, constants: Collection[Value], batch: int
+) -> tuple[Kernel, ...]:
+    formats: tuple[Format, ...] = ("channels_last", "contiguous")
+    if node.op == "linear":
+        formats = ("contiguous",)
+    problems = [_problem(node, format, constants, batch) for format in formats]
+    return tuple(
+        row
+        for row in catalog.candidates(node.op, target)
+        if not (row.last_resort or row.unproven or row.sparse)
+        and any(row.refusal(problem) is None for problem in problems)
+    )
+
+
+def _problem(node: Node, format: Format, constants: Collection[Value], batch: int) -> Problem:
+    def meta(value: Value) -> TensorMeta:
+        shape = tuple(d if isinstance(d, int) else d.at(batch) for d in value.shape)
+        kept = format if len(shape) == 4 and value not in constants else "contiguous"
+        return TensorMeta(shape=shape, dtype=value.dtype, format=kept)
+
+    return Problem(
+        op=node.op,
+        inputs=tuple(None if v is None else meta(v) for v in node.inputs),
+        outputs=tuple(meta(v) for v in node.outputs),
+        attrs=node.attrs,
+        constant=tuple(i for i, v in enumerate(node.inputs) if v in constants),
+    )

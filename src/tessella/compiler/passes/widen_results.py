@@ -1,0 +1,51 @@
+"""A 16-bit layer whose result is only widened writes float32 itself: its sums are float32 anyway.
+
+A network in float16 ends with a cast of its scores, which rounds them for nothing and costs a GPU
+a launch. Only there: a CPU's libraries write the type that they read, and a cast costs them next
+to nothing. A residual stays with its cast, as kernels add one of the result's own type.
+"""
+
+from __future__ import annotations
+
+from tessella.compiler.fitting import loses_none
+from tessella.compiler.passes.fuse_epilogue import LAYERS, only_use
+from tessella.graph.graph import Graph, Node
+
+HALVES = ("float16", "bfloat16")
+
+
+def apply(graph: Graph, target: str) -> int:
+    """Take casts into the layers before them; returns how many went.
+
+    It comes after chains were fused: a cast that is a part of a longer step costs nothing.
+    """
+    widened = 0
+    for layer in [n for n in graph.nodes if n.op in LAYERS and _is_plain(n)]:
+        readers = graph.users()[layer.output]
+        if len(readers) != 1 or not only_use(graph, layer.output, cast := readers[0]):
+            continue
+        if cast.op != "to" or cast.output.dtype != "float32":
+            continue
+        wide = Node(
+            op=layer.op,
+            inputs=layer.inputs,
+            outputs=cast.outputs,
+            attrs={**layer.attrs, "dtype": "float32"},
+            layer=layer.layer,
+        )
+        if loses_none(layer, wide, target, graph.constants):
+            graph.nodes[graph.nodes.index(layer)] = wide
+            graph.nodes.remove(cast)
+            widened += 1
+    return widened
+
+
+def _is_plain(layer: Node) -> bool:
+    """Whether it writes 16 bits because it reads them, and adds nothing."""
+    types = {layer.inputs[0].dtype, layer.output.dtype}
+    return (
+        len(types) == 1
+        and types <= set(HALVES)
+        and "dtype" not in layer.attrs
+        and not any(layer.inputs[3:])
+    )
