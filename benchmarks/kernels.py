@@ -21,7 +21,7 @@ from tessella.core.device import torch_device
 from tessella.core.errors import CompileError
 from tessella.core.record import to_plain
 from tessella.kernels import auction, catalog
-from tessella.kernels.auction import OWN, Bid, Terms, look_ahead
+from tessella.kernels.auction import OWN, Bid, Looks, Terms
 from tessella.kernels.inputs import sample_inputs
 from tessella.kernels.limits import Limits, measured
 from tessella.kernels.problem import Math, Problem, TensorMeta
@@ -78,17 +78,14 @@ def _terms(case: Case, seconds: float) -> Terms:
 
 def _compiled(cases: Sequence[Case], seconds: float) -> Iterator[Sequence[Bid] | None]:
     """What each auction of a family will run, when it is compiled; later ones compile meanwhile."""
-    ahead = look_ahead(
+    looks = Looks(
         {case.problem.key: (case.problem, _constants(case)) for case in cases},
         target=TARGET,
         cache=TimingCache(),
         terms=_terms(cases[0], seconds),
     )
     for case in cases:
-        near, compiled = ahead.get(case.problem.key, (None, None))
-        if compiled:
-            compiled.wait()
-        yield near
+        yield looks.near(case.problem.key)
 
 
 def _constants(case: Case) -> dict[int, torch.Tensor]:
@@ -190,11 +187,11 @@ class _math:
         self.math = math
 
     def __enter__(self) -> None:
-        torch.backends.cudnn.conv.fp32_precision = self.math
+        torch.backends.cudnn.conv.fp32_precision = self.math  # type: ignore[attr-defined]
         torch.backends.cuda.matmul.fp32_precision = self.math
 
     def __exit__(self, *_: object) -> None:
-        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
         torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
