@@ -13,12 +13,15 @@ from torch import nn
 
 from tessella import runtime
 from tessella.artifacts.plan import Plan, to_bytes
-from tessella.compiler import explain, race
+from tessella.compiler import calibrate, explain, pipeline, race, variants
+from tessella.compiler.calibration import Calibration
 from tessella.compiler.passes import assign_layout, choose_kernels, dead_code, fuse_siblings
 from tessella.compiler.pipeline import optimized
+from tessella.compiler.precision import assign
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph
+from tessella.kernels import catalog
 from tessella.kernels.problem import Problem, TensorMeta
 from tessella.kernels.transform import cut
 from tests.compiler.networks import plan
@@ -212,6 +215,100 @@ def test_readers_of_channels_get_no_copy_of_their_part() -> None:
     assert [places[v.name].start if v.name in places else None for v in split.outputs] == [
         0, 4, None
     ]  # fmt: skip
+
+
+class Heads(nn.Module):
+    """Attention whose queries, keys and values are layers on codes, one of them without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = nn.Linear(32, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 64)
+        self.k.weight.data *= 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            y.reshape(x.shape[0], 5, 4, -1).permute(0, 2, 1, 3)
+            for y in (self.q(x), self.k(x), self.v(x))
+        )
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Branches(nn.Module):
+    """An inception block on codes: each branch's codes have a scale of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Conv2d(32, width, 1) for width in (16, 32, 16))
+        self.b.weight.data *= 5
+        self.after = nn.ModuleList(nn.Conv2d(width, 16, 3, padding=1) for width in (16, 32, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        branches = [layer(x).relu() for layer in (self.a, self.b, self.c)]
+        made = [after(y) for after, y in zip(self.after, branches, strict=True)]
+        return torch.cat(made, 1)
+
+
+ON_CODES: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
+    "attention": (Heads, (5, 32)), "inception": (Branches, (32, 6, 6)),
+}  # fmt: skip
+
+
+@functools.cache
+def calibrated(name: str) -> tuple[Graph, Calibration]:
+    make, shape = ON_CODES[name]
+    spec = TensorSpec(name="x", dtype="float32", shape=(BATCH, *shape))
+    graph = capture(make().eval(), (spec,), outputs=("scores",))
+    data = torch.randn(16, *shape, generator=torch.Generator().manual_seed(1))
+    return graph, calibrate(graph, [{"x": data}], kinds=("int8", "fp8"))
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ON_CODES)
+def test_layers_on_codes_are_siblings_too(name: str, kind: str, target: str) -> None:
+    graph, calibration = calibrated(name)
+    exact = optimized(graph)
+    assignment = assign(exact, kind, {}, target, calibration)
+    apart = pipeline._changed(exact, pipeline.rounding(exact, assignment, calibration))
+    apart = pipeline._changed(apart, pipeline.narrowing(assignment))
+    (fused, gone), *_ = variants.with_siblings(apart, target)
+    layers = [n for n in fused.nodes if n.op in ("conv2d", "linear")]
+    assert gone == 2
+    assert all(len(n.inputs) == 5 and n.inputs[4].shape == n.inputs[1].shape[:1] for n in layers)
+    x = torch.randn(3, *ON_CODES[name][1], generator=torch.Generator().manual_seed(4))
+    right, got = (interpret(g, {"x": x}, upcast=torch.float64)["scores"] for g in (apart, fused))
+    torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+    laid_out, formats = variants.with_layout(fused, "channels_last")
+    concrete = laid_out.at_batch(3)
+    places = choose_kernels.views(concrete, formats)
+    hopper = {
+        "conv2d": "conv2d.implicit_gemm.sm90", "linear": "linear.wgmma.sm90",
+        "scaled_dot_product_attention": "scaled_dot_product_attention.flash.sm90",
+    }  # fmt: skip
+    for node in concrete.nodes if target == "sm_90" else ():
+        if node.op in hopper:  # slices among what they read
+            problem = choose_kernels.problem_of(concrete, node, formats, "ieee", places)
+            assert catalog.kernel(hopper[node.op]).refusal(problem) is None, node
+
+
+@pytest.mark.parametrize("name", ON_CODES)
+def test_a_fused_plan_of_codes_gives_the_same_answers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, calibration = calibrated(name)
+    x = torch.randn(3, *ON_CODES[name][1], generator=torch.Generator().manual_seed(4))
+    found = []
+    for fused in (1.0, 3.0):
+        monkeypatch.setattr(
+            race, "times_us",
+            lambda programs, tuner, fused=fused: [2.0, *[fused] * (len(programs) - 1)],
+        )  # fmt: skip
+        made = plan(graph, (1, 2, 3), precision="int8", calibration=calibration)
+        assert bool(split_steps(made)) == (fused < 2.0)
+        found.append(runtime.load(made)(x=x)["scores"])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_the_reference_keeps_the_network_as_it_is() -> None:

@@ -19,7 +19,8 @@ def apply(graph: Graph, *, joined: bool = True) -> int:
     """Fuse every group of siblings; returns how many layers went into another one.
 
     Siblings read the same value with constant weights of the same shape but for their channels,
-    the same geometry and the same activation, and add no residual. A weight that some other node
+    the same geometry and the same activation, and add no residual; on int8 or fp8 each channel
+    keeps its factor, so their results may have scales of their own. A weight that some other node
     reads too stays where it is: it would be stored twice.
 
     Args:
@@ -44,15 +45,18 @@ def apply(graph: Graph, *, joined: bool = True) -> int:
 
 def _kind(graph: Graph, node: Node) -> Hashable | None:
     """What siblings have in common; None if the node cannot be one."""
-    if node.op not in LAYERS or any(node.inputs[3:]) or node.attrs.get("groups", 1) != 1:
+    if node.op not in LAYERS or node.inputs[3] is not None or node.attrs.get("groups", 1) != 1:
         return None
-    x, weight, bias, _ = node.inputs
+    x, weight, bias, _, *scale = node.inputs
     if x in graph.constants or weight not in graph.constants or len(weight.shape) < 2:
         return None
-    if bias is not None and (bias not in graph.constants or bias.dtype != weight.dtype):
+    if any(v not in graph.constants or v.shape != weight.shape[:1] for v in scale):
+        return None
+    (dtype,) = {v.dtype for v in scale} or {weight.dtype}
+    if bias is not None and (bias not in graph.constants or bias.dtype != dtype):
         return None
     attrs = tuple(sorted((name, _hashable(value)) for name, value in node.attrs.items()))
-    return (node.op, x, weight.shape[1:], weight.dtype, node.output.dtype, attrs)
+    return (node.op, x, weight.shape[1:], weight.dtype, dtype, node.output.dtype, attrs)
 
 
 def _hashable(value: object) -> Hashable:
@@ -70,11 +74,15 @@ def _fuse(graph: Graph, group: list[Node]) -> None:
     weights = [graph.constants[n.inputs[1]] for n in group]
     sizes = tuple(len(w) for w in weights)
     weight = graph.add_constant(f"{first.inputs[1].name}.siblings", torch.cat(weights))
-    bias = None
+    bias, scale = None, ()
+    like = weights[0]
+    if len(first.inputs) > 4:  # codes: a factor for each channel
+        scales = [graph.constants[n.inputs[4]] for n in group]
+        like, scale = scales[0], (graph.add_constant(f"{weight.name}.factor", torch.cat(scales)),)
     if any(n.inputs[2] is not None for n in group):
         parts = [
-            w.new_zeros(len(w)) if n.inputs[2] is None else graph.constants[n.inputs[2]]
-            for n, w in zip(group, weights, strict=True)
+            like.new_zeros(size) if n.inputs[2] is None else graph.constants[n.inputs[2]]
+            for n, size in zip(group, sizes, strict=True)
         ]
         bias = graph.add_constant(f"{weight.name}.bias", torch.cat(parts))
     old = first.output
@@ -83,7 +91,7 @@ def _fuse(graph: Graph, group: list[Node]) -> None:
     made = Value(graph.fresh_name(f"{old.name}.siblings"), old.dtype, shape)
     layer = Node(
         op=first.op,
-        inputs=(first.inputs[0], weight, bias, None),
+        inputs=(first.inputs[0], weight, bias, None, *scale),
         outputs=(made,),
         attrs=dict(first.attrs),
         layer=first.layer,
