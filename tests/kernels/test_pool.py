@@ -386,13 +386,23 @@ def test_another_format_is_refused() -> None:
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """ResNet's pools, which ``test_pointwise`` compiles for a GPU that is not there."""
-    pool = problem("max_pool2d", (2, 64, 112, 112), maximum(), "float16")
     for name in ("a transition of DenseNet", "codes after max", "bias after mean"):
         asked = chains(dtype="float16")[name]
         yield name, functools.partial(_launch_chain, "windows", asked)
+    codes = image(dtype="float8_e4m3fn")
+    back = ("dequantize", (0, 1), {"axis": 0, "dtype": "float16"})
+    small = {"axis": 0, "dtype": "float8_e4m3fn"}
+    make = functools.partial(chained, constant=(1,), format="channels_last")
+    fp8 = make(
+        [codes, vector()], back, ("max_pool2d", (2,), maximum()), ("quantize", (3, 1), small)
+    )
+    yield "max fp8", functools.partial(_launch_chain, "windows", fp8)
+    fp8 = make([codes, vector()], back, ("adaptive_avg_pool2d", (2,), ONE))
+    yield "global mean fp8", functools.partial(_launch_chain, "columns", fp8)
     for name, asked in global_means("float16").items():
         yield f"global mean: {name}", functools.partial(_launch_chain, "columns", asked)
     last = problem("adaptive_avg_pool2d", (2, 2048, 7, 7), ONE, "float16")
+    pool = problem("max_pool2d", (2, 64, 112, 112), maximum(), "float16")
     yield "max", functools.partial(_launch, "windows", pool)
     yield (
         "max int8",

@@ -119,7 +119,7 @@ def window_kernel(
         values = (made.to(tl.float32),)
         for i in tl.static_range(AFTER):
             x = _load(
-                pointers[BEFORE + i], n, c, p, q, inside, columns_in, 0, STRIDES, LAST, BEFORE + i
+                pointers[BEFORE + i], n, c, p, q, inside, columns_in, 0.0, STRIDES, LAST, BEFORE + i
             )
             values = values + (x.to(tl.float32),)  # noqa: RUF005
         y = steps(values, OPS_AFTER, READS_AFTER, NUMBERS_AFTER, RESULT_AFTER)
@@ -149,7 +149,7 @@ def _before(
     """What is pooled at one tap of every window, in float32."""
     values = ()
     for i in tl.static_range(BEFORE):
-        x = _load(pointers[i], n, c, h, w, there, columns_in, 0, STRIDES, LAST, i)
+        x = _load(pointers[i], n, c, h, w, there, columns_in, 0.0, STRIDES, LAST, i)
         values = values + (x.to(tl.float32),)  # noqa: RUF005
     return steps(values, OPS, READS, NUMBERS, RESULT)
 

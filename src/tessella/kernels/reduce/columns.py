@@ -236,7 +236,7 @@ def _load(
     STRIDES: tl.constexpr = ALL_STRIDES[I]
     start = pointer + outer * STRIDES[0] + columns * STRIDES[1]
     if STRIDES[2] == 0:
-        x = tl.load(start, mask=columns_in, other=0)
+        x = tl.load(start, mask=columns_in, other=0.0)
     else:
-        x = tl.load(start + rows * STRIDES[2], mask=there, other=0)
+        x = tl.load(start + rows * STRIDES[2], mask=there, other=0.0)
     return x.to(tl.float32)
