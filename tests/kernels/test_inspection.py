@@ -43,3 +43,19 @@ def test_fp8_saturates(out: str) -> None:
     largest = torch.finfo(getattr(torch, out)).max
     assert exact.shape == (8, 4)
     assert exact.eq(largest).all()
+
+
+@pytest.mark.parametrize("largest", [2, 9, 40, 127])
+def test_a_step_of_int8_is_no_error_however_small_the_others_are(largest: int) -> None:
+    """Sums of 16-bit products differ by their order: some of millions lie at a tie."""
+    shapes = ((8, 32), (4, 32))
+    problem = problems.linear(
+        *(TensorMeta(shape=shape, dtype="float16") for shape in shapes), out_dtype="int8"
+    )
+    exact = torch.tensor([largest, -1, 0], dtype=torch.float64)
+    one, two = (exact.clone(), exact.clone())
+    one[2] += 1
+    two[0] -= 2
+    assert looked_at(problem, exact.to(torch.int8), exact) is None
+    assert looked_at(problem, one.to(torch.int8), exact) is None
+    assert "deviates" in str(looked_at(problem, two.to(torch.int8), exact))
