@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from tessella.compiler import pipeline
+from tessella.compiler import pipeline, variants
 from tessella.compiler.calibration import Calibration
-from tessella.compiler.passes import fuse_requantization
+from tessella.compiler.passes import choose_kernels, fuse_requantization
 from tessella.compiler.precision import assign
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels import catalog
+from tests.compiler.networks import captured
 from tests.compiler.test_quantization import calibrated, graph_of
 
 ACTIVATIONS = {
@@ -50,10 +52,12 @@ class Convolutions(nn.Module):
         return self.b(silu(self.wide(silu(self.a(x))))).mean((2, 3))
 
 
-def stages(graph: Graph, kind: str, found: Calibration, target: str) -> tuple[Graph, Graph]:
+def stages(
+    graph: Graph, kind: str, found: Calibration, target: str, **precisions: str
+) -> tuple[Graph, Graph]:
     """The graph that says what is rounded, and the one whose kernels are chosen."""
     exact = pipeline.optimized(graph)
-    assignment = assign(exact, kind, {}, target, found)
+    assignment = assign(exact, kind, precisions, target, found)
     rounded = pipeline._changed(exact, pipeline.rounding(exact, assignment, found))
     return rounded, pipeline._changed(rounded, pipeline.narrowing(assignment))
 
@@ -161,3 +165,169 @@ def test_what_stays_a_step(changes: dict[str, object], fused: int) -> None:
     assert fuse_requantization.apply(graph, "sm_90") == fused
     check(graph)
     assert ("quantize" in {n.op for n in graph.nodes}) == (not fused)
+
+
+# ── 16 bits, and a pooling between ────────────────────────────────────────────────────────────────
+
+
+class Stem(nn.Module):
+    """A network's beginning: too few channels for int8, a pooling, then a layer on codes."""
+
+    def __init__(
+        self, pool: nn.Module, act: nn.Module, channels: int = 3, wide: int = 16, groups: int = 1
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(channels, wide, 5, stride=2, padding=2, groups=groups)
+        self.act, self.pool, self.then = act, pool, nn.Conv2d(wide, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(self.pool(self.act(self.first(x)))).mean((2, 3))
+
+
+def before_and_after(
+    graph: Graph, kind: str, found: Calibration, monkeypatch: pytest.MonkeyPatch, **precisions: str
+) -> tuple[Graph, Graph]:
+    """What is measured without the pass, and with it."""
+    with monkeypatch.context() as without:
+        without.setattr(fuse_requantization, "apply", lambda graph, target: 0)
+        _, before = stages(graph, kind, found, "sm_90", **precisions)
+    return before, stages(graph, kind, found, "sm_90", **precisions)[1]
+
+
+def ops(graph: Graph) -> list[str]:
+    return [n.op for n in graph.nodes]
+
+
+POOLS = {
+    "resnet": nn.MaxPool2d(3, stride=2, padding=1),
+    "plain": nn.MaxPool2d(2),
+    "ceil": nn.MaxPool2d(3, stride=2, ceil_mode=True),
+    "dilated": nn.MaxPool2d(2, stride=1, padding=1, dilation=2),
+    "long": nn.MaxPool2d((1, 4), stride=(1, 3), padding=(0, 2)),
+}
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.Identity(), nn.SiLU(), nn.Tanh()], ids=repr)
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_first_layer_writes_what_a_pooling_leaves_to_round(
+    pool: str, act: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes of the largest number and the largest code are one; padding never wins, below zero
+    either.
+    """
+    graph = graph_of(Stem(POOLS[pool], act), 3, 26, 22)
+    before, made = before_and_after(graph, "int8", calibrated(graph, 3, 26, 22), monkeypatch)
+    assert ops(before)[:4] == ["to", "conv2d", "pointwise", "conv2d"]  # the pool rounds
+    assert ops(made)[:4] == ["to", "conv2d", "max_pool2d", "conv2d"]
+    first, pooled = made.nodes[1:3]
+    assert first.inputs[0].dtype == "float16"
+    assert (first.output.dtype, pooled.output.dtype) == ("int8", "int8")
+    assert pooled.output.name == before.nodes[2].output.name
+    x = {"x": 2 * torch.randn(3, 3, 26, 22, generator=torch.Generator().manual_seed(2))}
+    right, fused = (interpret(g, x, upcast=torch.float64)["scores"] for g in (before, made))
+    assert torch.equal(right, fused)
+    assert_alike(before, made, 3, 26, 22)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_without_a_pooling_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of(Stem(nn.Identity(), nn.ReLU()), 3, 16, 16)
+    found = calibrated(graph, 3, 16, 16, kinds=(kind,))
+    before, made = before_and_after(graph, kind, found, monkeypatch)
+    assert ops(before)[:4] == ["to", "conv2d", "quantize", "conv2d"]
+    assert ops(made) == [*ops(before)[:2], *ops(before)[3:]]
+    x = {"x": torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(2))}
+    right, fused = (interpret(g, x, upcast=torch.float64)["scores"] for g in (before, made))
+    torch.testing.assert_close(right, fused, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("stem", "kind"), [
+    ({}, "fp8"),  # no kernel has a maximum of fp8
+    ({"channels": 16, "groups": 16}, "int8"),  # libraries are faster than portable kernels
+    ({"channels": 32}, "int8"),  # so is the layer on 16 bits, without this one's factor
+], ids=str)  # fmt: skip
+def test_a_first_layer_that_would_lose_a_kernel_stays(
+    stem: dict[str, int], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channels = stem.get("channels", 3)
+    graph = graph_of(Stem(nn.MaxPool2d(2), nn.ReLU(), **stem), channels, 16, 16)
+    first = pipeline.optimized(graph).nodes[0].output.name
+    found = calibrated(graph, channels, 16, 16, kinds=(kind,))
+    before, made = before_and_after(graph, kind, found, monkeypatch, **{first: "fp16"})
+    assert ops(made) == ops(before)
+    assert not rescaled(made)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp32"])
+def test_a_cpus_first_layer_stays(kind: str) -> None:
+    graph = graph_of(Stem(nn.MaxPool2d(2), nn.ReLU()), 3, 16, 16)
+    _, made = stages(graph, kind, calibrated(graph, 3, 16, 16), "cpu")
+    assert not rescaled(made)
+    assert ("quantize" in ops(made)) == (kind == "int8")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "googlenet", "alexnet"])
+def test_hoppers_kernels_take_it(name: str) -> None:
+    graph = captured(name)
+    shape = [int(d) for d in graph.inputs[0].shape[1:]]
+    _, made = stages(graph, "int8", calibrated(graph, *shape), "sm_90")
+    laid_out, formats = variants.with_layout(made, "channels_last")
+    for batch in (1, 128):
+        concrete = laid_out.at_batch(batch)
+        nodes = {n.op: n for n in reversed(concrete.nodes)}  # the first of each
+        for op, id in {"conv2d": "direct.sm90", "max_pool2d": "windows"}.items():
+            problem = choose_kernels.problem_of(concrete, nodes[op], formats, "ieee", {})
+            assert problem.output.dtype == "int8"
+            assert problem.output.has("channels_last")
+            assert catalog.kernel(f"{op}.{id}").refusal(problem) is None
+
+
+def pooled(
+    zero: int = 0, scale: tuple[float, ...] = (0.02,), read: str = "", residual: bool = False
+) -> Graph:
+    """A convolution on float16, its pooling, rounded; ``read``: what else is a result."""
+    spec = TensorSpec(name="x", dtype="float32", shape=(DimRange(min=1, opt=2, max=4), 3, 8, 8))
+    network = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2))
+    graph = capture(network.eval(), (spec,), outputs=("y",))
+    conv, pool = graph.nodes
+    for value in (*graph.inputs, *graph.constants, conv.output, pool.output):
+        value.dtype = "float16"
+    graph.constants = {v: t.half() for v, t in graph.constants.items()}
+    if residual:
+        other = Value("other", "float16", conv.output.shape)
+        graph.inputs.append(other)
+        conv.inputs = (*conv.inputs[:3], other)
+    numbers = graph.add_constant("scale", torch.tensor(scale))
+    zeros = graph.add_constant("zero", torch.tensor(zero, dtype=torch.int8)) if zero else None
+    made = Value("z", "int8", pool.output.shape)
+    attrs = {"axis": 1, "dtype": "int8"}
+    graph.nodes.append(Node("quantize", (pool.output, numbers, zeros), (made,), attrs))
+    also = {"conv": [conv.output], "pool": [pool.output]}
+    graph.outputs = [made, *also.get(read, [])]
+    check(graph)
+    return graph
+
+
+@pytest.mark.parametrize(("changes", "fused"), [
+    ({}, 1),
+    ({"zero": 4}, 0),
+    ({"scale": tuple(0.01 + i / 100 for i in range(16))}, 0),
+    ({"scale": (1e-39,)}, 0),
+    ({"read": "conv"}, 0),
+    ({"read": "pool"}, 0),
+    ({"residual": True}, 0),
+], ids=repr)  # fmt: skip
+def test_what_stays_behind_a_pooling(changes: dict[str, object], fused: int) -> None:
+    graph = pooled(**changes)
+    before = graph.copy()
+    assert fuse_requantization.apply(graph, "sm_90") == fused
+    check(graph)
+    assert ("quantize" in ops(graph)) == (not fused)
+    generator = torch.Generator().manual_seed(3)
+    x = {
+        v.name: torch.randn(2, *map(int, v.shape[1:]), generator=generator).half()
+        for v in graph.inputs
+    }
+    made, right = (interpret(g, x, upcast=torch.float64)["z"] for g in (graph, before))
+    assert torch.equal(made, right)

@@ -221,6 +221,21 @@ def test_first_layers(on_numpy: None, name: str, dtype: str) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("name", ["resnet", "vgg", "alexnet", "many filters"])
+def test_16_bits_become_codes(on_numpy: None, name: str, activation: str | None) -> None:
+    """A factor behind the activation, then int8: through TMA and without; ties and both ends."""
+    case = replace(FIRST[name], dtype="float16", out="int8", activation=activation, gamma=0.25)
+    kernel = catalog.kernel("conv2d.direct.sm90")
+    for x_format, out_format in (("contiguous", "contiguous"), (LAST, LAST), (LAST, "contiguous")):
+        varied = replace(case, x_format=x_format, out_format=out_format)
+        assert kernel.refusal(varied.problem) is None
+        config = kernel.configs(varied.problem)[0]
+        check(kernel, varied, config, integers=True)
+        check(kernel, replace(varied, gamma=8.0), {**config, "warps": 8}, integers=True)
+
+
+@interpreted
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_infinity_beside_a_run_is_no_part_of_a_sum(on_numpy: None) -> None:
     """Words are read whole; what they hold beside the run must not count."""

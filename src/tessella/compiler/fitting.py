@@ -14,8 +14,20 @@ from tessella.kernels import catalog
 from tessella.kernels.catalog import Kernel
 from tessella.kernels.problem import Format, Problem, TensorMeta
 
+HALVES = ("float16", "bfloat16")
 # to ask with: more pixels than a kernel of few rows takes, and a size that few axes have; and one
 MANY, ONE = 176, 1
+
+
+def is_plain_half(layer: Node) -> bool:
+    """Whether a layer writes 16 bits because it reads them, and adds nothing."""
+    types = {layer.inputs[0].dtype, layer.output.dtype}
+    return (
+        len(types) == 1
+        and types <= set(HALVES)
+        and "dtype" not in layer.attrs
+        and not any(layer.inputs[3:])
+    )
 
 
 def has_kernel(node: Node, target: str, constants: Collection[Value]) -> bool:

@@ -1,17 +1,24 @@
-"""Layers on int8 or fp8 whose activated result is only rounded again write the codes themselves.
+"""Layers whose activated result is only rounded write the codes themselves.
 
-``lower_quantization`` takes the result's scale into the layer's own factors, which a ReLU lets
-through. Behind a GELU or a SiLU it is a factor of its own, ``gamma``, and only some kernels know
-it: where none does, as on a CPU, the layer writes floating numbers and a step rounds them.
+``lower_quantization`` takes the result's scale into the own factors of a layer on codes, which a
+ReLU lets through. Behind a GELU or a SiLU, and for a layer on 16 bits, which has none, it is a
+factor of its own, ``gamma``, and only some kernels know it: where none does, as on a CPU, the layer
+writes floating numbers and a step rounds them.
+
+A network's first layer has too few channels for int8, and a pooling often stands before the
+rounding. As rounding keeps the order, the largest of codes is the code of the largest: the layer
+writes codes, and the pooling reads them, half of the bytes each::
+
+    quantize(max_pool2d(conv2d(x))) → max_pool2d(conv2d(x, gamma=1 / scale, dtype="int8"))
 """
 
 from __future__ import annotations
 
-from tessella.compiler.fitting import has_kernel
+from tessella.compiler.fitting import has_kernel, is_plain_half, loses_none
 from tessella.compiler.passes import pad_channels
 from tessella.compiler.passes.fuse_epilogue import LAYERS, only_use
 from tessella.compiler.passes.lower_quantization import CODES, Code, code_of
-from tessella.graph.graph import Graph, Node
+from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.problem import is_gamma
 
 
@@ -19,27 +26,41 @@ def apply(graph: Graph, target: str) -> int:
     """Let such layers round; returns how many do now."""
     fused = 0
     for node in [n for n in graph.nodes if n.op in LAYERS]:
-        readers = graph.users()[node.output]
-        reader = readers[0] if len(readers) == 1 else None
-        code = code_of(graph, reader, "quantize")
-        if reader is None or code is None or not only_use(graph, node.output, reader):
+        reader = _only_reader(graph, node.output)
+        pool = reader if reader is not None and reader.op == "max_pool2d" else None
+        rounds = reader if pool is None else _only_reader(graph, pool.output)
+        code = code_of(graph, rounds, "quantize")
+        if rounds is None or code is None or not _takes(node, code):
             continue
-        if not _takes(node, code) or not is_gamma(gamma := 1.0 / code.factor):
+        made = rounds.output
+        if pool is not None:
+            if code.dtype != "int8":  # there is no maximum of fp8
+                continue
+            name = graph.fresh_name(f"{node.output.name}.{code.dtype}")
+            made = Value(name, code.dtype, node.output.shape)
+        if not is_gamma(gamma := 1.0 / code.factor):
             continue
         rounding = Node(
             op=node.op,
             inputs=node.inputs,
-            outputs=reader.outputs,
+            outputs=(made,),
             attrs={**node.attrs, "dtype": code.dtype, "gamma": gamma},
             layer=node.layer,
         )
-        if has_kernel(rounding, target, graph.constants):
+        if _has_kernel(graph, node, rounding, target):
             graph.nodes[graph.nodes.index(node)] = rounding
-            graph.nodes.remove(reader)
+            if pool is not None:
+                pool.inputs, pool.outputs = (made,), rounds.outputs
+            graph.nodes.remove(rounds)
             fused += 1
     if fused and target == "sm_90":
         pad_channels.apply(graph)  # what lies between two of these layers is codes only now
     return fused
+
+
+def _only_reader(graph: Graph, value: Value) -> Node | None:
+    readers = graph.users()[value]
+    return readers[0] if readers and only_use(graph, value, readers[0]) else None
 
 
 def _takes(node: Node, code: Code) -> bool:
@@ -48,11 +69,21 @@ def _takes(node: Node, code: Code) -> bool:
     A residual in floating numbers beside codes is what fast kernels do not read.
     """
     return (
-        len(node.inputs) == 5
-        and node.inputs[3] is None
-        and node.inputs[0].dtype in CODES
-        and code.dtype == node.inputs[0].dtype
+        (_is_on(node, code) or is_plain_half(node))
         and code.scale.numel() == 1
         and code.zero == 0
+        and code.dtype in CODES
         and node.attrs.get("gamma", 1.0) == 1.0
     )
+
+
+def _is_on(node: Node, code: Code) -> bool:
+    """Whether the layer multiplies such codes itself, and adds nothing."""
+    return len(node.inputs) == 5 and node.inputs[3] is None and node.inputs[0].dtype == code.dtype
+
+
+def _has_kernel(graph: Graph, node: Node, rounding: Node, target: str) -> bool:
+    """Whether it pays: of codes there are no other kernels, of 16 bits none may be lost."""
+    if is_plain_half(node):
+        return loses_none(node, rounding, target, graph.constants)
+    return has_kernel(rounding, target, graph.constants)

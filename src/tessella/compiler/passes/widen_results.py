@@ -7,11 +7,9 @@ to nothing. A residual stays with its cast, as kernels add one of the result's o
 
 from __future__ import annotations
 
-from tessella.compiler.fitting import loses_none
+from tessella.compiler.fitting import is_plain_half, loses_none
 from tessella.compiler.passes.fuse_epilogue import LAYERS, only_use
 from tessella.graph.graph import Graph, Node
-
-HALVES = ("float16", "bfloat16")
 
 
 def apply(graph: Graph, target: str) -> int:
@@ -20,7 +18,7 @@ def apply(graph: Graph, target: str) -> int:
     It comes after chains were fused: a cast that is a part of a longer step costs nothing.
     """
     widened = 0
-    for layer in [n for n in graph.nodes if n.op in LAYERS and _is_plain(n)]:
+    for layer in [n for n in graph.nodes if n.op in LAYERS and is_plain_half(n)]:
         readers = graph.users()[layer.output]
         if len(readers) != 1 or not only_use(graph, layer.output, cast := readers[0]):
             continue
@@ -38,14 +36,3 @@ def apply(graph: Graph, target: str) -> int:
             graph.nodes.remove(cast)
             widened += 1
     return widened
-
-
-def _is_plain(layer: Node) -> bool:
-    """Whether it writes 16 bits because it reads them, and adds nothing."""
-    types = {layer.inputs[0].dtype, layer.output.dtype}
-    return (
-        len(types) == 1
-        and types <= set(HALVES)
-        and "dtype" not in layer.attrs
-        and not any(layer.inputs[3:])
-    )
