@@ -13,15 +13,18 @@ from tessella.runtime.streams import Turns
 
 
 class Cuda:
-    """Streams are names; an event keeps what had been queued in its stream when it was recorded."""
+    """Streams are names; who waits for an event knows that what was queued before it has ended."""
 
     def __init__(self) -> None:
         self.queued: dict[str, list[str]] = {"a": [], "b": [], "own": []}
         self.current = {0: "a", 1: "other"}
         self.device = 0
+        self.ended: set[str] = set()
+        self.ended_before: dict[str, set[str]] = {}  # what had ended when work was queued
 
     def work(self, name: str) -> None:
         self.queued[self.current[self.device]].append(name)
+        self.ended_before[name] = set(self.ended)
 
     def set_device(self, index: int) -> None:
         self.device = index
@@ -43,14 +46,13 @@ def cuda(monkeypatch) -> Cuda:
     cuda = Cuda()
 
     class Event:
-        before: list[str] | None = None
+        before: tuple[str, ...] = ()
 
         def record(self, stream) -> None:
-            self.before = list(cuda.queued[stream])
+            self.before = tuple(cuda.queued[stream])
 
-        def wait(self, stream) -> None:
-            queue = cuda.queued[stream]
-            queue += [name for name in self.before or () if name not in queue]
+        def synchronize(self) -> None:
+            cuda.ended.update(self.before)
 
     monkeypatch.setattr(streams, "OwnStream", lambda device: SimpleNamespace(stream=Stream()))
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -72,14 +74,17 @@ def test_a_run_is_in_its_caller_s_stream(cuda: Cuda) -> None:
 
 def test_a_run_waits_for_the_run_before_in_another_stream(cuda: Cuda) -> None:
     turns = Turns(torch.device("cuda"))
-    for number, stream in enumerate("aabab"):
+    streams = "aabab"
+    for number, stream in enumerate(streams):
         cuda.current[0] = stream
         with turns:
             cuda.work(f"run {number}")
         cuda.work(f"use {number}")
-    a, b = cuda.queued["a"], cuda.queued["b"]
-    assert a == ["run 0", "use 0", "run 1", "use 1", "run 2", "run 3", "use 3"]
-    assert b == ["run 0", "use 0", "run 1", "run 2", "use 2", "use 1", "run 3", "run 4", "use 4"]
+    for number in range(1, len(streams)):
+        ended = cuda.ended_before[f"run {number}"]
+        changed = streams[number] != streams[number - 1]
+        assert (f"run {number - 1}" in ended) == changed  # in its own stream it is behind it
+        assert f"use {number - 1}" not in ended
 
 
 def test_from_host_memory_it_waits_for_runs_only(cuda: Cuda) -> None:
@@ -89,8 +94,8 @@ def test_from_host_memory_it_waits_for_runs_only(cuda: Cuda) -> None:
     cuda.work("other work")
     with turns.in_own_stream():
         cuda.work("run 2")
-    assert cuda.queued["own"] == ["run 1", "run 2"]
-    assert cuda.queued["a"] == ["run 1", "other work"]
+    assert cuda.ended_before["run 2"] == {"run 1"}
+    assert cuda.queued == {"a": ["run 1", "other work"], "b": [], "own": ["run 2"]}
     assert cuda.current[0] == "a"
 
 

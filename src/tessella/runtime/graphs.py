@@ -50,6 +50,7 @@ class GraphedBucket:
         self._places: list[Addresses | None] = [None] * len(self.inputs)
         for i, static in enumerate(self.inputs):
             self._places[i] = self._proved(i, static)
+        torch.cuda.current_stream().synchronize()  # its first call may come in another stream
 
     def _proved(self, i: int, static: torch.Tensor) -> Addresses | None:
         """Where the graph holds an input's address, if it answers the same from another place
