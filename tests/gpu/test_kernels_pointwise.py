@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tessella.kernels import catalog, reference
-from tessella.kernels.problem import Problem, TensorMeta, meta_of
+from tessella.kernels.problem import Problem
 from tests.kernels import test_pointwise as programs
 from tests.kernels import test_pool as pools
+from tests.kernels import test_quant as codes
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -70,22 +70,6 @@ def test_global_means(asked: Problem) -> None:
 
 @pytest.mark.parametrize("kernel", ["quantize.tiled", "quantize.generated"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("scale", [0.5, 0.037])
+@pytest.mark.parametrize("scale", codes.SCALES)
 def test_every_code(kernel: str, dtype: str, scale: float) -> None:
-    """All finite float16 numbers, ties and what is out of range among them."""
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=GPU).to(torch.int16)
-    x = bits.view(torch.float16)
-    x = x[x.isfinite()].clone()
-    step = torch.tensor(scale, device=GPU)
-    asked = Problem(
-        op="quantize",
-        inputs=(meta_of(x), meta_of(step)),
-        outputs=(TensorMeta(shape=tuple(x.shape), dtype=dtype),),
-        attrs={"axis": 0, "dtype": dtype},
-        constant=(1,),
-    )
-    (right,) = reference.call("quantize", [x, step], asked.attrs)
-    module = catalog.kernel(kernel).load()
-    for config in catalog.kernel(kernel).configs(asked):
-        made = module.bind(asked, {1: step}, **config)(x, out=torch.empty_like(right))
-        assert torch.equal(made.float(), right.float())
+    codes.every_code(kernel, dtype, scale, GPU)

@@ -102,6 +102,33 @@ def test_quantize_to_fp8_saturates(kernel: str, dtype: str) -> None:
     assert torch.equal(made, right)
 
 
+SCALES = (0.5, 0.037, 3e-5, 0.125 - 2.0**-27)  # the last one's quotients are hardest to round
+
+
+def every_code(kernel: str, dtype: str, scale: float, device: torch.device) -> None:
+    """All numbers of float16: ties, what is out of range, and infinities among them."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    x, step = x[~x.isnan()].to(device), torch.tensor(scale, device=device)
+    problem = Problem(
+        op="quantize",
+        inputs=(meta_of(x), meta_of(step)),
+        outputs=(like(x, dtype),),
+        attrs={"axis": 0, "dtype": dtype},
+        constant=(1,),
+    )
+    (right,) = reference.call("quantize", [x, step], problem.attrs)
+    row = catalog.kernel(kernel)
+    for config in row.configs(problem):
+        call = row.load().bind(problem, {1: step}, **config)
+        assert torch.equal(call(x, out=torch.empty_like(right)).float(), right.float())
+
+
+@pytest.mark.parametrize("kernel", ["quantize.tiled", "quantize.generated"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_code(kernel: str, scale: float) -> None:
+    every_code(kernel, "int8", scale, CPU)
+
+
 @pytest.mark.parametrize("kernel", DEQUANTIZE)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("small", ["int8", "float8_e4m3fn"])

@@ -253,7 +253,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("leaky_relu elu clamp exp log sqrt rsqrt reciprocal neg abs erf", "pointwise.unary"),
     *_aten("add sub mul div pow", "pointwise.binary"),
     # between floating numbers and int8 or fp8
-    *_rows("quantize dequantize", "tiled", "quant.tiled", "tessella"),
+    *_rows("quantize dequantize", "tiled", "quant.tiled", "tessella", version=2),
     *_aten("quantize dequantize", "quant.aten"),
     *_rows(
         "pointwise relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish leaky_relu elu"
@@ -263,23 +263,23 @@ KERNELS: tuple[Kernel, ...] = (
         "generated",
         "pointwise.generated",
         "tessella",
-        version=2,
+        version=3,
     ),
     _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
-    *_rows("pointwise", "generated_several", "pointwise.generated_several", "tessella", version=2),
+    *_rows("pointwise", "generated_several", "pointwise.generated_several", "tessella", version=3),
     *_rows(
         "max_pool2d avg_pool2d adaptive_avg_pool2d pointwise",
         "windows",
         "pool.windows",
         "tessella",
-        version=3,
+        version=4,
     ),
     *_rows(
         "mean sum adaptive_avg_pool2d pointwise",
         "columns",
         "reduce.columns",
         "tessella",
-        version=2,
+        version=3,
     ),
     # moving elements
     *_aten("to cat", "transform.copy"),

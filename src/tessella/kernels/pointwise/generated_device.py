@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tessella.kernels.epilogue_triton import activate, cast
+from tessella.kernels.epilogue_triton import activate, cast, quotient
 from tessella.kernels.overlap import await_earlier
 
 _INFINITY = tl.constexpr(float("inf"))
@@ -163,8 +163,8 @@ def instruction(
         y = x * values[PAIR[1]]
     elif OP == "div":
         y = x / values[PAIR[1]]
-    elif OP == "quotient":  # torch's: ties fall alike
-        y = tl.div_rn(x, values[PAIR[1]])
+    elif OP == "quotient":
+        y = quotient(x, values[PAIR[1]])
     elif OP == "maximum":
         y = _maximum(x, values[PAIR[1]])
     elif OP == "minimum":

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.epilogue_triton import cast
+from tessella.kernels.epilogue_triton import cast, quotient
 from tessella.kernels.launch import launch
 from tessella.kernels.overlap import await_earlier, overlapping
 from tessella.kernels.problem import Problem
@@ -57,7 +57,7 @@ def _quantize(x, out, scale, zero, count, BLOCK: tl.constexpr, OVERLAP: tl.const
     await_earlier(OVERLAP)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(x + i, mask=i < count, other=0.0).to(tl.float32)
-    numbers = tl.div_rn(numbers, tl.load(scale))  # torch's quotient: ties fall alike
+    numbers = quotient(numbers, tl.load(scale + tl.zeros([1], tl.int32)))
     if zero is not None:
         # rounded first: with an odd zero point a tie would fall the other way
         numbers = tl.where(numbers > 1e6, 1e6, tl.where(numbers < -1e6, -1e6, numbers))
