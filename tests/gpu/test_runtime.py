@@ -172,3 +172,22 @@ def test_an_input_is_read_where_it_is(input: str) -> None:
     scores = engine(image=copied[:4])["scores"]
     copied.zero_()  # in the caller's stream: behind the reading
     torch.testing.assert_close(scores, right[:4], **NEAR)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_calls_that_wait_in_a_queue_keep_their_inputs(streams: int) -> None:
+    """Eight calls, each with an input elsewhere, before the GPU has begun with the first."""
+    engine = runtime.load(build("fp16", "float32"))
+    inputs = [torch.randn(4, 3, 28, 28, device="cuda") for _ in range(4)]
+    right = [engine(image=x)["scores"].clone() for x in inputs]
+    queues = [torch.cuda.Stream() for _ in range(streams)]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        made = []
+        for call in range(8):
+            with torch.cuda.stream(queues[call % streams]):
+                if call < streams:
+                    torch.cuda._sleep(2_000_000)
+                made.append(engine(image=inputs[call % 4])["scores"])
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, right[i % 4]) for i, a in enumerate(made))

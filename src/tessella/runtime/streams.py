@@ -14,9 +14,8 @@ class Turns:
     """``with turns:`` runs the block in its caller's stream, behind the last block, in whatever
     stream that was: an engine has one arena. One thread at a time.
 
-    Where the stream changes, the host waits until the last block has ended. A graph that was told
-    another address for its next launch read there already in the launch before, which was still
-    waiting in another stream (CUDA 13.0; a third of the answers, docs/log.md, 2026-11-22).
+    Where the stream changes, the host waits until the last block has ended: with an event only, one
+    graph launched in two streams gave wrong answers now and then (docs/log.md, 2026-11-22).
 
     So engines of one GPU run side by side where their callers have streams of their own, as calls
     from host memory do by ``in_own_stream``. What the block reads and makes is the caller's, in
