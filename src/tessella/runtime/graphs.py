@@ -47,7 +47,6 @@ class GraphedBucket:
                 self._outputs = bound(self.inputs)
         self._graph.instantiate()
         self._executable = self._graph.raw_cuda_graph_exec()
-        self._replayed = torch.cuda.Event()
         self._places: list[Addresses | None] = [None] * len(self.inputs)
         for i, static in enumerate(self.inputs):
             self._places[i] = self._proved(i, static)
@@ -72,13 +71,13 @@ class GraphedBucket:
             else:
                 other.uniform_(-1, 1, generator=drawn)
             static.copy_(other)
-            self._replay()
+            self._graph.replay()
             right = [tensor.clone() for tensor in self._outputs]
             static.copy_(255 - other) if static.dtype == torch.uint8 else static.fill_(torch.nan)
-            self._point(places, other)
-            self._replay()
+            places.point(self._executable, other.data_ptr())
+            self._graph.replay()
             same = all(_same(a, b) for a, b in zip(self._outputs, right, strict=True))
-            self._point(places, static)
+            places.point(self._executable, static.data_ptr())
             static.zero_()
         return places if same else None
 
@@ -88,7 +87,7 @@ class GraphedBucket:
             count = len(tensor)
             if places is not None:
                 read = tensor if count == self.batch and _readable(tensor, static) else static
-                self._point(places, read)
+                places.point(self._executable, read.data_ptr())  # for what is launched from now on
                 if read is tensor:
                     continue
             if count == self.batch:
@@ -96,23 +95,8 @@ class GraphedBucket:
             else:
                 static[:count].copy_(tensor, non_blocking=True)
                 static[count:].zero_()
-        self._replay()
-        return self._outputs
-
-    def _point(self, places: Addresses, tensor: torch.Tensor) -> None:
-        """Let the next replay read a tensor; the last one must have ended.
-
-        CUDA says that a change is for later launches only. A launch that was still waiting read
-        the new address (driver 580; docs/log.md, 2026-11-22). Callers seldom change it: torch gives
-        the next batch the memory of the last.
-        """
-        if places.now != tensor.data_ptr():
-            self._replayed.synchronize()
-            places.point(self._executable, tensor.data_ptr())
-
-    def _replay(self) -> None:
         self._graph.replay()
-        self._replayed.record()
+        return self._outputs
 
 
 def _readable(tensor: torch.Tensor, static: torch.Tensor) -> bool:

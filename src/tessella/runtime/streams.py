@@ -14,8 +14,7 @@ class Turns:
     """``with turns:`` runs the block in its caller's stream, behind the last block, in whatever
     stream that was: an engine has one arena. One thread at a time.
 
-    Where the stream changes, the host waits until the last block has ended: with an event only, one
-    graph launched in two streams gave wrong answers now and then (docs/log.md, 2026-11-22).
+    Where the stream changes, the host waits until the last block has ended.
 
     So engines of one GPU run side by side where their callers have streams of their own, as calls
     from host memory do by ``in_own_stream``. What the block reads and makes is the caller's, in
@@ -40,7 +39,7 @@ class Turns:
         if self._device != self._index:
             torch.cuda.set_device(self._index)
         stream = torch.cuda.current_stream(self._index)
-        if stream != self._last:
+        if self._last is None or stream != self._last:  # torch 2.11: no stream differs from None
             self._done.synchronize()
             self._last = stream
 
