@@ -59,3 +59,16 @@ def test_a_step_of_int8_is_no_error_however_small_the_others_are(largest: int) -
     assert looked_at(problem, exact.to(torch.int8), exact) is None
     assert looked_at(problem, one.to(torch.int8), exact) is None
     assert "deviates" in str(looked_at(problem, two.to(torch.int8), exact))
+
+
+def test_many_wrong_steps_are_no_ties() -> None:
+    """Codes of 0 and 1, of which a kernel makes zeros only."""
+    problem = problems.linear(
+        *(TensorMeta(shape=shape, dtype="float16") for shape in ((8, 32), (4, 32))),
+        out_dtype="int8",
+    )
+    exact = (torch.arange(1000) % 2).double()
+    flipped = exact.clone()
+    flipped[::200] += 1
+    assert looked_at(problem, flipped.to(torch.int8), exact) is None
+    assert "deviates" in str(looked_at(problem, torch.zeros(1000, dtype=torch.int8), exact))

@@ -27,6 +27,7 @@ TOLERANCES = {
     "float8_e5m2": 1e-1,
     "int8": 1e-2,  # one step of an int8 result, of 127: ties fall either way in float32
 }
+FEWEST_TIES, TIES = 2, 1e-2  # int8 results at a tie: so many, or this part of all
 # half a step of fp8 beside the largest value: what writing a result costs, beyond what it deviates
 ROUNDING = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
 
@@ -121,14 +122,20 @@ def _results(made: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _error(made: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest difference over the largest value; of int8 over the type's, where there is one.
-
-    A tie falls either way by the last bit of a sum, and is one step however small the others are.
-    """
+    """Largest difference over the largest value; of a few ties of int8 over the type's."""
     largest = exact.abs().max() if exact.numel() else exact.sum()
-    if made.dtype == torch.int8 and largest:
+    off = (made.double() - exact).abs()
+    if made.dtype == torch.int8 and largest and _are_ties(off):
         largest = largest.new_tensor(torch.iinfo(torch.int8).max)
-    return float((made.double() - exact).abs().max() / largest if largest else largest)
+    return float(off.max() / largest if largest else largest)
+
+
+def _are_ties(off: torch.Tensor) -> bool:
+    """Whether results are off by one step, and few: those fall either way by a sum's last bit,
+    however small the other codes are.
+    """
+    few = max(FEWEST_TIES, TIES * off.numel())
+    return bool(off.max() <= 1) and int(off.count_nonzero()) <= few
 
 
 def _largest(errors: Sequence[float]) -> float:
