@@ -156,9 +156,14 @@ def test_loaded_in_inference_mode_it_runs_outside() -> None:
 
 @pytest.mark.parametrize("input", ["float32", "uint8"])
 def test_an_input_is_read_where_it_is(input: str) -> None:
-    """And one that lies at an odd address, or is too short for its bucket, is not misread."""
+    """And one that lies at an odd address, or is too short for its bucket, is not misread.
+
+    Only torch's kernels hide the address in a structure: before them it is copied.
+    """
     engine = runtime.load(build("fp16", input))
-    assert engine.bound(4)._places[0] is not None
+    bucket = engine.bound(4)
+    reader = next(s.step.kernel for s in bucket.steps if "image" in s.step.inputs)
+    assert (bucket._places[0] is None) == reader.endswith(".aten")
     shape = (9, 3, 28, 28) if input == "float32" else (9, 28, 28, 3)
     images = torch.rand(shape, device="cuda") * 255
     images = images.to(torch.uint8) if input == "uint8" else images / 255

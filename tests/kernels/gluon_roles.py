@@ -253,16 +253,16 @@ class Machine:
             "float_of_int8": lambda x: x.to(np.float32),
             "int8_of_float": lambda x: np.clip(np.rint(x), -128, 127).to(np.int8),
             "fma": _fma,
-            "fma_saturated": lambda x, y, z: np.clip(_fma(x, y, z), 0, 1),
             "float_of_shifted_int8": lambda x: x.to(np.float32) + np.float32(2**15 + 128),
             "pack_codes": lambda x: np.minimum(x - np.float32(1.5 * 2**23), 127).to(np.int8),
             "sorted_layout": lambda layout: layout,
         }
 
 
-def _fma(x: Any, y: Any, z: Any) -> Any:
+def _fma(x: Any, y: Any, z: Any, saturated: bool) -> Any:
     """x · y + z, rounded once: float64 holds the product, and nearly the sum."""
-    return (x.astype(np.float64) * y + z).to(np.float32)
+    made = (x.astype(np.float64) * y + z).to(np.float32)
+    return np.clip(made, 0, 1) if saturated else made
 
 
 def call(function: Any, *args: Any) -> Any:

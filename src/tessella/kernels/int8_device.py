@@ -17,7 +17,7 @@ BYTES = gl.constexpr(32896.0)  # 2^15 + 128: where ``float_of_shifted_int8`` put
 @gluon.jit
 def float_of_small(x):
     """int32 from -2^22 to 2^22 → float32."""
-    return (x + 0x4B400000).to(gl.float32, bitcast=True) - 12582912.0
+    return (x + 0x4B400000).to(gl.float32, bitcast=True) - SHIFT
 
 
 @gluon.jit
@@ -104,7 +104,8 @@ def codes(
 
     Args:
         sums: int32, or float32.
-        scale, bias: as in ``finish``; with FOLDED both are given, as ``folded`` makes them.
+        scale, bias: as in ``finish``; with FOLDED both are given, as ``int8_epilogue.vectors``
+            makes them.
         residual: int8, or None.
         SMALL: sums are int32 and at most 2^22.
         ACTIVATION: "relu" or None.
@@ -140,33 +141,24 @@ def codes(
     else:
         offset = gl.full(x.shape, offset, gl.float32, layout=x.type.layout)
     if residual is None:
-        x = fma_saturated(x, factor, offset)
+        x = fma(x, factor, offset, True)
     else:
-        x = fma(x, factor, offset)
+        x = fma(x, factor, offset, False)
         weight = gl.full(x.shape, beta * step, gl.float32, layout=x.type.layout)
-        x = fma_saturated(float_of_shifted_int8(residual), weight, x)
+        x = fma(float_of_shifted_int8(residual), weight, x, True)
     steps = gl.full(x.shape, STEPS, gl.float32, layout=x.type.layout)
-    low: gl.constexpr = 12582912.0 if ACTIVATION == "relu" else 12582784.0
-    return pack_codes(fma(x, steps, gl.full(x.shape, low, gl.float32, layout=x.type.layout)))
+    low = gl.full(x.shape, SHIFT, gl.float32, layout=x.type.layout)
+    if ACTIVATION is None:
+        low -= 128.0
+    return pack_codes(fma(x, steps, low, False))
 
 
 @gluon.jit
-def fma(x, y, z):
+def fma(x, y, z, SATURATED: gl.constexpr):
+    """x · y + z, rounded once; SATURATED: at least 0 and at most 1, and 0 for NaN."""
+    TYPE: gl.constexpr = "sat.f32" if SATURATED else "f32"
     return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;",
-        "=f,f,f,f",
-        [x, y, z],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def fma_saturated(x, y, z):
-    """x · y + z, at least 0 and at most 1; 0 for NaN."""
-    return gl.inline_asm_elementwise(
-        "fma.rn.sat.f32 $0, $1, $2, $3;",
+        "fma.rn." + TYPE + " $0, $1, $2, $3;",
         "=f,f,f,f",
         [x, y, z],
         dtype=gl.float32,

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.kernels.int8_device import BYTES, SHIFT
 from tessella.kernels.problem import Problem
 
 Tensor = torch.Tensor
 
 BIAS, RESIDUAL, SCALE = 2, 3, 4
 CLAMPS = (None, "relu")  # activations that are a part of rounding
-SHIFT, BYTES = 12582912.0, 32896.0  # of ``int8_device``
 
 
 def folded(
@@ -57,7 +57,7 @@ def vectors(
         scale, bias: one of them at least.
         beta: None if there is no residual.
         activation: one of ``CLAMPS``.
-        small: whether sums come as float32 of ``SHIFT`` + sum.
+        small: whether sums come as float32 of ``int8_device.SHIFT`` + sum.
 
     Returns:
         Two float32 vectors, as long as those given.
@@ -74,7 +74,7 @@ def vectors(
     if bias is not None:
         offset += bias.double() * step
     if small:  # by the factor as it is rounded: what was added is taken away again
-        offset -= SHIFT * rounded.double()
+        offset -= SHIFT.value * rounded.double()
     if beta is not None:
-        offset -= BYTES * step * beta
+        offset -= BYTES.value * step * beta
     return rounded, offset.float()
