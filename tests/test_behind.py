@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks.behind import LEAST_PROBLEMS, behind
+from benchmarks.behind import LEAST_PROBLEMS, behind, beside
 
 
 def line(problem: int, kernel: str, time_us: float | None) -> str:
@@ -19,4 +19,18 @@ def test_times_are_compared_within_a_problem() -> None:
     assert behind(lines) == [
         {"kernel": "b", "problems": 20, "at best": 3.0, "median": 3.95},
         {"kernel": "a", "problems": 20, "at best": 1.0, "median": 1.0},
+    ]
+
+
+def test_our_fastest_stands_beside_a_library_s() -> None:
+    ours, other, peer = "conv2d.implicit_gemm.sm90", "conv2d.gemm", "conv2d.cudnn_graph"
+    lines = [
+        line(0, ours, 10.0), line(0, other, 8.0), line(0, "conv2d.cudnn", 1.0), line(0, peer, 12.0),
+        line(1, ours, 10.0), line(1, peer, 9.0),
+        line(2, ours, 10.0),  # which the peer does not take
+        line(3, "program.0", 10.0),
+    ]  # fmt: skip
+    assert beside(lines, peer) == [
+        {"ours": ours, "us": 10.0, "peer us": 9.0, "ratio": 0.9},
+        {"ours": other, "us": 8.0, "peer us": 12.0, "ratio": 1.5},
     ]
