@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from tessella.kernels import problems, reference
-from tessella.kernels.auction import Terms, find
+from tessella.kernels.auction import Terms, bind, find
+from tessella.kernels.carried import carrying, workshop
+from tessella.kernels.catalog import kernel
 from tessella.kernels.conv.libraries import cudnn_graph
 from tessella.kernels.epilogue import store
 from tessella.kernels.problem import meta_of
+from tessella.kernels.streams import capturing
 
 pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 pytestmark = pytest.mark.skipif(
@@ -62,3 +65,47 @@ def test_int8_is_exact_in_every_plan(shape: tuple[int, ...], residual: bool) -> 
     inputs = [t for t in (x, added) if t is not None]
     (trial,) = find(problem, constants, target="sm_90", terms=only, inputs=inputs)
     assert trial.refused is None
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_residual_that_a_kernel_of_ours_has_just_begun_to_make(captured: bool) -> None:
+    """Kernels of ours let the next one start early, and cuDNN's does not wait for the residual."""
+    torch.manual_seed(0)
+
+    def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        made = (scale * torch.randn(*shape, device="cuda")).half()
+        return made.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else made
+
+    x, weight, bias = drawn(16, 1024, 28, 28), drawn(512, 1024, 3, 3, scale=0.01), drawn(512)
+    other, thin, offset = drawn(16, 128, 28, 28), drawn(512, 128, 1, 1, scale=0.05), drawn(512)
+    residual, out = (drawn(16, 512, 28, 28) for _ in range(2))
+    makes = problems.conv(meta_of(x), meta_of(weight), meta_of(bias), padding=1, constant=(1, 2))
+    adds = problems.conv(
+        meta_of(other), meta_of(thin), meta_of(offset), meta_of(residual), constant=(1, 2)
+    )
+    ours = kernel("conv2d.implicit_gemm.sm90")
+    first, buffers = bind(ours, makes, {1: weight, 2: bias}, x.device, out=residual)
+    second = cudnn_graph.bind(adds, {1: thin, 2: offset})
+
+    def run() -> None:
+        first(x, **buffers)
+        second(other, residual, out=out)
+
+    with torch.inference_mode(), carrying(workshop("sm_90")):
+        run()
+        first(x, **buffers)
+        torch.cuda.synchronize()
+        second(other, residual, out=out)
+        right = out.clone()
+        if captured:
+            with capturing() as graph:
+                run()
+        for _ in range(3):
+            residual.fill_(torch.nan)
+            out.fill_(torch.nan)
+            if captured:
+                graph.replay()
+            else:
+                torch.cuda._sleep(2_000_000)  # so that both are queued
+                run()
+            assert torch.equal(out, right)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tessella.kernels.graph_parameters import Addresses, _Kernel
+from tessella.kernels.captured import Kernel
+from tessella.kernels.graph_parameters import Addresses
 
 AT, SIZE = 0x7F00_0000_1000, 4096
 KERNEL, MEMCPY, MEMSET, EMPTY = 0, 1, 2, 5
@@ -54,7 +55,7 @@ class Graph:
 
     def cuGraphExecKernelNodeSetParams_v2(self, executable: Any, node: Any, kernel: Any) -> None:
         assert executable.value == 7
-        made: _Kernel = kernel._obj
+        made: Kernel = kernel._obj
         self.set[node.value] = [
             ctypes.string_at(made.parameters[i], len(old))
             for i, old in enumerate(self.nodes[node.value][1])

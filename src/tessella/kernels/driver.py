@@ -88,6 +88,10 @@ class Driver:
             self._functions[place] = Function(name, handle, self._parameter_bytes(handle))
         return self._functions[place]
 
+    def has(self, handle: int | None) -> bool:
+        """Whether a kernel, by its handle, is one of those that ``function`` loaded."""
+        return any(made.handle.value == handle for made in self._functions.values())
+
     def _parameter_bytes(self, handle: ctypes.c_void_p) -> tuple[int, ...]:
         """What a launch reads from the host's memory, in the machine code's own words."""
         sizes: list[int] = []

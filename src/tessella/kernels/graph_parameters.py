@@ -5,26 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 
+from tessella.kernels.captured import EMPTY, KERNEL, MEMSET, Kernel, nodes
 from tessella.kernels.driver import Driver
 
-# numbers of cuda.h
-_KERNEL, _MEMSET, _EMPTY = 0, 2, 5
 _ADDRESS_BYTES = 8
-
-
-class _Kernel(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS."""
-
-    _fields_ = [
-        ("function", ctypes.c_void_p),
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("parameters", ctypes.POINTER(ctypes.c_void_p)),
-        ("extra", ctypes.c_void_p),
-        ("kernel", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-    ]
 
 
 class Addresses:
@@ -39,14 +23,14 @@ class Addresses:
         self._driver = driver
         self._size = size
         self._cell = ctypes.c_uint64(address)
-        self._kernels: list[tuple[int, _Kernel]] = []
+        self._kernels: list[tuple[int, Kernel]] = []
         self._kept: list[object] = []  # what the structures point to
 
     def __len__(self) -> int:
         return len(self._kernels)
 
     def point(self, executable: int, address: int) -> None:
-        """Let later launches of an instantiated graph read there."""
+        """Let later launches of an instantiated graph read there; under ``captured.GRAPHS``."""
         if address == self.now:
             return
         self._cell.value = address
@@ -64,17 +48,19 @@ class Addresses:
 
         Such is one that was computed before, or a description of the tensor (TMA).
         """
-        kernel = _Kernel()
-        self._driver.call(
-            "cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(kernel)
-        )
+        kernel = Kernel.of(self._driver, node)
         if kernel.extra or not kernel.parameters:
             return False
         sizes = list(_sizes(self._driver, kernel))
-        places = (ctypes.c_void_p * len(sizes))(*kernel.parameters[: len(sizes)])
+        # copies: of what the node's parameters point to, the driver does not say how long it lasts
+        copies = [
+            ctypes.create_string_buffer(ctypes.string_at(place, size), size)
+            for place, size in zip(kernel.parameters[: len(sizes)], sizes, strict=True)
+        ]
+        places = (ctypes.c_void_p * len(sizes))(*map(ctypes.addressof, copies))
         found = False
         for i, size in enumerate(sizes):
-            words = ctypes.string_at(places[i], size)
+            words = copies[i].raw
             seen = [int.from_bytes(words[j : j + 8], "little") for j in range(0, size - 7, 8)]
             inside = [0 <= word - self.now < max(self._size, 1) for word in seen]
             if size == _ADDRESS_BYTES and seen == [self.now]:
@@ -85,7 +71,7 @@ class Addresses:
         if found:
             kernel.parameters = ctypes.cast(places, ctypes.POINTER(ctypes.c_void_p))
             self._kernels.append((node, kernel))
-            self._kept.append(places)
+            self._kept.append((places, copies))
         return True
 
     @classmethod
@@ -94,27 +80,15 @@ class Addresses:
         otherwise.
         """
         made = cls(driver, address, size)
-        for node, kind in _nodes(driver, graph):
-            if kind == _KERNEL:
+        for node, kind in nodes(driver, graph):
+            if kind == KERNEL:
                 if not made._take(node):
                     return None
-            elif kind != _EMPTY and (
-                kind != _MEMSET or 0 <= _set_from(driver, node) - address < size
+            elif kind != EMPTY and (
+                kind != MEMSET or 0 <= _set_from(driver, node) - address < size
             ):
                 return None
         return made if len(made) else None
-
-
-def _nodes(driver: Driver, graph: int) -> Iterator[tuple[int, int]]:
-    """Each node and its kind."""
-    count = ctypes.c_size_t()
-    driver.call("cuGraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
-    nodes = (ctypes.c_void_p * count.value)()
-    driver.call("cuGraphGetNodes", ctypes.c_void_p(graph), nodes, ctypes.byref(count))
-    for node in nodes:
-        kind = ctypes.c_int()
-        driver.call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
-        yield node or 0, kind.value
 
 
 def _set_from(driver: Driver, node: int) -> int:
@@ -124,7 +98,7 @@ def _set_from(driver: Driver, node: int) -> int:
     return described[0]
 
 
-def _sizes(driver: Driver, kernel: _Kernel) -> Iterator[int]:
+def _sizes(driver: Driver, kernel: Kernel) -> Iterator[int]:
     """Bytes of each parameter, in the machine code's own words."""
     name = "cuFuncGetParamInfo" if kernel.function else "cuKernelGetParamInfo"
     handle = ctypes.c_void_p(kernel.function or kernel.kernel)

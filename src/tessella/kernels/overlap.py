@@ -2,9 +2,9 @@
 
 About a microsecond of a launch then costs nothing: at batch 1, most layers take five.
 
-A kernel lets the next one start when its own wait is over, never before: else three and more would
-be on the GPU at once, and ResNet-50 at batch 1 gave wrong answers so, the same in each run. By the
-words of PTX each would still have waited for all before it; why that did not help is not known.
+A kernel lets the next one start when its own wait is over, so that at most two are on the GPU at
+once. What is launched so and does not wait for all that it reads is wrong then: see
+``graph_edges``.
 """
 
 from __future__ import annotations

@@ -8,12 +8,16 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
+from tessella.kernels.captured import GRAPHS
 from tessella.kernels.driver import cuda_driver
+from tessella.kernels.graph_edges import let_libraries_wait
 
 _CAPTURES = threading.Lock()
+_captured: ContextVar[bool] = ContextVar("captured", default=False)
 _FREE: defaultdict[int, list[int]] = defaultdict(list)  # handles by the device's index
 
 
@@ -42,13 +46,11 @@ class OwnStream:
 
 @contextmanager
 def capturing(
-    graph: torch.cuda.CUDAGraph,
-    *,
-    pool: tuple[int, int] | None = None,
-    stream: torch.cuda.Stream | None = None,
-) -> Iterator[None]:
-    """Record what the block launches. Other threads may run and allocate meanwhile, but not draw
-    random numbers on the GPU: torch's generator belongs to the capture.
+    *, pool: tuple[int, int] | None = None, stream: torch.cuda.Stream | None = None
+) -> Iterator[torch.cuda.CUDAGraph]:
+    """Record what the block launches in a graph, which can be replayed behind the block. Other
+    threads may run and allocate meanwhile, but not draw random numbers on the GPU: torch's
+    generator belongs to the capture.
 
     Args:
         pool: where the block's results live; memory of the graph's own if None.
@@ -57,11 +59,24 @@ def capturing(
             it had before may be freed, as torch.compile does. If None, one of all captures.
     """
     stream = stream or _captures(torch.cuda.current_device()).stream
-    with (
-        _CAPTURES,
-        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-    ):
-        yield
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    token = _captured.set(True)
+    try:
+        with (
+            _CAPTURES,
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            yield graph
+    finally:
+        _captured.reset(token)
+    with GRAPHS:
+        let_libraries_wait(cuda_driver(), graph.raw_cuda_graph())
+        graph.instantiate()
+
+
+def is_captured() -> bool:
+    """Whether what is launched now is recorded by ``capturing``."""
+    return _captured.get()
 
 
 @functools.cache

@@ -134,11 +134,10 @@ def _cuda_sampler(run: Run, device: torch.device) -> Sampler:
         tuple(torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
         for _ in range(repeats)
     ]
-    graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with warnings.catch_warnings():  # a view launches nothing
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-        with capturing(graph):
+        with capturing() as graph:
             for begin, end in events:
                 flushed.zero_()
                 begin.record()

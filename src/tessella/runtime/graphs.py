@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tessella.kernels.captured import GRAPHS
 from tessella.kernels.driver import cuda_driver
 from tessella.kernels.float32_math import float32_math
 from tessella.kernels.graph_parameters import Addresses
@@ -39,15 +40,14 @@ class GraphedBucket:
         self.steps = bound.steps
         with torch.inference_mode(False):  # else they could not be written outside of that mode
             self.inputs = [meta.empty(device).zero_() for meta in inputs]
-        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.inference_mode(), float32_math(math):
             for _ in range(WARM_UP_RUNS):
                 bound(self.inputs)
-            with capturing(self._graph, pool=pool, stream=stream):
+            with capturing(pool=pool, stream=stream) as self._graph:
                 self._outputs = bound(self.inputs)
-        self._graph.instantiate()
         self._executable = self._graph.raw_cuda_graph_exec()
-        self._places = [self._proved(static) for static in self.inputs]
+        with GRAPHS:
+            self._places = [self._proved(static) for static in self.inputs]
         torch.cuda.current_stream().synchronize()  # its first call may come in another stream
 
     def _proved(self, static: torch.Tensor) -> Addresses | None:
@@ -81,25 +81,30 @@ class GraphedBucket:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Replay on inputs of at most ``batch`` samples; fewer are padded with zeros."""
-        for static, tensor, places in zip(self.inputs, inputs, self._places, strict=True):
+        reads = [
+            tensor if places is not None and self._readable(tensor, static) else static
+            for static, tensor, places in zip(self.inputs, inputs, self._places, strict=True)
+        ]
+        for static, tensor, read in zip(self.inputs, inputs, reads, strict=True):
             count = len(tensor)
-            if places is not None:
-                read = tensor if count == self.batch and _readable(tensor, static) else static
-                places.point(self._executable, read.data_ptr())  # for what is launched from now on
-                if read is tensor:
-                    continue
+            if read is tensor:
+                continue
             if count == self.batch:
                 static.copy_(tensor, non_blocking=True)
             else:
                 static[:count].copy_(tensor, non_blocking=True)
                 static[count:].zero_()
-        self._graph.replay()
+        with GRAPHS:
+            for read, places in zip(reads, self._places, strict=True):
+                if places is not None:  # for what is launched from now on
+                    places.point(self._executable, read.data_ptr())
+            self._graph.replay()
         return self._outputs
 
-
-def _readable(tensor: torch.Tensor, static: torch.Tensor) -> bool:
-    """Whether kernels that were compiled for ``static`` can read ``tensor`` in its place."""
-    return tensor.device == static.device and tensor.data_ptr() % ALIGNMENT == 0
+    def _readable(self, tensor: torch.Tensor, static: torch.Tensor) -> bool:
+        """Whether kernels that were compiled for ``static`` can read ``tensor`` in its place."""
+        whole = len(tensor) == self.batch and tensor.device == static.device
+        return whole and tensor.data_ptr() % ALIGNMENT == 0
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
