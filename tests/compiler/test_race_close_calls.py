@@ -80,6 +80,31 @@ def test_what_was_chosen_stays_unless_the_other_is_clearly_faster(
     assert all(c.raced_us for c in made if c.node.op == "conv2d")
 
 
+@pytest.mark.parametrize(
+    ("behind_us", "program_us", "taken"),
+    [(1.0, 90.0, True), (1.0, 99.9, False), (2.0, 90.0, False)],
+)
+def test_ours_together_where_a_library_wins_by_less_than_a_start(
+    behind_us: float,
+    program_us: float,
+    taken: bool,
+    choices: list[Choice],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU; 5 % of 10 µs are no close call, so that nothing else is asked."""
+    library, ours = "conv2d.cudnn", "conv2d.implicit_gemm.sm90"
+    times = {library: 10.0, "reference": 10.2, ours: 10.0 + behind_us}
+    trials = tuple(Trial(kernel=k, time_us=t, spread_us=0.01) for k, t in times.items())
+    on_gpu = [replace(c, trials=trials) if c.node.op == "conv2d" else c for c in choices]
+    monkeypatch.setattr(race_close_calls, "torch_device", lambda target: torch.device("cuda"))
+    monkeypatch.setattr(race_close_calls, "_close_calls", lambda choices: [])
+    made, told = decided({library: 50.0, ours: program_us / 2}, on_gpu, monkeypatch)
+    assert convolutions(made) == [ours if taken else library] * 2
+    raced = {library: 100.0, ours: program_us}
+    assert all(c.raced_us == (raced if taken else {}) for c in made if c.node.op == "conv2d")
+    assert len(told) == (behind_us < 2.0)
+
+
 @pytest.mark.parametrize(("other_us", "spread_us", "close"), [
     (104.0, 1.0, True), (106.0, 1.0, False), (120.0, 12.0, True), (130.0, 12.0, False),
 ])  # fmt: skip
