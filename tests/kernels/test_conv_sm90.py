@@ -368,11 +368,12 @@ def compiled_problems() -> dict[str, Problem]:
 
 
 def _compiled_configs(problem: Problem) -> list[dict[str, Any]]:
-    """The best configuration of each structure (groups, roles, taps), three at most."""
+    """The best configuration of each structure (groups, residents, roles, taps), four at most."""
     kinds: dict[Any, dict[str, Any]] = {}
     for config in kernel.configs(problem):
-        kinds.setdefault((config["groups"], config["swap"], config["taps"]), config)
-    return list(kinds.values())[:3]
+        kind = (config["groups"], config["residents"], config["swap"], config["taps"])
+        kinds.setdefault(kind, config)
+    return list(kinds.values())[:4]
 
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:

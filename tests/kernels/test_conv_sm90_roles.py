@@ -18,7 +18,7 @@ ROW = catalog.kernel("conv2d.implicit_gemm.sm90")
 # 16 pixels × 32 channels, of 16 input channels a stage
 CONFIG = {
     "tile_n": 1, "tile_h": 2, "tile_w": 8, "tile_k": 32, "tile_c": 16, "stages": 2, "slots": 1,
-    "groups": 1, "warps": 4, "swap": False, "splits": 1, "taps": 1,
+    "groups": 1, "residents": 1, "warps": 4, "swap": False, "splits": 1, "taps": 1,
 }  # fmt: skip
 PLAIN = Case(
     x=(2, 40, 7, 11), w=(40, 40, 3, 3), padding=1, dtype="float16", out="float32",
@@ -48,7 +48,9 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "structure", [{"groups": 1, "slots": 2}, {"groups": 2, "stages": 3}], ids=repr
+    "structure",
+    [{"groups": 1, "slots": 2}, {"groups": 2, "stages": 3}, {"residents": 2}],
+    ids=repr,
 )
 @pytest.mark.parametrize("name", CASES)
 def test_roles_in_any_order_make_the_convolution(

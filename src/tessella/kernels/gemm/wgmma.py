@@ -19,6 +19,7 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.gemm.wgmma_device import add_ranges, multiply
 from tessella.kernels.hopper import TensorDescriptor, descriptor
+from tessella.kernels.int8_epilogue import folded
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem, TensorMeta
@@ -28,7 +29,7 @@ GAMMA = True
 
 A, B, BIAS, RESIDUAL, SCALE = range(5)
 ROW_BYTES = 128  # of a tile along K: what one swizzled line of shared memory holds
-SHARED_BYTES = 227 * 1024  # what a block may have
+SHARED_BYTES = {1: 227 * 1024, 2: 113 * 1024}  # what a block may have, by how many are resident
 BARRIER_BYTES = 1024  # room for barriers, and for the alignment of what comes before them
 ADDED_ROWS = 8  # of a tile, in a block of the second kernel
 MULTIPROCESSORS = 132  # where there is no GPU to ask
@@ -176,7 +177,8 @@ class Tiling:
     Attributes:
         tile_m, tile_n: what a block computes at a time.
         schedule: how two warpgroups share the work: ``cooperative``, in step on halves of a tile;
-            ``staggered``, each at its own pace; ``ping_pong``, alternate tiles.
+            ``staggered``, each at its own pace; ``ping_pong``, alternate tiles; ``paired``, each in
+            a block of its own, two of them on a multiprocessor.
         stages: of the ring; each holds ``ROW_BYTES`` along K of both factors.
         buffers: of a warpgroup, for its results on their way out.
         split_k: ranges of K of the tiles that are not whole; a second kernel adds them in order.
@@ -200,7 +202,12 @@ class Tiling:
 
     @property
     def consumers(self) -> int:
-        return 1 if self.schedule == "cooperative" else 2
+        return 2 if self.schedule in ("staggered", "ping_pong") else 1
+
+    @property
+    def residents(self) -> int:
+        """Blocks on a multiprocessor."""
+        return 2 if self.schedule == "paired" else 1
 
     def shared_bytes(self) -> int:
         """Upper bound: results leave in pieces of ``ROW_BYTES`` a row, whatever their type."""
@@ -220,6 +227,8 @@ TILES = (
     (64, 128, "ping_pong"),
     (128, 128, "cooperative"),
     (128, 64, "staggered"),
+    (128, 128, "paired"),
+    (128, 64, "paired"),
 )
 MOST_CONFIGS = 12
 MOST_RANGES = 16
@@ -231,7 +240,12 @@ TENSOR_SHARE = 0.88  # of the tensor cores' rate, in long runs
 BYTES_PER_CLOCK = 72.0  # from the L2 cache
 STEP_CLOCKS = 50.0  # around each tile along K
 LONE_CLOCKS = 80.0  # more, where a block has only one small tile
-EPILOGUE_CLOCKS = {"cooperative": 0.069, "staggered": 0.045, "ping_pong": 0.0}  # an element
+EPILOGUE_CLOCKS = {  # an element
+    "cooperative": 0.069,
+    "staggered": 0.045,
+    "ping_pong": 0.0,
+    "paired": 0.0,
+}
 ONE_BUFFER = 1.4  # times that, where results leave through one buffer
 ADD_CLOCKS = 9000.0  # the second kernel
 ADDED_BYTES_PER_CLOCK = 1200.0  # of partial sums, written and read, all multiprocessors together
@@ -245,16 +259,21 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 def _tilings(problem: Problem) -> Iterator[Tiling]:
     accurate = problem.inputs[A].dtype in FP8 and not problem.attr("fast_accumulation")
+    residual = problem.meta(RESIDUAL)
+    codes_added = residual is not None and residual.dtype == "int8"
     for tile_m, tile_n, schedule in TILES:
-        if accurate and tile_m * tile_n > 64 * 128 * (1 if schedule == "ping_pong" else 2):
+        alone = schedule in ("ping_pong", "paired")
+        if accurate and tile_m * tile_n > 64 * 128 * (1 if alone else 2):
             continue  # two accumulators are too much for the registers
         if (problem.inputs[A].dtype, schedule) == ("int8", "cooperative"):
             continue  # spills registers with a residual, and was never the fastest
+        if codes_added and (tile_m, tile_n) == (128, 256):
+            continue  # spills, too
         plain = _ring(problem, tile_m, tile_n, schedule)
         yield plain
         work = _Work.of(problem, plain)
         waves, left = divmod(work.whole, _multiprocessors())
-        if not left or not _may_split(problem, plain):
+        if not left or schedule == "paired" or not _may_split(problem, plain):
             continue
         most = min(MOST_RANGES, work.tiles_k // SHORTEST_RANGE)
         splits = {
@@ -284,8 +303,9 @@ def _ring(problem: Problem, tile_m: int, tile_n: int, schedule: str) -> Tiling:
     for buffers in (pieces if residual else min(2, pieces), min(2, pieces), 1):
         plain = Tiling(tile_m=tile_m, tile_n=tile_n, schedule=schedule, stages=0, buffers=buffers)
         stage_bytes = (tile_m + tile_n) * ROW_BYTES
-        stages = min(8, (SHARED_BYTES - plain.shared_bytes()) // stage_bytes)
-        if stages >= (3 if residual else 4):
+        most = SHARED_BYTES[plain.residents] - plain.shared_bytes()
+        stages = min(8, most // stage_bytes)
+        if stages >= (3 if residual or schedule == "paired" else 4):
             break
     return replace(plain, stages=stages)
 
@@ -348,7 +368,7 @@ class _Work:
             tiles_k=-(-_row_bytes(product.k, problem.inputs[A].dtype) // ROW_BYTES),
             whole=whole,
             split=split,
-            blocks=min(whole + tiling.split_k * split, blocks),
+            blocks=min(whole + tiling.split_k * split, tiling.residents * blocks),
         )
 
     @property
@@ -381,7 +401,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     width = ROW_BYTES // int(getattr(torch, dtype).itemsize)
     piece = min(ROW_BYTES // getattr(torch, problem.output.dtype).itemsize, tiling.tile_n)
     box_a = [1, tiling.rows, width] if a_k_major else [1, width, tiling.rows]
-    box_b = [1, tiling.tile_n, width] if b_k_major else [1, width, tiling.tile_n]
+    spread = _spreads(problem, product, tiling)
+    if spread:
+        box_b = [1, tiling.tile_n // 64, 8, 8, width]
+    else:
+        box_b = [1, tiling.tile_n, width] if b_k_major else [1, width, tiling.tile_n]
     box_c = [1, tiling.rows, piece]
     box_p = [1, tiling.rows, _row_bytes(piece, problem.output.dtype) // 4]
     partial = torch.int32 if dtype == "int8" else torch.float32
@@ -391,6 +415,13 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         "ACTIVATION": problem.attr("activation"),
     }
     m, n, k = product.m, product.n, product.k
+    small = _is_small(problem, product) and not work.split
+    vectors = None if work.split else folded(problem, constants, small=small)
+    gamma = problem.gamma
+    whole = dict(epilogue)
+    if vectors:
+        whole |= {"ALPHA": 1.0, "BETA": epilogue["BETA"] * (gamma or 1.0)}
+        gamma = None
 
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
@@ -398,17 +429,20 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         operands = problem.operands(ready, inputs)
         a, b, bias, residual, scale = (*operands, *[None] * (5 - len(operands)))
         sums = workspace.view(partial) if work.split else None
+        scale, bias = vectors or (scale, bias)
         launch(
             multiply,
             (work.blocks,),
             _tiles(a, (m, k) if a_k_major else (k, m), box_a),
-            _tiles(b, (n, k) if b_k_major else (k, n), box_b),
+            _spread(b, n, k, box_b)
+            if spread
+            else _tiles(b, (n, k) if b_k_major else (k, n), box_b),
             _tiles(out, (m, n), box_c),
             None if sums is None else _tiles(sums, (tiling.tile_m, tiling.tile_n), box_p),
             None if residual is None else _tiles(residual, (m, n), box_c),
             scale,
             bias,
-            problem.gamma,
+            gamma,
             n,
             work.units,
             work.whole,
@@ -428,9 +462,14 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             BUFFERS=tiling.buffers,
             GROUP=tiling.group,
             PROMOTE=dtype in FP8 and not problem.attr("fast_accumulation"),
+            FOLDED=vectors is not None,
+            SMALL=small,
+            SPREAD=spread,
+            PRODUCER=40 if tiling.schedule == "cooperative" else 24,
             num_warps=8 if tiling.schedule == "cooperative" else 4,
             launch_pdl=True,
-            **epilogue,
+            **whole,
+            **({"maxnreg": 128} if tiling.schedule == "paired" else {}),
         )
         if sums is not None:
             launch(
@@ -461,15 +500,40 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     return call
 
 
+def _spreads(problem: Problem, product: Product, tiling: Tiling) -> bool:
+    """Whether B's rows come in another order, which 8-bit results want: see ``multiply``."""
+    eight = problem.output.dtype in ("int8", *FP8) and _wants_k_major(problem.inputs[A].dtype)
+    return eight and tiling.split_k == 1 and tiling.tile_n % 64 == 0 == product.n % 64
+
+
+def _is_small(problem: Problem, product: Product) -> bool:
+    """Whether float32 holds the sums of products of int8 as 1.5 · 2^23 + sum."""
+    integers = problem.inputs[A].dtype == "int8" and problem.output.dtype != "int32"
+    return integers and product.k <= 256
+
+
+def _spread(tensor: torch.Tensor, n: int, k: int, box: list[int]) -> TensorDescriptor:
+    """TMA's view of a dense B, [batch, n, k], with every 64 rows transposed as 8 × 8."""
+    _check_aligned(tensor)
+    count = tensor.numel() // (n * k)
+    return descriptor(
+        tensor.as_strided((count, n // 64, 8, 8, k), (n * k, 64 * k, k, 8 * k, 1)), box
+    )
+
+
 def _tiles(tensor: torch.Tensor, matrix: tuple[int, int], box: list[int]) -> TensorDescriptor:
     """TMA's view of a dense tensor as [batch, rows, columns]."""
+    _check_aligned(tensor)
+    return descriptor(tensor.view(-1, *matrix), box)
+
+
+def _check_aligned(tensor: torch.Tensor) -> None:
     if tensor.data_ptr() % 16:
         raise KernelError(
             "a tensor is not aligned to 16 bytes, as TMA wants it",
             seen=f"address {tensor.data_ptr():#x}, shape {tuple(tensor.shape)}",
             fix="pass a copy of it (tensor.clone())",
         )
-    return descriptor(tensor.view(-1, *matrix), box)
 
 
 def _turned(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ One warp, the producer, has TMA bring tiles of A and B into a ring in shared mem
 the consumers, multiply them with WGMMA, apply the epilogue and have TMA store the result, in one
 of three ways. Cooperative: in step, on the upper and the lower half of one tile. Staggered: the
 same halves, each at its own pace, so that one has the tensor cores to itself while the other is in
-its epilogue. Ping-pong: alternate tiles.
+its epilogue. Ping-pong: alternate tiles. Or a block has one consumer, and two blocks share a
+multiprocessor: paired.
 
 Words: WM, WN, what one warpgroup accumulates; BK, a tile's length along K; a unit, one tile of C
 over all of K or a range of it; STAGES, of the ring; BUFFERS, where a warpgroup's results wait.
@@ -31,6 +32,7 @@ from tessella.kernels.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tessella.kernels.int8_device import by_channel, finish_tile, sorted_layout
 
 
 @gluon.constexpr_function
@@ -96,6 +98,7 @@ def _produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexp
     B_K_MAJOR: gl.constexpr = LOOK[4]
     STAGES: gl.constexpr = LOOK[5]
     GROUP: gl.constexpr = LOOK[6]
+    SPREAD: gl.constexpr = LOOK[7]
     BYTES: gl.constexpr = PARTS * a.block_type.nbytes + b.block_type.nbytes
     a_ring, b_ring, full, empty, _ = ring
     wait_for_dependencies()
@@ -117,7 +120,9 @@ def _produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexp
                     load_tile(a, [batch, m0 + part * WM, k0], ready, into)
                 else:
                     load_tile(a, [batch, k0, m0 + part * WM], ready, into)
-            if B_K_MAJOR:
+            if SPREAD:
+                load_tile(b, [batch_b, n0 // 64, 0, 0, k0], ready, b_ring.index(stage))
+            elif B_K_MAJOR:
                 load_tile(b, [batch_b, n0, k0], ready, b_ring.index(stage))
             else:
                 load_tile(b, [batch_b, k0, n0], ready, b_ring.index(stage))
@@ -177,10 +182,17 @@ def _store_columns(
     else:
         PIECE: gl.constexpr = COLUMN // EN
         BUFFER: gl.constexpr = FIRST + PIECE % BUFFERS
-        L: gl.constexpr = x.type.layout
         ALPHA: gl.constexpr = EPILOGUE[0]
         BETA: gl.constexpr = EPILOGUE[1]
         ACTIVATION: gl.constexpr = EPILOGUE[2]
+        FOLDED: gl.constexpr = EPILOGUE[3]
+        SMALL: gl.constexpr = EPILOGUE[4]
+        SPREAD: gl.constexpr = EPILOGUE[5]
+        DTYPE: gl.constexpr = c.dtype
+        if SPREAD:
+            SORTED: gl.constexpr = sorted_layout(by_channel(x).type.layout)
+            x = gl.convert_layout(by_channel(x), SORTED)
+        L: gl.constexpr = x.type.layout
         tile = buffers.index(BUFFER).reshape([WM, EN])
         V: gl.constexpr = gl.SliceLayout(0, L)
         s = scale
@@ -190,11 +202,12 @@ def _store_columns(
         if bias is not None:
             v = channel_vector(bias, n0 + COLUMN, N, EN, V).expand_dims(0)
         if r is None:
-            y = finish(x, s, v, None, ALPHA, BETA, gamma, ACTIVATION, c.dtype)
+            y = finish_tile(x, s, v, None, ALPHA, BETA, gamma, FOLDED, SMALL, ACTIVATION, DTYPE)
             store_wait(BUFFERS - 1)
         else:
             mbarrier.wait(r_full.index(BUFFER), (r_phase + PIECE // BUFFERS) & 1)
-            y = finish(x, s, v, tile.load(L), ALPHA, BETA, gamma, ACTIVATION, c.dtype)
+            old = tile.load(L)
+            y = finish_tile(x, s, v, old, ALPHA, BETA, gamma, FOLDED, SMALL, ACTIVATION, DTYPE)
         barrier()
         tile.store(y)
         fence_async_shared()
@@ -235,7 +248,7 @@ def _consume(
     EN: gl.constexpr = c.block_type.shape[2]
     FIRST: gl.constexpr = WHO * BUFFERS
     PIECES: gl.constexpr = WN // EN
-    BARE: gl.constexpr = (1.0, 1.0, None)
+    BARE: gl.constexpr = (1.0, 1.0, None, False, False, False)
     wait_for_dependencies()
     start = gl.program_id(0)
     step = gl.num_programs(0)
@@ -316,6 +329,7 @@ def multiply(
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     SCHEDULE: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
     PROMOTE: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, ACTIVATION: gl.constexpr,
+    FOLDED: gl.constexpr, SMALL: gl.constexpr, SPREAD: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """C[batch] = epilogue(A[batch] · B[batch]); descriptors are [batch, rows, columns].
 
@@ -324,13 +338,17 @@ def multiply(
     partial sums of the tiles whose K is split, in pieces of as many bytes as C's.
     PROMOTE: fp8 products of one BK are summed in float32 outside the tensor cores, whose own sums
     keep about 14 bits.
+    FOLDED, SMALL: of int8 results, see ``int8_device.codes``.
+    SPREAD: B's tiles are [1, rows / 64, 8, 8, K], an 8 × 8 transpose of every 64 rows, so that a
+    thread gets 16 neighbours of a row of C, which are one store where C has 8 bits.
+    PRODUCER: registers of a thread of the producer.
     """
     PARTS: gl.constexpr = 2 if SCHEDULE == "staggered" else 1
     PING_PONG: gl.constexpr = SCHEDULE == "ping_pong"
-    CONSUMERS: gl.constexpr = 1 if SCHEDULE == "cooperative" else 2
-    WARPS: gl.constexpr = 8 // CONSUMERS
-    LOOK: gl.constexpr = (WM, WN, BK, A_K_MAJOR, B_K_MAJOR, STAGES, GROUP)
-    EPILOGUE: gl.constexpr = (ALPHA, BETA, ACTIVATION)
+    CONSUMERS: gl.constexpr = 2 if PING_PONG or SCHEDULE == "staggered" else 1
+    WARPS: gl.constexpr = 8 if SCHEDULE == "cooperative" else 4
+    LOOK: gl.constexpr = (WM, WN, BK, A_K_MAJOR, B_K_MAJOR, STAGES, GROUP, SPREAD)
+    EPILOGUE: gl.constexpr = (ALPHA, BETA, ACTIVATION, FOLDED, SMALL, SPREAD)
     A_SHAPE: gl.constexpr = _several(STAGES * PARTS, a.block_type.shape)
     B_SHAPE: gl.constexpr = _several(STAGES, b.block_type.shape)
     C_SHAPE: gl.constexpr = _several(CONSUMERS * BUFFERS, c.block_type.shape)
@@ -368,7 +386,7 @@ def multiply(
                 (_produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
             ],
             [1],
-            [40],  # of 504 for a thread of each warpgroup; the consumer gets the rest, 232
+            [PRODUCER],  # the consumer gets the rest, 232
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -380,7 +398,7 @@ def multiply(
                 (_produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
             ],
             [4, 1],
-            [240, 24],  # the first consumer gets the rest, 240
+            [240, PRODUCER],  # the first consumer gets the rest, 240
         )  # fmt: skip
 
 

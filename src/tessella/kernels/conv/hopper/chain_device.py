@@ -18,7 +18,7 @@ what a barrier can tell. Everything is freed one or two uses late, when it costs
 # ruff: noqa: SIM113 (device code has no enumerate)
 from __future__ import annotations
 
-from tessella.kernels.epilogue_device import channel_vector, finish
+from tessella.kernels.epilogue_device import channel_vector
 from tessella.kernels.hopper import (
     barrier,
     fence_async_shared,
@@ -33,15 +33,7 @@ from tessella.kernels.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from tessella.kernels.int8_device import (
-    by_channel,
-    codes,
-    float_of_int8,
-    float_of_small,
-    int8_of_float,
-    is_clamp,
-    sorted_layout,
-)
+from tessella.kernels.int8_device import by_channel, finish_tile, sorted_layout
 
 
 @gluon.jit
@@ -276,23 +268,11 @@ def _finish(
     added = None
     if RESIDUAL:
         added = staged.load(L)
-    if EIGHT_BITS and is_clamp(ACTIVATION):
-        if UNSCALED:
-            made = codes(sums, s, b, added, 1.0, 1.0, None, FOLDED, SMALL, ACTIVATION)
-        else:
-            made = codes(sums, s, b, added, 1.0, beta, None, FOLDED, SMALL, ACTIVATION)
+    DTYPE: gl.constexpr = staged.dtype
+    if UNSCALED:
+        made = finish_tile(sums, s, b, added, 1.0, 1.0, None, FOLDED, SMALL, ACTIVATION, DTYPE)
     else:
-        if SMALL:
-            sums = float_of_small(sums)
-        if RESIDUAL and EIGHT_BITS:
-            added = float_of_int8(added)
-        MADE: gl.constexpr = gl.float32 if EIGHT_BITS else staged.dtype
-        if UNSCALED:
-            made = finish(sums, s, b, added, 1.0, 1.0, None, ACTIVATION, MADE)
-        else:
-            made = finish(sums, s, b, added, 1.0, beta, None, ACTIVATION, MADE)
-        if EIGHT_BITS:
-            made = int8_of_float(made)
+        made = finish_tile(sums, s, b, added, 1.0, beta, None, FOLDED, SMALL, ACTIVATION, DTYPE)
     staged.store(made)
 
 

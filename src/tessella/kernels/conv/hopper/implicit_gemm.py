@@ -44,6 +44,7 @@ GAMMA = True
 SLICED_OUT = True
 
 FLOATS = ("float16", "bfloat16", "float32")
+REGISTERS = {1: 168, 2: 128}  # of a thread at first, by blocks on a multiprocessor
 OUTPUTS = {  # element type of x → of the result
     "float16": ("float16", "float32"),
     "bfloat16": ("bfloat16", "float32"),
@@ -223,14 +224,15 @@ def _run(
     added = descriptor(_rows(residual, out_shape, shape.K), [*box, tile_k]) if adds else y
     tiles = tile_counts(shape, config)
     items = math.prod(tiles) * splits
-    blocks = min(items, MULTIPROCESSORS)
+    blocks = min(items, config["residents"] * MULTIPROCESSORS)
     rows, columns = (tile_k, pixels) if config["swap"] else (pixels, tile_k)
     is_folded = is_folded and whole
     alpha = problem.attr("alpha") if whole and not is_folded else 1.0
     beta = problem.attr("beta") * (problem.gamma or 1.0 if is_folded else 1.0)
     options = {"launch_pdl": True}
+    is_lone = (config["groups"], config["warps"], config["residents"]) == (1, 4, 1)
     if config["warps"] == 4:
-        options["maxnreg"] = 168
+        options["maxnreg"] = REGISTERS[config["residents"]]
     launch(
         convolve,
         (blocks,),
@@ -258,7 +260,7 @@ def _run(
         PROMOTE=promotes(problem),
         INTERLEAVE=interleave,
         GROUP_REGISTERS=232,
-        LOAD_REGISTERS=88 if (config["groups"], config["warps"]) == (1, 4) else 40,
+        LOAD_REGISTERS=88 if is_lone else 40,
         TAPS=taps,
         LAYOUT=_layout(x.dtype, rows, columns, config["warps"]),
         SLAB=gl.NVMMASharedLayout.get_default_for([pixels, tile_c], DTYPES[x.dtype]),

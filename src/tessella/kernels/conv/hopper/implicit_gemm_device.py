@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from tessella.kernels.conv.hopper.load_device import load, load_residual
 from tessella.kernels.conv.hopper.walk_device import channel, first_tile, next_tile, terms
-from tessella.kernels.epilogue_device import channel_vector, finish
+from tessella.kernels.epilogue_device import channel_vector
 from tessella.kernels.hopper import (
     barrier,
     fence_async_shared,
@@ -31,14 +31,7 @@ from tessella.kernels.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tessella.kernels.int8_device import (
-    codes,
-    float_of_int8,
-    float_of_small,
-    int8_of_float,
-    is_clamp,
-    sorted_layout,
-)
+from tessella.kernels.int8_device import finish_tile, sorted_layout
 
 
 @gluon.jit
@@ -185,23 +178,13 @@ def _multiply(
         added = None
         if RESIDUAL:
             added = staged.load(FINAL)
-        if staged.dtype == gl.int8 and is_clamp(ACTIVATION):
-            if UNSCALED:
-                acc = codes(acc, s, b, added, 1.0, 1.0, gamma, FOLDED, SMALL, ACTIVATION)
-            else:
-                acc = codes(acc, s, b, added, alpha, beta, gamma, FOLDED, SMALL, ACTIVATION)
+        DTYPE: gl.constexpr = staged.dtype
+        if UNSCALED:
+            acc = finish_tile(acc, s, b, added, 1.0, 1.0, gamma, FOLDED, SMALL, ACTIVATION, DTYPE)
         else:
-            if SMALL:
-                acc = float_of_small(acc)
-            if RESIDUAL and staged.dtype == gl.int8:
-                added = float_of_int8(added)
-            MADE: gl.constexpr = gl.float32 if staged.dtype == gl.int8 else staged.dtype
-            if UNSCALED:
-                acc = finish(acc, s, b, added, 1.0, 1.0, gamma, ACTIVATION, MADE)
-            else:
-                acc = finish(acc, s, b, added, alpha, beta, gamma, ACTIVATION, MADE)
-            if staged.dtype == gl.int8:
-                acc = int8_of_float(acc)
+            acc = finish_tile(
+                acc, s, b, added, alpha, beta, gamma, FOLDED, SMALL, ACTIVATION, DTYPE
+            )
         staged.store(acc)
         fence_async_shared()
         barrier()

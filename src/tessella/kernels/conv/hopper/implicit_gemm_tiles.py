@@ -19,9 +19,12 @@ from tessella.kernels.hopper import OVERLAPPING_TILES
 from tessella.kernels.problem import Problem
 
 MULTIPROCESSORS = 132
-SHARED_BYTES = 232448 - 2048  # of a block, less what barriers and the compiler take
+# of a block, by how many a multiprocessor holds, less what barriers and the compiler take
+SHARED_BYTES = {1: 232448 - 2048, 2: 115712 - 1024}
 EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
 MAX_CONFIGS = 12
+# groups of how many warps in a block, and blocks on a multiprocessor
+TEAMS = ((2, 4, 1), (1, 8, 1), (1, 4, 1), (1, 4, 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +69,16 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
     Keys: ``tile_n · tile_h · tile_w`` pixels × ``tile_k`` output channels, ``tile_c`` input
     channels a stage, ``stages``, ``slots`` (output buffers of a group), ``groups`` of ``warps``
-    that multiply in turns, ``swap`` (output channels as the product's rows), ``splits`` of the sum,
-    ``taps`` of a filter's column a stage.
+    that multiply in turns, ``residents`` (blocks on a multiprocessor), ``swap`` (output channels as
+    the product's rows), ``splits`` of the sum, ``taps`` of a filter's column a stage.
     """
     shape = shape_of(problem)
     found: dict[tuple[Any, ...], tuple[float, dict[str, Any]]] = {}
     for config in _candidates(problem, shape):
         time = _estimate(shape, config, problem)
-        key = (config["tile_k"], config["groups"], config["warps"], config["swap"],
-               config["tile_n"] * config["tile_h"] * config["tile_w"], config["taps"])  # fmt: skip
+        key = (config["tile_k"], config["groups"], config["warps"], config["residents"],
+               config["tile_n"] * config["tile_h"] * config["tile_w"], config["taps"],
+               config["swap"])  # fmt: skip
         rank = found.setdefault(key, (time, config))
         if time < rank[0]:
             found[key] = (time, config)
@@ -87,8 +91,8 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
     residual = problem.meta(3) is not None
     least_k = 64 if problem.output.dtype in EIGHT_BITS else 16
     wide_k = max(least_k, _power_of_two(shape.K))
-    for (groups, warps), tile_k, pixels, tile_c in itertools.product(
-        ((2, 4), (1, 8), (1, 4)), (16, 32, 64, 128, 256), (64, 128, 256), _tile_c(shape)
+    for (groups, warps, residents), tile_k, pixels, tile_c in itertools.product(
+        TEAMS, (16, 32, 64, 128, 256), (64, 128, 256), _tile_c(shape)
     ):
         if tile_k < least_k or tile_k > wide_k or tile_k * pixels > 32 * 128 * warps:
             continue
@@ -98,20 +102,23 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
             rows = tile_k if swap else pixels
             if rows < 64 or (swap and tile_k > 128):
                 continue
-            if warps == 8 and rows == 64 and (pixels if swap else tile_k) < 64:
+            columns = pixels if swap else tile_k
+            if warps == 8 and rows == 64 and columns < 64:
                 continue
+            if residents == 2 and columns > 128:
+                continue  # one product's sums must fit the registers that a thread has at first
             for box, taps in _boxes(shape, pixels):
                 if taps > 1 and promotes(problem):
                     continue  # sums of 128 products at most stay in the narrow accumulator
                 config = {
                     "tile_n": box[0], "tile_h": box[1], "tile_w": box[2], "tile_k": tile_k,
                     "tile_c": tile_c, "stages": 2, "slots": 1, "groups": groups, "warps": warps,
-                    "swap": swap, "splits": 1, "taps": taps,
+                    "residents": residents, "swap": swap, "splits": 1, "taps": taps,
                 }  # fmt: skip
                 config["splits"] = _splits(shape, config)
                 items = math.prod(tile_counts(shape, config)) * config["splits"]
-                if groups == 2 and items <= MULTIPROCESSORS:
-                    continue  # no block has work for a second group
+                if groups * residents > 1 and items <= MULTIPROCESSORS:
+                    continue  # there is no work for a second group, or block
                 if _deepen(shape, config, residual):
                     yield config
 
@@ -171,7 +178,7 @@ def _deepen(shape: Shape, config: dict[str, Any], residual: bool) -> bool:
     whole = config["splits"] == 1
     slot = pixels * config["tile_k"] * (shape.out_itemsize if whole else 4)
     for slots, least in ((2, 3 if residual else 4), (1, 2)) if whole else ((1, 2),):
-        left = SHARED_BYTES - config["groups"] * slots * slot
+        left = SHARED_BYTES[config["residents"]] - config["groups"] * slots * slot
         config["slots"], config["stages"] = slots, min(8, left // stage)
         if config["stages"] * config["taps"] >= least and config["stages"] >= 2:
             return True
@@ -249,14 +256,10 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
     products = wide * taps * rows * columns * depth / 4096
     reads = taps * (rows / 64) * (columns / width) * (64 + width) * depth
     fill = _stage_bytes(shape, config)
-    stage = max(
-        products,
-        (reads + fill) / 128,
-        fill / 47,
-        fill / depth * 2.5,
-        50 + 110 * (2 if taps == 1 else 2 + taps),
-        2800 / (config["stages"] - 1),
-    )
+    busy = max(products, (reads + fill) / 128, fill / 47, fill / depth * 2.5)
+    loader, flight = 50 + 110 * (2 if taps == 1 else 2 + taps), 2800 / (config["stages"] - 1)
+    residents = config["residents"]
+    stage = max(busy, loader / residents, flight / residents)
     stage += 0.1 * (reads + fill) / 128  # of two that are bound by the same, what reads less
     stage += 160 * (config["warps"] == 8)  # two warpgroups wait for one another
     tiles = math.prod(tile_counts(shape, config))
@@ -265,7 +268,7 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
     elements = pixels * config["tile_k"] / (32 * config["warps"])
     narrow = shape.out_itemsize == 1
     epilogue = 600 + elements * (3 + 3 * residual + 2 * narrow + 6 * (narrow and config["swap"]))
-    tile = body + epilogue if config["groups"] == 1 else max(body, (body + epilogue) / 2)
+    tile = max(body, (body + epilogue) / (config["groups"] * residents))
     per_sm = math.ceil(tiles * splits / MULTIPROCESSORS)
     out_bytes = shape.N * shape.P * shape.Q * shape.K * shape.out_itemsize
     moved = shape.N * shape.H * shape.W * shape.C * shape.itemsize
