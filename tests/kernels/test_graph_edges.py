@@ -60,7 +60,7 @@ class Graph:
 def test_only_kernels_that_are_not_ours_wait_for_the_end() -> None:
     kernels = {1: OURS, 2: OURS, 3: THEIRS, 4: THEIRS, 5: OURS}
     edges = {(1, 2): EARLY, (2, 3): EARLY, (3, 4): FULL, (4, 5): EARLY, (5, 6): FULL}
-    graph = Graph(kernels, edges, 6)
+    graph = Graph(kernels, edges, memsets=(6,))
     assert let_libraries_wait(graph, 1) == 1  # type: ignore[arg-type]
     assert graph.edges == {**edges, (2, 3): FULL}
 
