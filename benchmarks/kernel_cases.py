@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -346,6 +346,31 @@ def _chain(n: int, dtype: str) -> Iterator[Case]:
         )
 
 
+def _pooled(n: int, out: str) -> Iterator[Case]:
+    """ResNet's first layer and its pooling, in FP16 to FP16 and to int8."""
+    first = problems.conv(
+        _meta("float16", n, 3, 224, 224, last=True), _meta("float16", 64, 3, 7, 7, last=True),
+        _meta("float16", 64), stride=2, padding=3, activation="relu", constant=(1, 2),
+        out_dtype=out, gamma=40.0 if out == "int8" else 1.0,
+    )  # fmt: skip
+    if out == "int8":
+        first = replace(first, attrs={**first.attrs, "dtype": out})
+    pool = Problem(
+        op="max_pool2d",
+        inputs=(first.output,),
+        outputs=(_meta(out, n, 64, 56, 56, last=True),),
+        attrs={"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1),
+               "ceil_mode": False},
+    )  # fmt: skip
+    yield Case(
+        family=f"conv + pool float16 to {out} N={n}",
+        name=f"N{n} 3->64 7x7@224",
+        problem=problems.conv2d_pool(first, pool),
+        algorithms=("direct",),
+        peers={"ours apart": _apart(first, pool, ("direct", "windows"))},
+    )
+
+
 def _layer(
     n: int, c: int, k: int, size: int, *, dtype: str, residual: bool = False, scaled: bool = False
 ) -> Problem:
@@ -363,15 +388,15 @@ def _random(meta: TensorMeta) -> torch.Tensor:
     return made.contiguous(memory_format=memory_format(meta.format, len(meta.shape)))
 
 
-def _apart(first: Problem, second: Problem) -> Peer:
-    """Both convolutions one after the other, each by the best of our kernels."""
-    calls = [_best(problem) for problem in (first, second)]
-    return lambda x, residual: calls[1](calls[0](x, residual))
+def _apart(first: Problem, second: Problem, algorithms: tuple[str, ...] = NHWC) -> Peer:
+    """Both steps one after the other, each by the best of our kernels."""
+    calls = [_best(problem, algorithms) for problem in (first, second)]
+    return lambda *inputs: calls[1](calls[0](*inputs))
 
 
-def _best(problem: Problem) -> Peer:
+def _best(problem: Problem, algorithms: tuple[str, ...]) -> Peer:
     constants = {i: _random(problem.inputs[i]) for i in problem.constant}
-    terms = Terms(algorithms=NHWC, sources=auction.OWN)
+    terms = Terms(algorithms=algorithms, sources=auction.OWN)
     best = auction.find(problem, constants, target=TARGET, terms=terms)[0]
     row, device = catalog.kernel(best.kernel), torch_device(TARGET)
     call, buffers = auction.bind(row, problem, constants, device, best.config)
@@ -487,6 +512,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "backward": _backward,
     "conv_int8": _conv_int8,
     "chain": lambda: (c for n in (128, 1) for d in ("float16", "int8") for c in _chain(n, d)),
+    "conv_pool": lambda: (c for n in (128, 1) for d in ("float16", "int8") for c in _pooled(n, d)),
     "published": _published,
     "attention": _attention,
 }

@@ -17,7 +17,7 @@ from tessella.artifacts.program import Bucket, Buffer, Step
 from tessella.core.errors import ArtifactError
 from tessella.kernels import catalog
 from tests.artifacts.fuzz_plans import fuzz
-from tests.artifacts.subjects import KINDS, good
+from tests.artifacts.subjects import KINDS, good, subject
 
 # The seed is fixed: this is a test of what is known, and the command line looks for more.
 CASES = {"plain": 200, "int8": 80, "slices": 100, "pixels": 100}
@@ -131,6 +131,22 @@ ATTRS = {
 def test_hostile_attributes(name: str) -> None:
     op, changes = ATTRS[name]
     refused(with_attrs(op, **changes), "cannot be bound|cannot run")
+
+
+@pytest.mark.parametrize("changes", [
+    {"gamma": 0.0}, {"gamma": True}, {"gamma": "2"}, {"gamma": None}, {"gamma": 10**400},
+    {"gamma": 2.0}, {"dtype": "int8"}, {"dtype": "int8", "gamma": 2.0}, {"dtype": "Tensor"},
+    {"dtype": "no such type"}, {"dtype": ["int8"]}, {"dtype": 1},
+], ids=lambda changes: str(changes)[:40])  # fmt: skip
+def test_hostile_attributes_of_attention(changes: dict[str, Any]) -> None:
+    plan = from_bytes(subject("slices").content)
+    bucket = plan.program.buckets[0]
+    steps = tuple(
+        replace(s, attrs={**s.attrs, **changes}) if s.op == "scaled_dot_product_attention" else s
+        for s in bucket.steps
+    )
+    assert steps != bucket.steps
+    refused(with_bucket(plan, steps=steps), "cannot be bound|cannot run")
 
 
 PROGRAMS = ["neg", None, {"0": "neg"}, [["neg", [0]]], [[0, [0], {}]], [["neg", 0, {}]], ["neg"]]

@@ -331,3 +331,124 @@ def test_what_stays_behind_a_pooling(changes: dict[str, object], fused: int) -> 
     }
     made, right = (interpret(g, x, upcast=torch.float64)["z"] for g in (graph, before))
     assert torch.equal(made, right)
+
+
+# ── attention ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Block(nn.Module):
+    """Half a block of a transformer: norm, attention by two heads, and what it is added to.
+
+    ``width`` of a head; ``kind``: "rows" with a head's numbers beside each other, "torch" for
+    torch's own layer, "padded" for one with a mask, "read" where something else reads the heads.
+    """
+
+    def __init__(self, kind: str = "rows", width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.width = kind, width
+        self.norm = nn.LayerNorm(2 * width)
+        self.layer = nn.MultiheadAttention(2 * width, 2, batch_first=True)
+        self.q, self.k, self.v, self.out = (nn.Linear(2 * width, 2 * width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        if self.kind == "torch":
+            return x + self.layer(y, y, y, need_weights=False)[0]
+
+        def heads(layer: nn.Module) -> torch.Tensor:
+            return layer(y).view(x.shape[0], x.shape[1], 2, self.width).transpose(1, 2)
+
+        seen = x[:, None, None, :, 0] > -1 if self.kind == "padded" else None
+        made = nn.functional.scaled_dot_product_attention(
+            heads(self.q), heads(self.k), heads(self.v), seen
+        )
+        made = made.transpose(1, 2).reshape(x.shape)
+        return x + self.out(made) + (made if self.kind == "read" else 0)
+
+
+def attention_of(graph: Graph) -> Node:
+    (node,) = [n for n in graph.nodes if n.op == fuse_requantization.ATTENTION]
+    return node
+
+
+@pytest.mark.parametrize("code", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["rows", "torch", "padded"])
+def test_attention_writes_codes(kind: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its heads only views are taken, and the layer behind reads them."""
+    graph = graph_of(Block(kind), 5, 64)
+    found = calibrated(graph, 5, 64, kinds=(code,))
+    before, made = before_and_after(graph, code, found, monkeypatch)
+    dtype = {"int8": "int8", "fp8": "float8_e4m3fn"}[code]
+    node, plain = attention_of(made), attention_of(before)
+    assert (plain.output.dtype, node.output.dtype) == ("float16", dtype)
+    assert node.attrs == {**plain.attrs, "dtype": dtype, "gamma": node.attrs["gamma"]}
+    assert list(map(repr, node.inputs)) == list(map(repr, plain.inputs))
+    place = made.nodes.index(node)
+    moves, layer = made.nodes[place + 1 : place + 3], made.nodes[place + 3]
+    assert [n.op for n in (*moves, layer)] == ["permute", "reshape", "linear"]
+    assert {n.output.dtype for n in moves} == {dtype} == {layer.inputs[0].dtype}
+    assert layer.inputs[0] is moves[-1].output
+    assert len(made.nodes) == len(before.nodes) - 1
+    assert "quantize" in ops(before)[place:]
+    assert "quantize" not in ops(made)[place:]
+    x = {"x": torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(2))}
+    right, fused = (interpret(g, x, upcast=torch.float64)["scores"] for g in (before, made))
+    torch.testing.assert_close(right, fused, rtol=1e-12, atol=1e-12)
+    assert_alike(before, made, 5, 64)
+
+
+def test_hoppers_attention_takes_it_where_heads_become_rows() -> None:
+    graph = graph_of(Block(), 5, 64)
+    _, made = stages(graph, "fp8", calibrated(graph, 5, 64, kinds=("fp8",)), "sm_90")
+    laid_out, formats = variants.with_layout(made, "contiguous")
+    concrete = laid_out.at_batch(8)
+    place = concrete.nodes.index(attention_of(concrete))
+    asked = [
+        choose_kernels.problem_of(concrete, n, formats, "ieee", {})
+        for n in concrete.nodes[place : place + 4]
+    ]
+    assert [p.output.format for p in asked] == ["strided", "strided", "contiguous", "contiguous"]
+    refusals = {row.id: row.refusal(asked[0]) for row in catalog.candidates(asked[0].op, "sm_90")}
+    assert {id.partition(".")[2] for id, why in refusals.items() if why is None} == {
+        "flash.sm90", "flash", ""  # the last is the reference
+    }  # fmt: skip
+    for problem, id in zip(asked[1:3], ("permute.view", "reshape.view"), strict=True):
+        assert catalog.kernel(id).refusal(problem) is None
+    # as the kernels lay it out, no view of it moves anything
+    heads = torch.zeros(8, 5, 2, 32, dtype=torch.float8_e4m3fn).transpose(1, 2)
+    rows = heads
+    for problem, id in zip(asked[1:3], ("permute.view", "reshape.view"), strict=True):
+        rows = catalog.kernel(id).load().bind(problem, {})(rows)
+    assert rows.data_ptr() == heads.data_ptr()
+    assert asked[2].output.matches(rows)
+
+
+@pytest.mark.parametrize(("changes", "precisions"), [
+    ({"kind": "read"}, {}),  # 16 bits are wanted too
+    ({"width": 8}, {}),  # rows of 8 bytes: what is written for Hopper would be lost
+    ({}, {fuse_requantization.ATTENTION: "fp32"}),
+], ids=str)  # fmt: skip
+def test_attention_that_stays(
+    changes: dict[str, object], precisions: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = Block(**changes)
+    graph = graph_of(block, 5, 2 * block.width)
+    found = calibrated(graph, 5, 2 * block.width)
+    names = {n.op: n.output.name for n in pipeline.optimized(graph).nodes}
+    chosen = {names[op]: precision for op, precision in precisions.items()}
+    before, made = before_and_after(graph, "int8", found, monkeypatch, **chosen)
+    assert ops(made) == ops(before)
+    assert not rescaled(made)
+    assert "quantize" in ops(made)[ops(made).index(fuse_requantization.ATTENTION) :]
+
+
+@pytest.mark.parametrize("target", ["cpu", "reference"])
+def test_attention_stays_where_no_kernel_writes_codes(target: str) -> None:
+    graph = graph_of(Block(), 5, 64)
+    found = calibrated(graph, 5, 64)
+    rounded, made = stages(graph, "int8", found, "cpu")
+    assert not rescaled(made)
+    _, halves = stages(graph, "int8", found, "sm_90")
+    assert rescaled(halves)
+    assert fuse_requantization.apply(rounded.copy(), target) == 0

@@ -370,6 +370,7 @@ def test_a_norm_makes_codes_and_the_residual_that_is_not_rounded(kind: str) -> N
     made = rounded(graph, kind, calibration=calibration, target="sm_90")
     ops = [n.op for n in made.nodes]
     assert (ops.count("quantize"), ops.count("dequantize")) == (4, 0)  # two norms, two GELUs
+    assert {n.attrs.get("fast_accumulation", False) for n in on_codes(made)} == {kind == "fp8"}
     residuals = [n.inputs[3] for n in on_codes(made) if n.inputs[3] is not None]
     makers = made.producer()
     assert [makers[v].op for v in residuals] == ["layer_norm", "layer_norm"]

@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from tessella import runtime
+from tessella.artifacts.plan import from_bytes, to_bytes
 from tessella.kernels import catalog
 from tessella.kernels.attention import flash, flash_sm90
+from tests.compiler.networks import plan
+from tests.compiler.test_fuse_requantization import Block
+from tests.compiler.test_quantization import calibrated, graph_of
 from tests.kernels.attentions import TOLERANCE, Case, draw, exact, run
-from tests.kernels.test_attention import CASES, COMPILED, HOPPER
+from tests.kernels.test_attention import CASES, CODES, COMPILED, HOPPER
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU",
@@ -33,11 +41,22 @@ LARGE = {
     "many queries": Case(n=3, heads=5, queries=4000, keys=5, width=64),
     "groups": Case(n=2, heads=32, groups=8, queries=777, keys=777, width=128, causal=True),
 }
+FP8 = {"out": "float8_e4m3fn", "gamma": 100.0}
+LARGE_CODES = {
+    "BERT-large, fp8": replace(BERT, **FP8),
+    "BERT-large, int8": replace(BERT, out="int8", gamma=100.0),
+    "BERT-large, padded, fp8": replace(LARGE["BERT-large, padded"], **FP8),
+    "ViT-B, fp8": replace(LARGE["ViT-B"], **FP8),
+    "GPT-2, fp8": replace(LARGE["GPT-2"], **FP8),
+    "fp8, saturated": replace(LARGE["ViT-B"], out="float8_e4m3fn", gamma=2000.0),
+    "three axes, fp8": Case(batched=False, width=48, **FP8),
+}
+LARGE |= LARGE_CODES
 
 
-@pytest.mark.parametrize("name", [*CASES, *LARGE])
+@pytest.mark.parametrize("name", [*CASES, *CODES, *LARGE])
 def test_portable_agrees_with_float64(name: str) -> None:
-    case = {**CASES, **LARGE}[name]
+    case = {**CASES, **CODES, **LARGE}[name]
     for config in flash.configs(draw(case, "cuda")[0]):
         run(flash, case, "cuda", config)
 
@@ -67,12 +86,36 @@ def test_hopper_agrees_with_float64(name: str) -> None:
 
 @hopper
 @pytest.mark.parametrize("module", [flash, flash_sm90], ids=["portable", "hopper"])
-@pytest.mark.parametrize("name", ["BERT-large, padded", "ViT-B", "GPT-2"])
+@pytest.mark.parametrize("name", ["BERT-large, padded", "ViT-B", "GPT-2", "BERT-large, fp8"])
 def test_the_same_bits_every_time(module: Any, name: str) -> None:
     problem, inputs = draw(LARGE[name], "cuda")
     call = module.bind(problem, {}, **module.configs(problem)[0])
     first = call(*inputs)
-    assert all(torch.equal(first, call(*inputs)) for _ in range(20))
+    assert all(torch.equal(_bytes(first), _bytes(call(*inputs))) for _ in range(20))
+
+
+def _bytes(made: torch.Tensor) -> torch.Tensor:
+    return made.contiguous().view(torch.uint8)
+
+
+@hopper
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_in_a_plan_it_writes_what_the_layer_behind_reads(kind: str) -> None:
+    block = Block().eval()
+    graph = graph_of(block, 50, 64)
+    found = calibrated(graph, 50, 64, kinds=(kind,))
+    made = plan(graph, (8, 8, 8), "sm_90", precision=kind, calibration=found)
+    steps = made.program.buckets[0].steps
+    (place,) = [i for i, s in enumerate(steps) if s.op == "scaled_dot_product_attention"]
+    assert steps[place].attrs["dtype"] == {"int8": "int8", "fp8": "float8_e4m3fn"}[kind]
+    assert steps[place].kernel.startswith("scaled_dot_product_attention.flash")
+    assert [s.op for s in steps[place + 1 : place + 4]] == ["permute", "reshape", "linear"]
+    x = torch.randn(8, 50, 64, generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        right = block(x) - x
+    with runtime.load(from_bytes(to_bytes(made))) as engine:
+        scores = engine(x=x)["scores"].float().cpu() - x
+    assert (scores - right).norm() / right.norm() <= {"int8": 0.03, "fp8": 0.08}[kind]
 
 
 @pytest.mark.parametrize("module", [flash, flash_sm90], ids=["portable", "hopper"])

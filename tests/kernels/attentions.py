@@ -13,6 +13,9 @@ from tessella.kernels import problems
 from tessella.kernels.problem import Format, Problem, meta_of
 
 TOLERANCE = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.5e-2}
+# what rounding to codes adds: a part of the number, and half of the smallest step
+ROUNDING = {"int8": (0.0, 0.5), "float8_e4m3fn": (2.0**-4, 2.0**-10)}
+MOST = {"int8": (-128.0, 127.0), "float8_e4m3fn": (-448.0, 448.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,7 @@ class Case:
         lowest: what a number of the mask is where it hides a key; -inf hides whole rows.
         fused: q, k and v are views of one tensor [N, L, 3, heads, width].
         batched: without it the tensors have three axes.
+        out: what the result is stored as; None for the queries' type.
     """
 
     n: int = 2
@@ -44,6 +48,8 @@ class Case:
     fused: bool = False
     batched: bool = True
     format: Format = "strided"
+    gamma: float = 1.0
+    out: str | None = None
 
 
 def draw(case: Case, device: str = "cpu", seed: int = 0) -> tuple[Problem, list[torch.Tensor]]:
@@ -73,6 +79,8 @@ def draw(case: Case, device: str = "cpu", seed: int = 0) -> tuple[Problem, list[
         is_causal=case.causal,
         scale=case.scale,
         enable_gqa=case.groups is not None,
+        gamma=case.gamma,
+        out_dtype=case.out,
         math=case.math,
     )
     output = replace(problem.output, format=case.format)
@@ -90,9 +98,10 @@ def _mask(case: Case, generator: torch.Generator, device: str) -> torch.Tensor:
 
 
 def exact(problem: Problem, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """The answer in float64, by torch."""
+    """The answer in float64, by torch; of codes, what is rounded to them."""
     q, k, v, mask = (*(t if t.dtype == torch.bool else t.double() for t in inputs), None)[:4]
-    return F.scaled_dot_product_attention(q, k, v, mask, **problem.attrs)
+    attrs = {n: problem.attrs[n] for n in ("is_causal", "scale", "enable_gqa")}
+    return problem.attr("gamma") * F.scaled_dot_product_attention(q, k, v, mask, **attrs)
 
 
 def run(module: Any, case: Case, device: str = "cpu", config: Mapping[str, Any] = {}) -> None:
@@ -103,4 +112,7 @@ def run(module: Any, case: Case, device: str = "cpu", config: Mapping[str, Any] 
     assert problem.output.matches(made)
     largest = right.abs().max() if right.numel() else right.sum()
     tolerance = TOLERANCE[case.math if case.math == "tf32" else case.dtype]
-    assert (made.double() - right).abs().le(tolerance * largest).all()  # and no NaN
+    part, step = ROUNDING.get(problem.output.dtype, (0.0, 0.0))
+    right = right.clamp(*MOST.get(problem.output.dtype, (None, torch.inf)))
+    allowed = tolerance * largest + part * right.abs() + step
+    assert (made.double() - right).abs().le(allowed).all()  # and no NaN

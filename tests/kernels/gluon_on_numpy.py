@@ -147,6 +147,7 @@ class Language:
     """``gl``: layouts mean nothing here."""
 
     float32, int64, int32, int8, uint8 = (np.dtype(n) for n in ("f4", "i8", "i4", "i1", "u1"))
+    float8e4nv = None  # NumPy has none
     arange = staticmethod(lambda low, high, layout: np.arange(low, high).view(Array))
     zeros = staticmethod(lambda shape, dtype, layout: np.zeros(shape, dtype).view(Array))
     full = staticmethod(lambda shape, x, dtype, layout: np.full(shape, x, dtype).view(Array))

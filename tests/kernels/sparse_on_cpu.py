@@ -63,7 +63,8 @@ Meeting block, consumers, group_of[2], warp_of[12];
 #define __syncwarp() warp_of[threadIdx.x / 32].come(32)
 """
 
-MACHINE = r"""
+# what other kernels ask of the machine too
+COMMON = r"""
 inline float of_half(u32 bits) { return (float)as<_Float16>((u16)bits); }
 inline u32 to_half(float x) { return as<u16>((_Float16)x); }
 inline u32 to_bfloat(float x) { u32 b = as<u32>(x); return (b + 0x7fff + (b >> 16 & 1)) >> 16; }
@@ -97,6 +98,22 @@ inline void wait(u32 at, u32 phase) {
   b.changed.wait(held, [&] { return b.phase != phase; });
 }
 inline u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
+inline void bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+  memcpy(memory + to, from, bytes);
+  count(barrier, 0, -(long)bytes);
+}
+inline void show_barriers() {}
+inline void give_registers() {}
+inline void take_registers() {}
+template <int COUNT> void read(u32 (&to)[COUNT], u32 at) { memcpy(to, memory + at, 4 * COUNT); }
+template <int COUNT> void meet() { consumers.come(COUNT); }
+inline void begin_products() {}
+template <int BLOCKS, int COUNT> void wait_for(Sum (&)[BLOCKS][COUNT]) {}
+"""
+
+MACHINE = (
+    COMMON
+    + r"""
 // a map's words: address, rows, columns, bytes of a row, rows of a tile
 inline void tile(u32 to, const CUtensorMap* map, int x, int y, u32 barrier) {
   const u64* m = map->words;
@@ -109,18 +126,6 @@ inline void tile(u32 to, const CUtensorMap* map, int x, int y, u32 barrier) {
     }
   count(barrier, 0, -128 * (long)m[4]);
 }
-inline void bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-  memcpy(memory + to, from, bytes);
-  count(barrier, 0, -(long)bytes);
-}
-inline void show_barriers() {}
-inline void give_registers() {}
-inline void take_registers() {}
-template <int COUNT> void read(u32 (&to)[COUNT], u32 at) { memcpy(to, memory + at, 4 * COUNT); }
-template <int COUNT> void meet() { consumers.come(COUNT); }
-inline void begin_products() {}
-template <int BLOCKS, int COUNT> void wait_for(Sum (&)[BLOCKS][COUNT]) {}
-
 inline double element(u32 matrix, int row, int byte) {
   const char* at = memory + swizzled(matrix + row / 8 * 1024 + row % 8 * 128 + byte);
   if (ITEM == 1) return *(const signed char*)at;
@@ -153,6 +158,7 @@ template <int SELECTOR> void multiply(Sum (&d)[ROWS / 2], u64 a, u64 b, u32 plac
   group_of[group].come(128);
 }
 """
+)
 
 TAIL = r"""
 extern "C" void run(

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessella.core.errors import UsageError
-from tessella.kernels import catalog, find, launch, problems
+from tessella.kernels import catalog, find, launch, problems, reference
 from tessella.kernels.attention import flash, flash_sm90
+from tessella.kernels.epilogue import store
 from tessella.kernels.problem import Problem, TensorMeta
 from tests.kernels import gluon_roles
 from tests.kernels.attentions import Case, draw, exact, run
@@ -70,6 +71,47 @@ def test_portable_takes_any_type_and_width(case: Case) -> None:
     run(flash, case)
 
 
+CODES = {
+    "codes": Case(width=32, gamma=50.0, out="int8"),
+    "codes, many saturate": Case(width=32, gamma=300.0, out="int8"),
+    "codes, contiguous": Case(width=32, gamma=60.0, out="int8", format="contiguous"),
+    "codes, one wide head": Case(heads=1, width=32, value_width=48, gamma=40.0, out="int8"),
+    "codes, all hidden": Case(
+        width=32, mask=(2, 1, 1, 45), mask_dtype="float16", gamma=50.0, out="int8"
+    ),
+    "codes, causal": Case(
+        n=1, queries=150, keys=150, width=32, causal=True, gamma=50.0, out="int8"
+    ),
+    "codes without a factor": Case(width=32, scale=9.0, out="int8"),
+    "a factor": Case(gamma=0.25),
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_portable_writes_codes(name: str) -> None:
+    run(flash, CODES[name], config={"tile_m": 32, "tile_n": 32})
+
+
+def test_portable_codes_of_any_width() -> None:
+    run(flash, Case(width=3, dtype="float32", gamma=50.0, out="int8"))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_the_reference_rounds_what_torch_makes(dtype: str) -> None:
+    """More than codes hold saturates; without a type nothing is rounded."""
+    problem, inputs = draw(Case(gamma=800.0, out=dtype))
+    stored = getattr(torch, dtype)
+    (made,) = reference.call(problem.op, [t.double() for t in inputs], problem.attrs)
+    right = store(exact(problem, inputs), stored)
+    assert made.dtype == stored
+    assert torch.equal(made.double(), right.double())
+    plain = {n: a for n, a in problem.attrs.items() if n != "dtype"}
+    (made,) = reference.call(problem.op, [t.double() for t in inputs], plain)
+    unrounded = exact(*draw(Case(gamma=800.0)))
+    torch.testing.assert_close(made, unrounded, rtol=1e-12, atol=1e-12)
+    assert made.abs().max() > 448
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.builds(
@@ -101,11 +143,16 @@ def test_a_constant_mask_is_bound() -> None:
     torch.testing.assert_close(bound(q, k, v).double(), right, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("out", [None, "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("module", [flash, flash_sm90])
-def test_heads_of_a_token_lie_side_by_side(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_of_a_token_lie_side_by_side(
+    module: Any, out: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "launch", lambda *args, **named: None)
-    problem, inputs = draw(Case(fused=True))
+    problem, inputs = draw(Case(fused=True, width=32, out=out))
+    assert module.fits(problem) is None
     made = module.bind(problem, {})(*inputs)
+    assert problem.output.matches(made)
     assert made.transpose(1, 2).is_contiguous()  # the layer after reads it as it is
 
 
@@ -123,6 +170,8 @@ HOPPER = {
     "many tiles, causal": Case(n=1, queries=450, keys=450, causal=True),
     "many tiles, fused": Case(n=1, queries=197, fused=True, width=64),
     "many tiles, masked": Case(queries=197, keys=197, mask=(2, 1, 1, 197), mask_dtype="float32"),
+    **CODES,
+    "many tiles, codes": Case(n=1, queries=300, keys=450, width=32, gamma=150.0, out="int8"),
 }
 
 
@@ -151,6 +200,9 @@ def test_a_ring_of_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     (Case(keys=0), "empty"),
     (Case(scale=-1.0), "positive scale"),
     (Case(format="channels_last"), "channels_last"),
+    (Case(out="int8"), "32, 48, 64"),
+    (Case(width=40, out="float8_e4m3fn"), "32, 48, 64"),
+    (Case(width=32, out="bfloat16"), "makes float16, int8, float8_e4m3fn"),
 ])  # fmt: skip
 def test_hopper_refuses(case: Case, reason: str) -> None:
     assert reason in flash_sm90.fits(draw(case)[0])
@@ -196,10 +248,19 @@ COMPILED = {
     "by key": replace(LARGE, mask=(16, 1, 1, 384), mask_dtype="float16"),
     "by query": replace(LARGE, mask=(300, 384), mask_dtype="bool"),
     "wide": replace(LARGE, width=128),
+    "int8": replace(LARGE, gamma=50.0, out="int8"),
+    "fp8": replace(LARGE, queries=197, keys=197, fused=True, gamma=50.0, out="float8_e4m3fn"),
+    "fp8 by key": replace(
+        LARGE, mask=(16, 1, 1, 384), mask_dtype="float16", gamma=50.0, out="float8_e4m3fn"
+    ),
+    "fp8, narrow": replace(LARGE, width=32, dtype="bfloat16", out="float8_e4m3fn"),
+    "int8, wide": replace(LARGE, width=128, causal=True, gamma=50.0, out="int8"),
 }
 PORTABLE = {
     "by key": COMPILED["by key"],
     "widest": replace(LARGE, width=256, dtype="bfloat16"),
+    "int8": COMPILED["int8"],
+    "fp8": COMPILED["fp8"],
 }
 
 
@@ -250,7 +311,7 @@ def test_hopper_compiles(kernels: dict[str, list[dict[str, Any]]], name: str) ->
     # of each consumer: the first product, the loop's two, and the last
     first, second = case.width // 16, tiling.tile_n // 16
     assert opcodes["HGMMA"] == 2 * 2 * (first + second)
-    copies = case.width // 64  # of 128 bytes a row
+    copies = -(-case.width // 64)  # of at most 128 bytes a row
     assert opcodes["UTMALDG"] == 4 * copies
     assert opcodes["UTMASTG"] == 2
 
@@ -300,6 +361,24 @@ def problem(
 )
 def test_what_cudnn_refuses(asked: Problem, reason: str) -> None:
     assert reason in CUDNN.load().fits(asked)
+
+
+@pytest.mark.parametrize("by", ["aten", "cudnn"])
+def test_libraries_write_no_codes(by: str) -> None:
+    row = catalog.kernel(f"scaled_dot_product_attention.{by}")
+    assert "makes float16, not int8" in (row.refusal(draw(Case(out="int8"))[0]) or "")
+    assert "gamma" in (row.refusal(draw(Case(gamma=2.0, out="int8"))[0]) or "")
+    assert "gamma" in (row.refusal(draw(Case(gamma=2.0))[0]) or "")
+
+
+def test_a_factor_of_1_and_the_own_type_are_no_other_problem() -> None:
+    (q, k, v), plain = problem().inputs, problem()
+    assert problems.attention(q, k, v, gamma=1, out_dtype="float16").key == plain.key
+    assert set(plain.attrs) == {"is_causal", "scale", "enable_gqa"}
+    codes = problems.attention(q, k, v, gamma=2, out_dtype="int8")
+    assert codes.output == replace(plain.output, dtype="int8")
+    with pytest.raises(UsageError, match="above zero"):
+        problems.attention(q, k, v, gamma=0.0)
 
 
 def test_what_cudnn_takes() -> None:

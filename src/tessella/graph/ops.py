@@ -81,8 +81,8 @@ def _binary(name: str, attrs: str = "") -> Op:
 
 _CONV = "stride padding dilation groups activation"
 # of a layer on int8 or fp8: one factor a channel, the residual's factor, the one behind the
-# activation, the result's element type; of a weight: its sparsity
-_QUANTIZED = {"late": "scale", "extras": "alpha beta gamma dtype sparsity"}
+# activation, the result's element type, how fp8 sums are kept; of a weight: its sparsity
+_QUANTIZED = {"late": "scale", "extras": "alpha beta gamma dtype fast_accumulation sparsity"}
 
 _ROWS = (
     # convolution and matrix products: activation(… + bias + residual)
@@ -102,6 +102,13 @@ _ROWS = (
         "activation next_activation keep",
         extras="beta dtype next_dtype",
         many=True,
+    ),
+    # a convolution, and the largest of its results in each window
+    _op(
+        "conv2d_pool",
+        "input weight bias? residual?",
+        f"{_CONV} kernel_size pool_stride pool_padding pool_dilation ceil_mode",
+        **_QUANTIZED,
     ),
     _op("linear", "input weight bias? residual?", "activation", "linear.default", **_QUANTIZED),
     _op("matmul", "input other", aten="matmul.default"),
@@ -130,6 +137,7 @@ _ROWS = (
         "query key value attn_mask?",
         "is_causal scale enable_gqa",
         "scaled_dot_product_attention.default",
+        extras="gamma dtype",
     ),
     _op("mean", "input", "dim keepdim dtype", "mean.dim"),
     _op("sum", "input", "dim keepdim dtype", "sum.dim_IntList"),

@@ -117,6 +117,41 @@ def unchainable(first: Problem, second: Problem) -> str | None:
     return None
 
 
+# attributes of a pooling, and what they are called behind a convolution
+POOLED = {
+    "kernel_size": "kernel_size",
+    "stride": "pool_stride",
+    "padding": "pool_padding",
+    "dilation": "pool_dilation",
+    "ceil_mode": "ceil_mode",
+}
+
+
+def conv2d_pool(first: Problem, pool: Problem) -> Problem:
+    """A convolution and a ``max_pool2d`` of its result as one problem.
+
+    Raises:
+        UsageError: they are no such pair; ``unpoolable`` says why.
+    """
+    if why := unpoolable(first, pool):
+        raise UsageError(
+            "these are no convolution and its pooling",
+            seen=why,
+            fix="let a max_pool2d read the convolution's result",
+        )
+    attrs = {name: pool.attrs[pooled] for pooled, name in POOLED.items()}
+    return replace(first, op="conv2d_pool", outputs=pool.outputs, attrs={**first.attrs, **attrs})
+
+
+def unpoolable(first: Problem, pool: Problem) -> str | None:
+    """Why these are no convolution and the largest number in each window of its result, or None."""
+    if first.op != "conv2d" or pool.op != "max_pool2d":
+        return "a conv2d and a max_pool2d"
+    if replace(first.output, strides=None) != replace(pool.inputs[0], strides=None):
+        return f"the pooling reads {pool.inputs[0]}, not {first.output}"
+    return None
+
+
 def conv_dgrad(
     dy: TensorMeta,
     weight: TensorMeta,
@@ -352,19 +387,28 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    gamma: float = 1.0,
+    out_dtype: str | None = None,
     constant: tuple[int, ...] = (),
     math: Math = "ieee",
 ) -> Problem:
-    """softmax(scale · query · keyᵀ + mask) · value; the result's strides are the kernel's choice.
+    """gamma · softmax(scale · query · keyᵀ + mask) · value; its strides are the kernel's choice.
 
     query [N, heads, L, E], key [N, heads, S, E], value [N, heads, S, V]; the other arguments are
     those of torch's ``scaled_dot_product_attention``.
+
+    Args:
+        gamma: 1 / the scale of a result of int8 or fp8.
+        out_dtype: default the query's.
 
     Raises:
         UsageError: shapes that do not go together.
     """
     inputs = _trimmed(query, key, value, attn_mask)
     attrs = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    attrs |= _given({"gamma": gamma})
+    if out_dtype not in (None, query.dtype):
+        attrs["dtype"] = out_dtype
     try:
         ((dtype, shape),) = shapes.made("scaled_dot_product_attention", inputs, attrs)
     except (RuntimeError, IndexError) as error:

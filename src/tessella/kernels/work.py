@@ -13,6 +13,15 @@ def flops(problem: Problem) -> int | None:
     if problem.op in ("conv1d", "conv2d", "conv3d", "linear"):
         weight = problem.inputs[1].shape
         return 2 * out * math.prod(weight[1:])
+    if problem.op == "conv2d_pool":
+        a, x, weight = problem.attrs, problem.inputs[0].shape, problem.inputs[1].shape
+        places = [
+            (size + 2 * pad - far * (tap - 1) - 1) // step + 1
+            for size, pad, far, tap, step in zip(
+                x[2:], a["padding"], a["dilation"], weight[2:], a["stride"], strict=True
+            )
+        ]
+        return 2 * x[0] * math.prod(places) * math.prod(weight)
     if problem.op == "conv2d_chain":
         pixels = out // problem.outputs[0].shape[1]
         return 2 * pixels * sum(math.prod(problem.inputs[i].shape) for i in (1, 5))

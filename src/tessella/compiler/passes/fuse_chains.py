@@ -1,8 +1,11 @@
-"""Two 1×1 convolutions in a row as one step: the value between is multiplied on while on the chip.
+"""Two steps in a row as one: what lies between is used on while it is on the chip.
 
-In a residual network it is read again later, and so still written; but the second convolution does
-not read it from memory. Whether that pays depends on sizes and machine: each chain is asked by
-auction beside its two steps, and those that win alone are raced as a whole program.
+- Two 1×1 convolutions. In a residual network the value between is read again later, and so still
+  written; but the second convolution does not read it from memory.
+- A convolution and a ``max_pool2d`` that alone reads it: most of what it makes is never stored.
+
+Whether that pays depends on sizes and machine: each chain is asked by auction beside its two steps,
+and those that win alone are raced as a whole program, one kind after the other.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
 from tessella.kernels.auction import Looks
 from tessella.kernels.catalog import Kernel
-from tessella.kernels.problems import conv2d_chain, unchainable
+from tessella.kernels.problems import conv2d_chain, conv2d_pool, unchainable, unpoolable
 
 WORTH_IT = 0.995  # the program with chains must win by half a percent
+OF_SECOND = {"conv2d": "conv2d_chain", "max_pool2d": "conv2d_pool"}  # what a step is one with
 
 
 @dataclass(frozen=True)
@@ -44,28 +48,31 @@ def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> 
 
     The steps change, the graph's nodes do not. Where no kernel fits, nothing is measured.
     """
-    apart = list(choices)
-    won = _without_overlap(_winners(graph, apart, kernels(tuner), tuner))
-    if not won:
-        return apart
-    chained = _with_chains(apart, won)
-    programs = [(graph, apart), (graph, chained)]
-    apart_us, chained_us = race.times_us(programs, tuner)
-    emit(phase("chains", f"{len(won)}: {apart_us:.0f} µs apart, {chained_us:.0f} µs chained"))
-    return chained if chained_us < WORTH_IT * apart_us else apart
+    chosen = list(choices)
+    for op in OF_SECOND.values():
+        won = _without_overlap(_winners(graph, chosen, op, tuner))
+        if not won:
+            continue
+        chained = _with_chains(chosen, won)
+        apart_us, chained_us = race.times_us([(graph, chosen), (graph, chained)], tuner)
+        times = f"{apart_us:.0f} µs apart, {chained_us:.0f} µs chained"
+        emit(phase("chains", f"{len(won)} {op}: {times}"))
+        if chained_us < WORTH_IT * apart_us:
+            chosen = chained
+    return chosen
 
 
-def kernels(tuner: Tuner) -> list[Kernel]:
-    """Those that may carry out a chain on the tuner's target."""
+def kernels(op: str, tuner: Tuner) -> list[Kernel]:
+    """Those that may carry out such a chain on the tuner's target."""
     return [
         row
-        for row in catalog.candidates("conv2d_chain", tuner.target)
+        for row in catalog.candidates(op, tuner.target)
         if not row.last_resort and not row.unproven
     ]
 
 
-def pairs(graph: Graph, choices: Sequence[Choice]) -> Iterator[Pair]:
-    """Convolutions that read another one's result, with the step that both would be."""
+def pairs(graph: Graph, choices: Sequence[Choice], op: str) -> Iterator[Pair]:
+    """Convolutions and what reads their results, with the step ``op`` that both would be."""
     readers: dict[Value, list[int]] = {}
     for index, choice in enumerate(choices):
         for value in choice.node.inputs:
@@ -77,29 +84,35 @@ def pairs(graph: Graph, choices: Sequence[Choice]) -> Iterator[Pair]:
             continue
         between = choice.node.output
         for other in readers.get(between, []):
-            if refusal(choice, choices[other], held) is None:
-                keep = len(readers[between]) > 1 or between in graph.outputs
-                yield Pair(index, other, chain(choice, choices[other], keep=keep))
+            keep = len(readers[between]) > 1 or between in graph.outputs
+            second = choices[other]
+            if OF_SECOND.get(second.node.op) == op and not refusal(choice, second, held, keep):
+                yield Pair(index, other, chain(choice, second, keep=keep))
 
 
-def refusal(first: Choice, second: Choice, held: set[str]) -> str | None:
+def refusal(first: Choice, second: Choice, held: set[str], keep: bool) -> str | None:
     """Why two steps, the second of which reads the first's result, are no chain; or None.
 
     Args:
         held: values that hold slices.
+        keep: the result of the first is needed otherwise, too.
     """
-    if second.node.op != "conv2d" or second.node.inputs[0] is not first.node.output:
-        return "the second is no convolution of the first's result"
+    if second.node.op not in OF_SECOND or second.node.inputs[0] is not first.node.output:
+        return "the second is no convolution or pooling of the first's result"
+    if first.slices or second.slices or {first.node.output.name, second.node.output.name} & held:
+        return "a result lies in another value, or holds one"
+    if second.node.op == "max_pool2d":
+        return "others read it too" if keep else unpoolable(first.problem, second.problem)
     missing = [i for i in (1, 2, 4) if second.problem.meta(i) and i not in second.problem.constant]
     if missing:
         return "the second's weights are computed: they may not be there yet"
-    if first.slices or second.slices or {first.node.output.name, second.node.output.name} & held:
-        return "a result lies in another value, or holds one"
     return unchainable(first.problem, second.problem)
 
 
 def chain(first: Choice, second: Choice, *, keep: bool) -> Choice:
     """Both steps as one, without trials."""
+    if second.node.op == "max_pool2d":
+        return _pooled(first, second)
     problem = conv2d_chain(first.problem, second.problem, keep=keep)
     before, after = first.node, second.node
     scale = after.inputs[4] if len(after.inputs) > 4 else None
@@ -113,14 +126,27 @@ def chain(first: Choice, second: Choice, *, keep: bool) -> Choice:
     return Choice(node=node, problem=problem, trials=())
 
 
+def _pooled(first: Choice, second: Choice) -> Choice:
+    problem = conv2d_pool(first.problem, second.problem)
+    node = Node(
+        op=problem.op,
+        inputs=first.node.inputs,
+        outputs=second.node.outputs,
+        attrs=problem.attrs,
+        layer=first.node.layer,
+    )
+    return Choice(node=node, problem=problem, trials=())
+
+
 def _winners(
-    graph: Graph, choices: Sequence[Choice], rows: Sequence[Kernel], tuner: Tuner
+    graph: Graph, choices: Sequence[Choice], op: str, tuner: Tuner
 ) -> list[tuple[float, Pair]]:
     """Pairs that are faster as one step, and by how much, in µs."""
     won = []
+    rows = kernels(op, tuner)
     fitting = [
         pair
-        for pair in (pairs(graph, choices) if rows else ())
+        for pair in (pairs(graph, choices, op) if rows else ())
         if not all(row.refusal(pair.step.problem) for row in rows)
     ]
     terms = replace(tuner.terms, algorithms=[row.algorithm for row in rows])

@@ -10,9 +10,13 @@ rounding. As rounding keeps the order, the largest of codes is the code of the l
 writes codes, and the pooling reads them, half of the bytes each::
 
     quantize(max_pool2d(conv2d(x))) → max_pool2d(conv2d(x, gamma=1 / scale, dtype="int8"))
+
+So does attention on 16 bits, whose heads are rows behind a permute and a reshape that move nothing.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from tessella.compiler.fitting import has_kernel, is_plain_half, loses_none
 from tessella.compiler.passes import pad_channels
@@ -21,41 +25,52 @@ from tessella.compiler.passes.lower_quantization import CODES, Code, code_of
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.problem import is_gamma
 
+ATTENTION = "scaled_dot_product_attention"
+
 
 def apply(graph: Graph, target: str) -> int:
     """Let such layers round; returns how many do now."""
     fused = 0
-    for node in [n for n in graph.nodes if n.op in LAYERS]:
-        reader = _only_reader(graph, node.output)
-        pool = reader if reader is not None and reader.op == "max_pool2d" else None
-        rounds = reader if pool is None else _only_reader(graph, pool.output)
+    for node in [n for n in graph.nodes if n.op in (*LAYERS, ATTENTION)]:
+        between, rounds = _until_rounded(graph, node)
         code = code_of(graph, rounds, "quantize")
         if rounds is None or code is None or not _takes(node, code):
             continue
-        made = rounds.output
-        if pool is not None:
-            if code.dtype != "int8":  # there is no maximum of fp8
-                continue
-            name = graph.fresh_name(f"{node.output.name}.{code.dtype}")
-            made = Value(name, code.dtype, node.output.shape)
+        if code.dtype != "int8" and "max_pool2d" in {n.op for n in between}:
+            continue  # there is no maximum of fp8
         if not is_gamma(gamma := 1.0 / code.factor):
             continue
+        wide = [n.output for n in (node, *between)][:-1]
+        names = [graph.fresh_name(f"{v.name}.{code.dtype}") for v in wide]
+        made = [Value(n, code.dtype, v.shape) for n, v in zip(names, wide, strict=True)]
+        made.append(rounds.output)
         rounding = Node(
             op=node.op,
             inputs=node.inputs,
-            outputs=(made,),
+            outputs=(made[0],),
             attrs={**node.attrs, "dtype": code.dtype, "gamma": gamma},
             layer=node.layer,
         )
         if _has_kernel(graph, node, rounding, target):
             graph.nodes[graph.nodes.index(node)] = rounding
-            if pool is not None:
-                pool.inputs, pool.outputs = (made,), rounds.outputs
+            for move, (read, written) in zip(between, pairwise(made), strict=True):
+                move.inputs, move.outputs = (read,), (written,)
             graph.nodes.remove(rounds)
             fused += 1
     if fused and target == "sm_90":
         pad_channels.apply(graph)  # what lies between two of these layers is codes only now
     return fused
+
+
+def _until_rounded(graph: Graph, node: Node) -> tuple[list[Node], Node | None]:
+    """What moves a result, or takes its maximum, and is read alone; and the reader behind."""
+    moves = ("permute", "reshape") if node.op == ATTENTION else ("max_pool2d",)
+    between: list[Node] = []
+    reader = _only_reader(graph, node.output)
+    while reader is not None and reader.op in moves:
+        between.append(reader)
+        reader = _only_reader(graph, reader.output)
+    return between, reader
 
 
 def _only_reader(graph: Graph, value: Value) -> Node | None:
@@ -69,7 +84,7 @@ def _takes(node: Node, code: Code) -> bool:
     A residual in floating numbers beside codes is what fast kernels do not read.
     """
     return (
-        (_is_on(node, code) or is_plain_half(node))
+        (node.op == ATTENTION or _is_on(node, code) or is_plain_half(node))
         and code.scale.numel() == 1
         and code.zero == 0
         and code.dtype in CODES
@@ -84,6 +99,6 @@ def _is_on(node: Node, code: Code) -> bool:
 
 def _has_kernel(graph: Graph, node: Node, rounding: Node, target: str) -> bool:
     """Whether it pays: of codes there are no other kernels, of 16 bits none may be lost."""
-    if is_plain_half(node):
+    if node.op == ATTENTION or is_plain_half(node):
         return loses_none(node, rounding, target, graph.constants)
     return has_kernel(rounding, target, graph.constants)

@@ -16,6 +16,8 @@ WRITES_OUT = False
 def fits(problem: Problem) -> str | None:
     if problem.constant:
         return "takes no constants"
+    if problem.output.dtype != problem.inputs[0].dtype:
+        return f"makes {problem.inputs[0].dtype}, not {problem.output.dtype}"
     if problem.output.format != "strided":
         return f"promises no strides, cannot make {problem.output.format}"
     return None

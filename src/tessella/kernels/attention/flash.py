@@ -17,11 +17,13 @@ import triton.language as tl
 
 from tessella.kernels.attention.shapes import FLOATS, factor, operands, refusal, result, sizes
 from tessella.kernels.catalog import Call
+from tessella.kernels.epilogue_triton import cast
 from tessella.kernels.launch import launch
 from tessella.kernels.overlap import await_earlier, overlapping
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = False  # with strides of its own choice, where the problem leaves it one
+GAMMA = True
 
 WIDEST = 256
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -35,13 +37,14 @@ def _flash_kernel(
     q_batch, q_head, q_row, q_column, k_batch, k_head, k_row, k_column,
     v_batch, v_head, v_row, v_column, m_batch, m_head, m_row, m_column,
     out_batch, out_head, out_row, out_column,
-    scale,
+    scale, gamma,
     BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, BY_KEY: tl.constexpr, PRECISION: tl.constexpr,
     WIDEN: tl.constexpr, INDEX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``scale`` includes log₂ e. WHOLE: heads are as wide as tiles. BY_KEY: one mask for all rows.
+    """``scale`` includes log₂ e; ``gamma``, of the result, is None for 1.
 
+    WHOLE: heads are as wide as tiles. BY_KEY: one mask for all rows.
     INDEX: of the offsets inside a tile; tiles begin at 64-bit addresses.
     """
     tiles = tl.cdiv(L, BM)
@@ -134,9 +137,11 @@ def _flash_kernel(
     made = (
         acc / tl.where(total == 0, 1.0, total)[:, None]
     )  # a row that sees no key is 0, as torch's
+    if gamma is not None:
+        made = made * gamma
     inside = row_in if WHOLE else row_in & (value_columns < value_width)[None, :]
     out_at = rows.to(INDEX)[:, None] * out_row + value_columns.to(INDEX)[None, :] * out_column
-    tl.store(out + out_at, made.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + out_at, cast(made, out.dtype.element_ty), mask=inside)
 
 
 def fits(problem: Problem) -> str | None:
@@ -216,7 +221,7 @@ def bind(
             _flash_kernel, (blocks,),
             o.q, o.k, o.v, o.mask, out,
             made.queries, made.keys, made.heads, o.group, made.width, made.value_width,
-            *steps, scale,
+            *steps, scale, problem.gamma,
             BY_KEY=mask_strides[2] == 0, INDEX=tl.int64 if far else tl.int32, **options,
         )  # fmt: skip
         return shaped

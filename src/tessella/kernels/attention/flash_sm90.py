@@ -1,7 +1,8 @@
 """Attention on Hopper's tensor cores: TMA, a ring in shared memory, WGMMA, specialized warps.
 
 The host's side: what fits, which tiles are worth trying, descriptors and the launch. The device
-code is ``flash_sm90_device``. For float16 and bfloat16, masks and head groups included.
+code is ``flash_sm90_device``. For float16 and bfloat16, masks and head groups included; results
+may be codes, which the layer after attention multiplies.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 
 from tessella.kernels.attention.flash_sm90_device import attend
-from tessella.kernels.attention.shapes import MASK, factor, operands, refusal, result, sizes
+from tessella.kernels.attention.shapes import CODES, MASK, factor, operands, refusal, result, sizes
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.hopper import TensorDescriptor, descriptor
 from tessella.kernels.launch import launch
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = False  # with strides of its own choice, where the problem leaves it one
+GAMMA = True
 
 DTYPES = ("float16", "bfloat16")
 WIDEST = 128
@@ -38,6 +40,8 @@ def fits(problem: Problem) -> str | None:
     made = sizes(problem)
     if made.width % 8 or made.value_width % 8:
         return f"rows of multiples of 16 bytes, as TMA wants them, not {made.width} numbers"
+    if problem.output.dtype in CODES and (made.value_width % 16 or made.value_width == 16):
+        return f"rows of codes of 32, 48, 64 … bytes, not {made.value_width}"
     if 0 in (made.batch, made.heads, made.queries, made.keys):
         return "empty"
     if factor(problem) <= 0:
@@ -63,7 +67,7 @@ class Tiling:
     ping_pong: bool = False
 
     def shared_bytes(self, wide: int, value_wide: int) -> int:
-        """Of 16-bit numbers: the ring, two tiles of queries, one of results."""
+        """Of 16-bit numbers: the ring, two tiles of queries, one of results, which may be codes."""
         rows = self.stages * self.tile_n
         return 2 * ((rows + 2 * ROWS) * wide + (rows + ROWS) * value_wide) + SMALL_BYTES
 
@@ -133,6 +137,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             made.queries,
             made.keys,
             scale,
+            problem.gamma,
             units,
             runs,
             tiling.run,

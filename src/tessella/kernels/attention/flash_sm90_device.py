@@ -19,6 +19,7 @@ barriers of the turns, its turns so far).
 
 from __future__ import annotations
 
+from tessella.kernels.epilogue_device import quantize
 from tessella.kernels.hopper import (
     barrier,
     fence_async_shared,
@@ -121,19 +122,18 @@ def _produce(q, k, v, rings, work, LOOK: gl.constexpr):
 
 
 @gluon.jit
-def _added(mask, scale):
-    """Numbers or bytes of a mask as what is added to products that are not scaled yet."""
+def _added(mask):
+    """Bytes of a mask as what is added to products, or numbers, to products that are scaled."""
     if mask.dtype == gl.uint8:
         added = gl.where(mask != 0, 0.0, NOTHING)
     else:
         number = mask.to(gl.float32)
-        finite = gl.maximum(number, LOWEST) * (LOG2_E / scale)
-        added = gl.where(number == NOTHING, NOTHING, finite)
+        added = gl.where(number == NOTHING, NOTHING, gl.maximum(number, LOWEST) * LOG2_E)
     return added
 
 
 @gluon.jit
-def _mask_by_key(masking, place, key0, work, scale, LOOK: gl.constexpr):
+def _mask_by_key(masking, place, key0, work, LOOK: gl.constexpr):
     """The mask of a tile of keys, a thread one of them; 0 where it is not one for all queries."""
     BN: gl.constexpr = LOOK[0]
     BY_KEY: gl.constexpr = LOOK[4]
@@ -143,19 +143,23 @@ def _mask_by_key(masking, place, key0, work, scale, LOOK: gl.constexpr):
         mask += place[0].to(gl.int64) * m_batch + place[1].to(gl.int64) * m_head
         mask += key0.to(gl.int64) * m_column
         keys = gl.arange(0, BN, gl.BlockedLayout([1], [32], [4], [0]))
-        added = _added(gl.load(mask + keys * m_column, mask=keys < work[5] - key0, other=0), scale)
+        added = _added(gl.load(mask + keys * m_column, mask=keys < work[5] - key0, other=0))
     return added
 
 
 @gluon.jit
 def _masked(s, masking, shared_mask, place, key0, work, scale, LOOK: gl.constexpr):
-    """Products with the mask, which lies in shared memory where it is one for all queries."""
+    """Products with the mask, which lies in shared memory where it is one for all queries.
+
+    Behind numbers they are scaled: one multiply-add an element then does for both.
+    """
     BN: gl.constexpr = LOOK[0]
     BY_KEY: gl.constexpr = LOOK[4]
     LS: gl.constexpr = s.type.layout
     mask, m_batch, m_head, m_row, m_column = masking
     if BY_KEY:
-        s = s + shared_mask.load(gl.SliceLayout(0, LS)).expand_dims(0)
+        added = shared_mask.load(gl.SliceLayout(0, LS)).expand_dims(0)
+        s = s + added if mask.dtype.element_ty == gl.uint8 else s * scale + added
     elif mask is not None:
         batch, head, row0, L = place
         mask += batch.to(gl.int64) * m_batch + head.to(gl.int64) * m_head
@@ -164,7 +168,8 @@ def _masked(s, masking, shared_mask, place, key0, work, scale, LOOK: gl.constexp
         rows = gl.arange(0, HALF, gl.SliceLayout(1, LS)).expand_dims(1)
         inside = (keys < work[5] - key0) & (rows < L - row0)
         at = mask + rows * m_row + keys * m_column
-        s = s + _added(gl.load(at, mask=inside, other=0), scale)
+        added = _added(gl.load(at, mask=inside, other=0))
+        s = s + added if mask.dtype.element_ty == gl.uint8 else s * scale + added
     return s
 
 
@@ -191,10 +196,10 @@ def _weigh(s, top, scale, mask, CAUSAL: gl.constexpr):
         weights, fade = _powers(s, top, new_top, scale, CAUSAL)
     elif mask.dtype.element_ty == gl.uint8:
         weights, fade = _powers(s, top, new_top, scale, True)
-    else:  # numbers may be as large as LOWEST, of which a fused s · scale - base leaves a huge rest
+    else:  # scaled before: of numbers like LOWEST a fused s · scale - base leaves a huge rest
         least = gl.where(new_top == NOTHING, 0.0, new_top)
-        weights = gl.exp2((s - least.expand_dims(1)) * scale)
-        fade = gl.exp2((top - least) * scale)
+        weights = gl.exp2(s - least.expand_dims(1))
+        fade = gl.exp2(top - least)
     return weights, new_top, fade
 
 
@@ -225,7 +230,7 @@ def _step(
     before, _ = _place(position - 1, STAGES)
     keys = k_ring.index(stage).reshape([BN, queries.shape[1]]).permute((1, 0))
     values = v_ring.index(before).reshape([BN, acc.shape[1]])
-    added = _mask_by_key(masking, place, key0, work, scale, LOOK)
+    added = _mask_by_key(masking, place, key0, work, LOOK)
     mbarrier.wait(k_full.index(stage), turn)
     if PING_PONG:
         mbarrier.wait(turns.index(WHO), (so_far & 1) ^ (1 - WHO))
@@ -258,7 +263,7 @@ def _step(
 
 @gluon.jit
 def _consume(
-    out, buffers, rings, work, masking, mask_buffers, turns, scale, L,
+    out, buffers, rings, work, masking, mask_buffers, turns, scale, gamma, L,
     WHO: gl.constexpr, LOOK: gl.constexpr,
 ):  # fmt: skip
     """Every second half of a tile of queries: products, softmax, products, and the result out."""
@@ -300,7 +305,7 @@ def _consume(
 
             key0 = (steps - 1) * BN
             stage, turn = _place(begin - (steps - 1), STAGES)
-            added = _mask_by_key(masking, place, key0, work, scale, LOOK)
+            added = _mask_by_key(masking, place, key0, work, LOOK)
             mbarrier.wait(q_full.index(at), phase)
             mbarrier.wait(k_full.index(stage), turn)
             keys = k_ring.index(stage).reshape([BN, BE]).permute((1, 0))
@@ -339,10 +344,13 @@ def _consume(
             mbarrier.arrive(v_empty.index(stage), count=1, pred=last)
             if masking[0] is not None:  # a row that sees no key is 0, as torch's
                 total = gl.where(total == 0.0, 1.0, total)
-            share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, LO)).expand_dims(1)
+            share = 1.0 / total
+            if gamma is not None:
+                share = share * gamma
+            share = gl.convert_layout(share, gl.SliceLayout(1, LO)).expand_dims(1)
             store_wait(0)
             barrier()
-            buffers.index(WHO).reshape([HALF, BV]).store((acc * share).to(out.dtype))
+            buffers.index(WHO).reshape([HALF, BV]).store(quantize(acc * share, out.dtype))
             fence_async_shared()
             barrier()
             store_tile(out, [batch, head, row0, 0], buffers.index(WHO))
@@ -355,16 +363,17 @@ def _consume(
     do_not_specialize=["L", "S", "units", "runs", "run", "tiles", "k_tiles", "heads", "group"]
 )
 def attend(
-    q, k, v, out, mask, m_batch, m_head, m_row, m_column, L, S, scale,
+    q, k, v, out, mask, m_batch, m_head, m_row, m_column, L, S, scale, gamma,
     units, runs, run, tiles, k_tiles, heads, group,
     BN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     BY_KEY: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
-    """out = softmax(scale · q · kᵀ + mask) · v; descriptors of [N, heads, rows, columns].
+    """out = gamma · softmax(scale · q · kᵀ + mask) · v; descriptors of [N, heads, rows, columns].
 
     Tiles are [1, 1, HALF, width] of q and out, [1, 1, BN, width] of k and v. ``mask`` is a pointer,
     of bytes or numbers, or None; BY_KEY: there is one, the same for all queries. ``scale`` is
-    positive and includes log₂ e. RAGGED: the last tile of keys is not full.
+    positive and includes log₂ e; ``gamma`` is None for 1. ``out`` may be codes, which saturate.
+    RAGGED: the last tile of keys is not full.
     """
     LOOK: gl.constexpr = (BN, STAGES, CAUSAL, RAGGED, BY_KEY, PING_PONG)
     Q_SHAPE: gl.constexpr = _several(SLOTS * CONSUMERS, q.block_type.shape)
@@ -408,11 +417,11 @@ def attend(
         [
             (
                 _consume,
-                (out, buffers, rings, work, masking, mask_buffers, turns, scale, L, 0, LOOK),
+                (out, buffers, rings, work, masking, mask_buffers, turns, scale, gamma, L, 0, LOOK),
             ),
             (
                 _consume,
-                (out, buffers, rings, work, masking, mask_buffers, turns, scale, L, 1, LOOK),
+                (out, buffers, rings, work, masking, mask_buffers, turns, scale, gamma, L, 1, LOOK),
             ),
             (_produce, (q, k, v, rings, work, LOOK)),
         ],

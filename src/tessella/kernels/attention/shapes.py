@@ -1,6 +1,7 @@
 """Attention by its sizes, whatever the number of axes and the strides of its operands.
 
-``out[n, h] = softmax(scale · Q[n, h] · K[n, g]ᵀ + mask[n, h]) · V[n, g]``, g the group of head h.
+``out[n, h] = store(gamma · softmax(scale · Q[n, h] · K[n, g]ᵀ + mask[n, h]) · V[n, g])``, g the
+group of head h.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tessella.kernels.problem import Problem
 from tessella.kernels.shapes import broadcast
 
 FLOATS = ("float32", "float16", "bfloat16")
+CODES = ("int8", "float8_e4m3fn")  # what results may be besides what they are made of
 QUERY, KEY, VALUE, MASK = range(4)
 
 
@@ -49,8 +51,10 @@ def refusal(problem: Problem, dtypes: Sequence[str], widest: int) -> str | None:
     """Why no kernel over ``Operands`` can do it: types, axes and formats."""
     tensors = [problem.inputs[i] for i in (QUERY, KEY, VALUE)]
     q, k, v = tensors
-    if q.dtype not in dtypes or any(t.dtype != q.dtype for t in (k, v, problem.output)):
+    if q.dtype not in dtypes or any(t.dtype != q.dtype for t in (k, v)):
         return f"queries, keys and values of one of {', '.join(dtypes)}, not {q.dtype}"
+    if problem.output.dtype not in (q.dtype, *CODES):
+        return f"makes {', '.join((q.dtype, *CODES))}, not {problem.output.dtype}"
     if any(len(t.shape) != len(q.shape) or len(t.shape) not in (3, 4) for t in tensors):
         return f"[heads, L, E], with a batch before it or not; seen {q.shape}, {k.shape}, {v.shape}"
     if k.shape[-1] != q.shape[-1] or k.shape[-2] != v.shape[-2]:
@@ -120,12 +124,12 @@ def result(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
     Where it may have any strides a token's heads lie side by side, as the layer after wants them.
     """
-    made = sizes(problem)
+    made, dtype = sizes(problem), getattr(torch, problem.output.dtype)
     n, h, rows, columns = made.batch, made.heads, made.queries, made.value_width
     if problem.output.format == "strided":
-        out = q.new_empty(n, rows, h, columns).transpose(1, 2)
+        out = q.new_empty(n, rows, h, columns, dtype=dtype).transpose(1, 2)
     else:
-        out = q.new_empty(n, h, rows, columns)
+        out = q.new_empty(n, h, rows, columns, dtype=dtype)
     return out, out if len(problem.output.shape) == 4 else out[0]
 
 

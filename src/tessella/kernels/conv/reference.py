@@ -6,11 +6,13 @@ Shapes: N batch, C input channels, K output channels, then the spatial axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tessella.kernels.epilogue import exact, finish_as
+from tessella.kernels.pool.reference import max_pool2d
 
 Tensor = torch.Tensor
 
@@ -89,6 +91,26 @@ def conv2d_chain(
         **window, activation=next_activation, dtype=next_dtype,
     )  # fmt: skip
     return (made, between) if keep else (made,)
+
+
+def conv2d_pool(
+    *inputs: Tensor | None,
+    kernel_size: Sequence[int],
+    pool_stride: Sequence[int],
+    pool_padding: Sequence[int],
+    pool_dilation: Sequence[int],
+    ceil_mode: bool,
+    **attrs: Any,
+) -> Tensor:
+    """``conv2d`` with its epilogue, and the largest number in each window of the result."""
+    return max_pool2d(
+        conv2d(*inputs, **attrs),
+        kernel_size=kernel_size,
+        stride=pool_stride,
+        padding=pool_padding,
+        dilation=pool_dilation,
+        ceil_mode=ceil_mode,
+    )
 
 
 def conv_transpose2d(

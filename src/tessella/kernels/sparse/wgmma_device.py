@@ -100,7 +100,7 @@ def source(
         f"{ACTIVATIONS[activation]}; }}\n"
     )
     machine = machine or MACHINE + _multiply(tiling.rows, dtype)
-    return constants + sums + _TYPES + machine + _EPILOGUE + activate + _KERNEL
+    return constants + sums + TYPES + machine + EPILOGUE + activate + _KERNEL
 
 
 def _multiply(rows: int, dtype: str) -> str:
@@ -140,7 +140,7 @@ ACTIVATIONS: dict[str | None, str] = {
     "hardsigmoid": _CLAMP6.format("(x + 3.0f)") + " * 0.16666666666666666f",
 }
 
-_TYPES = """
+TYPES = """
 typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -225,7 +225,7 @@ void wait_for(Sum (&sums)[BLOCKS][COUNT]) {
 }
 """
 
-_EPILOGUE = r"""
+EPILOGUE = r"""
 // four elements from a place that is a multiple of four
 template <int KIND> __device__ __forceinline__
 void load(const void* from, long long place, float (&x)[4]) {
