@@ -179,6 +179,28 @@ def test_an_input_is_read_where_it_is(input: str) -> None:
     torch.testing.assert_close(scores, right[:4], **NEAR)
 
 
+class Sum(nn.Module):
+    """One kernel reads both."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.relu(2 * a - b).mean(1)
+
+
+def test_two_inputs_of_one_kernel_are_read_where_they_are() -> None:
+    specs = [TensorSpec(name=n, dtype="float32", shape=(BATCH, 64)) for n in "ab"]
+    plan = compiler.compile_graph(
+        capture(Sum(), specs, outputs=("scores",)),
+        target="sm_90",
+        batch=BATCH,
+        about=compiler.About(built_from="test", rebuild="tessella compile test"),
+    )
+    engine = runtime.load(plan)
+    assert None not in engine.bound(4)._places
+    for _ in range(3):
+        a, b = torch.randn(2, 4, 64, device="cuda")
+        torch.testing.assert_close(engine(a=a, b=b)["scores"], Sum()(a, b))
+
+
 @pytest.mark.parametrize("streams", [1, 2])
 def test_calls_that_wait_in_a_queue_keep_their_inputs(streams: int) -> None:
     """Eight calls, each with an input elsewhere, before the GPU has begun with the first."""

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from tessella.core.errors import UsageError
-from tessella.kernels import launch, problems, reference, shapes
+from tessella.kernels import catalog, launch, problems, reference, shapes
 from tessella.kernels.conv.hopper import pooled as kernel
 from tessella.kernels.epilogue import store
 from tessella.kernels.problem import Problem, TensorMeta
@@ -321,3 +321,26 @@ def test_blocks_go_on_with_the_next_band() -> None:
     with launch.preparing(), launch.watching() as launches:
         kernel.bind(problem, {1: weight, 2: bias}, rows=14)(x, out=out)
     assert launches[0].grid == (kernel.TOGETHER * kernel.PROCESSORS, 1, 1)
+
+
+@pytest.mark.parametrize("changes", [
+    {"kernel_size": (0, 3)}, {"kernel_size": "3"}, {"pool_stride": (0, 0)}, {"pool_stride": None},
+    {"pool_padding": (2, 2)}, {"pool_padding": (-1, 0)}, {"ceil_mode": "yes"}, {"stride": (0, 2)},
+    {"padding": (10**9, 0)}, {"gamma": 0.0}, {"gamma": "2"}, {"dtype": "no such type"},
+    {"activation": ["relu"]}, {"activation": "gelu"}, {"groups": 0}, {"next": 1},
+], ids=str)  # fmt: skip
+def test_what_a_stranger_s_plan_may_not_ask(changes: dict[str, Any]) -> None:
+    """As the runtime asks: the shapes first, then the kernel; any error is told as the plan's."""
+    row = catalog.kernel("conv2d_pool.direct.sm90")
+    plain = problem_of(N=2, bias="float16")
+
+    def refused(problem: Problem) -> bool:
+        try:
+            made = shapes.made(problem.op, problem.inputs, problem.attrs)
+            same = made == [(m.dtype, m.shape) for m in problem.outputs]
+            return not same or row.refusal(problem) is not None
+        except Exception:
+            return True
+
+    assert not refused(plain)
+    assert refused(replace(plain, attrs={**plain.attrs, **changes}))

@@ -12,7 +12,7 @@ import torch
 
 from tessella.core.errors import UsageError
 from tessella.kernels import catalog, problems, reference
-from tessella.kernels.epilogue import ACTIVATIONS, finish, finish_, store
+from tessella.kernels.epilogue import ACTIVATIONS, finish, finish_, in_halves, store
 from tessella.kernels.problem import TensorMeta
 
 
@@ -114,6 +114,26 @@ def test_what_gamma_may_not_be(gamma: Any, dtype: str | None) -> None:
         assert "above zero" in row.refusal(hostile), row.id
     with pytest.raises(UsageError, match="above zero"):
         problems.linear(meta, replace(meta, shape=(4, 3)), gamma=gamma)
+
+
+@pytest.mark.parametrize(
+    ("changes", "halves"),
+    [
+        ({}, True), ({"gamma": 2.0**14}, True), ({"gamma": 2.0**15}, False),
+        ({"gamma": 2.0**-7}, True), ({"gamma": 2.0**-8}, False), ({"activation": "silu"}, False),
+        ({"dtype": "int8"}, False), ({"dtype": "float16"}, False),
+    ],
+)  # fmt: skip
+def test_what_float16_is_enough_for(changes: dict[str, Any], halves: bool) -> None:
+    """Its largest number times gamma saturates e4m3, and gamma is one of its own."""
+    settings = {"gamma": 1.0, "activation": "gelu", "dtype": "float8_e4m3fn", **changes}
+    x, weight = (TensorMeta(shape=(16, 16), dtype="float8_e4m3fn") for _ in range(2))
+    out = settings.pop("dtype")
+    problem = problems.linear(x, weight, out_dtype=out, **settings)
+    assert in_halves(problem) == halves
+    if halves:
+        assert 65504 * settings["gamma"] >= 448
+        assert float(torch.tensor(settings["gamma"]).half()) == settings["gamma"]
 
 
 def test_a_gamma_of_1_is_no_other_problem() -> None:

@@ -22,7 +22,7 @@ class Graph:
     ) -> None:
         self.kernels, self.edges, self.memsets = kernels, dict(edges), memsets
         self._functions = {0: SimpleNamespace(handle=ctypes.c_void_p(OURS))}
-        self.has = lambda handle: Driver.has(self, handle)  # type: ignore[arg-type]
+        self.handles = lambda: Driver.handles(self)  # type: ignore[arg-type]
 
     def call(self, name: str, *args: Any) -> None:
         getattr(self, name)(*args)

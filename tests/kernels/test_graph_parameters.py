@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tessella.kernels.captured import Kernel
-from tessella.kernels.graph_parameters import Addresses
+from tessella.kernels.graph_parameters import Addresses, Parameters
 
 AT, SIZE = 0x7F00_0000_1000, 4096
 KERNEL, MEMCPY, MEMSET, EMPTY = 0, 1, 2, 5
@@ -67,7 +67,7 @@ def word(value: int) -> bytes:
 
 
 def find(graph: Graph) -> Addresses | None:
-    return Addresses.find(graph, 1, AT, SIZE)  # type: ignore[arg-type]
+    return Parameters(graph, 1).find(AT, SIZE)  # type: ignore[arg-type]
 
 
 def test_every_kernel_that_reads_it_is_told_and_nothing_else_changes() -> None:
@@ -104,3 +104,17 @@ def test_what_may_use_it_otherwise_is_left_alone(node: tuple[int, list[bytes]]) 
 def test_other_memory_may_be_set_and_nobody_may_read() -> None:
     assert find(Graph((KERNEL, [word(AT)]), (MEMSET, [word(AT - 8)]))) is not None
     assert find(Graph((KERNEL, [word(3)]))) is None
+
+
+def test_a_kernel_that_reads_two_is_told_both() -> None:
+    other = AT + 2 * SIZE
+    graph = Graph((KERNEL, [word(AT), word(other), word(7)]))
+    parameters = Parameters(graph, 1)  # type: ignore[arg-type]
+    first, second = parameters.find(AT, SIZE), parameters.find(other, SIZE)
+    assert first is not None
+    assert second is not None
+    first.point(7, 0xAAAA00)
+    second.point(7, 0xBBBB00)
+    assert graph.set == {100: [word(0xAAAA00), word(0xBBBB00), word(7)]}
+    first.point(7, AT)
+    assert graph.set == {100: [word(AT), word(0xBBBB00), word(7)]}

@@ -115,7 +115,7 @@ PLAYED = {
         replace(CODES, n=192, scale=True, bias="float32", activation="relu", gamma=0.25),
         {"buffers": 1},
     ),
-    "int8, rows spread, gelu": (
+    "int8, rows spread, no clamp": (
         replace(CODES, n=320, scale=True, bias="float32", activation="hardsigmoid", gamma=40.0),
         {"buffers": 1},
     ),

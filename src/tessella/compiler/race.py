@@ -16,6 +16,7 @@ from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.record import digest
 from tessella.graph.graph import Graph, Value
+from tessella.kernels.captured import GRAPH_LOCK
 from tessella.kernels.float32_math import float32_math
 from tessella.kernels.streams import capturing
 from tessella.kernels.timing import latency
@@ -110,4 +111,5 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
 def _replay(graph: torch.cuda.CUDAGraph, kept: Callable[[], None]) -> None:
     """Replay; ``kept`` is what was captured: a graph holds none of the weights and buffers that it
     reads and writes, and without it they were freed (ResNet-50: "illegal memory access")."""
-    graph.replay()
+    with GRAPH_LOCK:
+        graph.replay()

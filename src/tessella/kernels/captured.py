@@ -12,7 +12,7 @@ from tessella.kernels.driver import Driver
 KERNEL, MEMSET, EMPTY = 0, 2, 5
 # One thread at a time changes or launches a graph: on driver 580, one that changed a kernel's
 # parameters while another launched another graph ended the process.
-GRAPHS = threading.Lock()
+GRAPH_LOCK = threading.Lock()
 
 
 class Kernel(ctypes.Structure):

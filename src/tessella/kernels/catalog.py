@@ -185,7 +185,7 @@ KERNELS: tuple[Kernel, ...] = (
         source="tessella",
         version=3,
     ),
-    _row("conv2d.pointwise.sm90", "conv.hopper.pointwise", "sm_90", source="tessella"),
+    _row("conv2d.pointwise.sm90", "conv.hopper.pointwise", "sm_90", source="tessella", version=2),
     _row("conv2d.direct.sm90", "conv.hopper.direct", "sm_90", source="tessella", version=2),
     _row(
         "conv2d_chain.back_to_back.sm90",

@@ -88,9 +88,9 @@ class Driver:
             self._functions[place] = Function(name, handle, self._parameter_bytes(handle))
         return self._functions[place]
 
-    def has(self, handle: int | None) -> bool:
-        """Whether a kernel, by its handle, is one of those that ``function`` loaded."""
-        return any(made.handle.value == handle for made in self._functions.values())
+    def handles(self) -> set[int]:
+        """Those of the kernels that ``function`` has loaded."""
+        return {made.handle.value or 0 for made in list(self._functions.values())}
 
     def _parameter_bytes(self, handle: ctypes.c_void_p) -> tuple[int, ...]:
         """What a launch reads from the host's memory, in the machine code's own words."""

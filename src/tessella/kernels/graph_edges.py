@@ -38,10 +38,11 @@ def let_libraries_wait(driver: Driver, graph: int) -> int:
     begins, ends = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
     edges = (_Edge * count.value)()
     driver.call("cuGraphGetEdges_v2", handle, begins, ends, edges, ctypes.byref(count))
+    known = driver.handles()
     ours = {
         node
         for node, kind in nodes(driver, graph)
-        if kind == KERNEL and driver.has(Kernel.of(driver, node).function)
+        if kind == KERNEL and Kernel.of(driver, node).function in known
     }
     changed = 0
     for begin, end, edge in zip(begins, ends, edges, strict=True):

@@ -13,7 +13,8 @@ ONE = gl.constexpr(1.0)
 
 @gluon.jit
 def gelu(x, gamma):
-    """``gamma · x Φ(x)`` as float16, of float32; gamma a float32 number, or None for 1.
+    """``gamma · x Φ(x)`` as float16, of float32; gamma a float32 number, or None for 1, as
+    ``epilogue.in_halves`` wants it.
 
     As ``epilogue_device.gelu``, by a polynomial of degree 4: log2(1 - Φ(z)) on [0, 5.5] to 3e-4 of
     the result's scale. Rounded to e4m3, at most 0.65 of a step from the exact number (0.5 at best),

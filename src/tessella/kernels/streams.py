@@ -12,7 +12,7 @@ from contextvars import ContextVar
 
 import torch
 
-from tessella.kernels.captured import GRAPHS
+from tessella.kernels.captured import GRAPH_LOCK
 from tessella.kernels.driver import cuda_driver
 from tessella.kernels.graph_edges import let_libraries_wait
 
@@ -69,7 +69,7 @@ def capturing(
             yield graph
     finally:
         _captured.reset(token)
-    with GRAPHS:
+    with GRAPH_LOCK:
         let_libraries_wait(cuda_driver(), graph.raw_cuda_graph())
         graph.instantiate()
 

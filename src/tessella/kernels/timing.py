@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tessella.kernels.captured import GRAPH_LOCK
 from tessella.kernels.streams import capturing
 
 Run = Callable[[], object]
@@ -145,7 +146,8 @@ def _cuda_sampler(run: Run, device: torch.device) -> Sampler:
                 end.record()
 
     def sample() -> list[float]:
-        graph.replay()
+        with GRAPH_LOCK:
+            graph.replay()
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) * 1e-3 for begin, end in events]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from tessella.kernels.captured import GRAPHS
+from tessella.kernels.captured import GRAPH_LOCK
 from tessella.kernels.driver import cuda_driver
 from tessella.kernels.float32_math import float32_math
-from tessella.kernels.graph_parameters import Addresses
+from tessella.kernels.graph_parameters import Addresses, Parameters
 from tessella.kernels.problem import Math, TensorMeta
 from tessella.kernels.streams import capturing
 from tessella.runtime.bucket import BoundBucket
@@ -46,19 +46,17 @@ class GraphedBucket:
             with capturing(pool=pool, stream=stream) as self._graph:
                 self._outputs = bound(self.inputs)
         self._executable = self._graph.raw_cuda_graph_exec()
-        with GRAPHS:
-            self._places = [self._proved(static) for static in self.inputs]
+        parameters = Parameters(cuda_driver(), self._graph.raw_cuda_graph())
+        self._places = [self._proved(static, parameters) for static in self.inputs]
         torch.cuda.current_stream().synchronize()  # its first call may come in another stream
 
-    def _proved(self, static: torch.Tensor) -> Addresses | None:
+    def _proved(self, static: torch.Tensor, parameters: Parameters) -> Addresses | None:
         """Where the graph holds an input's address, if it answers the same from another place
         while there is rubbish in the first; None for indices, as not all numbers are such.
         """
         if static.dtype != torch.uint8 and not static.is_floating_point():
             return None
-        places = Addresses.find(
-            cuda_driver(), self._graph.raw_cuda_graph(), static.data_ptr(), static.nbytes
-        )
+        places = parameters.find(static.data_ptr(), static.nbytes)
         if places is None:
             return None
         with torch.inference_mode(False):
@@ -69,36 +67,38 @@ class GraphedBucket:
             else:
                 other.uniform_(-1, 1, generator=drawn)
             static.copy_(other)
-            self._graph.replay()
+            self._launch()
             right = [tensor.clone() for tensor in self._outputs]
             static.copy_(255 - other) if static.dtype == torch.uint8 else static.fill_(torch.nan)
-            places.point(self._executable, other.data_ptr())
-            self._graph.replay()
+            self._launch((places, other))
             same = all(_same(a, b) for a, b in zip(self._outputs, right, strict=True))
-            places.point(self._executable, static.data_ptr())
             static.zero_()
+            self._launch((places, static))
         return places if same else None
+
+    def _launch(self, *reads: tuple[Addresses | None, torch.Tensor]) -> None:
+        """Replay, from now on with these inputs."""
+        with GRAPH_LOCK:
+            for places, tensor in reads:
+                if places is not None:
+                    places.point(self._executable, tensor.data_ptr())
+            self._graph.replay()
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Replay on inputs of at most ``batch`` samples; fewer are padded with zeros."""
-        reads = [
-            tensor if places is not None and self._readable(tensor, static) else static
-            for static, tensor, places in zip(self.inputs, inputs, self._places, strict=True)
-        ]
-        for static, tensor, read in zip(self.inputs, inputs, reads, strict=True):
+        reads = []
+        for static, tensor, places in zip(self.inputs, inputs, self._places, strict=True):
             count = len(tensor)
-            if read is tensor:
+            if places is not None and self._readable(tensor, static):
+                reads.append((places, tensor))
                 continue
             if count == self.batch:
                 static.copy_(tensor, non_blocking=True)
             else:
                 static[:count].copy_(tensor, non_blocking=True)
                 static[count:].zero_()
-        with GRAPHS:
-            for read, places in zip(reads, self._places, strict=True):
-                if places is not None:  # for what is launched from now on
-                    places.point(self._executable, read.data_ptr())
-            self._graph.replay()
+            reads.append((places, static))
+        self._launch(*reads)
         return self._outputs
 
     def _readable(self, tensor: torch.Tensor, static: torch.Tensor) -> bool:

@@ -110,11 +110,13 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
 def as_measured(problem: Problem) -> Problem:
     """The problem whose auction decides: kernels take equally long for every factor but 0 and 1.
 
-    Each residual of an int8 network has a factor of its own, and shapes repeat.
+    Each residual of an int8 network has a factor of its own, and so has each result behind an
+    activation; shapes repeat.
     """
-    if problem.attr("beta") in (0.0, 1.0):
-        return problem
-    return replace(problem, attrs={**problem.attrs, "beta": 0.5})
+    changed = {} if problem.attr("beta") in (0.0, 1.0) else {"beta": 0.5}
+    if problem.attr("gamma") != 1.0:
+        changed["gamma"] = 0.5
+    return replace(problem, attrs={**problem.attrs, **changed}) if changed else problem
 
 
 def trials(

@@ -10,11 +10,11 @@ auction of single kernels sees: first, all that a library wins by less than that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from tessella.compiler import race
-from tessella.compiler.passes.choose_kernels import Choice, Tuner
+from tessella.compiler.passes.choose_kernels import Choice, Tuner, as_measured
 from tessella.core.device import torch_device
 from tessella.core.events import Emit, phase
 from tessella.graph.graph import Graph
@@ -36,8 +36,10 @@ def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> 
 
     Steps with one problem change together. What was raced is in ``Choice.raced_us``.
     """
-    chosen = _overlapped(graph, list(choices), tuner, emit)
-    for steps, other in _close_calls(chosen) if tuner.budget_s > 0 else ():
+    if tuner.budget_s <= 0:
+        return list(choices)
+    chosen, asked = _overlapped(graph, list(choices), tuner, emit)
+    for steps, other in _close_calls(chosen, asked):
         before = chosen[steps[0]]
         swapped = {i: replace(chosen[i], trials=_first(other, chosen[i].trials)) for i in steps}
         changed = [swapped.get(i, choice) for i, choice in enumerate(chosen)]
@@ -53,8 +55,16 @@ def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> 
     return chosen
 
 
-def _overlapped(graph: Graph, choices: list[Choice], tuner: Tuner, emit: Emit) -> list[Choice]:
-    """Ours for all steps that a library wins by less than a start, if that program is faster."""
+def _overlapped(
+    graph: Graph, choices: list[Choice], tuner: Tuner, emit: Emit
+) -> tuple[list[Choice], frozenset[int]]:
+    """Ours for all steps that a library wins by less than a start, if that program is faster.
+
+    Returns:
+        The choices, and which steps were asked.
+    """
+    if torch_device(tuner.target).type == "cpu":
+        return choices, frozenset()
     changed = list(choices)
     for index, choice in enumerate(choices):
         best = choice.trials[0]
@@ -66,29 +76,36 @@ def _overlapped(graph: Graph, choices: list[Choice], tuner: Tuner, emit: Emit) -
                 if trial.time_us - best.time_us <= START_US:
                     changed[index] = replace(choice, trials=_first(trial, choice.trials))
                 break
-    swapped = [i for i, (a, b) in enumerate(zip(choices, changed, strict=True)) if a is not b]
-    if not swapped or tuner.budget_s <= 0 or torch_device(tuner.target).type == "cpu":
-        return choices
+    asked = [i for i, (a, b) in enumerate(zip(choices, changed, strict=True)) if a is not b]
+    if not asked:
+        return choices, frozenset()
     programs = [(graph, choices), (graph, changed)]
     kept_us, ours_us = race.times_us(programs, tuner, seconds=SECONDS * tuner.budget_s)
-    emit(phase("race", f"{len(swapped)} steps: {kept_us:,.0f} µs, with our kernels {ours_us:,.0f}"))
-    if ours_us >= WORTH_IT * kept_us:
-        return choices
-    for i in swapped:
-        raced = {choices[i].kernel: kept_us, changed[i].kernel: ours_us}
-        changed[i] = replace(changed[i], raced_us={**changed[i].raced_us, **raced})
-    return changed
+    emit(phase("race", f"{len(asked)} steps: {kept_us:,.0f} µs, with our kernels {ours_us:,.0f}"))
+    chosen = changed if ours_us < WORTH_IT * kept_us else choices
+    for i in asked:
+        raced_us = {choices[i].kernel: kept_us, changed[i].kernel: ours_us}
+        chosen[i] = replace(chosen[i], raced_us={**chosen[i].raced_us, **raced_us})
+    return chosen, frozenset(asked)
 
 
 def _told(times_us: dict[str, float]) -> str:
     return ", ".join(f"{kernel} {time:,.0f} µs" for kernel, time in times_us.items())
 
 
-def _close_calls(choices: Sequence[Choice]) -> list[tuple[list[int], Trial]]:
-    """Steps of one problem, and the kernel that may be as good: the heaviest first."""
+def _close_calls(
+    choices: Sequence[Choice], asked: Collection[int] = ()
+) -> list[tuple[list[int], Trial]]:
+    """Steps of one problem, and the kernel that may be as good: the heaviest first.
+
+    Args:
+        asked: steps that are decided already.
+    """
     groups: dict[tuple[str, bool], list[int]] = {}
     for index, choice in enumerate(choices):
-        groups.setdefault((choice.problem.key, bool(choice.slices)), []).append(index)
+        if index not in asked:
+            key = as_measured(choice.problem).key, bool(choice.slices)
+            groups.setdefault(key, []).append(index)
     total_us = sum(c.trials[0].time_us or 0.0 for c in choices)
     found = []
     for steps in groups.values():

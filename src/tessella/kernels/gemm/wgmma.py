@@ -16,7 +16,7 @@ import torch
 
 from tessella.core.errors import KernelError
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.kernels.epilogue import ACTIVATIONS, in_halves
 from tessella.kernels.gemm.wgmma_device import add_ranges, multiply
 from tessella.kernels.hopper import TensorDescriptor, descriptor
 from tessella.kernels.int8_epilogue import folded
@@ -244,7 +244,7 @@ EPILOGUE_CLOCKS = {  # an element
     "cooperative": 0.069,
     "staggered": 0.045,
     "ping_pong": 0.0,
-    "paired": 0.0,
+    "paired": 0.0,  # as of the former; not fitted
 }
 ONE_BUFFER = 1.4  # times that, where results leave through one buffer
 ADD_CLOCKS = 9000.0  # the second kernel
@@ -316,7 +316,7 @@ def _clocks(problem: Problem, tiling: Tiling) -> float:
     m, n = tiling.tile_m, tiling.tile_n
     # the tensor cores take 32 elements of a tile times ROW_BYTES of K a clock, of every type
     step = STEP_CLOCKS + max(m * n / 32 / TENSOR_SHARE, (m + n) * ROW_BYTES / BYTES_PER_CLOCK)
-    if work.units <= work.blocks and m * n < 128 * 256:
+    if work.units <= _multiprocessors() and m * n < 128 * 256:
         step += LONE_CLOCKS
     epilogue = EPILOGUE_CLOCKS[tiling.schedule] * m * n * (ONE_BUFFER if tiling.buffers == 1 else 1)
     blocks = _multiprocessors()
@@ -418,9 +418,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     small = _is_small(problem, product) and not work.split
     vectors = None if work.split else folded(problem, constants, small=small)
     gamma = problem.gamma
-    whole = dict(epilogue)
+    finished = dict(epilogue)  # of tiles over all of K
     if vectors:
-        whole |= {"ALPHA": 1.0, "BETA": epilogue["BETA"] * (gamma or 1.0)}
+        finished |= {"ALPHA": 1.0, "BETA": epilogue["BETA"] * (gamma or 1.0)}
         gamma = None
 
     def call(
@@ -464,11 +464,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             PROMOTE=dtype in FP8 and not problem.attr("fast_accumulation"),
             FOLDED=vectors is not None,
             SMALL=small,
+            HALVES=in_halves(problem),
             SPREAD=spread,
             PRODUCER=40 if tiling.schedule == "cooperative" else 24,
             num_warps=8 if tiling.schedule == "cooperative" else 4,
             launch_pdl=True,
-            **whole,
+            **finished,
             **({"maxnreg": 128} if tiling.schedule == "paired" else {}),
         )
         if sums is not None:

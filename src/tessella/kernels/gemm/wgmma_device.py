@@ -18,6 +18,7 @@ tiles along M, N and K, tiles along K of one range).
 from __future__ import annotations
 
 from tessella.kernels.epilogue_device import channel_vector, finish
+from tessella.kernels.finish_device import finish_tile
 from tessella.kernels.hopper import (
     barrier,
     fence_async_shared,
@@ -32,7 +33,7 @@ from tessella.kernels.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tessella.kernels.int8_device import by_channel, finish_tile, sorted_layout
+from tessella.kernels.int8_device import by_channel, sorted_layout
 
 
 @gluon.constexpr_function
@@ -188,6 +189,7 @@ def _store_columns(
         FOLDED: gl.constexpr = EPILOGUE[3]
         SMALL: gl.constexpr = EPILOGUE[4]
         SPREAD: gl.constexpr = EPILOGUE[5]
+        HALVES: gl.constexpr = EPILOGUE[6]
         DTYPE: gl.constexpr = c.dtype
         if SPREAD:
             SORTED: gl.constexpr = sorted_layout(by_channel(x).type.layout)
@@ -202,12 +204,16 @@ def _store_columns(
         if bias is not None:
             v = channel_vector(bias, n0 + COLUMN, N, EN, V).expand_dims(0)
         if r is None:
-            y = finish_tile(x, s, v, None, ALPHA, BETA, gamma, FOLDED, SMALL, ACTIVATION, DTYPE)
+            y = finish_tile(
+                x, s, v, None, ALPHA, BETA, gamma, FOLDED, SMALL, HALVES, ACTIVATION, DTYPE
+            )
             store_wait(BUFFERS - 1)
         else:
             mbarrier.wait(r_full.index(BUFFER), (r_phase + PIECE // BUFFERS) & 1)
             old = tile.load(L)
-            y = finish_tile(x, s, v, old, ALPHA, BETA, gamma, FOLDED, SMALL, ACTIVATION, DTYPE)
+            y = finish_tile(
+                x, s, v, old, ALPHA, BETA, gamma, FOLDED, SMALL, HALVES, ACTIVATION, DTYPE
+            )
         barrier()
         tile.store(y)
         fence_async_shared()
@@ -248,7 +254,7 @@ def _consume(
     EN: gl.constexpr = c.block_type.shape[2]
     FIRST: gl.constexpr = WHO * BUFFERS
     PIECES: gl.constexpr = WN // EN
-    BARE: gl.constexpr = (1.0, 1.0, None, False, False, False)
+    BARE: gl.constexpr = (1.0, 1.0, None, False, False, False, False)
     wait_for_dependencies()
     start = gl.program_id(0)
     step = gl.num_programs(0)
@@ -329,7 +335,8 @@ def multiply(
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     SCHEDULE: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
     PROMOTE: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, ACTIVATION: gl.constexpr,
-    FOLDED: gl.constexpr, SMALL: gl.constexpr, SPREAD: gl.constexpr, PRODUCER: gl.constexpr,
+    FOLDED: gl.constexpr, SMALL: gl.constexpr, HALVES: gl.constexpr, SPREAD: gl.constexpr,
+    PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """C[batch] = epilogue(A[batch] · B[batch]); descriptors are [batch, rows, columns].
 
@@ -338,7 +345,7 @@ def multiply(
     partial sums of the tiles whose K is split, in pieces of as many bytes as C's.
     PROMOTE: fp8 products of one BK are summed in float32 outside the tensor cores, whose own sums
     keep about 14 bits.
-    FOLDED, SMALL: of int8 results, see ``int8_device.codes``.
+    FOLDED, SMALL, HALVES: of 8-bit results, see ``finish_device``.
     SPREAD: B's tiles are [1, rows / 64, 8, 8, K], an 8 × 8 transpose of every 64 rows, so that a
     thread gets 16 neighbours of a row of C, which are one store where C has 8 bits.
     PRODUCER: registers of a thread of the producer.
@@ -348,7 +355,7 @@ def multiply(
     CONSUMERS: gl.constexpr = 2 if PING_PONG or SCHEDULE == "staggered" else 1
     WARPS: gl.constexpr = 8 if SCHEDULE == "cooperative" else 4
     LOOK: gl.constexpr = (WM, WN, BK, A_K_MAJOR, B_K_MAJOR, STAGES, GROUP, SPREAD)
-    EPILOGUE: gl.constexpr = (ALPHA, BETA, ACTIVATION, FOLDED, SMALL, SPREAD)
+    EPILOGUE: gl.constexpr = (ALPHA, BETA, ACTIVATION, FOLDED, SMALL, SPREAD, HALVES)
     A_SHAPE: gl.constexpr = _several(STAGES * PARTS, a.block_type.shape)
     B_SHAPE: gl.constexpr = _several(STAGES, b.block_type.shape)
     C_SHAPE: gl.constexpr = _several(CONSUMERS * BUFFERS, c.block_type.shape)

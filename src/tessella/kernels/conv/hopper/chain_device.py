@@ -19,6 +19,7 @@ what a barrier can tell. Everything is freed one or two uses late, when it costs
 from __future__ import annotations
 
 from tessella.kernels.epilogue_device import channel_vector
+from tessella.kernels.finish_device import finish_tile
 from tessella.kernels.hopper import (
     barrier,
     fence_async_shared,
@@ -33,7 +34,7 @@ from tessella.kernels.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from tessella.kernels.int8_device import by_channel, finish_tile, sorted_layout
+from tessella.kernels.int8_device import by_channel, sorted_layout
 
 
 @gluon.jit
@@ -270,9 +271,13 @@ def _finish(
         added = staged.load(L)
     DTYPE: gl.constexpr = staged.dtype
     if UNSCALED:
-        made = finish_tile(sums, s, b, added, 1.0, 1.0, None, FOLDED, SMALL, ACTIVATION, DTYPE)
+        made = finish_tile(
+            sums, s, b, added, 1.0, 1.0, None, FOLDED, SMALL, False, ACTIVATION, DTYPE
+        )
     else:
-        made = finish_tile(sums, s, b, added, 1.0, beta, None, FOLDED, SMALL, ACTIVATION, DTYPE)
+        made = finish_tile(
+            sums, s, b, added, 1.0, beta, None, FOLDED, SMALL, False, ACTIVATION, DTYPE
+        )
     staged.store(made)
 
 

@@ -30,6 +30,7 @@ from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
     shape_of,
     tile_counts,
 )
+from tessella.kernels.epilogue import in_halves
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.hopper import DTYPES, descriptor, gl
 from tessella.kernels.int8_epilogue import folded
@@ -255,6 +256,7 @@ def _run(
         RESIDUAL=adds, UNSCALED=alpha == beta == 1.0,
         SMALL=whole and _is_small(problem, shape),
         FOLDED=is_folded,
+        HALVES=whole and in_halves(problem),
         ACTIVATION=problem.attr("activation") if whole else None,
         SWAP=config["swap"],
         PROMOTE=promotes(problem),

@@ -18,6 +18,7 @@ from __future__ import annotations
 from tessella.kernels.conv.hopper.load_device import load, load_residual
 from tessella.kernels.conv.hopper.walk_device import channel, first_tile, next_tile, terms
 from tessella.kernels.epilogue_device import channel_vector
+from tessella.kernels.finish_device import finish_tile
 from tessella.kernels.hopper import (
     barrier,
     fence_async_shared,
@@ -31,7 +32,7 @@ from tessella.kernels.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tessella.kernels.int8_device import finish_tile, sorted_layout
+from tessella.kernels.int8_device import sorted_layout
 
 
 @gluon.jit
@@ -100,6 +101,7 @@ def _multiply(
     UNSCALED: gl.constexpr,
     SMALL: gl.constexpr,
     FOLDED: gl.constexpr,
+    HALVES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SWAP: gl.constexpr,
     PROMOTE: gl.constexpr,
@@ -180,10 +182,12 @@ def _multiply(
             added = staged.load(FINAL)
         DTYPE: gl.constexpr = staged.dtype
         if UNSCALED:
-            acc = finish_tile(acc, s, b, added, 1.0, 1.0, gamma, FOLDED, SMALL, ACTIVATION, DTYPE)
+            acc = finish_tile(
+                acc, s, b, added, 1.0, 1.0, gamma, FOLDED, SMALL, HALVES, ACTIVATION, DTYPE
+            )
         else:
             acc = finish_tile(
-                acc, s, b, added, alpha, beta, gamma, FOLDED, SMALL, ACTIVATION, DTYPE
+                acc, s, b, added, alpha, beta, gamma, FOLDED, SMALL, HALVES, ACTIVATION, DTYPE
             )
         staged.store(acc)
         fence_async_shared()
@@ -275,6 +279,7 @@ def convolve(
     UNSCALED: gl.constexpr,
     SMALL: gl.constexpr,
     FOLDED: gl.constexpr,
+    HALVES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SWAP: gl.constexpr,
     PROMOTE: gl.constexpr,
@@ -304,6 +309,7 @@ def convolve(
         UNSCALED: alpha and beta are one.
         SMALL: int32 sums are at most 2^22.
         FOLDED: scale and bias are ``int8_epilogue.folded``'s.
+        HALVES: ``epilogue.in_halves``.
         CONSTANT: no kernel just before this one may have written the weights.
     """
     x = (x0, x1, x2, x3)
@@ -336,7 +342,7 @@ def convolve(
             (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
                          landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
                          SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED,
-                         SMALL, FOLDED, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
+                         SMALL, FOLDED, HALVES, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
                          LAYOUT, SLAB)),
             (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
                      SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),
@@ -348,12 +354,12 @@ def convolve(
             (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
                          landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
                          SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED,
-                         SMALL, FOLDED, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
+                         SMALL, FOLDED, HALVES, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
                          LAYOUT, SLAB)),
             (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
                          landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
                          SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 1, RESIDUAL, UNSCALED,
-                         SMALL, FOLDED, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
+                         SMALL, FOLDED, HALVES, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
                          LAYOUT, SLAB)),
             (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
                      SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),

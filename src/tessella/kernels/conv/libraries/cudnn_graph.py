@@ -79,7 +79,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, plan: int =
         raise _refused(error) from error
     nbytes = graph.get_workspace_size_plan_at_index(plan)
     beta = torch.full((1, 1, 1, 1), float(problem.attr("beta")), device="cuda")
-    fence = torch.zeros(1, device="cuda") if problem.meta(3) is not None else None
+    with torch.inference_mode(False):  # else it could not be written outside of that mode
+        fence = torch.zeros(1, device="cuda") if problem.meta(3) is not None else None
 
     def convolve(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         operands: list[Any] = [*problem.operands(held, inputs), None, None, None][:5]
