@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tessella.core.device import torch_device
 from tessella.kernels import auction, catalog, problems
 from tessella.kernels.auction import Terms
+from tessella.kernels.conv.hopper.chain import NEXT_SCALE, NEXT_WEIGHT, SCALE, WEIGHT
 from tessella.kernels.problem import Problem, TensorMeta, memory_format
 from tessella.nn import zoo
 
@@ -292,11 +294,16 @@ def _backward() -> Iterator[Case]:
 
 
 def _conv_int8() -> Iterator[Case]:
-    """INT8 with everything fused, beside the same layer in FP16 by cuDNN."""
+    """INT8 with everything fused, beside the same layer in FP16 by cuDNN.
+
+    A residual where a bottleneck adds one: behind the 1×1 layer with four times the channels.
+    """
     for layer in layers("resnet50"):
         x, w, out = _operands(128, layer, "int8")
         window = {"stride": layer[4], "padding": layer[5]}
         vector = _meta("float32", out[1])
+        widens = layer[3:5] == (1, 1) and out[1] == 4 * layer[0]
+        residual = _meta("int8", *out, last=True) if widens else None
         half = {
             name: torch.randn(meta.shape, device="cuda")
             .half()
@@ -305,8 +312,8 @@ def _conv_int8() -> Iterator[Case]:
         }
         conv = _conv_peer(**window)
         problem = problems.conv(
-            x, w, vector, _meta("int8", *out, last=True), vector,
-            activation="relu", out_dtype="int8", **window,
+            x, w, vector, residual, vector,
+            activation="relu", out_dtype="int8", constant=(1, 2, 4), **window,
         )  # fmt: skip
         peers: dict[str, Mapping[str, Peer]] = {
             "cuDNN fp16": {"cudnn": lambda *_, conv=conv, half=half: conv(half["x"], half["w"])}
@@ -415,12 +422,31 @@ def _cudnn(first: Problem, second: Problem) -> Peer:
     return run
 
 
+def drawn_constants(problem: Problem) -> dict[int, torch.Tensor]:
+    """Weights and vectors as layers have them: int8's scales bring its sums into range."""
+    made = {i: drawn(problem.inputs[i]) for i in problem.constant}
+    for weight, scale in ((WEIGHT, SCALE), (NEXT_WEIGHT, NEXT_SCALE)):  # the latter of chains
+        if scale in made:
+            products = math.prod(problem.inputs[weight].shape[1:])
+            made[scale] = made[scale].abs() * (40 / (73 * 73 * products**0.5))
+    return made
+
+
+def drawn(meta: TensorMeta) -> torch.Tensor:
+    """Normal numbers, int8 over its range (a deviation of 73)."""
+    device, dtype = torch_device(TARGET), getattr(torch, meta.dtype)
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, meta.shape, dtype=dtype, device=device)
+    return torch.randn(meta.shape, device=device).to(dtype)
+
+
 def _candidate(problem: Problem, algorithm: str) -> Peer:
     """A library that is a candidate of the auction too, at its best for this problem."""
     terms = Terms(algorithms=(algorithm,), budget_s=0.02)
-    best = auction.find(problem, {}, target=TARGET, terms=terms)[0]
+    constants = drawn_constants(problem)
+    best = auction.find(problem, constants, target=TARGET, terms=terms)[0]
     row, device = catalog.kernel(best.kernel), torch_device(TARGET)
-    call, buffers = auction.bind(row, problem, {}, device, best.config)
+    call, buffers = auction.bind(row, problem, constants, device, best.config)
     return lambda *inputs: call(*inputs, **buffers)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel_cases import FAMILIES, TARGET, Case, Peer
+from benchmarks.kernel_cases import FAMILIES, TARGET, Case, Peer, drawn, drawn_constants
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella.core.device import torch_device
 from tessella.core.errors import CompileError
@@ -24,7 +24,7 @@ from tessella.kernels import auction, catalog
 from tessella.kernels.auction import OWN, Bid, Looks, Terms
 from tessella.kernels.inputs import sample_inputs
 from tessella.kernels.limits import Limits, measured
-from tessella.kernels.problem import Math, Problem, TensorMeta
+from tessella.kernels.problem import Math, Problem
 from tessella.kernels.timing import Run, measure
 from tessella.kernels.tuning import TimingCache, Trial
 from tessella.kernels.work import flops, nbytes
@@ -79,7 +79,7 @@ def _terms(case: Case, seconds: float) -> Terms:
 def _compiled(cases: Sequence[Case], seconds: float) -> Iterator[Sequence[Bid] | None]:
     """What each auction of a family will run, when it is compiled; later ones compile meanwhile."""
     looks = Looks(
-        {case.problem.key: (case.problem, _constants(case)) for case in cases},
+        {case.problem.key: (case.problem, drawn_constants(case.problem)) for case in cases},
         target=TARGET,
         cache=TimingCache(),
         terms=_terms(cases[0], seconds),
@@ -88,19 +88,11 @@ def _compiled(cases: Sequence[Case], seconds: float) -> Iterator[Sequence[Bid] |
         yield looks.near(case.problem.key)
 
 
-def _constants(case: Case) -> dict[int, torch.Tensor]:
-    return {i: _sample(case.problem.inputs[i]) for i in case.problem.constant}
-
-
-def _sample(meta: TensorMeta) -> torch.Tensor:
-    return torch.randn(meta.shape, device=torch_device(TARGET)).to(getattr(torch, meta.dtype))
-
-
 def _weights(problem: Problem) -> Tensors:
     """As many as drive each other out of the L2."""
     l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
     count = max(8, math.ceil(2 * l2_bytes / problem.inputs[1].nbytes))
-    return [_sample(problem.inputs[1]) for _ in range(count)]
+    return [drawn(problem.inputs[1]) for _ in range(count)]
 
 
 def _row(
@@ -108,7 +100,7 @@ def _row(
 ) -> dict[str, Any]:
     problem, device = case.problem, torch_device(TARGET)
     inputs = sample_inputs(problem, device)
-    constants = _constants(case)
+    constants = drawn_constants(case.problem)
     row = {"family": case.family, "name": case.name, "op": problem.op, "shapes": _shapes(problem)}
     try:
         trials = auction.find(

@@ -5,7 +5,9 @@ A few PTX instructions on 32-bit words; ``$i`` are the operands in the order of 
 
 from __future__ import annotations
 
+import functools
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels import half_device, int8_device
-from tessella.kernels.int8_epilogue import vectors
+from tessella.kernels import half_device, int8_device, problems
+from tessella.kernels.int8_epilogue import (
+    LARGEST_BETA,
+    LARGEST_SCALE,
+    refusal,
+    small_sums,
+    vectors,
+)
+from tessella.kernels.problem import TensorMeta
 from tests.kernels import gluon_on_numpy, gluon_roles
 
 
@@ -147,6 +156,43 @@ def test_codes_are_the_rounded_epilogue(
     clamped = np.clip(right, 0 if activation == "relu" else -128, 127)
     assert made.dtype == np.int8
     assert np.abs(made - clamped).max() <= 0.51
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("largest", [LARGEST_SCALE, 1.0])
+def test_small_sums_want_small_scales(largest: float, activation: str | None) -> None:
+    """Sums whose codes are in range, at the largest scales: there the offset's rounding shows."""
+    generator = np.random.default_rng(0)
+    scale = (largest * generator.uniform(0.5, 1, (1, 128))).astype(np.float32)
+    sums = np.rint(generator.uniform(-140, 140, (256, 128)) / scale).astype(np.int32)
+    bias = generator.uniform(-9, 9, (1, 128)).astype(np.float32)
+    given = torch.tensor(scale[0]), torch.tensor(bias[0])
+    one, two = (t.numpy()[None] for t in vectors(*given, activation=activation, small=True))
+    made = gluon_roles.call(
+        int8_device.codes, *(t.view(gluon_on_numpy.Array) for t in (sums, one, two)), None,
+        1.0, 1.0, None, True, True, activation,
+    )  # fmt: skip
+    right = scale.astype(np.float64) * sums + bias
+    right = np.clip(right, 0 if activation == "relu" else -128, 127)
+    error = float(np.abs(made - right).max())
+    x = TensorMeta(shape=(4, 64), dtype="int8")
+    weight, vector = replace(x, shape=(128, 64)), TensorMeta(shape=(128,), dtype="float32")
+    settings = {"activation": activation, "out_dtype": "int8", "constant": (1, 2, 4)}
+    problem = problems.linear(x, weight, vector, None, vector, **settings)
+    is_small = small_sums(problem, {2: given[1], 4: given[0]}, 64)
+    assert is_small == (largest == LARGEST_SCALE) == (error <= 0.52)
+    assert not small_sums(problem, {2: given[1]}, 64)  # a scale that is not known
+    assert not small_sums(problem, {2: given[1], 4: given[0]}, 257)
+
+
+def test_a_residual_of_many_steps_is_refused() -> None:
+    x = TensorMeta(shape=(4, 64), dtype="int8")
+    settings = {"out_dtype": "int8", "constant": (1, 2)}
+    vector = TensorMeta(shape=(64,), dtype="float32")
+    layer = functools.partial(problems.linear, x, replace(x, shape=(64, 64)), vector, x, vector)
+    assert refusal(layer(beta=LARGEST_BETA, **settings)) is None
+    assert "steps" in (refusal(layer(beta=2 * LARGEST_BETA, **settings)) or "")
+    assert "steps" in (refusal(layer(beta=2.0, gamma=2 * LARGEST_BETA, **settings)) or "")
 
 
 @pytest.mark.parametrize("gamma", [1.0, 37.0, 112.0])

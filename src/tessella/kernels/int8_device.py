@@ -100,14 +100,15 @@ def codes(
     are a clamp: a tile's epilogue is straight code of some hundred elements, and of what it costs
     the most is bringing its instructions (an H200: 256 → 1024 channels at 14 × 14, 128 images, 39
     → 34 µs). All is counted in ranges: 128 steps behind a ReLU, else 256, so that one saturating
-    multiply-add clamps for nothing. Off by 0.005 steps at most.
+    multiply-add clamps for nothing. Off by 0.02 steps at most where ``int8_epilogue.small_sums``
+    and ``refusal`` are asked before.
 
     Args:
         sums: int32, or float32.
         scale, bias: as in ``finish``; with FOLDED both are given, as ``int8_epilogue.vectors``
             makes them.
         residual: int8, or None.
-        SMALL: sums are int32 and at most 2^22.
+        SMALL: ``int8_epilogue.small_sums``: sums are int32 and at most 2^22.
         ACTIVATION: "relu" or None.
     """
     STEPS: gl.constexpr = 128.0 if ACTIVATION == "relu" else 256.0

@@ -16,27 +16,71 @@ Tensor = torch.Tensor
 
 BIAS, RESIDUAL, SCALE = 2, 3, 4
 CLAMPS = (None, "relu")  # activations that are a part of rounding
+MOST_PRODUCTS = 256  # of int8, whose sums are below 2^22
+# An offset that takes ``SHIFT`` away from sums is rounded, in steps of the result, by 0.75 of the
+# scale; one that takes ``BYTES`` away from a residual by 0.004 of its factor.
+LARGEST_SCALE = 1 / 64
+LARGEST_BETA = 16.0
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why ``codes`` would not be right; None if it is."""
+    residual = problem.meta(RESIDUAL)
+    if residual is None or residual.dtype != "int8":
+        return None
+    if abs(problem.attr("beta") * problem.attr("gamma")) > LARGEST_BETA:
+        return f"a residual's steps may be {LARGEST_BETA:.0f} of the result's at most"
+    return None
 
 
 def folded(
     problem: Problem, constants: Mapping[int, Tensor], *, small: bool
 ) -> tuple[Tensor, Tensor] | None:
     """``vectors`` of a layer, where the scale and bias that it has are constants, else None."""
-    known = {i: constants.get(i) for i in (BIAS, SCALE) if problem.meta(i) is not None}
-    activation = problem.attr("activation")
-    clamps = problem.output.dtype == "int8" and activation in CLAMPS
-    if not clamps or not known or any(t is None for t in known.values()):
+    if not _clamps(problem) or not _knows(problem, constants):
+        return None
+    if problem.meta(BIAS) is None and problem.meta(SCALE) is None:
         return None
     beta = problem.attr("beta") if problem.meta(RESIDUAL) is not None else None
     return vectors(
-        known.get(SCALE),
-        known.get(BIAS),
+        constants.get(SCALE),
+        constants.get(BIAS),
         alpha=problem.attr("alpha"),
         beta=beta,
         gamma=problem.attr("gamma"),
-        activation=activation,
+        activation=problem.attr("activation"),
         small=small,
     )
+
+
+def small_sums(problem: Problem, constants: Mapping[int, Tensor], products: int) -> bool:
+    """Whether a layer's int32 sums may be read as float32 of ``SHIFT`` + sum.
+
+    They must be below 2^22; and where ``SHIFT`` is taken away in the offset (``codes``), scales
+    must be known and small.
+    """
+    if problem.inputs[0].dtype != "int8" or problem.output.dtype == "int32":
+        return False
+    if products > MOST_PRODUCTS or not _clamps(problem):
+        return products <= MOST_PRODUCTS
+    factor = problem.attr("alpha") * problem.attr("gamma")
+    return _knows(problem, constants) and is_small_scale(constants.get(SCALE), factor)
+
+
+def is_small_scale(scale: Tensor | None, factor: float = 1.0) -> bool:
+    """Whether an offset may take ``SHIFT`` away; of tensors without numbers, as is usual."""
+    if scale is None:
+        return abs(factor) <= LARGEST_SCALE
+    return scale.is_meta or float(scale.abs().max()) * abs(factor) <= LARGEST_SCALE
+
+
+def _clamps(problem: Problem) -> bool:
+    return problem.output.dtype == "int8" and problem.attr("activation") in CLAMPS
+
+
+def _knows(problem: Problem, constants: Mapping[int, Tensor]) -> bool:
+    """Whether the scale and the bias that a layer has are constants."""
+    return all(i in constants for i in (BIAS, SCALE) if problem.meta(i) is not None)
 
 
 def vectors(

@@ -14,12 +14,14 @@ from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.allowance import Allowance
 from tessella.kernels.auction import Bid, Looks, Terms, find
 from tessella.kernels.catalog import Config, kernel
+from tessella.kernels.int8_epilogue import LARGEST_BETA
 from tessella.kernels.problem import Math, Problem, TensorMeta
 from tessella.kernels.tuning import TimingCache, Trial
 
 WORKSPACE_BYTES = 1 << 30  # of one step; it lies in the arena, which all steps share
 # In 50 layers of ResNet-50 no kernel won whose first configuration took 1.22 times the best time.
 FAR = 1.3
+USUAL_GAMMA = 2.0**-7, 2.0**14  # beyond, and of larger beta, kernels refuse or compute otherwise
 
 Slices = dict[str, Slice]  # by value name: those that lie in another value's memory
 
@@ -113,8 +115,12 @@ def as_measured(problem: Problem) -> Problem:
     Each residual of an int8 network has a factor of its own, and so has each result behind an
     activation; shapes repeat.
     """
-    changed = {} if problem.attr("beta") in (0.0, 1.0) else {"beta": 0.5}
-    if problem.attr("gamma") != 1.0:
+    beta, gamma = problem.attr("beta"), problem.attr("gamma")
+    least, most = USUAL_GAMMA
+    if abs(beta * gamma) > LARGEST_BETA or not least <= gamma <= most:
+        return problem
+    changed = {} if beta in (0.0, 1.0) else {"beta": 0.5}
+    if gamma != 1.0:
         changed["gamma"] = 0.5
     return replace(problem, attrs={**problem.attrs, **changed}) if changed else problem
 

@@ -19,7 +19,7 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue import ACTIVATIONS, in_halves
 from tessella.kernels.gemm.wgmma_device import add_ranges, multiply
 from tessella.kernels.hopper import TensorDescriptor, descriptor
-from tessella.kernels.int8_epilogue import folded
+from tessella.kernels.int8_epilogue import folded, refusal, small_sums
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem, TensorMeta
@@ -94,6 +94,7 @@ def fits(problem: Problem) -> str | None:
         or _refused_shapes(problem, a, b)
         or _refused_layouts(problem)
         or _refused_epilogue(problem)
+        or refusal(problem)
     )
 
 
@@ -415,7 +416,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         "ACTIVATION": problem.attr("activation"),
     }
     m, n, k = product.m, product.n, product.k
-    small = _is_small(problem, product) and not work.split
+    small = small_sums(problem, constants, product.k) and not work.split
     vectors = None if work.split else folded(problem, constants, small=small)
     gamma = problem.gamma
     finished = dict(epilogue)  # of tiles over all of K
@@ -505,12 +506,6 @@ def _spreads(problem: Problem, product: Product, tiling: Tiling) -> bool:
     """Whether B's rows come in another order, which 8-bit results want: see ``multiply``."""
     eight = problem.output.dtype in ("int8", *FP8) and _wants_k_major(problem.inputs[A].dtype)
     return eight and tiling.split_k == 1 and tiling.tile_n % 64 == 0 == product.n % 64
-
-
-def _is_small(problem: Problem, product: Product) -> bool:
-    """Whether float32 holds the sums of products of int8 as 1.5 · 2^23 + sum."""
-    integers = problem.inputs[A].dtype == "int8" and problem.output.dtype != "int32"
-    return integers and product.k <= 256
 
 
 def _spread(tensor: torch.Tensor, n: int, k: int, box: list[int]) -> TensorDescriptor:

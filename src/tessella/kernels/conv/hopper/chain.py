@@ -30,7 +30,13 @@ import torch
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper.chain_device import convolve_twice
 from tessella.kernels.hopper import descriptor
-from tessella.kernels.int8_epilogue import CLAMPS, vectors
+from tessella.kernels.int8_epilogue import (
+    CLAMPS,
+    MOST_PRODUCTS,
+    is_small_scale,
+    refusal,
+    vectors,
+)
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
@@ -74,7 +80,9 @@ def fits(problem: Problem) -> str | None:
     sizes = [math.prod(meta.shape) for meta in pixels if meta is not None]
     if 0 in sizes or max(sizes) >= 2**31:
         return "empty, or more than 2^31 elements"
-    return None if configs(problem) else "tiles and weights do not fit shared memory"
+    if not configs(problem):
+        return "tiles and weights do not fit shared memory"
+    return refusal(problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +206,7 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
     folds = (
         _fold(problem, held, SCALE, BIAS, shape.channels, problem.attr("activation"), beta),
         _fold(problem, held, NEXT_SCALE, NEXT_BIAS, shape.between, problem.attr("next_activation")),
-    )
+    )  # of each: whether scale and bias are folded, and whether sums are small
 
     def call(*inputs: Tensor) -> Any:
         made = tuple(meta.empty(inputs[0].device) for meta in problem.outputs)
@@ -217,20 +225,29 @@ def _fold(
     products: int,
     activation: str | None,
     beta: float | None = None,
-) -> bool:
-    """Put ``int8_epilogue.vectors`` in place of scale and bias, if they are constants."""
+) -> tuple[bool, bool]:
+    """Put ``int8_epilogue.vectors`` in place of scale and bias, if they are constants.
+
+    Returns:
+        Whether they were, and whether sums are read as ``int8_epilogue.small_sums`` says.
+    """
     given = [i for i in (scale, bias) if problem.meta(i) is not None]
-    clamps = problem.inputs[X].dtype == "int8" and activation in CLAMPS
-    if not clamps or not given or any(i not in held for i in given):
-        return False
+    is_small = problem.inputs[X].dtype == "int8" and products <= MOST_PRODUCTS
+    if problem.inputs[X].dtype != "int8" or activation not in CLAMPS:
+        return False, is_small
+    if any(i not in held for i in given):
+        return False, False
+    is_small = is_small and is_small_scale(held.get(scale))
+    if not given:
+        return False, is_small
     held[scale], held[bias] = vectors(
         held.get(scale),
         held.get(bias),
         beta=beta,
         activation=activation,
-        small=_is_small(problem, products),
+        small=is_small,
     )
-    return True
+    return True, is_small
 
 
 def _rows_of_weight(weight: Tensor) -> Tensor:
@@ -257,7 +274,7 @@ def _run(
     config: Mapping[str, Any],
     operands: tuple[Tensor | None, ...],
     made: tuple[Tensor, ...],
-    folds: tuple[bool, bool],
+    folds: tuple[tuple[bool, bool], tuple[bool, bool]],
 ) -> None:
     x, weight, bias, residual, scale, next_weight, next_bias, next_scale = operands
     shape, chunk = shape_of(problem), config["chunk"]
@@ -280,10 +297,9 @@ def _run(
         GROUPS=config["groups"], BUFFERS=config["buffers"], STAGES=config["stages"],
         SLOTS=config["slots"], RESIDENT=config["resident"],
         RESIDUAL=residual is not None, UNSCALED=beta == 1.0, KEEP=len(made) > 1,
-        ACTIVATION=problem.attr("activation"), SMALL=_is_small(problem, shape.channels),
-        FOLDED=folds[0],
+        ACTIVATION=problem.attr("activation"), FOLDED=folds[0][0], SMALL=folds[0][1],
         NEXT_ACTIVATION=problem.attr("next_activation"),
-        NEXT_SMALL=_is_small(problem, shape.between), NEXT_FOLDED=folds[1],
+        NEXT_FOLDED=folds[1][0], NEXT_SMALL=folds[1][1],
         num_warps=4,
         launch_pdl=True,
         **({"maxnreg": 168} if config["groups"] == 1 else {}),
@@ -294,11 +310,6 @@ def _pixels(tensor: Tensor) -> Tensor:
     """[N, C, H, W] channels_last → the view [pixels, C]."""
     count, channels, height, width = tensor.shape
     return tensor.as_strided((count * height * width, channels), (channels, 1))
-
-
-def _is_small(problem: Problem, products: int) -> bool:
-    """Whether float32 holds sums of so many products of int8 as 1.5 · 2^23 + sum."""
-    return problem.inputs[X].dtype == "int8" and products <= 256
 
 
 def _itemsize(problem: Problem) -> int:

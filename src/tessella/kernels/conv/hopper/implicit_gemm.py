@@ -33,7 +33,7 @@ from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
 from tessella.kernels.epilogue import in_halves
 from tessella.kernels.epilogue_triton import cast, finish
 from tessella.kernels.hopper import DTYPES, descriptor, gl
-from tessella.kernels.int8_epilogue import folded
+from tessella.kernels.int8_epilogue import folded, refusal, small_sums
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem
@@ -93,7 +93,7 @@ def fits(problem: Problem) -> str | None:
         return "int32 results are the bare products"
     if 0 in (*x.shape, *output.shape) or max(math.prod(x.shape), math.prod(output.shape)) >= 2**31:
         return "empty, or more than 2^31 elements"
-    return None
+    return refusal(problem)
 
 
 def _reads_no_pixels(problem: Problem) -> bool:
@@ -148,7 +148,8 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
             known, ("conv2d.implicit_gemm.sm90", K), lambda w: _pack(w, K)
         ) if wants_packing else known  # fmt: skip
     parts_bytes = _parts_bytes(shape, config)
-    vectors = folded(problem, constants, small=_is_small(problem, shape))
+    is_small = small_sums(problem, constants, shape.C * shape.R * shape.S)
+    vectors = folded(problem, constants, small=is_small)
 
     def call(*inputs: Tensor, out: Tensor, workspace: Tensor | None = None) -> Tensor:
         x, weight, bias, residual, scale = _five(problem.operands(constants, inputs))
@@ -161,7 +162,7 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
             scale, bias = vectors
         _run(
             problem, shape, config, x, weight, bias, residual, scale, out, workspace,
-            is_folded=vectors is not None,
+            is_folded=vectors is not None, is_small=is_small,
         )  # fmt: skip
         return out
 
@@ -196,6 +197,7 @@ def _run(
     workspace: Tensor | None,
     *,
     is_folded: bool,
+    is_small: bool,
 ) -> None:
     """One launch, or two where the sum is split."""
     box = [config["tile_h"], config["tile_n"], config["tile_w"]]
@@ -254,7 +256,7 @@ def _run(
         DILATED=shape.dilation != (1, 1), SPLIT=not whole,
         STAGES=config["stages"], SLOTS=config["slots"], GROUPS=config["groups"],
         RESIDUAL=adds, UNSCALED=alpha == beta == 1.0,
-        SMALL=whole and _is_small(problem, shape),
+        SMALL=whole and is_small,
         FOLDED=is_folded,
         HALVES=whole and in_halves(problem),
         ACTIVATION=problem.attr("activation") if whole else None,
@@ -272,12 +274,6 @@ def _run(
     )  # fmt: skip
     if not whole:
         _add_parts(problem, target, splits, bias, residual, scale, out)
-
-
-def _is_small(problem: Problem, shape: Shape) -> bool:
-    """Whether float32 holds the sums of products of int8 as 1.5 · 2^23 + sum."""
-    integers = problem.inputs[0].dtype == "int8" and problem.output.dtype != "int32"
-    return integers and shape.C * shape.R * shape.S <= 256
 
 
 def _interleave(problem: Problem, config: Mapping[str, Any]) -> int:
