@@ -17,25 +17,13 @@ Edges = dict[tuple[int, int], tuple[int, int]]
 class Graph:
     """Kernels by node, and edges as a captured stream has them."""
 
-    def __init__(
-        self, kernels: dict[int, int], edges: Edges, memsets: tuple[int, ...] = ()
-    ) -> None:
-        self.kernels, self.edges, self.memsets = kernels, dict(edges), memsets
+    def __init__(self, kernels: dict[int, int], edges: Edges) -> None:
+        self.kernels, self.edges = kernels, dict(edges)
         self._functions = {0: SimpleNamespace(handle=ctypes.c_void_p(OURS))}
         self.handles = lambda: Driver.handles(self)  # type: ignore[arg-type]
 
     def call(self, name: str, *args: Any) -> None:
         getattr(self, name)(*args)
-
-    def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> None:
-        found = [*self.kernels, *self.memsets]
-        if nodes is None:
-            count._obj.value = len(found)
-        else:
-            nodes[:] = found
-
-    def cuGraphNodeGetType(self, node: Any, kind: Any) -> None:
-        kind._obj.value = 0 if node.value in self.kernels else 2
 
     def cuGraphKernelNodeGetParams_v2(self, node: Any, made: Any) -> None:
         made._obj.function = self.kernels[node.value]
@@ -60,7 +48,7 @@ class Graph:
 def test_only_kernels_that_are_not_ours_wait_for_the_end() -> None:
     kernels = {1: OURS, 2: OURS, 3: THEIRS, 4: THEIRS, 5: OURS}
     edges = {(1, 2): EARLY, (2, 3): EARLY, (3, 4): FULL, (4, 5): EARLY, (5, 6): FULL}
-    graph = Graph(kernels, edges, memsets=(6,))
+    graph = Graph(kernels, edges)
     assert let_libraries_wait(graph, 1) == 1  # type: ignore[arg-type]
     assert graph.edges == {**edges, (2, 3): FULL}
 

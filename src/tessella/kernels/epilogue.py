@@ -29,6 +29,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "hardsigmoid": F.hardsigmoid,
 }
 
+GAMMA_OF_HALVES = 2.0**-7, 2.0**14  # least and most, for ``in_halves``
+
 
 def finish(
     product: torch.Tensor,
@@ -140,7 +142,8 @@ def in_halves(problem: Problem) -> bool:
     that float16 holds, and by which what float16 does not hold is more than e4m3 holds.
     """
     gelu = problem.attr("activation") == "gelu" and problem.output.dtype == "float8_e4m3fn"
-    return gelu and 2.0**-7 <= problem.attr("gamma") <= 2.0**14
+    least, most = GAMMA_OF_HALVES
+    return gelu and least <= problem.attr("gamma") <= most
 
 
 def _require_gamma(gamma: Any) -> None:

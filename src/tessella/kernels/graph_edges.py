@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 
-from tessella.kernels.captured import KERNEL, Kernel, nodes
+from tessella.kernels.captured import Kernel
 from tessella.kernels.driver import Driver
 
 _PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
@@ -38,15 +38,11 @@ def let_libraries_wait(driver: Driver, graph: int) -> int:
     begins, ends = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
     edges = (_Edge * count.value)()
     driver.call("cuGraphGetEdges_v2", handle, begins, ends, edges, ctypes.byref(count))
-    known = driver.handles()
-    ours = {
-        node
-        for node, kind in nodes(driver, graph)
-        if kind == KERNEL and Kernel.of(driver, node).function in known
-    }
+    early = [e for e in zip(begins, ends, edges, strict=True) if e[2].type == _PROGRAMMATIC]
+    ours = driver.handles() if early else set()
     changed = 0
-    for begin, end, edge in zip(begins, ends, edges, strict=True):
-        if edge.type != _PROGRAMMATIC or end in ours:
+    for begin, end, edge in early:  # only from kernel to kernel
+        if Kernel.of(driver, end).function in ours:
             continue
         one = ctypes.c_void_p(begin), ctypes.c_void_p(end)
         pair = [ctypes.byref(place) for place in one]

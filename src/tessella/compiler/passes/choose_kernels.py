@@ -14,6 +14,7 @@ from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.allowance import Allowance
 from tessella.kernels.auction import Bid, Looks, Terms, find
 from tessella.kernels.catalog import Config, kernel
+from tessella.kernels.epilogue import GAMMA_OF_HALVES
 from tessella.kernels.int8_epilogue import LARGEST_BETA
 from tessella.kernels.problem import Math, Problem, TensorMeta
 from tessella.kernels.tuning import TimingCache, Trial
@@ -21,7 +22,6 @@ from tessella.kernels.tuning import TimingCache, Trial
 WORKSPACE_BYTES = 1 << 30  # of one step; it lies in the arena, which all steps share
 # In 50 layers of ResNet-50 no kernel won whose first configuration took 1.22 times the best time.
 FAR = 1.3
-USUAL_GAMMA = 2.0**-7, 2.0**14  # beyond, and of larger beta, kernels refuse or compute otherwise
 
 Slices = dict[str, Slice]  # by value name: those that lie in another value's memory
 
@@ -110,15 +110,15 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
 
 
 def as_measured(problem: Problem) -> Problem:
-    """The problem whose auction decides: kernels take equally long for every factor but 0 and 1.
+    """The problem whose auction decides: kernels take equally long for usual factors but 0 and 1.
 
     Each residual of an int8 network has a factor of its own, and so has each result behind an
     activation; shapes repeat.
     """
     beta, gamma = problem.attr("beta"), problem.attr("gamma")
-    least, most = USUAL_GAMMA
+    least, most = GAMMA_OF_HALVES
     if abs(beta * gamma) > LARGEST_BETA or not least <= gamma <= most:
-        return problem
+        return problem  # some kernels refuse it, or compute it otherwise
     changed = {} if beta in (0.0, 1.0) else {"beta": 0.5}
     if gamma != 1.0:
         changed["gamma"] = 0.5

@@ -26,9 +26,8 @@ MIN_SHARE = 0.01  # of the program: a step that takes less changes nothing that 
 MAX_CALLS = 6  # a bucket
 SECONDS = 10.0  # of one race, for each second that one step may take
 WORTH_IT = 0.995  # the other kernel's program must win by half a percent
-START_US = (
-    1.5  # of a kernel on a GPU, that overlap hides: about 1 µs, and as much noise as is usual
-)
+# What overlap hides of a kernel on a GPU: about 1 µs, and as much noise as is usual
+START_US = 1.5
 
 
 def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> list[Choice]:
