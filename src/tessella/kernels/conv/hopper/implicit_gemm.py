@@ -109,7 +109,7 @@ def _reads_no_pixels(problem: Problem) -> bool:
 def workspace_bytes(problem: Problem, **config: Any) -> int:
     """Parts of a sum that is split, in float32 or int32; a weight that must be packed first."""
     shape = shape_of(problem)
-    return _parts_bytes(shape, config) + _packed_weight_bytes(problem, shape)
+    return _parts_bytes(shape, config or configs(problem)[0]) + _packed_weight_bytes(problem, shape)
 
 
 def _parts_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
