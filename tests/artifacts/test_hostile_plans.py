@@ -18,6 +18,7 @@ from tessella.core.errors import ArtifactError
 from tessella.kernels import catalog
 from tests.artifacts.fuzz_plans import fuzz
 from tests.artifacts.subjects import KINDS, good, subject
+from tests.compiler.test_fuse_norms import PreNorm, planned
 
 # The seed is fixed: this is a test of what is known, and the command line looks for more.
 CASES = {"plain": 200, "int8": 80, "slices": 100, "pixels": 100}
@@ -147,6 +148,42 @@ def test_hostile_attributes_of_attention(changes: dict[str, Any]) -> None:
     )
     assert steps != bucket.steps
     refused(with_bucket(plan, steps=steps), "cannot be bound|cannot run")
+
+
+@functools.cache
+def normed() -> Plan:
+    """A plan whose linear and its norm are one step, that the reference carries out."""
+    with pytest.MonkeyPatch.context() as patch:
+        return planned(PreNorm(), patch)
+
+
+@pytest.mark.parametrize("changes", [
+    {"results": ["norm"]}, {"results": ["norm", "norm"]}, {"results": ["norm", "codes"]},
+    {"results": ["norm", "sum", "sum"]}, {"results": "norm"}, {"results": [["norm"], "sum"]},
+    {"results": None}, {"eps": -1.0}, {"eps": None}, {"eps": "0"}, {"eps": 10**400},
+    {"gamma": 0.0}, {"dtype": "no such type"}, {"dtype": "float32"}, {"dtype": ["int8"]},
+    {"normalized_shape": [1]},
+], ids=lambda changes: str(changes)[:40])  # fmt: skip
+def test_hostile_attributes_of_a_norm_in_a_layer(changes: dict[str, Any]) -> None:
+    plan = normed()
+    bucket = plan.program.buckets[0]
+    steps = tuple(
+        replace(s, attrs={**s.attrs, **changes}) if s.op == "linear_norm" else s
+        for s in bucket.steps
+    )
+    assert steps != bucket.steps
+    refused(with_bucket(plan, steps=steps), "cannot be bound|cannot run")
+
+
+def test_hostile_operands_of_a_norm_in_a_layer() -> None:
+    plan = normed()
+    bucket = plan.program.buckets[0]
+    (first, *_) = (s for s in bucket.steps if s.op == "linear_norm")
+    for position, name in ((5, first.inputs[1]), (6, None), (5, None), (1, first.inputs[2])):
+        inputs = list(first.inputs)
+        inputs[position] = name
+        steps = tuple(replace(s, inputs=tuple(inputs)) if s is first else s for s in bucket.steps)
+        refused(with_bucket(plan, steps=steps), "cannot be bound|cannot run")
 
 
 PROGRAMS = ["neg", None, {"0": "neg"}, [["neg", [0]]], [[0, [0], {}]], [["neg", 0, {}]], ["neg"]]

@@ -178,6 +178,7 @@ LATER = {
     "dequantize",
     "conv2d_chain",
     "conv2d_pool",
+    "linear_norm",
     "pointwise",
     "user",
 }

@@ -160,6 +160,7 @@ class Language:
     sum = staticmethod(lambda x, axis: x.sum(axis))
     max = staticmethod(lambda x, axis: x.max(axis))
     exp2, abs = np.exp2, np.abs
+    rsqrt = staticmethod(lambda x: (1 / np.sqrt(x)).astype(np.float32))
     convert_layout = staticmethod(lambda x, layout: x)
     load = staticmethod(lambda p, mask=True, other=0.0: p.load(mask, other))
     store = staticmethod(lambda p, value, mask=True: p.store(value, mask))

@@ -90,8 +90,11 @@ def _value(sums: Any) -> Any:
     return sums.value() if isinstance(sums, Product) else sums
 
 
+Roles = Sequence[tuple[Callable[..., None], tuple[Any, ...]]]
+
+
 class Machine:
-    """One block: its roles, and the copies and products that they have started."""
+    """A block, or several: their roles, and the copies and products that they have started."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -107,7 +110,7 @@ class Machine:
         self._stores: defaultdict[int, list[bool]] = defaultdict(list)
         self._me = threading.local()
 
-    def run(self, roles: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+    def run(self, roles: Roles) -> None:
         self._turns = {i: threading.Semaphore(0) for i in range(len(roles))}
         threads = [
             threading.Thread(target=self._role, args=(i, *role)) for i, role in enumerate(roles)
@@ -170,6 +173,15 @@ class Machine:
         self.switch()
 
     # -------------------------------------------------------------- what device code calls
+    def announce(self, counter: Any, share: int) -> None:
+        """One more at a counter in memory."""
+        counter.storage[counter.offsets] += share
+        self._waiting.clear()
+        self.switch()
+
+    def wait_for_all(self, counter: Any, complete: int) -> None:
+        self.wait_until(lambda: counter.storage[counter.offsets] >= complete)
+
     def load_tile(self, source: Descriptor, at: Any, barrier: Barrier, into: Shared) -> None:
         into.poison()
 
@@ -223,8 +235,18 @@ class Machine:
     def wait(self, barrier: Barrier, parity: int) -> None:
         self.wait_until(lambda: barrier.phase & 1 != parity)
 
-    def names(self, block: int, blocks: int, warps: int) -> dict[str, Any]:
-        """What these names mean in a kernel."""
+    def names(
+        self,
+        block: int,
+        blocks: int,
+        warps: int,
+        roles_of: Callable[[Roles], None] | None = None,
+    ) -> dict[str, Any]:
+        """What these names mean in a kernel.
+
+        Args:
+            roles_of: is told the roles of the block; they run at once if it is None.
+        """
         language: Any = Language(block, blocks, warps)
         allocate = language.allocate_shared_memory
         language.allocate_shared_memory = lambda dtype, shape, layout: (
@@ -232,7 +254,7 @@ class Machine:
             if layout == "mbarrier"
             else allocate(dtype, shape, layout)
         )
-        language.warp_specialize = lambda roles, warps, registers: self.run(roles)
+        language.warp_specialize = lambda roles, warps, registers: (roles_of or self.run)(roles)
         return {
             **NAMES,
             "gl": language,
@@ -243,6 +265,8 @@ class Machine:
                 arrive=self.arrive,
                 wait=self.wait,
             ),
+            "announce": self.announce,
+            "wait_for_all": self.wait_for_all,
             "load_tile": self.load_tile,
             "store_tile": self.store_tile,
             "store_wait": self.store_wait,
@@ -276,10 +300,22 @@ def run(
     *args: Any,
     seed: int = 0,
     num_warps: int = 4,
+    together: bool = False,
     **constants: Any,
 ) -> None:
-    """``launch`` with this as the device; tensors on the CPU, changed in place."""
+    """``launch`` with this as the device; tensors on the CPU, changed in place.
+
+    Args:
+        together: all blocks at the same time, as where they wait for each other.
+    """
     given = [Descriptor(arg) if hasattr(arg, "block_shape") else arg for arg in args]
+    if together:
+        machine, roles = Machine(seed), []
+        for block in range(grid[0]):
+            names = machine.names(block, grid[0], num_warps, roles.extend)
+            play(kernel, names, given, {**constants, "num_warps": num_warps})
+        machine.run(roles)
+        return
     for block in range(grid[0]):
         names = Machine(seed * 1000 + block).names(block, grid[0], num_warps)
         play(kernel, names, given, {**constants, "num_warps": num_warps})

@@ -111,7 +111,7 @@ PASSES = (
 #   choose_kernels    every kernel that fits is measured, the fastest is taken
 #   join_in_place     parts of concatenations are written where these want them, if faster
 #   fuse_chains       two 1×1 convolutions in a row as one step, or a convolution and its pooling,
-#                     where the program is faster
+#                     or a linear and its norm, where the program is faster
 #   overwrite_residuals   a sum is made where its residual lies, if nothing else needs that
 #   race_close_calls  kernels within noise of each other: the faster whole program decides
 #   plan_memory       lifetimes, and one arena for the live values

@@ -111,6 +111,14 @@ _ROWS = (
         **_QUANTIZED,
     ),
     _op("linear", "input weight bias? residual?", "activation", "linear.default", **_QUANTIZED),
+    # a layer and the norm over its result's rows; results are norm, codes of it, and what it reads
+    _op(
+        "linear_norm",
+        "input weight bias? residual? scale? norm_weight norm_bias code_scale?",
+        "activation eps results",
+        extras=f"{_QUANTIZED['extras']} code_dtype",
+        many=True,
+    ),
     _op("matmul", "input other", aten="matmul.default"),
     # normalization
     _op("batch_norm", "input running_mean running_var weight? bias?", "eps"),

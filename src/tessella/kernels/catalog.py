@@ -241,6 +241,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("linear conv2d", "sparse.sm90", "sparse.wgmma", "tessella", sparse=True),
     *_rows("linear matmul", "fma.sm90", "gemm.fma_sm90", "tessella"),
     *_aten("linear matmul", "gemm.aten"),
+    _row("linear_norm.normed.sm90", "gemm.normed", "sm_90", source="tessella"),
     # the other layers
     _row("max_pool2d.shifted", "pool.shifted", "cpu", source="tessella"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten"),

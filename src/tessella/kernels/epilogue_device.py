@@ -67,10 +67,16 @@ def _is_one(number):
 def channel_vector(pointer, offset, limit, LENGTH: gl.constexpr, LAYOUT: gl.constexpr):
     """Elements offset … offset + LENGTH - 1 of a vector as float32; zero from ``limit`` on.
 
+    Where no tile reaches beyond the vector, ``limit`` is None: without a mask, whose steps the
+    compiler does not know, a thread loads neighbours at once.
     ``LAYOUT``: of the vector, for example ``gl.SliceLayout(0, layout_of_the_tile)``.
     """
     i = offset + gl.arange(0, LENGTH, layout=LAYOUT)
-    return gl.load(pointer + i, mask=i < limit, other=0.0).to(gl.float32)
+    if limit is None:
+        x = gl.load(pointer + i)
+    else:
+        x = gl.load(pointer + i, mask=i < limit, other=0.0)
+    return x.to(gl.float32)
 
 
 @gluon.jit

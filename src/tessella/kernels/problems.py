@@ -10,6 +10,7 @@ from typing import Any
 from tessella.core.errors import UsageError
 from tessella.kernels import shapes
 from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.kernels.norm.step import NormStep, norm_step
 from tessella.kernels.problem import Math, Problem, TensorMeta, is_gamma
 
 Sizes = int | Sequence[int]
@@ -149,6 +150,56 @@ def unpoolable(first: Problem, pool: Problem) -> str | None:
         return "a conv2d and a max_pool2d"
     if replace(first.output, strides=None) != replace(pool.inputs[0], strides=None):
         return f"the pooling reads {pool.inputs[0]}, not {first.output}"
+    return None
+
+
+def linear_norm(first: Problem, second: Problem, *, keep: bool) -> Problem:
+    """A ``linear`` and the layer norm over its rows as one problem.
+
+    Its inputs are eight: the linear's five, the norm's weight and bias, the scale of codes. The
+    attribute ``results`` says what each output is: ``norm``, ``codes`` (that rounded), or ``sum``,
+    what is normalized.
+
+    Args:
+        second: a ``layer_norm``, or a ``pointwise`` that normalizes and rounds to codes.
+        keep: the sum is a result too, the last.
+
+    Raises:
+        UsageError: they are no such pair; ``unnormable`` says why.
+    """
+    norm = norm_step(second)
+    if (why := unnormable(first, second)) or not isinstance(norm, NormStep):
+        raise UsageError(
+            "these are no linear and its norm",
+            seen=why,
+            fix="let a layer_norm read the linear's result",
+        )
+    positions = norm.weight, norm.bias, norm.code_scale
+    vectors = tuple(None if i is None else second.meta(i) for i in positions)
+    known = tuple(place for place, i in enumerate(positions, 5) if i in second.constant)
+    attrs = {"eps": norm.eps, "results": (*norm.results, *["sum"] * keep)}
+    if norm.code_dtype is not None:
+        attrs["code_dtype"] = norm.code_dtype
+    return replace(
+        first,
+        op="linear_norm",
+        inputs=(*first.inputs, *[None] * (5 - len(first.inputs)), *vectors),
+        outputs=(*second.outputs, *first.outputs[: int(keep)]),
+        attrs={**first.attrs, **attrs},
+        constant=(*first.constant, *known),
+    )
+
+
+def unnormable(first: Problem, second: Problem) -> str | None:
+    """Why these are no ``linear`` and the layer norm over the rows of its result, or None."""
+    if first.op != "linear" or first.output.dtype not in ("float16", "bfloat16"):
+        return "a linear that makes float16 or bfloat16"
+    norm = norm_step(second)
+    if isinstance(norm, str):
+        return norm
+    value = second.meta(norm.value)
+    if value is None or replace(first.output, strides=None) != replace(value, strides=None):
+        return f"the norm reads {value}, not {first.output}"
     return None
 
 

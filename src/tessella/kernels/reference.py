@@ -19,7 +19,7 @@ from tessella.core.errors import CompileError
 _FAMILIES: dict[str, str] = {
     "conv": "conv1d conv2d conv3d conv_transpose2d conv2d_chain conv2d_pool"
     " conv1d_dgrad conv2d_dgrad conv3d_dgrad conv1d_wgrad conv2d_wgrad conv3d_wgrad",
-    "gemm": "linear matmul",
+    "gemm": "linear matmul linear_norm",
     "norm": "batch_norm layer_norm group_norm rms_norm local_response_norm",
     "pool": "max_pool2d avg_pool2d adaptive_avg_pool2d",
     "softmax": "softmax log_softmax",

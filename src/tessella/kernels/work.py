@@ -10,7 +10,7 @@ from tessella.kernels.problem import Problem
 def flops(problem: Problem) -> int | None:
     """Floating-point operations (a multiply-add is two) of products; None for other operations."""
     out = math.prod(problem.outputs[0].shape)
-    if problem.op in ("conv1d", "conv2d", "conv3d", "linear"):
+    if problem.op in ("conv1d", "conv2d", "conv3d", "linear", "linear_norm"):
         weight = problem.inputs[1].shape
         return 2 * out * math.prod(weight[1:])
     if problem.op == "conv2d_pool":

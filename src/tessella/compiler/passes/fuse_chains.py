@@ -3,6 +3,8 @@
 - Two 1×1 convolutions. In a residual network the value between is read again later, and so still
   written; but the second convolution does not read it from memory.
 - A convolution and a ``max_pool2d`` that alone reads it: most of what it makes is never stored.
+- A ``linear`` and the layer norm over its rows, with the rounding to codes that one step may hold.
+  Where the norm comes first in a block (ViT), the sum is the next residual, and is written, too.
 
 Whether that pays depends on sizes and machine: each chain is asked by auction beside its two steps,
 and those that win alone are raced as a whole program, one kind after the other.
@@ -11,7 +13,7 @@ and those that win alone are raced as a whole program, one kind after the other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tessella.compiler import race
@@ -28,10 +30,18 @@ from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
 from tessella.kernels.auction import Looks
 from tessella.kernels.catalog import Kernel
-from tessella.kernels.problems import conv2d_chain, conv2d_pool, unchainable, unpoolable
+from tessella.kernels.norm.step import norm_step
+from tessella.kernels.problem import Problem
+from tessella.kernels.problems import (
+    conv2d_chain,
+    conv2d_pool,
+    linear_norm,
+    unchainable,
+    unnormable,
+    unpoolable,
+)
 
 WORTH_IT = 0.995  # the program with chains must win by half a percent
-OF_SECOND = {"conv2d": "conv2d_chain", "max_pool2d": "conv2d_pool"}  # what a step is one with
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> 
     The steps change, the graph's nodes do not. Where no kernel fits, nothing is measured.
     """
     chosen = list(choices)
-    for op in OF_SECOND.values():
+    for op in OPS:
         won = _without_overlap(_winners(graph, chosen, op, tuner))
         if not won:
             continue
@@ -72,7 +82,8 @@ def kernels(op: str, tuner: Tuner) -> list[Kernel]:
 
 
 def pairs(graph: Graph, choices: Sequence[Choice], op: str) -> Iterator[Pair]:
-    """Convolutions and what reads their results, with the step ``op`` that both would be."""
+    """Steps and what reads their results, with the step ``op`` that both would be."""
+    firsts = {first for (first, _), kind in KINDS.items() if kind.op == op}
     readers: dict[Value, list[int]] = {}
     for index, choice in enumerate(choices):
         for value in choice.node.inputs:
@@ -80,58 +91,41 @@ def pairs(graph: Graph, choices: Sequence[Choice], op: str) -> Iterator[Pair]:
                 readers.setdefault(value, []).append(index)
     held = {place.of for choice in choices for place in choice.slices.values()}
     for index, choice in enumerate(choices):
-        if choice.node.op != "conv2d":
+        if choice.node.op not in firsts:
             continue
         between = choice.node.output
         for other in readers.get(between, []):
             keep = len(readers[between]) > 1 or between in graph.outputs
             second = choices[other]
-            if OF_SECOND.get(second.node.op) == op and not refusal(choice, second, held, keep):
-                yield Pair(index, other, chain(choice, second, keep=keep))
+            kind = KINDS.get((choice.node.op, second.node.op))
+            if kind is None or kind.op != op or refusal(choice, second, held, keep):
+                continue
+            yield Pair(index, other, chain(choice, second, keep=keep))
 
 
 def refusal(first: Choice, second: Choice, held: set[str], keep: bool) -> str | None:
-    """Why two steps, the second of which reads the first's result, are no chain; or None.
+    """Why two steps are no chain, or None.
 
     Args:
         held: values that hold slices.
         keep: the result of the first is needed otherwise, too.
     """
-    if second.node.op not in OF_SECOND or second.node.inputs[0] is not first.node.output:
-        return "the second is no convolution or pooling of the first's result"
-    if first.slices or second.slices or {first.node.output.name, second.node.output.name} & held:
+    kind = KINDS.get((first.node.op, second.node.op))
+    if kind is None:
+        return "there is no such chain"
+    results = {value.name for value in (*first.node.outputs, *second.node.outputs)}
+    if first.slices or second.slices or results & held:
         return "a result lies in another value, or holds one"
-    if second.node.op == "max_pool2d":
-        return "others read it too" if keep else unpoolable(first.problem, second.problem)
-    missing = [i for i in (1, 2, 4) if second.problem.meta(i) and i not in second.problem.constant]
-    if missing:
-        return "the second's weights are computed: they may not be there yet"
-    return unchainable(first.problem, second.problem)
+    return kind.refusal(first, second, keep)
 
 
 def chain(first: Choice, second: Choice, *, keep: bool) -> Choice:
     """Both steps as one, without trials."""
-    if second.node.op == "max_pool2d":
-        return _pooled(first, second)
-    problem = conv2d_chain(first.problem, second.problem, keep=keep)
-    before, after = first.node, second.node
-    scale = after.inputs[4] if len(after.inputs) > 4 else None
+    problem, inputs = KINDS[first.node.op, second.node.op].join(first, second, keep)
     node = Node(
         op=problem.op,
-        inputs=(*before.inputs, *[None] * (5 - len(before.inputs)), *after.inputs[1:3], scale),
-        outputs=(after.output, before.output) if keep else (after.output,),
-        attrs=problem.attrs,
-        layer=before.layer,
-    )
-    return Choice(node=node, problem=problem, trials=())
-
-
-def _pooled(first: Choice, second: Choice) -> Choice:
-    problem = conv2d_pool(first.problem, second.problem)
-    node = Node(
-        op=problem.op,
-        inputs=first.node.inputs,
-        outputs=second.node.outputs,
+        inputs=inputs,
+        outputs=(*second.node.outputs, *first.node.outputs[: int(keep)]),
         attrs=problem.attrs,
         layer=first.node.layer,
     )
@@ -187,3 +181,91 @@ def _with_chains(choices: Sequence[Choice], won: Sequence[Pair]) -> list[Choice]
     steps = {pair.first: pair.step for pair in won}
     gone = {pair.second for pair in won}
     return [steps.get(i, choice) for i, choice in enumerate(choices) if i not in gone]
+
+
+# ------------------------------------------------------------------ the kinds of chains
+
+Inputs = tuple[Value | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of chain.
+
+    Attributes:
+        op: what both steps are as one.
+        refusal: why two steps are not of this kind, or None; whether others read the first's
+            result is given.
+        join: both as one problem, and what it reads.
+    """
+
+    op: str
+    refusal: Callable[[Choice, Choice, bool], str | None]
+    join: Callable[[Choice, Choice, bool], tuple[Problem, Inputs]]
+
+
+def _not_chained(first: Choice, second: Choice, keep: bool) -> str | None:
+    if why := _not_read(first, second, 0) or _computed(second, (1, 2, 4)):
+        return why
+    return unchainable(first.problem, second.problem)
+
+
+def _chained(first: Choice, second: Choice, keep: bool) -> tuple[Problem, Inputs]:
+    problem = conv2d_chain(first.problem, second.problem, keep=keep)
+    return problem, (*_inputs(first, 5), *_inputs(second, 3)[1:], *_inputs(second, 5)[4:])
+
+
+def _not_pooled(first: Choice, second: Choice, keep: bool) -> str | None:
+    if keep:
+        return "others read it too"
+    return _not_read(first, second, 0) or unpoolable(first.problem, second.problem)
+
+
+def _pooled(first: Choice, second: Choice, keep: bool) -> tuple[Problem, Inputs]:
+    return conv2d_pool(first.problem, second.problem), first.node.inputs
+
+
+def _not_normed(first: Choice, second: Choice, keep: bool) -> str | None:
+    norm = norm_step(second.problem)
+    if isinstance(norm, str):
+        return norm
+    if why := _not_read(first, second, norm.value) or _computed(second, (norm.weight, norm.bias)):
+        return why
+    return unnormable(first.problem, second.problem)
+
+
+def _normed(first: Choice, second: Choice, keep: bool) -> tuple[Problem, Inputs]:
+    norm = norm_step(second.problem)
+    assert not isinstance(norm, str)
+    positions = norm.weight, norm.bias, norm.code_scale
+    vectors = (None if i is None else second.node.inputs[i] for i in positions)
+    problem = linear_norm(first.problem, second.problem, keep=keep)
+    return problem, (*_inputs(first, 5), *vectors)
+
+
+def _inputs(choice: Choice, count: int) -> Inputs:
+    """The first inputs of a step, None where it has fewer."""
+    return (*choice.node.inputs, *[None] * count)[:count]
+
+
+def _not_read(first: Choice, second: Choice, position: int) -> str | None:
+    if second.node.inputs[position] is first.node.output:
+        return None
+    return "the second does not read the first's result"
+
+
+def _computed(second: Choice, positions: Sequence[int]) -> str | None:
+    problem = second.problem
+    if all(problem.meta(i) is None or i in problem.constant for i in positions):
+        return None
+    return "the second's weights are computed: they may not be there yet"
+
+
+_NORM = Kind(op="linear_norm", refusal=_not_normed, join=_normed)
+KINDS: dict[tuple[str, str], Kind] = {  # by the two steps' operations, in the order they are asked
+    ("conv2d", "conv2d"): Kind(op="conv2d_chain", refusal=_not_chained, join=_chained),
+    ("conv2d", "max_pool2d"): Kind(op="conv2d_pool", refusal=_not_pooled, join=_pooled),
+    ("linear", "layer_norm"): _NORM,
+    ("linear", "pointwise"): _NORM,
+}
+OPS = tuple(dict.fromkeys(kind.op for kind in KINDS.values()))

@@ -6,10 +6,15 @@ float64. ``epilogue.store`` says how a result becomes int8 or fp8.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.epilogue import exact, finish, finish_as
+from tessella.kernels.epilogue import exact, finish, finish_as, store
+from tessella.kernels.quant.reference import quantize
 
 Tensor = torch.Tensor
 
@@ -41,6 +46,50 @@ def linear(
         product = F.linear(x, w)
     rest = {"activation": activation, "alpha": alpha, "beta": beta, "gamma": gamma}
     return finish_as(dtype, product, bias, residual, scale, axis=-1, **rest)
+
+
+def linear_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    code_scale: Tensor | None = None,
+    *,
+    eps: float,
+    results: Sequence[str],
+    dtype: str | None = None,
+    code_dtype: str | None = None,
+    **attrs: Any,
+) -> tuple[Tensor, ...]:
+    """``linear`` with its epilogue, and the layer norm over the result's rows.
+
+    norm_weight and norm_bias [N], code_scale one number → what ``results`` names: ``sum`` is the
+    linear's result, ``norm`` the normalized, both stored as ``dtype``; ``codes`` are
+    ``norm / code_scale`` stored as ``code_dtype``. Nothing is rounded between.
+    """
+    if not results or not {*results} <= {"norm", "codes", "sum"} or len({*results}) < len(results):
+        raise ValueError(f"results are norm, codes and sum, each once, not {results!r}")
+    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps is a number from zero on, not {eps!r}")
+    wide = None if dtype is None else "float64"
+    total = linear(input, weight, bias, residual, scale, dtype=wide, **attrs)
+    by, plus = (_as(vector, total.dtype) for vector in (norm_weight, norm_bias))
+    norm = F.layer_norm(total, [total.shape[-1]], by, plus, eps)
+    stored = total.dtype if dtype is None else getattr(torch, dtype)
+    made = {"sum": _as(total, stored), "norm": _as(norm, stored)}
+    if "codes" in results:
+        if code_scale is None or code_scale.numel() != 1 or code_dtype is None:
+            raise ValueError("codes have an element type, and a scale of one number")
+        made["codes"] = quantize(norm, code_scale, axis=0, dtype=code_dtype)
+    return tuple(made[name] for name in results)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As stored; on the meta device, whose own rules are slow to import, only its shape."""
+    return torch.empty(x.shape, dtype=dtype, device="meta") if x.is_meta else store(x, dtype)
 
 
 def matmul(

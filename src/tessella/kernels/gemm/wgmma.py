@@ -273,7 +273,7 @@ def _tilings(problem: Problem) -> Iterator[Tiling]:
         plain = _ring(problem, tile_m, tile_n, schedule)
         yield plain
         work = _Work.of(problem, plain)
-        waves, left = divmod(work.whole, _multiprocessors())
+        waves, left = divmod(work.whole, multiprocessors())
         if not left or schedule == "paired" or not _may_split(problem, plain):
             continue
         most = min(MOST_RANGES, work.tiles_k // SHORTEST_RANGE)
@@ -317,10 +317,10 @@ def _clocks(problem: Problem, tiling: Tiling) -> float:
     m, n = tiling.tile_m, tiling.tile_n
     # the tensor cores take 32 elements of a tile times ROW_BYTES of K a clock, of every type
     step = STEP_CLOCKS + max(m * n / 32 / TENSOR_SHARE, (m + n) * ROW_BYTES / BYTES_PER_CLOCK)
-    if work.units <= _multiprocessors() and m * n < 128 * 256:
+    if work.units <= multiprocessors() and m * n < 128 * 256:
         step += LONE_CLOCKS
     epilogue = EPILOGUE_CLOCKS[tiling.schedule] * m * n * (ONE_BUFFER if tiling.buffers == 1 else 1)
-    blocks = _multiprocessors()
+    blocks = multiprocessors()
     whole = -(-work.whole // blocks) * (work.tiles_k * step + epilogue)
     ranges = -(-tiling.split_k * work.split // blocks) * (work.k_each * step + epilogue)
     added = 0.0
@@ -359,7 +359,7 @@ class _Work:
         tiles_m = -(-product.m // tiling.tile_m)
         tiles_n = -(-product.n // tiling.tile_n)
         tiles = product.batch * tiles_m * tiles_n
-        blocks = _multiprocessors()
+        blocks = multiprocessors()
         whole = tiles if tiling.split_k == 1 else min(tiles, tiling.whole_waves * blocks)
         split = tiles - whole
         return _Work(
@@ -398,7 +398,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         (B, b_k_major != product.b_k_major),
     ):
         if i in ready:
-            ready[i] = packed(ready[i], ("dense rows", turn), _turned if turn else _dense)
+            ready[i] = packed(ready[i], ("dense rows", turn), _turned if turn else dense)
     width = ROW_BYTES // int(getattr(torch, dtype).itemsize)
     piece = min(ROW_BYTES // getattr(torch, problem.output.dtype).itemsize, tiling.tile_n)
     box_a = [1, tiling.rows, width] if a_k_major else [1, width, tiling.rows]
@@ -434,17 +434,17 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         launch(
             multiply,
             (work.blocks,),
-            _tiles(a, (m, k) if a_k_major else (k, m), box_a),
+            matrix_tiles(a, (m, k) if a_k_major else (k, m), box_a),
             _spread(b, n, k, box_b)
             if spread
-            else _tiles(b, (n, k) if b_k_major else (k, n), box_b),
-            _tiles(out, (m, n), box_c),
-            None if sums is None else _tiles(sums, (tiling.tile_m, tiling.tile_n), box_p),
-            None if residual is None else _tiles(residual, (m, n), box_c),
+            else matrix_tiles(b, (n, k) if b_k_major else (k, n), box_b),
+            matrix_tiles(out, (m, n), box_c),
+            None if sums is None else matrix_tiles(sums, (tiling.tile_m, tiling.tile_n), box_p),
+            None if residual is None else matrix_tiles(residual, (m, n), box_c),
             scale,
             bias,
             gamma,
-            n,
+            n if n % tiling.tile_n else None,
             work.units,
             work.whole,
             max(work.split, 1),
@@ -517,7 +517,7 @@ def _spread(tensor: torch.Tensor, n: int, k: int, box: list[int]) -> TensorDescr
     )
 
 
-def _tiles(tensor: torch.Tensor, matrix: tuple[int, int], box: list[int]) -> TensorDescriptor:
+def matrix_tiles(tensor: torch.Tensor, matrix: tuple[int, int], box: list[int]) -> TensorDescriptor:
     """TMA's view of a dense tensor as [batch, rows, columns]."""
     _check_aligned(tensor)
     return descriptor(tensor.view(-1, *matrix), box)
@@ -533,17 +533,17 @@ def _check_aligned(tensor: torch.Tensor) -> None:
 
 
 def _turned(tensor: torch.Tensor) -> torch.Tensor:
-    return _dense(tensor.mT)
+    return dense(tensor.mT)
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Itself if its rows are dense and it can be given to TMA, else a copy."""
     if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _multiprocessors() -> int:
+def multiprocessors() -> int:
     if not torch.cuda.is_available():
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties("cuda").multi_processor_count

@@ -37,7 +37,7 @@ from tessella.kernels.int8_device import by_channel, sorted_layout
 
 
 @gluon.constexpr_function
-def _several(count, shape):
+def several(count, shape):
     return [count, *shape]
 
 
@@ -57,7 +57,7 @@ def _tile(t, m_tiles, n_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _unit(u, work, GROUP: gl.constexpr):
+def unit_of(u, work, GROUP: gl.constexpr):
     """Unit ``u`` → batch, m, n (in tiles), its first tile along K and their number.
 
     The first ``whole`` units are tiles over all of K; then come ranges of K of the other tiles.
@@ -71,26 +71,26 @@ def _unit(u, work, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
+def next_stage(stage, phase, STAGES: gl.constexpr):
     stage += 1
     wrap = stage == STAGES
     return gl.where(wrap, 0, stage), gl.where(wrap, phase ^ 1, phase)
 
 
 @gluon.jit
-def _before(stage, STAGES: gl.constexpr):
+def stage_before(stage, STAGES: gl.constexpr):
     # computed, not carried: Triton 3.6 freezes a copy of ``stage`` from the round before
     return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
 @gluon.jit
-def _skip(stage, phase, count, STAGES: gl.constexpr):
+def skip(stage, phase, count, STAGES: gl.constexpr):
     position = stage + count
     return position % STAGES, (phase + position // STAGES) & 1
 
 
 @gluon.jit
-def _produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexpr):
+def produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexpr):
     """Loads A's and B's tiles, unit after unit, as fast as stages become empty."""
     WM: gl.constexpr = LOOK[0]
     WN: gl.constexpr = LOOK[1]
@@ -106,7 +106,7 @@ def _produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexp
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # an empty ring: the first round does not wait
     for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
-        batch, m, n, begin, count = _unit(u, work, GROUP)
+        batch, m, n, begin, count = unit_of(u, work, GROUP)
         m0 = m * (PARTS * WM)
         n0 = n * WN
         batch_b = batch * b_batched
@@ -127,11 +127,11 @@ def _produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexp
                 load_tile(b, [batch_b, n0, k0], ready, b_ring.index(stage))
             else:
                 load_tile(b, [batch_b, k0, n0], ready, b_ring.index(stage))
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def _factors(ring, stage, part, LOOK: gl.constexpr):
+def factors(ring, stage, part, LOOK: gl.constexpr):
     """A's tile [WM, BK] and B's [BK, WN] in a stage, however they lie."""
     WM: gl.constexpr = LOOK[0]
     WN: gl.constexpr = LOOK[1]
@@ -150,7 +150,7 @@ def _factors(ring, stage, part, LOOK: gl.constexpr):
 
 
 @gluon.jit
-def _load_residual(extra, buffers, place, m0, n0, BUFFER: gl.constexpr):
+def load_residual(extra, buffers, place, m0, n0, BUFFER: gl.constexpr):
     r = extra[0]
     r_full = extra[1]
     ready = r_full.index(BUFFER)
@@ -223,7 +223,7 @@ def _store_columns(
             # the buffer's next residual, when its result has left
             store_wait(0)
             barrier()
-            _load_residual(extra, buffers, place, m0, n0 + COLUMN + BUFFERS * EN, BUFFER)
+            load_residual(extra, buffers, place, m0, n0 + COLUMN + BUFFERS * EN, BUFFER)
 
 
 @gluon.jit
@@ -262,14 +262,14 @@ def _consume(
     phase = gl.to_tensor(0)
     if PING_PONG:
         if WHO == 1:
-            _, _, _, _, others = _unit(start, work, GROUP)
-            stage, phase = _skip(stage, phase, others, STAGES)
+            _, _, _, _, others = unit_of(start, work, GROUP)
+            stage, phase = skip(stage, phase, others, STAGES)
             start += step
         step *= 2
     v = gl.to_tensor(0)  # this consumer's units so far
     r_phase = gl.to_tensor(0)
     for u in range(start, work[0], step):
-        batch, m, n, _, count = _unit(u, work, GROUP)
+        batch, m, n, _, count = unit_of(u, work, GROUP)
         m0 = m * (PARTS * WM) + ROW
         n0 = n * WN
         if extra[0] is not None:
@@ -277,14 +277,14 @@ def _consume(
             barrier()
             if u < work[1]:
                 for piece in gl.static_range(BUFFERS):
-                    _load_residual(extra, buffers, batch, m0, n0 + piece * EN, FIRST + piece)
+                    load_residual(extra, buffers, batch, m0, n0 + piece * EN, FIRST + piece)
         acc = gl.zeros((WM, WN), dtype=ACC, layout=L)
         if PING_PONG:
             # a wait two rounds of the ring ahead would take an old phase for the awaited one
             mbarrier.wait(turns.index(WHO), (v & 1) ^ (1 - WHO))
         for k in range(count):
             mbarrier.wait(full.index(stage), phase)
-            a, b = _factors(ring, stage, stage * PARTS + PART, LOOK)
+            a, b = factors(ring, stage, stage * PARTS + PART, LOOK)
             if PROMOTE:
                 fresh = gl.zeros((WM, WN), dtype=ACC, layout=L)
                 fresh = warpgroup_mma(a, b, fresh, use_acc=False, is_async=True)
@@ -297,8 +297,8 @@ def _consume(
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 # the product before this one is done: its stage goes back
                 barrier()
-                mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=k > 0)
-            stage, phase = _next(stage, phase, STAGES)
+                mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=k > 0)
+            stage, phase = next_stage(stage, phase, STAGES)
         if PING_PONG:
             barrier()
             mbarrier.arrive(turns.index(1 - WHO), count=1)
@@ -306,10 +306,10 @@ def _consume(
         if not PROMOTE:
             acc = warpgroup_mma_wait(0, deps=(acc,))
             barrier()
-            mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
+            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         if PING_PONG:  # over the other warpgroup's unit
-            _, _, _, _, others = _unit(u + gl.num_programs(0), work, GROUP)
-            stage, phase = _skip(stage, phase, others, STAGES)
+            _, _, _, _, others = unit_of(u + gl.num_programs(0), work, GROUP)
+            stage, phase = skip(stage, phase, others, STAGES)
         if sums[0] is None or u < work[1]:
             _store_columns(
                 acc, out, extra, batch, m0, n0, r_phase, 0, FIRST, BUFFERS, PIECES, EPILOGUE
@@ -356,9 +356,9 @@ def multiply(
     WARPS: gl.constexpr = 8 if SCHEDULE == "cooperative" else 4
     LOOK: gl.constexpr = (WM, WN, BK, A_K_MAJOR, B_K_MAJOR, STAGES, GROUP, SPREAD)
     EPILOGUE: gl.constexpr = (ALPHA, BETA, ACTIVATION, FOLDED, SMALL, SPREAD, HALVES)
-    A_SHAPE: gl.constexpr = _several(STAGES * PARTS, a.block_type.shape)
-    B_SHAPE: gl.constexpr = _several(STAGES, b.block_type.shape)
-    C_SHAPE: gl.constexpr = _several(CONSUMERS * BUFFERS, c.block_type.shape)
+    A_SHAPE: gl.constexpr = several(STAGES * PARTS, a.block_type.shape)
+    B_SHAPE: gl.constexpr = several(STAGES, b.block_type.shape)
+    C_SHAPE: gl.constexpr = several(CONSUMERS * BUFFERS, c.block_type.shape)
     a_ring = gl.allocate_shared_memory(a.dtype, A_SHAPE, a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, B_SHAPE, b.layout)
     buffers = gl.allocate_shared_memory(c.dtype, C_SHAPE, c.layout)
@@ -381,7 +381,7 @@ def multiply(
     out = (c, buffers)
     sums = (p, buffers)
     if p is not None:
-        P_SHAPE: gl.constexpr = _several(CONSUMERS * BUFFERS, p.block_type.shape)
+        P_SHAPE: gl.constexpr = several(CONSUMERS * BUFFERS, p.block_type.shape)
         sums = (p, reinterpret(buffers, p.dtype, P_SHAPE, p.layout))
     extra = (r, r_full, scale, bias, N, gamma)
     work = (units, whole, split, m_tiles, n_tiles, k_tiles, k_each)
@@ -390,7 +390,7 @@ def multiply(
             [
                 (_consume, (ring, out, sums, extra, work, 0, PARTS, PING_PONG, WARPS, BUFFERS,
                             PROMOTE, LOOK, EPILOGUE)),
-                (_produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
+                (produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
             ],
             [1],
             [PRODUCER],  # the consumer gets the rest, 232
@@ -402,7 +402,7 @@ def multiply(
                             PROMOTE, LOOK, EPILOGUE)),
                 (_consume, (ring, out, sums, extra, work, 1, PARTS, PING_PONG, WARPS, BUFFERS,
                             PROMOTE, LOOK, EPILOGUE)),
-                (_produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
+                (produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
             ],
             [4, 1],
             [240, PRODUCER],  # the first consumer gets the rest, 240
