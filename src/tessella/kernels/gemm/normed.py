@@ -16,7 +16,7 @@ import torch
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm import wgmma
 from tessella.kernels.gemm.normed_device import multiply_and_normalize
-from tessella.kernels.gemm.wgmma import A, B, FP8, ROW_BYTES, SHARED_BYTES, Product
+from tessella.kernels.gemm.wgmma import FP8, ROW_BYTES, SHARED_BYTES, A, B, Product
 from tessella.kernels.launch import launch
 from tessella.kernels.packing import packed
 from tessella.kernels.problem import Problem, TensorMeta

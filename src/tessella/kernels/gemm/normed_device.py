@@ -1,9 +1,9 @@
 """Device code of a matrix product whose rows are normalized before they leave the chip.
 
 A block has the roles of ``wgmma_device``, in ping-pong: one producer, two consumers with alternate
-tiles. A tile has WN of a row's columns, so each consumer writes what its tile knows of its rows,
-their mean and the sum of squares around it, and waits until the other tiles of these rows have done
-so (``announce``, ``wait_for_all``: each launch adds SLOTS to the counter of these rows, a power of
+tiles. A tile has WN of a row's columns, so each consumer writes what its tile knows of its rows, their
+mean and the sum of squares around it, and waits until the other tiles of these rows have done so
+(``announce``, ``wait_for_all``: each launch adds SLOTS to the counter of these rows, a power of
 two, so that nobody has to set it back). Its sums stay in registers meanwhile, and the other consumer
 multiplies. Then it normalizes its own tile.
 
@@ -25,13 +25,13 @@ from __future__ import annotations
 
 from tessella.kernels.epilogue_device import channel_vector, finish, quantize
 from tessella.kernels.gemm.wgmma_device import (
-    stage_before,
     factors,
     load_residual,
     next_stage,
     produce,
     several,
     skip,
+    stage_before,
     unit_of,
 )
 from tessella.kernels.hopper import (
