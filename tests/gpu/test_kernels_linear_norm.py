@@ -8,7 +8,7 @@ import torch
 from tessella.kernels.gemm import normed as kernel
 from tessella.kernels.problem import Problem
 from tessella.kernels.streams import capturing
-from tests.kernels.test_linear_norm_sm90 import CASES, FP8, exact, operands_of, problem_of
+from tests.kernels.test_linear_norm_sm90 import CASES, FP8, exact, operands_of, problem_of, results
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -32,7 +32,7 @@ def bound(problem: Problem):  # type: ignore[no-untyped-def]
     call = kernel.bind(problem, constants)
     size = kernel.workspace_bytes(problem)
     workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")  # NaN
-    return operands, lambda: call(*rest, workspace=workspace)
+    return operands, lambda: results(call(*rest, workspace=workspace))
 
 
 @pytest.mark.parametrize("case", SHAPES)
@@ -61,12 +61,12 @@ def test_two_streams_at_a_time() -> None:
     streams = [torch.cuda.Stream() for _ in pairs]
     made: list[list[tuple[torch.Tensor, ...]]] = [[], []]
     for _ in range(30):
-        for results, stream, (_, run) in zip(made, streams, pairs, strict=True):
+        for kept, stream, (_, run) in zip(made, streams, pairs, strict=True):
             with torch.cuda.stream(stream):
-                results.append(run())
+                kept.append(run())
     torch.cuda.synchronize()
-    for results, same in zip(made, right, strict=True):
-        for result in results:
+    for kept, same in zip(made, right, strict=True):
+        for result in kept:
             for one, expected in zip(result, same, strict=True):
                 assert torch.equal(one.view(torch.uint8), expected.view(torch.uint8))
 

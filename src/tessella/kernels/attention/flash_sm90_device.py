@@ -308,7 +308,9 @@ def _consume(
     _, _, tile, end = _unit(gl.program_id(0), work, CAUSAL)
     position = _steps(end - 1, work, BN, CAUSAL) - _steps(tile, work, BN, CAUSAL)
     before, turn_before = _place(position, STAGES)
-    spent = before
+    spent = gl.to_tensor(
+        0
+    )  # not ``before``: Triton 3.6 would not carry it through the loop over units
     # whether this was in the last tile of queries that reads it; whether products are added
     last_before, last_spent, adds = tile < 0, tile < 0, tile < 0
     made_batch, made_head, made_row0 = tile, tile, tile

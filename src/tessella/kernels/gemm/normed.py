@@ -161,6 +161,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             num_warps=4,
             launch_pdl=True,
         )
-        return outs
+        return outs if len(outs) > 1 else outs[0]
 
     return call
