@@ -1,11 +1,11 @@
 """Device code of a matrix product whose rows are normalized before they leave the chip.
 
 A block has the roles of ``wgmma_device``, in ping-pong: one producer, two consumers with alternate
-tiles. A tile has WN of a row's columns, so each consumer writes what its tile knows of its rows, their
-mean and the sum of squares around it, and waits until the other tiles of these rows have done so
-(``announce``, ``wait_for_all``: each launch adds SLOTS to the counter of these rows, a power of
-two, so that nobody has to set it back). Its sums stay in registers meanwhile, and the other consumer
-multiplies. Then it normalizes its own tile.
+tiles. A tile has WN of a row's columns, so each consumer writes what its tile knows of its rows,
+their mean and the sum of squares around it, and waits until the other tiles of these rows have done
+so (``announce``, ``wait_for_all``: each launch adds SLOTS to the counter of these rows, a power of
+two, so that nobody has to set it back). Its sums stay in registers meanwhile, and the other
+consumer multiplies. Then it normalizes its own tile.
 
 No block waits for one that cannot run: tiles of the same rows are neighbours in the order of work,
 the grid is a multiple of their number, so the same few blocks meet in every round, and blocks start
