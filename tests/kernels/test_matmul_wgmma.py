@@ -131,7 +131,7 @@ def test_roles_in_any_order_make_the_product(
 ) -> None:
     """On two multiprocessors, with rings of two and of three stages."""
     case, changes = PLAYED[name]
-    monkeypatch.setattr(wgmma, "_multiprocessors", lambda: 2)
+    monkeypatch.setattr(wgmma, "multiprocessors", lambda: 2)
     for seed in range(2):
         monkeypatch.setattr(wgmma, "launch", functools.partial(gluon_roles.run, seed=seed))
         tiling = wgmma.Tiling(tile_m=32, tile_n=128, schedule=schedule, stages=2 + seed, buffers=2)
