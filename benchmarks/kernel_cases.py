@@ -393,6 +393,41 @@ def _pooled(n: int, out: str) -> Iterator[Case]:
     )
 
 
+# rows, columns, depth; whether the sum is the next residual, and is written too
+NORMED = {
+    "BERT-large attention": (12288, 1024, 1024, False),
+    "BERT-large feed-forward": (12288, 1024, 4096, False),
+    "ViT-B/16 attention": (25216, 768, 768, True),
+    "ViT-B/16 feed-forward": (25216, 768, 3072, True),
+}
+
+
+def _normed(dtype: str) -> Iterator[Case]:
+    """A layer with its residual, and the layer norm of what it makes."""
+    eight = dtype != "float16"
+    for name, (m, n, k, keep) in NORMED.items():
+        vector = _meta("float32", n)
+        first = problems.linear(
+            _meta(dtype, m, k), _meta(dtype, n, k), vector, _meta("float16", m, n),
+            vector if eight else None, out_dtype="float16", fast_accumulation=eight,
+            constant=(1, 2, 4) if eight else (1, 2),
+        )  # fmt: skip
+        second = Problem(
+            op="layer_norm",
+            inputs=(first.output, _meta("float16", n), _meta("float16", n)),
+            outputs=(first.output,),
+            attrs={"normalized_shape": (n,), "eps": 1e-5},
+            constant=(1, 2),
+        )
+        yield Case(
+            family=f"linear + norm {dtype}",
+            name=f"{name} {m}x{n}x{k}",
+            problem=problems.linear_norm(first, second, keep=keep),
+            algorithms=("normed",),
+            peers={"ours apart": _apart(first, second, ("wgmma", "generated"))},
+        )
+
+
 def _layer(
     n: int, c: int, k: int, size: int, *, dtype: str, residual: bool = False, scaled: bool = False
 ) -> Problem:
@@ -543,6 +578,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "backward": _backward,
     "conv_int8": _conv_int8,
     "chain": lambda: (c for n in (128, 1) for d in ("float16", "int8") for c in _chain(n, d)),
+    "linear_norm": lambda: (c for d in ("float16", "float8_e4m3fn") for c in _normed(d)),
     "conv_pool": lambda: (c for n in (128, 1) for d in ("float16", "int8") for c in _pooled(n, d)),
     "published": _published,
     "attention": _attention,
