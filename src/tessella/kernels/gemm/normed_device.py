@@ -284,7 +284,7 @@ def multiply_and_normalize(
     the residual [1, WM, WN / 2]. Each of ``sums``, ``normed``, ``codes`` and the residual ``r`` may
     be None, but not all that have 16 bits. Codes are the normalized numbers over ``code_scale``,
     rounded. ``facts``: float32 [2, m_tiles · WM, SLOTS], of any content; ``counters``: int32
-    [m_tiles], zeros, and zeros afterwards. SLOTS: a power of two, n_tiles at least. The grid is a
+    [m_tiles], zeros before the first launch. SLOTS: a power of two, n_tiles at least. The grid is a
     multiple of n_tiles, and all its blocks have room at the same time.
     """
     LOOK: gl.constexpr = (WM, WN, BK, True, True, STAGES, 1, False)
