@@ -34,6 +34,9 @@ BERT = Case(n=32, heads=16, queries=384, keys=384, width=64)
 LARGE = {
     "BERT-large": BERT,
     "BERT-large, padded": replace(BERT, mask=(32, 1, 1, 384), mask_dtype="float16"),
+    "BERT-large, padded at the end": replace(
+        BERT, mask=(32, 1, 1, 384), mask_dtype="float16", lowest=-65504.0, hidden="end"
+    ),
     "ViT-B": Case(n=64, heads=12, queries=197, width=64, fused=True),
     "GPT-2": Case(n=2, heads=12, queries=1024, keys=1024, width=64, causal=True),
     "GPT-2, long": Case(n=1, heads=4, queries=4096, keys=4096, width=128, causal=True),

@@ -26,6 +26,8 @@ class Case:
         groups: heads of keys; None for as many as there are of queries.
         mask: its shape, or None; ``mask_dtype``: of its elements.
         lowest: what a number of the mask is where it hides a key; -inf hides whole rows.
+        hidden: which keys the mask hides, and nothing else is added: the "end", the "front", the
+            "middle", "none"; any half of them, and none is 0, where it is left out.
         fused: q, k and v are views of one tensor [N, L, 3, heads, width].
         batched: without it the tensors have three axes.
         out: what the result is stored as; None for the queries' type.
@@ -45,6 +47,7 @@ class Case:
     mask: tuple[int, ...] | None = None
     mask_dtype: str = "bool"
     lowest: float = -torch.inf
+    hidden: str | None = None
     fused: bool = False
     batched: bool = True
     format: Format = "strided"
@@ -91,9 +94,16 @@ def _mask(case: Case, generator: torch.Generator, device: str) -> torch.Tensor:
     """Half of the keys hidden; all, of the last batch or query."""
     seen = torch.rand(case.mask, generator=generator, device=device) > 0.5
     seen[-1] = False
+    numbers = torch.randn(case.mask, generator=generator, device=device)
+    if case.hidden is not None:
+        first, end = {"end": (0.6, 1.0), "front": (0.0, 0.4), "middle": (0.4, 0.6), "none": (0, 0)}[
+            case.hidden
+        ]
+        place = torch.arange(case.keys, device=device) / case.keys
+        seen = ((place < first) | (place >= end)).expand(case.mask).clone()
+        numbers.zero_()
     if case.mask_dtype == "bool":
         return seen
-    numbers = torch.randn(case.mask, generator=generator, device=device)
     return numbers.masked_fill(~seen, case.lowest).to(getattr(torch, case.mask_dtype))
 
 

@@ -5,8 +5,8 @@ and a seeded generator says who is next. Bulk copies and tensor-core products ha
 between their start and the wait for them, those of one kind as late as can be, and read shared
 memory then: a buffer that is handed on too early, or a barrier's phase that is taken for another
 (one bit tells phases apart), makes a wrong number or stops everything, which is an error at once.
-What was never written, or may be overwritten at any moment, is NaN. Layouts, fences and the warps
-inside a role it does not see.
+What was never written, or may be overwritten at any moment, is NaN. Layouts, fences, the order of
+writes to memory, and the warps inside a role it does not see.
 """
 
 from __future__ import annotations
@@ -180,7 +180,11 @@ class Machine:
         self.switch()
 
     def wait_for_all(self, counter: Any, complete: int) -> None:
-        self.wait_until(lambda: counter.storage[counter.offsets] >= complete)
+        def is_complete() -> bool:
+            ahead = int(counter.storage[counter.offsets]) - int(complete)
+            return (ahead + 2**31) % 2**32 >= 2**31  # counters wrap
+
+        self.wait_until(is_complete)
 
     def load_tile(self, source: Descriptor, at: Any, barrier: Barrier, into: Shared) -> None:
         into.poison()

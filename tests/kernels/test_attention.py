@@ -170,6 +170,24 @@ HOPPER = {
     "many tiles, causal": Case(n=1, queries=450, keys=450, causal=True),
     "many tiles, fused": Case(n=1, queries=197, fused=True, width=64),
     "many tiles, masked": Case(queries=197, keys=197, mask=(2, 1, 1, 197), mask_dtype="float32"),
+    "many tiles, padded": Case(
+        queries=197, keys=330, mask=(2, 1, 1, 330), mask_dtype="float16", lowest=-1e4, hidden="end"
+    ),
+    "many tiles, padded in front": Case(
+        n=1, queries=130, keys=330, mask=(1, 1, 1, 330), hidden="front"
+    ),
+    "many tiles, a gap": Case(
+        n=1,
+        queries=130,
+        keys=330,
+        mask=(1, 2, 1, 330),
+        mask_dtype="float32",
+        lowest=FLOAT32_LOWEST,
+        hidden="middle",
+    ),
+    "many tiles, nothing hidden": Case(
+        n=1, queries=130, keys=330, mask=(1, 1, 1, 330), mask_dtype="float32", hidden="none"
+    ),
     **CODES,
     "many tiles, codes": Case(n=1, queries=300, keys=450, width=32, gamma=150.0, out="int8"),
 }

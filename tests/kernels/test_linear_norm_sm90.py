@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 
+from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.gemm import normed as kernel
 from tessella.kernels.gemm import wgmma
 from tessella.kernels.problem import Problem, TensorMeta
@@ -34,28 +36,30 @@ def problem_of(
     codes: str = FP8,
     residual: bool = True,
     bias: bool = True,
+    vectors: str | None = None,
+    lead: tuple[int, ...] = (),
     **attrs: Any,
 ) -> Problem:
-    """As ``problems.linear_norm`` makes it."""
+    """As ``problems.linear_norm`` makes it; ``vectors``: the type of the norm's."""
     of_results = {"norm": half, "sum": half, "codes": codes}
     scaled = dtype != half
     attrs |= {"eps": EPS, "results": results}
     if scaled:
         attrs |= {"dtype": half, "fast_accumulation": dtype == FP8}
     inputs = (
-        meta(dtype, m, k),
+        meta(dtype, *lead, m, k),
         meta(dtype, n, k),
         meta("float32", n) if bias else None,
-        meta(half, m, n) if residual else None,
+        meta(half, *lead, m, n) if residual else None,
         meta("float32", n) if scaled else None,
-        meta(half, n),
-        meta(half, n),
+        meta(vectors or half, n),
+        meta(vectors or half, n),
         meta("float32") if "codes" in results else None,
     )
     return Problem(
         op="linear_norm",
         inputs=inputs,
-        outputs=tuple(meta(of_results[name], m, n) for name in results),
+        outputs=tuple(meta(of_results[name], *lead, m, n) for name in results),
         attrs=attrs,
         constant=tuple(i for i in (1, 2, 4, 5, 6, 7) if inputs[i] is not None),
     )
@@ -105,8 +109,8 @@ def exact(problem: Problem, operands: list[torch.Tensor | None]) -> dict[str, to
         y = y + bias
     if residual is not None:
         y = y + problem.attr("beta") * residual
-    if problem.attr("activation") == "relu":
-        y = y.relu()
+    activation = problem.attr("activation")
+    y = problem.attr("gamma") * (ACTIVATIONS[activation](y) if activation else y)
     made = F.layer_norm(y, y.shape[-1:], weight, offset, EPS)
     codes = made if quantum is None else made / quantum
     if "codes" in problem.attrs["results"]:
@@ -125,7 +129,7 @@ def ran(
     monkeypatch.setattr(
         kernel, "launch", functools.partial(gluon_roles.run, seed=seed, together=True)
     )
-    monkeypatch.setattr(wgmma, "multiprocessors", lambda: 4)
+    monkeypatch.setattr(wgmma, "multiprocessors", lambda: 7)
     constants = {i: t for i, t in enumerate(operands) if i in problem.constant and t is not None}
     rest = [t for i, t in enumerate(operands) if i not in constants and t is not None]
     call = kernel.bind(problem, constants, **kernel.configs(problem)[0])
@@ -157,6 +161,10 @@ PLAYED = {
     "norm and sum": problem_of(520, 256, 64, "norm", "sum", beta=0.5),
     "without a residual": problem_of(200, 128, 128, "norm", residual=False, activation="relu"),
     "codes": problem_of(390, 256, 128, "codes", "norm", dtype="int8", codes="int8"),
+    "three tiles a row": problem_of(
+        300, 384, 72, "norm", "sum", alpha=2.0, gamma=0.25, activation="gelu", vectors="float32"
+    ),
+    "six, and axes before": problem_of(50, 768, 40, "norm", lead=(3,)),
     "codes and sum": problem_of(300, 512, 128, "codes", "sum", dtype="int8", codes="int8"),
 }
 
@@ -180,10 +188,9 @@ def test_a_large_mean_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_right(problem, operands, ran(problem, operands, monkeypatch, 0))
 
 
-def test_the_play_shows_blocks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks of a row whose third has no place: they would wait for ever."""
+def test_the_play_shows_tiles_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block's two consumers, of a row of four tiles: they would wait for ever."""
     problem = problem_of(128, 512, 64, "norm")
-    monkeypatch.setattr(kernel, "_slots", lambda tiles: 4)
     run = functools.partial(gluon_roles.run, together=True)
     monkeypatch.setattr(kernel, "launch", lambda k, grid, *a, **c: run(k, (1,), *a, **c))
     operands = operands_of(problem, 0)
@@ -192,6 +199,31 @@ def test_the_play_shows_blocks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch)
     size = kernel.workspace_bytes(problem)
     with pytest.raises(gluon_roles.Deadlock):
         call(operands[0], operands[3], workspace=torch.zeros(size, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("multiprocessors", [16, 78, 132])
+@pytest.mark.parametrize(("m", "n"), [(1, 256), (1000, 768), (40000, 2048), (12288, 1024)])
+def test_a_rows_tiles_are_the_same_blocks_in_every_round(
+    m: int, n: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: list[int] = []
+    monkeypatch.setattr(kernel, "launch", lambda kernel, grid, *a, **c: grids.append(*grid))
+    monkeypatch.setattr(wgmma, "multiprocessors", lambda: multiprocessors)
+    problem = problem_of(m, n, 64, "norm")
+    if kernel.fits(problem) is not None:
+        assert n // kernel.TILE > multiprocessors // kernel.LAUNCHES
+        return
+    operands = [
+        None if t is None else torch.empty(t.shape, dtype=getattr(torch, t.dtype))
+        for t in problem.inputs
+    ]
+    size = kernel.workspace_bytes(problem)
+    constants = {i: operands[i] for i in problem.constant}
+    call = kernel.bind(problem, constants)
+    call(operands[0], operands[3], workspace=torch.empty(size, dtype=torch.uint8))
+    (blocks,) = grids
+    assert 0 < blocks <= multiprocessors
+    assert blocks % (n // kernel.TILE) == 0
 
 
 # --- compiled for a GPU that is not there ---------------------------------------------------------
@@ -233,8 +265,9 @@ def test_compiles_for_hopper(case: str) -> None:
     assert made["opcodes"]["UTMALDG"] == copies_in
     assert made["opcodes"]["UTMASTG"] == 2 * 2 * len(problem.outputs)
     assert made["shared_bytes"] <= 227 * 1024
-    # of two results some registers go to memory, once a tile
-    assert made["spilled_bytes"] <= (128 if len(problem.outputs) > 1 else 0)
+    # of two results Triton 3.9 spills some registers, once a tile
+    later = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)
+    assert made["spilled_bytes"] <= (128 if later and len(problem.outputs) > 1 else 0)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +277,7 @@ def test_compiles_for_hopper(case: str) -> None:
         ({"n": 4096}, "up to 2048"),
         ({"dtype": "float32", "half": "float32"}, "16-bit"),
         ({"results": ("codes",), "residual": False}, "codes alone"),
+        ({"half": "float32"}, "16-bit numbers"),
     ],
 )
 def test_what_is_refused(changed: dict[str, Any], reason: str) -> None:
@@ -257,6 +291,13 @@ def test_fp8_that_is_summed_outside_the_tensor_cores_is_refused() -> None:
     slow = replace(problem, attrs={**problem.attrs, "fast_accumulation": False})
     assert kernel.fits(problem) is None
     assert "fast_accumulation" in (kernel.fits(slow) or "")
+
+
+def test_results_that_lie_otherwise_are_refused() -> None:
+    problem = problem_of(64, 256, 64, "norm", "sum")
+    norm, total = problem.outputs
+    for other in (replace(total, format="strided", strides=(512, 1)), meta("bfloat16", 64, 256)):
+        assert "dense results" in (kernel.fits(replace(problem, outputs=(norm, other))) or "")
 
 
 def test_every_case_fits() -> None:

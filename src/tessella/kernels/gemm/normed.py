@@ -29,8 +29,10 @@ OWN_ATTRS = ("eps", "results", "code_dtype")  # the others are the product's
 TILE = 128  # rows, and columns, of what a consumer accumulates
 PIECE = TILE // 2  # columns that leave at a time
 MOST_TILES = 16  # of the same rows: their blocks run at the same time, and wait for each other
+# Blocks of a launch start in order, as far as has been seen; so it holds at most one row's blocks
+# that wait for others to start, and this many launches at a time cannot fill the GPU with them.
+LAUNCHES = 8
 SMALL_BYTES = 2048  # room for barriers, and for what layouts are converted through
-MOST_STAGES = 6
 HALVES = ("float16", "bfloat16")
 BUFFER_BYTES = 2 * TILE * TILE * 2  # results of two consumers on their way out
 STAGE_BYTES = 2 * TILE * ROW_BYTES
@@ -42,12 +44,16 @@ def fits(problem: Problem) -> str | None:
         return "codes alone, of a sum without a residual"
     if made.dtype not in HALVES:
         return f"normalizes 16-bit numbers, not {made.dtype}"
+    for name, meta in zip(problem.attrs["results"], problem.outputs, strict=True):
+        if meta.format != "contiguous" or (name != "codes" and meta.dtype != made.dtype):
+            return f"dense results, of {made.dtype} but for codes"
     refused = wgmma.fits(_linear(problem, made))
     if refused:
         return refused
     product = Product.of(_linear(problem, made))
-    if product.n % TILE or product.n // TILE > min(MOST_TILES, wgmma.multiprocessors()):
-        return f"rows of a multiple of {TILE} numbers, up to {MOST_TILES * TILE}, not {product.n}"
+    most = min(MOST_TILES, wgmma.multiprocessors() // LAUNCHES)
+    if product.n % TILE or product.n // TILE > most:
+        return f"rows of a multiple of {TILE} numbers, up to {most * TILE}, not {product.n}"
     if problem.inputs[A].dtype in FP8 and not problem.attr("fast_accumulation"):
         return "fp8 is summed in the tensor cores here (fast_accumulation)"
     if problem.inputs[A].dtype == "float32":
@@ -89,7 +95,7 @@ def _linear(problem: Problem, made: TensorMeta) -> Problem:
 def configs(problem: Problem) -> tuple[Config, ...]:
     """One: what two consumers can hold, and as many stages as there is room for."""
     room = SHARED_BYTES[1] - BUFFER_BYTES - SMALL_BYTES
-    return ({"stages": min(MOST_STAGES, room // STAGE_BYTES)},)
+    return ({"stages": room // STAGE_BYTES},)
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:

@@ -8,8 +8,8 @@ two, so that nobody has to set it back). Its sums stay in registers meanwhile, a
 consumer multiplies. Then it normalizes its own tile.
 
 No block waits for one that cannot run: tiles of the same rows are neighbours in the order of work,
-the grid is a multiple of their number, so the same few blocks meet in every round, and blocks start
-in order.
+and the grid is a multiple of their number, so the same few blocks meet in every round; and blocks
+have started in order wherever this ran, so whoever is missing starts next.
 
 Means are merged as by Chan, Golub and LeVeque, 1979, always in the same order: the same result in
 every run.
@@ -143,7 +143,7 @@ def _store(left, right, target, buffers, batch, m0, n0, FIRST: gl.constexpr):
 @gluon.jit
 def _tell(left, right, meeting, m, n, share, SLOTS: gl.constexpr):
     """Writes what a tile knows of its rows: their means, and the squares around them."""
-    facts, counters, m_tiles = meeting
+    partials, counters, m_tiles = meeting
     WM: gl.constexpr = left.shape[0]
     WN: gl.constexpr = PIECES * left.shape[1]
     mean = (gl.sum(left, 1) + gl.sum(right, 1)) * (1.0 / WN)
@@ -151,8 +151,8 @@ def _tell(left, right, meeting, m, n, share, SLOTS: gl.constexpr):
     y = right - mean.expand_dims(1)
     squares = gl.sum(x * x, 1) + gl.sum(y * y, 1)
     rows = m * WM + gl.arange(0, WM, gl.SliceLayout(1, left.type.layout))
-    gl.store(facts + rows * SLOTS + n, mean)
-    gl.store(facts + (m_tiles * WM + rows) * SLOTS + n, squares)
+    gl.store(partials + rows * SLOTS + n, mean)
+    gl.store(partials + (m_tiles * WM + rows) * SLOTS + n, squares)
     announce(counters + m, share)
 
 
@@ -162,31 +162,31 @@ def _moments(
     WM: gl.constexpr, WN: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Of rows, over the columns of all tiles: 1 / deviation, and minus the mean times that."""
-    facts, counters, m_tiles = meeting
+    partials, counters, m_tiles = meeting
     wait_for_all(counters + m, complete)
     # a thread has a row: what all tiles know of it lies side by side
     L: gl.constexpr = gl.BlockedLayout([1, SLOTS], [32, 1], [4, 1], [1, 0])
     rows = (m * WM + gl.arange(0, WM, gl.SliceLayout(1, L))).expand_dims(1)
     slots = gl.arange(0, SLOTS, gl.SliceLayout(0, L)).expand_dims(0)
     there = (slots < count) & (rows >= 0)
-    means = gl.load(facts + rows * SLOTS + slots)
-    squares = gl.load(facts + (m_tiles * WM + rows) * SLOTS + slots)
+    means = gl.load(partials + rows * SLOTS + slots)
+    squares = gl.load(partials + (m_tiles * WM + rows) * SLOTS + slots)
     mean = gl.sum(gl.where(there, means, 0.0), 1) / count
     apart = gl.where(there, means - mean.expand_dims(1), 0.0)
     within = gl.sum(gl.where(there, squares, 0.0), 1)
     variance = (within + WN * gl.sum(apart * apart, 1)) / (count * WN)
-    rise = gl.rsqrt(variance + epsilon)
-    shift = gl.convert_layout(-mean * rise, ROWS).expand_dims(1)
-    return gl.convert_layout(rise, ROWS).expand_dims(1), shift
+    inverse = gl.rsqrt(variance + epsilon)
+    shift = gl.convert_layout(-mean * inverse, ROWS).expand_dims(1)
+    return gl.convert_layout(inverse, ROWS).expand_dims(1), shift
 
 
 @gluon.jit
-def _normalized(x, rise, shift, norm, n0, PIECE: gl.constexpr):
+def _normalized(x, inverse, shift, norm, n0, PIECE: gl.constexpr):
     WIDTH: gl.constexpr = x.shape[1]
     V: gl.constexpr = gl.SliceLayout(0, x.type.layout)
     weight = channel_vector(norm[0], n0 + PIECE * WIDTH, None, WIDTH, V).expand_dims(0)
     bias = channel_vector(norm[1], n0 + PIECE * WIDTH, None, WIDTH, V).expand_dims(0)
-    return (x * rise + shift) * weight + bias
+    return (x * inverse + shift) * weight + bias
 
 
 @gluon.jit
@@ -212,9 +212,9 @@ def _consume(
         instr_shape=[16, WN, 256 // ring[0].dtype.primitive_bitwidth],
     )
     wait_for_dependencies()
-    quantum = 1.0
+    inverse_step = 1.0
     if codes is not None:
-        quantum = 1.0 / gl.load(norm[2]).to(gl.float32)
+        inverse_step = 1.0 / gl.load(norm[2]).to(gl.float32)
     start = gl.program_id(0)
     step = gl.num_programs(0)
     stage = gl.to_tensor(0)
@@ -259,13 +259,15 @@ def _consume(
         if sums is not None:
             _store(x, y, sums, buffers, batch, m0, n0, FIRST)
         ROWS: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-        rise, shift = _moments(meeting, m, count, complete, norm[3], WM, WN, SLOTS, ROWS)
-        x = _normalized(x, rise, shift, norm, n0, 0)
-        y = _normalized(y, rise, shift, norm, n0, 1)
+        inverse, shift = _moments(meeting, m, count, complete, norm[3], WM, WN, SLOTS, ROWS)
+        x = _normalized(x, inverse, shift, norm, n0, 0)
+        y = _normalized(y, inverse, shift, norm, n0, 1)
         if normed is not None:
             _store(x, y, normed, buffers, batch, m0, n0, FIRST)
         if codes is not None:  # in the first of the buffers
-            _store(x * quantum, y * quantum, codes, code_buffers, batch, m0, n0, 2 * FIRST)
+            _store(
+                x * inverse_step, y * inverse_step, codes, code_buffers, batch, m0, n0, 2 * FIRST
+            )
         v += 1
     store_wait(0)
 
@@ -273,7 +275,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["units", "m_tiles", "n_tiles", "k_tiles"])
 def multiply_and_normalize(
     a, b, sums, normed, codes, r, scale, bias, gamma,
-    norm_weight, norm_bias, code_scale, epsilon, facts, counters,
+    norm_weight, norm_bias, code_scale, epsilon, partials, counters,
     units, m_tiles, n_tiles, k_tiles,
     WM: gl.constexpr, WN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     SLOTS: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -283,9 +285,9 @@ def multiply_and_normalize(
     Descriptors of [1, rows, columns]; A's and B's tiles are [1, rows, BK], those of results and of
     the residual [1, WM, WN / 2]. Each of ``sums``, ``normed``, ``codes`` and the residual ``r`` may
     be None, but not all that have 16 bits. Codes are the normalized numbers over ``code_scale``,
-    rounded. ``facts``: float32 [2, m_tiles · WM, SLOTS], of any content; ``counters``: int32
+    rounded. ``partials``: float32 [2, m_tiles · WM, SLOTS], of any content; ``counters``: int32
     [m_tiles], zeros before the first launch. SLOTS: a power of two, n_tiles at least. The grid is a
-    multiple of n_tiles, and all its blocks have room at the same time.
+    multiple of n_tiles, and no larger than the GPU.
     """
     LOOK: gl.constexpr = (WM, WN, BK, True, True, STAGES, 1, False)
     EPILOGUE: gl.constexpr = (ALPHA, BETA, ACTIVATION)
@@ -322,7 +324,7 @@ def multiply_and_normalize(
     out = (sums, normed, codes, buffers, code_buffers)
     extra = (r, r_full, scale, bias, None, gamma)  # no tile reaches beyond a row
     norm = (norm_weight, norm_bias, code_scale, epsilon)
-    meeting = (facts, counters, m_tiles)
+    meeting = (partials, counters, m_tiles)
     work = (units, units, 1, m_tiles, n_tiles, k_tiles, k_tiles)
     gl.warp_specialize(
         [

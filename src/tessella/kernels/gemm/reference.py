@@ -68,7 +68,7 @@ def linear_norm(
 
     norm_weight and norm_bias [N], code_scale one number → what ``results`` names: ``sum`` is the
     linear's result, ``norm`` the normalized, both stored as ``dtype``; ``codes`` are
-    ``norm / code_scale`` stored as ``code_dtype``. Nothing is rounded between.
+    ``norm / code_scale`` stored as ``code_dtype``. With ``dtype`` nothing is rounded between.
     """
     if not results or not {*results} <= {"norm", "codes", "sum"} or len({*results}) < len(results):
         raise ValueError(f"results are norm, codes and sum, each once, not {results!r}")
