@@ -280,3 +280,23 @@ def test_it_takes_part() -> None:
     trials = auction.find(asked, {}, target="cpu", terms=auction.Terms(budget_s=0.01))
     mine = next(trial for trial in trials if trial.kernel == ROW.id)
     assert (mine.refused, mine.time_us is not None) == (None, True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", NETWORKS)
+@pytest.mark.parametrize("format", ["channels_last", "contiguous"])
+def test_numbers_from_zero_on_are_ordered_as_their_bits(
+    case: str, dtype: str, format: Format
+) -> None:
+    """Infinity among them, and zeros of both signs."""
+    size, window = NETWORKS[case]
+    plain = problem("max_pool2d", (2, 9, size, size), window, dtype, format)
+    asked = replace(plain, attrs={**plain.attrs, "non_negative": True})
+    x = numbers(asked.inputs[0]).abs().nan_to_num(3.0, posinf=torch.inf)
+    x[x < 9] *= -0.0
+    assert (x.signbit() & (x == 0)).any()
+    right = pooled(plain, x)
+    for config in (*ROW.configs(asked), {"images": 1, "rows": 5}):
+        call, buffers = auction.bind(ROW, asked, {}, CPU, config)
+        buffers["out"].fill_(POISON)
+        assert torch.equal(call(x, **buffers), right)

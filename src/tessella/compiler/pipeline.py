@@ -30,6 +30,7 @@ from tessella.compiler.passes import (
     join_in_place,
     lower_precision,
     lower_quantization,
+    mark_non_negative,
     mark_sparse_weights,
     move_permutes,
     move_reshapes,
@@ -104,6 +105,7 @@ PASSES = (
 #   lower_precision   16-bit values, with casts at the edges of the network
 #   fuse_pointwise    what no layer took, element by element or along rows, as one step
 #   widen_results     a layer before a cast to float32 writes float32, on a GPU
+#   mark_non_negative poolings of 16-bit numbers behind a ReLU say so, on a CPU
 #   mark_sparse_weights   2:4 weights say so, where the target has kernels for them
 #   fuse_siblings     layers that read one value as one layer, or not: the faster wins
 #   assign_layout     channels_last regions around convolutions, or none: the faster wins
@@ -308,10 +310,15 @@ def pruning(assignment: Assignment) -> list[Pass]:
 
 
 def marking(target: str) -> tuple[Pass, ...]:
-    """The pass after ``narrowing`` that tells sparse weights, where kernels want to know."""
-    if not any(row.sparse and target in row.targets for row in catalog.rows()):
-        return ()
-    return (Pass(mark_sparse_weights.apply, "2:4 weights, for kernels that skip their zeros"),)
+    """The passes after ``narrowing`` that tell kernels what they want to know on a target."""
+    marks = []
+    if target == "cpu":
+        marks.append(Pass(mark_non_negative.apply, "16-bit numbers from zero on, as integers"))
+    if any(row.sparse and target in row.targets for row in catalog.rows()):
+        marks.append(
+            Pass(mark_sparse_weights.apply, "2:4 weights, for kernels that skip their zeros")
+        )
+    return tuple(marks)
 
 
 def narrowing(assignment: Assignment) -> tuple[Pass, ...]:

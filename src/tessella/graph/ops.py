@@ -128,7 +128,11 @@ _ROWS = (
     _op("local_response_norm", "input", "size alpha beta k"),
     # pooling
     _op(
-        "max_pool2d", "input", "kernel_size stride padding dilation ceil_mode", "max_pool2d.default"
+        "max_pool2d",
+        "input",
+        "kernel_size stride padding dilation ceil_mode",
+        "max_pool2d.default",
+        extras="non_negative",
     ),
     _op(
         "avg_pool2d",

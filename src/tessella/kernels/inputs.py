@@ -13,7 +13,7 @@ from tessella.kernels.problem import Problem, TensorMeta, memory_format
 def sample_inputs(problem: Problem, device: torch.device) -> list[torch.Tensor]:
     """Every input that is not a constant: normal numbers, int8 over its range, indices zero.
 
-    Half of bools are true.
+    Half of bools are true. Where a problem says so, numbers are their magnitudes.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -25,6 +25,8 @@ def sample_inputs(problem: Problem, device: torch.device) -> list[torch.Tensor]:
             )
         elif dtype.is_floating_point:
             made = torch.randn(meta.shape, generator=generator, device=device)
+            if problem.attr("non_negative"):
+                made = made.abs()
         elif dtype == torch.bool:
             made = torch.rand(meta.shape, generator=generator, device=device) > 0.5
         else:

@@ -155,9 +155,11 @@ DEFAULTS: dict[str, Any] = {
     "transpose_b": False,
     "fast_accumulation": False,
     "sparsity": None,
+    "non_negative": False,
 }
-# Attributes that say something about the constants, and change no result: nobody has to heed them.
-HINTS = ("sparsity",)
+# Attributes that say something about the constants, or that no input is below zero, and change no
+# result: nobody has to heed them.
+HINTS = ("sparsity", "non_negative")
 
 
 def is_gamma(number: Any) -> bool:

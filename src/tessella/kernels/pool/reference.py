@@ -18,7 +18,9 @@ def max_pool2d(
     padding: Sequence[int],
     dilation: Sequence[int],
     ceil_mode: bool,
+    non_negative: bool = False,
 ) -> Tensor:
+    """``non_negative`` says that no input is below zero, and changes nothing."""
     settings = (kernel_size, stride, padding, dilation, ceil_mode)
     if input.dtype == torch.int8:  # which torch pools on no GPU; float16 holds each of them
         return F.max_pool2d(input.half(), *settings).to(torch.int8)

@@ -4,6 +4,10 @@ torch walks a window's pixels one by one and keeps an index beside each maximum 
 channels_last it refuses images of more than 127 pixels for that). This is a few long vector
 operations, and after the rows only 1/stride of the image is left. Tiles keep what is read again in
 the cache.
+
+16-bit floats that are known to be 0 or more (``non_negative``) are ordered as the integers of their
+bits, whose maximum is an instruction: 10 µs instead of 38 for 2^18 numbers in the cache, on two
+cores. A NaN then counts as less than 0; behind oneDNN's ReLU there is none, as it makes 0 of NaN.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from tessella.kernels.problem import Problem, TensorMeta
 WRITES_OUT = True
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
+HALVES = ("float16", "bfloat16")
 MAX_TAPS = 64  # of all levels: operations a tile
 MAX_TILES = 256
 TILES = (2**21, 2**20)  # bytes that one reads: of 2**19 the calls show, of 2**22 the cache's end
@@ -86,7 +91,8 @@ def bind(
     rows: int | None = None,
 ) -> Call:
     """Without a configuration all at once."""
-    dtype = getattr(torch, problem.output.dtype)
+    as_bits = bool(problem.attr("non_negative")) and problem.output.dtype in HALVES
+    dtype = torch.int16 if as_bits else getattr(torch, problem.output.dtype)
     half = _halves(problem, images, rows)[0] // dtype.itemsize
     steps = list(_steps(problem, images, rows))
     seen = dict.fromkeys(place for step in steps for place in (*step.read, step.made))
@@ -102,10 +108,11 @@ def bind(
     def kept(out: torch.Tensor, workspace: torch.Tensor | None) -> list[torch.Tensor]:
         """The views of the result and of the scratch."""
         with torch.inference_mode(False):  # a view from inside could not be written to outside
-            scratch = out if workspace is None else workspace.view(dtype)
+            result = out.view(dtype)
+            scratch = result if workspace is None else workspace.view(dtype)
             begin = scratch.storage_offset()
             bases = {
-                RESULT: (out, out.storage_offset()),
+                RESULT: (result, result.storage_offset()),
                 SCRATCH[0]: (scratch, begin),
                 SCRATCH[1]: (scratch, begin + half),
             }
@@ -125,6 +132,8 @@ def bind(
         held = last[0]
         if held is None or held[0] is not out or held[1] is not workspace:
             held = last[0] = (out, workspace, kept(out, workspace))
+        if as_bits:
+            x = x.view(dtype)
         begin = x.storage_offset()
         views = [x.as_strided(shape, strides, begin + offset) for shape, strides, offset in read]
         views += held[2]
