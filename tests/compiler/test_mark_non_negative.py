@@ -46,6 +46,21 @@ def test_a_concatenation_is_from_zero_on_if_all_its_parts_are(
     assert mark.after.count("non_negative=True") == marked
 
 
+class Negated(nn.Module):
+    """A mean by a divisor below zero, and what it is pooled to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = nn.functional.avg_pool2d(x.relu(), 2, divisor_override=-4)
+        return nn.functional.max_pool2d(mean, 2)
+
+
+def test_a_mean_may_divide_by_a_negative_number() -> None:
+    spec = TensorSpec(name="image", dtype="float32", shape=(2, 8, 12, 12))
+    found = explain(capture(Negated().eval(), (spec,)), target="cpu", precision="bf16")
+    (mark,) = (record for record in found if record.name == "mark_non_negative")
+    assert mark.rewrites == 0
+
+
 def test_32_bits_are_left() -> None:
     assert mark_non_negative.apply(graph_of(nn.ReLU())) == 0
 

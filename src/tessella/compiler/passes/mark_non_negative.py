@@ -8,8 +8,8 @@ from __future__ import annotations
 from tessella.graph.graph import Graph, Node, Value
 
 ACTIVATIONS = frozenset(("relu", "relu6", "sigmoid", "hardsigmoid"))  # never below zero
-# what is not below zero if nothing that it reads is
-KEEPS = frozenset(("cat", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "to", "permute"))
+# what is not below zero if nothing that it reads is; avg_pool2d may divide by a negative number
+KEEPS = frozenset(("cat", "max_pool2d", "adaptive_avg_pool2d", "to", "permute"))
 HALVES = ("float16", "bfloat16")
 
 
