@@ -17,6 +17,7 @@ from tessella.kernels import auction, catalog, problems
 from tessella.kernels.auction import Terms
 from tessella.kernels.conv.hopper.chain import NEXT_SCALE, NEXT_WEIGHT, SCALE, WEIGHT
 from tessella.kernels.problem import Problem, TensorMeta, memory_format
+from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.nn import zoo
 
 TARGET = "sm_90"
@@ -144,6 +145,25 @@ def _gemm_thin() -> Iterator[Case]:
                 peers={"cublas": lambda x, w: torch.mm(x, w.t())},
                 chained=True,
             )
+
+
+def _gemm_sparse(dtype: str) -> Iterator[Case]:
+    """2:4 weights, beside a dense weight of the same shape and cuSPARSELt with its search."""
+    dense: Peer = torch._int_mm if dtype == "int8" else torch.mm
+    for m, n, k in GEMMS:
+        problem = problems.linear(_meta(dtype, m, k), _meta(dtype, n, k), constant=(1,))
+        problem = replace(problem, attrs={**problem.attrs, "sparsity": TWO_FOUR})
+        weight = drawn(problem.inputs[1])
+        yield Case(
+            family=f"gemm 2:4 {dtype}",
+            name=f"{m}x{n}x{k}",
+            problem=problem,
+            algorithms=("sparse",),
+            peers={
+                "cublas, dense": lambda x, w=weight: dense(x, w.t()),
+                "cusparselt": _best(problem, ("cusparselt",)),
+            },
+        )
 
 
 def _gemm_float32() -> Iterator[Case]:
@@ -473,6 +493,8 @@ def _cudnn(first: Problem, second: Problem) -> Peer:
 def drawn_constants(problem: Problem) -> dict[int, torch.Tensor]:
     """Weights and vectors as layers have them: int8's scales bring its sums into range."""
     made = {i: drawn(problem.inputs[i]) for i in problem.constant}
+    if problem.attr("sparsity") == TWO_FOUR:
+        made[WEIGHT] = prune_two_four(made[WEIGHT])
     for weight, scale in ((WEIGHT, SCALE), (NEXT_WEIGHT, NEXT_SCALE)):  # the latter of chains
         if scale in made:
             products = math.prod(problem.inputs[weight].shape[1:])
@@ -571,6 +593,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "gemm_fused": _gemm_fused,
     "gemm_thin": _gemm_thin,
     "gemm_float32": _gemm_float32,
+    "gemm_sparse": lambda: (c for d in ("float16", "int8") for c in _gemm_sparse(d)),
     "conv": lambda: _conv(128, fused=False),
     "conv_n1": lambda: _conv(1, fused=False),
     "conv_fused": lambda: _conv(128, fused=True),

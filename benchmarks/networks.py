@@ -27,10 +27,12 @@ class Workload:
 
 
 def workload(name: str, batch: int) -> Workload:
-    """A network of the zoo, torchvision's ``vit_b_16``, or transformers' ``bert_large``."""
+    """A network of the zoo, any classifier of torchvision, or transformers' ``bert_large``."""
     torch.manual_seed(0)
     if name in OTHERS:
         return OTHERS[name](batch)
+    if name not in zoo.names():
+        return _torchvision(name, batch)
     network = zoo.network(name, classes=10 if name == "lenet" else 1000)
     shape = (network.channels, network.height, network.width)
     module = _tamed(zoo.build(network)).eval()
@@ -51,6 +53,14 @@ def _vit_b_16(batch: int) -> Workload:
     module = torchvision.models.vit_b_16(weights=None).eval()
     torch.nn.init.normal_(module.heads.head.weight, std=0.02)  # zeros: any plan would be right
     return Workload(name="vit_b_16", module=module, inputs=(_image(batch, 3, 224, 224),))
+
+
+def _torchvision(name: str, batch: int) -> Workload:
+    import torchvision
+
+    made = torchvision.models.get_model(name, weights=None)
+    size = 299 if name == "inception_v3" else 224
+    return Workload(name=name, module=_tamed(made).eval(), inputs=(_image(batch, 3, size, size),))
 
 
 def _bert_large(batch: int) -> Workload:

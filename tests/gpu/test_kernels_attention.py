@@ -14,12 +14,20 @@ import torch
 from tessella import runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
 from tessella.kernels import catalog
-from tessella.kernels.attention import flash, flash_sm90
+from tessella.kernels.attention import flash, flash_sm90, windows
 from tests.compiler.networks import plan
 from tests.compiler.test_fuse_requantization import Block
 from tests.compiler.test_quantization import calibrated, graph_of
 from tests.kernels.attentions import TOLERANCE, Case, draw, exact, run
-from tests.kernels.test_attention import CASES, CODES, COMPILED, HOPPER
+from tests.kernels.test_attention import (
+    BY_WINDOW,
+    CASES,
+    CODES,
+    COMPILED,
+    HOPPER,
+    IN_A_WINDOW,
+    WINDOWS,
+)
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -79,6 +87,23 @@ def test_portable_takes_any_type_and_width(case: Case) -> None:
         run(flash, case, "cuda", config)
 
 
+WINDOWS |= {**IN_A_WINDOW, **BY_WINDOW, "swin, 128 images": replace(WINDOWS["swin"], n=128 * 64)}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_agree_with_float64(name: str) -> None:
+    case = WINDOWS[name]
+    for config in windows.configs(draw(case, "cuda")[0]):
+        run(windows, case, "cuda", config)
+        run(windows, case, "cuda", {**config, "run": 3})
+
+
+@pytest.mark.parametrize("name", BY_WINDOW)
+def test_portable_takes_a_mask_for_every_few_windows(name: str) -> None:
+    for config in flash.configs(draw(BY_WINDOW[name], "cuda")[0]):
+        run(flash, BY_WINDOW[name], "cuda", config)
+
+
 @hopper
 @pytest.mark.parametrize("name", [*HOPPER, *LARGE, *COMPILED])
 def test_hopper_agrees_with_float64(name: str) -> None:
@@ -111,7 +136,7 @@ def test_in_a_plan_it_writes_what_the_layer_behind_reads(kind: str) -> None:
     steps = made.program.buckets[0].steps
     (place,) = [i for i, s in enumerate(steps) if s.op == "scaled_dot_product_attention"]
     assert steps[place].attrs["dtype"] == {"int8": "int8", "fp8": "float8_e4m3fn"}[kind]
-    assert steps[place].kernel.startswith("scaled_dot_product_attention.flash")
+    assert catalog.kernel(steps[place].kernel).source == "tessella"
     assert [s.op for s in steps[place + 1 : place + 4]] == ["permute", "reshape", "linear"]
     x = torch.randn(8, 50, 64, generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tessella.core.errors import UsageError
 from tessella.kernels import catalog, find, launch, problems, reference
-from tessella.kernels.attention import flash, flash_sm90
+from tessella.kernels.attention import aten, flash, flash_sm90, windows
 from tessella.kernels.epilogue import store
 from tessella.kernels.problem import Problem, TensorMeta
 from tests.kernels import gluon_roles
@@ -52,6 +52,54 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_portable_agrees_with_float64(name: str) -> None:
     run(flash, CASES[name], config={"tile_m": 32, "tile_n": 32})
+
+
+BY_WINDOW = {
+    "by window": Case(n=6, mask=(3, 1, 50, 45), mask_dtype="float16"),
+    "by window and head": Case(n=6, mask=(2, 2, 50, 45), mask_dtype="float32"),
+    "by window, bool, of one tensor": Case(
+        n=8, queries=49, keys=49, fused=True, mask=(4, 1, 1, 49)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_WINDOW)
+@pytest.mark.parametrize("module", [flash, windows, aten])
+def test_a_mask_for_every_few_windows(module: Any, name: str) -> None:
+    """Windows n, n + M, … have one mask; torch has no such thing, its kernel gets a longer one."""
+    case = BY_WINDOW[name]
+    if module is aten:  # its own rule for rows that see nothing and masks of another type
+        mask_dtype = "bool" if case.mask_dtype == "bool" else "float32"
+        case = replace(case, dtype="float32", mask_dtype=mask_dtype, lowest=-100.0)
+    run(module, case)
+
+
+IN_A_WINDOW = {name: case for name, case in CASES.items() if max(case.queries, case.keys) <= 64}
+
+
+@pytest.mark.parametrize("name", IN_A_WINDOW)
+@pytest.mark.parametrize("run_of", [1, 4])
+def test_windows_agree_with_float64(name: str, run_of: int) -> None:
+    case = IN_A_WINDOW[name]
+    run(windows, replace(case, n=case.n * 3 if case.batched and not case.mask else case.n),
+        config={"run": run_of})  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [
+    Case(n=5, queries=49, keys=49, width=32, mask=(1, 2, 49, 49), mask_dtype="float16"),
+    Case(dtype="float32", width=3),
+    Case(dtype="bfloat16", causal=True),
+    Case(width=100, heads=4, groups=2),
+    Case(keys=0),
+    Case(scale=-0.3),
+    Case(width=32, gamma=50.0, out="int8"),
+], ids=repr)  # fmt: skip
+def test_windows_take_any_type_and_width(case: Case) -> None:
+    run(windows, case, config={"run": 2})
+
+
+def test_windows_refuse_what_is_no_window() -> None:
+    assert "64 queries and keys at most" in str(windows.fits(draw(Case(queries=65))[0]))
 
 
 @pytest.mark.parametrize("case", [
@@ -248,6 +296,9 @@ def test_tilings() -> None:
     assert all(c["run"] == 1 for c in flash_sm90.configs(metas(replace(bert, keys=4096))))
     padded = draw(replace(bert, n=1, width=128, mask=(384,)))[0]
     assert all(c["tile_n"] == 64 for c in flash_sm90.configs(padded))  # registers
+    swin = metas(Case(n=128 * 64, heads=3, queries=49, keys=49, width=32))
+    assert [c["run"] for c in windows.configs(swin)] == [16, 16, 8, 8, 1, 1]
+    assert all(c["run"] == 1 for c in windows.configs(replace(swin, inputs=metas(bert).inputs)))
 
 
 def metas(case: Case) -> Problem:
@@ -280,6 +331,16 @@ PORTABLE = {
     "int8": COMPILED["int8"],
     "fp8": COMPILED["fp8"],
 }
+WINDOW = Case(
+    n=512, heads=3, queries=49, keys=49, width=32, fused=True, mask=(64, 3, 49, 49),
+    mask_dtype="float16",
+)  # fmt: skip
+WINDOWS = {
+    "swin": WINDOW,
+    "one mask": replace(WINDOW, mask=(1, 3, 49, 49)),
+    "no mask": replace(WINDOW, mask=None, dtype="bfloat16", width=64),
+    "codes": replace(WINDOW, gamma=50.0, out="int8"),
+}
 
 
 def compiled() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -295,6 +356,13 @@ def compiled() -> Iterator[tuple[str, Callable[[], Any]]]:
         problem, inputs = draw(case)
         call = flash.bind(problem, {}, **flash.configs(problem)[0])
         yield f"portable|{name}|", functools.partial(call, *inputs)
+    for name, case in WINDOWS.items():
+        problem, inputs = draw(case)
+        for config in windows.configs(problem):
+            for run in (config["run"], 8):
+                config = {**config, "run": run}
+                call = windows.bind(problem, {}, **config)
+                yield f"windows|{name}|{json.dumps(config)}", functools.partial(call, *inputs)
 
 
 def _overlapping(run: Callable[[], Any]) -> None:
@@ -340,6 +408,15 @@ def test_portable_compiles(kernels: dict[str, list[dict[str, Any]]], name: str) 
     assert made["spilled_bytes"] == 0
     assert made["shared_bytes"] <= 227 * 1024
     assert made["opcodes"]["HGMMA"] > 0
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_compile(kernels: dict[str, list[dict[str, Any]]], name: str) -> None:
+    made = [v for key, (v,) in kernels.items() if key.startswith(f"windows|{name}|")]
+    assert len(made) >= 2
+    for each in made:
+        assert each["spilled_bytes"] == 0
+        assert any(op in each["opcodes"] for op in ("HMMA", "HGMMA"))
 
 
 # --- as people ask for it, and the others' --------------------------------------------------------

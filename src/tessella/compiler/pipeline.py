@@ -22,6 +22,7 @@ from tessella.compiler.passes import (
     fold_batch_norm,
     fold_constants,
     fold_scales,
+    fuse_attention,
     fuse_chains,
     fuse_epilogue,
     fuse_pointwise,
@@ -85,6 +86,7 @@ class Pass:
 PASSES = (
     Pass(fold_constants.apply, "what depends on constants only is computed once, here"),
     Pass(drop_no_ops.apply, "a copy or a reshape of a reshape would hide what could be fused"),
+    Pass(fuse_attention.apply, "products of all queries with all keys need not be in memory"),
     Pass(share_masks.apply, "a mask that all queries share is one row of it"),
     Pass(fold_scales.apply, "a factor a channel before a sum is a change of the layer's weights"),
     Pass(turn_residuals.apply, "what is added behind a permute is added before it, by the layer"),

@@ -256,6 +256,7 @@ KERNELS: tuple[Kernel, ...] = (
         version=3,
     ),
     _row("scaled_dot_product_attention.flash", "attention.flash", "sm_90", source="tessella"),
+    _row("scaled_dot_product_attention.windows", "attention.windows", "sm_90", source="tessella"),
     _row("scaled_dot_product_attention.cudnn", "attention.cudnn", "sm_90", source="cudnn"),
     *_aten("scaled_dot_product_attention", "attention.aten"),
     # element by element

@@ -232,6 +232,8 @@ def _attention(
     if k.shape[-1] != q.shape[-1] or k.shape[-2] != v.shape[-2]:
         return None
     weights = [*q.shape[:-1], k.shape[-2]]
+    if mask is not None and mask.dim() == len(weights) == 4 and mask.shape[0] > 1:
+        weights[0] = mask.shape[0] if weights[0] % mask.shape[0] == 0 else weights[0]
     if mask is not None and (is_causal or _broadcast(mask.shape, weights) != weights):
         return None
     return _empty(q, [*q.shape[:-1], v.shape[-1]])

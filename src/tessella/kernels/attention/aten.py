@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from tessella.kernels.attention.reference import repeated
+from tessella.kernels.attention.shapes import MASK
 from tessella.kernels.catalog import Call
 from tessella.kernels.problem import Problem
 
@@ -14,8 +16,8 @@ WRITES_OUT = False
 
 
 def fits(problem: Problem) -> str | None:
-    if problem.constant:
-        return "takes no constants"
+    if set(problem.constant) - {MASK}:
+        return "takes no constants but a mask"
     if problem.output.dtype != problem.inputs[0].dtype:
         return f"makes {problem.inputs[0].dtype}, not {problem.output.dtype}"
     if problem.output.format != "strided":
@@ -26,4 +28,13 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     a = problem.attrs
     settings = {n: a[n] for n in ("is_causal", "scale", "enable_gqa")}
-    return lambda q, k, v, mask=None: F.scaled_dot_product_attention(q, k, v, mask, **settings)
+    fixed = constants.get(MASK)
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = fixed
+    ) -> torch.Tensor:
+        if mask is not None:
+            mask = repeated(mask, q)
+        return F.scaled_dot_product_attention(q, k, v, mask, **settings)
+
+    return attend

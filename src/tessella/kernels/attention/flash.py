@@ -33,7 +33,7 @@ _LOWEST = tl.constexpr(-1e30)  # finite numbers of a mask stay finite, as large 
 @triton.jit
 def _flash_kernel(
     q, k, v, mask, out,
-    L, S, heads, group, width, value_width,
+    L, S, heads, group, width, value_width, masks,
     q_batch, q_head, q_row, q_column, k_batch, k_head, k_row, k_column,
     v_batch, v_head, v_row, v_column, m_batch, m_head, m_row, m_column,
     out_batch, out_head, out_row, out_column,
@@ -42,7 +42,7 @@ def _flash_kernel(
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, BY_KEY: tl.constexpr, PRECISION: tl.constexpr,
     WIDEN: tl.constexpr, INDEX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``scale`` includes log₂ e; ``gamma``, of the result, is None for 1.
+    """``scale`` includes log₂ e; ``gamma``, of the result, is None for 1. ``masks``: how many.
 
     WHOLE: heads are as wide as tiles. BY_KEY: one mask for all rows.
     INDEX: of the offsets inside a tile; tiles begin at 64-bit addresses.
@@ -64,7 +64,7 @@ def _flash_kernel(
     k_at = columns.to(INDEX)[:, None] * k_column + keys.to(INDEX)[None, :] * k_row
     v_at = keys.to(INDEX)[:, None] * v_row + value_columns.to(INDEX)[None, :] * v_column
     if mask is not None:
-        mask += batch * m_batch + head * m_head
+        mask += batch % masks * m_batch + head * m_head
         mask_at = keys.to(INDEX)[None, :] * m_column
         if not BY_KEY:
             mask += row0.to(tl.int64) * m_row
@@ -221,6 +221,7 @@ def bind(
             _flash_kernel, (blocks,),
             o.q, o.k, o.v, o.mask, out,
             made.queries, made.keys, made.heads, o.group, made.width, made.value_width,
+            1 if o.mask is None else o.mask.shape[0],
             *steps, scale, problem.gamma,
             BY_KEY=mask_strides[2] == 0, INDEX=tl.int64 if far else tl.int32, **options,
         )  # fmt: skip

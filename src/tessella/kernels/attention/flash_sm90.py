@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 from tessella.kernels.attention.flash_sm90_device import attend
-from tessella.kernels.attention.shapes import CODES, MASK, factor, operands, refusal, result, sizes
+from tessella.kernels.attention.shapes import (
+    CODES,
+    MASK,
+    factor,
+    operands,
+    refusal,
+    repeats,
+    result,
+    sizes,
+)
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.hopper import TensorDescriptor, descriptor
 from tessella.kernels.launch import launch
@@ -44,6 +53,8 @@ def fits(problem: Problem) -> str | None:
         return f"rows of codes of 32, 48, 64 … bytes, not {made.value_width}"
     if 0 in (made.batch, made.heads, made.queries, made.keys):
         return "empty"
+    if repeats(problem) > 1:
+        return "a mask for each image, or one for all, not one for every few"
     if factor(problem) <= 0:
         return f"a positive scale, not {problem.attr('scale')}"
     return None

@@ -1,7 +1,7 @@
 """Attention by its sizes, whatever the number of axes and the strides of its operands.
 
-``out[n, h] = store(gamma · softmax(scale · Q[n, h] · K[n, g]ᵀ + mask[n, h]) · V[n, g])``, g the
-group of head h.
+``out[n, h] = store(gamma · softmax(scale · Q[n, h] · K[n, g]ᵀ + mask[m, h]) · V[n, g])``, g the
+group of head h, m = n mod M where a mask is given for M images or windows of which N is a multiple.
 """
 
 from __future__ import annotations
@@ -75,9 +75,19 @@ def _refused_mask(problem: Problem) -> str | None:
     if problem.attr("is_causal"):
         return "a mask, or is_causal, not both"
     weights = (*problem.inputs[QUERY].shape[:-1], problem.inputs[KEY].shape[-2])
+    if (masks := repeats(problem)) > 1:
+        weights = (weights[0] // masks, *weights[1:])
     if mask.dtype not in ("bool", *FLOATS) or broadcast(mask.shape, weights) != weights:
         return f"a mask of bool or numbers that broadcasts to {weights}, not {mask.shape}"
     return None
+
+
+def repeats(problem: Problem) -> int:
+    """How often the mask is used over: N / M; 1 for a mask that broadcasts, and without one."""
+    mask, shape = problem.meta(MASK), problem.inputs[QUERY].shape
+    if mask is None or len(mask.shape) < 4 or len(shape) < 4 or mask.shape[0] in (0, 1):
+        return 1
+    return shape[0] // mask.shape[0] if shape[0] % mask.shape[0] == 0 else 1
 
 
 def _heads_match(q: Sequence[int], k: Sequence[int], v: Sequence[int], shared: bool) -> bool:
@@ -89,9 +99,10 @@ def _heads_match(q: Sequence[int], k: Sequence[int], v: Sequence[int], shared: b
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """Views of four axes: q [N, H, L, E], k [N, G, S, E], v [N, G, S, V], mask [N, H, L, S].
+    """Views of four axes: q [N, H, L, E], k [N, G, S, E], v [N, G, S, V], mask [M, H, L, S].
 
-    H is a multiple of G. A broadcast axis of the mask has stride 0; its bools are bytes.
+    H is a multiple of G and N one of M. A broadcast axis of the mask has stride 0; its bools are
+    bytes.
     """
 
     q: torch.Tensor
@@ -111,7 +122,10 @@ def operands(
     """The tensors of a call as views; nothing is copied."""
     q, k, v, mask = (*problem.operands(constants, inputs), None)[:4]
     if mask is not None:
-        mask = mask.expand(*q.shape[:-1], k.shape[-2])
+        weights = (*q.shape[:-1], k.shape[-2])
+        if (times := repeats(problem)) > 1:
+            weights = (weights[0] // times, *weights[1:])
+        mask = mask.expand(weights)
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     if not problem.attr("enable_gqa"):
         k, v = (t.expand(*q.shape[:-2], *t.shape[-2:]) for t in (k, v))

@@ -1,0 +1,220 @@
+"""Attention that is written out is found and made one step.
+
+``softmax(scale · Q·Kᵀ + mask) · V``, as ONNX files and many networks have it: factors before the
+first product or behind it, as numbers or a number a head, and any number of masks, of which a
+constant one may be added window by window (Swin)::
+
+    matmul [W·N, H, L, S] → reshape [N, W, H, L, S] → + [1, W, 1, L, S] → reshape → softmax
+
+The products of all queries with all keys are never in memory then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tessella.compiler.passes.fuse_epilogue import only_use
+from tessella.graph.build import drop_unused
+from tessella.graph.graph import Graph, Node, Shape, Value
+
+OP = "scaled_dot_product_attention"
+
+
+def apply(graph: Graph) -> int:
+    """Replace each by one step; returns how many."""
+    fused = 0
+    for node in [n for n in graph.nodes if n.op == "matmul"]:
+        weights = graph.producer().get(node.inputs[0])
+        if weights is None or weights.op != "softmax" or not _is_last(weights):
+            continue
+        if not only_use(graph, weights.output, node):
+            continue
+        products = _Products(graph).of(weights.inputs[0], weights)
+        if products is not None and _replace(graph, node, products):
+            fused += 1
+    drop_unused(graph)
+    return fused
+
+
+def _is_last(softmax: Node) -> bool:
+    (result,) = softmax.outputs
+    dtype = softmax.attrs["dtype"]
+    last = softmax.attrs["dim"] % len(result.shape) == len(result.shape) - 1
+    return last and dtype in (None, softmax.inputs[0].dtype)
+
+
+@dataclass
+class _Found:
+    """``matmul``, and what it goes through on its way to the softmax.
+
+    Attributes:
+        scale: the product of all numbers.
+        by_head: constants [..., H, 1, 1] that products are multiplied by.
+        constant: the sum of constant masks.
+        mask: one that is computed.
+    """
+
+    matmul: Node
+    scale: float = 1.0
+    by_head: list[Value] = field(default_factory=list)
+    constant: torch.Tensor | None = None
+    mask: Value | None = None
+
+
+class _Products:
+    """Walks from the softmax back to the product of queries and keys."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.producer = graph, graph.producer()
+
+    def of(self, value: Value, reader: Node) -> _Found | None:
+        """What ``reader`` reads as such a product; None if it is none, or read elsewhere too."""
+        node = self.producer.get(value)
+        if node is None or not only_use(self.graph, value, reader):
+            return None
+        if node.op == "matmul":
+            return _Found(node)
+        if node.op == "reshape":
+            return self._by_window(node)
+        for source, other in (node.inputs, node.inputs[::-1]) if len(node.inputs) == 2 else ():
+            if source is None or source.shape != value.shape:
+                continue
+            found = self.of(source, node)
+            if found is not None:
+                return found if self._takes(found, node, source, other) else None
+        return None
+
+    def _takes(self, found: _Found, node: Node, source: Value, other: Value | None) -> bool:
+        """Add to ``found`` what ``node`` does to products; False if attention has no such step."""
+        if node.op in ("mul", "div"):
+            if node.op == "div" and source is not node.inputs[0]:
+                return False
+            if found.mask is not None or found.constant is not None:
+                return False  # a factor behind a mask is one of the mask, too
+            number = _number(self.graph, node, other)
+            if number is not None:
+                found.scale *= number if node.op == "mul" else 1 / number
+                return True
+            if node.op == "mul" and other in self.graph.constants and _one_a_head(other):
+                found.by_head.append(other)
+                return True
+            return False
+        if node.op != "add" or other is None or node.attrs["alpha"] != 1:
+            return False
+        constant = self.graph.constant(other)
+        if constant is not None:
+            return _add(found, constant, source.shape)
+        if found.mask is not None or len(other.shape) > len(source.shape):
+            return False
+        found.mask = other
+        return _broadcasts(other.shape, source.shape)
+
+    def _by_window(self, joined: Node) -> _Found | None:
+        """Behind ``joined`` [W·N, H, L, S], sums with constants [1, W, H, L, S]."""
+        split, masks = joined.inputs[0], list[torch.Tensor]()
+        value, reader = split, joined
+        if len(split.shape) != 5 or split.shape[2:] != joined.output.shape[1:]:
+            return None
+        while (node := self.producer.get(value)) is not None and node.op == "add":
+            source, other = node.inputs
+            if other not in self.graph.constants:
+                source, other = other, source
+            constant = self.graph.constant(other)
+            if constant is None or node.attrs["alpha"] != 1 or source.shape != split.shape:
+                return None
+            if not only_use(self.graph, value, reader):
+                return None
+            masks.append(constant)
+            value, reader = source, node
+        if node is None or node.op != "reshape" or not only_use(self.graph, value, reader):
+            return None
+        if node.inputs[0].shape != joined.output.shape:
+            return None
+        found = self.of(node.inputs[0], node)
+        windows = (1, *split.shape[1:])
+        for mask in masks:
+            if found is None or not _broadcasts(tuple(mask.shape), windows):
+                return None
+            by_window = mask.reshape((1,) * (5 - mask.ndim) + tuple(mask.shape))[0]
+            found = found if _add(found, by_window, split.shape[1:]) else None
+        return found
+
+
+def _number(graph: Graph, node: Node, other: Value | None) -> float | None:
+    """The number above zero that a ``mul`` or ``div`` is by, if it is by one."""
+    number = node.attrs["scalar"]
+    constant = graph.constant(other)
+    if constant is not None and constant.numel() == 1:
+        number = constant.item()
+    return float(number) if number is not None and 0 < number < float("inf") else None
+
+
+def _one_a_head(value: Value) -> bool:
+    return 2 < len(value.shape) <= 4 and tuple(value.shape[-2:]) == (1, 1)
+
+
+def _broadcasts(shape: Shape, to: Shape) -> bool:
+    if len(shape) > len(to):
+        return False
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return all(size in (1, wanted) for size, wanted in pairs)
+
+
+def _add(found: _Found, constant: torch.Tensor, shape: Shape) -> bool:
+    """Add a constant mask for products of this shape to those found before."""
+    if not _broadcasts(tuple(constant.shape), shape) or not constant.is_floating_point():
+        return False
+    found.constant = constant if found.constant is None else found.constant + constant
+    return True
+
+
+def _replace(graph: Graph, last: Node, found: _Found) -> bool:
+    """Put attention in the place of the product with the values."""
+    if found.mask is not None and found.constant is not None:
+        return False  # their sum would be as large as the products
+    queries, keys, scale = *found.matmul.inputs, found.scale
+    values, result, producer = last.inputs[1], last.output, graph.producer()
+    queries, scale = _unscaled(graph, producer, queries, found.matmul, scale)
+    keys, scale = _unscaled(graph, producer, keys, found.matmul, scale)
+    leading = queries.shape[:-2]
+    rank = len(result.shape)
+    if rank not in (3, 4) or not leading == keys.shape[:-2] == values.shape[:-2]:
+        return False
+    if any(len(v.shape) > rank for v in found.by_head):
+        return False
+    place, layer = graph.nodes.index(last), found.matmul.layer
+    swapped = (*range(rank - 2), rank - 1, rank - 2)
+    turned = Value(
+        graph.fresh_name(f"{keys.name}.keys"), keys.dtype, (*leading, *keys.shape[:-3:-1])
+    )
+    made = [Node("permute", (keys,), (turned,), {"dims": swapped}, layer)]
+    for factor in found.by_head:
+        scaled = Value(graph.fresh_name(f"{queries.name}.by_head"), queries.dtype, queries.shape)
+        attrs = {"scalar": None}
+        made.append(Node("mul", (queries, factor), (scaled,), attrs, layer))
+        queries = scaled
+    mask = found.mask
+    if found.constant is not None:
+        mask = graph.add_constant(f"{result.name}.mask", found.constant)
+    attrs = {"is_causal": False, "scale": scale, "enable_gqa": False}
+    made.append(Node(OP, (queries, turned, values, mask), (result,), attrs, layer))
+    graph.nodes[place : place + 1] = made
+    return True
+
+
+def _unscaled(
+    graph: Graph, producer: dict[Value, Node], value: Value, reader: Node, scale: float
+) -> tuple[Value, float]:
+    """What a product reads, before it was multiplied by a number, and the factor with it."""
+    node = producer.get(value)
+    if node is None or node.op not in ("mul", "div") or not only_use(graph, value, reader):
+        return value, scale
+    source, other = node.inputs
+    if node.op == "mul" and source in graph.constants:
+        source, other = other, source
+    number = _number(graph, node, other)
+    if number is None or source is None or source.shape != value.shape:
+        return value, scale
+    return source, scale * (number if node.op == "mul" else 1 / number)

@@ -1,0 +1,171 @@
+"""Attention over few keys, as in windows of an image (Swin): all of them in one tile.
+
+There are thousands of small products and each has the same mask, which costs more to read than the
+queries: a block takes one head and, one after the other, windows with the same mask, which stays
+in registers. The next window's rows arrive meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tessella.kernels.attention.shapes import FLOATS, MASK, factor, operands, refusal, result, sizes
+from tessella.kernels.catalog import Call
+from tessella.kernels.epilogue_triton import cast
+from tessella.kernels.launch import launch
+from tessella.kernels.overlap import await_earlier, overlapping
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = False  # with strides of its own choice, where the problem leaves it one
+GAMMA = True
+
+MOST = 64  # queries, and keys
+WIDEST = 128
+PROCESSORS = 132
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-1e30)  # finite numbers of a mask stay finite, as large as they may be
+
+
+@triton.jit
+def _windows_kernel(
+    q, k, v, mask, out,
+    L, S, windows, heads, group, width, value_width, masks,
+    q_batch, q_head, q_row, q_column, k_batch, k_head, k_row, k_column,
+    v_batch, v_head, v_row, v_column, m_batch, m_head, m_row, m_column,
+    out_batch, out_head, out_row, out_column,
+    scale, gamma,
+    BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr, RUN: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """``scale`` includes log₂ e; ``gamma``, of the result, is None for 1. ``windows``: of a mask.
+
+    A block has a head and the windows m + masks · i of a mask m, RUN numbers i.
+    """
+    head, place = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads
+    first, start = (place % masks).to(tl.int64), place // masks * RUN
+    rows, keys = tl.arange(0, BM), tl.arange(0, BN)
+    columns, value_columns = tl.arange(0, BE), tl.arange(0, BV)
+    step = tl.full((), 1, tl.int64) * masks
+    row_in, key_in = rows < L, keys < S
+    q_in = row_in[:, None] & (columns < width)[None, :]
+    k_in = (columns < width)[:, None] & key_in[None, :]
+    v_in = key_in[:, None] & (value_columns < value_width)[None, :]
+    out_in = row_in[:, None] & (value_columns < value_width)[None, :]
+    q += head * q_head + rows[:, None] * q_row + columns[None, :] * q_column
+    k += head // group * k_head + columns[:, None] * k_column + keys[None, :] * k_row
+    v += head // group * v_head + keys[:, None] * v_row + value_columns[None, :] * v_column
+    out += head * out_head + rows[:, None] * out_row + value_columns[None, :] * out_column
+    seen = row_in[:, None] & key_in[None, :]
+
+    await_earlier(OVERLAP)
+
+    hidden = tl.where(key_in, 0.0, float("-inf"))[None, :] + tl.zeros((BM, BN), tl.float32)
+    if CAUSAL:
+        hidden = tl.where(keys[None, :] <= rows[:, None], hidden, float("-inf"))
+    if mask is not None:
+        at = first * m_batch + head * m_head + rows[:, None] * m_row + keys[None, :] * m_column
+        added = tl.load(mask + at, mask=seen, other=0)
+        if mask.dtype.element_ty == tl.uint8:
+            hidden = tl.where((added != 0) | (rows >= L)[:, None], hidden, float("-inf"))
+        else:
+            finite = tl.maximum(added.to(tl.float32), _LOWEST) * _LOG2_E
+            hidden += tl.where(added == float("-inf"), float("-inf"), finite)
+    for i in tl.range(start, tl.minimum(start + RUN, windows), num_stages=STAGES):
+        n = first + i * step
+        queries = tl.load(q + n * q_batch, mask=q_in, other=0.0)
+        k_tile = tl.load(k + n * k_batch, mask=k_in, other=0.0)
+        v_tile = tl.load(v + n * v_batch, mask=v_in, other=0.0)
+        if WIDEN:
+            queries, k_tile = queries.to(tl.float32), k_tile.to(tl.float32)
+            v_tile = v_tile.to(tl.float32)
+        weights = tl.dot(queries, k_tile, input_precision=PRECISION) * scale + hidden
+        top = tl.max(weights, 1)
+        top = tl.where(top == float("-inf"), 0.0, top)  # a row that sees no key is 0, as torch's
+        weights = tl.exp2(weights - top[:, None])
+        total = tl.sum(weights, 1)
+        made = tl.dot(weights.to(v_tile.dtype), v_tile, input_precision=PRECISION)
+        made = made / tl.where(total == 0, 1.0, total)[:, None]
+        if gamma is not None:
+            made = made * gamma
+        tl.store(out + n * out_batch, cast(made, out.dtype.element_ty), mask=out_in)
+
+
+def fits(problem: Problem) -> str | None:
+    refused = refusal(problem, FLOATS, WIDEST)
+    if refused:
+        return refused
+    made = sizes(problem)
+    if max(made.queries, made.keys) > MOST:
+        return f"{MOST} queries and keys at most, not {made.queries} and {made.keys}"
+    return None
+
+
+def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
+    """Long runs, where windows of a mask are many and there are blocks for every multiprocessor."""
+    made, mask = sizes(problem), problem.meta(MASK)
+    ieee = problem.inputs[0].dtype == "float32" and problem.math == "ieee"
+    own = mask is not None and len(mask.shape) == 4 and mask.shape[0] > 1
+    windows = made.batch // mask.shape[0] if own else made.batch
+    blocks = made.batch * made.heads // (4 * PROCESSORS)
+    runs = [run for run in (16, 8, 4) if run <= min(windows, blocks)][:2]
+    # two warps hold twice as much each: a wide head does not fit their registers
+    narrow = max(made.width, made.value_width) <= 32
+    return tuple(
+        {"run": run, "num_warps": warps, "num_stages": 1 if ieee else 3}
+        for run in (*runs, 1)
+        for warps in ((4, 2) if narrow and not ieee else (4,))
+    )
+
+
+def _padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def bind(
+    problem: Problem,
+    constants: Mapping[int, torch.Tensor],
+    *,
+    run: int = 1,
+    num_warps: int = 4,
+    num_stages: int = 1,
+) -> Call:
+    made = sizes(problem)
+    options = {
+        "BM": _padded(made.queries),
+        "BN": _padded(made.keys),
+        "BE": _padded(made.width),
+        "BV": _padded(made.value_width),
+        "RUN": run,
+        "CAUSAL": bool(problem.attr("is_causal")),
+        "PRECISION": problem.math,
+        # the interpreter's bfloat16 products are garbage
+        "WIDEN": problem.inputs[0].dtype == "bfloat16" and triton.knobs.runtime.interpret,
+        "STAGES": num_stages,
+        "num_warps": num_warps,
+        **overlapping(),
+    }
+    scale = factor(problem) * _LOG2_E.value
+
+    def call(*inputs: torch.Tensor) -> torch.Tensor:
+        o = operands(problem, constants, inputs)
+        out, shaped = result(problem, o.q)
+        mask_strides = (0, 0, 0, 0) if o.mask is None else o.mask.stride()
+        # windows of a mask that is one for all are one after the other
+        masks = 1 if mask_strides[0] == 0 else o.mask.shape[0]
+        windows = made.batch // masks
+        launch(
+            _windows_kernel, (made.heads * masks * triton.cdiv(windows, run),),
+            o.q, o.k, o.v, o.mask, out,
+            made.queries, made.keys, windows, made.heads, o.group, made.width, made.value_width,
+            masks, *o.q.stride(), *o.k.stride(), *o.v.stride(), *mask_strides, *out.stride(),
+            scale, problem.gamma, **options,
+        )  # fmt: skip
+        return shaped
+
+    return call
