@@ -1,13 +1,16 @@
-"""Layers that torch writes as several operators, found again and made one."""
+"""Layers that torch and ONNX files write as several operators, found again and made one."""
 
 from __future__ import annotations
 
+from tessella.graph import activations, norms
 from tessella.graph.build import drop_unused
 from tessella.graph.graph import Graph, Node, Value
 
 
 def recognize(graph: Graph) -> None:
-    """Replace each local response normalization's ten operators by one."""
+    """Replace each local response normalization's ten operators by one, norms and activations."""
+    norms.recognize(graph)
+    activations.recognize(graph)
     made_by = graph.producer()
     for index, node in enumerate(graph.nodes):
         if node.op == "div" and (found := _local_response_norm(node, made_by)) is not None:

@@ -39,6 +39,7 @@ from tessella.graph.onnx.resize import RESIZE
 from tessella.graph.onnx.shapes import ON_SIZES, on_sizes
 from tessella.graph.onnx.signal import SIGNAL
 from tessella.graph.onnx.types import DTYPES, NUMBERS
+from tessella.graph.recognize import recognize
 
 OPERATORS: dict[str, Translator] = {
     **ON_SIZES,
@@ -94,6 +95,7 @@ def read(
         )
     _refuse_unknown(model)
     graph = _Reader(model, opset, batch, name, bound or {}).read()
+    recognize(graph)
     check(graph)
     return graph
 
