@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from tessella.kernels import catalog
+from tessella.kernels.conv import direct
 from tests.kernels.convolutions import Case, check, draw, right, run
 from tests.kernels.test_conv_portable import ALGORITHMS, CASES, LAST, row
 
@@ -28,6 +29,7 @@ SHAPES = {
     "groups": Case(x=(2, 64, 9, 11), w=(64, 16, 3, 3), groups=4, padding=1),
     "depthwise": Case(x=(2, 72, 21, 19), w=(72, 1, 3, 3), groups=72, padding=1, activation="relu6"),
     "depthwise 5": Case(x=(2, 40, 21, 19), w=(80, 1, 5, 5), groups=40, padding=2, stride=2),
+    "depthwise 7": Case(x=(3, 72, 14, 15), w=(72, 1, 7, 7), groups=72, padding=3, bias="float32"),
 }
 
 
@@ -68,12 +70,24 @@ def test_every_element_type(algorithm: str, dtype: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_configuration(algorithm: str) -> None:
     """Those that find would try, of a constant weight and of one that is an argument."""
-    for case in (SHAPES["few"], SHAPES["depthwise"]):
+    for case in (SHAPES["few"], SHAPES["depthwise"], SHAPES["depthwise 5"]):
         for constant in (True, False):
             varied = replace(case, dtype="float16", x_format=LAST, constant=constant)
             kernel = row(algorithm, varied)
             for config in kernel.configs(varied.problem):
                 check(kernel, varied, config, device="cuda", integers=True)
+
+
+@pytest.mark.parametrize(("rows", "columns"), direct.BLOCKINGS)
+def test_depthwise_blocks_of_pixels(rows: int, columns: int) -> None:
+    """Every shape of an item, of four channels a thread, with what an activation adds."""
+    for activation in ("silu", "relu", "hardswish"):
+        case = replace(
+            SHAPES["depthwise"], dtype="float16", x_format=LAST, activation=activation,
+            residual=True,
+        )  # fmt: skip
+        block = direct.Block(items=16, filters=32, rows=rows, columns=columns)
+        check(row("direct", case), case, asdict(block), device="cuda")
 
 
 FIRST = {
@@ -143,10 +157,14 @@ def test_what_is_beside_an_image_is_no_part_of_a_sum() -> None:
         assert int(made.isnan().sum()) == 0, name
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "direct.sm90"])
-def test_misaligned(algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "case"),
+    [*((algorithm, FIRST["resnet"]) for algorithm in (*ALGORITHMS, "direct.sm90")),
+     ("direct", SHAPES["depthwise"])],
+)  # fmt: skip
+def test_misaligned(algorithm: str, case: Case) -> None:
     """Tensors that begin at an odd element of their memory."""
-    case = replace(FIRST["resnet"], x_format=LAST, dtype="float16")
+    case = replace(case, x_format=LAST, dtype="float16")
     problem, kernel = case.problem, row(algorithm, case)
     operands = draw(case, "cuda")
     config = kernel.configs(problem)[0]

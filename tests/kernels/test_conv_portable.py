@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessella.kernels import catalog
+from tessella.kernels.conv import direct
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import MEMORY_FORMATS, TensorMeta
 from tests.kernels.compile_only import compile_all
@@ -44,6 +46,30 @@ CASES = {
     ),
     "depthwise half": Case(x=(1, 4, 6, 7), w=(4, 1, 3, 3), groups=4, padding=1, dtype="float16"),
     "depthwise dilated": Case(x=(1, 4, 11, 9), w=(4, 1, 3, 3), groups=4, dilation=2, stride=(3, 1)),
+    "depthwise 7": Case(
+        x=(2, 12, 9, 15), w=(12, 1, 7, 7), groups=12, padding=3, x_format=LAST, dtype="float16",
+        bias="float32", residual=True, scale=True, activation="silu", gamma=2.0,
+    ),
+    "depthwise pairs": Case(
+        x=(2, 5, 13, 17), w=(10, 1, 3, 5), groups=5, stride=(2, 3), dilation=(3, 2), x_format=LAST,
+        padding=(0, 4), activation="gelu",
+    ),
+    "depthwise int8": Case(
+        x=(1, 40, 8, 9), w=(40, 1, 5, 5), groups=40, padding=2, dtype="int8", x_format=LAST,
+        scale=True, bias="float32", residual=True, activation="relu",
+    ),
+    "depthwise int8 sums": Case(
+        x=(1, 6, 7, 7), w=(6, 1, 3, 3), groups=6, padding=1, dtype="int8", out="int32",
+        x_format=LAST,
+    ),
+    "depthwise argument": Case(
+        x=(1, 24, 8, 8), w=(24, 1, 3, 3), groups=24, padding=1, stride=2, constant=False,
+        x_format=LAST, dtype="float16",
+    ),
+    "depthwise between formats": Case(
+        x=(1, 6, 9, 8), w=(6, 1, 5, 3), groups=6, padding=(2, 1), x_format=LAST,
+        out_format="contiguous",
+    ),
     "view": Case(x=(1, 5, 6, 7), w=(6, 5, 2, 2), x_format="strided"),
     "argument": Case(x=(1, 16, 6, 6), w=(8, 16, 3, 3), constant=False, padding=1),
     "argument last": Case(
@@ -88,6 +114,27 @@ def test_agrees_with_float64(algorithm: str, name: str) -> None:
         return
     check(kernel, case)
     check(kernel, case, integers=True)
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "columns"), direct.BLOCKINGS)
+def test_depthwise_blocks_of_pixels(rows: int, columns: int) -> None:
+    """Images that blocks do not divide, and a tile of more filters and items than there are."""
+    for name in ("depthwise 7", "depthwise pairs", "depthwise int8 sums", "depthwise argument"):
+        block = direct.Block(items=16, filters=16, rows=rows, columns=columns, warps=2)
+        check(row("direct", CASES[name]), CASES[name], asdict(block), integers=True)
+
+
+@interpreted
+def test_depthwise_sums_of_the_largest_codes_are_exact() -> None:
+    """49 products of -128 and -128, added up in float32."""
+    case = Case(x=(1, 4, 7, 7), w=(4, 1, 7, 7), groups=4, dtype="int8", out="int32", x_format=LAST)
+    operands = draw(case)
+    operands[0].fill_(-128)
+    operands[1].fill_(-128)
+    operands[1][:, :, 3, 3] = -127
+    made = run(row("direct", case), case, operands)
+    assert made.tolist() == [[[[49 * 128 * 128 - 128]]] * 4]
 
 
 @interpreted
@@ -232,6 +279,28 @@ def test_the_first_configuration_fills_the_machine() -> None:
     assert len(configs(few)) <= 12
 
 
+def test_depthwise_blocks_fit_the_problem() -> None:
+    """A large image is cut into large blocks that divide it; a small one keeps the GPU busy."""
+
+    def depthwise(n: int, channels: int, size: int, taps: tuple[int, int]) -> Any:
+        padding = (taps[0] // 2, taps[1] // 2)
+        return Case(
+            x=(n, channels, size, size), w=(channels, 1, *taps), groups=channels, padding=padding,
+            dtype="float16", x_format=LAST,
+        ).problem  # fmt: skip
+
+    configs = catalog.kernel("conv2d.direct").configs
+    many, few = (configs(depthwise(n, 384, 14, (7, 7))) for n in (128, 1))
+    assert (many[0]["rows"], many[0]["columns"], many[0]["filters"]) == (2, 7, 32)
+    assert few[0]["rows"] * few[0]["columns"] * few[0]["items"] < 7 * 2 * many[0]["items"]
+    assert configs(depthwise(8, 144, 56, (3, 3)))[0]["filters"] == 16  # divides 144
+    for taps in ((1, 1), (3, 3), (5, 5), (7, 7), (49, 1), (1, 49)):
+        found = configs(depthwise(4, 96, 64, taps))
+        assert 1 <= len(found) <= direct.MOST_CONFIGS
+        for one in found:
+            assert one["rows"] * one["columns"] * math.prod(taps) <= direct.MOST_PRODUCTS
+
+
 # ------------------------------------------------------------------ compiled, where no GPU is
 MISSION = Case(x=(1, 128, 128, 128), w=(128, 128, 3, 3), padding=1)
 LAYER = Case(x=(128, 64, 56, 56), w=(64, 64, 3, 3), padding=1, x_format=LAST, dtype="float16")
@@ -241,6 +310,8 @@ STEM = Case(
 )  # fmt: skip
 DEPTHWISE = Case(x=(8, 144, 56, 56), w=(144, 1, 3, 3), groups=144, padding=1, x_format=LAST,
                  dtype="float16")  # fmt: skip
+CONVNEXT = Case(x=(128, 384, 14, 14), w=(384, 1, 7, 7), groups=384, padding=3, x_format=LAST,
+                dtype="float16", bias="float16")  # fmt: skip
 COMPILED = {
     "gemm float32": ("gemm", MISSION),
     "implicit_gemm float32": ("implicit_gemm", MISSION),
@@ -259,6 +330,11 @@ COMPILED = {
     "implicit_gemm fp8": ("implicit_gemm", replace(LAYER, dtype="float8_e4m3fn")),
     "direct depthwise": ("direct", DEPTHWISE),
     "direct depthwise first": ("direct", replace(DEPTHWISE, x_format="contiguous")),
+    "direct depthwise 7": ("direct", CONVNEXT),
+    "direct depthwise silu": ("direct", replace(DEPTHWISE, activation="silu", bias="float32")),
+    "direct depthwise gelu": ("direct", replace(DEPTHWISE, activation="gelu")),
+    "direct depthwise int8": ("direct", replace(DEPTHWISE, dtype="int8", scale=True)),
+    "direct depthwise argument": ("direct", replace(DEPTHWISE, stride=2, constant=False)),
     "direct float32": ("direct", MISSION),
     "stem float16": ("direct.sm90", STEM),
     "stem float16 first": ("direct.sm90", replace(STEM, x_format="contiguous")),
@@ -318,6 +394,7 @@ def test_nothing_spills(compiled: dict[str, list[dict[str, Any]]]) -> None:
         ("implicit_gemm float32", "FFMA", 1024),
         ("implicit_precomp_gemm float32", "FFMA", 1024),
         ("gemm float32", "FFMA", 1024),
+        ("direct depthwise 7", "FFMA", 2 * 7 * 4 * 49),  # pixels × channels of a thread × taps
         ("gemm float16", "HGMMA", 4),
         ("implicit_gemm float16", "HGMMA", 4),
         ("implicit_gemm tf32", "HGMMA", 4),

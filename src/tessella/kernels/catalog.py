@@ -195,7 +195,7 @@ KERNELS: tuple[Kernel, ...] = (
         version=2,
     ),
     _row("conv2d_pool.direct.sm90", "conv.hopper.pooled", "sm_90", source="tessella"),
-    *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella"),
+    *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella", version=2),
     *_rows("conv2d conv1d conv3d", "gemm", "conv.gemm", "tessella"),
     *_rows("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", "tessella"),
     *_rows(
