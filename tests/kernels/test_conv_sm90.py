@@ -92,7 +92,6 @@ def test_is_in_the_catalog() -> None:
     ("change", "reason"),
     [
         ({"stride": (3, 3)}, "strides of 1 and 2"),
-        ({"groups": 2}, "one group"),
         ({"C": 12}, "C = 12"),
         ({"K": 12}, "K = 12"),
         ({"dtype": "int8", "C": 24}, "C = 24"),

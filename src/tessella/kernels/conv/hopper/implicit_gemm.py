@@ -3,7 +3,8 @@
 The output is cut into tiles of pixels × channels; the sum runs over filter taps and input channels
 (``implicit_gemm_device``). A 1 × 1 filter is a plain matrix product over all pixels. Where the
 tiles are too few, the sum is cut too, and a second kernel adds the parts in order: the result does
-not depend on who finished first. ``implicit_gemm_tiles`` chooses how to cut.
+not depend on who finished first. ``implicit_gemm_tiles`` chooses how to cut; ``grouped`` says how
+groups of channels are multiplied.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import triton.language as tl
 
 from tessella.core.errors import KernelError
 from tessella.kernels.catalog import Call
+from tessella.kernels.conv.hopper import grouped
 from tessella.kernels.conv.hopper.implicit_gemm_device import convolve
 from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
     EIGHT_BITS,
     MULTIPROCESSORS,
     Shape,
+    channels_read,
     configs,
     itemsize_of,
     promotes,
@@ -62,7 +65,10 @@ def fits(problem: Problem) -> str | None:
     if len(x.shape) != 4:
         return f"takes [N, C, H, W], not {len(x.shape)} axes"
     if problem.attrs["groups"] != 1:
-        return "one group only"
+        if weight.shape[1] == 1:
+            return "of one channel a group: 15 of 16 products would be with zeros"
+        if 1 not in problem.constant:
+            return "the weight of several groups must be a constant: it is packed once"
     if any(s not in (1, 2) for s in problem.attrs["stride"]):
         return f"strides of 1 and 2 only, not {tuple(problem.attrs['stride'])}"
     if output.dtype not in OUTPUTS.get(x.dtype, ()):
@@ -127,6 +133,7 @@ def _packed_weight_bytes(problem: Problem, shape: Shape) -> int:
 
 
 def _wants_packing(problem: Problem, shape: Shape) -> bool:
+    """Whether a weight of one group does not lie as the kernel reads it."""
     return not problem.inputs[1].has("channels_last") or _packed_shape(problem, shape)[0] != shape.K
 
 
@@ -143,12 +150,14 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
     K, C, R, S = _packed_shape(problem, shape)
     wants_packing = _wants_packing(problem, shape)
     known = constants.get(1)
-    if known is not None:
+    if shape.groups > 1:
+        known = _packed_groups(constants[1], shape, config["tile_k"])
+    elif known is not None:
         known = packed(
             known, ("conv2d.implicit_gemm.sm90", K), lambda w: _pack(w, K)
         ) if wants_packing else known  # fmt: skip
     parts_bytes = _parts_bytes(shape, config)
-    is_small = small_sums(problem, constants, shape.C * shape.R * shape.S)
+    is_small = small_sums(problem, constants, shape.C // shape.groups * shape.R * shape.S)
     vectors = folded(problem, constants, small=is_small)
 
     def call(*inputs: Tensor, out: Tensor, workspace: Tensor | None = None) -> Tensor:
@@ -182,6 +191,15 @@ def _pack(weight: Tensor, K: int, space: Tensor | None = None) -> Tensor:
     rows[:count].copy_(weight.permute(0, 2, 3, 1))
     rows[count:].zero_()
     return rows.permute(0, 3, 1, 2)
+
+
+def _packed_groups(weight: Tensor, shape: Shape, tile_k: int) -> Tensor:
+    groups, channels = shape.groups, channels_read(shape, tile_k)
+    return packed(
+        weight,
+        ("conv2d.implicit_gemm.sm90", groups, tile_k),
+        lambda w: grouped.pack(w, groups, tile_k, channels, 16 // shape.itemsize),
+    )
 
 
 def _run(
@@ -228,10 +246,16 @@ def _run(
     tiles = tile_counts(shape, config)
     items = math.prod(tiles) * splits
     blocks = min(items, config["residents"] * MULTIPROCESSORS)
+    held = config.get("held", False)
+    if held:  # each block keeps to one tile of channels
+        blocks = max(1, blocks // tiles[0]) * tiles[0]
     rows, columns = (tile_k, pixels) if config["swap"] else (pixels, tile_k)
     is_folded = is_folded and whole
     alpha = problem.attr("alpha") if whole and not is_folded else 1.0
     beta = problem.attr("beta") * (problem.gamma or 1.0 if is_folded else 1.0)
+    channels = channels_read(shape, tile_k)
+    chunks = math.ceil(channels / tile_c)
+    group = (shape.K // shape.groups, shape.C // shape.groups) if shape.groups > 1 else (None, None)
     options = {"launch_pdl": True}
     is_lone = (config["groups"], config["warps"], config["residents"]) == (1, 4, 1)
     if config["warps"] == 4:
@@ -249,13 +273,14 @@ def _run(
         beta,
         problem.gamma if whole and not is_folded else None,
         shape.K if shape.K % tile_k else None,
-        shape.C, math.ceil(shape.C / tile_c), shape.H, shape.W,
+        channels, chunks, shape.H, shape.W,
         1 if taps > 1 else shape.R, shape.S,
         *shape.padding, *shape.dilation, *tiles[:3], *_digits(blocks, tiles[:3]), splits,
-        max(0, weight.shape[0] - tile_k), target.shape[1] // splits, items,
+        max(0, weight.shape[0] - tile_k), target.shape[1] // splits, items, *group,
         BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
         DILATED=shape.dilation != (1, 1), SPLIT=not whole,
-        STAGES=config["stages"], SLOTS=config["slots"], GROUPS=config["groups"],
+        STAGES=config["stages"], HELD=shape.R * shape.S * chunks if held else 0,
+        SLOTS=config["slots"], GROUPS=config["groups"],
         RESIDUAL=adds, UNSCALED=alpha == beta == 1.0,
         SMALL=whole and is_small,
         FOLDED=is_folded,

@@ -9,14 +9,21 @@ two multiplying groups the products of one tile hide the epilogue of the other.
 
 Letters: a tile is BH × BN images × BW output pixels (BM together, in this order) × BCO output
 channels. Where a stage holds TAPS filter taps of one column, their pixels overlap: BH + TAPS - 1
-rows are loaded once, and tap t multiplies from row t on.
+rows are loaded once, and tap t multiplies from row t on. Where all tiles of a block have the same
+output channels, their weights can be HELD: loaded once, all taps; a stage has pixels only, then.
 """
 
 # ruff: noqa: RUF005, SIM113 (device code has no starred lists and no enumerate)
 from __future__ import annotations
 
 from tessella.kernels.conv.hopper.load_device import load, load_residual
-from tessella.kernels.conv.hopper.walk_device import channel, first_tile, next_tile, terms
+from tessella.kernels.conv.hopper.walk_device import (
+    channel,
+    first_tile,
+    next_step,
+    next_tile,
+    terms,
+)
 from tessella.kernels.epilogue_device import channel_vector
 from tessella.kernels.finish_device import finish_tile
 from tessella.kernels.hopper import (
@@ -41,6 +48,8 @@ def _product(
     x_ring,
     w_ring,
     i,
+    w_at,
+    w_step,
     BM: gl.constexpr,
     BH: gl.constexpr,
     BK: gl.constexpr,
@@ -49,13 +58,16 @@ def _product(
     SWAP: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Starts the products of stage i. ROWS: the layout of the pixels of one tap, [BM, BK]."""
+    """Starts the products of stage i, of weights from w_at on.
+
+    ROWS: the layout of the pixels of one tap, [BM, BK].
+    """
     for t in gl.static_range(TAPS):
         if TAPS == 1:
             x = x_ring.index(i).reshape([BM, BK])
         else:
             x = reinterpret(x_ring.index(i * (BH + TAPS - 1) + t), x_ring.dtype, [BM, BK], ROWS)
-        w = w_ring.index(i * TAPS + t).reshape([BCO, BK])
+        w = w_ring.index(w_at + t * w_step).reshape([BCO, BK])
         if SWAP:
             acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
         else:
@@ -94,6 +106,7 @@ def _multiply(
     DILATED: gl.constexpr,
     SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
+    HELD: gl.constexpr,
     SLOTS: gl.constexpr,
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -119,6 +132,9 @@ def _multiply(
     SIDE: gl.constexpr = 1 if SWAP else 0
     VECTOR: gl.constexpr = gl.SliceLayout(SIDE, FINAL)
     wait_for_dependencies()
+    C, chunks, _, _, _, S, _, _, _, _ = geometry
+    if HELD > 0:
+        mbarrier.wait(full.index(STAGES), 0)
     g = 0
     k, q, p, n = first_tile(grid)
     if GROUP == 1:
@@ -128,13 +144,15 @@ def _multiply(
     v = 0
     every = GROUPS * gl.num_programs(0)
     for _ in range(gl.program_id(0) + GROUP * gl.num_programs(0), items, every):
-        steps, _, _, _, _, _ = terms(p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT)
+        steps, r, s, c, s_low, s_high = terms(
+            p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
+        )
         k0 = channel(k, grid, BCO)
         # what the epilogue wants of global memory is on its way while the products run
-        s = None
+        factor = None
         b = None
         if scale is not None:
-            s = channel_vector(scale, k0, K, BCO, VECTOR).expand_dims(SIDE)
+            factor = channel_vector(scale, k0, K, BCO, VECTOR).expand_dims(SIDE)
         if bias is not None:
             b = channel_vector(bias, k0, K, BCO, VECTOR).expand_dims(SIDE)
         acc = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
@@ -144,14 +162,25 @@ def _multiply(
         for step in range(steps):
             i = g % STAGES
             mbarrier.wait(full.index(i), (g // STAGES) & 1)
+            if HELD > 0:
+                w_at = (r * S + s) * chunks + c // BK
+                w_step = S * chunks
+                r, s, c = next_step(r, s, c, s_low, s_high, C, BK)
+            else:
+                w_at = i * TAPS
+                w_step = 1
             if PROMOTE:  # sums of one stage only in the tensor core's narrow fp8 accumulator
                 part = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
-                part = _product(part, x_ring, w_ring, i, BM, BH, BK, BCO, TAPS, SWAP, SLAB)
+                part = _product(
+                    part, x_ring, w_ring, i, w_at, w_step, BM, BH, BK, BCO, TAPS, SWAP, SLAB
+                )
                 acc += warpgroup_mma_wait(0, deps=(part,))
                 barrier()
                 mbarrier.arrive(empty.index(i))
             else:
-                acc = _product(acc, x_ring, w_ring, i, BM, BH, BK, BCO, TAPS, SWAP, SLAB)
+                acc = _product(
+                    acc, x_ring, w_ring, i, w_at, w_step, BM, BH, BK, BCO, TAPS, SWAP, SLAB
+                )
                 # the products of the stage before have finished: hand it back
                 acc = warpgroup_mma_wait(TAPS, deps=(acc,))
                 barrier()
@@ -183,11 +212,11 @@ def _multiply(
         DTYPE: gl.constexpr = staged.dtype
         if UNSCALED:
             acc = finish_tile(
-                acc, s, b, added, 1.0, 1.0, gamma, FOLDED, SMALL, HALVES, ACTIVATION, DTYPE
+                acc, factor, b, added, 1.0, 1.0, gamma, FOLDED, SMALL, HALVES, ACTIVATION, DTYPE
             )
         else:
             acc = finish_tile(
-                acc, s, b, added, alpha, beta, gamma, FOLDED, SMALL, HALVES, ACTIVATION, DTYPE
+                acc, factor, b, added, alpha, beta, gamma, FOLDED, SMALL, HALVES, ACTIVATION, DTYPE
             )
         staged.store(acc)
         fence_async_shared()
@@ -225,7 +254,7 @@ def _in_order(
     do_not_specialize=[
         "alpha", "beta", "C", "H", "W", "R", "S", "pad_h", "pad_w", "dil_h", "dil_w",
         "chunks", "tiles_k", "tiles_q", "tiles_p", "step_k", "step_q", "step_p", "step_n", "splits",
-        "images", "items",
+        "images", "items", "group_k", "group_c",
     ]
 )  # fmt: skip
 def convolve(
@@ -263,6 +292,8 @@ def convolve(
     last_k,
     images,
     items,
+    group_k,
+    group_c,
     BN: gl.constexpr,
     BH: gl.constexpr,
     BW: gl.constexpr,
@@ -273,6 +304,7 @@ def convolve(
     DILATED: gl.constexpr,
     SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
+    HELD: gl.constexpr,
     SLOTS: gl.constexpr,
     GROUPS: gl.constexpr,
     RESIDUAL: gl.constexpr,
@@ -299,12 +331,16 @@ def convolve(
             even/odd columns; with TAPS, x1 has boxes of TAPS - 1 rows.
         w: descriptor of the weights; with INTERLEAVE, of their rows in the epilogue's order.
         y, residual: descriptors of the result and of what is added to it, [P, N, Q, K].
+        C: input channels of x, or those that a tile of output channels reads of its groups.
         chunks: stages that a tap's channels take.
         step_k … step_n: the number of blocks, written in digits of tiles_k, tiles_q, tiles_p.
         splits: with SPLIT, parts that the sum is cut into, a block each; part i goes to image
             i · images of y.
         last_k: where the last tile of channels begins.
         items: tiles × splits.
+        group_k, group_c: output and input channels of a group; None if there is one group.
+        HELD: how many tiles of weights stay in shared memory: taps × chunks, or none. Then the
+            number of blocks is a multiple of tiles_k.
         DILATED: whether a dilation is not one.
         UNSCALED: alpha and beta are one.
         SMALL: int32 sums are at most 2^22.
@@ -319,9 +355,11 @@ def convolve(
         x_ring = gl.allocate_shared_memory(x0.dtype, [STAGES] + x0.block_type.shape, x0.layout)
     else:  # a row of pixels at a time: BN · BW ≥ 8 of them keep the swizzle's phase
         x_ring = gl.allocate_shared_memory(x0.dtype, [STAGES * (BH + TAPS - 1), BN * BW, BK], SLAB)
-    w_ring = gl.allocate_shared_memory(w.dtype, [STAGES * TAPS] + w.block_type.shape, w.layout)
+    TILES: gl.constexpr = HELD if HELD > 0 else STAGES * TAPS
+    w_ring = gl.allocate_shared_memory(w.dtype, [TILES] + w.block_type.shape, w.layout)
     slots = gl.allocate_shared_memory(y.dtype, [GROUPS * SLOTS] + y.block_type.shape, y.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    FULL: gl.constexpr = STAGES + 1 if HELD > 0 else STAGES  # the last one: of held weights
+    full = gl.allocate_shared_memory(gl.int64, [FULL, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     landed = gl.allocate_shared_memory(gl.int64, [GROUPS * SLOTS, 1], mbarrier.MBarrierLayout())
     freed = gl.allocate_shared_memory(gl.int64, [GROUPS * SLOTS, 1], mbarrier.MBarrierLayout())
@@ -331,6 +369,8 @@ def convolve(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
+    if HELD > 0:
+        mbarrier.init(full.index(STAGES), count=HELD)
     for i in gl.static_range(GROUPS * SLOTS):
         mbarrier.init(landed.index(i), count=1)
         mbarrier.init(freed.index(i), count=1)
@@ -341,11 +381,12 @@ def convolve(
         gl.warp_specialize([
             (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
                          landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
-                         SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED,
-                         SMALL, FOLDED, HALVES, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
-                         LAYOUT, SLAB)),
-            (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
-                     SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),
+                         SH, SW, DILATED, SPLIT, STAGES, HELD, SLOTS, GROUPS, 0, RESIDUAL,
+                         UNSCALED, SMALL, FOLDED, HALVES, ACTIVATION, SWAP, PROMOTE, INTERLEAVE,
+                         TAPS, LAYOUT, SLAB)),
+            (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, group_k, group_c, BN,
+                     BH, BW, BCO, BK, SH, SW, DILATED, SPLIT, STAGES, HELD, TAPS, INTERLEAVE,
+                    CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
                               GROUPS, RESIDUAL)),
         ], [1, 1], [LOAD_REGISTERS, LOAD_REGISTERS])
@@ -353,16 +394,17 @@ def convolve(
         gl.warp_specialize([
             (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
                          landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
-                         SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 0, RESIDUAL, UNSCALED,
-                         SMALL, FOLDED, HALVES, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
-                         LAYOUT, SLAB)),
+                         SH, SW, DILATED, SPLIT, STAGES, HELD, SLOTS, GROUPS, 0, RESIDUAL,
+                         UNSCALED, SMALL, FOLDED, HALVES, ACTIVATION, SWAP, PROMOTE, INTERLEAVE,
+                         TAPS, LAYOUT, SLAB)),
             (_multiply, (y, bias, scale, alpha, beta, gamma, K, x_ring, w_ring, slots, full, empty,
                          landed, freed, turns, geometry, grid, items, images, BN, BH, BW, BCO, BK,
-                         SH, SW, DILATED, SPLIT, STAGES, SLOTS, GROUPS, 1, RESIDUAL, UNSCALED,
-                         SMALL, FOLDED, HALVES, ACTIVATION, SWAP, PROMOTE, INTERLEAVE, TAPS,
-                         LAYOUT, SLAB)),
-            (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, BN, BH, BW, BCO, BK,
-                     SH, SW, DILATED, SPLIT, STAGES, TAPS, INTERLEAVE, CONSTANT)),
+                         SH, SW, DILATED, SPLIT, STAGES, HELD, SLOTS, GROUPS, 1, RESIDUAL,
+                         UNSCALED, SMALL, FOLDED, HALVES, ACTIVATION, SWAP, PROMOTE, INTERLEAVE,
+                         TAPS, LAYOUT, SLAB)),
+            (load, (x, w, x_ring, w_ring, full, empty, geometry, grid, items, group_k, group_c, BN,
+                     BH, BW, BCO, BK, SH, SW, DILATED, SPLIT, STAGES, HELD, TAPS, INTERLEAVE,
+                    CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, BN, BH, BW, BCO, SLOTS,
                               GROUPS, RESIDUAL)),
         ], [num_warps, 1, 1], [GROUP_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])

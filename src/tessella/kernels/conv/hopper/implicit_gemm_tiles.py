@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tessella.kernels.conv.hopper import grouped
 from tessella.kernels.hopper import OVERLAPPING_TILES
 from tessella.kernels.problem import Problem
 
@@ -40,6 +41,7 @@ class Shape:
     Q: int
     R: int
     S: int
+    groups: int
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
@@ -57,7 +59,7 @@ def shape_of(problem: Problem) -> Shape:
     if (R, S) == (1, 1) and stride == (1, 1) and padding == (0, 0):
         N, H, W, P, Q = N * H * W, 1, 1, 1, 1
     return Shape(
-        N=N, H=H, W=W, C=C, K=K, P=P, Q=Q, R=R, S=S,
+        N=N, H=H, W=W, C=C, K=K, P=P, Q=Q, R=R, S=S, groups=problem.attrs["groups"],
         stride=stride, padding=padding, dilation=dilation,
         itemsize=itemsize_of(problem.inputs[0].dtype),
         out_itemsize=itemsize_of(problem.output.dtype),
@@ -70,7 +72,8 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     Keys: ``tile_n · tile_h · tile_w`` pixels × ``tile_k`` output channels, ``tile_c`` input
     channels a stage, ``stages``, ``slots`` (output buffers of a group), ``groups`` of ``warps``
     that multiply in turns, ``residents`` (blocks on a multiprocessor), ``swap`` (output channels as
-    the product's rows), ``splits`` of the sum, ``taps`` of a filter's column a stage.
+    the product's rows), ``splits`` of the sum, ``taps`` of a filter's column a stage. ``held``,
+    where the weights of a block's tiles stay in shared memory; else it is left out.
     """
     shape = shape_of(problem)
     found: dict[tuple[Any, ...], tuple[float, dict[str, Any]]] = {}
@@ -78,7 +81,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
         time = _estimate(shape, config, problem)
         key = (config["tile_k"], config["groups"], config["warps"], config["residents"],
                config["tile_n"] * config["tile_h"] * config["tile_w"], config["taps"],
-               config["swap"])  # fmt: skip
+               config["swap"], config.get("held"))  # fmt: skip
         rank = found.setdefault(key, (time, config))
         if time < rank[0]:
             found[key] = (time, config)
@@ -91,14 +94,14 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
     residual = problem.meta(3) is not None
     least_k = 64 if problem.output.dtype in EIGHT_BITS else 16
     wide_k = max(least_k, _power_of_two(shape.K))
-    for (groups, warps, residents), tile_k, pixels, tile_c in itertools.product(
-        TEAMS, (16, 32, 64, 128, 256), (64, 128, 256), _tile_c(shape)
+    for (groups, warps, residents), tile_k, pixels in itertools.product(
+        TEAMS, (16, 32, 64, 128, 256), (64, 128, 256)
     ):
         if tile_k < least_k or tile_k > wide_k or tile_k * pixels > 32 * 128 * warps:
             continue
         if warps == 8 and tile_k * pixels < 128 * 64:
             continue
-        for swap in (False, True):
+        for tile_c, swap in itertools.product(_tile_c(shape, tile_k), (False, True)):
             rows = tile_k if swap else pixels
             if rows < 64 or (swap and tile_k > 128):
                 continue
@@ -107,10 +110,10 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
                 continue
             if residents == 2 and columns > 128:
                 continue  # one product's sums must fit the registers that a thread has at first
-            for box, taps in _boxes(shape, pixels):
+            for (box, taps), held in itertools.product(_boxes(shape, pixels), _holds(shape)):
                 if taps > 1 and promotes(problem):
                     continue  # sums of 128 products at most stay in the narrow accumulator
-                config = {
+                config: dict[str, Any] = {
                     "tile_n": box[0], "tile_h": box[1], "tile_w": box[2], "tile_k": tile_k,
                     "tile_c": tile_c, "stages": 2, "slots": 1, "groups": groups, "warps": warps,
                     "residents": residents, "swap": swap, "splits": 1, "taps": taps,
@@ -119,8 +122,24 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
                 items = math.prod(tile_counts(shape, config)) * config["splits"]
                 if groups * residents > 1 and items <= MULTIPROCESSORS:
                     continue  # there is no work for a second group, or block
+                if held:
+                    config["held"] = True
+                    if config["splits"] > 1 or _blocks(shape, config) == 0:
+                        continue
                 if _deepen(shape, config, residual):
                     yield config
+
+
+def _holds(shape: Shape) -> tuple[bool, ...]:
+    """Whether weights may stay in shared memory: those of one group are many."""
+    return (False, True) if shape.groups > 1 else (False,)
+
+
+def _blocks(shape: Shape, config: Mapping[str, Any]) -> int:
+    """Blocks that there is room for; where they hold weights, as many for each tile's channels."""
+    blocks = int(config["residents"]) * MULTIPROCESSORS
+    every = tile_counts(shape, config)[0] if config.get("held") else 1
+    return blocks // every * every
 
 
 def promotes(problem: Problem) -> bool:
@@ -129,13 +148,21 @@ def promotes(problem: Problem) -> bool:
     return fp8 and not problem.attr("fast_accumulation")
 
 
-def _tile_c(shape: Shape) -> list[int]:
+def channels_read(shape: Shape, tile_k: int) -> int:
+    """Input channels that a tile of so many output channels reads: whole units of 16 bytes."""
+    group_k, group_c = shape.K // shape.groups, shape.C // shape.groups
+    unit = 16 // shape.itemsize
+    return round_up(grouped.reach(shape.groups, group_k, group_c, tile_k, unit), unit)
+
+
+def _tile_c(shape: Shape, tile_k: int) -> list[int]:
     """Channels a stage: 128 bytes of them, and half as many where that wastes less."""
+    channels = channels_read(shape, tile_k)
     widest = 128 // shape.itemsize
     fewest = 32 // shape.itemsize
-    widest = min(widest, max(fewest, _power_of_two(shape.C)))
+    widest = min(widest, max(fewest, _power_of_two(channels)))
     half = max(fewest, widest // 2)
-    return [widest] if round_up(shape.C, half) == round_up(shape.C, widest) else [widest, half]
+    return [widest] if round_up(channels, half) == round_up(channels, widest) else [widest, half]
 
 
 def _boxes(shape: Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
@@ -161,8 +188,12 @@ def _boxes(shape: Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
     flattest = max(good, key=lambda box: (box[2][0], -box[1]))
     found = [(box, 1) for _, _, box in dict.fromkeys((squarest, flattest))]
     if OVERLAPPING_TILES and shape.stride[0] == shape.dilation[0] == 1 and shape.R in (2, 3, 5):
-        tall = [box for box in good if box[2][1] > 2 and box[2][0] * box[2][2] >= 8]
-        found += [(box, shape.R) for _, _, box in sorted(tall, key=lambda box: -box[2][1])[:2]]
+        # with several groups products are cheap and pixels are what takes time
+        most, count = (1.15, 4) if shape.groups > 1 else (1.02, 2)
+        tall = [b for b in boxes if b[0] <= most * least and b[2][1] > 2 and b[2][0] * b[2][2] >= 8]
+        if shape.groups > 1:  # of each height the narrowest
+            tall = list({box[2][1]: box for box in reversed(tall)}.values())
+        found += [(box, shape.R) for _, _, box in sorted(tall, key=lambda b: -b[2][1])[:count]]
     return found
 
 
@@ -179,6 +210,7 @@ def _deepen(shape: Shape, config: dict[str, Any], residual: bool) -> bool:
     slot = pixels * config["tile_k"] * (shape.out_itemsize if whole else 4)
     for slots, least in ((2, 3 if residual else 4), (1, 2)) if whole else ((1, 2),):
         left = SHARED_BYTES[config["residents"]] - config["groups"] * slots * slot
+        left -= _held_bytes(shape, config)
         config["slots"], config["stages"] = slots, min(8, left // stage)
         if config["stages"] * config["taps"] >= least and config["stages"] >= 2:
             return True
@@ -188,7 +220,15 @@ def _deepen(shape: Shape, config: dict[str, Any], residual: bool) -> bool:
 def _stage_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
     taps = config["taps"]
     pixels = config["tile_n"] * (config["tile_h"] + taps - 1) * config["tile_w"]
-    return (pixels + taps * config["tile_k"]) * config["tile_c"] * shape.itemsize
+    rows = 0 if config.get("held") else taps * config["tile_k"]
+    return (pixels + rows) * config["tile_c"] * shape.itemsize
+
+
+def _held_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
+    if not config.get("held"):
+        return 0
+    channels = round_up(channels_read(shape, config["tile_k"]), config["tile_c"])
+    return shape.R * shape.S * config["tile_k"] * channels * shape.itemsize
 
 
 def stages_of_a_tile(shape: Shape, config: dict[str, Any]) -> float:
@@ -197,7 +237,7 @@ def stages_of_a_tile(shape: Shape, config: dict[str, Any]) -> float:
     rows = 1 if config["taps"] > 1 else shape.R
     taps = _taps_seen(shape.H, shape.P, rows, sh, ph, dh, config["tile_h"])
     taps *= _taps_seen(shape.W, shape.Q, shape.S, sw, pw, dw, config["tile_w"])
-    return taps * math.ceil(shape.C / config["tile_c"])
+    return taps * math.ceil(channels_read(shape, config["tile_k"]) / config["tile_c"])
 
 
 @functools.lru_cache(maxsize=4096)  # candidates differ in few ways along one axis: half the time
@@ -215,7 +255,7 @@ def _taps_seen(
     return seen / len(tiles)
 
 
-def tile_counts(shape: Shape, config: dict[str, Any]) -> tuple[int, int, int, int]:
+def tile_counts(shape: Shape, config: Mapping[str, Any]) -> tuple[int, int, int, int]:
     """Tiles of output channels, columns, rows and images."""
     return (
         math.ceil(shape.K / config["tile_k"]),
@@ -257,7 +297,8 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
     reads = taps * (rows / 64) * (columns / width) * (64 + width) * depth
     fill = _stage_bytes(shape, config)
     busy = max(products, (reads + fill) / 128, fill / 47, fill / depth * 2.5)
-    loader, flight = 50 + 110 * (2 if taps == 1 else 2 + taps), 2800 / (config["stages"] - 1)
+    loads = (1 if taps == 1 else 2) + (0 if config.get("held") else taps)
+    loader, flight = 50 + 110 * loads, 2800 / (config["stages"] - 1)
     residents = config["residents"]
     stage = max(busy, loader / residents, flight / residents)
     stage += 0.1 * (reads + fill) / 128  # of two that are bound by the same, what reads less
@@ -269,13 +310,15 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
     narrow = shape.out_itemsize == 1
     epilogue = 600 + elements * (3 + 3 * residual + 2 * narrow + 6 * (narrow and config["swap"]))
     tile = max(body, (body + epilogue) / (config["groups"] * residents))
-    per_sm = math.ceil(tiles * splits / MULTIPROCESSORS)
+    per_sm = math.ceil(tiles * splits / (_blocks(shape, config) / residents))
     out_bytes = shape.N * shape.P * shape.Q * shape.K * shape.out_itemsize
     moved = shape.N * shape.H * shape.W * shape.C * shape.itemsize
-    moved += shape.R * shape.S * shape.C * shape.K * shape.itemsize
+    channels = channels_read(shape, config["tile_k"])
+    moved += shape.R * shape.S * channels * shape.K * shape.itemsize
     moved += out_bytes * (2 if residual else 1)
     work, traffic = per_sm * tile, moved / (16.5 * MULTIPROCESSORS)
     total = max(work, traffic) + 0.2 * min(work, traffic) + epilogue + 2000
+    total += _held_bytes(shape, config) / 47
     if splits > 1:
         total += 5500 + 2 * splits * out_bytes / shape.out_itemsize * 4 / (40 * MULTIPROCESSORS)
     return total

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from tessella.kernels.conv.hopper.walk_device import (
     channel,
+    first_channel,
     first_tile,
     next_step,
     next_tile,
@@ -81,6 +82,32 @@ def _load_weights(
 
 
 @gluon.jit
+def _load_held(
+    w,
+    w_ring,
+    ready,
+    k0,
+    chunks,
+    BK: gl.constexpr,
+    HELD: gl.constexpr,
+    INTERLEAVE: gl.constexpr,
+):
+    """All weights of a tile's output channels: taps, and the chunks of each."""
+    for i in range(HELD):
+        mbarrier.expect(ready, w.block_type.nbytes)
+        _load_w(w, k0, i // chunks, i % chunks * BK, ready, w_ring.index(i), INTERLEAVE)
+
+
+@gluon.jit
+def _expect_pixels(x, ready, TAPS: gl.constexpr):
+    """Word of a stage's bytes where the weights are held."""
+    if TAPS == 1:
+        mbarrier.expect(ready, x[0].block_type.nbytes)
+    else:
+        mbarrier.expect(ready, x[0].block_type.nbytes + x[1].block_type.nbytes)
+
+
+@gluon.jit
 def load(
     x,
     w,
@@ -91,6 +118,8 @@ def load(
     geometry,
     grid,
     items,
+    group_k,
+    group_c,
     BN: gl.constexpr,
     BH: gl.constexpr,
     BW: gl.constexpr,
@@ -101,14 +130,21 @@ def load(
     DILATED: gl.constexpr,
     SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
+    HELD: gl.constexpr,
     TAPS: gl.constexpr,
     INTERLEAVE: gl.constexpr,
     CONSTANT: gl.constexpr,
 ):
-    C, _, _, _, _, S, pad_h, pad_w, dil_h, dil_w = geometry
+    UNIT: gl.constexpr = 16 * BCO * BK // w.block_type.nbytes
+    C, chunks, _, _, _, S, pad_h, pad_w, dil_h, dil_w = geometry
     k, q, p, n = first_tile(grid)
     early = 0  # stages whose weights are on their way while the kernel before this one runs
-    if CONSTANT:
+    if HELD > 0:  # all tiles of this block have the same channels
+        if not CONSTANT:
+            wait_for_dependencies()
+        k0 = channel(k, grid, BCO)
+        _load_held(w, w_ring, full.index(STAGES), k0, chunks, BK, HELD, INTERLEAVE)
+    elif CONSTANT:
         steps, r, s, c, s_low, s_high = terms(
             p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
         )
@@ -124,23 +160,26 @@ def load(
             p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
         )
         k0 = channel(k, grid, BCO)
+        c0 = first_channel(k0, group_k, group_c, UNIT)
         for _ in range(steps):
             i = g % STAGES
             ready = full.index(i)
             mbarrier.wait(empty.index(i), ((g // STAGES) & 1) ^ 1)
             h_at = p * (BH * SH) + r * dil_h - pad_h
             w_at = q * (BW * SW) + s * dil_w - pad_w
-            if g >= early:
+            if HELD > 0:
+                _expect_pixels(x, ready, TAPS)
+            elif g >= early:
                 _load_weights(x, w, w_ring, ready, i, k0, r, s, c, S, TAPS, INTERLEAVE)
             if TAPS == 1:
-                _load_x(x, n * BN, h_at, w_at, c, ready, x_ring.index(i), SH, SW)
+                _load_x(x, n * BN, h_at, w_at, c0 + c, ready, x_ring.index(i), SH, SW)
             else:
                 top = x_ring.index(i * (BH + TAPS - 1))
                 top = reinterpret(top, x[0].dtype, x[0].block_type.shape, x[0].layout)
-                load_tile(x[0], [h_at, n * BN, w_at, c], ready, top)
+                load_tile(x[0], [h_at, n * BN, w_at, c0 + c], ready, top)
                 end = x_ring.index(i * (BH + TAPS - 1) + BH)
                 end = reinterpret(end, x[1].dtype, x[1].block_type.shape, x[1].layout)
-                load_tile(x[1], [h_at + BH, n * BN, w_at, c], ready, end)
+                load_tile(x[1], [h_at + BH, n * BN, w_at, c0 + c], ready, end)
             r, s, c = next_step(r, s, c, s_low, s_high, C, BK)
             g += 1
         k, q, p, n = next_tile(k, q, p, n, grid)

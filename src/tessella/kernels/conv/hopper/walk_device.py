@@ -7,7 +7,8 @@ to the input is the same walk over flipped weights.
 Letters: a tile is BH × BN images × BW output pixels × BCO output channels; BK channels a step.
 ``grid`` is (tiles of channels, columns, rows), the blocks' number in digits of these, splits, and
 where the last tile of channels begins; ``geometry`` is C, steps that a tap's channels take, H, W,
-R, S, padding and dilation.
+R, S, padding and dilation. With groups of channels C is how many a tile reads, and channels are
+counted from its ``first_channel`` on.
 """
 
 from __future__ import annotations
@@ -61,6 +62,16 @@ def channel(k, grid, BCO: gl.constexpr):
     weights outside the tensor would cost TMA four times as much as rows inside.
     """
     return gl.minimum(k * BCO, grid[3])
+
+
+@gluon.jit
+def first_channel(k0, group_k, group_c, UNIT: gl.constexpr):
+    """The first input channel that the tile of output channels from k0 on reads.
+
+    A group has group_k output and group_c input channels; None: there is one group. UNIT: channels
+    in 16 bytes, where TMA's boxes have to begin.
+    """
+    return 0 if group_k is None else k0 // group_k * group_c // UNIT * UNIT
 
 
 @gluon.jit
