@@ -236,6 +236,31 @@ def test_an_index_that_takes_all_is_a_reshape(forward, all_taken: bool) -> None:
     assert all_taken == all(n.op != "fallback" for n in graph.nodes)
 
 
+@pytest.mark.parametrize(
+    ("forward", "all_taken"),
+    [
+        (lambda x, n: x[n[:, None, None], counted(6)], True),  # transformers' masks
+        (lambda x, n: x[n.view(-1, 1), counted(1, 6)], True),
+        (lambda x, n: x[n, x.argmax(1)], False),  # a place in each sample
+        (lambda x, n: x[n[:, None], counted(6).flip(0)], False),
+    ],
+)
+def test_an_index_of_every_sample(forward, all_taken: bool) -> None:
+    """The batch follows: what is counted is how many samples there are."""
+    spec = TensorSpec(name="rows", dtype="float32", shape=(DimRange(min=1, opt=2, max=8), 6))
+    module = Net(lambda m, x: forward(x, torch.arange(x.shape[0])).exp())
+    graph = capture(module, (spec,))
+    fold_constants.apply(graph)
+    drop_no_ops.apply(graph)
+    dead_code.apply(graph)
+    check(graph)
+    for batch in (1, 3, 8):
+        rows = torch.randn(batch, 6)
+        (answer,) = interpret(graph, {"rows": rows}).values()
+        assert torch.equal(answer, module(rows))
+    assert all_taken == all(n.op != "fallback" for n in graph.nodes)
+
+
 def test_dead_code() -> None:
     graph = captured(lambda m, x: (m.other(x), m.conv(x)))
     graph.outputs.pop()

@@ -367,6 +367,20 @@ def test_the_batch_can_be_fixed() -> None:
         read(static, batch=DimRange(min=4, opt=4, max=4))
 
 
+@pytest.mark.parametrize(("target", "allowzero"), [((-1,), 0), ((0, 1), 0), ((1, -1), 1)])
+def test_sizes_are_reshaped(target: tuple[int, ...], allowzero: int) -> None:
+    """transformers' files do, with ``allowzero`` written out."""
+    nodes = [
+        node("Shape", ["x"], ["s"]),
+        node("Reshape", ["s", "target"], ["row"], allowzero=allowzero),
+        node("Reshape", ["row", "flat"], ["shape"]),
+        node("Expand", ["one", "shape"], ["y"]),
+    ]
+    constants = [ints("target", *target), ints("flat", -1), scalar("one", 1)]
+    graph = read(model(nodes, {"x": [4, 3]}, ["y"], constants).SerializeToString())
+    assert graph.outputs[0].shape == (4, 3)
+
+
 def test_open_sizes_and_broken_lines_are_refused() -> None:
     wide = model([node("Relu", ["x"], ["y"])], {"x": ["N", 3, "H", "W"]}, ["y"])
     with pytest.raises(CompileError, match=r"may be open. Seen: \['N', 3, 'H', 'W'\]"):

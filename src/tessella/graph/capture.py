@@ -151,6 +151,9 @@ def _relevant(error: Exception) -> str:
     return f"{type(error).__name__}: " + " · ".join([line for line in lines if line][:3])[:500]
 
 
+_SHAPERS = (torch.ops.aten.unsqueeze.default, torch.ops.aten.view.default)
+
+
 class _Reader:
     """Walks torch's graph once and writes ours."""
 
@@ -237,6 +240,8 @@ class _Reader:
         )
         if any(isinstance(a, Value) for a in pytree.tree_leaves((args, kwargs))):
             return translate(call, self.build)
+        if call.overload == "arange.default" and args == (Dim(),) and _picks_samples(node):
+            return self._counted()
         return self._create(call)
 
     def _create(self, call: OperatorCall) -> Any:
@@ -258,6 +263,16 @@ class _Reader:
             )
         kwargs = {k: v for k, v in call.kwargs.items() if k not in ("device", "pin_memory")}
         return self.build.constant(call.name, call.operator(*call.args, **kwargs))
+
+    def _counted(self) -> Value:
+        """0, 1, … for each sample, made from an input, as nothing else says how many there are."""
+        x = next(v for v in self.build.graph.inputs if v.shape and v.shape[0] == Dim())
+        while len(x.shape) > 1:
+            x = self.build.one("select", [x], dim=1, index=0)
+        (ones,) = self.build.fallback("aten::ones_like", (x,), {})
+        ones = self.build.one("to", [ones], dtype="int64")
+        (count,) = self.build.fallback("aten::cumsum", (ones, 0), {})
+        return self.build.one("sub", [count], scalar=1, alpha=1)
 
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, torch.fx.Node):
@@ -310,6 +325,18 @@ class _Reader:
                 seen=f"{len(names)} names, {len(results)} outputs",
             )
         return self.build.finish(results, names)
+
+
+def _picks_samples(count: torch.fx.Node) -> bool:
+    """Whether 0, 1, … is nothing but the first of several indices: each sample picks from itself.
+
+    transformers' masks and CLIP's texts are indexed so.
+    """
+    return all(
+        (user.target == torch.ops.aten.index.Tensor and user.args[1][0] is count)
+        or (user.target in _SHAPERS and _picks_samples(user))
+        for user in count.users
+    )
 
 
 def _is_tensor(value: Any) -> bool:

@@ -6,9 +6,13 @@ transformers' masks are, is ``mask`` with axes of one between, a reshape.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tessella.graph.graph import Graph, Node, Value
+
+_SAMPLES = ["sub", "aten::cumsum", "aten::ones_like"]
 
 
 def apply(graph: Graph) -> int:
@@ -16,7 +20,7 @@ def apply(graph: Graph) -> int:
     dropped = 0
     producer = graph.producer()
     for node in list(graph.nodes):
-        if _takes_all(node, graph):
+        if _takes_all(node, graph, producer):
             node.op, node.attrs = "reshape", {"shape": node.output.shape}
             node.inputs = node.inputs[:1]
             dropped += 1
@@ -52,19 +56,34 @@ def _changes_nothing(node: Node) -> bool:
     return node.op == "to" and node.inputs[0].dtype == node.output.dtype
 
 
-def _takes_all(node: Node, graph: Graph) -> bool:
+def _takes_all(node: Node, graph: Graph, producer: dict[Value, Node]) -> bool:
     """Whether each index counts the places of its axis, along axes that come in the same order."""
     indices = node.inputs[1:]
     first = ({"input": 0}, tuple({"input": i} for i in range(1, len(node.inputs))))
     if node.op != "fallback" or node.attrs["target"] != "aten::index.Tensor":
         return False
-    if node.attrs["args"] != first or any(i not in graph.constants for i in indices):
+    if node.attrs["args"] != first:
         return False
     along: list[int] = []  # axes of the result, from the last backwards
     for index, size in zip(indices, node.inputs[0].shape, strict=False):
-        places = graph.constants[index]
-        counted = torch.arange(places.numel(), dtype=torch.int64)
-        if places.numel() != size or not torch.equal(places.flatten(), counted):
+        constant = graph.constant(index)
+        counted = _counts(constant) if constant is not None else _counts_samples(index, producer)
+        if not counted or math.prod(n for n in index.shape if n != 1) != size:
             return False
-        along += [i - places.dim() for i, n in enumerate(places.shape) if n != 1]
+        along += [i - len(index.shape) for i, n in enumerate(index.shape) if n != 1]
     return along == sorted(set(along))
+
+
+def _counts(places: torch.Tensor) -> bool:
+    return torch.equal(places.flatten(), torch.arange(places.numel(), dtype=torch.int64))
+
+
+def _counts_samples(value: Value | None, producer: dict[Value, Node]) -> bool:
+    """Whether a value is 0, 1, … for each sample, as ``capture`` writes it: Σ 1 - 1."""
+    ops = []
+    while (node := producer.get(value)) is not None:
+        ops.append(node.attrs["target"] if node.op == "fallback" else node.op)
+        if ops[-1] == "aten::ones_like":
+            return [op for op in ops if op not in ("reshape", "to")] == _SAMPLES
+        value = node.inputs[0] if node.inputs else None
+    return False

@@ -55,7 +55,10 @@ def _squeeze(call: Call) -> Result:
 
 
 def _reshape(call: Call) -> Result:
-    return call.sizes(0).reshape(tuple(call.sizes(1).flat))
+    sizes, shape = call.sizes(0), list(call.sizes(1).flat)
+    if not call.attrs.get("allowzero", 0):
+        shape = [sizes.shape[i] if size == 0 else size for i, size in enumerate(shape)]
+    return sizes.reshape(tuple(shape))
 
 
 def _cast(call: Call) -> Result:
