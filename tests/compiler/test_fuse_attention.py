@@ -66,6 +66,9 @@ CASES: dict[str, Weigh] = {
         m, q * 0.5 @ t(k) + m.bias
     ).softmax(-1) @ v,
     "a factor a head": lambda m, q, k, v, p: (q @ t(k) * m.by_head + m.bias).softmax(-1) @ v,
+    "no NaN": lambda m, q, k, v, p: torch.where(
+        (w := (q @ t(k) + p).softmax(-1)).isnan(), torch.tensor(0.0), w
+    ) @ v,
     "three axes": lambda m, q, k, v, p: (q[:, 0] @ t(k[:, 0]) / 2).softmax(-1) @ v[:, 0],
     "values of another width": lambda m, q, k, v, p: (q @ t(k)).softmax(-1) @ v[..., :3],
     "keys that are no permute": lambda m, q, k, v, p: (q @ v.reshape(-1, HEADS, WIDTH, TOKENS))
@@ -77,6 +80,9 @@ OTHERS: dict[str, Weigh] = {
     ),
     "products are read twice": lambda m, q, k, v, p: ((s := q @ t(k)).softmax(-1) @ v) + s.sum(),
     "a factor behind the mask": lambda m, q, k, v, p: ((q @ t(k) + m.bias) * 2).softmax(-1) @ v,
+    "NaN is one": lambda m, q, k, v, p: torch.where(
+        (w := (q @ t(k) + p).softmax(-1)).isnan(), torch.tensor(1.0), w
+    ) @ v,
     "a negative factor": lambda m, q, k, v, p: (q @ t(k) * -1.0).softmax(-1) @ v,
     "over the queries": lambda m, q, k, v, p: (q @ t(k)).softmax(-2) @ v,
     "padding and a bias": lambda m, q, k, v, p: (q @ t(k) + p + m.bias).softmax(-1) @ v,

@@ -26,16 +26,37 @@ def apply(graph: Graph) -> int:
     """Replace each by one step; returns how many."""
     fused = 0
     for node in [n for n in graph.nodes if n.op == "matmul"]:
-        weights = graph.producer().get(node.inputs[0])
-        if weights is None or weights.op != "softmax" or not _is_last(weights):
-            continue
-        if not only_use(graph, weights.output, node):
+        weights = _weights(graph, node)
+        if weights is None or not _is_last(weights):
             continue
         products = _Products(graph).of(weights.inputs[0], weights)
         if products is not None and _replace(graph, node, products):
             fused += 1
     drop_unused(graph)
     return fused
+
+
+def _weights(graph: Graph, product: Node) -> Node | None:
+    """The softmax whose result a product reads, and nobody else does.
+
+    ``where(isnan(weights), 0, weights)`` between them says what attention does anyway: a query that
+    sees no key is 0.
+    """
+    producer, weights = graph.producer(), product.inputs[0]
+    node = producer.get(weights)
+    if node is None or not only_use(graph, weights, product):
+        return None
+    if node.op == "fallback" and node.attrs["target"] == "aten::where.self":
+        asked, zero, weights = node.inputs
+        is_nan, constant = producer.get(asked), graph.constant(zero)
+        if is_nan is None or is_nan.attrs.get("target") != "aten::isnan":
+            return None
+        if is_nan.inputs != (weights,) or constant is None or constant.count_nonzero():
+            return None
+        if graph.users()[weights] not in ([is_nan, node], [node, is_nan]):
+            return None
+        node = producer.get(weights)
+    return node if node is not None and node.op == "softmax" else None
 
 
 def _is_last(softmax: Node) -> bool:
