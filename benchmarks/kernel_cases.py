@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tessella.core.device import torch_device
 from tessella.kernels import auction, catalog, problems
+from tessella.kernels.attention.reference import repeated
 from tessella.kernels.auction import Terms
 from tessella.kernels.conv.hopper.chain import NEXT_SCALE, NEXT_WEIGHT, SCALE, WEIGHT
 from tessella.kernels.problem import Problem, TensorMeta, memory_format
@@ -254,6 +255,44 @@ def _conv(n: int, fused: bool) -> Iterator[Case]:
 
 def _conv_peer(stride: int, padding: int) -> Peer:
     return lambda x, w, b=None: F.conv2d(x, w, b, stride, padding)
+
+
+# channels, groups, pixels, stride of 3×3 filters: ResNeXt-50 32×4d, RegNet-X 1.6GF, RegNet-Y 8GF
+GROUPED = (
+    (128, 32, 56, 1), (256, 32, 56, 2), (256, 32, 28, 1), (512, 32, 28, 2), (512, 32, 14, 1),
+    (1024, 32, 14, 2), (1024, 32, 7, 1), (168, 7, 28, 1), (408, 17, 14, 1), (448, 8, 28, 1),
+    (896, 16, 14, 1),
+)  # fmt: skip
+# channels, pixels, width of the filter, stride: ConvNeXt-T, MobileNetV3-L, EfficientNet-B0
+DEPTHWISE = (
+    (96, 56, 7, 1), (192, 28, 7, 1), (384, 14, 7, 1), (768, 7, 7, 1), (64, 112, 3, 2),
+    (72, 56, 3, 1), (240, 28, 3, 2), (480, 14, 3, 1), (96, 112, 3, 2), (144, 56, 5, 2),
+    (240, 28, 5, 1), (672, 14, 5, 1), (960, 7, 5, 1),
+)  # fmt: skip
+
+
+def _conv_groups() -> Iterator[Case]:
+    for c, groups, size, stride in GROUPED:
+        yield _grouped("conv fp16 groups N=128", c, groups, size, 3, stride, NHWC)
+    for c, size, taps, stride in DEPTHWISE:
+        yield _grouped("conv fp16 depthwise N=128", c, c, size, taps, stride, ("direct",))
+
+
+def _grouped(
+    family: str, c: int, groups: int, size: int, taps: int, stride: int, algorithms: tuple[str, ...]
+) -> Case:
+    """Weights are constants, as in a plan: they are packed once."""
+    x = _meta("float16", 128, c, size, size, last=True)
+    w = _meta("float16", c, c // groups, taps, taps, last=True)
+    window = {"stride": stride, "padding": taps // 2, "groups": groups}
+    weight = drawn(w)
+    return Case(
+        family=family,
+        name=f"{_title(128, (c, size, c, taps, stride, taps // 2))} in {groups}",
+        problem=problems.conv(x, w, constant=(1,), **window),
+        peers={"cudnn": lambda x: F.conv2d(x, weight, **window)},
+        algorithms=algorithms,
+    )
 
 
 def _stem() -> Iterator[Case]:
@@ -549,6 +588,8 @@ ATTENTIONS: dict[str, tuple[int, int, int, int, bool, tuple[int, ...] | None]] =
     "ViT-B/16 N128": (128, 12, 197, 64, False, None),
     "ViT-B/16 N1": (1, 12, 197, 64, False, None),
     "Swin-T N128 windows": (128 * 64, 3, 49, 32, False, (1, 3, 49, 49)),
+    "Swin-T N128 shifted": (128 * 64, 3, 49, 32, False, (64, 3, 49, 49)),
+    "Swin-T N128 stage 3": (128 * 4, 12, 49, 32, False, (4, 12, 49, 49)),
     "GPT-2 N8 S1024": (8, 12, 1024, 64, True, None),
     "GPT-2 N2 S4096": (2, 12, 4096, 64, True, None),
     "128 wide N8 S1024": (8, 16, 1024, 128, True, None),
@@ -573,12 +614,13 @@ def _attention() -> Iterator[Case]:
             name=name,
             problem=problems.attention(operand, operand, operand, added, is_causal=causal),
             peers={b: _attention_peer(b, causal) for b in (*backends, "EFFICIENT_ATTENTION")},
-            algorithms=("flash",),  # by name: the kernel for Hopper has to be asked for
+            algorithms=("flash", "windows"),
         )
 
 
 def _attention_peer(backend: str, causal: bool) -> Peer:
-    def attend(*operands: torch.Tensor) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> Any:
+        operands = (q, k, v, *(repeated(m, q) for m in mask))
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return F.scaled_dot_product_attention(*operands, is_causal=causal)
 
@@ -597,6 +639,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "conv": lambda: _conv(128, fused=False),
     "conv_n1": lambda: _conv(1, fused=False),
     "conv_fused": lambda: _conv(128, fused=True),
+    "conv_groups": _conv_groups,
     "stem": _stem,
     "backward": _backward,
     "conv_int8": _conv_int8,
