@@ -69,7 +69,7 @@ def first_channel(k0, group_k, group_c, UNIT: gl.constexpr):
     """The first input channel that the tile of output channels from k0 on reads.
 
     A group has group_k output and group_c input channels; None: there is one group. UNIT: channels
-    in 16 bytes, where TMA's boxes have to begin.
+    in 16 bytes, where TMA's boxes have to begin: an H200 stops with an illegal instruction else.
     """
     return 0 if group_k is None else k0 // group_k * group_c // UNIT * UNIT
 
