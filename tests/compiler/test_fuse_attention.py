@@ -65,6 +65,10 @@ CASES: dict[str, Weigh] = {
     "a bias and windows": lambda m, q, k, v, p: by_window(
         m, q * 0.5 @ t(k) + m.bias
     ).softmax(-1) @ v,
+    "a bias a key": lambda m, q, k, v, p: (q @ t(k) + m.bias[0, 0, 0].detach()).softmax(-1) @ v,
+    "queries were whole numbers": lambda m, q, k, v, p: (
+        ((q * 9).long() * 0.1) @ t(k)
+    ).softmax(-1) @ v,
     "a factor a head": lambda m, q, k, v, p: (q @ t(k) * m.by_head + m.bias).softmax(-1) @ v,
     "no NaN": lambda m, q, k, v, p: torch.where(
         (w := (q @ t(k) + p).softmax(-1)).isnan(), torch.tensor(0.0), w
@@ -83,6 +87,18 @@ OTHERS: dict[str, Weigh] = {
     "NaN is one": lambda m, q, k, v, p: torch.where(
         (w := (q @ t(k) + p).softmax(-1)).isnan(), torch.tensor(1.0), w
     ) @ v,
+    "a mask of bools is added as numbers": lambda m, q, k, v, p: (
+        (q @ t(k) + (p < -1)).softmax(-1) @ v
+    ),
+    "of whole numbers": lambda m, q, k, v, p: (q @ t(k) + p.long()).softmax(-1) @ v,
+    "a mask of one axis": lambda m, q, k, v, p: (q @ t(k) + p[0, 0, 0]).softmax(-1) @ v,
+    "one number more": lambda m, q, k, v, p: (q @ t(k) + m.number[0].detach()).softmax(-1) @ v,
+    "other types": lambda m, q, k, v, p: (
+        (q.double() @ t(k).double() + m.bias).softmax(-1) @ v.double()
+    ),
+    "a query that sees nothing": lambda m, q, k, v, p: (
+        (q @ t(k) + torch.full((TOKENS, TOKENS), -torch.inf).triu()).softmax(-1) @ v
+    ),
     "a negative factor": lambda m, q, k, v, p: (q @ t(k) * -1.0).softmax(-1) @ v,
     "over the queries": lambda m, q, k, v, p: (q @ t(k)).softmax(-2) @ v,
     "padding and a bias": lambda m, q, k, v, p: (q @ t(k) + p + m.bias).softmax(-1) @ v,
@@ -127,6 +143,23 @@ def test_what_only_looks_like_it_stays(name: str) -> None:
     before = [(node.op, node.inputs) for node in graph.nodes]
     assert fuse_attention.apply(graph) == 0
     assert [(node.op, node.inputs) for node in graph.nodes] == before
+
+
+def test_a_bias_a_sample_is_none_of_windows() -> None:
+    """A batch of six by chance: its bias and that of three windows are of other samples."""
+    six = TensorSpec(name="rows", dtype="float32", shape=(6, TOKENS, HEADS * WIDTH))
+
+    class Fixed(Net):
+        def forward(self, rows: Tensor) -> Tensor:  # type: ignore[override]
+            qkv = self.project(rows).view(6, TOKENS, 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4)
+            return self.weigh(self, *qkv, torch.linspace(0, 1, 6).view(6, 1, 1, 1))
+
+    module = Fixed(lambda m, q, k, v, p: by_window(m, q @ t(k) + p).softmax(-1) @ v)
+    graph = capture(module, (six,))
+    fold_constants.apply(graph)
+    assert fuse_attention.apply(graph) == 0
+    rows = torch.randn(6, TOKENS, HEADS * WIDTH)
+    torch.testing.assert_close(interpret(graph, {"rows": rows})["output"], module(rows))
 
 
 @pytest.mark.parametrize("name", ["padding", "a bias and windows", "a factor a head"])

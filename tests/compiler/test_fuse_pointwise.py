@@ -53,9 +53,9 @@ class Net(nn.Module):
 
 
 def by_hand(m: Net, x: torch.Tensor) -> torch.Tensor:
-    """A layer norm as papers write it."""
+    """A norm that is no layer norm: its ε is behind the root."""
     x = x - x.mean(-1, keepdim=True)
-    return x * torch.rsqrt((x**2).mean(-1, keepdim=True) + 1e-5) * m.rows.weight + m.rows.bias
+    return x / ((x**2).mean(-1, keepdim=True).sqrt() + 1e-5) * m.rows.weight + m.rows.bias
 
 
 def gate(m: Net, x: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], int]] = {
         lambda: models.DenseNet(8, (2, 2), num_init_features=8, num_classes=5), 8,
     ),
     "swin": (
-        lambda: models.SwinTransformer([4, 4], 16, [2, 1], [2, 2], [4, 4], num_classes=5), 8,
+        lambda: models.SwinTransformer([4, 4], 16, [2, 1], [2, 2], [4, 4], num_classes=5), 4,
     ),
 }  # fmt: skip
 

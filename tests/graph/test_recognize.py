@@ -98,10 +98,25 @@ OTHERS: dict[str, Forward] = {
     "the gate is told too": lambda m, x: (x * (g := torch.sigmoid(x)), g),
     "x squared": lambda m, x: x * x * torch.sigmoid(x),
     "a softplus of its own": lambda m, x: x * torch.tanh(F.softplus(x, beta=2)),
+    "a softplus that ends early": lambda m, x: x * torch.tanh(F.softplus(x, threshold=0.1)),
+    "a mean of all": lambda m, x: x / (x.pow(2).mean() + 1e-5).sqrt(),
+    "a mean of all, kept": lambda m, x: x / (x.pow(2).mean(None, keepdim=True) + 1e-5).sqrt(),
+    "half, its mean not": lambda m, x: (
+        (y := x.half()) * (y.pow(2).mean(-1, keepdim=True, dtype=torch.float32) + 1e-5).rsqrt()
+    ),
     "over other axes": lambda m, x: centred(x, 1) / deviation(centred(x, 1), dim=1),
     "of other deviations": lambda m, x: centred(x) / deviation(x - 1),
     "by a product": lambda m, x: x * deviation(x),
 }
+
+
+def test_a_weight_of_another_type_stays_outside() -> None:
+    module = Net(lambda m, x: (y := x.half()) / deviation(y) * m.weight)
+    graph = capture(module, [SPEC])
+    assert [op for op in ops(graph) if op != "to"] == ["rms_norm", "mul"]
+    x = torch.randn(2, 5, WIDTH)
+    (answer,) = answers(graph, x)
+    torch.testing.assert_close(answer, module(x), rtol=1e-2, atol=1e-2)
 
 
 def ops(graph: Graph) -> list[str]:

@@ -98,6 +98,16 @@ def test_windows_take_any_type_and_width(case: Case) -> None:
     run(windows, case, config={"run": 2})
 
 
+def test_windows_far_apart() -> None:
+    """Offsets inside a window that 32 bits do not hold; of the memory three pages are touched."""
+    problem, (q, k, v) = draw(Case(n=1, queries=2, keys=3))
+    memory = torch.empty((2 << 30) + 32, dtype=torch.float16)
+    far = memory.as_strided(k.shape, (32, 16, 1 << 30, 1)).copy_(k)
+    made = windows.bind(problem, {})(q, far, v)
+    assert torch.equal(made, windows.bind(problem, {})(q, k, v))
+    assert (made.double() - exact(problem, [q, k, v])).abs().max() < 2e-3
+
+
 def test_windows_refuse_what_is_no_window() -> None:
     assert "64 queries and keys at most" in str(windows.fits(draw(Case(queries=65))[0]))
 

@@ -23,6 +23,7 @@ _ROOT = math.sqrt(2 / math.pi)
 _CLOSE = 1e-4  # files round their constants as they like
 _MOST_STEPS = 6  # between x and its gate, and from there to the result
 _HIGHEST = 4
+_FAR = 15  # where softplus is x in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,8 @@ def _find(
     if activation.op == "mish":  # tanh(softplus(x))
         softplus = made_by.get(inside)
         if softplus is None or softplus.op != "softplus" or softplus.attrs["beta"] != 1:
+            return None
+        if softplus.attrs["threshold"] < _FAR:
             return None
         candidates = [v for v in softplus.inputs if v is not None]
     else:

@@ -240,7 +240,9 @@ class _Reader:
         )
         if any(isinstance(a, Value) for a in pytree.tree_leaves((args, kwargs))):
             return translate(call, self.build)
-        if call.overload == "arange.default" and args == (Dim(),) and _picks_samples(node):
+        batched = any(v.shape and v.shape[0] == Dim() for v in self.build.graph.inputs)
+        counts = batched and call.overload == "arange.default" and args == (Dim(),)
+        if counts and _picks_samples(node):
             return self._counted()
         return self._create(call)
 

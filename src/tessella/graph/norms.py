@@ -34,7 +34,9 @@ def _norm(graph: Graph, node: Node, made_by: Made) -> Node | None:
         if node.op == "div" and rows is not node.inputs[0]:
             break
         square = _mean_of_square(node.op, root, made_by)
-        if rows is None or square is None or rows.shape != node.output.shape:
+        if rows is None or square is None:
+            continue
+        if (rows.shape, rows.dtype) != (node.output.shape, node.output.dtype):
             continue
         squared, dims, eps = square
         axes, x = _last_axes(rows, dims), _centred(rows, dims, made_by)
@@ -61,7 +63,7 @@ def _mean_of_square(
     if shifted is None or shifted.op != "add" or shifted.attrs["scalar"] is None:
         return None
     mean = _maker(shifted.inputs[0], made_by)
-    if mean is None or mean.op != "mean" or not mean.attrs["keepdim"]:
+    if mean is None or not _is_mean(mean):
         return None
     squared = _root(_maker(mean.inputs[0], made_by))
     eps = float(shifted.attrs["scalar"]) * shifted.attrs["alpha"]
@@ -70,6 +72,12 @@ def _mean_of_square(
 
 def _maker(value: Value | None, made_by: Made) -> Node | None:
     return None if value is None else made_by.get(value)
+
+
+def _is_mean(node: Node) -> bool:
+    """Whether a node is a mean along some axes, which stay, in the type of what it reads."""
+    plain = node.op == "mean" and node.attrs["keepdim"] and node.attrs["dim"]
+    return bool(plain) and node.output.dtype == node.inputs[0].dtype
 
 
 def _axes(mean: Node) -> tuple[int, ...]:
@@ -100,7 +108,7 @@ def _centred(rows: Value, dims: tuple[int, ...], made_by: Made) -> Value | None:
     if node is None or node.op != "sub" or node.attrs["scalar"] is not None:
         return None
     x, mean = node.inputs[0], _maker(node.inputs[1], made_by)
-    if mean is None or mean.op != "mean" or mean.inputs[0] is not x or not mean.attrs["keepdim"]:
+    if mean is None or mean.inputs[0] is not x or not _is_mean(mean):
         return None
     return x if node.attrs["alpha"] == 1 and sorted(_axes(mean)) == sorted(dims) else None
 
@@ -114,7 +122,8 @@ def _affine(graph: Graph, norm: Node) -> tuple[Node, Node]:
             continue
         (user,) = users
         vector = user.inputs[1] if user.inputs[0] is last.output else user.inputs[0]
-        fits = vector in graph.constants and vector.shape == norm.attrs["normalized_shape"]
+        fits = vector in graph.constants and vector.dtype == last.output.dtype
+        fits = fits and vector.shape == norm.attrs["normalized_shape"]
         if not fits or user.attrs.get("alpha", 1) != 1 or len(norm.inputs) <= position:
             continue
         norm.inputs = (*norm.inputs[:position], vector, *norm.inputs[position + 1 :])

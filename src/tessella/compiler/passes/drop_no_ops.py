@@ -12,7 +12,11 @@ import torch
 
 from tessella.graph.graph import Graph, Node, Value
 
-_SAMPLES = ["sub", "aten::cumsum", "aten::ones_like"]
+_SAMPLES = [
+    ("sub", 1, None),
+    ("aten::cumsum", None, ({"input": 0}, 0)),
+    ("aten::ones_like", None, ({"input": 0},)),
+]
 
 
 def apply(graph: Graph) -> int:
@@ -82,8 +86,10 @@ def _counts_samples(value: Value | None, producer: dict[Value, Node]) -> bool:
     """Whether a value is 0, 1, … for each sample, as ``capture`` writes it: Σ 1 - 1."""
     ops = []
     while (node := producer.get(value)) is not None:
-        ops.append(node.attrs["target"] if node.op == "fallback" else node.op)
-        if ops[-1] == "aten::ones_like":
-            return [op for op in ops if op not in ("reshape", "to")] == _SAMPLES
+        kind = node.attrs["target"] if node.op == "fallback" else node.op
+        if kind not in ("reshape", "to"):
+            ops.append((kind, node.attrs.get("scalar"), node.attrs.get("args")))
+        if kind == "aten::ones_like":
+            return ops == _SAMPLES
         value = node.inputs[0] if node.inputs else None
     return False

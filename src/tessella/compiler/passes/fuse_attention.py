@@ -6,7 +6,8 @@ constant one may be added window by window (Swin)::
 
     matmul [W·N, H, L, S] → reshape [N, W, H, L, S] → + [1, W, 1, L, S] → reshape → softmax
 
-The products of all queries with all keys are never in memory then.
+The products of all queries with all keys are never in memory then. A query that a computed mask
+hides from all keys by -inf becomes 0; written out it is NaN.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class _Products:
         constant = self.graph.constant(other)
         if constant is not None:
             return _add(found, constant, source.shape)
-        if found.mask is not None or len(other.shape) > len(source.shape):
+        if found.mask is not None or other.dtype != source.dtype or len(other.shape) < 2:
             return False
         found.mask = other
         return _broadcasts(other.shape, source.shape)
@@ -185,10 +186,23 @@ def _broadcasts(shape: Shape, to: Shape) -> bool:
 
 def _add(found: _Found, constant: torch.Tensor, shape: Shape) -> bool:
     """Add a constant mask for products of this shape to those found before."""
-    if not _broadcasts(tuple(constant.shape), shape) or not constant.is_floating_point():
+    if not _broadcasts(tuple(constant.shape), shape) or constant.ndim == 0:
         return False
-    found.constant = constant if found.constant is None else found.constant + constant
+    rows = constant[None] if constant.ndim == 1 else constant
+    if rows.isneginf().all(-1).any():  # of a query that sees nothing: NaN
+        return False
+    if found.constant is not None:
+        if not all(m in (n, 1) or n == 1 for m, n in zip(*_aligned(found.constant, rows))):
+            return False
+        rows = found.constant + rows
+    found.constant = rows
     return True
+
+
+def _aligned(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
+    """Their shapes, with as many axes."""
+    rank = max(t.ndim for t in tensors)
+    return [(1,) * (rank - t.ndim) + tuple(t.shape) for t in tensors]
 
 
 def _replace(graph: Graph, last: Node, found: _Found) -> bool:
@@ -202,6 +216,9 @@ def _replace(graph: Graph, last: Node, found: _Found) -> bool:
     leading = queries.shape[:-2]
     rank = len(result.shape)
     if rank not in (3, 4) or not leading == keys.shape[:-2] == values.shape[:-2]:
+        return False
+    added = found.mask.dtype if found.mask is not None else _dtype(found.constant, result.dtype)
+    if {v.dtype for v in (queries, keys, values, *found.by_head)} | {added} != {result.dtype}:
         return False
     if any(len(v.shape) > rank for v in found.by_head):
         return False
@@ -225,6 +242,10 @@ def _replace(graph: Graph, last: Node, found: _Found) -> bool:
     return True
 
 
+def _dtype(tensor: torch.Tensor | None, default: str) -> str:
+    return default if tensor is None else str(tensor.dtype).removeprefix("torch.")
+
+
 def _unscaled(
     graph: Graph, producer: dict[Value, Node], value: Value, reader: Node, scale: float
 ) -> tuple[Value, float]:
@@ -236,6 +257,8 @@ def _unscaled(
     if node.op == "mul" and source in graph.constants:
         source, other = other, source
     number = _number(graph, node, other)
-    if number is None or source is None or source.shape != value.shape:
+    if number is None or source is None:
+        return value, scale
+    if (source.shape, source.dtype) != (value.shape, value.dtype):
         return value, scale
     return source, scale * (number if node.op == "mul" else 1 / number)

@@ -57,7 +57,8 @@ def _squeeze(call: Call) -> Result:
 def _reshape(call: Call) -> Result:
     sizes, shape = call.sizes(0), list(call.sizes(1).flat)
     if not call.attrs.get("allowzero", 0):
-        shape = [sizes.shape[i] if size == 0 else size for i, size in enumerate(shape)]
+        kept = [*sizes.shape, *[0] * len(shape)]
+        shape = [kept[i] if size == 0 else size for i, size in enumerate(shape)]
     return sizes.reshape(tuple(shape))
 
 

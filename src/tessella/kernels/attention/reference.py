@@ -37,7 +37,9 @@ def scaled_dot_product_attention(
 
 def repeated(mask: Tensor, query: Tensor) -> Tensor:
     """A mask for each of the queries [N, heads, L, E], where it is given for fewer."""
+    if mask.dim() < 4 or query.dim() < 4:
+        return mask
     given, wanted = mask.shape[0], query.shape[0]
-    if mask.dim() < 4 or query.dim() < 4 or given in (1, wanted) or not given or wanted % given:
+    if given in (0, 1, wanted) or wanted % given:
         return mask
     return mask.repeat(wanted // given, *[1] * (mask.dim() - 1))

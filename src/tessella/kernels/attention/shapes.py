@@ -75,8 +75,8 @@ def _refused_mask(problem: Problem) -> str | None:
     if problem.attr("is_causal"):
         return "a mask, or is_causal, not both"
     weights = (*problem.inputs[QUERY].shape[:-1], problem.inputs[KEY].shape[-2])
-    if (masks := repeats(problem)) > 1:
-        weights = (weights[0] // masks, *weights[1:])
+    if (times := repeats(problem)) > 1:
+        weights = (weights[0] // times, *weights[1:])
     if mask.dtype not in ("bool", *FLOATS) or broadcast(mask.shape, weights) != weights:
         return f"a mask of bool or numbers that broadcasts to {weights}, not {mask.shape}"
     return None

@@ -41,16 +41,17 @@ def _windows_kernel(
     scale, gamma,
     BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr, RUN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    INDEX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``scale`` includes log₂ e; ``gamma``, of the result, is None for 1. ``windows``: of a mask.
 
-    A block has a head and the windows m + masks · i of a mask m, RUN numbers i.
+    A block has a head and the windows m + masks · i of a mask m, RUN numbers i. INDEX: of the
+    offsets inside a window.
     """
     head, place = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads
     first, start = (place % masks).to(tl.int64), place // masks * RUN
-    rows, keys = tl.arange(0, BM), tl.arange(0, BN)
-    columns, value_columns = tl.arange(0, BE), tl.arange(0, BV)
+    rows, keys = tl.arange(0, BM).to(INDEX), tl.arange(0, BN).to(INDEX)
+    columns, value_columns = tl.arange(0, BE).to(INDEX), tl.arange(0, BV).to(INDEX)
     step = tl.full((), 1, tl.int64) * masks
     row_in, key_in = rows < L, keys < S
     q_in = row_in[:, None] & (columns < width)[None, :]
@@ -136,11 +137,12 @@ def bind(
     num_stages: int = 1,
 ) -> Call:
     made = sizes(problem)
+    wide, value_wide = _padded(made.width), _padded(made.value_width)
     options = {
         "BM": _padded(made.queries),
         "BN": _padded(made.keys),
-        "BE": _padded(made.width),
-        "BV": _padded(made.value_width),
+        "BE": wide,
+        "BV": value_wide,
         "RUN": run,
         "CAUSAL": bool(problem.attr("is_causal")),
         "PRECISION": problem.math,
@@ -159,12 +161,13 @@ def bind(
         # windows of a mask that is one for all are one after the other
         masks = 1 if mask_strides[0] == 0 else o.mask.shape[0]
         windows = made.batch // masks
+        steps = (*o.q.stride(), *o.k.stride(), *o.v.stride(), *mask_strides, *out.stride())
+        far = 4 * max(MOST, wide, value_wide) * max(steps) >= 2**31
         launch(
             _windows_kernel, (made.heads * masks * triton.cdiv(windows, run),),
             o.q, o.k, o.v, o.mask, out,
             made.queries, made.keys, windows, made.heads, o.group, made.width, made.value_width,
-            masks, *o.q.stride(), *o.k.stride(), *o.v.stride(), *mask_strides, *out.stride(),
-            scale, problem.gamma, **options,
+            masks, *steps, scale, problem.gamma, INDEX=tl.int64 if far else tl.int32, **options,
         )  # fmt: skip
         return shaped
 
