@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel_cases import FAMILIES, TARGET, Case, Peer, drawn, drawn_constants
+from benchmarks.cases import FAMILIES
+from benchmarks.cases.case import TARGET, Case, Peer, drawn, drawn_constants
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella.core.device import torch_device
 from tessella.core.errors import CompileError

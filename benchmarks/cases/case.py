@@ -1,0 +1,81 @@
+"""One problem of the kernels' benchmark, and numbers to run it on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tessella.core.device import torch_device
+from tessella.kernels import auction, catalog
+from tessella.kernels.auction import Terms
+from tessella.kernels.conv.hopper.chain import NEXT_SCALE, NEXT_WEIGHT, SCALE, WEIGHT
+from tessella.kernels.problem import Problem, TensorMeta, memory_format
+from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
+
+TARGET = "sm_90"
+Peer = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One problem with what it is compared with.
+
+    Attributes:
+        peers: by name, functions of the problem's operands. The ratio is against the fastest.
+        others: timed too, without a part in the ratio.
+        algorithms: those of ours that may win; None for all.
+        chained: the weight is constant, and the time is that of one of many such products after
+            another, each with its own weight, as layers follow each other; none is in the L2.
+        published_ms: by algorithm, on a Quadro GV100.
+    """
+
+    family: str
+    name: str
+    problem: Problem
+    peers: Mapping[str, Peer]
+    others: Mapping[str, Peer] = field(default_factory=dict)
+    algorithms: tuple[str, ...] | None = None
+    chained: bool = False
+    published_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+def meta(dtype: str, *shape: int, last: bool = False) -> TensorMeta:
+    return TensorMeta(shape=shape, dtype=dtype, format="channels_last" if last else "contiguous")
+
+
+def best(
+    problem: Problem, algorithms: tuple[str, ...], sources: tuple[str, ...] | None = None
+) -> Peer:
+    """The fastest of some candidates of the auction, on operands as the auction asks for."""
+    constants = drawn_constants(problem)
+    terms = Terms(algorithms=algorithms, sources=sources, budget_s=0.02)
+    best = auction.find(problem, constants, target=TARGET, terms=terms)[0]
+    row, device = catalog.kernel(best.kernel), torch_device(TARGET)
+    call, buffers = auction.bind(row, problem, constants, device, best.config)
+    return lambda *inputs: call(*inputs, **buffers)
+
+
+def drawn_constants(problem: Problem) -> dict[int, torch.Tensor]:
+    """Weights and vectors as layers have them: int8's scales bring its sums into range."""
+    made = {i: drawn(problem.inputs[i]) for i in problem.constant}
+    if problem.attr("sparsity") == TWO_FOUR:
+        made[WEIGHT] = prune_two_four(made[WEIGHT])
+    for weight, scale in ((WEIGHT, SCALE), (NEXT_WEIGHT, NEXT_SCALE)):  # the latter of chains
+        if scale in made:
+            products = math.prod(problem.inputs[weight].shape[1:])
+            made[scale] = made[scale].abs() * (40 / (73 * 73 * products**0.5))
+    return made
+
+
+def drawn(meta: TensorMeta) -> torch.Tensor:
+    """Normal numbers, int8 over its range (a deviation of 73), that lie as the problem says."""
+    device, dtype = torch_device(TARGET), getattr(torch, meta.dtype)
+    if dtype == torch.int8:
+        made = torch.randint(-127, 128, meta.shape, dtype=dtype, device=device)
+    else:
+        made = torch.randn(meta.shape, device=device).to(dtype)
+    return made.contiguous(memory_format=memory_format(meta.format, len(meta.shape)))
