@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 from tessella import compiler, runtime
-from tessella.artifacts.plan import Plan
+from tessella.artifacts.plan import Plan, from_bytes, to_bytes
+from tessella.artifacts.program import PAIRS
 from tessella.compiler import pipeline, race
 from tessella.compiler.passes import assign_layout, choose_kernels, fuse_chains, plan_memory
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.compiler.pipeline import optimized
 from tessella.compiler.precision import assign
 from tessella.compiler.variants import layouts_to_try, with_layout
-from tessella.core.errors import CompileError
+from tessella.core.errors import ArtifactError, CompileError
 from tessella.core.events import silent
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import Graph, capture
@@ -396,3 +397,52 @@ def test_a_plan_with_chains_agrees_with_float64(
         right = [right] if isinstance(right, torch.Tensor) else list(right)
         for tensor, wanted in zip(found, right, strict=True):
             torch.testing.assert_close(tensor.double(), wanted.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bottlenecks", "two chains of three", "a chain beside"])
+@pytest.mark.parametrize("chained_at", [1, 2])
+def test_chains_at_one_batch_size_only(
+    name: str, chained_at: int, scratch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan's sizes need not have the same steps: the file loads, and every size is tested."""
+
+    def faster(programs: race.Programs, *_: object, **__: object) -> list[float]:
+        batch = programs[0][0].inputs[0].shape[0]
+        return [2.0, 1.0 if batch == chained_at else 3.0][: len(programs)]
+
+    monkeypatch.setattr(race, "times_us", faster)
+    plan = from_bytes(to_bytes(planned(name)))
+    chained = {b.batch: any(s.op in PAIRS for s in b.steps) for b in plan.program.buckets}
+    assert chained == {1: chained_at == 1, 2: chained_at == 2}
+    engine = runtime.load(plan)
+    module = Net({**CASES, **POOLED}[name][0]).eval().double()
+    for count in (1, 2, 3):
+        x = torch.randn(count, 8, 6, 6)
+        (made,) = engine(x).values()
+        torch.testing.assert_close(made.double(), module(x.double()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chained_at", [1, 2])
+def test_a_pair_that_computes_something_else_is_refused(
+    chained_at: int, scratch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faster = {1: [[2.0, 1.0], [1.0, 2.0]], 2: [[1.0, 2.0], [2.0, 1.0]]}[chained_at]
+    raced = iter(faster)
+    monkeypatch.setattr(race, "times_us", lambda *_, **__: next(raced))
+    plan = planned("nobody else reads")
+    index = chained_at - 1
+    bucket = plan.program.buckets[index]
+    steps = tuple(
+        replace(s, attrs={**s.attrs, "activation": None}) if s.op in PAIRS else s
+        for s in bucket.steps
+    )
+    assert steps != bucket.steps
+    buckets = list(plan.program.buckets)
+    buckets[index] = replace(bucket, steps=steps)
+    other = replace(plan, program=replace(plan.program, buckets=tuple(buckets)))
+    with pytest.raises(ArtifactError, match="fails its self-test"):
+        runtime.load(from_bytes(to_bytes(other)))
+
+
+def test_what_a_plan_may_have_in_pairs() -> None:
+    assert set(fuse_chains.OPS) == PAIRS

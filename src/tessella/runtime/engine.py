@@ -307,8 +307,9 @@ class Engine:
     def self_test(self, golden: Mapping[str, torch.Tensor]) -> None:
         """Run recorded inputs, repeated up to the smallest batch, and compare the outputs.
 
-        One batch size speaks for all, as they have the same steps; unless some steps' attributes
-        follow the batch: then each size runs the recorded samples, repeated.
+        One batch size speaks for all, as they have the same steps; unless two are one step at some
+        sizes only, or some steps' attributes follow the batch: then each size runs the recorded
+        samples, repeated.
 
         Raises:
             ArtifactError: it cannot run, or an output deviates by more than the plan's tolerance.
