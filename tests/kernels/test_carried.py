@@ -328,3 +328,20 @@ def test_cuda_is_carried_too(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cuda(SCALE, "scale").cubin("sm_90") == compiled.cubins[compiled.kernels[0].cubin]
         with pytest.raises(AssertionError, match="is compiled"):
             cuda(SCALE.replace("*=", "+="), "scale").cubin("sm_90")
+
+
+def test_cuda_is_compiled_once_on_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = cuda(SCALE, "scale").cubin("sm_90")
+    (kept,) = tmp_path.rglob("scale.cubin")
+    assert kept.read_bytes() == made
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something is compiled")
+
+    monkeypatch.setattr("torch.cuda._utils._nvrtc_compile", refuse)
+    assert cuda(SCALE, "scale").cubin("sm_90") == made
+    with pytest.raises(AssertionError, match="is compiled"):
+        cuda(SCALE, "scale").cubin("sm_80")

@@ -1,6 +1,6 @@
 """CUDA C++ as a kernel: compiled by nvrtc through torch, launched by the CUDA driver.
 
-A plan carries what was compiled like every other kernel's code.
+What was compiled is kept in Triton's cache, and a plan carries it like every other kernel's code.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.cuda import _utils as compiler
+from triton.runtime.cache import get_cache_manager
 
 from tessella.core.errors import KernelError, UsageError
 from tessella.core.record import digest
@@ -146,6 +148,9 @@ class CudaKernel:
         found = store.find(self.key(target), self.name) if store is not None else None
         if store is not None and found is not None:
             return store.cubin(found)
+        kept = get_cache_manager(digest([self.key(target), torch.version.cuda]))
+        if (path := kept.get_file(file := f"{self.name}.cubin")) is not None:
+            return Path(path).read_bytes()
         try:
             architecture = target.removeprefix("sm_") + self._own
             cubin, _ = compiler._nvrtc_compile(
@@ -157,6 +162,7 @@ class CudaKernel:
                 seen=str(error).strip()[:1500],
                 fix="correct the source",
             ) from error
+        kept.put(cubin, file)
         return cubin
 
     def _values(self, args: Sequence[Any]) -> list[Any]:
