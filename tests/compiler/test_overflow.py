@@ -1,4 +1,7 @@
-"""Values that a precision cannot hold: found when the plan is built, and the layer is named."""
+"""Values that a precision cannot hold: found when the plan is built, and the layer is named.
+
+What rounding alone makes of a network that amplifies it is no fault of the plan.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import nn
 
 from tessella import compiler, runtime
 from tessella.compiler.pipeline import optimized
+from tessella.compiler.verify import MOST_NARROW, NARROW_MARGIN, TOLERANCES
 from tessella.core.errors import CompileError
 from tessella.core.spec import DimRange, TensorSpec
 from tests.compiler.networks import build, graph_of, plan
@@ -90,3 +94,46 @@ def test_values_that_are_not_finite_cannot_be_calibrated_with(value: float) -> N
     graph = graph_of(loud(1.0), IMAGE, DimRange(min=1, opt=2, max=2))
     with pytest.raises(CompileError, match="not finite"):
         compiler.calibrate(graph, [{"image": torch.full((1, 16, 4, 4), value)}])
+
+
+class Amplifier(nn.Module):
+    """Layers whose sums are ``gain`` times as large as a tanh takes without loss."""
+
+    def __init__(self, depth: int, gain: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(16, 16, 1, bias=False) for _ in range(depth))
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.weight.normal_(0, gain / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.flatten(1)
+
+
+def amplifier(depth: int, gain: float = 1.6) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Amplifier(depth, gain).eval()
+
+
+def test_a_plan_may_be_as_far_off_as_its_precision_is() -> None:
+    """Torch in bfloat16 is off by more than the tolerance, so that the plan may be, too."""
+    module = amplifier(10)
+    x = torch.randn(8, 16, 4, 4, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        right = module.double()(x.double())
+        of_torch = (module.bfloat16()(x.bfloat16()).double() - right).abs().max()
+    assert of_torch > TOLERANCES["bf16"][0]
+    made = build(module.float(), IMAGE, precision="bf16")
+    assert TOLERANCES["bf16"][0] < made.manifest.tolerance <= MOST_NARROW * TOLERANCES["bf16"][0]
+    error = (runtime.load(made)(x)["scores"].double() - right).abs().max()
+    assert error <= NARROW_MARGIN * of_torch
+    exact = build(amplifier(10), IMAGE, precision="fp32")
+    assert exact.manifest.tolerance == TOLERANCES["fp32"][0]
+
+
+def test_a_precision_that_says_nothing_any_more_is_refused() -> None:
+    with pytest.raises(CompileError, match="does not compute what the network computes"):
+        build(amplifier(40), IMAGE, precision="bf16")

@@ -177,7 +177,10 @@ def compile_graph(
         alike = not assignment.pruned
         wanted = verify.rounded(wanted, rounded, emit, target=target, alike=alike, snr_db=snr_db)
     loosest = assignment.loosest
-    lowered = _changed(rounded, (*narrowing(assignment), *marking(target)))
+    lowered = _changed(rounded, lowering(assignment))
+    if lowering(assignment):
+        wanted = verify.narrowed(wanted, lowered, target=target)
+    lowered = _changed(lowered, (*fusing(target), *marking(target)))
     variants = [lowered, *(fused for fused, _ in with_siblings(lowered, target))]
     constants = {v.name: t for graph in variants for v, t in graph.constants.items()}
     trials = Lock(measuring.cache, lines=measuring.lock)
