@@ -192,7 +192,7 @@ KERNELS: tuple[Kernel, ...] = (
         "conv.hopper.chain",
         "sm_90",
         source="tessella",
-        version=2,
+        version=3,
     ),
     _row("conv2d_pool.direct.sm90", "conv.hopper.pooled", "sm_90", source="tessella"),
     *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella", version=2),

@@ -4,6 +4,9 @@ In a residual network the wide result of one block (conv + residual + ReLU) is r
 next residual, much later, and at once by the next block's first 1 × 1 convolution, which is bound
 by that reading. Here the wide result is multiplied on while it is on the chip (``chain_device``).
 
+A group waits for its chunk's residual, finishes it and multiplies on, one chunk after another: two
+or three groups take turns. Of three each has fewer registers, and so fewer channels.
+
 Bytes that must pass memory, ResNet-50 at batch 128 in FP16, and what a block of two groups of 64
 pixels holds in shared memory, with chunks of 64 channels (at 14²: one group, chunks of 32):
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +56,9 @@ PIECE = 64  # channels of the result that are finished at a time
 MULTIPROCESSORS = 132
 SHARED_BYTES = 232448 - 2048  # of a block, less what barriers and the compiler take
 MOST_SLOTS = 8
-MAX_CONFIGS = 8
+MAX_CONFIGS, OF_GROUPS = 8, 4  # in all, and of as many groups
+# channels of a chunk and of the result that a group's registers hold the sums of
+MOST_CHANNELS = {1: 512, 2: 512, 3: 192}
 
 # places of the inputs
 X, WEIGHT, BIAS, RESIDUAL, SCALE, NEXT_WEIGHT, NEXT_BIAS, NEXT_SCALE = range(8)
@@ -128,12 +134,18 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     shape = shape_of(problem)
     reads, keeps = problem.meta(RESIDUAL) is not None, bool(problem.attr("keep"))
     ranked = sorted(_candidates(shape), key=lambda c: _estimate(shape, c, reads, keeps))
-    return tuple(ranked[:MAX_CONFIGS])
+    of_groups: Counter[int] = Counter()
+    kept = []
+    for config in ranked:
+        if of_groups[config["groups"]] < OF_GROUPS:
+            of_groups[config["groups"]] += 1
+            kept.append(config)
+    return tuple(kept[:MAX_CONFIGS])
 
 
 def _candidates(shape: Shape) -> Iterator[dict[str, Any]]:
     """Everything that fits, with as many slots as are left room for."""
-    for groups, chunk_bytes, buffers in itertools.product((2, 1), (128, 64), (2, 1)):
+    for groups, chunk_bytes, buffers in itertools.product((3, 2, 1), (128, 64), (2, 1)):
         chunk = chunk_bytes // shape.itemsize
         chunks = -(-shape.between // chunk)
         if chunk < 64 and shape.itemsize == 1:
@@ -142,6 +154,8 @@ def _candidates(shape: Shape) -> Iterator[dict[str, Any]]:
             continue
         if shape.wide_out > 128 and chunk_bytes == 128:
             continue  # registers would spill
+        if chunk + shape.wide_out > MOST_CHANNELS[groups]:
+            continue
         for stages, resident in ((chunks, True), *((n, False) for n in (8, 6, 4, 3, 2))):
             if stages >= chunks and not resident:
                 continue

@@ -80,27 +80,29 @@ def _hand_out(
     held,
     tiles,
     chunks,
-    GROUP: gl.constexpr,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
     GROUPS: gl.constexpr,
     SLOTS: gl.constexpr,
     RESIDUAL: gl.constexpr,
 ):
-    """A group's slots, in turn: with a chunk's residual in them, if there is one."""
+    """The slots of COUNT groups, in turn: with a chunk's residual in them, if there is one."""
     slots, landed, freed = held
     BM: gl.constexpr = residual.block_type.shape[0]
     CHUNK: gl.constexpr = residual.block_type.shape[1]
     wait_for_dependencies()
     u = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row = (tile * GROUPS + GROUP) * BM
         for chunk in range(chunks):
-            i = GROUP * SLOTS + u % SLOTS
-            mbarrier.wait(freed.index(i), ((u // SLOTS) & 1) ^ 1)
-            if RESIDUAL:
-                mbarrier.expect(landed.index(i), residual.block_type.nbytes)
-                load_tile(residual, [row, chunk * CHUNK], landed.index(i), slots.index(i))
-            else:
-                mbarrier.arrive(landed.index(i))
+            for group in gl.static_range(FIRST, FIRST + COUNT):
+                row = (tile * GROUPS + group) * BM
+                i = group * SLOTS + u % SLOTS
+                mbarrier.wait(freed.index(i), ((u // SLOTS) & 1) ^ 1)
+                if RESIDUAL:
+                    mbarrier.expect(landed.index(i), residual.block_type.nbytes)
+                    load_tile(residual, [row, chunk * CHUNK], landed.index(i), slots.index(i))
+                else:
+                    mbarrier.arrive(landed.index(i))
             u += 1
 
 
@@ -370,9 +372,9 @@ def convolve_twice(
                          NEXT_FOLDED)),
             (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
             (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
-            (_hand_out, (residual, held, tiles, chunks, 0, GROUPS, SLOTS, RESIDUAL)),
+            (_hand_out, (residual, held, tiles, chunks, 0, 1, GROUPS, SLOTS, RESIDUAL)),
         ], [1, 1, 1], [88, 88, 88])  # of 168 · 2; the group gets the rest
-    else:
+    elif GROUPS == 2:
         gl.warp_specialize([
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
                          chunks, 0, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
@@ -384,7 +386,25 @@ def convolve_twice(
                          NEXT_FOLDED)),
             (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
             (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
-            (_hand_out, (residual, held, tiles, chunks, 0, GROUPS, SLOTS, RESIDUAL)),
-            (_hand_out, (residual, held, tiles, chunks, 1, GROUPS, SLOTS, RESIDUAL)),
+            (_hand_out, (residual, held, tiles, chunks, 0, 1, GROUPS, SLOTS, RESIDUAL)),
+            (_hand_out, (residual, held, tiles, chunks, 1, 1, GROUPS, SLOTS, RESIDUAL)),
         ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])
+    else:
+        gl.warp_specialize([
+            (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
+                         chunks, 0, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
+                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
+                         NEXT_FOLDED)),
+            (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
+                         chunks, 1, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
+                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
+                         NEXT_FOLDED)),
+            (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
+                         chunks, 2, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
+                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
+                         NEXT_FOLDED)),
+            (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
+            (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
+            (_hand_out, (residual, held, tiles, chunks, 0, 3, GROUPS, SLOTS, RESIDUAL)),
+        ], [4, 4, 1, 1, 1], [160, 160, 24, 24, 24])  # one warp hands out: 16 in all
     # fmt: on
