@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.cases import attention, conv, gemm, pairs
+from benchmarks.cases import attention, conv, gemm, pairs, transform
 from benchmarks.cases.case import Case
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
@@ -30,4 +30,5 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     ),
     "published": conv.published,
     "attention": attention.forward,
+    "rearrange": transform.forward,
 }

@@ -71,6 +71,7 @@ def test_16_bit_values_are_more_passes() -> None:
         "lower_precision",
         "dead_code",
         "fuse_requantization",
+        "fuse_rearrangements",
         "fuse_pointwise",
         "mark_non_negative",
         "assign_layout channels_last",

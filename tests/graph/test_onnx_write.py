@@ -179,6 +179,7 @@ LATER = {
     "conv2d_chain",
     "conv2d_pool",
     "linear_norm",
+    "rearrange",
     "pointwise",
     "user",
 }

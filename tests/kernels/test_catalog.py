@@ -136,6 +136,9 @@ PROBLEMS = [
     problem("reshape", [X], (2, 144), {"shape": (2, 144)}, format=LAST, made="contiguous"),
     problem("reshape", [X], (2, 144), {"shape": (2, 144)}),
     problem("permute", [X], (2, 6, 6, 4), {"dims": (0, 2, 3, 1)}, made="strided"),
+    *(problem("rearrange", [X], X, {"sizes": (2, 2, 2, 6, 6), "rolls": r, "dims": (0, 2, 1, 3, 4),
+                                    "shape": X}, format=f)
+      for f in ("contiguous", LAST) for r in ((), (((3,), 2), ((4,), 5)), (((1, 2), 1),))),
     *(problem("slice", [X], (2, 2, 6, 6), {"dim": 1, "start": 1, "end": e, "step": s},
               format=f, made="strided")
       for f, e, s in (("contiguous", 3, 1), (LAST, None, 2))),

@@ -9,16 +9,18 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import nn
 
 from tessella import runtime
 from tessella.core.errors import UsageError
+from tessella.core.spec import TensorSpec
 from tessella.kernels.limits import Limits
 from tessella.kernels.problem import Problem, TensorMeta
 from tessella.kernels.timing import Timing
 from tessella.runtime import picture, profiler
 from tessella.runtime.profiler import Profile, profile, table
 from tessella.runtime.trace import chrome_trace
-from tests.compiler.networks import captured, plan
+from tests.compiler.networks import build, captured, plan
 from tests.runtime.test_slices import subject
 
 # A machine that is easy to count with: 1 GB/s, 1 GFLOP/s.
@@ -62,8 +64,9 @@ def test_the_roofline_of_each_step(measured: Profile) -> None:
     pool = next(t for t in measured if t.op == "max_pool2d")
     assert pool.bound == "memory"
     assert pool.least_us == pytest.approx(pool.nbytes / 1e3)
-    view = next(t for t in measured if t.kernel.endswith(".view"))
-    assert (view.nbytes, view.least_us) == (0, 0.0)  # no element moves
+    flat = next(t for t in measured if t.kernel == "reshape.view")
+    assert flat.nbytes in (0, 2 * 4 * 2 * 800)  # a view, or rows of channels_last turned to planes
+    assert flat.least_us == pytest.approx(flat.nbytes / 1e3)
     assert measured.least_us == pytest.approx(sum(t.least_us for t in measured))
 
 
@@ -151,3 +154,28 @@ def test_a_slice_is_timed_in_the_strides_that_its_kernel_was_bound_to(monkeypatc
     profile(engine, 2, budget_s=0.0)
     assert [b.name for b in subject().program.buckets[0].buffers if b.slice and b.name in seen]
     assert all(seen.values())
+
+
+class Turned(nn.Module):
+    """A view of any strides, and what cannot be one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp().mT.reshape(-1, 12, 4).exp()
+
+
+def test_a_reshape_that_copies_is_timed_on_such_a_view(monkeypatch) -> None:
+    engine = runtime.load(build(Turned(), TensorSpec(name="x", dtype="float32", shape=(1, 6, 8))))
+    at = [s.step.op for s in engine.bound(2).steps].index("reshape")
+    step, seen = engine.bound(2).steps[at], []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.stride())
+        return step.call(x)
+
+    engine.bound(2).steps[at] = replace(step, call=call)
+    monkeypatch.setattr(profiler, "limits", lambda *_: ROUND)
+    made = profile(engine, 2, budget_s=0.0)
+    assert set(seen) == {(48, 1, 8)}
+    assert made[at].nbytes == 2 * 4 * 2 * 6 * 8
+    assert made[at].least_us == pytest.approx(made[at].nbytes / 1e3)
+    assert [(t.nbytes, t.least_us) for t in made if t.op == "permute"] == [(0, 0.0)]

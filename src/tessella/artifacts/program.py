@@ -340,9 +340,23 @@ def alike(one: Bucket, other: Bucket) -> bool:
     """
     return len(one.steps) == len(other.steps) and all(
         a.op == b.op
-        and (canonical_json(a.attrs) == canonical_json(b.attrs) or a.op in ("reshape", "expand"))
+        and (canonical_json(a.attrs) == canonical_json(b.attrs) or _same_but_shapes(a, b))
         for a, b in zip(one.steps, other.steps, strict=True)
     )
+
+
+def _same_but_shapes(one: Step, other: Step) -> bool:
+    """Whether two steps of an operation differ in what their inputs and outputs leave no choice."""
+    if one.op != "rearrange":
+        return one.op in ("reshape", "expand")
+    rest = ({k: v for k, v in s.attrs.items() if k not in ("shape", "sizes")} for s in (one, other))
+    if len({canonical_json(attrs) for attrs in rest}) > 1:
+        return False
+    a, b = one.attrs.get("sizes"), other.attrs.get("sizes")
+    if not isinstance(a, list | tuple) or not isinstance(b, list | tuple) or len(a) != len(b):
+        return False
+    differ = [x for x, y in zip(a, b, strict=True) if x != y]
+    return len(differ) <= 1  # the product tells that one
 
 
 # Attributes that may hold a number that follows the batch.

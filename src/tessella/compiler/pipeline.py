@@ -26,6 +26,7 @@ from tessella.compiler.passes import (
     fuse_chains,
     fuse_epilogue,
     fuse_pointwise,
+    fuse_rearrangements,
     fuse_requantization,
     insert_quantization,
     join_in_place,
@@ -105,6 +106,7 @@ PASSES = (
 #   lower_quantization    layers between such roundings, a file's own too, work on int8 or fp8
 #   pad_channels          their channels by 16, for a GPU
 #   lower_precision   16-bit values, with casts at the edges of the network
+#   fuse_rearrangements   reshapes, permutes and rolls that end in a copy, as one step
 #   fuse_pointwise    what no layer took, element by element or along rows, as one step
 #   widen_results     a layer before a cast to float32 writes float32, on a GPU
 #   mark_non_negative poolings of 16-bit numbers behind a ReLU say so, on a CPU
@@ -348,6 +350,7 @@ def fusing(target: str) -> tuple[Pass, ...]:
     chains = partial(fuse_pointwise.apply, target=target)
     fuse = (
         Pass(round_, "codes are made by the layer, behind its activation"),
+        Pass(fuse_rearrangements.apply, "what reshapes and rolls copy moves once, and is a step"),
         Pass(chains, "a chain of small operations passes memory once"),
     )
     if target != "sm_90":

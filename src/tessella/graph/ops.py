@@ -193,6 +193,8 @@ _ROWS = (
     # moving, cutting and joining
     _op("reshape", "input", "shape", view=True),
     _op("permute", "input", "dims", view=True),
+    # axes in parts, some rolled, permuted, joined again: a copy, where the two above are views
+    _op("rearrange", "input", "sizes rolls dims shape"),
     _op("expand", "input", "shape", view=True),
     _op("slice", "input", "dim start end step", view=True),
     _op("select", "input", "dim index", "select.int", view=True),

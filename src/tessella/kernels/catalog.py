@@ -195,7 +195,7 @@ KERNELS: tuple[Kernel, ...] = (
         version=3,
     ),
     _row("conv2d_pool.direct.sm90", "conv.hopper.pooled", "sm_90", source="tessella"),
-    *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella", version=2),
+    *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella", version=3),
     *_rows("conv2d conv1d conv3d", "gemm", "conv.gemm", "tessella"),
     *_rows("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", "tessella"),
     *_rows(
@@ -297,6 +297,9 @@ KERNELS: tuple[Kernel, ...] = (
     _row("cat.in_place", "transform.join", *_TORCH, source="aten"),
     _row("image_to_tensor.pointwise", "transform.image", "sm_90", source="tessella"),
     *_aten("image_to_tensor", "transform.image_aten"),
+    _row("rearrange.rows", "transform.rearrange_rows", "sm_90", source="tessella"),
+    _row("rearrange.tiles", "transform.rearrange_tiles", "sm_90", source="tessella"),
+    *_aten("rearrange", "transform.rearrange_aten"),
     _row("reshape.view", "transform.reshape", *_TORCH, source="aten", views=True),
     _row("permute.view", "transform.permute", *_TORCH, source="aten", views=True),
     *(

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from tessella.kernels.problem import Problem, TensorMeta, memory_format
 
 
-def sample_inputs(problem: Problem, device: torch.device) -> list[torch.Tensor]:
+def sample_inputs(
+    problem: Problem,
+    device: torch.device,
+    strides: Mapping[int, tuple[int, ...]] | None = None,
+) -> list[torch.Tensor]:
     """Every input that is not a constant: normal numbers, int8 over its range, indices zero.
 
     Half of bools are true. Where a problem says so, numbers are their magnitudes.
+
+    Args:
+        strides: by position, of views of which the problem does not tell them.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -37,8 +44,14 @@ def sample_inputs(problem: Problem, device: torch.device) -> list[torch.Tensor]:
             memory_format=memory_format(meta.format, len(meta.shape))
         )
 
+    def view(meta: TensorMeta, steps: tuple[int, ...]) -> torch.Tensor:
+        extent = 1 + sum(max(0, d - 1) * s for d, s in zip(meta.shape, steps, strict=True))
+        flat = sample(TensorMeta(shape=(extent,), dtype=meta.dtype))
+        return flat.as_strided(meta.shape, steps)
+
+    known = strides or {}
     return [
-        sample(meta)
+        view(meta, known[i]) if i in known else sample(meta)
         for i, meta in enumerate(problem.inputs)
         if meta is not None and i not in problem.constant
     ]

@@ -24,7 +24,6 @@ from tessella.kernels.problem import Math, Problem
 from tessella.kernels.timing import measure
 from tessella.kernels.work import flops, nbytes
 
-
 VERSION = 2  # of how they are measured
 
 

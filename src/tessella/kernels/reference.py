@@ -25,8 +25,8 @@ _FAMILIES: dict[str, str] = {
     "softmax": "softmax log_softmax",
     "reduce": "mean sum amax amin",
     "attention": "scaled_dot_product_attention",
-    "transform": "reshape permute expand cat split slice select pad interpolate embedding to clone"
-    " image_to_tensor",
+    "transform": "reshape permute rearrange expand cat split slice select pad interpolate embedding"
+    " to clone image_to_tensor",
     "pointwise": "add sub mul div pow maximum minimum relu relu6 sigmoid tanh silu gelu"
     " hardswish hardsigmoid mish leaky_relu prelu elu softplus clamp exp log sqrt rsqrt reciprocal"
     " neg abs erf pointwise",

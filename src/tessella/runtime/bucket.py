@@ -36,6 +36,9 @@ class BoundStep:
 class BoundBucket:
     """The program of one batch size. Not safe for two threads at once: the arena is shared.
 
+    Attributes:
+        strides: by name, of views of which the plan does not tell them; known after the first run.
+
     Raises:
         ArtifactError: the plan names a kernel that is not here, or that cannot run here.
     """
@@ -59,6 +62,7 @@ class BoundBucket:
         self._inputs = [slot_of[n] for n in program.inputs]
         self._outputs = [slot_of[n] for n in program.outputs]
         self.steps: list[BoundStep] = []
+        self.strides: dict[str, tuple[int, ...]] = {}
         self._writes: list[list[int]] = []
         self._runs: list[tuple[Callable[[Slots], None], tuple[int, ...]]] = []
         self._slices = {
@@ -129,6 +133,11 @@ class BoundBucket:
                         f"not {meta}",
                         fix="build the plan again",
                     )
+            for name, slot, meta in zip(
+                step.step.outputs, writes, step.problem.outputs, strict=True
+            ):
+                if meta.format == "strided":
+                    self.strides[name] = slots[slot].stride()
             for slot in drops:
                 slots[slot] = None
         self._checked = True

@@ -37,7 +37,7 @@ class GraphedBucket:
         device: torch.device,
     ) -> None:
         self.batch = bound.batch
-        self.steps = bound.steps
+        self.steps, self.strides = bound.steps, bound.strides
         with torch.inference_mode(False):  # else they could not be written outside of that mode
             self.inputs = [meta.empty(device).zero_() for meta in inputs]
         with torch.inference_mode(), float32_math(math):

@@ -1,14 +1,14 @@
 """The profiler: how long each step of an engine takes, and how far that is from what the machine
 allows.
 
-A step is measured by itself, on operands of its own; on a CPU also inside a run of the whole
-program, where caches are as cold as the other steps leave them.
+A step is measured by itself, on operands of its own, which lie as its own would; on a CPU also
+inside a run of the whole program, where caches are as cold as the other steps leave them.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -126,19 +126,20 @@ def profile(
         folder: where this machine's limits are kept; measured now (about a second) if None.
     """
     with engine.alone(batch) as bucket, torch.inference_mode(), carrying(engine.carried):
-        timings = [_time(step, engine.device, budget_s) for step in bucket.steps]
         inputs = [_sample(spec, batch, engine.device) for spec in engine.inputs]
-        seconds = budget_s * len(timings)
+        bucket(inputs)  # views' strides are known after it
+        measured = [_time(s, bucket.strides, engine.device, budget_s) for s in bucket.steps]
+        seconds = budget_s * len(measured)
         bucket(inputs)
         total = latency({"run": lambda: bucket(inputs)}, device=engine.device, seconds=seconds,
                         rounds=MAX_RUNS)["run"]  # fmt: skip
         in_run = _in_run_us(bucket, inputs, seconds) if isinstance(bucket, BoundBucket) else None
     target = engine.manifest.fingerprint.target
     ceilings = limits(target, folder)
-    sum_us = sum(t.time_us for t in timings)
+    sum_us = sum(timing.time_us for timing, _ in measured)
     steps = tuple(
-        _step_time(bound, timing, sum_us, in_run[i] if in_run else None, ceilings)
-        for i, (bound, timing) in enumerate(zip(bucket.steps, timings, strict=True))
+        _step_time(bound, *measured[i], sum_us, in_run[i] if in_run else None, ceilings)
+        for i, bound in enumerate(bucket.steps)
     )
     return Profile(
         plan=engine.manifest.built_from,
@@ -151,9 +152,14 @@ def profile(
 
 
 def _step_time(
-    bound: BoundStep, timing: Timing, sum_us: float, in_run_us: float | None, ceilings: Limits
+    bound: BoundStep,
+    timing: Timing,
+    moves: bool,
+    sum_us: float,
+    in_run_us: float | None,
+    ceilings: Limits,
 ) -> StepTime:
-    problem, view = bound.problem, catalog.kernel(bound.step.kernel).algorithm == "view"
+    problem, view = bound.problem, not moves
     work, rate = flops(problem), ceilings.flops_limit(problem)
     least_us = 0.0 if view else ceilings.least_us(problem)
     moved_us = 0.0 if view else 1e6 * nbytes(problem) / ceilings.copy_bytes_s
@@ -184,14 +190,24 @@ def _on_tensor_cores(problem: Problem, ceilings: Limits) -> bool:
     return first.dtype in TENSOR_CORE_TYPES or tf32
 
 
-def _time(bound: BoundStep, device: torch.device, budget_s: float) -> Timing:
-    inputs = sample_inputs(bound.problem, device)
+def _time(
+    bound: BoundStep, strides: Mapping[str, tuple[int, ...]], device: torch.device, budget_s: float
+) -> tuple[Timing, bool]:
+    """A step's time, and whether it moves anything: a reshape of a permuted view does."""
+    names = bound.step.inputs
+    known = {i: strides[name] for i, name in enumerate(names) if name in strides}
+    inputs = sample_inputs(bound.problem, device, known)
     # a buffer of its own, as the arena may be in use; a slice with the gaps of its tensor
     out = {} if bound.out is None else {"out": bound.problem.output.empty(device)}
     with float32_math(bound.problem.math):
-        bound.call(*inputs, **out)
+        made = bound.call(*inputs, **out)
         runs = {"step": lambda: bound.call(*inputs, **out)}
-        return measure(runs, device=device, budget_s=budget_s)["step"]
+        timing = measure(runs, device=device, budget_s=budget_s)["step"]
+    if catalog.kernel(bound.step.kernel).algorithm != "view":
+        return timing, True
+    first = made if isinstance(made, torch.Tensor) else made[0]
+    places = {t.untyped_storage().data_ptr() for t in inputs}
+    return timing, first.untyped_storage().data_ptr() not in places
 
 
 def _sample(spec: TensorSpec, batch: int, device: torch.device) -> torch.Tensor:

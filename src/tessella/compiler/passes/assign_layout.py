@@ -9,13 +9,15 @@ from __future__ import annotations
 from typing import Literal
 
 from tessella.compiler.passes.fuse_epilogue import only_use
-from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.graph import Graph, Node, Value, attrs_at, shape_at
 from tessella.kernels.pointwise.program import has_pool, has_rows
-from tessella.kernels.problem import Format
+from tessella.kernels.problem import Format, TensorMeta
+from tessella.kernels.transform.parts import innermost
 from tessella.kernels.transform.permute import format_of
 
 Layout = Literal["contiguous", "channels_last"]
 Formats = dict[str, Format]  # by value name; contiguous if absent
+BATCH = 11  # to ask what follows it: a size that few other axes have
 
 # fmt: off
 FOLLOWS = frozenset((
@@ -58,6 +60,8 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
         return format_of(formats.get(node.inputs[0].name, "contiguous"), node.attrs["dims"])
     if node.op == "reshape" and formats.get(node.inputs[0].name) == "strided":
         return "strided" if _cuts_heads(graph, node) else "contiguous"
+    if node.op == "rearrange":
+        return _of_rows(node, formats, layout)
     if node.op not in FOLLOWS:
         return "contiguous" if node.op in DENSE else "strided"
     leads = any(
@@ -68,6 +72,17 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
         for v in node.inputs
     )
     return "channels_last" if leads and len(value.shape) == 4 else "contiguous"
+
+
+def _of_rows(node: Node, formats: Formats, layout: Layout) -> Format:
+    """What lies together before lies together after a ``rearrange``, if that may be channels."""
+    x, result = node.inputs[0], node.output
+    if layout == "contiguous" or len(result.shape) != 4:
+        return "contiguous"
+    shape, format = shape_at(x.shape, BATCH), formats.get(x.name, "contiguous")
+    meta = TensorMeta(shape=shape, dtype=x.dtype, format=format)
+    channels = innermost(meta, attrs_at(node.attrs, BATCH)) == 1
+    return "channels_last" if channels else "contiguous"
 
 
 def _cuts_heads(graph: Graph, node: Node) -> bool:
@@ -123,7 +138,7 @@ def _writes_any_format(node: Node) -> bool:
     if node.op == "pointwise":
         program = node.attrs["program"]
         return len(node.outputs) == 1 and not has_rows(program) and not has_pool(program)
-    return node.op in ("to", "image_to_tensor", "quantize", "dequantize")
+    return node.op in ("to", "image_to_tensor", "quantize", "dequantize", "rearrange")
 
 
 def _is_part_of_pixels(node: Node | None, formats: Formats) -> bool:

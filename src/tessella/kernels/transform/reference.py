@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from tessella.kernels.transform import parts
+
 Tensor = torch.Tensor
 
 
@@ -16,6 +18,45 @@ def reshape(input: Tensor, *, shape: Sequence[int]) -> Tensor:
 
 def permute(input: Tensor, *, dims: Sequence[int]) -> Tensor:
     return input.permute(tuple(dims))
+
+
+def rearrange(
+    input: Tensor,
+    *,
+    sizes: Sequence[int],
+    rolls: Sequence[tuple[Sequence[int], int]],
+    dims: Sequence[int],
+    shape: Sequence[int],
+) -> Tensor:
+    """Axes are cut into parts, some parts are rolled, all are permuted and joined to other axes.
+
+    Windows of an image [N, H, W, C], 3 pixels further on, are ``sizes`` (N, H/7, 7, W/7, 7, C),
+    ``rolls`` (((1, 2), H - 3), ((3, 4), W - 3)), ``dims`` (0, 1, 3, 2, 4, 5), and what puts them
+    back rolls (((1, 3), 3), ((2, 4), 3)).
+
+    Args:
+        sizes: of the parts, in the input's order: each axis is the product of some.
+        rolls: parts, by position, that are counted as one axis, the first outermost, and by how
+            many places that axis is rolled: what was at 0 is at the shift then.
+        dims: the parts' new order; ``shape``: each axis is the product of some in that order.
+
+    Raises:
+        ValueError: the attributes do not fit the input or each other.
+    """
+    parts.require(input.shape, sizes, rolls, dims, shape)
+    made = input.reshape(tuple(sizes))
+    for axes, shift in rolls:
+        made = _rolled(made, tuple(axes), shift)
+    return made.permute(tuple(dims)).reshape(tuple(shape))
+
+
+def _rolled(input: Tensor, axes: tuple[int, ...], shift: int) -> Tensor:
+    order = (*axes, *(d for d in range(input.dim()) if d not in axes))
+    front = input.permute(order)
+    flat = front.flatten(0, len(axes) - 1)
+    place = len(flat) - shift
+    turned = torch.cat((flat[place:], flat[:place])).reshape(front.shape)
+    return turned.permute([order.index(d) for d in range(input.dim())])
 
 
 def expand(input: Tensor, *, shape: Sequence[int]) -> Tensor:

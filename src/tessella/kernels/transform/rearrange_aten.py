@@ -1,0 +1,95 @@
+"""``rearrange`` by torch: one copy between two views; what rolls is taken row by row.
+
+torch rolls an axis at a time, each a pass over memory; rows whose numbers are known before are one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.transform import reference
+from tessella.kernels.transform.parts import Moves, moves
+
+WRITES_OUT = True
+
+
+def fits(problem: Problem) -> str | None:
+    if problem.constant:
+        return "takes no constants"
+    return "makes dense tensors" if problem.output.format == "strided" else None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    a = problem.attrs
+    sizes, dims = tuple(a["sizes"]), tuple(a["dims"])
+    if not any(shift for _, shift in a["rolls"]):
+        return _copy(sizes, dims)
+    made = moves(problem) if problem.inputs[0].format != "strided" else Moves(parts=())
+    width = row_width(made)
+    if width == 1:
+        return lambda x, *, out: out.copy_(reference.rearrange(x, **a))
+    rows = _rows(made, width)
+    before, after = (_in_memory(meta) for meta in (problem.inputs[0], problem.output))
+    on_device: dict[torch.device, torch.Tensor] = {}
+
+    def select(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        if x.device not in on_device:  # in the run before a graph is captured
+            on_device[x.device] = rows.to(x.device)
+        table, made = (
+            (t.view(torch.uint8) if t.itemsize == 1 else t).permute(order).view(-1, width)
+            for t, order in ((x, before), (out, after))
+        )
+        torch.index_select(table, 0, on_device[x.device], out=made)
+        return out
+
+    return select
+
+
+def _copy(sizes: tuple[int, ...], dims: tuple[int, ...]) -> Call:
+    parts = tuple(sizes[d] for d in dims)
+
+    def copy(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        out.view(parts).copy_(x.reshape(sizes).permute(dims))
+        return out
+
+    return copy
+
+
+def row_width(moves: Moves) -> int:
+    """Elements that lie together on both sides, in the result and in the input; 1 if there are none
+    that do not turn.
+    """
+    if not moves.parts or len(moves.parts) - 1 in moves.turning or moves.parts[-1].read != 1:
+        return 1
+    width = moves.parts[-1].size
+    return width if all(p.read % width == 0 for p in moves.parts[:-1]) else 1
+
+
+def _rows(moves: Moves, width: int) -> torch.Tensor:
+    """The number of the input's row for each row of the result."""
+    parts = moves.parts[:-1]
+    shape = [p.size for p in parts]
+    places = [
+        torch.arange(p.size).reshape([-1 if i == at else 1 for i in range(len(shape))])
+        for at, p in enumerate(parts)
+    ]
+    for turn in moves.turns:
+        whole = math.prod(parts[p].size for p in turn.parts)
+        place = torch.zeros((), dtype=torch.int64)
+        for p in turn.parts:
+            place = place * parts[p].size + places[p]
+        place = (place + turn.back) % whole
+        for p in reversed(turn.parts):
+            places[p], place = place % parts[p].size, place // parts[p].size
+    rows = sum(place * (p.read // width) for place, p in zip(places, parts, strict=True))
+    return torch.as_tensor(rows).expand(shape).reshape(-1)
+
+
+def _in_memory(meta: TensorMeta) -> list[int]:
+    """The axes, the one whose places lie farthest apart first."""
+    return sorted(range(len(meta.shape)), key=lambda d: -meta.dense_strides[d])
