@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tessella.kernels import catalog
-from tessella.kernels.conv import direct
 from tests.kernels.convolutions import Case, check, draw, right, run
-from tests.kernels.test_conv_portable import ALGORITHMS, CASES, LAST, row
+from tests.kernels.test_conv_portable import (
+    ALGORITHMS,
+    CASES,
+    DEPTHWISE_CASES,
+    LAST,
+    row,
+    strip_of,
+)
+from tests.kernels.test_conv_portable import SHAPES as DEPTHWISE_SHAPES
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -29,6 +36,7 @@ SHAPES = {
     "groups": Case(x=(2, 64, 9, 11), w=(64, 16, 3, 3), groups=4, padding=1),
     "depthwise": Case(x=(2, 72, 21, 19), w=(72, 1, 3, 3), groups=72, padding=1, activation="relu6"),
     "depthwise 5": Case(x=(2, 40, 21, 19), w=(80, 1, 5, 5), groups=40, padding=2, stride=2),
+    "depthwise stride 2": Case(x=(2, 72, 21, 19), w=(72, 1, 5, 5), groups=72, padding=2, stride=2),
     "depthwise 7": Case(x=(3, 72, 14, 15), w=(72, 1, 7, 7), groups=72, padding=3, bias="float32"),
 }
 
@@ -78,16 +86,25 @@ def test_every_configuration(algorithm: str) -> None:
                 check(kernel, varied, config, device="cuda", integers=True)
 
 
-@pytest.mark.parametrize(("rows", "columns"), direct.BLOCKINGS)
-def test_depthwise_blocks_of_pixels(rows: int, columns: int) -> None:
-    """Every shape of an item, of four channels a thread, with what an activation adds."""
-    for activation in ("silu", "relu", "hardswish"):
+@pytest.mark.parametrize("name", DEPTHWISE_CASES)
+def test_depthwise_cases_of_the_interpreter(name: str) -> None:
+    case = DEPTHWISE_CASES[name]
+    for rows in (1, 3, 99):
+        for lines in (0, 1, 2):
+            config = strip_of(case, (2, 4, lines), rows)
+            check(row("direct", case), case, config, device="cuda", integers=True)
+
+
+@pytest.mark.parametrize("shape", DEPTHWISE_SHAPES)
+@pytest.mark.parametrize("name", ["depthwise", "depthwise 7", "depthwise stride 2"])
+def test_depthwise_strips(name: str, shape: tuple[int, int, int]) -> None:
+    """Every kernel, with what an activation adds, in strips of a row, of some and of all."""
+    for activation, rows in (("silu", 1), ("relu", 4), ("hardswish", 99)):
         case = replace(
-            SHAPES["depthwise"], dtype="float16", x_format=LAST, activation=activation,
-            residual=True,
-        )  # fmt: skip
-        block = direct.Block(items=16, filters=32, rows=rows, columns=columns)
-        check(row("direct", case), case, asdict(block), device="cuda")
+            SHAPES[name], dtype="float16", x_format=LAST, activation=activation, residual=True
+        )
+        config = strip_of(case, shape, rows) | {"warps": 4}
+        check(row("direct", case), case, config, device="cuda")
 
 
 FIRST = {

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessella.kernels import catalog
-from tessella.kernels.conv import direct
+from tessella.kernels.conv import channelwise, tiles
 from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.problem import MEMORY_FORMATS, TensorMeta
+from tessella.kernels.launch import watching
+from tessella.kernels.problem import MEMORY_FORMATS, Problem, TensorMeta
 from tests.kernels.compile_only import compile_all
 from tests.kernels.convolutions import Case, check, draw, right, run
 
@@ -97,6 +98,28 @@ CASES = {
     "three axes depthwise": Case(x=(1, 4, 5, 6, 7), w=(4, 1, 2, 3, 3), groups=4, padding=1),
 }  # fmt: skip
 
+DEPTHWISE_CASES = {  # by ``direct`` only
+    "dilated last": Case(
+        x=(2, 8, 17, 13), w=(8, 1, 3, 3), groups=8, padding=(5, 3), dilation=(4, 2), x_format=LAST,
+        residual=True, beta=0.5,
+    ),
+    "far beside": Case(
+        x=(1, 4, 3, 2), w=(4, 1, 2, 2), groups=4, padding=(9, 7), x_format=LAST, bias="float32",
+    ),
+    "strided": Case(
+        x=(2, 12, 11, 10), w=(12, 1, 2, 1), groups=12, stride=(3, 2), padding=(1, 0), x_format=LAST,
+        dtype="float16", bias="float16", activation="hardswish",
+    ),
+    "view": Case(
+        x=(1, 4, 5, 6), w=(4, 1, 3, 3), groups=4, padding=1, x_format="strided", out_format=LAST,
+    ),
+    "three axes": Case(
+        x=(2, 4, 5, 6, 7), w=(4, 1, 3, 2, 2), groups=4, padding=(1, 2, 0), stride=(2, 1, 1),
+        residual=True, bias="float32",
+    ),
+    **{name: CASES[f"depthwise {name}"] for name in ("7", "pairs", "int8 sums", "argument")},
+}  # fmt: skip
+
 
 def row(algorithm: str, case: Case) -> catalog.Kernel:
     return catalog.kernel(f"{case.problem.op}.{algorithm}")
@@ -116,13 +139,53 @@ def test_agrees_with_float64(algorithm: str, name: str) -> None:
     check(kernel, case, integers=True)
 
 
+SHAPES = sorted({shape for shapes in channelwise.SHAPES.values() for shape in shapes})
+
+
+def strip_of(case: Case, shape: tuple[int, int, int], rows: int) -> dict[str, int]:
+    """A configuration of ``direct`` for a depthwise case: two tiles of filters where it can be."""
+    values, columns, lines = shape
+    filters = case.w[0]
+    values = math.gcd(values, filters) if filters == case.groups else 1
+    vectors = filters // values
+    strip = channelwise.Strip(
+        values=values, columns=columns, lines=lines, rows=rows if lines else 1,
+        vectors=vectors if vectors % 2 else vectors // 2, warps=1,
+    )  # fmt: skip
+    return asdict(strip)
+
+
 @interpreted
-@pytest.mark.parametrize(("rows", "columns"), direct.BLOCKINGS)
-def test_depthwise_blocks_of_pixels(rows: int, columns: int) -> None:
-    """Images that blocks do not divide, and a tile of more filters and items than there are."""
-    for name in ("depthwise 7", "depthwise pairs", "depthwise int8 sums", "depthwise argument"):
-        block = direct.Block(items=16, filters=16, rows=rows, columns=columns, warps=2)
-        check(row("direct", CASES[name]), CASES[name], asdict(block), integers=True)
+@pytest.mark.parametrize("name", DEPTHWISE_CASES)
+def test_depthwise_agrees_with_float64(name: str) -> None:
+    check(row("direct", DEPTHWISE_CASES[name]), DEPTHWISE_CASES[name])
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [*SHAPES, (4, 3, 3)])
+def test_depthwise_strips(shape: tuple[int, int, int]) -> None:
+    """Images that strips do not divide, and above and below which there are rows of padding."""
+    for name, rows in (("argument", 3), ("int8 sums", 2), ("far beside", 5), ("strided", 99)):
+        case = DEPTHWISE_CASES[name]
+        check(row("direct", case), case, strip_of(case, shape, rows), integers=True)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 2, 4, 99])
+@pytest.mark.parametrize("name", ["7", "dilated last", "pairs", "view", "three axes"])
+def test_depthwise_rows(name: str, rows: int) -> None:
+    case = DEPTHWISE_CASES[name]
+    check(row("direct", case), case, strip_of(case, (2, 2, 1), rows), integers=True)
+
+
+@interpreted
+def test_depthwise_tensors_of_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets of 64 bits, and more blocks than an axis of a grid has."""
+    monkeypatch.setattr(tiles, "is_wide", lambda *_: True)
+    monkeypatch.setattr(channelwise, "MOST_BLOCKS", 2)
+    for case in (DEPTHWISE_CASES["far beside"], CASES["depthwise half"], CASES["depthwise int8"]):
+        for shape in ((2, 2, 1), (2, 2, 0)):
+            check(row("direct", case), case, strip_of(case, shape, 3), integers=True)
 
 
 @interpreted
@@ -279,26 +342,33 @@ def test_the_first_configuration_fills_the_machine() -> None:
     assert len(configs(few)) <= 12
 
 
-def test_depthwise_blocks_fit_the_problem() -> None:
-    """A large image is cut into large blocks that divide it; a small one keeps the GPU busy."""
+def test_depthwise_strips_fit_the_problem() -> None:
+    """Many images: strips are images; one: they are rows. Tiles divide the filters."""
 
-    def depthwise(n: int, channels: int, size: int, taps: tuple[int, int]) -> Any:
+    def depthwise(n: int, channels: int, size: int, taps: tuple[int, int], **more: Any) -> Problem:
         padding = (taps[0] // 2, taps[1] // 2)
         return Case(
             x=(n, channels, size, size), w=(channels, 1, *taps), groups=channels, padding=padding,
-            dtype="float16", x_format=LAST,
+            dtype="float16", x_format=LAST, **more,
         ).problem  # fmt: skip
 
     configs = catalog.kernel("conv2d.direct").configs
-    many, few = (configs(depthwise(n, 384, 14, (7, 7))) for n in (128, 1))
-    assert (many[0]["rows"], many[0]["columns"], many[0]["filters"]) == (2, 7, 32)
-    assert few[0]["rows"] * few[0]["columns"] * few[0]["items"] < 7 * 2 * many[0]["items"]
-    assert configs(depthwise(8, 144, 56, (3, 3)))[0]["filters"] == 16  # divides 144
+    many, few = (configs(depthwise(n, 384, 14, (7, 7)))[0] for n in (128, 1))
+    assert (many["rows"], many["columns"]) == (14, 7)
+    assert (few["rows"], few["lines"]) == (1, 0)
+    first = configs(depthwise(128, 72, 56, (3, 3)))[0]
+    assert first["values"] * first["vectors"] == 72  # rows of 72 do not begin at sectors
+    first = configs(depthwise(128, 144, 56, (3, 3)))[0]
+    assert 144 % (first["values"] * first["vectors"]) == 0
+    assert first["values"] * first["vectors"] % 16 == 0  # whole sectors
     for taps in ((1, 1), (3, 3), (5, 5), (7, 7), (49, 1), (1, 49)):
-        found = configs(depthwise(4, 96, 64, taps))
-        assert 1 <= len(found) <= direct.MOST_CONFIGS
-        for one in found:
-            assert one["rows"] * one["columns"] * math.prod(taps) <= direct.MOST_PRODUCTS
+        for channels in (95, 96):
+            for more in ({}, {"stride": 2}, {"dilation": 2}):
+                found = configs(depthwise(4, channels, 130, taps, **more))
+                assert 1 <= len(found) <= channelwise.MOST_CONFIGS + 1
+                assert len({tuple(one.values()) for one in found}) == len(found)
+                for one in found:
+                    assert channels % (one["values"] * one["vectors"]) == 0
 
 
 # ------------------------------------------------------------------ compiled, where no GPU is
@@ -312,6 +382,10 @@ DEPTHWISE = Case(x=(8, 144, 56, 56), w=(144, 1, 3, 3), groups=144, padding=1, x_
                  dtype="float16")  # fmt: skip
 CONVNEXT = Case(x=(128, 384, 14, 14), w=(384, 1, 7, 7), groups=384, padding=3, x_format=LAST,
                 dtype="float16", bias="float16")  # fmt: skip
+MOBILENET = Case(x=(128, 72, 56, 56), w=(72, 1, 5, 5), groups=72, padding=2, stride=2,
+                 x_format=LAST, dtype="float16", bias="float16", activation="relu")  # fmt: skip
+EFFICIENTNET = Case(x=(1, 480, 14, 14), w=(480, 1, 5, 5), groups=480, padding=2, x_format=LAST,
+                    dtype="float16", bias="float16", activation="silu")  # fmt: skip
 COMPILED = {
     "gemm float32": ("gemm", MISSION),
     "implicit_gemm float32": ("implicit_gemm", MISSION),
@@ -331,6 +405,9 @@ COMPILED = {
     "direct depthwise": ("direct", DEPTHWISE),
     "direct depthwise first": ("direct", replace(DEPTHWISE, x_format="contiguous")),
     "direct depthwise 7": ("direct", CONVNEXT),
+    "direct depthwise 5 stride 2": ("direct", MOBILENET),
+    "direct depthwise 5 one image": ("direct", EFFICIENTNET),
+    "direct depthwise 5 images": ("direct", replace(EFFICIENTNET, x=(128, 480, 14, 14))),
     "direct depthwise silu": ("direct", replace(DEPTHWISE, activation="silu", bias="float32")),
     "direct depthwise gelu": ("direct", replace(DEPTHWISE, activation="gelu")),
     "direct depthwise int8": ("direct", replace(DEPTHWISE, dtype="int8", scale=True)),
@@ -355,13 +432,25 @@ def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Names, and calls that launch, for ``compile_all``."""
     for name, (algorithm, case) in COMPILED.items():
         yield name, lambda algorithm=algorithm, case=case: launch_once(algorithm, case)
+    yield "layers", launch_layers
 
 
-def launch_once(algorithm: str, case: Case) -> None:
+def launch_layers() -> None:
+    """Layers that differ in nothing but sizes share a kernel, which is compiled once."""
+    shape, layers = (2, 4, 1), ((128, 72, 56, 33), (1, 480, 14, 1), (3, 16, 112, 7))
+    with watching() as launches:
+        for n, channels, size, rows in layers:
+            case = replace(DEPTHWISE, x=(n, channels, size, size + 1), w=(channels, 1, 3, 3),
+                           groups=channels)  # fmt: skip
+            launch_once("direct", case, strip_of(case, shape, rows) | {"warps": 4})
+    assert len({one.compiled.hash for one in launches}) == 1, "compiled for each layer"
+
+
+def launch_once(algorithm: str, case: Case, config: dict[str, Any] | None = None) -> None:
     problem = case.problem
     kernel = row(algorithm, case)
     assert kernel.load().fits(problem) is None
-    config = kernel.configs(problem)[0]
+    config = config or kernel.configs(problem)[0]
 
     def empty(meta: TensorMeta) -> torch.Tensor:
         made = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
@@ -394,7 +483,7 @@ def test_nothing_spills(compiled: dict[str, list[dict[str, Any]]]) -> None:
         ("implicit_gemm float32", "FFMA", 1024),
         ("implicit_precomp_gemm float32", "FFMA", 1024),
         ("gemm float32", "FFMA", 1024),
-        ("direct depthwise 7", "FFMA", 2 * 7 * 4 * 49),  # pixels × channels of a thread × taps
+        ("direct depthwise 7", "FFMA", 7 * 49),  # columns × taps: of a step
         ("gemm float16", "HGMMA", 4),
         ("implicit_gemm float16", "HGMMA", 4),
         ("implicit_gemm tf32", "HGMMA", 4),
