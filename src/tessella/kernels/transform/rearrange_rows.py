@@ -31,12 +31,9 @@ NEAR = 8192  # bytes of the input that a gathered piece may come from
 
 
 def fits(problem: Problem) -> str | None:
-    refused = refusal(problem)
-    if refused:
+    if refused := refusal(problem):
         return refused
     made = moves(problem)
-    if len(made.parts) > MOST_PARTS:
-        return f"more than {MOST_PARTS} parts"
     if (vector := _together(problem, made)) == 1:
         near = _near(made) * _itemsize(problem)
         if near > NEAR:
@@ -54,7 +51,7 @@ def refusal(problem: Problem) -> str | None:
         return "both sides dense"
     if x.dtype not in TYPES:
         return f"elements of 1, 2 and 4 bytes, not {x.dtype}"
-    return None
+    return None if len(moves(problem).parts) <= MOST_PARTS else f"more than {MOST_PARTS} parts"
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:

@@ -18,7 +18,7 @@ from tessella.kernels.overlap import await_earlier, overlapping
 from tessella.kernels.problem import Problem
 from tessella.kernels.transform.parts import Moves, moves
 from tessella.kernels.transform.rearrange_device import MOST_PLACES, numbers_on, places, walk
-from tessella.kernels.transform.rearrange_rows import MOST_PARTS, refusal
+from tessella.kernels.transform.rearrange_rows import refusal
 
 WRITES_OUT = True
 
@@ -27,12 +27,9 @@ LINE = 128  # bytes
 
 
 def fits(problem: Problem) -> str | None:
-    refused = refusal(problem)
-    if refused:
+    if refused := refusal(problem):
         return refused
     made = moves(problem)
-    if len(made.parts) > MOST_PARTS:
-        return f"more than {MOST_PARTS} parts"
     if len(made.parts) < 2 or made.parts[-1].read == 1:
         return "one axis is innermost on both sides"
     along, across = _tile(made)
