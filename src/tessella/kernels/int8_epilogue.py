@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 import torch
 
-from tessella.kernels.int8_device import BYTES, SHIFT
 from tessella.kernels.problem import Problem
 
 Tensor = torch.Tensor
@@ -106,6 +105,8 @@ def vectors(
     Returns:
         Two float32 vectors, as long as those given.
     """
+    from tessella.kernels.int8_device import BYTES, SHIFT  # needs Triton, which few CPUs have
+
     relu = activation == "relu"
     step = gamma / (128.0 if relu else 256.0)
     some = scale if scale is not None else bias

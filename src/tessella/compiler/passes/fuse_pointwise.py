@@ -22,7 +22,6 @@ from tessella.kernels.pointwise.program import (
     has_pool,
 )
 from tessella.kernels.pointwise.walk import MAX_OUTPUTS, refusal
-from tessella.kernels.pool import windows
 from tessella.kernels.problem import Problem, TensorMeta
 
 BATCH = 11  # to ask the kernel with: a size that few other axes have
@@ -103,7 +102,7 @@ class _Finder:
         node = self.as_node(nodes)
         if len(node.inputs) > MAX_INPUTS or len(node.outputs) > self._most_results:
             return False
-        refuses = windows.fits if has_pool(node.attrs["program"]) else refusal
+        refuses = _pool_refusal if has_pool(node.attrs["program"]) else refusal
         return refuses(self._problem(node)) is None
 
     def as_node(self, group: Sequence[Node]) -> Node:
@@ -128,6 +127,12 @@ class _Finder:
             attrs=node.attrs,
             constant=tuple(i for i, v in enumerate(node.inputs) if v in self._graph.constants),
         )
+
+
+def _pool_refusal(problem: Problem) -> str | None:
+    from tessella.kernels.pool import windows  # needs Triton, which few CPUs have
+
+    return windows.fits(problem)
 
 
 def as_node(graph: Graph, group: Sequence[Node], outputs: tuple[Value, ...]) -> Node:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.cuda import _utils as compiler
-from triton.runtime.cache import get_cache_manager
 
 from tessella.core.errors import KernelError, UsageError
 from tessella.core.record import digest
@@ -148,6 +147,8 @@ class CudaKernel:
         found = store.find(self.key(target), self.name) if store is not None else None
         if store is not None and found is not None:
             return store.cubin(found)
+        from triton.runtime.cache import get_cache_manager  # a torch without CUDA has no Triton
+
         kept = get_cache_manager(digest([self.key(target), torch.version.cuda]))
         if (path := kept.get_file(file := f"{self.name}.cubin")) is not None:
             return Path(path).read_bytes()
