@@ -8,10 +8,11 @@ bits, so adding such a number converts.
 
 from __future__ import annotations
 
+from tessella.kernels import int8_epilogue
 from tessella.kernels.hopper import gl, gluon
 
-SHIFT = gl.constexpr(12582912.0)  # 1.5 · 2^23: in its neighbourhood floats are integers
-BYTES = gl.constexpr(32896.0)  # 2^15 + 128: where ``float_of_shifted_int8`` puts zero
+SHIFT = gl.constexpr(int8_epilogue.SHIFT)
+BYTES = gl.constexpr(int8_epilogue.BYTES)
 
 
 @gluon.jit

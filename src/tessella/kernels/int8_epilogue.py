@@ -15,6 +15,8 @@ Tensor = torch.Tensor
 
 BIAS, RESIDUAL, SCALE = 2, 3, 4
 CLAMPS = (None, "relu")  # activations that are a part of rounding
+SHIFT = 12582912.0  # 1.5 · 2^23: in its neighbourhood floats are integers
+BYTES = 32896.0  # 2^15 + 128: where ``int8_device.float_of_shifted_int8`` puts zero
 MOST_PRODUCTS = 256  # of int8, whose sums are below 2^22
 # An offset that takes ``SHIFT`` away from sums is rounded, in steps of the result, by 0.75 of the
 # scale; one that takes ``BYTES`` away from a residual by 0.004 of its factor.
@@ -100,13 +102,11 @@ def vectors(
         scale, bias: one of them at least.
         beta: None if there is no residual.
         activation: one of ``CLAMPS``.
-        small: whether sums come as float32 of ``int8_device.SHIFT`` + sum.
+        small: whether sums come as float32 of ``SHIFT`` + sum.
 
     Returns:
         Two float32 vectors, as long as those given.
     """
-    from tessella.kernels.int8_device import BYTES, SHIFT  # needs Triton, which few CPUs have
-
     relu = activation == "relu"
     step = gamma / (128.0 if relu else 256.0)
     some = scale if scale is not None else bias
@@ -119,7 +119,7 @@ def vectors(
     if bias is not None:
         offset += bias.double() * step
     if small:  # by the factor as it is rounded: what was added is taken away again
-        offset -= SHIFT.value * rounded.double()
+        offset -= SHIFT * rounded.double()
     if beta is not None:
-        offset -= BYTES.value * step * beta
+        offset -= BYTES * step * beta
     return rounded, offset.float()

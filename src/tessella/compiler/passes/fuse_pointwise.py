@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tessella.graph.graph import Graph, Node, Value
+from tessella.kernels import catalog
 from tessella.kernels.pointwise.program import (
     CODES,
     ELEMENTWISE,
@@ -24,6 +25,7 @@ from tessella.kernels.pointwise.program import (
 from tessella.kernels.pointwise.walk import MAX_OUTPUTS, refusal
 from tessella.kernels.problem import Problem, TensorMeta
 
+POOLING = "pointwise.windows"  # the kernel of programs with a pooling
 BATCH = 11  # to ask the kernel with: a size that few other axes have
 
 
@@ -102,7 +104,8 @@ class _Finder:
         node = self.as_node(nodes)
         if len(node.inputs) > MAX_INPUTS or len(node.outputs) > self._most_results:
             return False
-        refuses = _pool_refusal if has_pool(node.attrs["program"]) else refusal
+        pools = has_pool(node.attrs["program"])
+        refuses = catalog.kernel(POOLING).refusal if pools else refusal
         return refuses(self._problem(node)) is None
 
     def as_node(self, group: Sequence[Node]) -> Node:
@@ -127,12 +130,6 @@ class _Finder:
             attrs=node.attrs,
             constant=tuple(i for i, v in enumerate(node.inputs) if v in self._graph.constants),
         )
-
-
-def _pool_refusal(problem: Problem) -> str | None:
-    from tessella.kernels.pool import windows  # needs Triton, which few CPUs have
-
-    return windows.fits(problem)
 
 
 def as_node(graph: Graph, group: Sequence[Node], outputs: tuple[Value, ...]) -> Node:
