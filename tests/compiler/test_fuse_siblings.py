@@ -121,6 +121,21 @@ def test_the_graph_means_the_same(name: str) -> None:
             torch.testing.assert_close(made[output], tensor, rtol=1e-12, atol=1e-12)
 
 
+def test_programs_that_are_raced_give_one_name_to_one_weight() -> None:
+    """Their constants lie side by side: the first of all siblings may be first of some, too."""
+
+    def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
+        last = m.after(F.relu(m.b(x)))
+        return torch.cat([last, F.relu(m.a(x)), F.max_pool2d(F.relu(m.c(x)), 3, 1, 1)], 1)
+
+    graph = optimized(capture(Net(forward).eval(), (IMAGE,)))
+    both = variants.with_siblings(graph, "cpu")
+    assert [gone for _, gone in both] == [2, 1]
+    all_of_them, some = ({v.name: t for v, t in g.constants.items()} for g, _ in both)
+    for name in all_of_them.keys() & some.keys():
+        torch.testing.assert_close(all_of_them[name], some[name])
+
+
 def compiled(
     name: str, monkeypatch: pytest.MonkeyPatch, apart: float, fused: float, **settings: object
 ) -> tuple[Net, Plan]:

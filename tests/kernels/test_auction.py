@@ -241,7 +241,7 @@ def test_nobody_writes_a_slice_who_cannot() -> None:
     meta = TensorMeta(shape=(2, 4, 3, 3), dtype="float32", format="channels_last")
     sliced = TensorMeta(shape=(2, 8, 3, 3), dtype="float32", format="channels_last").part(1, 4)
     attrs = {"kernel_size": (1, 1), "stride": (1, 1), "padding": (0, 0), "ceil_mode": False,
-             "dilation": (1, 1)}  # fmt: skip
-    asked = Problem(op="max_pool2d", inputs=(meta,), outputs=(sliced,), attrs=attrs)
+             "count_include_pad": True, "divisor_override": None}  # fmt: skip
+    asked = Problem(op="avg_pool2d", inputs=(meta,), outputs=(sliced,), attrs=attrs)
     with pytest.raises(CompileError, match="slice"):
         auction.find(asked, {}, target="cpu")

@@ -165,6 +165,8 @@ def _rows(ops: str, algorithm: str, module: str, source: str, **flags: Any) -> t
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution
+    _row("conv2d.avx512", "conv.x86", "cpu", source="tessella"),
+    _row("conv2d.avx512_sum", "conv.x86_sum", "cpu", source="tessella", views=True, overwrites=3),
     _row("conv2d.onednn", "conv.libraries.onednn", "cpu", source="onednn"),
     _row(
         "conv2d.onednn_sum",
@@ -243,6 +245,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("linear matmul", "gemm.aten"),
     _row("linear_norm.normed.sm90", "gemm.normed", "sm_90", source="tessella"),
     # the other layers
+    _row("max_pool2d.avx512", "pool.x86", "cpu", source="tessella"),
     _row("max_pool2d.shifted", "pool.shifted", "cpu", source="tessella"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten"),
     *_aten("batch_norm layer_norm", "norm.aten"),

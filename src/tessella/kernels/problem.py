@@ -35,7 +35,12 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return int(getattr(torch, self.dtype).itemsize)
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A new tensor of this shape, element type and format, with any content.

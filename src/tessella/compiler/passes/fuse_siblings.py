@@ -73,7 +73,9 @@ def _fuse(graph: Graph, group: list[Node]) -> None:
     first = group[0]
     weights = [graph.constants[n.inputs[1]] for n in group]
     sizes = tuple(len(w) for w in weights)
-    weight = graph.add_constant(f"{first.inputs[1].name}.siblings", torch.cat(weights))
+    # with their number: programs that are raced share constants by name, and their groups differ
+    name = f"{first.inputs[1].name}.{len(group)}_siblings"
+    weight = graph.add_constant(name, torch.cat(weights))
     bias, scale = None, ()
     like = weights[0]
     if len(first.inputs) > 4:  # codes: a factor for each channel

@@ -19,7 +19,8 @@ WRITES_OUT = False  # it returns the residual
 RESIDUAL = 3
 
 
-def fits(problem: Problem) -> str | None:
+def refusal(problem: Problem) -> str | None:
+    """Why a result may not take its residual's memory, or None."""
     residual = problem.meta(RESIDUAL)
     if residual is None:
         return "has no residual to add to"
@@ -27,6 +28,12 @@ def fits(problem: Problem) -> str | None:
         return "the residual is needed afterwards"
     if (residual.shape, residual.dtype) != (problem.output.shape, problem.output.dtype):
         return "the residual is not like the result"
+    return None
+
+
+def fits(problem: Problem) -> str | None:
+    if why := refusal(problem):
+        return why
     if problem.attr("activation") not in (None, "relu"):
         return f"activation {problem.attr('activation')} is not fused after a sum"
     return onednn.fits(problem)

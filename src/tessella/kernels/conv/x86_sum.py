@@ -1,0 +1,28 @@
+"""The same product, added to its residual where that lies: the result takes its memory.
+
+Each tile reads its part of the residual just before it writes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.conv import x86
+from tessella.kernels.conv.libraries import onednn_sum
+from tessella.kernels.problem import Problem
+
+WRITES_OUT = False  # it returns the residual
+
+configs = x86.configs
+
+
+def fits(problem: Problem) -> str | None:
+    return onednn_sum.refusal(problem) or x86.fits(problem)
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
+    product = x86.bind(problem, constants, **config)
+    return lambda x, residual: product(x, residual, out=residual)

@@ -1,0 +1,228 @@
+"""Max pooling on a CPU with AVX-512, channels last: each image is read once, and nothing between.
+
+A thread takes one row of the result after another. Of its pixels 64 bytes of channels at a time,
+four of them together, are the maxima of what the window reads; a table says which rows and columns
+of each window lie inside of the image.
+
+NaNs spread, as in torch: of float32 a mask remembers where all numbers were ordered, since
+``vmaxps`` forgets. 16-bit floats that are 0 or more (``non_negative``) are ordered as the integers
+of their bits, NaNs above all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels.x86 import code
+from tessella.kernels.x86.assembler import Assembler, At
+
+WRITES_OUT = True
+SLICED_OUT = True
+
+VECTOR = 64  # bytes
+TOGETHER = 4  # vectors
+MAX_BYTES = 2**31 - 1  # distances have 32 bits
+ALONE_BYTES = 2**15  # so little is not worth waking a thread
+SMALLEST, TAKEN, NAN = 29, 30, 31  # vectors
+ALL, REST = 5, 6  # masks; the first ones are of float32's numbers that were ordered
+
+# the instruction for a type, and 32 bits of the number that all others are at least
+MAXIMUM = {
+    "float32": ("vmaxps", 0xFF800000),
+    "float16": ("vpmaxsw", 0x80008000),
+    "bfloat16": ("vpmaxsw", 0x80008000),
+    "int8": ("vpmaxsb", 0x80808080),
+    "uint8": ("vpmaxub", 0),
+}
+
+
+def fits(problem: Problem) -> str | None:
+    x, y = problem.inputs[0], problem.output
+    if why := code.refusal():
+        return why
+    if len(x.shape) != 4:
+        return f"images have four axes, not {len(x.shape)}"
+    if x.dtype not in MAXIMUM or x.dtype != y.dtype:
+        return f"cannot make {y.dtype} of {x.dtype}"
+    if x.dtype in ("float16", "bfloat16") and not problem.attr("non_negative"):
+        return "16-bit floats are compared as integers, which numbers below 0 forbid"
+    if any(m.format == "strided" and m.strides is None for m in (x, y)):
+        return "strides must be known when the plan is built"
+    if x.pixel_pitch is None or y.pixel_pitch is None:
+        return "a pixel's channels must lie together"
+    if 0 in x.shape or 0 in y.shape:
+        return "nothing to pool"
+    if not all(count for axis in (0, 1) for _, count in _spans(problem, axis)):
+        return "a window without a pixel"
+    if max(_bytes(m) for m in (x, y)) > MAX_BYTES:
+        return "distances have 32 bits"
+    return None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    x, y = problem.inputs[0], problem.output
+    lines, columns = _lines(problem), _spans(problem, 1)
+    items, spans = code.table(lines), code.table(columns)
+    pool = _Pool(
+        dtype=x.dtype,
+        channel_bytes=x.shape[1] * x.itemsize,
+        row=_strides(x)[2] * problem.attrs["dilation"][0],
+        pixel=_strides(x)[3] * problem.attrs["dilation"][1],
+        out_pixel=_strides(y)[3],
+        rows=len(lines),
+        columns=len(columns),
+    )
+    made = code.MachineCode(pool.written(ctypes.addressof(items), ctypes.addressof(spans)).code())
+    few = x.nbytes <= ALONE_BYTES
+
+    def run(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        threads = 1 if few else torch.get_num_threads()
+        made.run(x.data_ptr(), out.data_ptr(), threads=threads)
+        return out
+
+    run.tables = items, spans  # type: ignore[attr-defined]
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pool:
+    """All sizes in bytes.
+
+    Attributes:
+        row, pixel: from one to the next of a window; ``out_pixel`` of the result.
+        rows, columns: of all results.
+    """
+
+    dtype: str
+    channel_bytes: int
+    row: int
+    pixel: int
+    out_pixel: int
+    rows: int
+    columns: int
+
+    def written(self, lines: int, spans: int) -> Assembler:
+        """The code, for tables at these addresses.
+
+        rdi: its numbers (counter, image, result); r8, r9: image, result; r10, r12: where the row's
+        windows begin and where their maxima go; r11: rows of a window; r13, rbp: its column's place
+        in the table, and the table's end; r14, r15: where the window begins, and its columns; rsi,
+        rdx and rax, rcx: the row and the pixel that are read, and how many are left.
+        """
+        a = Assembler()
+        a.enter()
+        a.load("r8", At(base="rdi", distance=8))
+        a.load("r9", At(base="rdi", distance=16))
+        a.set("rbp", spans + 2 * code.NUMBER * self.columns)
+        a.set("rax", MAXIMUM[self.dtype][1])
+        a.broadcast_bits(SMALLEST, "rax")
+        a.set("rax", 0x7FC00000)
+        a.broadcast_bits(NAN, "rax")
+        a.set("rax", -1)
+        a.mask(ALL, "rax")
+        if rest := self.channel_bytes % VECTOR:
+            a.set("rax", (1 << rest) - 1)
+            a.mask(REST, "rax")
+        code.take_item(a, "rcx", lines, self.rows, 3)
+        a.load("r10", At(base="rcx"))
+        a.add("r10", "r8")
+        a.load("r11", At(base="rcx", distance=8))
+        a.load("r12", At(base="rcx", distance=16))
+        a.add("r12", "r9")
+        a.set("r13", spans)
+        a.label("column")
+        a.load("r14", At(base="r13"))
+        a.add("r14", "r10")
+        a.load("r15", At(base="r13", distance=8))
+        vectors, rest = divmod(self.channel_bytes, VECTOR)
+        many, some = divmod(vectors, TOGETHER)
+        if many:
+            a.set("rbx", many)
+            a.label("channels")
+            self._maxima(a, "many", TOGETHER)
+            a.add("r14", TOGETHER * VECTOR)
+            a.add("r12", TOGETHER * VECTOR)
+            a.subtract("rbx", 1)
+            a.jump_if("jne", "channels")
+        if some or rest:
+            self._maxima(a, "some", some + bool(rest), masked=bool(rest))
+        a.add("r12", self.out_pixel - many * TOGETHER * VECTOR)
+        a.add("r13", 2 * code.NUMBER)
+        a.compare("r13", "rbp")
+        a.jump_if("jne", "column")
+        a.jump("next")
+        a.label("done")
+        a.leave()
+        return a
+
+    def _maxima(self, a: Assembler, name: str, vectors: int, *, masked: bool = False) -> None:
+        """Of one window, so many vectors of channels from where r14 is; the last perhaps masked."""
+        maximum, _ = MAXIMUM[self.dtype]
+        has_nan = self.dtype == "float32"
+        masks = [REST if masked and i == vectors - 1 else 0 for i in range(vectors)]
+        for i in range(vectors):
+            a.copy_vector(i, SMALLEST)
+            if has_nan:
+                a.copy_mask(1 + i, ALL)
+        a.move("rsi", "r14")
+        a.move("rdx", "r11")
+        a.label(f"{name} row")
+        a.move("rax", "rsi")
+        a.move("rcx", "r15")
+        a.label(f"{name} pixel")
+        for i, mask in enumerate(masks):
+            a.load_vector(TAKEN, At(base="rax", distance=i * VECTOR), mask)
+            a.vector(maximum, i, i, TAKEN)
+            if has_nan:
+                a.compare_ordered(1 + i, TAKEN, TAKEN)
+        a.add("rax", self.pixel)
+        a.subtract("rcx", 1)
+        a.jump_if("jne", f"{name} pixel")
+        a.add("rsi", self.row)
+        a.subtract("rdx", 1)
+        a.jump_if("jne", f"{name} row")
+        for i, mask in enumerate(masks):
+            if has_nan:
+                a.copy_vector(TAKEN, NAN)
+                a.copy_vector(TAKEN, i, 1 + i)
+            a.store_vector(At(base="r12", distance=i * VECTOR), TAKEN if has_nan else i, mask)
+
+
+def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:
+    """Of each window along an axis: where it begins inside of the image, in bytes, and how long."""
+    kernel, stride, padding, dilation = (
+        problem.attrs[name][axis] for name in ("kernel_size", "stride", "padding", "dilation")
+    )
+    x, y = problem.inputs[0], problem.output
+    size, step = x.shape[2 + axis], _strides(x)[2 + axis]
+    spans = []
+    for i in range(y.shape[2 + axis]):
+        begin = i * stride - padding
+        inside = [p for k in range(kernel) if 0 <= (p := begin + k * dilation) < size]
+        spans.append((inside[0] * step if inside else 0, len(inside)))
+    return spans
+
+
+def _lines(problem: Problem) -> list[tuple[int, int, int]]:
+    """Of each row of the result: where its windows begin, their rows, and where it lies itself."""
+    x, y, spans = _strides(problem.inputs[0]), _strides(problem.output), _spans(problem, 0)
+    return [
+        (image * x[0] + begin, rows, image * y[0] + row * y[2])
+        for image in range(problem.output.shape[0])
+        for row, (begin, rows) in enumerate(spans)
+    ]
+
+
+def _strides(meta: TensorMeta) -> tuple[int, ...]:
+    """In bytes."""
+    return tuple(n * meta.itemsize for n in meta.strides or meta.dense_strides)
+
+
+def _bytes(meta: TensorMeta) -> int:
+    return sum((n - 1) * s for n, s in zip(meta.shape, _strides(meta), strict=True))

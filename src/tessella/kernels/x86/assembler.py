@@ -1,0 +1,301 @@
+"""Machine code for x86-64 with AVX-512: the few instructions that our kernels are made of.
+
+No compiler is needed where a plan is loaded, and none is asked: a kernel's loop is known when its
+problem is known, and writing it down takes less than a millisecond. Operands stand as in Intel's
+manual, the result first; addresses are a register and a distance.
+
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: chapter 2.7 (EVEX),
+the opcodes in its chapters 3 to 5.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+REGISTERS = (
+    "rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi",
+    "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15",
+)  # fmt: skip
+NUMBER = {name: i for i, name in enumerate(REGISTERS)}
+
+SAVED = ("rbx", "rbp", "r12", "r13", "r14", "r15")  # what a function gives back as it was
+
+NONE, X66, XF3, XF2 = range(4)  # prefixes, as EVEX says them
+M0F, M0F38 = 1, 2  # maps of opcodes
+
+# name → prefix, map, opcode; three vectors, the last one perhaps from memory
+VECTOR = {
+    "vaddps": (NONE, M0F, 0x58),
+    "vmaxps": (NONE, M0F, 0x5F),
+    "vpxord": (X66, M0F, 0xEF),
+    "vpmaxsw": (X66, M0F, 0xEE),
+    "vpmaxub": (X66, M0F, 0xDE),
+    "vpmaxsb": (X66, M0F38, 0x3C),
+    "vfmadd231ps": (X66, M0F38, 0xB8),
+    "vdpbf16ps": (XF3, M0F38, 0x52),
+}
+CONDITIONS = {"jge": 0x8D, "je": 0x84, "jne": 0x85}
+ORDERED = 7  # of vcmpps: neither is a NaN
+
+
+@dataclass(frozen=True, kw_only=True)
+class At:
+    """What lies in memory at a register's address and ``distance`` bytes further."""
+
+    base: str
+    distance: int = 0
+    index: str | None = None  # one of the first eight registers, which is added too
+
+    def __str__(self) -> str:
+        sign = "-" if self.distance < 0 else "+"
+        index = f"+{self.index}*1" if self.index else ""
+        return f"[{self.base}{index}{sign}{abs(self.distance):#x}]"
+
+
+class Assembler:
+    """Instructions, one method each; ``listing`` has them as text, as ``objdump`` says them.
+
+    Vectors have 64 bytes and are named by number, and so are masks. A mask of a load or of a store
+    leaves out the bytes, of a comparison and ``vmovaps`` the numbers, whose bit is 0.
+    """
+
+    def __init__(self) -> None:
+        self.listing: list[str] = []
+        self._code = bytearray()
+        self._labels: dict[str, int] = {}
+        self._jumps: list[tuple[int, str]] = []
+
+    def code(self) -> bytes:
+        """What was written, with its jumps filled in."""
+        code = bytearray(self._code)
+        for end, label in self._jumps:
+            struct.pack_into("<i", code, end - 4, self._labels[label] - end)
+        return bytes(code)
+
+    # labels and jumps
+
+    def label(self, name: str) -> None:
+        assert name not in self._labels, name
+        self._labels[name] = len(self._code)
+
+    def jump(self, label: str) -> None:
+        self._emit("jmp", b"\xe9\0\0\0\0")
+        self._jumps.append((len(self._code), label))
+
+    def jump_if(self, condition: str, label: str) -> None:
+        """Of the comparison, subtraction or addition just before."""
+        self._emit(condition, bytes((0x0F, CONDITIONS[condition])) + bytes(4))
+        self._jumps.append((len(self._code), label))
+
+    # the function
+
+    def enter(self) -> None:
+        """Before anything else: all registers but rsp may be used then."""
+        for register in SAVED:
+            self._emit(f"push {register}", self._short(0x50, register))
+
+    def leave(self) -> None:
+        """Back to the caller, who may have been compiled without AVX."""
+        self._emit("vzeroupper", b"\xc5\xf8\x77")
+        for register in reversed(SAVED):
+            self._emit(f"pop {register}", self._short(0x58, register))
+        self._emit("ret", b"\xc3")
+
+    # registers
+
+    def set(self, register: str, number: int) -> None:
+        """All 64 bits."""
+        number &= 2**64 - 1
+        i = NUMBER[register]
+        head = bytes((0x48 | i >> 3, 0xB8 | i & 7))
+        self._emit(f"movabs {register},{number:#x}", head + struct.pack("<Q", number))
+
+    def move(self, to: str, source: str) -> None:
+        self._emit(f"mov {to},{source}", self._pair(0x89, source, to))
+
+    def load(self, to: str, source: At) -> None:
+        self._emit(f"mov {to},QWORD PTR {source}", self._memory(b"\x8b", to, source))
+
+    def load_short(self, to: str, source: At) -> None:
+        """32 bits with their sign."""
+        self._emit(f"movsxd {to},DWORD PTR {source}", self._memory(b"\x63", to, source))
+
+    def store(self, to: At, source: str) -> None:
+        self._emit(f"mov QWORD PTR {to},{source}", self._memory(b"\x89", source, to))
+
+    def store_number(self, to: At, number: int) -> None:
+        code = self._memory(b"\xc7", REGISTERS[0], to) + struct.pack("<i", number)
+        self._emit(f"mov QWORD PTR {to},{number:#x}", code)
+
+    def add_stored(self, to: str, source: At) -> None:
+        self._emit(f"add {to},QWORD PTR {source}", self._memory(b"\x03", to, source))
+
+    def add_to_stored(self, to: At, number: int) -> None:
+        code = self._memory(b"\x81", REGISTERS[0], to) + struct.pack("<i", number)
+        self._emit(f"add QWORD PTR {to},{number & (2**64 - 1):#x}", code)
+
+    def load_if_negative(self, to: str, source: At) -> None:
+        """If the register itself is negative."""
+        self._emit(f"test {to},{to}", self._pair(0x85, to, to))
+        self._emit(f"cmovs {to},QWORD PTR {source}", self._memory(b"\x0f\x48", to, source))
+
+    def add(self, to: str, other: str | int) -> None:
+        self._add("add", 0x01, 0, to, other)
+
+    def subtract(self, to: str, other: str | int) -> None:
+        self._add("sub", 0x29, 5, to, other)
+
+    def compare(self, one: str, other: str | int) -> None:
+        self._add("cmp", 0x39, 7, one, other)
+
+    def multiply(self, to: str, number: int) -> None:
+        code = self._pair(0x69, to, to) + struct.pack("<i", number)
+        self._emit(f"imul {to},{to},{number:#x}", code)
+
+    def fetch_add(self, place: At, register: str) -> None:
+        """Adds to memory as one step for all threads; the register gets what was there."""
+        code = b"\xf0" + self._memory(b"\x0f\xc1", register, place)
+        self._emit(f"lock xadd QWORD PTR {place},{register}", code)
+
+    def prefetch(self, place: At) -> None:
+        """Into the first cache."""
+        code = self._memory(b"\x0f\x18", REGISTERS[1], place, wide=False)
+        self._emit(f"prefetcht0 BYTE PTR {place}", code)
+
+    # vectors
+
+    def mask(self, mask: int, register: str) -> None:
+        """The bits of one of the first eight registers."""
+        assert NUMBER[register] < 8
+        code = bytes((0xC4, 0xE1, 0xFB, 0x92, 0xC0 | mask << 3 | NUMBER[register]))
+        self._emit(f"kmovq k{mask},{register}", code)
+
+    def copy_mask(self, to: int, source: int) -> None:
+        code = bytes((0xC4, 0xE1, 0xF8, 0x90, 0xC0 | to << 3 | source))
+        self._emit(f"kmovq k{to},k{source}", code)
+
+    def broadcast_bits(self, to: int, register: str) -> None:
+        """The lower 32 bits of one of the first eight registers, sixteen times."""
+        assert NUMBER[register] < 8
+        name = f"e{register[1:]}"
+        self._vector(f"vpbroadcastd zmm{to},{name}", X66, M0F38, 0x7C, to, 0, NUMBER[register])
+
+    def broadcast(self, to: int, source: At) -> None:
+        """32 bits, sixteen times."""
+        text = f"vbroadcastss zmm{to},DWORD PTR {source}"
+        self._vector(text, X66, M0F38, 0x18, to, 0, source)
+
+    def load_vector(self, to: int, source: At, mask: int = 0) -> None:
+        """Zero where the mask is."""
+        masked = f"{{k{mask}}}{{z}}" if mask else ""
+        text = f"vmovdqu8 zmm{to}{masked},ZMMWORD PTR {source}"
+        self._vector(text, XF2, M0F, 0x6F, to, 0, source, mask=mask, zero=bool(mask))
+
+    def store_vector(self, to: At, source: int, mask: int = 0) -> None:
+        masked = f"{{k{mask}}}" if mask else ""
+        text = f"vmovdqu8 ZMMWORD PTR {to}{masked},zmm{source}"
+        self._vector(text, XF2, M0F, 0x7F, source, 0, to, mask=mask)
+
+    def copy_vector(self, to: int, source: int, mask: int = 0) -> None:
+        masked = f"{{k{mask}}}" if mask else ""
+        text = f"vmovaps zmm{to}{masked},zmm{source}"
+        self._vector(text, NONE, M0F, 0x28, to, 0, source, mask=mask)
+
+    def vector(self, name: str, to: int, one: int, other: int | At) -> None:
+        """One of ``VECTOR``."""
+        said = f"zmm{other}" if isinstance(other, int) else f"ZMMWORD PTR {other}"
+        self._vector(f"{name} zmm{to},zmm{one},{said}", *VECTOR[name], to, one, other)
+
+    def load_bfloat16(self, to: int, source: At) -> None:
+        """Sixteen of them as float32."""
+        text = f"vpmovzxwd zmm{to},YMMWORD PTR {source}"
+        self._vector(text, X66, M0F38, 0x33, to, 0, source)
+        self._vector(f"vpslld zmm{to},zmm{to},0x10", X66, M0F, 0x72, 6, to, to)
+        self._code.append(16)
+
+    def store_bfloat16(self, to: At, source: int) -> None:
+        """Sixteen float32, rounded; the vector holds what was stored then."""
+        text = f"vcvtneps2bf16 ymm{source},zmm{source}"
+        self._vector(text, XF3, M0F38, 0x72, source, 0, source)
+        text = f"vmovdqu8 YMMWORD PTR {to},ymm{source}"
+        self._vector(text, XF2, M0F, 0x7F, source, 0, to, half=True)
+
+    def compare_ordered(self, mask: int, one: int, other: int) -> None:
+        """Clears the mask's bits where one of the two is a NaN."""
+        text = f"vcmpordps k{mask}{{k{mask}}},zmm{one},zmm{other}"
+        self._vector(text, NONE, M0F, 0xC2, mask, one, other, mask=mask)
+        self._code.append(ORDERED)
+
+    # encoding
+
+    def _emit(self, text: str, code: bytes) -> None:
+        self.listing.append(text)
+        self._code += code
+
+    def _short(self, opcode: int, register: str) -> bytes:
+        i = NUMBER[register]
+        return (b"\x41" if i > 7 else b"") + bytes((opcode | i & 7,))
+
+    def _pair(self, opcode: int, register: str, other: str) -> bytes:
+        reg, rm = NUMBER[register], NUMBER[other]
+        return bytes((0x48 | reg >> 3 << 2 | rm >> 3, opcode, 0xC0 | (reg & 7) << 3 | rm & 7))
+
+    def _memory(self, opcode: bytes, register: str, place: At, *, wide: bool = True) -> bytes:
+        reg, base = NUMBER[register], NUMBER[place.base]
+        prefix = 0x40 | wide << 3 | reg >> 3 << 2 | base >> 3
+        head = bytes((prefix,)) if prefix != 0x40 else b""
+        return head + opcode + _address(reg, place)
+
+    def _add(self, name: str, opcode: int, digit: int, to: str, other: str | int) -> None:
+        if isinstance(other, str):
+            self._emit(f"{name} {to},{other}", self._pair(opcode, other, to))
+            return
+        i = NUMBER[to]
+        if i:
+            code = bytes((0x48 | i >> 3, 0x81, 0xC0 | digit << 3 | i & 7))
+        else:  # rax has an opcode of its own
+            code = bytes((0x48, 0x05 | digit << 3))
+        said = f"{other & (2**64 - 1):#x}"
+        self._emit(f"{name} {to},{said}", code + struct.pack("<i", other))
+
+    def _vector(
+        self,
+        text: str,
+        prefix: int,
+        map: int,
+        opcode: int,
+        reg: int,
+        second: int,
+        rm: int | At,
+        *,
+        mask: int = 0,
+        zero: bool = False,
+        half: bool = False,
+    ) -> None:
+        """EVEX: the extra bits of registers stand inverted, and ``second`` too."""
+        if isinstance(rm, At):
+            high, middle, tail = 0, NUMBER[rm.base] >> 3, _address(reg, rm)
+        else:
+            high, middle = rm >> 4, rm >> 3 & 1
+            tail = bytes((0xC0 | (reg & 7) << 3 | rm & 7,))
+        extended = (reg >> 3 & 1) << 7 | high << 6 | middle << 5 | (reg >> 4) << 4
+        code = bytes(
+            (
+                0x62,
+                extended ^ 0xF0 | map,
+                (~second & 15) << 3 | 4 | prefix,
+                zero << 7 | (1 if half else 2) << 5 | (~second >> 4 & 1) << 3 | mask,
+                opcode,
+            )
+        )
+        self._emit(text, code + tail)
+
+
+def _address(reg: int, place: At) -> bytes:
+    """ModRM with a distance of 32 bits, which EVEX does not scale; some bases want one more."""
+    base, more = NUMBER[place.base] & 7, b""
+    if place.index is not None or base == NUMBER["rsp"]:
+        more = bytes((NUMBER[place.index or "rsp"] << 3 | base,))  # rsp: none
+        base = NUMBER["rsp"]
+    return bytes((0x80 | (reg & 7) << 3 | base,)) + more + struct.pack("<i", place.distance)

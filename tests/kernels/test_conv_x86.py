@@ -1,0 +1,257 @@
+"""Convolutions in machine code, beside float64: tiles and what is left of them, residuals."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tessella.kernels import auction, catalog
+from tessella.kernels.conv import x86, x86_sum
+from tessella.kernels.problem import Problem, TensorMeta
+
+CPU = torch.device("cpu")
+ROW, SUM = (catalog.kernel(f"conv2d.{name}") for name in ("avx512", "avx512_sum"))
+# float32: sums in another order; bfloat16: the result's rounding, and some of the sum's
+TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def _avx512() -> None:
+    if (why := x86.code.refusal()) is not None:
+        pytest.skip(why)
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    if request.param == "bfloat16" and not x86.code.has_bfloat16():
+        pytest.skip("this CPU has no bfloat16 instructions")
+    return str(request.param)
+
+
+def problem(
+    shape: tuple[int, int, int, int],
+    channels: int,
+    dtype: str = "float32",
+    *,
+    kernel: tuple[int, int] = (1, 1),
+    bias: bool = True,
+    residual: bool = False,
+    **attrs: Any,
+) -> Problem:
+    attrs = {
+        "stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "activation": None,
+        **attrs,
+    }  # fmt: skip
+    window = (attrs[n] for n in ("padding", "dilation", "stride"))
+    sizes = [
+        (size + 2 * padding - dilation * (k - 1) - 1) // stride + 1
+        for size, k, padding, dilation, stride in zip(shape[2:], kernel, *window, strict=True)
+    ]
+
+    def image(*shape: int) -> TensorMeta:
+        return TensorMeta(shape=shape, dtype=dtype, format="channels_last")
+
+    made = image(shape[0], channels, *sizes)
+    return Problem(
+        op="conv2d",
+        inputs=(
+            image(*shape),
+            TensorMeta(shape=(channels, shape[1], *kernel), dtype=dtype),
+            TensorMeta(shape=(channels,), dtype=dtype) if bias else None,
+            made if residual else None,
+        ),
+        outputs=(made,),
+        attrs=attrs,
+        constant=(1, 2) if bias else (1,),
+    )
+
+
+def drawn(p: Problem, seed: int = 0) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """The image and perhaps the residual, and the constants."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {
+        i: meta.empty(CPU).copy_(torch.randn(meta.shape, generator=generator))
+        for i, meta in enumerate(p.inputs)
+        if meta is not None
+    }
+    made[1] *= made[1][0].numel() ** -0.5
+    return [t for i, t in made.items() if i not in p.constant], {i: made[i] for i in p.constant}
+
+
+def exact(
+    p: Problem, given: list[torch.Tensor], constants: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    bias = constants[2].double() if 2 in constants else None
+    window = [p.attrs[n] for n in ("stride", "padding", "dilation")]
+    made = torch.conv2d(given[0].double(), constants[1].double(), bias, *window)
+    if len(given) > 1:
+        made = made + given[1].double()
+    return made.relu() if p.attr("activation") == "relu" else made
+
+
+def near(made: torch.Tensor, right: torch.Tensor) -> None:
+    error = (made.double() - right).abs().max() / right.abs().max()
+    assert error < TOLERANCES[str(made.dtype).removeprefix("torch.")]
+
+
+# whole tiles, tiles and a rest, one rest alone, several panels, panels of one vector
+SHAPES = [
+    ((2, 64, 12, 12), 64),
+    ((1, 256, 7, 7), 320),
+    ((3, 40, 5, 5), 48),
+    ((1, 8, 5, 5), 16),
+    ((2, 16, 1, 3), 64),
+    ((2, 24, 9, 31), 112),
+    ((1, 512, 14, 14), 128),
+    ((8, 16, 28, 28), 96),
+]
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("shape", "channels"), SHAPES)
+def test_beside_float64(
+    shape: tuple[int, int, int, int], channels: int, residual: bool, activation: str, dtype: str
+) -> None:
+    p = problem(shape, channels, dtype, residual=residual, activation=activation)
+    assert ROW.refusal(p) is None
+    given, constants = drawn(p)
+    right = exact(p, given, constants)
+    for config in ROW.configs(p):
+        call = x86.bind(p, constants, **config)
+        for _ in range(2):
+            out = p.output.empty(CPU).fill_(torch.nan)
+            assert call(*given, out=out) is out
+            near(out, right)
+
+
+WINDOWS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "3×3": ((3, 3), {"padding": (1, 1)}),
+    "3×3, by two": ((3, 3), {"padding": (1, 1), "stride": (2, 2)}),
+    "3×3, nothing beside": ((3, 3), {}),
+    "1×1, by two": ((1, 1), {"stride": (2, 2)}),
+    "1×7": ((1, 7), {"padding": (0, 3)}),
+    "5×5, dilated": ((5, 5), {"padding": (4, 4), "dilation": (2, 2)}),
+    "2×3, askew": ((2, 3), {"padding": (1, 2), "stride": (1, 3), "dilation": (3, 1)}),
+    "far beside": ((3, 3), {"padding": (5, 5)}),
+}
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_any_filter_beside_float64(window: str, residual: bool, dtype: str) -> None:
+    kernel, attrs = WINDOWS[window]
+    for shape, channels in SHAPES[2:7]:
+        if min(shape[2:]) < 9:
+            shape = (*shape[:2], 9, 10)
+        p = problem(
+            shape, channels, dtype, kernel=kernel, residual=residual, activation="relu", **attrs
+        )
+        assert ROW.refusal(p) is None
+        given, constants = drawn(p)
+        right = exact(p, given, constants)
+        for config in ROW.configs(p):
+            out = p.output.empty(CPU).fill_(torch.nan)
+            near(x86.bind(p, constants, **config)(*given, out=out), right)
+
+
+@pytest.mark.parametrize("vectors", [1, 2, 3, 4])
+def test_each_width_of_a_tile(vectors: int, dtype: str) -> None:
+    p = problem((2, 32, 9, 11), 192, dtype, bias=False, residual=True)
+    given, constants = drawn(p)
+    out = x86.bind(p, constants, vectors=vectors)(*given, out=p.output.empty(CPU))
+    near(out, exact(p, given, constants))
+
+
+def test_a_sum_where_its_residual_lies(dtype: str) -> None:
+    for shape, channels in SHAPES:
+        p = problem(shape, channels, dtype, residual=True, activation="relu")
+        assert SUM.refusal(p) == "the residual is needed afterwards"
+        p = replace(p, dying=(3,))
+        assert SUM.refusal(p) is None
+        (x, residual), constants = drawn(p)
+        right = exact(p, [x, residual], constants)
+        made = x86_sum.bind(p, constants, **SUM.configs(p)[0])(x, residual)
+        assert made is residual
+        near(made, right)
+
+
+def test_an_auction_gives_a_sum_its_residual_back_before_it_looks() -> None:
+    """What earlier calls have added to must not be taken for a wrong answer."""
+    p = replace(problem((1, 64, 9, 9), 64, residual=True, activation="relu"), dying=(3,))
+    constants = drawn(p)[1]
+    terms = auction.Terms(algorithms=["avx512_sum"])
+    best, *_ = auction.find(p, constants, target="cpu", terms=terms)
+    assert (best.kernel, best.refused) == (SUM.id, None)
+
+
+def test_slices_are_read_and_written_and_nothing_beside_them(dtype: str) -> None:
+    p = problem((2, 32, 6, 7), 48, dtype, residual=True)
+    (x, residual), constants = drawn(p)
+    metas = [replace(m, shape=(2, 112, 6, 7)) for m in (p.inputs[0], p.inputs[3], p.output)]
+    image, added, made = (m.part(1, n) for m, n in zip(metas, (32, 48, 48), strict=True))
+    sliced = replace(p, inputs=(image, *p.inputs[1:3], added), outputs=(made,))
+    assert ROW.refusal(sliced) is None
+    whole_x, whole_residual, whole = (m.empty(CPU).fill_(3) for m in metas)
+    whole_x[:, 80:] = x
+    whole_residual[:, 16:64] = residual
+    call = x86.bind(sliced, constants)
+    call(whole_x[:, 80:], whole_residual[:, 16:64], out=whole[:, 48:96])
+    near(whole[:, 48:96], exact(p, [x, residual], constants))
+    assert (whole[:, :48] == 3).all()
+    assert (whole[:, 96:] == 3).all()
+
+
+def test_a_nan_reaches_its_pixel_and_no_other(dtype: str) -> None:
+    p = problem((1, 16, 5, 5), 32, dtype, activation="relu")
+    (x,), constants = drawn(p)
+    x[0, 3, 2, 2] = torch.nan
+    out = x86.bind(p, constants)(x, out=p.output.empty(CPU))
+    found = out.isnan().any(1)[0]
+    assert found[2, 2]
+    assert found.sum() == 1
+
+
+def test_no_work_at_all() -> None:
+    assert ROW.refusal(problem((0, 16, 5, 5), 32)) == "nothing to make"
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    p = problem((2, 64, 14, 14), 128)
+    calls = [x86.bind(p, drawn(p, seed)[1]) for seed in range(4)]
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        given, constants = drawn(p, seed)
+        right = exact(p, given, constants)
+        for _ in range(25):
+            out = calls[seed](*given, out=p.output.empty(CPU))
+            if (out.double() - right).abs().max() > 1e-4:
+                wrong.append(seed)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"activation": "gelu"}, "activation gelu is not fused"),
+        ({"groups": 2}, "one group"),
+    ],
+)
+def test_what_it_leaves_to_others(changes: dict[str, Any], why: str) -> None:
+    assert ROW.refusal(problem((2, 16, 8, 8), 32, **changes)) == why
+
+
+def test_sizes_that_it_leaves_to_others() -> None:
+    assert "channels by 16" in str(ROW.refusal(problem((2, 16, 8, 8), 40)))
+    assert "channels by 16" in str(ROW.refusal(problem((2, 3, 8, 8), 32)))

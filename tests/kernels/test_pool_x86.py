@@ -1,0 +1,104 @@
+"""Max pooling in machine code: torch's result to the last bit, NaNs and slices included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessella.kernels import catalog
+from tessella.kernels.pool import x86
+from tessella.kernels.problem import Problem, TensorMeta
+from tests.kernels.test_pool import maximum, problem
+from tests.kernels.test_pool_shifted import CPU, NETWORKS, numbers, pooled, problems
+
+ROW = catalog.kernel("max_pool2d.avx512")
+HALVES = ("float16", "bfloat16")
+DTYPES = (*HALVES, "float32", "int8", "uint8")
+
+
+@pytest.fixture(autouse=True)
+def _avx512() -> None:
+    if (why := x86.code.refusal()) is not None:
+        pytest.skip(why)
+
+
+def asked(shape: tuple[int, ...], window: dict[str, Any], dtype: str) -> Problem:
+    made = problem("max_pool2d", shape, window, dtype)
+    marks = {"non_negative": True} if dtype in HALVES else {}
+    return replace(made, attrs={**made.attrs, **marks})
+
+
+def image(meta: TensorMeta, seed: int = 0) -> torch.Tensor:
+    if meta.dtype == "uint8":
+        generator = torch.Generator().manual_seed(seed)
+        return meta.empty(CPU).copy_(torch.randint(0, 256, meta.shape, generator=generator))
+    drawn = numbers(meta, seed)
+    return drawn.abs() if meta.dtype in HALVES else drawn
+
+
+def agrees(p: Problem, seed: int = 0) -> None:
+    assert ROW.refusal(p) is None
+    x = image(p.inputs[0], seed)
+    before, call = x.clone(), x86.bind(p, {})
+    wide = x.to(torch.int32) if x.dtype == torch.uint8 else x
+    right = pooled(p, wide).to(x.dtype)
+    for _ in range(2):
+        out = p.output.empty(CPU).fill_(101)
+        assert call(x, out=out) is out
+        torch.testing.assert_close(out, right, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(x, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [1, 24, 72, 160, 528])
+@pytest.mark.parametrize("case", NETWORKS)
+def test_what_networks_pool(case: str, channels: int, dtype: str) -> None:
+    size, window = NETWORKS[case]
+    agrees(asked((1 if size > 60 else 3, channels, size, size), window, dtype))
+
+
+@given(problems(), st.integers(0, 2**31))
+@settings(max_examples=200, deadline=None)
+def test_any_window(p: Problem, seed: int) -> None:
+    dtype = p.inputs[0].dtype
+    p = asked(p.inputs[0].shape, dict(p.attrs), dtype)
+    if ROW.refusal(p) is None:
+        agrees(p, seed)
+    else:
+        assert ROW.refusal(p) == "a window without a pixel"
+
+
+def test_dilated_windows() -> None:
+    agrees(asked((2, 40, 13, 11), maximum((2, 3), (1, 2), (1, 0), (3, 2)), "float32"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_slices_are_read_and_written_and_nothing_beside_them(dtype: str) -> None:
+    p = asked((2, 36, 9, 9), maximum(), dtype)
+    whole, target = (replace(m, shape=(2, 90, *m.shape[2:])) for m in (p.inputs[0], p.output))
+    sliced = replace(p, inputs=(whole.part(1, 36),), outputs=(target.part(1, 36),))
+    assert ROW.refusal(sliced) is None
+    x, out = image(whole), target.empty(CPU).fill_(77)
+    x86.bind(sliced, {})(x[:, 20:56], out=out[:, 30:66])
+    right = pooled(p, x[:, 20:56].contiguous())
+    torch.testing.assert_close(out[:, 30:66], right, rtol=0, atol=0, equal_nan=True)
+    assert (out[:, :30] == 77).all()
+    assert (out[:, 66:] == 77).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"dtype": "float64"}, "cannot make float64"),
+        ({"dtype": "bfloat16"}, "numbers below 0"),
+        ({"format": "contiguous"}, "channels must lie together"),
+    ],
+)
+def test_what_it_leaves_to_others(changes: dict[str, Any], why: str) -> None:
+    p = problem("max_pool2d", (2, 8, 9, 9), maximum(), **changes)
+    assert why in str(ROW.refusal(p))

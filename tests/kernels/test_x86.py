@@ -1,0 +1,167 @@
+"""Machine code for AVX-512: each instruction beside binutils' disassembler, and how it is run."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tessella.kernels.x86 import code
+from tessella.kernels.x86.assembler import REGISTERS, VECTOR, Assembler, At
+
+pytestmark = pytest.mark.skipif(code.refusal() is not None, reason=str(code.refusal()))
+
+FREE = [r for r in REGISTERS if r != "rsp"]
+
+
+def disassembled(written: bytes, folder: Path) -> list[str]:
+    """GNU objdump's words, an instruction each."""
+    (folder / "code").write_bytes(written)
+    told = subprocess.run(
+        ["objdump", "-D", "-b", "binary", "-mi386:x86-64", "-Mintel", str(folder / "code")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    rows = [line.split("\t") for line in told.splitlines()]
+    return [" ".join(row[2].split("#")[0].split()) for row in rows if len(row) > 2]
+
+
+def agrees(a: Assembler, folder: Path) -> None:
+    told = disassembled(a.code(), folder)
+    told = [t.split()[0] if t.startswith("j") else t for t in told]  # where to is another test
+    assert told == a.listing
+
+
+def test_every_instruction_with_every_register(tmp_path: Path) -> None:
+    a = Assembler()
+    a.enter()
+    for base in REGISTERS:
+        place = At(base=base, distance=-0x1234)
+        a.broadcast(30, At(base=base, index="rdx", distance=0x40))
+        a.store_number(place, 0x345)
+        a.add_to_stored(place, -1)
+        a.prefetch(place)
+        a.broadcast(17, place)
+        a.load_bfloat16(5, place)
+        a.load_bfloat16(28, place)
+        a.store_bfloat16(place, 20)
+        for register in (0, 9, 18, 31):
+            a.load_vector(register, place)
+            a.load_vector(register, place, 3)
+            a.store_vector(place, register)
+            a.store_vector(place, register, 7)
+            for name in VECTOR:
+                a.vector(name, register, 31 - register, place)
+    for register in FREE:
+        a.set(register, 0x1234567890ABCDEF)
+        a.set(register, -1)
+        a.load(register, At(base="r12", distance=0x778))
+        a.load_short(register, At(base="rbp", distance=4))
+        a.store(At(base="rsp", distance=8), register)
+        a.add_stored(register, At(base="rdi", distance=8))
+        a.load_if_negative(register, At(base="rsp", distance=16))
+        a.fetch_add(At(base="r13"), register)
+        a.multiply(register, 0x999)
+        for number in (0x7FFFFFF0, -0x7000):
+            a.add(register, number)
+            a.subtract(register, number)
+            a.compare(register, number)
+        for other in ("rax", "rbp", "r8", "r15"):
+            a.move(register, other)
+            a.add(register, other)
+            a.subtract(register, other)
+            a.compare(register, other)
+    for register in REGISTERS[:8]:
+        a.mask(6, register)
+        a.broadcast_bits(30, register)
+    for one in (0, 7, 8, 15, 16, 31):
+        a.compare_ordered(2, one, 31 - one)
+        a.copy_mask(1, 5)
+        a.copy_vector(one, 31 - one)
+        a.copy_vector(one, 31 - one, 4)
+        for name in VECTOR:
+            a.vector(name, one, 31 - one, 16 ^ one)
+    a.leave()
+    agrees(a, tmp_path)
+
+
+def test_jumps_go_where_they_say(tmp_path: Path) -> None:
+    a = Assembler()
+    a.label("begin")
+    a.compare("rcx", 5)
+    for condition in ("je", "jne", "jge"):
+        a.jump_if(condition, "end")
+    a.jump("begin")
+    a.label("end")
+    a.leave()
+    told = disassembled(a.code(), tmp_path)
+    begins = re.findall(r"^(?:j\w+) (0x\w+)$", "\n".join(told), re.MULTILINE)
+    end = 7 + 3 * 6 + 5
+    assert [int(b, 16) for b in begins] == [end, end, end, 0]
+
+
+def counting(count: int, table: code.Table) -> code.MachineCode:
+    """Adds each row's number to memory, where it is told by the table."""
+    a = Assembler()
+    a.enter()
+    a.load("r8", At(base="rdi", distance=8))
+    code.take_item(a, "rcx", ctypes.addressof(table), count, 2)
+    a.load("r9", At(base="rcx"))
+    a.add("r9", "r8")
+    a.load("rax", At(base="rcx", distance=8))
+    a.fetch_add(At(base="r9"), "rax")
+    a.jump("next")
+    a.label("done")
+    a.leave()
+    return code.MachineCode(a.code())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_take_each_item_once(threads: int) -> None:
+    rows = [(8 * (i % 7), i + 1) for i in range(1000)]
+    table = code.table(rows)
+    made = counting(len(rows), table)
+    sums = torch.zeros(7, dtype=torch.int64)
+    for _ in range(3):
+        made.run(sums.data_ptr(), threads=threads)
+    right = torch.zeros(7, dtype=torch.int64)
+    for place, number in rows:
+        right[place // 8] += 3 * number
+    assert torch.equal(sums, right)
+
+
+def test_callers_do_not_share_their_counters() -> None:
+    rows = [(0, 1)] * 5000
+    table = code.table(rows)
+    made = counting(len(rows), table)
+    sums = [torch.zeros(1, dtype=torch.int64) for _ in range(6)]
+
+    def work(mine: torch.Tensor) -> None:
+        for _ in range(20):
+            made.run(mine.data_ptr(), threads=2)
+
+    workers = [threading.Thread(target=work, args=(mine,)) for mine in sums]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [int(mine) for mine in sums] == [100_000] * 6
+
+
+def test_memory_that_runs_cannot_be_written() -> None:
+    memory, address = code._executable(b"\xc3")
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, rights, *_ = line.split()
+        begin, end = (int(n, 16) for n in where.split("-"))
+        if begin <= address < end:
+            assert rights.startswith("r-x")
+            break
+    else:
+        pytest.fail("not found")
+    assert len(memory) == 1
