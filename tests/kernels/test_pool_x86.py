@@ -55,7 +55,7 @@ def agrees(p: Problem, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("channels", [1, 24, 72, 160, 528])
+@pytest.mark.parametrize("channels", [24, 528])
 @pytest.mark.parametrize("case", NETWORKS)
 def test_what_networks_pool(case: str, channels: int, dtype: str) -> None:
     size, window = NETWORKS[case]

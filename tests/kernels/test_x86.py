@@ -119,7 +119,7 @@ def counting(count: int, table: code.Table) -> code.MachineCode:
     a.jump("next")
     a.label("done")
     a.leave()
-    return code.MachineCode(a.code())
+    return code.MachineCode(a.code(), table)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

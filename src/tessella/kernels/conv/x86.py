@@ -34,7 +34,7 @@ WORD = 4  # bytes: one channel of float32, two of bfloat16
 UNROLLED = 4  # words of a pixel
 PIXELS = {4: 6, 3: 8, 2: 9, 1: 9}  # of a tile, by its vectors: as many as registers allow
 BLOCK_PIXELS = 96  # that one thread takes at a time
-BLOCK_WEIGHT_BYTES = 2**18  # of the weight: half of a core's second cache, or less
+BLOCK_WEIGHT_BYTES = 2**18  # of the weight: they stay in a core's second cache
 FEW_ITEMS = 8
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
 
@@ -98,7 +98,8 @@ def bind(
     places, zeros = _places(problem, tiles.pixels), torch.zeros(tiles.words)
     items = list(_items(problem, tiles, weight, bias, places))
     table = code.table(items)
-    made = code.MachineCode(tiles.written(ctypes.addressof(table), len(items)).code())
+    written = tiles.written(ctypes.addressof(table), len(items))
+    made = code.MachineCode(written.code(), table, places, zeros, weight, bias)
     beside = zeros.data_ptr()
 
     def run(
@@ -109,7 +110,6 @@ def bind(
         made.run(x.data_ptr(), out.data_ptr(), added, beside, threads=threads)
         return out
 
-    run.held = table, places, zeros, weight, bias  # type: ignore[attr-defined]
     return run
 
 

@@ -78,7 +78,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         rows=len(lines),
         columns=len(columns),
     )
-    made = code.MachineCode(pool.written(ctypes.addressof(items), ctypes.addressof(spans)).code())
+    written = pool.written(ctypes.addressof(items), ctypes.addressof(spans))
+    made = code.MachineCode(written.code(), items, spans)
     few = x.nbytes <= ALONE_BYTES
 
     def run(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
@@ -86,7 +87,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         made.run(x.data_ptr(), out.data_ptr(), threads=threads)
         return out
 
-    run.tables = items, spans  # type: ignore[attr-defined]
     return run
 
 

@@ -44,12 +44,15 @@ class MachineCode:
 
     At that address stand a counter from 0, by which threads take their items, and the numbers that
     ``run`` was given.
+
+    Args:
+        held: what the code has addresses of.
     """
 
-    def __init__(self, code: bytes) -> None:
+    def __init__(self, code: bytes, *held: object) -> None:
         parallel = _parallel()
         assert parallel is not None, "asked for in spite of refusal()"
-        self._parallel = parallel
+        self._parallel, self._held = parallel, held
         self._memory, self._address = _executable(code)
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
@@ -62,7 +65,7 @@ class MachineCode:
 
 
 def table(rows: Iterable[Iterable[int]]) -> Table:
-    """Numbers that code reads by their address; whoever has the code must keep them."""
+    """Numbers that code reads by their address."""
     numbers = [n for row in rows for n in row]
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
