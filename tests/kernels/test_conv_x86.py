@@ -159,6 +159,18 @@ def test_any_filter_beside_float64(window: str, residual: bool, dtype: str) -> N
             near(x86.bind(p, constants, **config)(*given, out=out), right)
 
 
+@pytest.mark.parametrize("threads", [2, 5])
+def test_torchs_threads_share_the_work(
+    threads: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    p = problem((3, 32, 17, 19), 192, dtype, kernel=(3, 3), padding=(1, 1), residual=True)
+    given, constants = drawn(p)
+    call, right = x86.bind(p, constants), exact(p, given, constants)
+    for _ in range(20):
+        near(call(*given, out=p.output.empty(CPU).fill_(torch.nan)), right)
+
+
 @pytest.mark.parametrize("vectors", [1, 2, 3, 4])
 def test_each_width_of_a_tile(vectors: int, dtype: str) -> None:
     p = problem((2, 32, 9, 11), 192, dtype, bias=False, residual=True)

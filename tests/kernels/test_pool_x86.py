@@ -73,6 +73,15 @@ def test_any_window(p: Problem, seed: int) -> None:
         assert ROW.refusal(p) == "a window without a pixel"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torchs_threads_share_the_work(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    p = asked((4, 200, 21, 23), maximum(), dtype)
+    assert p.inputs[0].nbytes > x86.ALONE_BYTES
+    for seed in range(5):
+        agrees(p, seed)
+
+
 def test_dilated_windows() -> None:
     agrees(asked((2, 40, 13, 11), maximum((2, 3), (1, 2), (1, 0), (3, 2)), "float32"))
 

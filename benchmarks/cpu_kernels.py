@@ -1,0 +1,130 @@
+"""Our CPU kernels beside oneDNN's and torch's: ``python -m benchmarks.cpu_kernels``.
+
+The distinct convolutions of ResNet-50 and GoogLeNet with bias, ReLU and, where they expand, a
+residual; and max pooling. Weights are constant, as in a plan. All kernels of the catalogue race in
+interleaved rounds with warm caches; the fastest of ours stands beside the fastest of the libraries.
+A ratio above 1 means that we win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases.case import meta
+from benchmarks.cases.conv import layers
+from benchmarks.report import RESULTS, document, markdown, write
+from tessella.kernels import auction, catalog, problems
+from tessella.kernels.auction import OWN, Terms
+from tessella.kernels.inputs import sample_inputs
+from tessella.kernels.problem import Problem, TensorMeta
+
+CPU = torch.device("cpu")
+# channels, pixels, stride, padding of 3×3 windows: GoogLeNet's and ResNet's
+POOLS = ((64, 112, 2, 1), (192, 56, 2, 0), (256, 28, 1, 1), (480, 28, 2, 0), (528, 14, 1, 1),
+         (832, 7, 1, 1))  # fmt: skip
+
+
+def main() -> None:
+    args = _arguments()
+    rows: list[dict[str, Any]] = []
+    for batch in (1, 8):
+        for dtype in ("float32", "bfloat16"):
+            for family, name, problem in (*_convolutions(batch, dtype), *_pools(batch, dtype)):
+                row = _row(family, name, problem, args.seconds)
+                rows.append(row)
+                told = row.get("ratio") or row["refused"]
+                print(f"{family:36} {name:34} {row['times_us']} {told}", flush=True)
+    write(args.out, document("cpu", rows))
+    print(markdown(*summary(rows)))
+    print(f"wrote {args.out}")
+
+
+def _convolutions(batch: int, dtype: str) -> Iterator[tuple[str, str, Problem]]:
+    for network in ("resnet50", "googlenet"):
+        for channels, size, out, taps, stride, padding in layers(network):
+            x = meta(dtype, batch, channels, size, size, last=True)
+            weight, bias = meta(dtype, out, channels, taps, taps), meta(dtype, out)
+            expands = network == "resnet50" and taps == 1 and out == 4 * channels
+            residual = meta(dtype, batch, out, size, size, last=True) if expands else None
+            problem = problems.conv(
+                x, weight, bias, residual, stride=stride, padding=padding, activation="relu",
+                constant=(1, 2),
+            )  # fmt: skip
+            if expands:  # nobody needs it afterwards
+                problem = replace(problem, dying=(3,))
+            kind = "1×1 + residual" if expands else f"{taps}×{taps}"
+            name = f"{channels}->{out} {taps}x{taps}@{size}" + (f" s{stride}" if stride > 1 else "")
+            yield f"conv {kind} {dtype} N={batch}", f"{network} {name}", problem
+
+
+def _pools(batch: int, dtype: str) -> Iterator[tuple[str, str, Problem]]:
+    """Behind a ReLU, as they are in these networks."""
+    for channels, size, stride, padding in POOLS:
+        x = meta(dtype, batch, channels, size, size, last=True)
+        made = math.ceil((size + 2 * padding - 3) / stride) + 1
+        out = TensorMeta(shape=(batch, channels, made, made), dtype=dtype, format="channels_last")
+        attrs = {
+            "kernel_size": (3, 3), "stride": (stride, stride), "padding": (padding, padding),
+            "dilation": (1, 1), "ceil_mode": True,
+            **({"non_negative": True} if dtype == "bfloat16" else {}),
+        }  # fmt: skip
+        problem = Problem(op="max_pool2d", inputs=(x,), outputs=(out,), attrs=attrs)
+        yield f"max pool {dtype} N={batch}", f"{channels} 3x3@{size} s{stride}", problem
+
+
+def _row(family: str, name: str, problem: Problem, seconds: float) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    constants = {
+        i: torch.randn(m.shape, generator=generator).to(getattr(torch, m.dtype))
+        for i, m in enumerate(problem.inputs)
+        if m is not None and i in problem.constant
+    }
+    inputs = sample_inputs(problem, CPU)
+    if problem.op == "max_pool2d":
+        inputs = [x.abs() for x in inputs]
+    terms = Terms(budget_s=seconds)
+    trials = auction.find(problem, constants, target="cpu", terms=terms, inputs=inputs)
+    ran = [t for t in trials if t.refused is None and t.time_us is not None]
+    ours = [t for t in ran if catalog.kernel(t.kernel).source in OWN]
+    theirs = [t for t in ran if catalog.kernel(t.kernel).source not in OWN]
+    peer = min(theirs, key=lambda t: t.time_us or 0.0)
+    row = {"family": family, "name": name, "peer": peer.kernel}
+    if not ours:
+        refused = {t.kernel: t.refused for t in trials if catalog.kernel(t.kernel).source in OWN}
+        return {**row, "refused": refused, "times_us": {"peer": peer.time_us}}
+    best = min(ours, key=lambda t: t.time_us or 0.0)
+    return {
+        **row,
+        "kernel": best.kernel,
+        "config": best.config,
+        "times_us": {"ours": best.time_us, "peer": peer.time_us},
+        "ratio": round((peer.time_us or 0.0) / (best.time_us or 1.0), 3),
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[object]]]:
+    """A line each family."""
+    lines: list[list[object]] = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        ratios = [row["ratio"] for row in rows if row["family"] == family and "ratio" in row]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        lines.append([family, len(ratios), *(f"{r:.2f}" for r in (mean, min(ratios), max(ratios)))])
+    return ["family", "shapes", "ratio (geometric mean)", "worst", "best"], lines
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=0.3, help="a problem, about")
+    parser.add_argument("--out", type=Path, default=RESULTS / "kernels-cpu.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
