@@ -86,6 +86,19 @@ def test_dilated_windows() -> None:
     agrees(asked((2, 40, 13, 11), maximum((2, 3), (1, 2), (1, 0), (3, 2)), "float32"))
 
 
+def test_windows_of_any_size_are_counted_and_not_walked() -> None:
+    """A stranger's plan may say such a thing."""
+    huge = 2**40
+    p = asked((1, 16, 6, 6), maximum((3, 3), (1, 1)), "float32")
+    attrs = {"kernel_size": (huge, huge), "padding": (huge // 2, huge // 2)}
+    p = replace(p, attrs={**p.attrs, **attrs}, outputs=(replace(p.output, shape=(1, 16, 7, 7)),))
+    assert ROW.refusal(p) is None
+    out = x86.bind(p, {})(x := image(p.inputs[0]), out=p.output.empty(CPU))
+    assert torch.equal(out[0, :, 3, 3].isnan(), x[0].isnan().any(2).any(1))
+    far = replace(p, attrs={**p.attrs, "dilation": (huge, huge)})
+    assert ROW.refusal(far) in ("distances have 32 bits", "a window without a pixel")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_slices_are_read_and_written_and_nothing_beside_them(dtype: str) -> None:
     p = asked((2, 36, 9, 9), maximum(), dtype)

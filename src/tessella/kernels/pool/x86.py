@@ -60,7 +60,8 @@ def fits(problem: Problem) -> str | None:
         return "nothing to pool"
     if not all(count for axis in (0, 1) for _, count in _spans(problem, axis)):
         return "a window without a pixel"
-    if max(_bytes(m) for m in (x, y)) > MAX_BYTES:
+    steps = [d * s for d, s in zip(problem.attrs["dilation"], _strides(x)[2:], strict=True)]
+    if max(*steps, *(_bytes(m) for m in (x, y))) > MAX_BYTES:
         return "distances have 32 bits"
     return None
 
@@ -204,8 +205,9 @@ def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:
     spans = []
     for i in range(y.shape[2 + axis]):
         begin = i * stride - padding
-        inside = [p for k in range(kernel) if 0 <= (p := begin + k * dilation) < size]
-        spans.append((inside[0] * step if inside else 0, len(inside)))
+        first = max(0, -(begin // dilation))  # of the window's places, however many there are
+        count = min(kernel, -((begin - size) // dilation)) - first
+        spans.append(((begin + first * dilation) * step, max(0, count)))
     return spans
 
 

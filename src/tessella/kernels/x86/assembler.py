@@ -1,7 +1,7 @@
 """Machine code for x86-64 with AVX-512: the few instructions that our kernels are made of.
 
 No compiler is needed where a plan is loaded, and none is asked: a kernel's loop is known when its
-problem is known, and writing it down takes less than a millisecond. Operands stand as in Intel's
+problem is known, and writing it down takes a millisecond or two. Operands stand as in Intel's
 manual, the result first; addresses are a register and a distance.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: chapter 2.7 (EVEX),
