@@ -25,6 +25,7 @@ LAYERS = (
     ("training", "compiler", "runtime"),
     ("nn", "data", "graph"),
     ("kernels", "collectives", "telemetry", "artifacts"),
+    ("operations",),
     ("core",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

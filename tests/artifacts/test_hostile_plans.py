@@ -65,6 +65,24 @@ def test_the_subject_itself_loads() -> None:
     runtime.load(with_bucket(good()))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [0, 1, -1, 1000])
+def test_no_constant_is_shorter_than_its_layer(kind: str, length: int) -> None:
+    """Each vector of each layer: machine code and libraries read it by the layer's channels."""
+    plan = from_bytes(subject(kind).content)
+    for bucket in plan.program.buckets:
+        for step in bucket.steps:
+            for name in filter(None, step.inputs[1:]):
+                weight = plan.weights.get(name)
+                if weight is None or weight.dim() != 1 or step.op in ("pointwise", "fallback"):
+                    continue
+                count = len(weight) - 1 if length < 0 else length
+                if count == 1 and step.op in ("quantize", "dequantize"):
+                    continue  # one number for all is right
+                weights = {**plan.weights, name: weight.new_ones(count)}
+                refused(with_bucket(replace(plan, weights=weights)), "has the shape|numbers")
+
+
 # --- attributes -----------------------------------------------------------------------------------
 
 ATTRS = {

@@ -20,8 +20,8 @@ from tessella.graph import Graph, capture, interpret
 from tessella.graph.build import Builder
 from tessella.graph.onnx import read, write
 from tessella.graph.onnx.exports import EXPORTS
-from tessella.graph.ops import OPS
 from tessella.nn import zoo
+from tessella.operations.operation import OPS
 
 Tensors = dict[str, torch.Tensor]
 

@@ -60,7 +60,7 @@ def problem(
         op="conv2d",
         inputs=(
             image(*shape),
-            TensorMeta(shape=(channels, shape[1], *kernel), dtype=dtype),
+            TensorMeta(shape=(channels, shape[1] // attrs["groups"], *kernel), dtype=dtype),
             TensorMeta(shape=(channels,), dtype=dtype) if bias else None,
             made if residual else None,
         ),

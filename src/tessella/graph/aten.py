@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from tessella.core.errors import CompileError
+from tessella.graph.attributes import is_attribute
 from tessella.graph.build import Builder
 from tessella.graph.graph import Dim, Value
 from tessella.graph.operator_call import OperatorCall
-from tessella.graph.ops import BY_ATEN, Op, is_attribute
 from tessella.graph.quantized import QUANTIZED
 from tessella.kernels.user.registry import OPERATORS
+from tessella.operations.operation import BY_ATEN, Op
 
 Result = Value | tuple[Value, ...] | None
 

@@ -11,12 +11,12 @@ import torch
 from tessella.core.errors import CompileError
 from tessella.core.spec import TensorSpec
 from tessella.graph import infer
+from tessella.graph.attributes import is_attribute
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
-from tessella.graph.ops import is_attribute
-from tessella.graph.ops import op as row_of
 from tessella.kernels import reference
 from tessella.kernels.fallback.aten import refusal
 from tessella.kernels.user.registry import named
+from tessella.operations.operation import op as row_of
 
 # A folded constant may be larger than what it is made of, up to this many elements.
 _FOLD_ELEMENTS = 1 << 20

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tessella.core.errors import CompileError
 from tessella.graph import infer
+from tessella.graph.attributes import is_attribute
 from tessella.graph.graph import Graph, Node, Value, shape_at
-from tessella.graph.ops import OPS, is_attribute
 from tessella.kernels.fallback.aten import refusal
 from tessella.kernels.pointwise import program
+from tessella.operations.operation import OPS
 
 # Two sizes fix a line; 1 is the case that broadcasting treats differently.
 _BATCHES = (1, 3)

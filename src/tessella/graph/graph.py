@@ -2,7 +2,7 @@
 
 A graph is a list of nodes in an order in which they can run. Every value is a graph input, a
 constant, or the output of exactly one node. Operations carry torch.nn.functional's names
-(``graph.ops``).
+(``operations.operation``).
 Shapes may depend on the batch: such a dimension is a ``Dim``.
 """
 
@@ -93,7 +93,8 @@ class Node:
     """One operation.
 
     Attributes:
-        op: a name of ``graph.ops``, or ``fallback`` with the torch operator in ``attrs["target"]``.
+        op: a name of ``operations.operation``, or ``fallback`` with the torch operator in
+            ``attrs["target"]``.
         inputs: in the operation's order; None where an optional one is left out.
         outputs: the values that it makes.
         attrs: JSON values (tuples for lists); may contain ``Dim``.

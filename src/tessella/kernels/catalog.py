@@ -38,6 +38,7 @@ import torch
 
 from tessella.core.errors import CompileError, UsageError
 from tessella.kernels.problem import Problem, is_gamma
+from tessella.operations import operands
 
 Call = Callable[..., Any]  # tensors in, a tensor or a tuple of tensors out
 Config = dict[str, Any]  # one way to run a kernel, a flat JSON object: tile sizes and the like
@@ -101,6 +102,8 @@ class Kernel:
 
     def refusal(self, problem: Problem) -> str | None:
         """Why it cannot carry a problem out, or None."""
+        if reason := operands.wrong(problem.op, problem.inputs, problem.outputs, problem.attrs):
+            return reason
         module = self.load()
         sliced = any(meta.strides is not None for meta in problem.outputs)
         if sliced and not getattr(module, "SLICED_OUT", False):

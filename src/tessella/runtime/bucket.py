@@ -17,6 +17,8 @@ from tessella.core.record import canonical_json
 from tessella.kernels import catalog, shapes
 from tessella.kernels.catalog import Call
 from tessella.kernels.problem import Math, Problem, TensorMeta
+from tessella.operations import operands
+from tessella.operations.operation import OPS
 from tessella.runtime import lifetimes
 from tessella.runtime.arena import Arena
 
@@ -308,6 +310,10 @@ def _require_shapes(step: Step, problem: Problem) -> None:
     """
     if step.op == "fallback" and set(step.attrs["kwargs"]) & {"device", "pin_memory"}:
         raise ValueError("a fallback that says where its result lies")
+    if step.op not in OPS:
+        raise ValueError(f"{step.op[:80]!r} is no operation of a network")
+    if reason := operands.wrong(step.op, problem.inputs, problem.outputs, step.attrs):
+        raise ValueError(reason)
     made = shapes.made(step.op, problem.inputs, step.attrs)
     if made != [(m.dtype, m.shape) for m in problem.outputs]:
         raise ValueError(f"{step.op} makes {made}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from tessella.compiler.passes import dead_code
 from tessella.graph.graph import Dim, Graph, Node, Value
-from tessella.graph.ops import OPS
+from tessella.operations.operation import OPS
 
 VIEWS = frozenset(("permute", "reshape", "select"))
 Size = int | Dim

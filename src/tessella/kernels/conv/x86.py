@@ -81,6 +81,7 @@ def bind(
     problem: Problem, constants: Mapping[int, torch.Tensor], *, vectors: int | None = None
 ) -> Call:
     vectors = configs(problem)[0]["vectors"] if vectors is None else vectors
+    code.require_constants(problem, constants)
     x, y, residual = problem.inputs[0], problem.output, problem.meta(3)
     weight = _panels(constants[1], vectors)
     bias = constants[2].float() if 2 in constants else None
@@ -97,6 +98,7 @@ def bind(
     )
     places, zeros = _places(problem, tiles.pixels), torch.zeros(tiles.words)
     items = list(_items(problem, tiles, weight, bias, places))
+    _require_inside(problem, tiles, items, weight, bias, places)
     table = code.table(items)
     written = tiles.written(ctypes.addressof(table), len(items))
     made = code.MachineCode(written.code(), table, places, zeros, weight, bias)
@@ -187,6 +189,34 @@ def _items(
                     min(together, panels - panel),
                     int(begin + count * tiles.pixels < pixels and block == blocks - 1),
                 )
+
+
+def _require_inside(
+    problem: Problem,
+    tiles: _Tiles,
+    items: list[tuple[int, ...]],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    places: torch.Tensor,
+) -> None:
+    """Refuse a table that leads out of a tensor, whoever wrote it."""
+    image, result, residual, panel, begin, place, count, panels, rest = torch.tensor(items).T
+    x, y, added = problem.inputs[0], problem.output, problem.meta(3)
+    pixels = count * tiles.pixels + rest * tiles.rest
+    written = panels * tiles.vectors * LANES * tiles.size
+    reach = int(places.max()) + x.shape[1] * x.itemsize
+    code.require_inside("image", image, torch.full_like(image, reach), _extent(x))
+    code.require_inside("result", result, (pixels - 1) * _pitch(y) + written, _extent(y))
+    if added is not None:
+        spans = (pixels - 1) * _pitch(added) + written
+        code.require_inside("residual", residual, spans, _extent(added))
+    first = weight.data_ptr()
+    code.require_inside("weight", panel - first, panels * weight[0].nbytes, weight.nbytes)
+    if bias is not None:
+        spans = panels * tiles.vectors * VECTOR
+        code.require_inside("bias", begin - bias.data_ptr(), spans, bias.nbytes)
+    spans = pixels * tiles.taps * places.itemsize
+    code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
 
 
 # where things lie: the numbers of a call, of an item, and what a thread keeps on its stack
@@ -364,3 +394,9 @@ def _pitch(meta: TensorMeta) -> int:
     """Bytes from a pixel to the next."""
     assert meta.pixel_pitch is not None
     return meta.pixel_pitch * meta.itemsize
+
+
+def _extent(meta: TensorMeta) -> int:
+    """Bytes from the first number of an image to the end of its last."""
+    pixels = meta.shape[0] * math.prod(meta.shape[2:])
+    return (pixels - 1) * _pitch(meta) + meta.shape[1] * meta.itemsize

@@ -69,6 +69,7 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     x, y = problem.inputs[0], problem.output
     lines, columns = _lines(problem), _spans(problem, 1)
+    _require_inside(problem, lines, columns)
     items, spans = code.table(lines), code.table(columns)
     pool = _Pool(
         dtype=x.dtype,
@@ -89,6 +90,27 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         return out
 
     return run
+
+
+def _require_inside(
+    problem: Problem, lines: list[tuple[int, int, int]], columns: list[tuple[int, int]]
+) -> None:
+    """Refuse tables that lead out of the image or the result, whoever wrote them."""
+    x, y = problem.inputs[0], problem.output
+    (_, _, row, pixel), out_pixel = _strides(x), _strides(y)[3]
+    down, along = problem.attrs["dilation"]
+    begin, rows, written = torch.tensor(lines).T
+    column, count = torch.tensor(columns).T
+    channels = x.shape[1] * x.itemsize
+    right = int((column + (count - 1) * pixel * along).max()) + channels
+    code.require_inside(
+        "image", begin + int(column.min()), torch.zeros_like(begin), code.extent(x, _strides(x))
+    )
+    code.require_inside(
+        "image", begin, (rows - 1) * row * down + right, code.extent(x, _strides(x))
+    )
+    spans = torch.full_like(written, (len(columns) - 1) * out_pixel + channels)
+    code.require_inside("result", written, spans, code.extent(y, _strides(y)))
 
 
 @dataclass(frozen=True, kw_only=True)

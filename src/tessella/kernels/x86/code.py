@@ -6,11 +6,13 @@ import ctypes
 import functools
 import mmap
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from tessella.core.errors import KernelError
+from tessella.kernels.problem import Problem, TensorMeta
 from tessella.kernels.x86.assembler import Assembler, At
 
 Table = ctypes.Array[ctypes.c_int64]
@@ -68,6 +70,50 @@ def table(rows: Iterable[Iterable[int]]) -> Table:
     """Numbers that code reads by their address."""
     numbers = [n for row in rows for n in row]
     return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def require_inside(name: str, begins: torch.Tensor, spans: torch.Tensor, nbytes: int) -> None:
+    """Refuse code that would read or write beside a tensor: asked of each row of a table.
+
+    Args:
+        name: of the tensor, for the error.
+        begins: where each row begins, in bytes from the tensor's first.
+        spans: how many bytes it reads or writes from there on.
+        nbytes: how far the tensor reaches.
+
+    Raises:
+        KernelError: a row lies outside.
+    """
+    first, last = int(begins.min()), int((begins + spans).max())
+    if first < 0 or last > nbytes or int(spans.min()) < 0:
+        raise KernelError(
+            f"machine code would leave its {name}",
+            seen=f"bytes {first} to {last} of {nbytes}",
+            fix="report the problem that it was asked for",
+        )
+
+
+def require_constants(problem: Problem, constants: Mapping[int, torch.Tensor]) -> None:
+    """Refuse constants that are not what the problem says: code of ours reads them by addresses.
+
+    Raises:
+        KernelError: one is missing, or of another shape or element type.
+    """
+    for position in problem.constant:
+        meta, given = problem.meta(position), constants.get(position)
+        if given is None or meta is None or not meta.matches(given):
+            seen = "none" if given is None else f"{given.dtype} {tuple(given.shape)}"
+            raise KernelError(
+                f"constant {position} of {problem.op} is not what the step says",
+                seen=f"{seen}, not {meta}",
+                fix="build the plan again",
+            )
+
+
+def extent(meta: TensorMeta, strides: Sequence[int]) -> int:
+    """Bytes from a tensor's first to the end of its last number; its strides in bytes."""
+    steps = zip(meta.shape, strides, strict=True)
+    return sum((size - 1) * step for size, step in steps) + meta.itemsize
 
 
 def take_item(a: Assembler, to: str, items: int, count: int, row: int) -> None:

@@ -1,4 +1,4 @@
-"""The operations that a graph may hold: names, inputs, attributes. A static table.
+"""The operations that a graph or a plan may hold: names, inputs, attributes. A static table.
 
 Names and attributes are torch.nn.functional's. What an operation means is its reference,
 ``kernels.reference``; how torch's operators become these is ``graph.aten``.
@@ -6,13 +6,9 @@ Names and attributes are torch.nn.functional's. What an operation means is its r
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tessella.core.errors import CompileError
-from tessella.graph.graph import Dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +78,12 @@ def _binary(name: str, attrs: str = "") -> Op:
 _CONV = "stride padding dilation groups activation"
 # of a layer on int8 or fp8: one factor a channel, the residual's factor, the one behind the
 # activation, the result's element type, how fp8 sums are kept; of a weight: its sparsity
-_QUANTIZED = {"late": "scale", "extras": "alpha beta gamma dtype fast_accumulation sparsity"}
+_FACTORS = "alpha beta gamma dtype fast_accumulation sparsity"
 
 _ROWS = (
     # convolution and matrix products: activation(… + bias + residual)
     _op("conv1d", "input weight bias? residual?", _CONV, "conv1d.default"),
-    _op("conv2d", "input weight bias? residual?", _CONV, "conv2d.default", **_QUANTIZED),
+    _op("conv2d", "input weight bias? residual?", _CONV, "conv2d.default", "scale", _FACTORS),
     _op("conv3d", "input weight bias? residual?", _CONV, "conv3d.default"),
     _op(
         "conv_transpose2d",
@@ -108,15 +104,23 @@ _ROWS = (
         "conv2d_pool",
         "input weight bias? residual?",
         f"{_CONV} kernel_size pool_stride pool_padding pool_dilation ceil_mode",
-        **_QUANTIZED,
+        late="scale",
+        extras=_FACTORS,
     ),
-    _op("linear", "input weight bias? residual?", "activation", "linear.default", **_QUANTIZED),
+    _op(
+        "linear",
+        "input weight bias? residual?",
+        "activation",
+        "linear.default",
+        "scale",
+        _FACTORS,
+    ),
     # a layer and the norm over its result's rows; results are norm, codes of it, and what it reads
     _op(
         "linear_norm",
         "input weight bias? residual? scale? norm_weight norm_bias code_scale?",
         "activation eps results",
-        extras=f"{_QUANTIZED['extras']} code_dtype",
+        extras=f"{_FACTORS} code_dtype",
         many=True,
     ),
     _op("matmul", "input other", aten="matmul.default"),
@@ -225,14 +229,3 @@ def op(name: str) -> Op:
     if name not in OPS:
         raise CompileError("unknown operation", seen=name, fix=f"use one of {', '.join(OPS)}")
     return OPS[name]
-
-
-def is_attribute(value: Any) -> bool:
-    """Whether a node's attribute may hold ``value``: what JSON holds (no infinity), and ``Dim``."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, Mapping):
-        return all(isinstance(k, str) and is_attribute(v) for k, v in value.items())
-    if isinstance(value, tuple | list):
-        return all(is_attribute(v) for v in value)
-    return value is None or isinstance(value, bool | int | str | Dim)

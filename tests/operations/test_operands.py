@@ -1,0 +1,113 @@
+"""Operands that do not belong together are refused for every kernel, whoever wrote the problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tessella.kernels import catalog
+from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations import operands
+from tessella.operations.operation import OPS
+
+CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "activation": None}
+POOL = {"kernel_size": (2, 2), "pool_stride": (2, 2), "pool_padding": (0, 0),
+        "pool_dilation": (1, 1), "ceil_mode": False}  # fmt: skip
+X, W, Y = (2, 8, 6, 6), (4, 8, 3, 3), (2, 4, 6, 6)
+
+
+@dataclass(frozen=True)
+class Shaped:
+    shape: tuple[int, ...]
+
+
+def told(op: str, inputs: list[Any], result: tuple[int, ...], **attrs: Any) -> str | None:
+    shaped = [None if shape is None else Shaped(shape) for shape in inputs]
+    return operands.wrong(op, shaped, [Shaped(result)], attrs)
+
+
+RIGHT: dict[str, tuple[list[Any], tuple[int, ...], dict[str, Any]]] = {
+    "conv1d": ([(2, 8, 6), (4, 8, 3), (4,), (2, 4, 6)], (2, 4, 6), {"groups": 1}),
+    "conv2d": ([X, W, (4,), Y, (4,)], Y, CONV),
+    "conv3d": ([(1, 2, 4, 4, 4), (4, 2, 1, 1, 1), (4,)], (1, 4, 4, 4, 4), {"groups": 1}),
+    "conv_transpose2d": ([(2, 8, 3, 3), (8, 2, 2, 2), (4,)], (2, 4, 6, 6), {"groups": 2}),
+    "conv2d_pool": ([X, W, (4,), Y, (4,)], (2, 4, 3, 3), {**CONV, **POOL}),
+    "conv2d_chain": (
+        [X, (4, 8, 1, 1), (4,), (2, 4, 6, 6), (4,), (6, 4, 1, 1), (6,), (6,)], (2, 6, 6, 6), {},
+    ),
+    "linear": ([(2, 5, 8), (4, 8), (4,), (2, 5, 4), (4,)], (2, 5, 4), {}),
+    "linear_norm": ([(5, 8), (4, 8), (4,), (5, 4), (4,), (4,), (4,), ()], (5, 4), {}),
+    "matmul": ([(3, 5, 8), (3, 8, 4), (4,), (3, 5, 4), (4,)], (3, 5, 4), {}),
+    "batch_norm": ([X, (8,), (8,), (8,), (8,)], X, {}),
+    "group_norm": ([X, (8,), (8,)], X, {"num_groups": 2}),
+    "layer_norm": ([X, (6, 6), (6, 6)], X, {"normalized_shape": [6, 6]}),
+    "rms_norm": ([X, (6,)], X, {"normalized_shape": [6]}),
+    "prelu": ([X, (8,)], X, {}),
+    "quantize": ([X, (8,), ()], X, {"axis": 1}),
+    "dequantize": ([X, (8,), (8,)], X, {"axis": 1}),
+    "scaled_dot_product_attention": (
+        [(2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 4), (2, 1, 5, 7)], (2, 3, 5, 4), {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", RIGHT)
+def test_what_belongs_together(op: str) -> None:
+    inputs, result, attrs = RIGHT[op]
+    assert told(op, inputs, result, **attrs) is None
+
+
+@pytest.mark.parametrize("op", RIGHT)
+def test_every_operand_is_looked_at(op: str) -> None:
+    """Each operand in turn is one number, one too short, one too long, of one axis more or less."""
+    inputs, result, attrs = RIGHT[op]
+    names = operands.names(op)
+    for position, shape in enumerate(inputs):
+        if position == 0:
+            continue
+        last = shape[-1] if shape else 1
+        for changed in (shape[:-1], (*shape[:-1], last - 1), (*shape[:-1], last + 1), (7, *shape)):
+            if changed == shape or (changed == () and names[position] in ("scale", "zero_point")
+                                    and op in ("quantize", "dequantize")):  # fmt: skip
+                continue
+            if op.startswith("conv") and position == 1 and len(changed) == len(shape):
+                continue  # another filter, whose result is looked at by its own shape
+            if op == "matmul" and position == 1:
+                continue  # torch's own rule looks at it
+            if changed == () and names[position] in ("weight", "code_scale") and op != "linear":
+                continue  # one number for all
+            if op == "scaled_dot_product_attention" and changed == (7, *shape):
+                continue  # axes of the batch broadcast
+            if (
+                op == "scaled_dot_product_attention"
+                and position == 2
+                and changed[:-1] == shape[:-1]
+            ):
+                continue  # values may have any size
+            given = [*inputs[:position], changed, *inputs[position + 1 :]]
+            assert told(op, given, result, **attrs), (names[position], changed)
+
+
+def test_every_operation_with_vectors_has_a_rule() -> None:
+    vectors = {"bias", "scale", "weight", "residual", "running_mean"}
+    with_vectors = {n for n, row in OPS.items() if vectors & {*row.inputs, *row.late}}
+    assert with_vectors - {"embedding"} <= RIGHT.keys()
+
+
+@pytest.mark.parametrize("op", ["conv2d", "linear"])
+def test_no_kernel_takes_a_short_bias(op: str) -> None:
+    inputs, result, attrs = RIGHT[op]
+    inputs = [*inputs[:2], (1,), *inputs[3:]]
+    for row in catalog.rows():
+        if row.op not in (op, "*"):
+            continue
+        problem = Problem(
+            op=op,
+            inputs=tuple(TensorMeta(shape=shape, dtype="float32") for shape in inputs),
+            outputs=(TensorMeta(shape=result, dtype="float32"),),
+            attrs={**attrs, "activation": None},
+            constant=(1, 2, 4),
+        )
+        assert row.refusal(problem) == "bias has the shape 1, not 4", row.id
