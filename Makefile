@@ -16,6 +16,7 @@ quickstart: $(VENV)/installed  ## install, then folder → dataset → network �
 test: $(VENV)/installed-dev  ## install, then every CPU test, the browser's included
 	@.ci/browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.narrower
 
 check: $(VENV)/installed-dev  ## format, lint, types, import contract
 	$(BIN)/ruff format --check .

@@ -134,7 +134,9 @@ def net() -> tuple[Net, Graph, list[dict[str, torch.Tensor]]]:
 
 @pytest.fixture(scope="module")
 def found(net: tuple[Net, Graph, list[dict[str, torch.Tensor]]]) -> Calibration:
-    return compiler.calibrate(net[1], net[2], method="min-max", kinds=("int8", "fp8"))
+    return compiler.calibrate(
+        net[1], net[2], method="min-max", kinds=("int8", "fp8"), target="reference"
+    )
 
 
 def test_moved_values_share_a_scale(
@@ -179,7 +181,7 @@ def test_errors_and_corrections_are_those_of_float64(
 
 def test_a_weights_scale_is_each_channels_own() -> None:
     weight = torch.tensor([[1.0, -2.0], [0.0, 0.0], [0.5, 0.25]])
-    codes, scale = rounded_weight(weight, "int8")
+    codes, scale = rounded_weight(weight, "int8", 127)
     assert codes.tolist() == [[64, -127], [0, 0], [127, 64]]
     torch.testing.assert_close(scale, torch.tensor([2 / 127, 1.0, 0.5 / 127]))
 
@@ -187,7 +189,7 @@ def test_a_weights_scale_is_each_channels_own() -> None:
 def test_it_is_saved_and_read(found: Calibration, tmp_path: Path) -> None:
     again = compiler.load_calibration(found.save(tmp_path / "net.calibration"))
     assert vars(again).keys() == vars(found).keys()
-    for name in ("method", "samples", "thresholds", "largest", "snr_db"):
+    for name in ("method", "samples", "thresholds", "largest", "snr_db", "weight_limit"):
         assert getattr(again, name) == getattr(found, name)
     assert torch.equal(again.inputs["x"], found.inputs["x"])
     for kind, layers in found.corrections.items():

@@ -14,6 +14,8 @@ from tessella.graph import capture
 from tessella.graph.graph import Graph
 from tests.compiler.networks import plan
 
+pytestmark = pytest.mark.instructions
+
 TRAIN, CALIBRATION = 1200, 300  # of 1,797 handwritten digits; the others are the test's
 
 

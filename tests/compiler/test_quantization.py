@@ -31,7 +31,10 @@ from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph, Node
 from tessella.graph.onnx import read
 from tessella.kernels import catalog
+from tessella.kernels.conv.libraries import onednn_int8
 from tests.compiler.networks import NETWORKS, captured, plan
+
+pytestmark = pytest.mark.instructions
 
 torch_codes = torch.ops.quantized_decomposed
 
@@ -234,7 +237,7 @@ def integers_by_hand(module: Residual, calibration: compiler.Calibration, x: tor
 
     def layer(at: nn.Module, codes: torch.Tensor, step: float, name: str, **window) -> torch.Tensor:
         weight = at.weight.detach()
-        steps = (weight.flatten(1).abs().amax(1).double() / 127).float()
+        steps = (weight.flatten(1).abs().amax(1).double() / calibration.weight_limit).float()
         line = (-1, *[1] * (weight.dim() - 1))
         whole = (weight / steps.view(line)).round().double()
         bias = at.bias.detach().double() + calibration.corrections["int8"][name].double()
@@ -508,6 +511,59 @@ def test_rounding_that_breaks_a_network_is_refused() -> None:
     tiny = {name: value / 500 for name, value in calibration.thresholds.items()}
     with pytest.raises(CompileError, match="changes what the network says"):
         plan(graph, precision="int8", calibration=dataclasses.replace(calibration, thresholds=tiny))
+
+
+class Uneven(nn.Module):
+    """One channel between ``a`` and ``b`` is 10,000 times as large as the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Conv2d(16, 16, 1, bias=False) for _ in range(4))
+        with torch.no_grad():
+            self.a.weight[0] *= 1e4
+            self.b.weight[:, 0] *= 1e-4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.a(x).relu()).tanh()
+        return self.d(self.c(x).relu()).flatten(1)
+
+
+def test_a_layer_that_int8_does_not_suit_falls_back_and_the_plan_says_so() -> None:
+    torch.manual_seed(0)
+    module = Uneven()
+    graph = graph_of(module, 16, 4, 4)
+    told: list[str] = []
+    made = plan(
+        graph,
+        precision="int8",
+        calibration=calibrated(graph, 16, 4, 4, method="min-max"),
+        emit=lambda event: told.append(event.text),
+    )
+    (fallen,) = made.manifest.precisions.items()
+    assert fallen[1] == "fp32"
+    layers = {s.layer: s for s in made.program.buckets[0].steps if s.op == "conv2d"}
+    assert [name for name, step in layers.items() if len(step.inputs) < 5] == ["b"]
+    assert f"computed in float32 instead: {fallen[0]}" in told
+    assert f"{fallen[0]} fp32" in str(made)
+    x = torch.randn(2, 16, 4, 4, generator=torch.Generator().manual_seed(2))
+    got, right = runtime.load(made)(x=x)["scores"], module(x)
+    assert F.cosine_similarity(got.flatten(), right.flatten(), dim=0) > 0.99
+    found = calibrated(graph, 16, 4, 4, method="min-max")
+    with pytest.raises(CompileError, match="changes what the network says"):
+        plan(graph, precisions={fallen[0]: "int8"}, calibration=found)
+
+
+@pytest.mark.parametrize("saturating", [False, True])
+def test_weights_are_as_wide_as_the_processor_multiplies_at_full_speed(
+    saturating: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn_int8, "saturates", lambda: saturating)
+    graph = graph_of(Residual(), 3, 8, 8)
+    calibration = calibrated(graph, 3, 8, 8, target="cpu")
+    made = plan(graph, precision="int8", calibration=calibration)
+    widest = [int(t.abs().max()) for t in made.weights.values() if t.dtype == torch.int8]
+    assert set(widest) == {64 if saturating else 127}
+    assert calibrated(graph, 3, 8, 8, target="sm_90").weight_limit == 127
 
 
 @pytest.mark.parametrize("factor", [1e6, 300.0])

@@ -12,6 +12,8 @@ from tessella.kernels.conv.libraries import onednn_linear
 from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.problem import Problem, TensorMeta
 
+pytestmark = pytest.mark.instructions
+
 
 def problem_of(shape: tuple[int, ...], out: int, dtype: str, activation: str | None) -> Problem:
     n, c, h, w = shape

@@ -9,6 +9,8 @@ import pytest
 from tessella.kernels.gemm import aten, cublaslt
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 
+pytestmark = pytest.mark.instructions
+
 FULL: dict[str, Any] = {
     "bias": "float32", "residual": "float32", "alpha": 0.5, "beta": -2.0, "activation": "relu",
 }  # fmt: skip

@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from tessella.kernels import catalog, reference
+from tessella.kernels.conv.libraries import onednn_int8
 from tessella.kernels.problem import Problem, TensorMeta, meta_of
+
+pytestmark = pytest.mark.instructions
 
 # lanes beyond the edge compute with zeros, which NumPy, but no GPU, remarks on
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -265,7 +268,18 @@ def layer(op: str, dtype: str, activation: str | None, residual: bool, groups: i
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
-def test_onednn_int8_is_exact(op: str, residual: bool, activation: str, dtype: str) -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_onednn_int8_is_exact(
+    op: str,
+    residual: bool,
+    activation: str,
+    dtype: str,
+    split: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On every processor; with weights as halves, as those want it whose 16-bit sums saturate."""
+    if split:
+        monkeypatch.setattr(onednn_int8, "saturates", lambda: True)
     problem, constants, inputs, exact = layer(op, dtype, activation, residual)
     before = [t.clone() for t in inputs]
     module = catalog.kernel(f"{op}.onednn_int8").load()
@@ -283,7 +297,34 @@ def test_onednn_int8_is_exact(op: str, residual: bool, activation: str, dtype: s
     assert torch.equal(made, stored) or dtype == "float32"
 
 
-def test_grouped_int8_convolution() -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_grouped_int8_convolution(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if split:
+        monkeypatch.setattr(onednn_int8, "saturates", lambda: True)
     problem, constants, inputs, exact = layer("conv2d", "int8", "relu", False, groups=4)
     made = run("conv2d.onednn_int8", problem, constants, *inputs)
     assert torch.equal(made.double(), exact.round().clamp(-128, 127))
+
+
+@pytest.mark.parametrize("op", ["conv2d", "linear"])
+@pytest.mark.parametrize("limit", [64, 127])
+def test_the_largest_sums_do_not_saturate(op: str, limit: int) -> None:
+    """All activations and weights at their ends: 255 · 127 · 2 is more than 16 bits hold."""
+    window = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    format = "channels_last" if op == "conv2d" else "contiguous"
+    x = torch.full((1, 64, 8, 8) if op == "conv2d" else (5, 64), 127, dtype=torch.int8)
+    weight = torch.full((16, 64, 3, 3) if op == "conv2d" else (16, 64), limit, dtype=torch.int8)
+    weight[1::2] = -limit
+    product = F.conv2d if op == "conv2d" else F.linear
+    exact = product(x.double(), weight.double(), **({"padding": 1} if op == "conv2d" else {}))
+    problem = Problem(
+        op=op,
+        inputs=(TensorMeta(shape=tuple(x.shape), dtype="int8", format=format), meta_of(weight)),
+        outputs=(TensorMeta(shape=tuple(exact.shape), dtype="float32", format=format),),
+        attrs={**(window if op == "conv2d" else {}), "activation": None, "dtype": "float32"},
+        constant=(1,),
+    )
+    if op == "conv2d":
+        x = x.contiguous(memory_format=CHANNELS_LAST)
+    made = run(f"{op}.onednn_int8", problem, {1: weight}, x)
+    assert torch.equal(made.double(), exact)

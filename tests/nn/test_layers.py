@@ -186,5 +186,7 @@ def test_a_run_has_torchs_loss_curve(tmp_path: Path, precision):
     ]
     torchs, ours = map(losses, runs)
     assert ours[-1] < 0.5 * ours[0]
-    assert ours == pytest.approx(torchs, rel=1e-4 if precision == "fp32" else 2e-2)
+    # bfloat16 has 8 bits: small losses are as far apart as those of the first steps
+    near = {"rel": 1e-4} if precision == "fp32" else {"rel": 2e-2, "abs": torchs[0] * 2**-9}
+    assert ours == pytest.approx(torchs, **near)
     assert list(runs[0].latest().weights()) == list(runs[1].latest().weights())

@@ -47,7 +47,7 @@ def calibrated(
             )
         device = torch_device(target)
         data = of_split(data, record, inputs[0].name, device=device, count=count)
-    return compiler.calibrate(network.graph, data, **settings)
+    return compiler.calibrate(network.graph, data, target=target, **settings)
 
 
 def judging(network: Opened, data: JudgingData) -> compiler.Labelled:

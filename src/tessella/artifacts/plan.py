@@ -382,6 +382,9 @@ def table(plan: Plan) -> str:
     )
     named = f"batch {bucket.batch}:"
     closing = [memory, *_close_calls(plan, bucket.batch)]
+    if manifest.precisions:
+        named = ", ".join(f"{name} {kind}" for name, kind in manifest.precisions.items())
+        closing.append(f"layers in another precision: {named}")
     closing += [] if manifest.receipt is None else [str(manifest.receipt)]
     return "\n".join([head, named, *(line.rstrip() for line in lines), *closing])
 

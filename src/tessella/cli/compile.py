@@ -42,6 +42,10 @@ def compile_(
     calibrate_method: Annotated[
         str | None, Option(help="calibrate: min-max, percentile, entropy or mse (the default).")
     ] = None,
+    layer: Annotated[
+        list[str] | None,
+        Option(help="NAME=PRECISION of a single layer, as show --passes names it; repeatable."),
+    ] = None,
     budget: Annotated[
         float | None,
         Option(help="Points of accuracy that the plan may lose: each layer's precision is chosen."),
@@ -81,6 +85,7 @@ def compile_(
             "batch": parse_batch(batch),
             "target": target,
             "precision": precision,
+            "precisions": _precisions(layer or []),
             "calibration": _calibration(
                 calibrate, calibrate_split, calibrate_samples, calibrate_method
             ),
@@ -99,6 +104,8 @@ def compile_(
         else:
             if data is None or lock is not None:
                 raise UsageError("a budget needs --data DATASET, and takes no --lock")
+            if given.pop("precisions"):
+                raise UsageError("a budget chooses each layer's precision", fix="leave out --layer")
             front = api.pareto(source, data=data, budget=budget, **given)
             plan = _point(front, point)
         if front is not None and chart is not None:
@@ -120,6 +127,14 @@ def compile_(
             plain["front"] = front.to_json()
         table = "" if front is None else f"\n\n{front}"
         out_.result(plain, f"{plan}{table}\nwrote {out} ({out.stat().st_size:,} bytes)")
+
+
+def _precisions(layers: list[str]) -> dict[str, str]:
+    """``NAME=PRECISION``, each, as a mapping."""
+    for text in layers:
+        if "=" not in text:
+            raise UsageError("a layer's precision is NAME=PRECISION", seen=text, fix="fc=fp32")
+    return {name: precision for name, _, precision in (t.rpartition("=") for t in layers)}
 
 
 def _calibration(

@@ -19,10 +19,12 @@ from safetensors.torch import save as save_tensors
 from tessella.artifacts.files import from_document, to_document, write_atomic
 from tessella.compiler.histogram import METHODS, Histogram
 from tessella.compiler.passes.lower_quantization import MOVES
+from tessella.core.device import default_target
 from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.graph.graph import Graph, Node, Value
 from tessella.graph.interpret import interpret
 from tessella.kernels import reference
+from tessella.kernels.conv.libraries import onednn_int8
 from tessella.kernels.quant.reference import dequantize, quantize
 
 Tensors = dict[str, torch.Tensor]
@@ -48,6 +50,8 @@ class Calibration:
         snr_db: by kind (``int8``, ``fp8``) and name of a layer's result, 10·log₁₀ of the power of
             its product over that of the error which rounding its activations and weights makes.
         corrections: by kind and layer, what its bias gets so that the error is zero in the mean.
+        weight_limit: the greatest magnitude of a quantized int8 weight: 127, or what the target
+            multiplies at full speed where that is less.
         inputs: the first samples, with which a plan is checked.
     """
 
@@ -56,6 +60,7 @@ class Calibration:
     thresholds: dict[str, float]
     largest: dict[str, float]
     snr_db: dict[str, dict[str, float]]
+    weight_limit: int = 127
     corrections: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -63,6 +68,10 @@ class Calibration:
         """The step between codes of a value; 1 where it was all zeros."""
         reach = self.thresholds[name] if kind == "int8" else self.largest[name]
         return reach / LARGEST[kind] or 1.0
+
+    def largest_weight(self, kind: str) -> float:
+        """The magnitude that the largest weight of a channel becomes."""
+        return self.weight_limit if kind == "int8" else LARGEST[kind]
 
     def snr_of(self, graph: Graph, kinds: Mapping[str, str]) -> dict[str, float]:
         """``snr_db`` of layers in these kinds, by module path: the worst where one runs twice."""
@@ -110,6 +119,11 @@ class _Numbers:
     thresholds: dict[str, float]
     largest: dict[str, float]
     snr_db: dict[str, dict[str, float]]
+    weight_limit: int = 127
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.weight_limit <= LARGEST["int8"]:
+            raise ValueError(f"int8 weights reach from 1 to 127, not {self.weight_limit}")
 
 
 def load_calibration(path: str | Path) -> Calibration:
@@ -144,6 +158,7 @@ def calibrate(
     *,
     method: str = METHOD,
     kinds: Iterable[str] = ("int8",),
+    target: str | None = None,
 ) -> Calibration:
     """Run an optimized graph over batches and choose its scales.
 
@@ -153,6 +168,7 @@ def calibrate(
             apart from what it is judged by.
         method: ``min-max``, ``percentile`` (99.99), ``entropy`` or ``mse``.
         kinds: what rounding is tried with, for ``snr_db`` and ``corrections``.
+        target: the device of the plan, by default this machine's: see ``weight_limit``.
 
     Raises:
         UsageError: an unknown method or kind.
@@ -182,6 +198,7 @@ def calibrate(
             if root in watcher.histograms
         },
         snr_db={},
+        weight_limit=weight_limit(target or default_target()),
         inputs=_first_samples(batches),
     )
     errors = {kind: _errors(graph, layers, batches, found, kind) for kind in kinds}
@@ -210,10 +227,25 @@ def lowerable(graph: Graph) -> list[Node]:
     ]
 
 
-def rounded_weight(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [K, …] as codes, and the scale of each of its K output channels, float32."""
+def weight_limit(target: str) -> int:
+    """The greatest quantized int8 weight that a target multiplies at full speed.
+
+    127; 64 on a CPU whose products saturate (``onednn_int8``): one bit of the weights for twice the
+    speed.
+    """
+    return onednn_int8.NARROW if target == "cpu" and onednn_int8.saturates() else 127
+
+
+def rounded_weight(
+    weight: torch.Tensor, kind: str, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [K, …] quantized, and the scale of each of its K output channels, float32.
+
+    Args:
+        limit: the magnitude that the largest weight of a channel becomes.
+    """
     largest = weight.detach().flatten(1).abs().amax(1).double()
-    scale = (largest / LARGEST[kind]).float()
+    scale = (largest / limit).float()
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return quantize(weight.detach(), scale, axis=0, dtype=DTYPES[kind]), scale
 
@@ -320,7 +352,8 @@ def _errors(
 ) -> dict[str, _Error]:
     """What rounding one layer alone does to its product, by the name of its result."""
     moments = {n: _Moments(n.inputs[1].shape[0]) for n in layers}
-    weights = {n.inputs[1]: _as_rounded(graph.constants[n.inputs[1]], kind) for n in layers}
+    limit = found.largest_weight(kind)
+    weights = {n.inputs[1]: _as_rounded(graph.constants[n.inputs[1]], kind, limit) for n in layers}
 
     def watch(
         node: Node, read: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]
@@ -344,8 +377,8 @@ def _errors(
     return {n.output.name: m.result() for n, m in moments.items()}
 
 
-def _as_rounded(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    codes, scale = rounded_weight(weight, kind)
+def _as_rounded(weight: torch.Tensor, kind: str, limit: float) -> torch.Tensor:
+    codes, scale = rounded_weight(weight, kind, limit)
     return dequantize(codes, scale, axis=0, dtype="float32")
 
 

@@ -47,11 +47,13 @@ from tessella.compiler.passes import (
     turn_residuals,
     widen_results,
 )
+from tessella.compiler.passes.assign_layout import Formats
 from tessella.compiler.passes.choose_kernels import Choice, Tuner
-from tessella.compiler.precision import Assignment
+from tessella.compiler.precision import Assignment, most_harmed
 from tessella.compiler.settings import About, Measuring
 from tessella.compiler.stopping import stopping
 from tessella.compiler.variants import fastest, with_siblings
+from tessella.compiler.verify import Expected
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.errors import CompileError, UsageError
@@ -122,6 +124,7 @@ PASSES = (
 #   race_close_calls  kernels within noise of each other: the faster whole program decides
 #   plan_memory       lifetimes, and one arena for the live values
 
+WRONG_KERNELS = 8  # that one batch size may turn out to have before the build is given up
 Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
 
 
@@ -173,11 +176,10 @@ def compile_graph(
     wanted = verify.expected(graph, batch.min, batch.max, samples, target=target)
     exact = optimized(graph, emit)
     assignment = precision_of.assign(exact, precision, precisions or {}, target, calibration)
-    rounded = _changed(exact, rounding(exact, assignment, calibration))
+    assignment, rounded, wanted = _rounded(
+        exact, assignment, calibration, wanted, frozenset(precisions or ()), emit
+    )
     snr_db = {} if calibration is None else calibration.snr_of(exact, assignment.kinds)
-    if assignment.kinds or assignment.pruned:
-        alike = not assignment.pruned
-        wanted = verify.rounded(wanted, rounded, emit, target=target, alike=alike, snr_db=snr_db)
     loosest = assignment.loosest
     lowered = _changed(rounded, lowering(assignment))
     if lowering(assignment):
@@ -201,12 +203,17 @@ def compile_graph(
             progress.begin(size)
             emit(phase("tune", f"batch {size}"))
             concrete = lowered.at_batch(size)
-            choices = choose_kernels.apply(concrete, formats, tuner, emit, f"batch {size}")
-            choices = join_in_place.apply(concrete, choices, tuner)
-            choices = fuse_chains.apply(concrete, choices, tuner, emit)
-            choices = overwrite_residuals.apply(concrete, choices, tuner)
-            choices = race_close_calls.apply(concrete, choices, tuner, emit)
-            verify.check(choices, concrete, rounded, wanted.at(size), tuner, loosest)
+            choices = _chosen(concrete, formats, tuner, emit, size)
+            for left in reversed(range(WRONG_KERNELS)):
+                try:
+                    verify.check(choices, concrete, rounded, wanted.at(size), tuner, loosest)
+                    break
+                except verify.WrongKernel as wrong:
+                    if not left or wrong.choice.kernel == "reference":
+                        raise
+                    emit(phase("verify", f"{wrong.wrong}, {wrong.seen}: the next best is taken"))
+                    tuner.refuse(wrong.choice, wrong.reason)
+                    choices = _chosen(concrete, formats, tuner, emit, size)
             buckets.append(plan_memory.apply(concrete, choices, size))
             tuning += _candidates(choices, size)
     manifest = Manifest(
@@ -224,7 +231,7 @@ def compile_graph(
         tolerance=wanted.tolerance(loosest),
         members={},
         imports=_imports(buckets),
-        precisions=dict(precisions or {}),
+        precisions={**assignment.fallen, **(precisions or {})},
         snr_db=snr_db,
     )
     program = Program(
@@ -241,6 +248,54 @@ def compile_graph(
         graph=text(lowered),
         lock=trials.used,
     )
+
+
+def _rounded(
+    exact: Graph,
+    assignment: Assignment,
+    calibration: Calibration | None,
+    wanted: Expected,
+    asked: frozenset[str],
+    emit: Emit,
+) -> tuple[Assignment, Graph, Expected]:
+    """The graph with its roundings, and what it answers.
+
+    Where layers in int8 or fp8 say something else than the network, those that rounding harms most
+    compute like the rest instead: one, two, four … of them, but none that the user has ``asked``,
+    and at most half of all: more means a calibration of other data.
+    """
+    fallen: list[str] = []
+    most = len(assignment.kinds) // 2
+    while True:
+        graph = _changed(exact, rounding(exact, assignment, calibration))
+        if not assignment.kinds and not assignment.pruned:
+            return assignment, graph, wanted
+        try:
+            found = verify.rounded(
+                wanted,
+                graph,
+                emit,
+                target=assignment.target,
+                alike=not assignment.pruned,
+                snr_db=None if calibration is None else calibration.snr_of(exact, assignment.kinds),
+            )
+            return assignment, graph, found
+        except verify.RoundedAway:
+            harmed = [] if calibration is None else most_harmed(assignment, calibration, asked)
+            fallen += harmed[: max(1, len(fallen))]
+            if not harmed or len(fallen) > most:
+                raise
+            assignment = assignment.without(fallen)
+            emit(phase("rounding", f"computed in {assignment.rest} instead: {', '.join(fallen)}"))
+
+
+def _chosen(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, batch: int) -> list[Choice]:
+    """A kernel for each step of a graph with concrete shapes, by the passes for a batch size."""
+    choices = choose_kernels.apply(graph, formats, tuner, emit, f"batch {batch}")
+    choices = join_in_place.apply(graph, choices, tuner)
+    choices = fuse_chains.apply(graph, choices, tuner, emit)
+    choices = overwrite_residuals.apply(graph, choices, tuner)
+    return race_close_calls.apply(graph, choices, tuner, emit)
 
 
 def input_passes(input: Input, record: Preprocess | None) -> tuple[Pass, ...]:

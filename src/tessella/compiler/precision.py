@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from tessella.compiler.calibration import DTYPES, Calibration, lowerable
 from tessella.core.dtype import PRECISIONS, SPARSE, plain_precision
@@ -25,6 +26,8 @@ class Assignment:
         loosest: the precision that says how exact the whole may be expected to be.
         target: the device.
         pruned: the layers whose weights become 2:4 sparse, by the name of their result.
+        fallen: layers that would be int8 or fp8, but compute like the rest as rounding does not
+            suit them: their precision, by the name of their result.
     """
 
     kinds: dict[str, str]
@@ -33,6 +36,26 @@ class Assignment:
     loosest: str
     target: str
     pruned: frozenset[str] = frozenset()
+    fallen: dict[str, str] = field(default_factory=dict)
+
+    def without(self, layers: Iterable[str]) -> Assignment:
+        """These layers compute like the rest."""
+        fallen = {**self.fallen, **dict.fromkeys(layers, _named(self.rest))}
+        kinds = {name: kind for name, kind in self.kinds.items() if name not in fallen}
+        return replace(self, kinds=kinds, fallen=fallen)
+
+
+def most_harmed(
+    assignment: Assignment, calibration: Calibration, asked: Collection[str]
+) -> list[str]:
+    """The layers in int8 or fp8 that nobody asked for by name, the noisiest in the calibration
+    first.
+    """
+
+    def snr_db(name: str) -> float:
+        return calibration.snr_db.get(assignment.kinds[name], {}).get(name, math.inf)
+
+    return sorted((name for name in assignment.kinds if name not in asked), key=snr_db)
 
 
 def layers(graph: Graph) -> tuple[str, ...]:

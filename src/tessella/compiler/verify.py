@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from tessella.compiler.execution import bound
-from tessella.compiler.passes.choose_kernels import Choice, Tuner
+from tessella.compiler.passes.choose_kernels import Choice, Tuner, constants_of
 from tessella.core.device import torch_device
 from tessella.core.errors import CompileError
 from tessella.core.events import Emit, phase
 from tessella.graph.graph import Dim, Graph
 from tessella.graph.interpret import interpret
 from tessella.kernels.float32_math import float32_math
+from tessella.kernels.inspection import deviates, exact_answers
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,14 +29,15 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "tf32": (5e-3, 0.9999),
     "fp16": (1e-2, 0.9999),
     "bf16": (5e-2, 0.999),
-    # against the rounded network: a value between two codes falls either way by float32's last bit
-    "int8": (1e-1, 0.99),
+    # against the rounded network, in steps of its last values, 127 to the largest: two, as a value
+    # between two steps falls either way by float32's last bit
+    "int8": (2 / 127, 0.999),
     "fp8": (1.5e-1, 0.99),
 }
+NAMED = 3  # layers that an error names
 LEAST_COSINE = 0.95  # of a rounded network's answers with those of the network
 SAMPLES = 3  # different samples in the check, where the batch may vary
 NOISE_MARGIN = 4  # how much worse than plain float32 a plan may be where float32 itself is bad
-NAMED = 3  # layers that an error names
 # How much worse than torch's own operators in the plan's types a plan may be, where these are bad:
 # it rounds less often, and sums in another order. And up to how many times the tolerance at all.
 NARROW_MARGIN, MOST_NARROW = 2, 5
@@ -185,7 +187,7 @@ def rounded(
         snr_db: of single layers, by name; the error names the worst.
 
     Raises:
-        CompileError: they have little to do with those of the network.
+        RoundedAway: they have little to do with those of the network.
     """
     worst = sorted((snr_db or {}).items(), key=lambda layer: layer[1])[:NAMED]
     layers = ", ".join(f"{name} {snr:.1f} dB" for name, snr in worst) or "none"
@@ -195,16 +197,20 @@ def rounded(
         cosine, snr = _cosine(answer, right), _snr_db(answer, right)
         emit(phase("rounding", f"output {name}: {snr:.1f} dB, cosine {cosine:.4f}"))
         if alike and not cosine >= LEAST_COSINE:
-            raise CompileError(
+            raise RoundedAway(
                 "rounding to int8 or fp8 changes what the network says",
                 seen=f"output {name!r}: cosine {cosine:.3f}, {snr:.1f} dB; "
                 f"the worst layers: {layers}",
                 fix="calibrate with more data or another method, or give those layers another"
-                " precision",
+                " precision (--layer NAME=fp32, precisions={NAME: 'fp32'})",
             )
     single = _interpreted(graph, wanted.inputs, target)
     noise = _noise(graph, wanted.inputs, outputs, single, target)
     return replace(wanted, outputs=outputs, noise=noise)
+
+
+class RoundedAway(CompileError):
+    """Layers in int8 or fp8 say something else than the network: some do not suit that."""
 
 
 def narrowed(wanted: Expected, graph: Graph, *, target: str) -> Expected:
@@ -293,6 +299,7 @@ def check(
         wanted: inputs and answers of the bucket's batch size.
 
     Raises:
+        WrongKernel: an output is out of tolerance, and one step's kernel is by itself.
         CompileError: an output is out of tolerance; names the first step that deviates.
     """
     made = _run(choices, wanted.inputs, tuner)
@@ -301,14 +308,59 @@ def check(
         for v in graph.outputs
         if (reason := _deviation(made[v.name], wanted.outputs[v.name], wanted, precision))
     ]
-    if wrong:
-        where = _first_wrong_step(choices, made, reference, wanted, precision, tuner.target)
-        raise CompileError(
-            f"the plan does not compute what the network computes ({precision})",
-            seen=f"{'; '.join(wrong)}. {where}",
-            fix="give that layer another precision (precisions=), or all of them, or report the "
-            "step's kernel",
+    if not wrong:
+        return
+    if culprit := _wrong_kernel(choices, made, tuner):
+        raise WrongKernel(*culprit)
+    where = _first_wrong_step(choices, made, reference, wanted, precision, tuner.target)
+    raise CompileError(
+        f"the plan does not compute what the network computes ({precision})",
+        seen=f"{'; '.join(wrong)}. {where}",
+        fix="give that layer another precision (--layer NAME=fp32, precisions={NAME: 'fp32'}), "
+        "or all of them, or report the step's kernel",
+    )
+
+
+class WrongKernel(CompileError):
+    """A kernel that does not compute its operation on the numbers of this network.
+
+    Attributes:
+        choice: the step that it was chosen for.
+        reason: how far it is off.
+    """
+
+    def __init__(self, choice: Choice, reason: str) -> None:
+        super().__init__(
+            f"kernel {choice.kernel} does not compute {choice.node.op}",
+            seen=f"{choice.node.outputs[0].name}: {reason}",
+            fix="report the kernel",
         )
+        self.choice, self.reason = choice, reason
+
+
+def _wrong_kernel(
+    choices: Sequence[Choice], made: Tensors, tuner: Tuner
+) -> tuple[Choice, str] | None:
+    """The first step that is wrong by itself, on the inputs that it got; and how far."""
+    for choice in choices:
+        if choice.node.op in ("fallback", "user"):
+            continue  # torch's own operator, or the user's: nothing competes
+        constants = constants_of(choice.node, choice.problem, tuner.constants)
+        inputs = [made[v.name] for v in choice.node.inputs if v and v.name not in tuner.constants]
+        outputs = [made[v.name] for v in choice.node.outputs]
+        exact = exact_answers(choice.problem, constants, inputs)
+        if any(map(_overflows, outputs, exact)):
+            return None  # no kernel's fault: its element type cannot hold the numbers
+        if reason := deviates(choice.problem, outputs, exact):
+            return choice, reason
+    return None
+
+
+def _overflows(made: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether exact numbers, which are finite, are too large for the result's element type."""
+    if not made.is_floating_point() or not exact.numel():
+        return False
+    return bool(exact[exact.isfinite()].abs().gt(torch.finfo(made.dtype).max).any())
 
 
 def _run(choices: Sequence[Choice], inputs: Tensors, tuner: Tuner) -> Tensors:

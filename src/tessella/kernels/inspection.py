@@ -98,9 +98,19 @@ def inspect(
     )
 
 
+def deviates(
+    problem: Problem, made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> str | None:
+    """How far results are from the exact ones, where that is more than the problem allows."""
+    return _wrong(_largest([_error(m, r) for m, r in zip(made, exact, strict=True)]), problem)
+
+
 def wrong(inspection: Inspection, problem: Problem) -> str | None:
     """Why an answer is not the problem's, or None."""
-    error = inspection.max_rel_error
+    return _wrong(inspection.max_rel_error, problem)
+
+
+def _wrong(error: float, problem: Problem) -> str | None:
     if error <= _tolerance(problem):  # and no NaN
         return None
     beside = error == math.inf

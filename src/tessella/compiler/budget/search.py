@@ -130,7 +130,8 @@ def search(
         data, shown = data.parted()
         emit(phase("calibrate", f"{len(shown)} samples; {len(data)} others judge"))
         small = tuple(k for k in kinds if k in KINDS)
-        calibration = calibrate(sampled, list(shown.batches(CHUNK)), kinds=small)
+        batches = list(shown.batches(CHUNK))
+        calibration = calibrate(sampled, batches, kinds=small, target=target)
     with ExitStack() as stack:
         if measuring.cache is None:  # times are shared by all plans of the search
             folder = Path(stack.enter_context(TemporaryDirectory()))

@@ -9,6 +9,7 @@ import torch
 
 from tessella.artifacts.program import SLICE_ALIGNMENT, Slice
 from tessella.compiler.passes.assign_layout import Formats
+from tessella.core.device import fingerprint
 from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.allowance import Allowance
@@ -81,6 +82,13 @@ class Tuner:
             far=FAR,
             allowance=self.allowance,
         )
+
+    def refuse(self, choice: Choice, reason: str) -> None:
+        """Let a kernel lose every search for the problem that it was wrong at."""
+        row = kernel(choice.kernel)
+        trial = Trial(kernel=row.id, refused=reason)
+        key = as_measured(choice.problem).key
+        self.cache.put(fingerprint(self.target).hash, key, row.version, trial)
 
 
 def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -> list[Choice]:

@@ -148,7 +148,8 @@ class _Rounder:
     def weight(self, value: Value, kind: str) -> Value:
         graph = self._graph
         if (value, kind) not in self._weights:
-            codes, scale = rounded_weight(graph.constants[value], kind)
+            limit = self._calibration.largest_weight(kind)
+            codes, scale = rounded_weight(graph.constants[value], kind, limit)
             small = graph.add_constant(f"{value.name}.{kind}", codes)
             factor = graph.add_constant(f"{value.name}.{kind}.scale", scale)
             back = Value(graph.fresh_name(f"{value.name}.rounded"), value.dtype, value.shape)

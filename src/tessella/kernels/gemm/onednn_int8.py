@@ -11,7 +11,14 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv.libraries.onednn_int8 import SHIFT, refusal, scales, shifted
+from tessella.kernels.conv.libraries.onednn_int8 import (
+    SHIFT,
+    halves,
+    must_split,
+    refusal,
+    scales,
+    shifted,
+)
 from tessella.kernels.epilogue import finish_
 from tessella.kernels.packing import onednn_layout, packed
 from tessella.kernels.problem import Problem
@@ -31,11 +38,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     activation, beta = problem.attr("activation"), problem.attr("beta")
     scale, zeros = scales(problem, constants)
     bias = constants.get(2)
-    rows = [problem.output.shape[0], problem.inputs[0].shape[-1]]
+    split = must_split(constants[1])
+    rows = [problem.output.shape[0], problem.inputs[0].shape[-1] * (2 if split else 1)]
     weight = packed(
         constants[1],
-        ("linear.onednn_int8",),
-        lambda w: torch.ops.onednn.qlinear_prepack(w.contiguous(), rows),
+        ("linear.onednn_int8", split),
+        lambda w: torch.ops.onednn.qlinear_prepack((halves(w) if split else w).contiguous(), rows),
         layout=onednn_layout,
     )
     stored = getattr(torch, problem.output.dtype)
@@ -44,7 +52,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     summed = torch.ops.onednn.qlinear_pointwise.binary
 
     def linear(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        x = shifted(x.view(-1, x.shape[-1]))
+        x = x.view(-1, x.shape[-1])
+        x = shifted(torch.cat((x, x), 1) if split else x)
         if small and residual is not None:
             into = residual.view(-1, columns).clone()  # it is overwritten
             made = summed(

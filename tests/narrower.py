@@ -1,0 +1,30 @@
+"""The tests marked ``instructions`` once more, as on a processor with AVX2 and nothing newer.
+
+Most desktops have such a processor, the machines of CI seldom do. torch and oneDNN are told by
+their own variables, which must be set before they are loaded: hence a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+
+NARROW = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+def main() -> int:
+    """Run them, unless the processor is such a one itself; returns the exit status."""
+    seen = torch.backends.cpu.get_cpu_capability()
+    if seen in ("AVX2", "DEFAULT", "NO AVX"):
+        print(f"this processor has {seen}: its tests have run already")
+        return 0
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-m",
+               "instructions", "-q"]  # fmt: skip
+    return subprocess.run(command, env={**os.environ, **NARROW}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
