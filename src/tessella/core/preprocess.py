@@ -15,34 +15,30 @@ from dataset to checkpoint to plan, training and serving cannot differ.
 from __future__ import annotations
 
 import io
-import logging
 import math
-import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image
 
 from tessella.core.errors import DataError, InputError, UsageError
+from tessella.core.pictures import (
+    MAX_PIXELS,
+    MAX_SAMPLES,
+    Pixels,
+    out_of_memory,
+    read_pixels,
+    too_large,
+)
 from tessella.core.record import digest
 
-if TYPE_CHECKING:
-    import tifffile
-
-# OpenCV and tifffile are imported where they read or write a file: an engine that loads a plan has
-# the record from here, and does not wait for them (40 ms).
-Pixels = npt.NDArray[Any]  # uint8 or uint16
 ResizeMode = Literal["squash", "crop", "fill", "half_crop"]
 
-MAX_PIXELS = 1 << 28  # 16,384 × 16,384: a larger header is refused before a pixel is decoded
-Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # Pillow checks before we can, at a third of this by default
-# Only these decoders see foreign bytes: some of Pillow's others start programs (EPS).
-FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP", "GIF", "PPM")
-# What Pillow cannot decode is raised, or read by tifffile: its log must not fill a user's terminal.
-logging.getLogger("PIL").addHandler(logging.NullHandler())
-_TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+MAX_CHANNELS = 1 << 12
+BAND_SAMPLES = 1 << 18
 _BILINEAR = Image.Resampling.BILINEAR
 
 
@@ -71,6 +67,7 @@ class Preprocess:
     std: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
+        self._check_sizes()
         for name in ("mean", "std"):
             # Floats always: 0 and 0.0 are equal but would be hashed differently.
             values = tuple(float(v) for v in getattr(self, name))
@@ -78,13 +75,6 @@ class Preprocess:
             object.__setattr__(self, name, values)
             if len(values) != self.channels or not all(map(math.isfinite, values)):
                 raise UsageError(f"{name} needs one finite value a channel", seen=values)
-        if min(self.height, self.width, self.channels) < 1 or self.depth not in (8, 16):
-            raise UsageError(
-                "a preprocessing record needs positive sizes and a depth of 8 or 16",
-                seen=f"{self.height}×{self.width}×{self.channels}, depth {self.depth}",
-            )
-        if self.height * self.width > MAX_PIXELS:
-            raise UsageError("the image size is too large", seen=f"{self.height}×{self.width}")
         if min(self.std) <= 0:
             raise UsageError("std must be positive", seen=self.std)
         if self.crop is not None:
@@ -94,6 +84,26 @@ class Preprocess:
                 "the crop is empty or larger than the image",
                 seen=f"crop {self.crop}, image {(self.height, self.width)}",
                 fix="make the crop smaller or the image larger",
+            )
+
+    def _check_sizes(self) -> None:
+        shape = f"{self.height}×{self.width}×{self.channels}"
+        if min(self.height, self.width, self.channels) < 1 or self.depth not in (8, 16):
+            raise UsageError(
+                "a preprocessing record needs positive sizes and a depth of 8 or 16",
+                seen=f"{shape}, depth {self.depth}",
+            )
+        pixels = self.height * self.width
+        if (
+            self.channels > MAX_CHANNELS
+            or pixels > MAX_PIXELS
+            or pixels * self.channels > MAX_SAMPLES
+        ):
+            raise UsageError(
+                "the image size is too large",
+                seen=shape,
+                fix=f"at most {MAX_PIXELS:,} pixels, {MAX_CHANNELS:,} channels"
+                f" and {MAX_SAMPLES:,} samples",
             )
 
     @property
@@ -126,7 +136,7 @@ class Preprocess:
         Raises:
             DataError: the bytes are not an image that can be decoded.
         """
-        return centre_crop(fit(decode(content, self, name=name), self), self)
+        return centre_crop(fitted(content, self, name=name), self)
 
 
 def full_scale(depth: int) -> int:
@@ -136,200 +146,30 @@ def full_scale(depth: int) -> int:
 # --- decode -------------------------------------------------------------------------------------
 
 
-def decode(content: bytes, record: Preprocess, *, name: str = "image") -> Pixels:
+def fitted(
+    content: bytes, record: Preprocess, *, name: str = "image", most_pixels: int = MAX_PIXELS
+) -> Pixels:
+    """File bytes to the HWC integers that a dataset stores: decode, fit.
+
+    Raises:
+        DataError: the bytes are not an image of at most ``most_pixels`` that can be decoded.
+    """
+    try:
+        return fit(decode(content, record, name=name, most_pixels=most_pixels), record)
+    except MemoryError as error:
+        raise out_of_memory(name, content) from error
+
+
+def decode(
+    content: bytes, record: Preprocess, *, name: str = "image", most_pixels: int = MAX_PIXELS
+) -> Pixels:
     """File bytes (PNG, JPEG, BMP, TIFF, WebP, GIF, PPM) as HWC in the record's channels and depth.
 
     The picture is turned upright as its EXIF tag says. Grey becomes RGB by repetition, RGB becomes
     grey by the ITU-R 601 luma; an alpha channel is dropped.
     """
-    return to_depth(to_channels(read_pixels(content, name=name), record, name=name), record.depth)
-
-
-def read_pixels(content: bytes, *, name: str = "image") -> Pixels:
-    """File bytes as HWC uint8 or uint16 with the channels that the file has.
-
-    Raises:
-        DataError: empty, not an image, truncated, or larger than ``MAX_PIXELS``.
-    """
-    if not content:
-        raise DataError(f"{name} is empty (0 bytes)", fix="remove it or copy it again")
-    try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            return _read_opened(image, content, name)
-    except DataError:
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_large(name, error) from error
-    except Exception as error:  # decoders raise SyntaxError, struct.error, zlib.error and others
-        if content[:4] in _TIFF_MAGIC:
-            return _read_tiff(content, name)
-        unknown = isinstance(error, UnidentifiedImageError)  # its text holds a memory address
-        why = f"first {content[:8]!r}" if unknown else f"{type(error).__name__}: {str(error)[:100]}"
-        raise DataError(
-            f"{name} is not an image that can be read",
-            seen=f"{len(content)} bytes, {why}",
-            fix="use PNG, JPEG, BMP, TIFF or WebP, and check that the file is complete",
-        ) from error
-
-
-def _too_large(name: str, seen: object) -> DataError:
-    return DataError(
-        f"{name} has more than {MAX_PIXELS:,} pixels", seen=seen, fix="cut or shrink it first"
-    )
-
-
-def _not_integers(name: str, seen: object) -> DataError:
-    return DataError(
-        f"{name} is not an 8- or 16-bit picture",
-        seen=seen,
-        fix="convert it to 8- or 16-bit unsigned samples, grey or RGB, one page",
-    )
-
-
-def _read_opened(image: Image.Image, content: bytes, name: str) -> Pixels:
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise _too_large(name, f"{width}×{height}")
-    if isinstance(image, TiffImagePlugin.TiffImageFile) and not _pillow_keeps_all(image):
-        return _read_tiff(content, name)
-    if image.format == "PNG" and content[24:25] == b"\x10":  # IHDR: 16 bits a sample
-        return _read_png16(image, content, name)
-    turned = ImageOps.exif_transpose(image)
-    if turned.mode.startswith("I;16"):
-        return np.asarray(turned, dtype=np.uint16)[:, :, None]
-    if turned.mode in ("I", "F"):
-        wide = np.asarray(turned)
-        if turned.mode == "F" or wide.min() < 0 or wide.max() > full_scale(16):
-            raise _not_integers(name, f"samples of {wide.dtype}, {wide.min()} to {wide.max()}")
-        return wide.astype(np.uint16)[:, :, None]
-    if turned.mode in ("1", "LA", "La"):
-        turned = turned.convert("L")
-    elif turned.mode == "P" and "transparency" in turned.info:
-        turned = turned.convert("RGBA").convert("RGB")  # straight to RGB, Pillow warns
-    elif turned.mode not in ("L", "RGB"):
-        turned = turned.convert("RGB")
-    pixels = np.asarray(turned)
-    return pixels[:, :, None] if pixels.ndim == 2 else pixels
-
-
-def _read_png16(image: Image.Image, content: bytes, name: str) -> Pixels:
-    import cv2
-
-    image.load()  # raises where the file is incomplete; the decoder below may only print it
-    orientation = image.getexif().get(_ORIENTATION, 1)
-    pixels = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
-    if pixels is None:
-        raise DataError(f"{name} is not a complete 16-bit PNG", fix="copy the file again")
-    return _upright(_from_bgr(pixels), orientation)
-
-
-def _from_bgr(pixels: Pixels) -> Pixels:
-    """OpenCV's order (HW, BGR or BGRA) as HWC, RGB, without alpha."""
-    return pixels[:, :, None] if pixels.ndim == 2 else pixels[:, :, 2::-1]
-
-
-def _upright(pixels: Pixels, orientation: int) -> Pixels:
-    """Turned as the EXIF (and TIFF) orientation 1 to 8 says."""
-    if orientation in (5, 6, 7, 8):  # stored on its side: mirror along the diagonal first
-        pixels = pixels.swapaxes(0, 1)
-    if orientation in (3, 4, 7, 8):
-        pixels = pixels[::-1]
-    if orientation in (2, 3, 6, 7):
-        pixels = pixels[:, ::-1]
-    return np.ascontiguousarray(pixels)
-
-
-# --- TIFF ---------------------------------------------------------------------------------------
-
-_ORIENTATION, _BITS, _PHOTOMETRIC, _EXTRA_SAMPLES, _SAMPLE_FORMAT = 274, 258, 262, 338, 339
-_MIN_IS_BLACK, _RGB = 1, 2
-
-
-def _pillow_keeps_all(image: TiffImagePlugin.TiffImageFile) -> bool:
-    """Pillow silently drops a TIFF's further pages and planes, and half the bits of 16-bit RGB."""
-    tags = image.tag_v2
-    unsigned = set(tags.get(_SAMPLE_FORMAT, (1,))) == {1}
-    only_alpha = set(tags.get(_EXTRA_SAMPLES, ())) <= {1, 2}
-    grey16 = image.mode.startswith("I;16") and tags.get(_PHOTOMETRIC) == _MIN_IS_BLACK
-    narrow = max(tags.get(_BITS, (1,))) <= 8 or grey16
-    return unsigned and only_alpha and narrow and getattr(image, "n_frames", 1) == 1
-
-
-def _read_tiff(content: bytes, name: str) -> Pixels:
-    """Any number of planes: interleaved, planar, or as pages of one size."""
-    import tifffile
-
-    try:
-        _check_pages(content)
-        with tifffile.TiffFile(io.BytesIO(content)) as tiff:
-            series, page = tiff.series[0], tiff.pages.first
-            shape, axes = series.shape, series.axes
-            alpha = 1 in page.extrasamples or 2 in page.extrasamples
-            tag = page.tags.get(_ORIENTATION)
-            orientation = 1 if tag is None else int(tag.value)
-            if math.prod(shape) > 4 * MAX_PIXELS:
-                raise _too_large(name, shape)
-            if page.photometric not in (_MIN_IS_BLACK, _RGB) or page.dtype not in _INTEGERS:
-                raise _not_integers(name, f"{page.dtype}, photometric {page.photometric}")
-            pixels = _tiff_planes(series, content)
-    except DataError:
-        raise
-    except Exception as error:  # a hostile TIFF can fail in any of the decoder's layers
-        raise DataError(
-            f"{name} is not a TIFF that can be read",
-            seen=f"{type(error).__name__}: {str(error)[:100]}",
-            fix="save it uncompressed or with deflate",
-        ) from error
-    if pixels.ndim == 2:
-        pixels = pixels[:, :, None]
-    elif pixels.ndim == 3 and axes.endswith("YX"):
-        pixels = np.moveaxis(pixels, 0, -1)  # planes or pages first
-    if pixels.ndim != 3:
-        raise _not_integers(name, f"shape {shape}, axes {axes}")
-    return _upright(pixels[:, :, :-1] if alpha else pixels, orientation)
-
-
-_INTEGERS = (np.uint8, np.uint16)
-
-
-def _check_pages(content: bytes) -> None:
-    """Raise ``ValueError`` where the chain of pages breaks off: tifffile only logs it."""
-    order = "<" if content[:2] == b"II" else ">"
-    big = content[2:4] in (b"+\0", b"\0+")  # BigTIFF: wider counts, entries and offsets
-    count_format, entry_nbytes, offset_format = ("Q", 20, "Q") if big else ("H", 12, "L")
-    place = 8 if big else 4
-    seen: set[int] = set()
-    while True:
-        try:
-            (page,) = struct.unpack_from(order + offset_format, content, place)
-            if page == 0:
-                return
-            (entries,) = struct.unpack_from(order + count_format, content, page)
-        except struct.error as error:
-            raise ValueError(f"page {len(seen)} lies beyond the end of the file") from error
-        if page in seen:
-            raise ValueError(f"page {len(seen)} leads back to an earlier one")
-        seen.add(page)
-        place = page + struct.calcsize(order + count_format) + entries * entry_nbytes
-
-
-def _tiff_planes(series: tifffile.TiffPageSeries, content: bytes) -> Pixels:
-    """The samples, in the axes of the series; LZW by OpenCV (tifffile needs a plug-in for it)."""
-    import cv2
-    import tifffile
-
-    pixels: Pixels | None
-    if series.keyframe.compression == tifffile.COMPRESSION.LZW and len(series.pages) == 1:
-        pixels = cv2.imdecode(
-            np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
-        )
-        if pixels is not None and pixels.dtype == series.dtype:
-            if pixels.ndim == 3:
-                pixels = pixels[:, :, [2, 1, 0, 3][: pixels.shape[2]]]
-            if pixels.shape == series.shape:
-                return pixels
-    pixels = series.asarray()
-    return pixels
+    pixels = read_pixels(content, name=name, most_pixels=most_pixels)
+    return to_depth(to_channels(pixels, record, name=name), record.depth)
 
 
 # --- channels and depth ---------------------------------------------------------------------------
@@ -343,9 +183,7 @@ def to_channels(pixels: Pixels, record: Preprocess, *, name: str = "image") -> P
     if want == 3 and have == 1:
         return np.repeat(pixels, 3, axis=2)
     if want == 1 and have in (3, 4):
-        red, green, blue = (pixels[:, :, c].astype(np.uint32) for c in range(3))
-        luma = (299 * red + 587 * green + 114 * blue + 500) // 1000  # integers: the same everywhere
-        return luma.astype(pixels.dtype)[:, :, None]
+        return _by_rows(_luma, pixels, np.empty((*pixels.shape[:2], 1), pixels.dtype))
     if want == 3 and have == 4:
         return np.ascontiguousarray(pixels[:, :, :3])
     raise DataError(
@@ -357,10 +195,27 @@ def to_channels(pixels: Pixels, record: Preprocess, *, name: str = "image") -> P
 def to_depth(pixels: Pixels, depth: int) -> Pixels:
     """HWC at 8 or 16 bits a sample; full scale maps to full scale."""
     if depth == 8 and pixels.dtype == np.uint16:
-        return np.rint(pixels * np.float32(1 / 257)).astype(np.uint8)
+        return _by_rows(
+            lambda rows: np.rint(rows * np.float32(1 / 257)),
+            pixels,
+            np.empty(pixels.shape, np.uint8),
+        )
     if depth == 16 and pixels.dtype == np.uint8:
         return pixels.astype(np.uint16) * np.uint16(257)
     return pixels
+
+
+def _luma(pixels: Pixels) -> npt.NDArray[np.uint32]:
+    red, green, blue = (pixels[:, :, c : c + 1].astype(np.uint32) for c in range(3))
+    return (299 * red + 587 * green + 114 * blue + 500) // 1000  # integers: the same everywhere
+
+
+def _by_rows(change: Callable[[Pixels], npt.NDArray[Any]], pixels: Pixels, out: Pixels) -> Pixels:
+    """``change`` in bands: its wide intermediates are a megabyte or a few, not a picture's."""
+    band = max(1, BAND_SAMPLES // (pixels.shape[1] * pixels.shape[2]))
+    for top in range(0, len(pixels), band):
+        out[top : top + band] = change(pixels[top : top + band])
+    return out
 
 
 # --- fit ----------------------------------------------------------------------------------------
@@ -391,6 +246,9 @@ def _resize(
     """The part ``box`` (left, top, right, bottom) of HWC pixels, brought to height × width."""
     right, bottom = min(box[2], pixels.shape[1]), min(box[3], pixels.shape[0])  # rounding errors
     box = (box[0], box[1], right, bottom)
+    between = (math.ceil(bottom) - math.floor(box[1]), width)  # Pillow brings the rows to width
+    if math.prod(between) > MAX_PIXELS:
+        raise too_large("a picture between its size and the record's", "{}×{}".format(*between))
     if pixels.dtype == np.uint8 and pixels.shape[2] in (1, 3):
         image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
         out = np.asarray(image.resize((width, height), _BILINEAR, box))

@@ -10,7 +10,8 @@ import cv2
 import numpy as np
 
 from tessella.artifacts.run import Augment
-from tessella.core.preprocess import Pixels, Preprocess, full_scale
+from tessella.core.pictures import Pixels
+from tessella.core.preprocess import Preprocess, full_scale
 
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601
 ORDER_STREAM, IMAGE_STREAM = 0, 1

@@ -20,7 +20,8 @@ import torch
 from tessella.artifacts.dataset import Split
 from tessella.artifacts.run import Augment
 from tessella.core.errors import DataError, UsageError
-from tessella.core.preprocess import Pixels, Preprocess, centre_crop, decode, fit, normalize
+from tessella.core.pictures import Pixels
+from tessella.core.preprocess import Preprocess, centre_crop, fitted, normalize
 from tessella.data.augment import IMAGE_STREAM, ORDER_STREAM, augmented, generator
 
 DECODE_ONCE_BYTES = 256 << 20
@@ -161,7 +162,7 @@ def _source(split: Split, record: Preprocess, workers: int) -> Callable[[Indices
 def _pixels(split: Split, index: int, record: Preprocess) -> Pixels:
     example = split[index]
     try:
-        return fit(decode(example.content, record), record)
+        return fitted(example.content, record)
     except DataError as error:
         raise DataError(
             f"image {index} of the {split.name} split cannot be decoded",

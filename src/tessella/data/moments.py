@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from tessella.core.preprocess import Pixels
+from tessella.core.pictures import Pixels
 
 _EXACT_ROWS = 1 << 20  # so many squares of 16 bits add up to less than 2**53: float64 is exact
 
