@@ -45,7 +45,7 @@ class App:
         self._guard = guard
         self._limits = limits
         self._bodies = BodyReader(limits)
-        self._images = ImageDecoder(limits.image_pixels)
+        self._images = ImageDecoder(limits.image)
         self._management = management(repository, Metrics(repository))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import io
 import os
-from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from tessella.core.decoding import Budget, Decoder
 from tessella.core.errors import InputError
-from tessella.core.preprocess import Preprocess
+from tessella.core.headers import is_plain
+from tessella.core.preprocess import Preprocess, centre_crop, normalize
 from tessella.server.tensors import flatten
 
 MAX_THREADS = 8  # decoding competes with the engine for the same cores
+MAX_PROCESSES = 4  # each may take the budget's memory
 
 
 def as_encoded_images(data: Any, shape: tuple[int, ...], *, name: str) -> list[bytes]:
@@ -41,12 +42,18 @@ def as_encoded_images(data: Any, shape: tuple[int, ...], *, name: str) -> list[b
 
 
 class ImageDecoder:
-    """Decodes in threads of its own, so that a large picture holds up nobody."""
+    """Decodes in threads of its own, so that a large picture holds up nobody.
 
-    def __init__(self, max_pixels: int) -> None:
-        self._max_pixels = max_pixels
-        threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="image")
+    Plain pictures have the threads to themselves: those that need a process with a budget are
+    waited for in others, and may all run until their time is over.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        cores = len(os.sched_getaffinity(0))
+        processes = min(MAX_PROCESSES, cores)
+        self._decoder = Decoder(budget, processes=processes)
+        self._plain = ThreadPoolExecutor(min(MAX_THREADS, cores), thread_name_prefix="image")
+        self._costly = ThreadPoolExecutor(processes, thread_name_prefix="costly image")
 
     async def decode(
         self, files: list[bytes], record: Preprocess, *, name: str, pixels: bool = False
@@ -57,48 +64,36 @@ class ImageDecoder:
             pixels: [n, height, width, channels], uint8, for a plan that scales them itself.
 
         Raises:
-            DataError: a file is not an image.
-            InputError: a picture has too many pixels.
+            DataError: a file is not an image, or decoding it takes more than the budget.
         """
-        loop = asyncio.get_running_loop()
-        prepare = record.pixels if pixels else record
         titles = [name if len(files) == 1 else f"{name}[{i}]" for i in range(len(files))]
         pending = [
-            loop.run_in_executor(self._pool, self._decode_one, file, prepare, title)
+            self._submit(file, record, title, pixels)
             for file, title in zip(files, titles, strict=True)
         ]
         try:
-            return np.stack(await asyncio.gather(*pending))
+            return np.stack(await asyncio.gather(*map(asyncio.wrap_future, pending)))
         except BaseException:
             for future in pending:
                 future.cancel()
             raise
 
-    def _decode_one(
-        self, file: bytes, prepare: Callable[..., np.ndarray], title: str
-    ) -> np.ndarray:
-        self._check_pixels(file, title)
-        return prepare(file, name=title)
+    def _submit(
+        self, file: bytes, record: Preprocess, title: str, pixels: bool
+    ) -> Future[np.ndarray]:
+        plain = is_plain(file, record)
+        decode = self._decoder.decode_here if plain else self._decoder.decode_apart
 
-    def _check_pixels(self, file: bytes, title: str) -> None:
-        """Refuse by the header alone what a client may not make us unfold."""
-        try:
-            with Image.open(io.BytesIO(file)) as image:
-                width, height = image.size
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise self._too_large(title, error) from error
-        except (OSError, ValueError, SyntaxError):
-            return  # the record's own reader says what is wrong, in its words
-        if width * height > self._max_pixels:
-            raise self._too_large(title, f"{width}×{height}")
+        def prepare() -> np.ndarray:
+            seen = centre_crop(decode(file, record, name=title), record)
+            return seen if pixels else normalize(seen, record)
 
-    def _too_large(self, title: str, seen: object) -> InputError:
-        return InputError(
-            f"{title} has more than {self._max_pixels:,} pixels", seen=seen, fix="shrink it first"
-        )
+        return (self._plain if plain else self._costly).submit(prepare)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._plain, self._costly):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._decoder.close()
 
 
 async def files_of_form(content_type: str, body: bytes | bytearray) -> list[bytes]:

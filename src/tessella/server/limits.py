@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tessella.core.decoding import DEFAULT_BUDGET, Budget
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -14,7 +16,7 @@ class Limits:
         json_bytes: largest JSON text; parsing holds up every other request, so tensors that are
             larger have to come as binary data.
         held_bytes: what the bodies of all requests together may take.
-        image_pixels: largest picture to decode.
+        image: what decoding one picture may take: pixels, bytes and seconds.
         waiting: requests that may wait for one model.
         body_idle_s: how long a client may be silent in the middle of a body.
         head_bytes: largest request line and headers.
@@ -24,7 +26,7 @@ class Limits:
     body_bytes: int = 256 << 20
     json_bytes: int = 16 << 20
     held_bytes: int = 1 << 30
-    image_pixels: int = 1 << 26
+    image: Budget = DEFAULT_BUDGET
     waiting: int = 512
     body_idle_s: float = 30.0
     head_bytes: int = 64 << 10
