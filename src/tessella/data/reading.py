@@ -1,11 +1,13 @@
 """Files to stored pictures, in parallel: decode, fit, encode, in the order of the listing.
 
-Threads are enough: Pillow and OpenCV release the interpreter lock while they work. So a script
-needs no ``__main__`` guard, and no worker has to load the libraries again.
+Threads are enough: Pillow and OpenCV release the interpreter lock while they work. Files whose cost
+is not plain from their header go through processes with a budget, so that a file that takes all
+memory or never ends is one bad file. A script needs no ``__main__`` guard for either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -15,14 +17,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tessella.artifacts.dataset import SkippedFile
+from tessella.core.decoding import Budget, Decoder
 from tessella.core.errors import DataError
-from tessella.core.preprocess import Preprocess, decode, encode, fit
+from tessella.core.pictures import MAX_PIXELS
+from tessella.core.preprocess import Preprocess, encode
 from tessella.data.moments import sums_of
 from tessella.data.sources import Source
 
 MAX_FILE_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 20  # of pixels: what a task reads, so that many small files cost few tasks
 MAX_CHUNK = 32
+# Scientific pictures are larger than what a server takes: 2²⁸ pixels of 16-bit RGB, some copies.
+BUDGET = Budget(pixels=MAX_PIXELS, nbytes=8 << 30, seconds=120.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,18 +49,23 @@ class Picture:
 
 
 def read_all(
-    sources: Sequence[Source], record: Preprocess, *, workers: int
+    sources: Sequence[Source], record: Preprocess, *, workers: int, budget: Budget = BUDGET
 ) -> Iterator[Picture | SkippedFile]:
     """Each source's picture, or why there is none, in order; holds a few pictures a worker."""
     nbytes = record.height * record.width * record.channels * record.depth // 8
     size = min(MAX_CHUNK, max(1, CHUNK_BYTES // nbytes))
     starts = iter(range(0, len(sources), size))
     pending: deque[Future[list[Picture | SkippedFile]]] = deque()
-    with ThreadPoolExecutor(workers, thread_name_prefix="import") as pool:
+    decoder = Decoder(budget, processes=workers)
+    with (
+        contextlib.closing(decoder),
+        ThreadPoolExecutor(workers, thread_name_prefix="import") as pool,
+    ):
 
         def submit(count: int) -> None:
             for start in itertools.islice(starts, count):
-                pending.append(pool.submit(_read_chunk, sources[start : start + size], record))
+                chunk = sources[start : start + size]
+                pending.append(pool.submit(_read_chunk, chunk, record, decoder))
 
         try:
             submit(2 * workers)
@@ -65,19 +76,21 @@ def read_all(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _read_chunk(sources: Sequence[Source], record: Preprocess) -> list[Picture | SkippedFile]:
-    return [read(source, record) for source in sources]
+def _read_chunk(
+    sources: Sequence[Source], record: Preprocess, decoder: Decoder
+) -> list[Picture | SkippedFile]:
+    return [read(source, record, decoder) for source in sources]
 
 
-def read(source: Source, record: Preprocess) -> Picture | SkippedFile:
+def read(source: Source, record: Preprocess, decoder: Decoder) -> Picture | SkippedFile:
     """One file, decoded, fitted and encoded; of a bad file a ``SkippedFile`` with the reason."""
     try:
         nbytes = os.stat(source.file).st_size
         if nbytes > MAX_FILE_BYTES:
             raise DataError("the file is too large", seen=f"{nbytes:,} bytes")
         with open(source.file, "rb") as file:
-            content = file.read()
-        pixels = fit(decode(content, record, name="the file"), record)
+            content = file.read(MAX_FILE_BYTES)
+        pixels = decoder(content, record, name="the file")
     except DataError as error:
         seen = "" if error.seen is None else f" ({error.seen})"
         return SkippedFile(path=source.path, reason=f"{error.wrong}{seen}")
