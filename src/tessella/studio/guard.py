@@ -104,7 +104,10 @@ class Guard:
         )
 
     def _known_host(self, header: str) -> bool:
-        name = (urlsplit(f"//{header}").hostname or "").lower()
+        try:
+            name = (urlsplit(f"//{header}").hostname or "").lower()
+        except ValueError:  # an address without its closing bracket
+            return False
         if name in LOOPBACK or name == self._host:
             return True
         # Bound to every address: an address in the URL is fine, a name could be anyone's DNS entry.
@@ -114,7 +117,12 @@ class Guard:
         if scope["type"] == "http" and scope["method"] in SAFE_METHODS:
             return False
         origin = headers.get("origin")
-        return origin is not None and urlsplit(origin).netloc != headers.get("host", "")
+        if origin is None:
+            return False
+        try:
+            return urlsplit(origin).netloc != headers.get("host", "")
+        except ValueError:
+            return True
 
     def _has_cookie(self, headers: Headers) -> bool:
         try:

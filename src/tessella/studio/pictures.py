@@ -7,7 +7,7 @@ travel through the socket. Every reference is checked to lie in the workspace.
 
 from __future__ import annotations
 
-import dataclasses
+import atexit
 import re
 from pathlib import Path
 
@@ -16,18 +16,10 @@ from fastapi import APIRouter
 from starlette.responses import FileResponse, Response
 
 from tessella.artifacts.dataset import Dataset
+from tessella.core.decoding import Decoder
 from tessella.core.errors import UsageError
-from tessella.core.preprocess import (
-    Pixels,
-    Preprocess,
-    ResizeMode,
-    centre_crop,
-    encode,
-    fit,
-    read_pixels,
-    to_channels,
-    to_depth,
-)
+from tessella.core.pictures import Pixels
+from tessella.core.preprocess import Preprocess, ResizeMode, centre_crop, encode
 from tessella.studio.uploads import Uploads
 from tessella.studio.workspace import Workspace, open_dataset
 
@@ -35,17 +27,22 @@ from tessella.studio.workspace import Workspace, open_dataset
 _STILL = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"}
 _KEEP = {"Cache-Control": "private, max-age=86400"}
 MAX_PREVIEW = 2048
+MAX_FILE_BYTES = 256 << 20
+PROCESSES = 2  # for pictures that cost much
 
 
 def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
     """``/pictures/…``; errors of ours become 400 with a JSON body (see ``app``)."""
     routes = APIRouter(prefix="/pictures")
+    decoder = Decoder(processes=PROCESSES)
+    atexit.register(decoder.close)
 
     @routes.get("/example")
     def example(dataset: str, split: str, index: int, v: str = "") -> Response:
         """An image of a dataset. ``v`` is the dataset's content hash, so that it may be cached."""
         opened = open_dataset(workspace.path(dataset))
-        return _png(stored_pixels(opened, split, index), _KEEP)
+        content = stored_file(opened, split, index)
+        return _png(decoder(content, None, name=f"image {index}"), _KEEP)
 
     @routes.get("/resize")
     def resize(
@@ -54,19 +51,19 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
         """What an import would store of ``source`` (``upload:ID`` or ``path:FILE``)."""
         if not (0 < height <= MAX_PREVIEW and 0 < width <= MAX_PREVIEW):
             raise UsageError("the preview shows sizes up to 2048", seen=f"{height}×{width}")
-        content = source_path(source, uploads).read_bytes()
-        cut = tuple(int(n) for n in crop.split("x")) if crop else None
-        record = Preprocess(height=height, width=width, channels=channels, resize=mode)
-        if cut is not None:
-            record = dataclasses.replace(record, crop=(cut[0], cut[-1]))
-        pixels = fit(_for_preview(read_pixels(content, name="the example"), channels), record)
-        return _png(centre_crop(pixels, record))
+        record = Preprocess(
+            height=height, width=width, channels=channels, resize=mode, crop=_sides(crop)
+        )
+        content = _read(source_path(source, uploads))
+        return _png(centre_crop(decoder(content, record, name="the example"), record))
 
     @routes.get("/upload/{upload}")
     def uploaded(upload: str) -> Response:
-        """An uploaded image as the browser can show it."""
-        content = uploads.file(upload).read_bytes()
-        return _png(to_depth(read_pixels(content, name=uploads.name(upload)), 8))
+        """An uploaded image as the browser can show it; of a large one every n-th pixel."""
+        content = _read(uploads.file(upload))
+        pixels = decoder(content, None, name=uploads.name(upload))
+        step = -(-max(pixels.shape[:2]) // MAX_PREVIEW)
+        return _png(pixels[::step, ::step])
 
     @routes.get("/own/{folder}/{key}/{name}")
     def own(folder: str, key: str, name: str) -> Response:
@@ -74,7 +71,7 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
         path = workspace.path(f".studio/{folder}/{key}/{name}")
         if not path.is_relative_to(workspace.own()) or path.suffix not in (".png", ".svg"):
             raise UsageError("there is no such picture", seen=name)
-        if not path.is_file():
+        if not _is_file(path):
             return Response(status_code=404)
         kind = "image/svg+xml" if path.suffix == ".svg" else "image/png"
         return FileResponse(path, media_type=kind, headers=_STILL | {"Cache-Control": "no-cache"})
@@ -90,12 +87,12 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
     return routes
 
 
-def stored_pixels(dataset: Dataset, split: str, index: int) -> Pixels:
-    """Image ``index`` of a split as HWC at 8 bits."""
+def stored_file(dataset: Dataset, split: str, index: int) -> bytes:
+    """Image ``index`` of a split as it is stored."""
     examples = dataset.split(split)
     if not 0 <= index < len(examples):
         raise UsageError("the split has no such image", seen=index, fix=f"0 to {len(examples) - 1}")
-    return to_depth(read_pixels(examples[index].content), 8)
+    return examples[index].content
 
 
 def source_path(source: str, uploads: Uploads) -> Path:
@@ -104,14 +101,36 @@ def source_path(source: str, uploads: Uploads) -> Path:
     if kind == "upload":
         return uploads.file(rest)
     path = Path(rest)
-    if kind != "path" or not path.is_file():
+    if kind != "path" or not _is_file(path):
         raise UsageError("there is no such example image", seen=source[:120])
     return path
 
 
-def _for_preview(pixels: Pixels, channels: int) -> Pixels:
-    record = Preprocess(height=1, width=1, channels=channels)
-    return to_depth(to_channels(pixels, record, name="the example"), 8)
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or one with a NUL
+        return False
+
+
+def _read(path: Path) -> bytes:
+    nbytes = path.stat().st_size
+    if nbytes > MAX_FILE_BYTES:
+        raise UsageError(
+            f"an example image has at most {MAX_FILE_BYTES:,} bytes", seen=f"{nbytes:,} bytes"
+        )
+    with path.open("rb") as file:  # one of /proc says that it is empty, and never ends
+        return file.read(MAX_FILE_BYTES)
+
+
+def _sides(crop: str) -> tuple[int, int] | None:
+    """``28`` or ``24x28`` as (height, width); None where nothing is written."""
+    if not crop:
+        return None
+    if not re.fullmatch("[0-9]{1,4}(x[0-9]{1,4})?", crop):
+        raise UsageError("a crop is one number or height x width", seen=crop[:40], fix="24x28")
+    numbers = [int(n) for n in crop.split("x")]
+    return numbers[0], numbers[-1]
 
 
 def _png(pixels: Pixels, headers: dict[str, str] | None = None) -> Response:

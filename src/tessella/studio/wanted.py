@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -154,7 +155,7 @@ def batches_of(written: str) -> tuple[int, ...]:
         UsageError: they are no increasing sizes.
     """
     numbers = [n.strip() for n in written.split(",")]
-    if all(n.isdigit() and int(n) > 0 for n in numbers) and len(numbers) in (1, 3):
+    if all(re.fullmatch("0*[1-9][0-9]{0,8}", n) for n in numbers) and len(numbers) in (1, 3):
         sizes = tuple(int(n) for n in numbers)
         if list(sizes) == sorted(sizes):
             return sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -316,7 +317,9 @@ def size_of(written: str) -> tuple[int, int]:
         UsageError: it is neither.
     """
     numbers = [n.strip() for n in written.lower().replace("×", "x").split("x")]
-    if len(numbers) in (1, 2) and all(n.isdigit() and 0 < int(n) <= 16_384 for n in numbers):
+    if len(numbers) in (1, 2) and all(
+        re.fullmatch("[0-9]{1,5}", n) and 0 < int(n) <= 16_384 for n in numbers
+    ):
         return int(numbers[0]), int(numbers[-1])
     raise UsageError("a size is one number or height x width", seen=written, fix="224 or 224x320")
 
