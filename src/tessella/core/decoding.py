@@ -116,8 +116,10 @@ class Decoder:
 
     def _take(self) -> _Process:
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                process = self._idle.pop()
+                if process.is_alive:
+                    return process
         return _Process(self.budget)
 
     def _give_back(self, process: _Process) -> None:
@@ -196,6 +198,10 @@ class _Process:
         return DataError(
             f"{name} made its decoder fail", seen=seen, fix="save it again, as JPEG or PNG"
         )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
 
     def end(self) -> None:
         self._connection.close()
