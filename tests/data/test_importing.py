@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -18,11 +19,15 @@ from PIL import Image
 
 import tessella as ts
 from tessella.artifacts.dataset import Dataset
+from tessella.core.decoding import Budget
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Event
 from tessella.core.preprocess import decode
 from tessella.data import importing
 from tessella.data.importing import ImportSettings, import_images
+from tessella.data.reading import read_all
+from tests.core.hostile_pictures import scans_of, tiff_of
+from tests.core.test_decoding import peak_bytes
 from tests.core.test_preprocess import png
 from tests.data.pictures import write_folder_of, write_picture
 
@@ -120,6 +125,31 @@ def test_bad_files_are_listed_and_skipped(tmp_path: Path) -> None:
     assert sum(info.total_counts) == 12
     assert any("6 files" in e.text for e in events if e.kind == "warning")
     assert not any(str(tmp_path) in reason for reason in reasons.values())
+
+
+def test_hostile_files_are_listed_with_their_reasons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would take the import down, in memory or for minutes; the others are imported."""
+    budget = Budget(pixels=1 << 26, nbytes=128 << 20, seconds=1.0)
+    monkeypatch.setattr(importing, "read_all", partial(read_all, budget=budget))
+    source = write_folder_of(tmp_path / "s", {"a": 3, "b": 3})
+    hostile = {
+        "nothing.tif": (tiff_of(0, 2_000_000_000), "no pixels"),
+        "large.png": (png(8_192, 8_192, 8, 2, b""), "more than 134,217,728 bytes"),
+        "larger.png": (png(9_000, 9_000, 8, 2, b""), "more than 67,108,864 pixels"),
+        "slow.jpg": (scans_of(2_048, 8_000), "longer than 1 s"),
+    }
+    for name, (content, _) in hostile.items():
+        (source / "a" / name).write_bytes(content)
+    before = peak_bytes()
+    dataset = import_images(source, tmp_path / "out", SMALL)
+    assert sum(s.count for s in dataset.info.splits.values()) == 6
+    reasons = {Path(f.path).name: f.reason for f in dataset.info.skipped}
+    assert set(reasons) == set(hostile)
+    for name, (_, why) in hostile.items():
+        assert why in reasons[name]
+    assert peak_bytes() - before < 100 << 20
 
 
 def test_nothing_left_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_made_up_cookie_is_no_cookie():
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "", "evil.example:8080"]
+    "host", ["evil.example", "127.0.0.1.evil.example", "", "evil.example:8080", "[", "[::1", "a]b"]
 )
 def test_a_foreign_host_name_is_refused_even_with_the_token(host):
     response = member().get("/", headers={"host": host})
@@ -95,7 +95,9 @@ def test_bound_to_all_addresses_an_address_is_fine_and_a_name_is_not():
     assert everywhere.get("/", headers={"host": "evil.example"}).status_code == 403
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:9999"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://127.0.0.1:9999", "http://["]
+)
 def test_other_sites_cannot_write(origin):
     client = member()
     assert client.post("/api/x", headers={"origin": origin}).status_code == 403

@@ -3,6 +3,7 @@
 import io
 import re
 import shutil
+import time
 
 import httpx
 import numpy as np
@@ -11,6 +12,8 @@ from PIL import Image
 
 from tessella.artifacts.dataset import Dataset
 from tessella.core.preprocess import Preprocess, decode, fit, read_pixels
+from tests.core.hostile_pictures import tiff_of
+from tests.core.test_preprocess import png, saved
 from tests.studio.made import HOSTILE, make_dataset, make_front, make_run
 
 PAGES = (
@@ -200,6 +203,82 @@ def test_the_resize_preview_is_what_an_import_stores(client, tmp_path, mode):
     expected = fit(decode(path.read_bytes(), record), record)
     assert read_pixels(path.read_bytes()).shape == (60, 100, 3)
     assert np.array_equal(shown, expected[:, :, 0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"channels": 1_000_000_000},
+        {"channels": 0},
+        {"channels": -1},
+        {"height": 2_049},
+        {"width": 0},
+        {"crop": "axb"},
+        {"crop": "0"},
+        {"crop": "9" * 5_000},
+        {"crop": "²"},
+        {"crop": "8x8x8"},
+        {"crop": "33x8"},
+        {"source": "path:" + "x" * 5_000},
+        {"source": "path:a\0b"},
+        {"source": "path:/dev/zero"},
+        {"source": "upload:" + "x" * 5_000},
+        {"source": "nothing"},
+    ],
+)
+def test_every_number_and_name_of_a_preview_has_bounds(client, tmp_path, change):
+    path = tmp_path / "small.png"
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(path)
+    good = {"source": f"path:{path}", "height": 32, "width": 32, "mode": "crop", "crop": "24x28"}
+    shown = client.get("/pictures/resize", params=good)
+    assert np.asarray(Image.open(io.BytesIO(shown.content))).shape == (24, 28, 3)
+    start = time.perf_counter()
+    response = client.get("/pictures/resize", params=good | change)
+    assert response.status_code == 400, response.text
+    assert "Traceback" not in response.json()["error"]
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("digits", ["9" * 30, "9" * 5_000, "-1", "1e9", "٣"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/pictures/example?dataset=datasets/digits&split=val&index={}",
+        "/pictures/resize?source=x&height={}&width=8&mode=crop",
+        "/pictures/resize?source=x&height=8&width=8&mode=crop&channels={}",
+        "/pictures/own/layers/key/{}.png",
+        "/data?dataset=datasets/digits&page={}",
+        "/data?dataset=datasets/digits&label={}",
+        "/data?dataset={}",
+    ],
+)
+def test_numbers_and_names_of_any_length_break_nothing(client, path, digits):
+    response = client.get(path.format(digits))
+    if path.startswith("/pictures"):
+        assert response.status_code in (400, 404, 422), response.text
+    assert response.status_code < 500, response.text
+
+
+def test_hostile_examples_are_errors_with_words(client, tmp_path):
+    path = tmp_path / "x.tif"
+    query = {"source": f"path:{path}", "height": 32, "width": 32, "mode": "crop"}
+    for content, why in [
+        (tiff_of(0, 2_000_000_000), "no pixels"),
+        (png(9_000, 9_000, 8, 2, b""), "more than 67,108,864 pixels"),
+    ]:
+        path.write_bytes(content)
+        response = client.get("/pictures/resize", params=query)
+        assert response.status_code == 400
+        assert why in response.json()["error"]
+
+
+def test_a_large_upload_is_shown_smaller(client):
+    content = saved(Image.new("RGB", (5_000, 20), (1, 2, 3)), "PNG")
+    told = client.post("/api/uploads", params={"name": "wide.png", "nbytes": len(content)})
+    upload = told.json()["id"]
+    client.put(f"/api/uploads/{upload}", params={"offset": 0}, content=content)
+    shown = client.get(f"/pictures/upload/{upload}")
+    assert np.asarray(Image.open(io.BytesIO(shown.content))).shape == (7, 1_667, 3)
 
 
 def test_a_hostile_class_is_only_text(client):

@@ -76,6 +76,8 @@ def test_a_choice_becomes_options_that_the_command_line_reads(asked, understood)
         (replace(ONE, how="lock"), "no plan to follow"),
         (replace(ONE, batches="8, 1, 32"), "a batch is"),
         (replace(ONE, batches=""), "a batch is"),
+        (replace(ONE, batches="²"), "a batch is"),
+        (replace(ONE, batches="9" * 5_000), "a batch is"),
         (replace(ONE, time_limit_s=0.0), "time limit"),
     ],
 )
