@@ -292,3 +292,21 @@ def test_limits_of_a_process_leave_the_caller_alone(decoder: Decoder) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
     decoder(GOOD["gif"], RECORD, name="any")
     assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_no_process_outlives_its_parent() -> None:
+    code = (
+        "import os, signal\n"
+        "from tessella.core.decoding import Decoder\n"
+        "from tests.core.hostile_pictures import good_pictures\n"
+        "decoder = Decoder(processes=1)\n"
+        "decoder(good_pictures()['gif'], None, name='any')\n"
+        "print(decoder._idle[0]._popen.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    status = Path(f"/proc/{int(ran.stdout)}/stat")
+    give_up = time.monotonic() + 20
+    while status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() < give_up, "it waits for somebody who is gone"
+        time.sleep(0.05)
