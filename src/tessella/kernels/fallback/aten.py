@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ import torch
 from tessella.core.errors import CompileError
 from tessella.kernels.catalog import Call
 from tessella.kernels.fallback.allowed import ALLOWED
+from tessella.kernels.fallback.arguments import arguments, misfit
+from tessella.kernels.fallback.guards import guarded
 from tessella.kernels.problem import Problem
 
 WRITES_OUT = False
@@ -66,13 +68,14 @@ def _impurity(operator: torch._ops.OpOverload, name: str) -> str | None:
 def fits(problem: Problem) -> str | None:
     if problem.op != "fallback":
         return "runs the operation fallback only"
-    return refusal(str(problem.attrs.get("target")))
+    target, args, kwargs = (problem.attrs.get(name) for name in ("target", "args", "kwargs"))
+    return refusal(str(target)) or _misfit(str(target), args, kwargs, problem.inputs)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     """A function of the inputs that are not constant, in order."""
-    function = resolve(problem.attrs["target"])
-    args, kwargs = problem.attrs["args"], problem.attrs["kwargs"]
+    target, args, kwargs = (problem.attrs[name] for name in ("target", "args", "kwargs"))
+    function = resolve(target, args, kwargs, problem.inputs)
     free = [i for i, m in enumerate(problem.inputs) if m is not None and i not in constants]
 
     def run(*tensors: torch.Tensor) -> Any:
@@ -83,10 +86,31 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     return run
 
 
-def resolve(target: str) -> torch._ops.OpOverload:
-    """The operator, if it may run; raises ``CompileError`` with the reason otherwise."""
-    if (reason := refusal(target)) is not None:
+def resolve(
+    target: str, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """The operator as a function, if it may run with templates like these.
+
+    Args:
+        inputs: what the templates number: tensors, or what else has a shape.
+
+    Raises:
+        CompileError: it may not; says why.
+    """
+    if reason := refusal(target) or _misfit(target, args, kwargs, inputs):
         raise CompileError("an operator cannot run as a fallback", seen=reason)
+    return guarded(_operator(target))
+
+
+def _misfit(
+    target: str, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Any]
+) -> str | None:
+    reason = misfit(_operator(target), args, kwargs, inputs)
+    return None if reason is None else f"{target}: {reason}"
+
+
+def _operator(target: str) -> torch._ops.OpOverload:
+    """The operator of a target that ``refusal`` has nothing against."""
     operator = _find(target)
     assert operator is not None
     return operator
@@ -100,38 +124,3 @@ def _find(target: str) -> torch._ops.OpOverload | None:
     packet = getattr(getattr(torch.ops, namespace), name, None)
     found = getattr(packet, overload or "default", None)
     return found if isinstance(found, torch._ops.OpOverload) else None
-
-
-def arguments(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    inputs: Mapping[int, torch.Tensor] | Sequence[torch.Tensor | None],
-) -> tuple[list[Any], dict[str, Any]]:
-    """Templates of arguments with their tensors put in.
-
-    In a template, ``{"input": i}`` is the i-th tensor; ``{"dtype": "float32"}``,
-    ``{"memory_format": …}`` and ``{"layout": …}`` are torch's constants; ``{"float": "-inf"}`` is
-    a number that JSON cannot hold.
-    """
-
-    def fill(template: Any) -> Any:
-        if isinstance(template, Mapping):
-            ((kind, value),) = template.items()
-            if kind == "input":
-                return inputs[value]
-            return float(value) if kind == "float" else _constant(kind, value)
-        if isinstance(template, list | tuple):
-            return [fill(t) for t in template]
-        return template
-
-    return [fill(t) for t in args], {name: fill(t) for name, t in kwargs.items()}
-
-
-_KINDS = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
-
-
-def _constant(kind: str, name: Any) -> Any:
-    found = getattr(torch, str(name), None)
-    if kind not in _KINDS or not isinstance(found, _KINDS[kind]):
-        raise CompileError(f"an operator's argument is not a {kind} of torch", seen=name)
-    return found

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from tessella.kernels.fallback.aten import arguments, resolve
+from tessella.kernels.fallback.arguments import arguments
+from tessella.kernels.fallback.aten import resolve
 
 
 def fallback(
     *inputs: torch.Tensor, target: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call ``target`` with the templates filled from ``inputs``: a tensor or several."""
+    function = resolve(target, args, kwargs, inputs)
     filled_args, filled_kwargs = arguments(args, kwargs, inputs)
-    return resolve(target)(*filled_args, **filled_kwargs)
+    return function(*filled_args, **filled_kwargs)

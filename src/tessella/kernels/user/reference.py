@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tessella.kernels.fallback.aten import arguments
+from tessella.kernels.fallback.arguments import arguments
 from tessella.kernels.user.registry import Tensors, named
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.fallback.aten import arguments
+from tessella.kernels.fallback.arguments import arguments
 from tessella.kernels.problem import Problem
 from tessella.kernels.user.registry import named
 

@@ -1,0 +1,59 @@
+"""Operators that torch ends the process in for some values, with a defined result for these.
+
+A client chooses the numbers, so none may stop a server. An integer quotient or remainder by zero
+is 0, as in NumPy (torch raises on a CPU, and one client's zero, or the zeros that fill a batch up,
+would fail the others' requests); the least integer divided by −1 is itself, as it wraps, where the
+processor stops with SIGFPE. Floating point needs no guard: its operators are called as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+QUOTIENTS = ("aten::div", "aten::divide", "aten::floor_divide")
+REMAINDERS = ("aten::remainder", "aten::fmod")
+
+
+def guarded(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The operator, or what stands in for it: the same function with no value that it dies of."""
+    guard = _GUARDS.get(operator._schema.name)
+    return operator if guard is None else functools.partial(guard, operator)
+
+
+def _divided(operator: torch._ops.OpOverload, x: Any, other: Any, **named: Any) -> Any:
+    """A quotient or a remainder of integers, defined for every divisor."""
+    dtype = torch.result_type(x, other)
+    name = operator._schema.name
+    rounded = name not in QUOTIENTS[:2] or named.get("rounding_mode") is not None
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or not rounded:
+        return operator(x, other, **named)
+    least = torch.iinfo(dtype).min
+    if not isinstance(other, torch.Tensor) and other in (0, -1):
+        negative = other == -1 and name in QUOTIENTS
+        return -x.to(dtype) if negative else torch.zeros_like(x, dtype=dtype)
+    if not isinstance(other, torch.Tensor):
+        return operator(x, other, **named)
+    zero = other == 0
+    wraps = (other == -1) & (x == least) if least else zero
+    made = operator(x, other.to(dtype).masked_fill(zero, 1).where(~wraps, 1), **named)
+    return made.where(~zero, 0)
+
+
+def _deformed(
+    operator: torch._ops.OpOverload, x: Any, weight: Any, offset: Any, *rest: Any, **named: Any
+) -> Any:
+    """A deformable convolution; an offset that is no number leads out of the image.
+
+    torchvision compares it with the image's edges, which says neither in nor out, and reads.
+    """
+    return operator(x, weight, offset.nan_to_num(nan=torch.inf), *rest, **named)
+
+
+_GUARDS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys((*QUOTIENTS, *REMAINDERS), _divided),
+    "torchvision::deform_conv2d": _deformed,
+}

@@ -1,0 +1,1 @@
+"""Attacks with made-up input, by the ten thousand: ``python -m tests.attack --help``."""
