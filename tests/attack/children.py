@@ -30,8 +30,9 @@ PATTERNS = (85, 170)  # glibc fills memory with these, taken and given back
 
 @dataclass
 class Report:
-    """What became of the cases: counts by word, and a line for each that must not have happened."""
+    """What became of the cases: a word each, and a line for what must not have happened."""
 
+    words: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)  # by the label's first word
     tried: Counter[str] = field(default_factory=Counter)
@@ -69,6 +70,7 @@ def attack(module: str, seed: int, first: int, count: int, *, patterns: Any = PA
         outcomes = list(dict.fromkeys(o for _, _, o in same))
         if len(outcomes) > 1:
             word = "unsteady"
+        report.words.append(word)
         report.outcomes[word] += 1
         if word not in ("answered", "refused"):
             report.failures.append(f"{seed}/{index} {' | '.join(outcomes)}: {label}")

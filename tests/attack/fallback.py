@@ -190,12 +190,12 @@ def _parsed(rng: random.Random, line: str) -> tuple[list[Any], list[Any], dict[s
         nonlocal at
         while line[at] == " ":
             at += 1
-        if found := re.compile(r"([fcbpi])\(([\d,]*)\)(?:<(\d+))?").match(line, at):
+        if found := re.compile(r"([fcbpzi])\(([\d,]*)\)(?:<(\d+))?").match(line, at):
             at = found.end()
             shape = tuple(int(n) for n in found[2].split(",") if n)
             tensors.append(_tensor(rng, found[1], shape, int(found[3] or 4)))
             return {"input": len(tensors) - 1}
-        if line[at] == "[" and re.compile(r"\[[fcbpi]\(").match(line, at):
+        if line[at] == "[" and re.compile(r"\[[fcbpzi]\(").match(line, at):
             items = []
             while line[at] != "]":
                 at += 1
@@ -223,6 +223,8 @@ def _tensor(rng: random.Random, letter: str, shape: tuple[int, ...], below: int)
         return torch.rand(shape, generator=generator) < 0.5
     if letter == "c":
         return torch.randn(shape, generator=generator, dtype=torch.complex64)
+    if letter == "z":
+        return torch.zeros(shape)
     if letter == "p":
         root = torch.randn((*shape, *shape), generator=generator)
         return root @ root.mT + torch.eye(shape[0])

@@ -2,7 +2,7 @@
 the schema.
 
 ``f(2,3)`` is a tensor of floats, ``c(…)`` complex, ``b(…)`` booleans, ``p(…)`` a positive definite
-matrix, ``i(2,3)<4`` integers from 0 to 3; numbers, lists, words and null are JSON, and stand for
+matrix, ``z(…)`` zeros, ``i(2,3)<4`` integers from 0 to 3; numbers, lists, words and null are JSON, and stand for
 the arguments in the schema's order.
 """
 
@@ -77,7 +77,6 @@ copy f(3,4) f(3,4) false
 cosine_similarity f(3,4) f(3,4) 1 1e-8
 cross f(4,3) f(4,3) 1
 deform_conv2d f(1,4,6,6) f(2,4,3,3) f(1,18,6,6) f(1,9,6,6) f(2) 1 1 1 1 1 1 1 1 true
-dequantize.self i(3)<5
 diag_embed f(3,4) 0 0 1
 diagonal_scatter f(3,4) f(3) 0 0 1
 diagonal f(3,4) 0 0 1
@@ -88,8 +87,6 @@ einsum "bij,bjk->bik" [f(2,3,4),f(2,4,5)]
 embedding f(5,4) i(2,3)<5 -1
 expand f(1,4) [3,4]
 expand_copy f(1,4) [3,4]
-fake_quantize_per_channel_affine f(3,4) f(3) i(3)<5 0 0 255
-fake_quantize_per_tensor_affine f(3,4) 0.1 3 0 255
 fft_fft2 f(4,4) null [-2,-1] null
 fft_hfft2 c(4,4)
 fft_hfftn c(4,4)
@@ -97,7 +94,7 @@ fft_irfft2 c(4,4)
 fft_irfftn c(4,4)
 flatten.using_ints f(2,3,4) 1 2
 frobenius_norm.dim f(3,4) [0,1]
-gather f(3,4) 1 i(3,2)<4 false
+gather f(3,4) 1 i(3,2)<4
 gcd i(3,4)<9 i(3,4)<9
 ger f(3) f(4)
 glu f(3,4) 1
@@ -120,20 +117,17 @@ index_select f(3,4) 1 i(2)<4
 inner f(3,4) f(5,4)
 instance_norm f(2,3,4,4) f(3) f(3) null null true 0.1 1e-5 false
 isin.Tensor_Tensor f(3,4) f(5)
-istft c(9,5) 16 4 16 f(16) true false true null false
 kron f(2,3) f(3,2)
 kthvalue f(3,4) 2 1 false
 layer_norm f(2,3,4) [4] f(4) f(4) 1e-5 false
-lcm i(3,4)<9 i(3,4)<9
 ldexp.Tensor f(3,4) i(3,4)<9
 linalg_cholesky p(3)
 linalg_cross f(4,3) f(4,3)
-linalg_lu_solve p(3) i(3)<3 f(3,2) true false
 linalg_matrix_power f(3,3) 3
 linalg_multi_dot [f(2,3),f(3,4),f(4,2)]
-linalg_pinv f(3,4)
+linalg_pinv f(3,4) 1e-5
 linalg_solve p(3) f(3,2)
-linalg_solve_triangular p(3) f(3,2)
+linalg_solve_triangular p(3) f(3,2) upper=true
 linalg_tensorinv f(4,2,2) 1
 linalg_tensorsolve f(2,2,4) f(2,2)
 linalg_vander f(4)
@@ -153,7 +147,7 @@ max_pool3d_with_indices f(1,2,4,4,4) [2,2,2] [2,2,2] [0,0,0] [1,1,1] false
 max_unpool2d f(1,2,3,3) i(1,2,3,3)<36 [6,6]
 max_unpool3d f(1,2,2,2,2) i(1,2,2,2,2)<64 [4,4,4] [2,2,2] [0,0,0]
 meshgrid [f(3),f(2)]
-meshgrid.indexing [f(3),f(2)] "ij"
+meshgrid.indexing [f(3),f(2)] indexing="ij"
 mm f(3,4) f(4,5)
 movedim.int f(2,3,4) 0 2
 movedim.intlist f(2,3,4) [0] [2]
@@ -179,8 +173,6 @@ pinverse f(3,4)
 pixel_shuffle f(1,4,3,3) 2
 pixel_unshuffle f(1,1,4,4) 2
 prelu f(2,3,4) f(3)
-ps_roi_align f(1,8,6,6) f(2,5) 1.0 2 2 2
-ps_roi_pool f(1,8,6,6) f(2,5) 1.0 2 2
 quantile f(3,4) f(2) 1 false
 reflection_pad1d f(1,2,4) [1,1]
 reflection_pad2d f(1,2,4,4) [1,1,1,1]
@@ -195,8 +187,6 @@ reshape f(3,4) [2,6]
 rms_norm f(2,3,4) [4] f(4) null
 rnn_relu_cell f(2,3) f(2,4) f(4,3) f(4,4) f(4) f(4)
 rnn_tanh_cell f(2,3) f(2,4) f(4,3) f(4,4) f(4) f(4)
-roi_align f(1,2,6,6) f(2,5) 1.0 2 2 2 false
-roi_pool f(1,2,6,6) f(2,5) 1.0 2 2
 roll f(3,4) [1] [1]
 rot90 f(3,4) 1 [0,1]
 scatter.src f(3,4) 1 i(3,2)<4 f(3,2)
@@ -220,8 +210,8 @@ split_with_sizes f(3,4) [1,3] 1
 split_with_sizes_copy f(3,4) [1,3] 1
 squeeze.dims f(3,1) [1]
 squeeze_copy.dims f(3,1) [1]
-stft f(64) 16 4 16 f(16) false true null
-stft.center f(64) 16 4 16 f(16) true "reflect" false true null
+stft f(64) 16 4 16 f(16) false true true
+stft.center f(64) 16 4 16 f(16) true "reflect" false true true
 sum_to_size f(3,4) [1,4]
 take f(3,4) i(5)<12
 take_along_dim f(3,4) i(3,2)<4 1
@@ -267,10 +257,35 @@ where.ScalarSelf b(3,4) 1.5 f(3,4)
 where.ScalarOther b(3,4) f(3,4) 1.5
 where.Scalar b(3,4) 1.5 2.5
 atleast_1d.Sequence [f(3),f()]
+fill.Tensor f(3,4) f()
+nuclear_norm.dim f(3,4) [0,1]
+norm.ScalarOpt_dim_dtype f(3,4) 2 [1] false dtype={"dtype":"float64"}
+linalg_norm.ord_str f(3,4) "fro"
+linalg_matrix_norm.str_ord f(3,4) "nuc"
+quantile.scalar f(3,4) 0.5 1
+_upsample_nearest_exact1d.vec f(1,2,4) [8] null
+_upsample_nearest_exact3d.vec f(1,2,4,4,4) [8,3,4] null
+div.Tensor_mode i(3,4)<9 i(3,4)<9 rounding_mode="trunc"
+div.Scalar_mode i(3,4)<9 2 rounding_mode="floor"
+divide.Tensor_mode i(3,4)<9 i(3,4)<9 rounding_mode="floor"
+divide.Scalar_mode i(3,4)<9 3 rounding_mode="trunc"
+floor_divide i(3,4)<9 i(3,4)<9
+floor_divide.Scalar i(3,4)<9 3
+remainder.Tensor i(3,4)<9 i(3,4)<9
+remainder.Scalar i(3,4)<9 3
+remainder.Scalar_Tensor 7 i(3,4)<9
+fmod.Tensor i(3,4)<9 i(3,4)<9
+fmod.Scalar i(3,4)<9 3
+pow.Tensor_Tensor i(3,4)<9 i(3,4)<9
+pow.Scalar 3 i(3,4)<9
+linalg_cond.p_str p(3) "nuc"
+roi_align f(1,2,6,6) z(2,5) 1.0 2 2 2 false
+roi_pool f(1,2,6,6) z(2,5) 1.0 2 2
+ps_roi_align f(1,8,6,6) z(2,5) 1.0 2 2 2
+ps_roi_pool f(1,8,6,6) z(2,5) 1.0 2 2
 block_diag [f(2,3),f(3,2)]
 broadcast_tensors [f(3,1),f(1,4)]
 cat [f(3,4),f(3,2)] 1
-as_complex f(3,4,2)
 """
 
 

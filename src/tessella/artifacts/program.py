@@ -313,14 +313,27 @@ def _steps(program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]
 
 
 def _programs(bucket: Bucket) -> str | None:
-    """Why a step's program is no list of instructions, or None; kernels look at what these say."""
+    """Why a step names no operator, or its program is no list of instructions, or None; kernels
+    look at what these say.
+    """
     for step in bucket.steps:
+        if step.op in ("fallback", "user") and not _is_call(step.attrs):
+            return f"the operator of {step.outputs} is {str(step.attrs)[:120]}"
         if step.op != "pointwise":
             continue
         program = step.attrs.get("program")
         if not isinstance(program, list) or not all(map(_is_instruction, program)):
             return f"the program of {step.outputs} is {str(program)[:120]}"
     return None
+
+
+def _is_call(attrs: Mapping[str, Any]) -> bool:
+    """Whether these name an operator and its arguments; of a user's own all are in order."""
+    return (
+        isinstance(attrs.get("target"), str)
+        and isinstance(attrs.get("args"), list)
+        and isinstance(attrs.get("kwargs", {}), dict)
+    )
 
 
 def _is_instruction(data: Any) -> bool:

@@ -304,12 +304,12 @@ class Engine:
             for t in made
         ]
 
-    def self_test(self, golden: Mapping[str, torch.Tensor]) -> None:
+    def self_test(self, golden: Mapping[str, torch.Tensor], *, every_size: bool = False) -> None:
         """Run recorded inputs, repeated up to the smallest batch, and compare the outputs.
 
         One batch size speaks for all, as they have the same steps; unless two are one step at some
         sizes only, or some steps' attributes follow the batch: then each size runs the recorded
-        samples, repeated.
+        samples, repeated. With ``every_size`` each does in any case.
 
         Raises:
             ArtifactError: it cannot run, or an output deviates by more than the plan's tolerance.
@@ -326,7 +326,7 @@ class Engine:
             inputs = {s.name: _repeated(golden[f"input.{s.name}"], rows) for s in self.inputs}
             outputs = {s.name: _repeated(golden[f"output.{s.name}"], rows) for s in self.outputs}
             self._compare(self(**inputs), outputs)
-            for size in self.buckets if self._differ else ():
+            for size in self.buckets if self._differ or every_size else ():
                 given = [_repeated(t, size) for t in inputs.values()]
                 with self._lock, self._turn(given):
                     made = self._run_bucket(size, given, 0, size, torch.device("cpu"))

@@ -20,7 +20,7 @@ import numpy as np
 from tessella.core.dtype import dtype
 from tessella.core.errors import ServeError, UsageError
 from tessella.core.record import digest
-from tessella.runtime import Engine, load
+from tessella.runtime import Engine, load_tried
 from tessella.server.batcher import Batcher
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.protocol import Signature, signature
@@ -134,7 +134,8 @@ class Repository:
         models: the plans that may be served, by name.
         folder: a folder whose ``NAME.plan`` may be loaded too, while the server runs.
         max_delay_us: see ``Batcher``.
-        open_engine: what makes an engine of a plan's path.
+        open_engine: what makes an engine of a plan's path; by default, plans with operators of torch
+            run first in a child process.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Repository:
         folder: Path | None = None,
         max_delay_us: int = 0,
         limits: Limits = DEFAULT_LIMITS,
-        open_engine: Callable[[Path], Engine] = load,
+        open_engine: Callable[[Path], Engine] = load_tried,
     ) -> None:
         if max_delay_us < 0:
             raise UsageError("max_delay_us cannot be negative", seen=max_delay_us)

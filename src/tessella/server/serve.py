@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 import uvicorn
 
 from tessella.core.errors import UsageError
-from tessella.runtime import load
+from tessella.runtime import load_tried
 from tessella.server.app import App
 from tessella.server.connection import connection_with
 from tessella.server.guard import Guard
@@ -56,7 +56,7 @@ def serve(
         models,
         folder=folder,
         max_delay_us=max_delay_us,
-        open_engine=functools.partial(load, compiled=compiled),
+        open_engine=functools.partial(load_tried, compiled=compiled),
     )
     server = _prepare(repository, host=host, port=port, token=token, limits=DEFAULT_LIMITS)
     if ready is not None:

@@ -13,7 +13,7 @@ arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not b
 bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip copysign cos cosh deg2rad
 digamma div divide elu eq erf erfc erfinv exp exp2 expm1 float_power floor floor_divide fmax fmin
 fmod frac frexp gcd ge gelu glu greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh
-heaviside hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp
+heaviside hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf isreal ldexp
 le leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2
 logical_and logical_not logical_or logical_xor logit lt maximum minimum mish mul multiply mvlgamma
 nan_to_num ne neg negative nextafter not_equal polygamma positive pow prelu rad2deg reciprocal relu
@@ -26,7 +26,7 @@ special_round special_sinc special_xlog1py special_xlogy special_zeta
 """
 
 _REDUCTIONS = """
-all amax amin aminmax any argmax argmin argsort corrcoef count_nonzero cov cummax cummin cumprod
+all amax amin aminmax any argmax argmin argsort count_nonzero cummax cummin cumprod
 cumsum cumulative_trapezoid diff dist kthvalue log_softmax logcumsumexp logsumexp max mean median
 min mode msort nanmean nanmedian nanquantile nansum norm nuclear_norm frobenius_norm prod quantile
 softmax sort std std_mean sum topk trapezoid trapz var var_mean special_log_softmax
@@ -54,8 +54,8 @@ view_copy vsplit vstack zero zeros_like _to_copy _unsafe_view
 _PRODUCTS = """
 addbmm addmm addmv addr baddbmm bilinear bmm cdist chain_matmul cholesky_inverse cholesky_solve
 cosine_similarity cross det dot einsum ger inner inverse kron linalg_cholesky linalg_cond
-linalg_cross linalg_det linalg_diagonal linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
-linalg_inv linalg_lu linalg_lu_factor linalg_lu_solve linalg_matmul linalg_matrix_exp
+linalg_cross linalg_det linalg_diagonal linalg_eigh linalg_eigvalsh
+linalg_inv linalg_lu linalg_lu_factor linalg_matmul linalg_matrix_exp
 linalg_matrix_norm linalg_matrix_power linalg_matrix_rank linalg_multi_dot linalg_norm linalg_pinv
 linalg_qr linalg_slogdet linalg_solve linalg_solve_triangular linalg_svd linalg_svdvals
 linalg_tensorinv linalg_tensorsolve linalg_vander linalg_vecdot linalg_vector_norm linear logdet
@@ -80,9 +80,8 @@ _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm
 _SIGNALS = """
 complex conj conj_physical fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn
 fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2
-fft_irfftn fft_rfft fft_rfft2 fft_rfftn imag istft polar real resolve_conj resolve_neg stft
+fft_irfftn fft_rfft fft_rfft2 fft_rfftn imag polar real resolve_conj resolve_neg stft
 view_as_complex view_as_complex_copy view_as_real view_as_real_copy
-dequantize fake_quantize_per_channel_affine fake_quantize_per_tensor_affine
 """
 
 _IMAGES = "deform_conv2d ps_roi_align ps_roi_pool roi_align roi_pool"

@@ -7,6 +7,7 @@ what is missing here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -99,9 +100,45 @@ def _pieces(given: Mapping[str, Any], inputs: Sequence[Any]) -> str | None:
     return None
 
 
+def _weight_norm(given: Mapping[str, Any], inputs: Sequence[Any]) -> str | None:
+    """The norms have a place for each of the axis's; torch reads as many as it wants."""
+    (v, g), axis = (shape_of(given[name], inputs) for name in ("v", "g")), given.get("dim", 0)
+    if v is None or g is None or not -1 <= axis < len(v):
+        return f"an axis {axis} of {v}, norms of the shape {g}"
+    wanted = tuple(n if i == axis else 1 for i, n in enumerate(v))
+    if g != wanted and (axis >= 0 or math.prod(g) != 1):
+        return f"norms of the shape {g}, not {wanted}"
+    return None
+
+
+def _resized(given: Mapping[str, Any], inputs: Sequence[Any]) -> str | None:
+    """Scales that are given beside a size are those from one to the other, as torch believes."""
+    x, sizes = shape_of(next(iter(given.values())), inputs), given.get("output_size")
+    names = ("scales",) if "scales" in given else ("scales_d", "scales_h", "scales_w")
+    if x is None or sizes is None:
+        return None
+    sizes = sizes if isinstance(sizes, list | tuple) else [sizes]
+    for axis, name in enumerate(reversed(names), start=1):
+        scale = given.get(name)
+        if scale is None or axis > min(len(x), len(sizes)):
+            continue
+        made = float(scale["float"] if isinstance(scale, Mapping) else scale) * x[-axis]
+        if not abs(made - sizes[-axis]) <= 1:
+            return f"{name} of {scale} from {x[-axis]} to {sizes[-axis]} places"
+    return None
+
+
 Check = Callable[[Mapping[str, Any], Sequence[Any]], str | None]
 
 CHECKS: dict[str, Check] = {
     f"aten::{name}": _pieces
     for name in ("split", "split_copy", "unsafe_split", "unbind", "unbind_copy")
-}
+} | {
+    f"aten::{name}": _resized
+    for name in (
+        "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
+        "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
+        "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d",
+        "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
+    )
+} | {"aten::_weight_norm": _weight_norm}  # fmt: skip
