@@ -14,7 +14,8 @@ import torch
 from tessella import runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.program import Bucket, Buffer, Step
-from tessella.core.errors import ArtifactError
+from tessella.core.errors import ArtifactError, CorruptArtifact
+from tessella.core.preprocess import Preprocess
 from tessella.kernels import catalog
 from tests.artifacts.fuzz_plans import fuzz
 from tests.artifacts.subjects import KINDS, good, subject
@@ -427,6 +428,43 @@ def test_a_workspace_over_what_is_read(scratch: Plan) -> None:
     before = tuple(replace(s, frees=()) for s in steps)
     buffers = (*bucket.buffers, kept)
     refused(with_bucket(scratch, steps=before, buffers=buffers), "scratch and kept lie in the same")
+
+
+# --- reading alone --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attrs", [{"target": None}, {"args": {}}, {"kwargs": "device"}])
+def test_a_step_that_names_no_operator(attrs: dict[str, Any]) -> None:
+    """It is told when the plan is read: a plan in memory can be printed."""
+    with pytest.raises(CorruptArtifact, match="the operator of"):
+        from_bytes(to_bytes(with_attrs("fallback", **attrs)))
+
+
+def test_a_step_without_a_target() -> None:
+    (step,) = (s for s in good().program.buckets[0].steps if s.op == "fallback")
+    attrs = {name: value for name, value in step.attrs.items() if name != "target"}
+    with pytest.raises(CorruptArtifact, match="the operator of"):
+        from_bytes(to_bytes(with_step("fallback", attrs=attrs)))
+
+
+def test_more_channels_than_memory() -> None:
+    plan = good()
+    record = Preprocess(height=6, width=6, channels=1)
+    object.__setattr__(record, "channels", 10**15)
+    object.__setattr__(record, "mean", (0.0,))
+    object.__setattr__(record, "std", (1.0,))
+    with pytest.raises(CorruptArtifact, match="too many channels"):
+        from_bytes(to_bytes(replace(plan, manifest=replace(plan.manifest, preprocess=record))))
+
+
+def test_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*args: Any) -> None:
+        raise MemoryError
+
+    content = to_bytes(good())
+    monkeypatch.setattr("tessella.artifacts.plan._tensors", none_left)
+    with pytest.raises(ArtifactError, match="not enough memory"):
+        from_bytes(content)
 
 
 # --- what the manifest asks of the user -----------------------------------------------------------

@@ -1,10 +1,10 @@
 """Cases that may end the process that runs them: run in children, and what became of each.
 
 A subject is a module with ``prepare()``, done once before children are born, and ``case(seed,
-index)``: a label, and a function that says what became of the case in a word (``refused``), or a word and what it answered (``answered 3f2a``). A child runs
-cases until it dies or one of them takes too long; the next begins behind that one. All is done
-twice, in processes whose fresh memory has other content: an answer that is not the same twice was
-read from memory that nothing had written.
+index)``: a label, and a function that says what became of the case in a word (``refused``), or a
+word and what it answered (``answered 3f2a``). A child runs cases until it dies or one of them takes
+too long; the next begins behind that one. All is done twice, in processes whose fresh memory has
+other content: an answer that is not the same twice was read from memory that nothing had written.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def outcomes(subject: Any, seed: int, first: int, count: int) -> Iterator[tuple[
             index += 1
 
 
-def _child(subject: Any, seed: int, indices: range) -> tuple[list[tuple[int, str, Any]], str | None]:
+def _child(
+    subject: Any, seed: int, indices: range
+) -> tuple[list[tuple[int, str, Any]], str | None]:
     """Run cases in a child; what it said, and how it was lost, if it was.
 
     Each case is said twice: at its begin without an outcome, and at its end.

@@ -92,8 +92,7 @@ def case(seed: int, index: int) -> Case:
 def outcome(target: str, tensors: list[Any], args: list[Any], kwargs: dict[str, Any]) -> str:
     """Whether a step like this is refused, or what it answers, in a few letters."""
     metas = tuple(
-        TensorMeta(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
-        for t in tensors
+        TensorMeta(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")) for t in tensors
     )
     attrs = {"target": target, "args": args, "kwargs": kwargs}
     try:
@@ -234,9 +233,7 @@ def _tensor(rng: random.Random, letter: str, shape: tuple[int, ...], below: int)
 # --- what spoils them -----------------------------------------------------------------------------
 
 
-def spoil(
-    rng: random.Random, tensors: list[Any], args: list[Any], kwargs: dict[str, Any]
-) -> None:
+def spoil(rng: random.Random, tensors: list[Any], args: list[Any], kwargs: dict[str, Any]) -> None:
     """One change, in place: of an argument, or of a tensor."""
     if tensors and rng.random() < 0.5:
         number = rng.randrange(len(tensors))

@@ -45,20 +45,20 @@ def _calls() -> dict[str, tuple[str, str, list[Any], list[Any], dict[str, Any]]]
         "aten::_to_copy": [first],
     }
     found: dict[str, tuple[str, str, list[Any], list[Any], dict[str, Any]]] = {
-        f"{target}, a number for {name}": ("refused", target, [x], args, {name: number})
+        f"{target}, {number} for {name}": ("refused", target, [x], args, {name: number})
         for target, args in typed.items()
-        for name, number in (("dtype", 255), ("dtype", -1))
+        for name, number in (("dtype", 127), ("dtype", 255))
     }
     for target in ("aten::zeros_like", "aten::full_like", "aten::_to_copy"):
         for name in ("layout", "device", "memory_format"):
-            found[f"{target}, a number for {name}"] = (
-                "refused", target, [x], typed[target], {name: 99},
+            found[f"{target}, 127 for {name}"] = (
+                "refused", target, [x], typed[target], {name: 127},
             )  # fmt: skip
     zero_groups, nowhere = _deformable(0, 0.0), _deformable(1, float("nan"))
     return found | {
-        "view as 255": ("refused", "aten::view.dtype", [x], [first, 255], {}),
-        "to 255": ("refused", "aten::to.dtype", [x], [first, 255], {}),
-        "a copy in format 99": ("refused", "aten::clone", [x], [first], {"memory_format": 99}),
+        "view as 63": ("refused", "aten::view.dtype", [x], [first, 63], {}),
+        "to 200": ("refused", "aten::to.dtype", [x], [first, 200], {}),
+        "a copy in format 127": ("refused", "aten::clone", [x], [first], {"memory_format": 127}),
         "no groups": ("refused", "torchvision::deform_conv2d", *zero_groups, {}),
         "an offset that is no number": ("answered", "torchvision::deform_conv2d", *nowhere, {}),
         "a power of −2⁶³": (

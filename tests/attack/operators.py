@@ -2,8 +2,8 @@
 the schema.
 
 ``f(2,3)`` is a tensor of floats, ``c(…)`` complex, ``b(…)`` booleans, ``p(…)`` a positive definite
-matrix, ``z(…)`` zeros, ``i(2,3)<4`` integers from 0 to 3; numbers, lists, words and null are JSON, and stand for
-the arguments in the schema's order.
+matrix, ``z(…)`` zeros, ``i(2,3)<4`` integers from 0 to 3; numbers, lists, words and null are JSON,
+and stand for the arguments in the schema's order.
 """
 
 from __future__ import annotations

@@ -186,6 +186,17 @@ def load_plan(path: str | Path) -> Plan:
 
 def from_bytes(content: bytes, *, where: str = "plan") -> Plan:
     """A plan from the file's bytes; see ``load_plan``."""
+    try:
+        return _read(content, where)
+    except MemoryError as error:
+        raise ArtifactError(
+            f"there is not enough memory to read {where}",
+            seen=f"{len(content):,} bytes",
+            fix="free memory; or build the plan again, if its file was changed",
+        ) from error
+
+
+def _read(content: bytes, where: str) -> Plan:
     members = _members(content, where)
     manifest = from_document(
         members.pop(MANIFEST), Manifest, kind="plan", version=VERSION, where=f"{where}:{MANIFEST}"

@@ -134,8 +134,8 @@ class Repository:
         models: the plans that may be served, by name.
         folder: a folder whose ``NAME.plan`` may be loaded too, while the server runs.
         max_delay_us: see ``Batcher``.
-        open_engine: what makes an engine of a plan's path; by default, plans with operators of torch
-            run first in a child process.
+        open_engine: what makes an engine of a plan's path; by default, plans with operators of
+            torch run first in a child process.
     """
 
     def __init__(

@@ -88,7 +88,8 @@ def misfit(
                 return f"{argument.name} is missing"
             continue
         value, wanted = given[argument.name], str(argument.real_type)
-        reason = _wrong_type(value, wanted, argument.N, inputs)
+        length = argument.N  # type: ignore[attr-defined]
+        reason = _wrong_type(value, wanted, length, inputs)
         if reason is None and "int" in wanted.lower():
             reason = rules.out_of_range(name, argument.name, value)
         if reason is not None:
@@ -163,4 +164,3 @@ def _is_number(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return repr(value)[:80]
-

@@ -44,10 +44,9 @@ EVERYWHERE: dict[str, Range] = {
 
 # By the operator's name, all its overloads, and the argument's.
 OF: dict[str, dict[str, Range]] = {
-    **dict.fromkeys(
-        ("aten::grid_sampler", "aten::grid_sampler_2d", "aten::grid_sampler_3d"),
-        {"interpolation_mode": (0, 2), "padding_mode": (0, 2)},
-    ),
+    "aten::grid_sampler": {"interpolation_mode": (0, 2), "padding_mode": (0, 2)},
+    "aten::grid_sampler_2d": {"interpolation_mode": (0, 2), "padding_mode": (0, 2)},
+    "aten::grid_sampler_3d": {"interpolation_mode": (0, 2), "padding_mode": (0, 2)},
     "aten::cdist": {"compute_mode": (0, 2)},
     "aten::matrix_power": {"n": (-4096, 4096)},
     "aten::linalg_matrix_power": {"n": (-4096, 4096)},
