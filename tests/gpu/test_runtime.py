@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,3 +219,25 @@ def test_calls_that_wait_in_a_queue_keep_their_inputs(streams: int) -> None:
                 made.append(engine(image=inputs[call % 4])["scores"])
         torch.cuda.synchronize()
         assert all(torch.equal(a, right[i % 4]) for i, a in enumerate(made))
+
+
+class Divided(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.div(a, b, rounding_mode="trunc").cumsum(1)
+
+
+def test_a_plan_with_torchs_operators_is_tried_on_the_gpu(tmp_path: Path) -> None:
+    """In a child that has the GPU too; and integers have the CPU's quotients by 0 and −1."""
+    specs = [TensorSpec(name=n, dtype="int64", shape=(BATCH, 2)) for n in "ab"]
+    made = compiler.compile_graph(
+        capture(Divided().eval(), specs, outputs=("c",)),
+        target="sm_90",
+        batch=BATCH,
+        about=compiler.About(built_from="test", rebuild="tessella compile test --target sm_90"),
+        measuring=compiler.Measuring(budget_s=0.0),
+    )
+    path = made.save(tmp_path / "divided.plan")
+    a, b = torch.tensor([[-(2**63), 7], [-7, 5]]), torch.tensor([[-1, 0], [2, -1]])
+    with runtime.load_tried(path, folder=tmp_path / "cache") as engine:
+        assert engine(a=a, b=b)["c"].tolist() == [[-(2**63), -(2**63)], [-3, -8]]
+    assert len(list((tmp_path / "cache" / "tried").iterdir())) == 1

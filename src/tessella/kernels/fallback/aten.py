@@ -99,7 +99,7 @@ def resolve(
     """
     if reason := refusal(target) or _misfit(target, args, kwargs, inputs):
         raise CompileError("an operator cannot run as a fallback", seen=reason)
-    return guarded(_operator(target))
+    return guarded(_operator(target), inputs)
 
 
 def _misfit(

@@ -9,7 +9,7 @@ processor stops with SIGFPE. Floating point needs no guard: its operators are ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,22 @@ QUOTIENTS = ("aten::div", "aten::divide", "aten::floor_divide")
 REMAINDERS = ("aten::remainder", "aten::fmod")
 
 
-def guarded(operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The operator, or what stands in for it: the same function with no value that it dies of."""
+def guarded(operator: torch._ops.OpOverload, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The operator, or what stands in for it: the same function with no value that it dies of.
+
+    Args:
+        inputs: the tensors that it will read, or what else has their ``dtype``; a number with a
+            fraction among them makes a quotient one, which needs no guard.
+    """
     guard = _GUARDS.get(operator._schema.name)
-    return operator if guard is None else functools.partial(guard, operator)
+    if guard is None or (guard is _divided and any(map(_has_fractions, inputs))):
+        return operator
+    return functools.partial(guard, operator)
+
+
+def _has_fractions(tensor: Any) -> bool:
+    kind = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+    return kind.startswith(("float", "bfloat", "complex"))
 
 
 def _divided(operator: torch._ops.OpOverload, x: Any, other: Any, **named: Any) -> Any:
