@@ -1,0 +1,113 @@
+"""Whether a change of the house changes a plan: ``python -m benchmarks.same_plans record FOLDER``
+before it, ``… check FOLDER`` after it, on one machine.
+
+Each network is compiled once and its lock is kept; a check compiles it again by that lock, so that
+nothing is measured, and compares the steps, the kernels with their configurations, the constants
+and the recorded answers, byte for byte. Neither training nor the server is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.networks import workload
+from tessella import compiler
+from tessella.artifacts.plan import Plan
+from tessella.core.device import default_target
+from tessella.core.record import canonical_json
+from tessella.core.spec import DimRange
+from tessella.graph import capture
+
+NETWORKS = "lenet,resnet50,googlenet,vit_b_16,swin_t"
+PRECISIONS = {"cpu": "fp32", "sm_90": "fp16"}
+
+
+def main() -> int:
+    args = _arguments()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    wrong = 0
+    for name in args.networks.split(","):
+        begun = time.monotonic()
+        path = args.folder / f"{name}-{args.target}.json.gz"
+        if args.verb == "record":
+            told = _told(_plan(name, args, lock=None))
+            path.write_bytes(gzip.compress(json.dumps(told).encode(), mtime=0))
+            said = f"{len(told['steps'])} steps recorded"
+        else:
+            before = json.loads(gzip.decompress(path.read_bytes()))
+            differs = _differences(before, _told(_plan(name, args, lock=before["lock"])))
+            wrong += bool(differs)
+            said = "the same plan" if not differs else "\n  ".join(["differs", *differs])
+        print(f"{name} on {args.target}: {said} ({time.monotonic() - begun:.1f} s)", flush=True)
+    return int(wrong > 0)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("verb", choices=["record", "check"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--target", default=default_target())
+    parser.add_argument("--networks", default=NETWORKS)
+    parser.add_argument("--batch", type=int, default=2)
+    return parser.parse_args()
+
+
+def _plan(name: str, args: argparse.Namespace, lock: str | None) -> Plan:
+    work = workload(name, args.batch)
+    words = any(spec.dtype != "float32" for spec in work.inputs)
+    sample = {s.name: t for s, t in zip(work.inputs, work.sample(torch.device("cpu")), strict=True)}
+    size = work.inputs[0].batch.opt
+    return compiler.compile_graph(
+        capture(work.module, work.inputs),
+        target=args.target,
+        batch=DimRange(min=1 if isinstance(work.inputs[0].shape[0], DimRange) else size,
+                       opt=size, max=size),
+        precision=PRECISIONS[args.target],
+        samples=sample if words else None,
+        about=compiler.About(built_from=name, rebuild="python -m benchmarks.same_plans"),
+        measuring=compiler.Measuring(lock=lock),
+    )  # fmt: skip
+
+
+def _told(plan: Plan) -> dict[str, Any]:
+    """All of a plan that a change of the house must not change, the tensors by their hashes."""
+    steps = [json.loads(canonical_json(s)) for b in plan.program.buckets for s in b.steps]
+    buffers = [json.loads(canonical_json(b.buffers)) for b in plan.program.buckets]
+    return {
+        "steps": steps,
+        "buffers": buffers,
+        "weights": {name: _hash(tensor) for name, tensor in sorted(plan.weights.items())},
+        "golden": {name: _hash(tensor) for name, tensor in sorted(plan.golden.items())},
+        "lock": plan.lock,
+    }
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return sha256(data).hexdigest()
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What is another, a line each; the first few of many."""
+    found = [f"{part} differ" for part in ("buffers", "lock") if before[part] != after[part]]
+    for part in ("weights", "golden"):
+        names = sorted({*before[part], *after[part]})
+        changed = [n for n in names if before[part].get(n) != after[part].get(n)]
+        found += [f"{part}: {', '.join(changed[:5])}"] if changed else []
+    if len(before["steps"]) != len(after["steps"]):
+        return [*found, f"{len(after['steps'])} steps, not {len(before['steps'])}"]
+    pairs = zip(before["steps"], after["steps"], strict=True)
+    return found + [f"{json.dumps(a)} became {json.dumps(b)}" for a, b in pairs if a != b][:5]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
