@@ -1,0 +1,289 @@
+"""The tables of docs/benchmarks.md and of the README, from the JSON files in ``benchmarks/results``.
+
+    python -m benchmarks.tables            # print docs/benchmarks.md
+    python -m benchmarks.tables --write    # write it, and the README's rows
+
+No number is typed: a test compares both files with what this module makes of the JSON files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS, markdown
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results: python -m benchmarks.tables --write -->", "<!-- end of results -->"
+
+H200, EPYC, XEON = "H200", "EPYC, 2 cores, AVX-512", "Xeon, 2 cores, AMX"
+# One file of plans a machine: its name, the machine's, and what a reader has to know.
+PLANS = (
+    ("engine-sm_90.json", H200, "An NVIDIA H200. Eager PyTorch is replayed from a CUDA graph, which"
+     " is the fastest that it can be; torch.compile runs with `max-autotune`. No open peer convolves"
+     " in 8 bits: beside int8 and fp8 stands eager in float16."),
+    ("engine-cpu.json", EPYC, "Two cores of an AMD EPYC with AVX-512 and its bfloat16 products. On a"
+     " processor without AVX-512 our own convolutions and poolings do not run, and these ratios do"
+     " not hold."),
+    ("engine-cpu-openvino.json", EPYC, "The same machine with OpenVINO beside the plan, in a run of"
+     " its own: the threads of several runtimes in one process slow each other down."),
+    ("engine-cpu-amx.json", XEON, "Two cores of an Intel Xeon with AMX (bfloat16 products of tiles)."),
+)  # fmt: skip
+# The README's rows: machine, network, precision, batch. Where we lose belongs there too.
+CHOSEN = (
+    (H200, "resnet50", "fp16", 128),
+    (H200, "googlenet", "fp16", 128),
+    (H200, "bert_large", "fp16", 32),
+    (EPYC, "resnet50", "fp32", 1),
+    (EPYC, "resnet50", "bf16", 8),
+    (XEON, "resnet50", "fp32", 1),
+)
+Run = Mapping[str, Any]  # one measurement: command, date, device, rows
+Row = Mapping[str, Any]
+
+INTRODUCTION = """\
+# Benchmarks
+
+This page is written by `python -m benchmarks.tables --write` from the JSON files in
+`benchmarks/results`; a test fails where the two differ. Each file holds the command, the date, the
+machine, the versions and every reading.
+
+A *ratio* is the time of the fastest peer over ours: above 1 ours is faster, below 1 the peer is.
+Whole networks are measured from call to answer, with random weights and random input, all runtimes
+interleaved in one process; times are medians. *Set-up* is the time to build the plan, *load* the
+time to load it in a new process. *Error* is the largest difference from the float32 network over
+its largest value. What the numbers taught, the failures too, is in [the log](log.md).
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    if not parser.parse_args().write:
+        print(page(), end="")
+        return
+    PAGE.write_text(page())
+    README.write_text(with_results(README.read_text()))
+
+
+def page() -> str:
+    """The text of docs/benchmarks.md."""
+    parts = [INTRODUCTION, "## Whole networks\n"]
+    for name, machine, about in PLANS:
+        parts += [f"### {machine}: `{name}`\n", f"{about}\n", *_plans(_runs(name))]
+    parts += ["## Single kernels\n", *_own_cpu_kernels(), *_own_gpu_kernels(), *_published()]
+    parts += [*_coverage(), *_catalog()]
+    return "\n".join(parts)
+
+
+def with_results(readme: str) -> str:
+    """The README with the chosen rows between its two marks."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{results()}\n{END}{after}"
+
+
+def results() -> str:
+    """The README's table."""
+    head = ("machine", "network", "precision", "batch", "plan", "peers", "ratio")
+    return markdown(head, [_chosen(*wanted) for wanted in CHOSEN])
+
+
+def _chosen(machine: str, network: str, precision: str, batch: int) -> tuple[object, ...]:
+    name = next(name for name, short, _ in PLANS if short == machine)
+    key = (network, precision, batch)
+    states = [row for run in _runs(name) for row in run["rows"] if _key(row) == key]
+    row = max(states, key=lambda row: len(row["times"]))  # the newest with the most peers
+    return machine, *key, _ms(row, "plan"), _peers(row), f"{row['ratio']:.2f}"
+
+
+# --- whole networks -------------------------------------------------------------------------------
+
+
+def _plans(runs: Sequence[Run]) -> Iterator[str]:
+    """A table of the newest states, one of earlier states, and where each row comes from."""
+    seen: set[tuple[object, ...]] = set()
+    newest: list[tuple[object, ...]] = []
+    earlier: list[tuple[object, ...]] = []
+    for number, run in enumerate(runs, 1):
+        for row in run["rows"]:
+            (earlier if _key(row) in seen else newest).append(_plan_line(row, number))
+            seen.add(_key(row))
+    head = (
+        "network", "precision", "batch", "plan", "samples/s", "peers", "ratio", "set-up", "load",
+        "steps", "error", "run",
+    )  # fmt: skip
+    yield markdown(head, sorted(newest, key=lambda line: line[:3])) + "\n"
+    if earlier:
+        yield "Earlier states, kept because another peer stood beside them:\n"
+        yield markdown(head, earlier) + "\n"
+    for number, run in enumerate(runs, 1):
+        yield f"{number}. {_origin(run)}"
+    yield ""
+
+
+def _plan_line(row: Row, run: int) -> tuple[object, ...]:
+    rate = row.get("samples_per_s") or round(row["batch"] / row["times"]["plan"]["median_ms"] * 1e3)
+    return (
+        *_key(row), _ms(row, "plan"), f"{rate:,}", _peers(row), f"{row['ratio']:.2f}",
+        _optional(row.get("setup_s"), "{} s"), _optional(row.get("load_s"), "{} s"),
+        _optional(row.get("steps"), "{}"), _optional(row.get("output_error"), "{:.1e}"), run,
+    )  # fmt: skip
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    return row["network"], row["precision"], row["batch"]
+
+
+def _ms(row: Row, name: str) -> str:
+    return f"{row['times'][name]['median_ms']:#.3g} ms".replace(". ", " ")
+
+
+def _peers(row: Row) -> str:
+    """The peers, the fastest first."""
+    times = {n: t["median_ms"] for n, t in row["times"].items() if n != "plan"}
+    return ", ".join(f"{n.replace('_', ' ')} {_ms(row, n)}" for n in sorted(times, key=times.get))  # type: ignore[arg-type]
+
+
+def _optional(value: object, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+# --- single kernels -------------------------------------------------------------------------------
+
+
+def _own_cpu_kernels() -> Iterator[str]:
+    (run,) = _runs("kernels-cpu.json")
+    yield f"### {EPYC}: `kernels-cpu.json`\n"
+    yield (
+        "The layers of ResNet-50 and GoogLeNet with bias, ReLU and, where they expand, a residual;"
+        " caches warm. The fastest kernel of ours beside the fastest of oneDNN and torch.\n"
+    )
+    yield markdown(_FAMILY[:-1], [_family(*found)[:-1] for found in _families(run)]) + "\n"
+    yield f"1. {_origin(run)}\n"
+
+
+def _own_gpu_kernels() -> Iterator[str]:
+    runs = _runs("kernels-sm_90.json")
+    yield f"### {H200}: `kernels-sm_90.json`\n"
+    yield (
+        "Caches cold, except `gemm M <= 64`, which is timed in a chain of layers. cuDNN searches too"
+        " (`cudnn.benchmark`). Each reading holds about 2.3 µs of the clock's own, on both sides."
+        " *refused* counts shapes that no kernel of ours takes.\n"
+    )
+    lines = [
+        (*_family(name, rows), number)
+        for number, run in enumerate(runs, 1)
+        for name, rows in _families(run)
+        if not name.startswith(_PUBLISHED)
+    ]
+    yield markdown((*_FAMILY, "run"), lines) + "\n"
+    for number, run in enumerate(runs, 1):
+        yield f"{number}. {_origin(run)}"
+    yield ""
+
+
+_FAMILY = ("family", "shapes", "ratio (geometric mean)", "worst", "best", "refused", "beside")
+_PUBLISHED = "conv FP32"
+
+
+def _families(run: Run) -> Iterator[tuple[str, list[Row]]]:
+    for name in dict.fromkeys(row["family"] for row in run["rows"]):
+        yield name, [row for row in run["rows"] if row["family"] == name]
+
+
+def _family(name: str, rows: Sequence[Row]) -> tuple[object, ...]:
+    ratios = [row["ratio"] for row in rows if row.get("ratio")]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    peers = dict.fromkeys(peer for row in rows for peer in row.get("times_us", {}))
+    beside = ", ".join(peer for peer in peers if peer != "ours")
+    told = (f"{value:.2f}" for value in (mean, min(ratios), max(ratios)))
+    return name, len(ratios), *told, len(rows) - len(ratios), beside
+
+
+def _published() -> Iterator[str]:
+    """Each algorithm by name, beside its published time."""
+    yield f"### {H200}: float32 convolution by eight algorithms\n"
+    yield (
+        "True float32, one image of 128 channels and 128×128 pixels to 128 channels, each algorithm"
+        " at its best, beside the published times of cuDNN's algorithms on a Quadro GV100, which is"
+        " an older GPU: the two columns compare algorithms, not libraries.\n"
+    )
+    lines: list[tuple[object, ...]] = []
+    for row in (row for run in _runs("kernels-sm_90.json") for row in run["rows"]):
+        if not row["family"].startswith(_PUBLISHED):
+            continue
+        for found in (a for a in row["algorithms"] if a["time_us"]):
+            published = _optional(found.get("published_ms"), "{} ms")
+            lines.append(
+                (row["name"], found["kernel"], f"{found['time_us'] / 1e3:.3f} ms", published)
+            )
+        peer = f"{row['times_us']['cudnn'] / 1e3:.3f} ms"
+        lines.append((row["name"], "cuDNN's fastest, same H200", peer, ""))
+    yield markdown(("filter", "algorithm", "time", "published, GV100"), lines) + "\n"
+
+
+# --- what compiles, and what the catalog keeps ----------------------------------------------------
+
+
+def _coverage() -> Iterator[str]:
+    (run,) = _runs("coverage-cpu.json")
+    rows = run["rows"]
+    yield "## Networks that compile: `coverage-cpu.json`\n"
+    yield (
+        "Each network is captured, compiled for the CPU and compared with eager PyTorch. *Fallback*"
+        " counts networks with a step that runs torch's own operator.\n"
+    )
+    lines = []
+    for library in dict.fromkeys(row["source"].partition(",")[0] for row in rows):
+        mine = [row for row in rows if row["source"].partition(",")[0] == library]
+        agree, fallback = (sum(map(bool, (r[k] for r in mine))) for k in ("agrees", "fallbacks"))
+        lines.append((library, len(mine), agree, fallback, f"{max(r['error'] for r in mine):.1e}"))
+    head = ("library", "networks", "agree", "fallback", "largest error")
+    yield markdown(head, lines) + "\n"
+    yield f"1. {_origin(run)}\n"
+
+
+def _catalog() -> Iterator[str]:
+    yield "## Which kernels are worth trying on an H200\n"
+    yield (
+        "`behind-sm_90.json` (`python -m benchmarks.behind`): how many times slower than the fastest"
+        " each kernel was, over all problems where both were timed. One that was never near is only"
+        " tried where its algorithm is asked for by name.\n"
+    )
+    (behind,) = _runs("behind-sm_90.json")
+    lines = [(r["kernel"], r["problems"], r["at best"], r["median"]) for r in behind["rows"]]
+    yield markdown(("kernel", "problems", "at best", "median"), lines) + "\n"
+    (beside,) = _runs("beside-conv2d.cudnn_graph-sm_90.json")
+    ratios = [row["ratio"] for row in beside["rows"]]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    yield (
+        "`beside-conv2d.cudnn_graph-sm_90.json`: our convolutions beside cuDNN's graphs with the same"
+        f" epilogue, {len(ratios)} layers of one build: {mean:.2f} in the geometric mean,"
+        f" {min(ratios):.2f} to {max(ratios):.2f}.\n"
+    )
+
+
+def _runs(name: str) -> Sequence[Run]:
+    """The measurements of a file, the newest first."""
+    document = json.loads((RESULTS / name).read_text())
+    runs: Sequence[Run] = document.get("runs", [document])
+    return runs
+
+
+def _origin(run: Run) -> str:
+    """Where the numbers of a run come from."""
+    device = run["device"]
+    versions = ", ".join(f"{name} {version}" for name, version in device["libraries"].items())
+    about = f" {run['about'][:1].upper()}{run['about'][1:]}." if run.get("about") else ""
+    return f"{run['date']}, {device['name']}, {versions}: `{run['command']}`.{about}"
+
+
+if __name__ == "__main__":
+    main()
