@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md and of the README, from the JSON files in ``benchmarks/results``.
+"""The tables of docs/benchmarks.md and of the README, from the JSON files in ``results``.
 
     python -m benchmarks.tables            # print docs/benchmarks.md
     python -m benchmarks.tables --write    # write it, and the README's rows
@@ -25,15 +25,16 @@ BEGIN, END = "<!-- results: python -m benchmarks.tables --write -->", "<!-- end 
 H200, EPYC, XEON = "H200", "EPYC, 2 cores, AVX-512", "Xeon, 2 cores, AMX"
 # One file of plans a machine: its name, the machine's, and what a reader has to know.
 PLANS = (
-    ("engine-sm_90.json", H200, "An NVIDIA H200. Eager PyTorch is replayed from a CUDA graph, which"
-     " is the fastest that it can be; torch.compile runs with `max-autotune`. No open peer convolves"
-     " in 8 bits: beside int8 and fp8 stands eager in float16."),
-    ("engine-cpu.json", EPYC, "Two cores of an AMD EPYC with AVX-512 and its bfloat16 products. On a"
-     " processor without AVX-512 our own convolutions and poolings do not run, and these ratios do"
-     " not hold."),
+    ("engine-sm_90.json", H200, "An NVIDIA H200. Eager PyTorch is replayed from a CUDA graph,"
+     " which is the fastest that it can be; torch.compile runs with `max-autotune`. No open peer"
+     " convolves in 8 bits: beside int8 and fp8 stands eager in float16."),
+    ("engine-cpu.json", EPYC, "Two cores of an AMD EPYC with AVX-512 and its bfloat16 products. On"
+     " a processor without AVX-512 our own convolutions and poolings do not run, and these ratios"
+     " do not hold."),
     ("engine-cpu-openvino.json", EPYC, "The same machine with OpenVINO beside the plan, in a run of"
      " its own: the threads of several runtimes in one process slow each other down."),
-    ("engine-cpu-amx.json", XEON, "Two cores of an Intel Xeon with AMX (bfloat16 products of tiles)."),
+    ("engine-cpu-amx.json", XEON, "Two cores of an Intel Xeon with AMX (bfloat16 products of"
+     " tiles)."),
 )  # fmt: skip
 # The README's rows: machine, network, precision, batch. Where we lose belongs there too.
 CHOSEN = (
@@ -173,9 +174,10 @@ def _own_gpu_kernels() -> Iterator[str]:
     runs = _runs("kernels-sm_90.json")
     yield f"### {H200}: `kernels-sm_90.json`\n"
     yield (
-        "Caches cold, except `gemm M <= 64`, which is timed in a chain of layers. cuDNN searches too"
-        " (`cudnn.benchmark`). Each reading holds about 2.3 µs of the clock's own, on both sides."
-        " *refused* counts shapes that no kernel of ours takes.\n"
+        "Caches cold, except `gemm M <= 64`, which is timed in a chain of layers. cuDNN searches"
+        " too (`cudnn.benchmark`). Each reading holds about 2.3 µs of the clock's own, on both"
+        " sides. The ratio is that to the fastest rival of the family; others of the column *beside*"
+        " ran in the same run. *Refused* counts shapes that no kernel of ours takes.\n"
     )
     lines = [
         (*_family(name, rows), number)
@@ -253,9 +255,9 @@ def _coverage() -> Iterator[str]:
 def _catalog() -> Iterator[str]:
     yield "## Which kernels are worth trying on an H200\n"
     yield (
-        "`behind-sm_90.json` (`python -m benchmarks.behind`): how many times slower than the fastest"
-        " each kernel was, over all problems where both were timed. One that was never near is only"
-        " tried where its algorithm is asked for by name.\n"
+        "`behind-sm_90.json` (`python -m benchmarks.behind`): how many times slower than the"
+        " fastest each kernel was, over all problems where both were timed. One that was never near is"
+        " only tried where its algorithm is asked for by name.\n"
     )
     (behind,) = _runs("behind-sm_90.json")
     lines = [(r["kernel"], r["problems"], r["at best"], r["median"]) for r in behind["rows"]]
@@ -264,8 +266,8 @@ def _catalog() -> Iterator[str]:
     ratios = [row["ratio"] for row in beside["rows"]]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     yield (
-        "`beside-conv2d.cudnn_graph-sm_90.json`: our convolutions beside cuDNN's graphs with the same"
-        f" epilogue, {len(ratios)} layers of one build: {mean:.2f} in the geometric mean,"
+        "`beside-conv2d.cudnn_graph-sm_90.json`: our convolutions beside cuDNN's graphs with the"
+        f" same epilogue, {len(ratios)} layers of one build: {mean:.2f} in the geometric mean,"
         f" {min(ratios):.2f} to {max(ratios):.2f}.\n"
     )
 

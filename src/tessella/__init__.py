@@ -1,5 +1,18 @@
 """Tessella: from a folder of examples to a tuned, served network, on your own GPUs.
 
+In the order in which data flows; ``help(tessella.train)`` and so on says more:
+
+    data        import images into a dataset: ``data.images``
+    train       a network on a dataset: a run, with its checkpoints
+    calibrate   what int8 and fp8 need to know of a network's values
+    compile     a checkpoint, a torch module or an ONNX file: a plan, tuned for one device
+    pareto      the fastest plan for each loss of accuracy that a budget allows
+    export      a checkpoint as an ONNX file
+    verify      a plan beside its checkpoint, sample by sample
+    load        a plan, ready to run: an engine, called with arrays or tensors
+    serve       plans over HTTP (Open Inference Protocol)
+    kernels     single layers by the fastest kernel: ``kernels.conv2d``, ``kernels.find``
+
 >>> import tessella as ts
 >>> flowers = ts.data.images("flowers/", size=224, holdout=0.1)
 >>> run = ts.train("resnet50", flowers, out="runs/flowers", epochs=30)
@@ -44,3 +57,8 @@ def __getattr__(name: str) -> Any:
     if name in ("data", "kernels"):
         return importlib.import_module(f"tessella.{name}")
     raise AttributeError(f"module 'tessella' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What belongs to a user, resolved yet or not: for Tab and ``help``."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -131,6 +131,10 @@ class Split:
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
 
+    def __repr__(self) -> str:
+        classes = len(self.info.class_counts)
+        return f"<Split {self.name!r} of {self._folder}: {len(self):,} images, {classes} classes>"
+
     def __getstate__(self) -> tuple[Path, str, SplitInfo]:
         return self._folder, self.name, self.info  # a worker process maps the shards itself
 

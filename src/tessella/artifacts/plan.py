@@ -99,7 +99,7 @@ class Manifest:
     receipt: Receipt | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """A plan in memory.
 
@@ -129,6 +129,11 @@ class Plan:
 
     def __str__(self) -> str:
         return table(self)
+
+    def __repr__(self) -> str:
+        count = len(self.program.buckets[-1].steps)
+        steps = f"{count} step" + "s" * (count != 1)
+        return f"<{_title(self)}: {steps}, {_weight_bytes(self):,} bytes of weights>"
 
 
 def to_bytes(plan: Plan) -> bytes:
@@ -382,11 +387,6 @@ def table(plan: Plan) -> str:
     widths = [max(len(r[c]) for r in rows) for c in range(5)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)) for r in rows]
     manifest = plan.manifest
-    head = (
-        f"plan of {manifest.built_from} for {manifest.fingerprint.target}"
-        f" ({manifest.fingerprint.name}), {manifest.precision},"
-        f" batches {', '.join(str(b.batch) for b in plan.program.buckets)}"
-    )
     memory = (
         f"memory: {bucket.held_bytes:,} bytes ({bucket.arena_bytes:,} of them the arena), "
         f"{bucket.packing:.2f} × the {bucket.peak_bytes:,} that live at once at the peak"
@@ -397,7 +397,21 @@ def table(plan: Plan) -> str:
         named = ", ".join(f"{name} {kind}" for name, kind in manifest.precisions.items())
         closing.append(f"layers in another precision: {named}")
     closing += [] if manifest.receipt is None else [str(manifest.receipt)]
-    return "\n".join([head, named, *(line.rstrip() for line in lines), *closing])
+    return "\n".join([_title(plan), named, *(line.rstrip() for line in lines), *closing])
+
+
+def _title(plan: Plan) -> str:
+    """What the plan is, in a line."""
+    manifest, buckets = plan.manifest, plan.program.buckets
+    device = manifest.fingerprint
+    return (
+        f"plan of {manifest.built_from} for {device.target} ({device.name}), {manifest.precision},"
+        f" batches {', '.join(str(b.batch) for b in buckets)}"
+    )
+
+
+def _weight_bytes(plan: Plan) -> int:
+    return sum(tensor.nbytes for tensor in plan.weights.values())
 
 
 def _close_calls(plan: Plan, batch: int) -> list[str]:

@@ -30,8 +30,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Resolve a name on first use: an engine that loads a plan holds no auctions."""
+    """Resolve a name on first use: an engine that loads a plan searches nothing."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     room = "report" if name == "find" else "functional"
     return getattr(importlib.import_module(f"{__name__}.{room}"), name)
+
+
+def __dir__() -> list[str]:
+    """The functions, and the modules that have been imported."""
+    return sorted({*globals(), *__all__})

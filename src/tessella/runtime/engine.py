@@ -367,6 +367,15 @@ class Engine:
         fix = f"rebuild it here: {self.manifest.rebuild}"
         return ArtifactError(f"the plan fails its self-test: {why}", seen=seen, fix=fix)
 
+    def __repr__(self) -> str:
+        manifest, batches = self.manifest, ", ".join(map(str, self.buckets))
+        shapes = " ".join(map(str, self.inputs)), " ".join(map(str, self.outputs))
+        closed = "" if self._bound else ", closed"
+        return (
+            f"<Engine of {manifest.built_from} on {self.device}, {manifest.precision},"
+            f" batches {batches}: {shapes[0]} → {shapes[1]}{closed}>"
+        )
+
     def close(self) -> None:
         """Give the memory back; later calls raise ``UsageError``."""
         with self._lock:
