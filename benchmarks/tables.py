@@ -176,8 +176,8 @@ def _own_gpu_kernels() -> Iterator[str]:
     yield (
         "Caches cold, except `gemm M <= 64`, which is timed in a chain of layers. cuDNN searches"
         " too (`cudnn.benchmark`). Each reading holds about 2.3 µs of the clock's own, on both"
-        " sides. The ratio is that to the fastest rival of the family; others of the column *beside*"
-        " ran in the same run. *Refused* counts shapes that no kernel of ours takes.\n"
+        " sides. The ratio is that to the fastest rival of the family; others of the column"
+        " *beside* ran in the same run. *Refused* counts shapes that no kernel of ours takes.\n"
     )
     lines = [
         (*_family(name, rows), number)
@@ -256,8 +256,8 @@ def _catalog() -> Iterator[str]:
     yield "## Which kernels are worth trying on an H200\n"
     yield (
         "`behind-sm_90.json` (`python -m benchmarks.behind`): how many times slower than the"
-        " fastest each kernel was, over all problems where both were timed. One that was never near is"
-        " only tried where its algorithm is asked for by name.\n"
+        " fastest each kernel was, over all problems where both were timed. One that was never near"
+        " is only tried where its algorithm is asked for by name.\n"
     )
     (behind,) = _runs("behind-sm_90.json")
     lines = [(r["kernel"], r["problems"], r["at best"], r["median"]) for r in behind["rows"]]
