@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check format gpu bench clean
+.PHONY: help quickstart test check docs format gpu bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -18,11 +18,14 @@ test: $(VENV)/installed-dev  ## install, then every CPU test, the browser's incl
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.narrower
 
-check: $(VENV)/installed-dev  ## format, lint, types, import contract
+check: docs  ## format, lint, types, import contract, the site's links
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/installed-dev  ## the site of docs/ into build/docs, warnings are errors
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
 
 format: $(VENV)/installed-dev  ## let ruff format and fix
 	$(BIN)/ruff format .
