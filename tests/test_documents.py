@@ -17,8 +17,9 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "tessella"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 GUIDES = sorted((ROOT / "docs").glob("add-*.md"))
-NEW = (ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *GUIDES,
-       *(ROOT / "docs" / f"{n}.md" for n in ("features", "tour", "index")))  # fmt: skip
+TOP = tuple(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING"))
+OTHERS = ("budget", "features", "index", "onnx", "plans", "precision", "tour")
+PRESENT = (*TOP, *GUIDES, *(ROOT / "docs" / f"{name}.md" for name in OTHERS))  # not the log
 ROOMS = (
     "api artifacts benchmarks cli compiler core data docs examples graph jobs kernels nn operations"
     " runtime server src studio telemetry tests training"
@@ -98,9 +99,11 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert (path.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("path", NEW, ids=relative)
+@pytest.mark.parametrize("path", PRESENT, ids=relative)
 def test_files_that_are_named_exist(path: Path) -> None:
     for name in re.findall(rf"`({OURS}/[\w/.-]+)(?:::[\w.]+)?`", path.read_text()):
+        if name == "kernels/SHA256.cubin":  # a member of a plan
+            continue
         places = (ROOT / name, SOURCE / name, SOURCE / f"{name}.py")
         assert any(place.exists() for place in places), name
 
@@ -117,7 +120,7 @@ def test_snippets_are_parts_of_files_that_tests_run(path: Path) -> None:
         assert file.stem in ran, f"no test runs {file}"
 
 
-@pytest.mark.parametrize("path", NEW, ids=relative)
+@pytest.mark.parametrize("path", PRESENT, ids=relative)
 def test_words_that_are_being_renamed_are_not_taught(path: Path) -> None:
     words = set(re.findall(r"[a-z]+", path.read_text().lower()))
     assert words.isdisjoint(RENAMED), words & set(RENAMED)
