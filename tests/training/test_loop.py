@@ -137,7 +137,7 @@ def _pretend(monkeypatch, accuracies):
 def test_trains_without_a_validation_split(tmp_path):
     bare = write_dataset(tmp_path / "bare", train=20)
     found = train(recipe(bare), tmp_path / "run")
-    assert set(found.latest().info.metrics) == {"train/loss"}
+    assert set(found.latest().info.metrics) == {"train/loss", "train/accuracy"}
     assert any("no validation split" in e.text for e in found.events() if e.kind == "warning")
     with pytest.raises(UsageError, match="early stopping needs a validation split"):
         train(recipe(bare, patience=3), tmp_path / "other")

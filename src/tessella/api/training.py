@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.defaults import completed, told
 from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import ArtifactError, UsageError
-from tessella.core.events import Emit, silent
+from tessella.core.events import Emit, phase, silent
 from tessella.core.record import from_plain, to_plain
 from tessella.training import loop
 
@@ -33,16 +34,35 @@ def train(
         resume: go on where the run in ``out`` stopped; the loss curve is that of an unbroken run.
         emit: told what happens.
         settings: fields of ``Recipe`` (epochs, batch_size, solver, precision, backend, gpus, …).
+            What is left out of ``solver``, ``policy`` and ``augment`` is the default for this
+            network (``artifacts.defaults``), or when resuming as it was.
 
     Returns:
         The run; ``run.best("val/accuracy")`` is its best checkpoint.
     """
     folder = dataset.path if isinstance(dataset, Dataset) else Path(dataset)
-    recipe = recipe_from({"network": network, "dataset": str(folder), **settings})
+    given = {"network": network, "dataset": str(folder), **settings}
+    going_on = resume and out is not None and (Path(out) / "run.json").exists()
+    if going_on and out is not None:  # what is not said stays as it was, whatever is default by now
+        recipe = recipe_from(_merged(to_plain(Run(out).recipe), given))
+    else:
+        recipe = completed(recipe_from(given), given)
+        if line := told(recipe, given, len(Dataset(folder).train)):
+            emit(phase("recipe", line))
     if out is None:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         out = Path("runs") / f"{network.replace('/', '-')}-{stamp}"
     return loop.train(recipe, Path(out), resume=resume, emit=emit)
+
+
+def _merged(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` wins, setting by setting in nested records, too."""
+    nested = {
+        name: {**settings[name], **value}
+        for name, value in over.items()
+        if isinstance(value, dict) and isinstance(settings.get(name), dict)
+    }
+    return {**settings, **over, **nested}
 
 
 def recipe_from(settings: Mapping[str, Any]) -> Recipe:

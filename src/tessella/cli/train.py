@@ -9,10 +9,10 @@ import typer
 from typer import Argument, Option
 
 from tessella import api
-from tessella.artifacts.run import Recipe, Run
+from tessella.artifacts.run import Recipe
 from tessella.cli.output import Events, Json, output
 from tessella.core.errors import ArtifactError, UsageError
-from tessella.core.record import from_plain, parse_json, to_plain
+from tessella.core.record import from_plain, parse_json
 
 
 def register(app: typer.Typer) -> None:
@@ -57,10 +57,7 @@ def train(
     """
     stopped = "stopped: the same command with --resume goes on from the last checkpoint"
     with output(json_only=json, events=events, stopped=stopped) as out_:
-        going_on = resume and (out / "run.json").exists()
-        settings = to_plain(Run(out).recipe) if going_on else {}
-        if recipe is not None:
-            settings = _merged(settings, read_recipe(recipe))
+        settings = {} if recipe is None else read_recipe(recipe)
         settings |= {"network": network, "dataset": str(dataset)}
         given = {
             "epochs": epochs,
@@ -71,13 +68,11 @@ def train(
             "seed": seed,
         }
         settings |= {name: value for name, value in given.items() if value is not None}
-        solver_given = {"name": solver, "lr": lr}
-        settings["solver"] = {
-            **settings.get("solver", {}),
-            **{k: v for k, v in solver_given.items() if v is not None},
-        }
-        if policy is not None:
-            settings["policy"] = {**settings.get("policy", {}), "name": policy}
+        for group, name, value in (
+            ("solver", "name", solver), ("solver", "lr", lr), ("policy", "name", policy),
+        ):  # fmt: skip
+            if value is not None:
+                settings[group] = {**settings.get(group, {}), name: value}
         run = api.train(out=out, resume=resume, emit=out_.emit, **settings)
         best = api.open_checkpoint(run)
         plain = {
@@ -111,13 +106,3 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except ArtifactError as error:  # a person wrote this file: it is an argument, not an artifact
         raise UsageError(error.wrong, seen=error.seen, fix=f"correct {path}") from error
     return plain
-
-
-def _merged(settings: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """``over`` wins, setting by setting in nested records, too."""
-    nested = {
-        name: {**settings[name], **value}
-        for name, value in over.items()
-        if isinstance(value, dict) and isinstance(settings.get(name), dict)
-    }
-    return {**settings, **over, **nested}

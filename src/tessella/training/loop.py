@@ -25,6 +25,7 @@ from tessella.core.events import (
     warning,
 )
 from tessella.data.loading import Batch, batches, steps_per_epoch
+from tessella.training.diagnosis import diagnosis
 from tessella.training.evaluate import measure, predict_split
 from tessella.training.journal import Journal
 from tessella.training.meter import Meter
@@ -36,6 +37,8 @@ from tessella.training.schedule import Schedule
 from tessella.training.sparsity import sparse_weights
 from tessella.training.state import ACCURACY, pack, prune
 from tessella.training.trainer import Trainer
+
+LATE = 2 / 3  # of the steps: with a rate that rises for a third, accuracy comes as late as that
 
 
 def train(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silent) -> Run:
@@ -135,10 +138,10 @@ class Training:
     def _step(self, batch: Batch) -> None:
         standing, schedule = self._standing, self._schedule
         rate = schedule.rate(standing.step)
-        loss = self._trainer.step(batch.images, batch.labels, done=standing.step, rate=rate)
+        measured = self._trainer.step(batch.images, batch.labels, done=standing.step, rate=rate)
         standing.step += 1
         self._measured = {}
-        self._meter.add(standing.step, rate, loss)
+        self._meter.add(standing.step, rate, measured)
         improved = schedule.validates(standing.step) and self._validate()
         # The best is saved whatever the interval: a checkpoint claims only what it measured itself.
         if schedule.snapshots(standing.step) or improved or self._finished():
@@ -170,8 +173,12 @@ class Training:
         """
         standing, info, improved = self._standing, self._run.info, False
         self._meter.flush()
-        values = {"train/loss": standing.loss_sum / max(1, standing.loss_count)}
-        standing.loss_sum, standing.loss_count = 0.0, 0
+        count = max(1, standing.loss_count)
+        values = {
+            "train/loss": standing.loss_sum / count,
+            "train/accuracy": standing.accuracy_sum / count,
+        }
+        standing.loss_sum, standing.accuracy_sum, standing.loss_count = 0.0, 0.0, 0
         if self._validates:
             self._world.share_buffers(self._trainer.module)
             scores_NK = predict_split(
@@ -190,8 +197,26 @@ class Training:
             improved = self._improves(result.accuracy)
         self._measured = values
         self._journal(metric(standing.step, self._schedule.epoch_at(standing.step), **values))
+        self._warn(values)
         self._meter.start_clock()
         return improved
+
+    def _warn(self, values: dict[str, float]) -> None:
+        """Say where nothing is learned: once while there is time to stop, and at the end."""
+        standing = self._standing
+        late = standing.step >= LATE * self._schedule.total and not standing.told
+        if not (late or self._finished()):
+            return
+        splits = self._dataset.info.splits
+        note = diagnosis(
+            self._recipe,
+            values,
+            train_counts=splits["train"].class_counts,
+            val_counts=splits["val"].class_counts if self._validates else None,
+        )
+        if note is not None:
+            standing.told = True
+            self._journal(warning(note))
 
     def _improves(self, accuracy: float) -> bool:
         standing = self._standing

@@ -1,4 +1,4 @@
-"""The loss curve as it grows: one metric a step, without waiting for the GPU at each."""
+"""The curves as they grow: one metric a step, without waiting for the GPU at each."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Meter:
         """Count speed from here: what came before was no training."""
         self._since, self._steps = time.perf_counter(), 0
 
-    def add(self, step: int, rate: float, loss: Tensor) -> None:
-        """The loss of this process at ``step``; it may still be computed."""
-        self._pending.append((step, rate, loss))
+    def add(self, step: int, rate: float, measured: Tensor) -> None:
+        """Loss and accuracy of this process at ``step``; they may still be computed."""
+        self._pending.append((step, rate, measured))
         if len(self._pending) >= self._group:
             self.flush()
 
@@ -45,12 +45,13 @@ class Meter:
         """
         if not self._pending:
             return
-        losses = self._world.mean(torch.stack([loss for *_, loss in self._pending])).tolist()
-        for (step, rate, _), loss in zip(self._pending, losses, strict=True):
+        measured = self._world.mean(torch.stack([pair for *_, pair in self._pending])).tolist()
+        for (step, rate, _), (loss, accuracy) in zip(self._pending, measured, strict=True):
             if not math.isfinite(loss):
                 raise no_number(loss, step, rate, self._schedule.recipe)
             self._emit(metric(step, self._schedule.epoch_at(step), loss=loss, lr=rate))
             self._standing.loss_sum += loss
+            self._standing.accuracy_sum += accuracy
             self._standing.loss_count += 1
         self._steps += len(self._pending)
         step = self._pending[-1][0]

@@ -33,14 +33,17 @@ class Standing:
         step: finished steps.
         best_accuracy: the highest validation accuracy so far.
         stale: validations since then.
-        loss_sum, loss_count: of the steps since the last validation.
+        loss_sum, accuracy_sum, loss_count: of the steps since the last validation.
+        told: whether the run was said to learn nothing.
     """
 
     step: int = 0
     best_accuracy: float | None = None
     stale: int = 0
     loss_sum: float = 0.0
+    accuracy_sum: float = 0.0
     loss_count: int = 0
+    told: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,10 @@ class Trainer:
             self.standing = unpack(start, self.module, self.optimizer, self.mixed)
 
     def step(self, images: Tensor, labels: Tensor, *, done: int, rate: float) -> Tensor:
-        """One step after ``done`` finished ones; returns this process's loss, on its device.
+        """One step after ``done`` finished ones.
+
+        Returns:
+            This process's loss, and the share of its images that were told right, on its device.
 
         Raises:
             OutOfMemory: with the batch size that a smaller step was seen to run with.
@@ -98,7 +101,8 @@ class Trainer:
             logits = self._parallel(self._move(images))
         loss = classification_loss(logits, self._move(labels), self._weights_K)
         self.mixed.update(loss, self.optimizer)
-        return loss.detach()
+        right = (logits.detach().argmax(1) == self._move(labels)).float().mean()
+        return torch.stack([loss.detach(), right])
 
     def _move(self, tensor: Tensor) -> Tensor:
         """To the device, without waiting where memory is page-locked; images in its layout."""

@@ -1,0 +1,330 @@
+"""How well the default recipe learns beside plain ones: ``python -m benchmarks.defaults``.
+
+Sets of pictures drawn by rule (``pictures``), a network of each family, plain loops of PyTorch on
+the same batches, and ``ts.train`` with nothing set but epochs, batch size and seed. A plain recipe
+is written SOLVER-RATE-SCHEDULE, with ``-turn`` or ``-colour`` where the images are augmented:
+``adamw-2e-3-onecycle``, ``sgd-0.1-cosine``, ``adamw-1e-3-warm0.1-turn``. ``tessella`` is ours.
+Accuracies are of the last step, on images held out; what is already in the file is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+
+from benchmarks.pictures import SETS
+from benchmarks.report import RESULTS, document, markdown, write
+from tessella.api.training import train
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Augment, Solver
+from tessella.core.device import default_target
+from tessella.core.errors import TrainError, UsageError
+from tessella.core.policies import Policy
+from tessella.data.importing import import_images
+from tessella.data.loading import Batch, batches, steps_per_epoch
+from tessella.nn import zoo
+from tessella.training.precision import arithmetic
+from tessella.training.solver import optimizer_for
+
+OURS = "tessella"
+PLAIN = (
+    "sgd-0.01-cosine", "sgd-0.1-cosine", "adamw-5e-4-onecycle", "adamw-1e-3-onecycle",
+    "adamw-2e-3-onecycle", "adamw-1e-3-cosine", "adamw-2e-3-cosine",
+)  # fmt: skip
+EPOCHS = {"resnet18": 8, "timm/convnext_atto": 16, "timm/vit_tiny_patch16_224": 24}
+AUGMENTS = {
+    "": Augment(),
+    "turn": Augment(rotation=10.0, scale=0.1),
+    "colour": Augment(rotation=10.0, scale=0.1, color=0.2),
+    "flip": Augment(flip=True),
+}
+RECIPE = re.compile(r"(\w+)-(\d[\d.]*(?:e-\d+)?)-(\w[\w.]*)(?:-(\w+))?")
+ADAMW_DECAY, SGD_DECAY, MOMENTUM = 0.05, 1e-4, 0.9
+SAVE_S = 15.0
+HEAD = ("set", "network", "recipe", "accuracy", "by seed", "train loss", "s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training: ``epochs`` passes over ``images`` pictures of a set."""
+
+    pictures: str
+    images: int
+    network: str
+    recipe: str
+    batch_size: int
+    epochs: float
+    seed: int
+
+    @property
+    def words(self) -> tuple[Any, float, str, str]:
+        """Solver, rate, schedule and augmentation of a plain recipe."""
+        found = RECIPE.fullmatch(self.recipe)
+        if found is None:
+            raise UsageError("a recipe is SOLVER-RATE-SCHEDULE[-AUGMENT]", seen=self.recipe)
+        return found[1], float(found[2]), found[3], found[4] or ""
+
+
+def dataset(folder: Path, name: str, images: int) -> Dataset:
+    """The imported set of ``images`` pictures; made once."""
+    made = folder / f"{name}-{images}"
+    if not (made / "dataset").exists():
+        SETS[name].write(made / "pictures", images)
+        import_images(made / "pictures", made / "dataset", SETS[name].settings)
+    return Dataset(made / "dataset")
+
+
+def options(network: str, size: int) -> dict[str, Any] | None:
+    """A transformer for 16×16 patches of 224 pixels gets as many of small ones: 7×7 or 8×8."""
+    return {"patch_size": size // 8 if size % 7 else size // 7} if "vit_" in network else None
+
+
+class Batches:
+    """The batches of one training after the other, on the device; the last few are kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[object, tuple[list[Batch], Iterator[Batch]]] = {}
+
+    def get(self, data: Dataset, cell: Cell, count: int) -> list[Batch]:
+        """The first ``count`` batches that ``ts.train`` would take, with the cell's changes."""
+        key = (data.path, cell.batch_size, cell.seed, cell.words[3])
+        if key not in self._kept:
+            while len(self._kept) > 1:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = ([], self._endless(data, cell))
+        made, more = self._kept[key]
+        while len(made) < count:
+            made.append(next(more))
+        return made[:count]
+
+    def _endless(self, data: Dataset, cell: Cell) -> Iterator[Batch]:
+        epoch = 0
+        while True:
+            for batch in batches(
+                data.train, data.preprocess, batch_size=cell.batch_size, seed=cell.seed,
+                epoch=epoch, augment=AUGMENTS[cell.words[3]], training=True,
+            ):  # fmt: skip
+                yield self.move(batch)
+            epoch += 1
+
+    def move(self, batch: Batch) -> Batch:
+        images, labels = batch.images.to(self._device), batch.labels.to(self._device)
+        return Batch(images=images, labels=labels, indices=batch.indices)
+
+
+def plain(cell: Cell, data: Dataset, source: Batches, device: torch.device) -> dict[str, Any]:
+    """The cell in a plain loop: accuracy on the held-out images and the last epoch's mean loss."""
+    module = _module(cell, data).to(device)
+    count = steps_per_epoch(len(data.train), cell.batch_size)
+    total = round(cell.epochs * count)
+    made = source.get(data, cell, total)
+    optimizer, schedule = _optimizer(cell, module, total)
+    since, losses = time.perf_counter(), []
+    for batch in made:
+        loss = F.cross_entropy(module(batch.images), batch.labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+    last = torch.stack(losses[-count:]).mean().item()
+    seconds = time.perf_counter() - since
+    module.eval()
+    with torch.inference_mode():
+        right: list[Tensor] = []
+        for batch in batches(
+            data.val, data.preprocess, batch_size=256, augment=None, training=False
+        ):
+            batch = source.move(batch)
+            right.append((module(batch.images).argmax(1) == batch.labels).float())
+    return {"accuracy": torch.cat(right).mean().item(), "train_loss": last, "seconds": seconds}
+
+
+def _module(cell: Cell, data: Dataset) -> nn.Module:
+    channels, height, width = data.preprocess.input_shape
+    torch.manual_seed(cell.seed)
+    return zoo.build(
+        zoo.network(
+            cell.network,
+            classes=len(data.classes),
+            channels=channels,
+            size=(height, width),
+            options=options(cell.network, height),
+        )
+    )
+
+
+def _optimizer(
+    cell: Cell, module: nn.Module, total: int
+) -> tuple[optim.Optimizer, optim.lr_scheduler.LRScheduler]:
+    """As people write them: one group of parameters, torch's own schedules."""
+    name, rate, schedule, _ = cell.words
+    optimizer: optim.Optimizer
+    if name == "adamw":
+        optimizer = optim.AdamW(module.parameters(), lr=rate, weight_decay=ADAMW_DECAY)
+    elif name == "sgd":
+        optimizer = optim.SGD(
+            module.parameters(), lr=rate, momentum=MOMENTUM, weight_decay=SGD_DECAY
+        )
+    else:
+        optimizer = optimizer_for(module, Solver(name=name, lr=rate, weight_decay=SGD_DECAY))
+    if schedule == "onecycle":
+        return optimizer, optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=total + 1)
+    if schedule == "cosine":
+        return optimizer, optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+    policy = Policy(warmup=float(schedule.removeprefix("warm")))
+    factor = optim.lr_scheduler.LambdaLR(optimizer, lambda done: policy.factor(done / total))
+    return optimizer, factor
+
+
+def ours(cell: Cell, data: Dataset) -> dict[str, Any]:
+    """The cell by ``ts.train``, whose defaults decide all that the cell does not."""
+    since = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        run = train(
+            cell.network,
+            data,
+            out=Path(folder) / "run",
+            epochs=cell.epochs,
+            batch_size=cell.batch_size,
+            seed=cell.seed,
+            network_options=options(cell.network, data.preprocess.input_shape[1]),
+            val_interval=cell.epochs,
+            snapshot_interval=cell.epochs,
+        )
+        last = run.metrics()[-1].values
+        losses = [m.values["loss"] for m in run.metrics()]
+    count = steps_per_epoch(len(data.train), cell.batch_size)
+    return {
+        "accuracy": last["val/accuracy"],
+        "train_loss": mean(losses[-count:]),
+        "seconds": time.perf_counter() - since,
+    }
+
+
+# --- processes side by side -----------------------------------------------------------------------
+
+_source: dict[str, Batches] = {}
+
+
+def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any]:
+    """One row, in a process of the pool."""
+    torch.set_num_threads(threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source = _source.setdefault("here", Batches(device))
+    data = dataset(folder, cell.pictures, cell.images)
+    try:
+        with arithmetic("fp32"):
+            row = ours(cell, data) if cell.recipe == OURS else plain(cell, data, source, device)
+    except TrainError as error:  # a loss that is no number is a result, too
+        row = {"accuracy": 0.0, "train_loss": None, "seconds": 0.0, "error": str(error)}
+    return {**asdict(cell), **row}
+
+
+def cells(arguments: argparse.Namespace) -> list[Cell]:
+    """All that is asked for, a seed after the other: what the time cuts off are repetitions."""
+    return [
+        Cell(
+            pictures=name,
+            images=arguments.images or SETS[name].count,
+            network=network,
+            recipe=recipe,
+            batch_size=arguments.batch_size,
+            epochs=arguments.epochs or EPOCHS.get(network, 8),
+            seed=seed,
+        )
+        for seed in range(arguments.seeds)
+        for name in arguments.sets.split(",")
+        for network in arguments.networks.split(",")
+        for recipe in arguments.recipes.split(",")
+    ]
+
+
+def run(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows as they come; nothing new begins after ``--seconds``."""
+    names = list(Cell.__dataclass_fields__)
+    known = {tuple(row[n] for n in names) for row in rows}
+    wanted = [c for c in cells(arguments) if tuple(asdict(c)[n] for n in names) not in known]
+    for cell in wanted:  # drawn here, once
+        dataset(arguments.cache, cell.pictures, cell.images)
+    end = time.monotonic() + arguments.seconds
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.processes, spawn) as pool:
+        pending: set[Future[dict[str, Any]]] = set()
+        while pending or wanted:
+            while wanted and len(pending) < arguments.processes and time.monotonic() < end:
+                cell = wanted.pop(0)
+                pending.add(pool.submit(measured, cell, arguments.cache, arguments.threads))
+            if time.monotonic() >= end and wanted:
+                print(f"{len(wanted)} trainings left out: the time is over")
+                wanted.clear()
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Means over the seeds, the best recipe of each set and network first."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        key = (row["pictures"], row["images"], row["network"], row["batch_size"], row["epochs"])
+        groups.setdefault((*key, row["recipe"]), []).append(row)
+    lines = []
+    for (name, images, network, batch, epochs, recipe), found in groups.items():
+        scores = [row["accuracy"] for row in found]
+        told = f"{network}, batch {batch}, {epochs:g} epochs"
+        losses = [row["train_loss"] for row in found if row["train_loss"] is not None]
+        each = " ".join(f"{100 * score:.1f}" for score in scores)
+        loss = f"{mean(losses):.2f}" if losses else "-"
+        seconds = f"{mean(row['seconds'] for row in found):.1f}"
+        average = f"{100 * mean(scores):.1f}"
+        lines.append((f"{name} {images}", told, recipe, average, each, loss, seconds))
+    lines.sort(key=lambda line: (line[0], line[1], -float(line[3])))
+    return markdown(HEAD, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--networks", default=",".join(EPOCHS))
+    parser.add_argument("--recipes", default=",".join((OURS, *PLAIN)))
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
+    parser.add_argument("--epochs", type=float, default=0.0, help="0: as many as the table says")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--images", type=int, default=0, help="0: as many as the set has")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2, help="of a process")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after these")
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "pictures")
+    parser.add_argument("--out", type=Path, default=RESULTS / "defaults.json")
+    arguments = parser.parse_args()
+    rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+    saved = time.monotonic()
+    for row in run(arguments, rows):
+        rows.append(row)
+        print(f"{row['pictures']} {row['network']} {row['recipe']} seed {row['seed']}: "
+              f"{100 * row['accuracy']:.1f} % in {row['seconds']:.1f} s", flush=True)  # fmt: skip
+        if time.monotonic() > saved + SAVE_S:
+            write(arguments.out, document(default_target(), rows))
+            saved = time.monotonic()
+    write(arguments.out, document(default_target(), rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What a training takes where its user sets nothing: solver, rate, schedule and augmentation.
+
+One row a family of networks and a kind of start, with the measurement that chose it; all of them
+are in ``benchmarks/results/defaults.json``. The table lies beside ``Recipe`` as the command line,
+the API and the studio's form all read it. A run's ``run.json`` holds what was chosen, in full.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from tessella.artifacts.run import Augment, Recipe, Solver, SolverName
+from tessella.core.policies import Policy
+
+Family = Literal["normalized", "plain", "transformer"]
+GROUPS = ("solver", "policy", "augment")  # the records of a recipe that are filled in
+
+BATCH = 32  # of the measurements
+
+# Networks by how they start, the first that fits. Without normalization a high rate kills them; a
+# file of the user's may be anything, so it gets the careful row.
+_PLAIN = r"lenet|alexnet|vgg\d+|timm/vgg\d+(?!_bn)(\..*)?|.*\.py(:.*)?|.*\.prototxt"
+_TRANSFORMER = (
+    r"timm/(.*_)?(vit|deit|swin|swinv2|beit|eva|cait|xcit|mixer|gmixer|gmlp|resmlp|pit|pvt|twins|"
+    r"coat|crossvit|convit|levit|mvit|hiera|davit|tnt|visformer|sequencer|volo|nest|jx|flexivit|"
+    r"naflexvit|convnext|convnextv2|maxvit|maxxvit|coatnet|gcvit|nextvit|focalnet|poolformer|"
+    r"metaformer|caformer|convformer|edgenext|deit3|beitv2|eva02|samvit|aimv2)([\d_].*)?"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The best AdamW for a family: rate for batches of ``BATCH``, share of steps to warm up."""
+
+    lr: float
+    weight_decay: float
+    warmup: float
+
+
+RANDOM: dict[Family, Row] = {
+    "normalized": Row(lr=2e-3, weight_decay=0.05, warmup=0.3),
+    "plain": Row(lr=5e-4, weight_decay=0.05, warmup=0.3),
+    "transformer": Row(lr=5e-4, weight_decay=0.05, warmup=0.3),
+}
+PRETRAINED: dict[Family, Row] = {
+    "normalized": Row(lr=5e-4, weight_decay=0.05, warmup=0.1),
+    "plain": Row(lr=1e-4, weight_decay=0.05, warmup=0.1),
+    "transformer": Row(lr=1e-4, weight_decay=0.05, warmup=0.1),
+}
+
+# Another solver of the user's choice: its rate as a multiple of AdamW's, and its weight decay.
+OTHERS: dict[SolverName, tuple[float, float]] = {
+    "sgd": (25.0, 5e-4),
+    "nesterov": (25.0, 5e-4),
+    "adam": (1.0, 1e-4),
+    "rmsprop": (0.25, 1e-4),
+    "adagrad": (5.0, 1e-4),
+    "adadelta": (500.0, 1e-4),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """The settings of one training that nobody has set."""
+
+    solver: Solver
+    policy: Policy
+    augment: Augment
+
+
+def family(network: str) -> Family:
+    """The family of a network, told from its name: no module is built for it."""
+    name = network.lower()
+    if re.fullmatch(_PLAIN, name):
+        return "plain"
+    return "transformer" if re.fullmatch(_TRANSFORMER, name) else "normalized"
+
+
+def defaults(
+    network: str, *, batch_size: int, init: str = "random", solver: SolverName = "adamw"
+) -> Defaults:
+    """The default settings for a network.
+
+    Args:
+        batch_size: images a step. The rate grows with its root (with ``sgd`` and ``nesterov`` in
+            proportion), up to four times that of 32 images.
+        init: as in ``Recipe``: weights that have learned something get a lower rate.
+        solver: the user's choice.
+    """
+    row = (RANDOM if init == "random" else PRETRAINED)[family(network)]
+    times, decay = OTHERS.get(solver, (1.0, row.weight_decay))
+    scale = batch_size / BATCH
+    scale = min(4.0, scale if solver in ("sgd", "nesterov") else math.sqrt(scale))
+    return Defaults(
+        solver=Solver(name=solver, lr=float(f"{row.lr * times * scale:.2g}"), weight_decay=decay),
+        policy=Policy(name="cosine", warmup=row.warmup),
+        augment=Augment(),
+    )
+
+
+def completed(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
+    """The recipe with the default wherever ``given``, what its user has set, says nothing.
+
+    Args:
+        given: by field of ``Recipe``; one of the records in ``GROUPS`` may be a part, as a mapping.
+    """
+    set_by_hand = {name: _fields_of(given.get(name)) for name in GROUPS}
+    chosen = recipe.solver.name if "name" in set_by_hand["solver"] else "adamw"
+    usual = defaults(recipe.network, batch_size=recipe.batch_size, init=recipe.init, solver=chosen)
+    groups = {}
+    for name, by_hand in set_by_hand.items():
+        own = getattr(recipe, name)
+        groups[name] = replace(getattr(usual, name), **{key: getattr(own, key) for key in by_hand})
+    return replace(recipe, **groups)
+
+
+def _fields_of(given: Any) -> tuple[str, ...]:
+    """The fields that a part of a recipe sets: all of a record, the keys of a mapping."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, Mapping) else tuple(f.name for f in fields(given))
+
+
+def told(recipe: Recipe, given: Mapping[str, Any], images: int) -> str | None:
+    """One line for people: the settings that were left to the defaults; None where none was."""
+    solver, policy = recipe.solver, recipe.policy
+    by_hand = {name: _fields_of(given.get(name)) for name in GROUPS}
+    said = []
+    if not {"name", "lr"} <= set(by_hand["solver"]):
+        said.append(f"{solver.name} {solver.lr:g}")
+    if "weight_decay" not in by_hand["solver"]:
+        said.append(f"weight decay {solver.weight_decay:g}")
+    if not {"name", "warmup"} <= set(by_hand["policy"]):
+        said.append(f"{policy.name} after {100 * policy.warmup:g} % warm-up")
+    changes = {name: value for name, value in vars(recipe.augment).items() if value}
+    if changes and "augment" not in given:
+        said.append(", ".join(f"{name} {value:g}" for name, value in changes.items()))
+    if not said:
+        return None
+    return (
+        f"{', '.join(said)}: default for {recipe.network} on {images:,} images in batches of "
+        f"{recipe.batch_size}; set with --solver, --lr, --policy or --recipe"
+    )

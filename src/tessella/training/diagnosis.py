@@ -1,0 +1,108 @@
+"""What is wrong with a training whose network does no better than guessing, and what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from tessella.artifacts.defaults import defaults
+from tessella.artifacts.run import Recipe
+
+SIGMAS = 3.0  # beyond what guessing scatters by: then something has been learned
+FAR = 3.0  # times the default rate, or a third of it: worth naming first
+GAP, SHARE = 0.3, 0.6  # validation so far below training, and less than this share of it: by heart
+
+
+def diagnosis(
+    recipe: Recipe,
+    measured: Mapping[str, float],
+    *,
+    train_counts: Sequence[int],
+    val_counts: Sequence[int] | None,
+) -> str | None:
+    """A note for people where a network has learned nothing that holds for other images, or None.
+
+    Args:
+        measured: ``train/accuracy`` and, with a validation split, ``val/accuracy``.
+        train_counts, val_counts: images of each class; None without a validation split.
+    """
+    train = measured["train/accuracy"]
+    guessed = _guessing(recipe, train_counts)
+    learns = train > _beyond(guessed, sum(train_counts))
+    if val_counts is None:
+        return None if learns else _nothing(recipe, train, guessed, train_counts)
+    val = measured["val/accuracy"]
+    blind = _guessing(recipe, val_counts)
+    if val > _beyond(blind, sum(val_counts)):
+        return _by_heart(recipe, train, val) if val < min(train - GAP, SHARE * train) else None
+    if learns and train - val > GAP / 2:
+        return _by_heart(recipe, train, val, blind)
+    return _nothing(recipe, val, blind, train_counts)
+
+
+def _guessing(recipe: Recipe, counts: Sequence[int]) -> float:
+    """Accuracy of always the most frequent class; of any class where the loss weighs them alike."""
+    if recipe.class_weights == "balanced":
+        return 1 / len(counts)
+    return max(counts) / sum(counts)
+
+
+def _beyond(guessed: float, images: int) -> float:
+    return guessed + SIGMAS * math.sqrt(guessed * (1 - guessed) / images)
+
+
+def _by_heart(recipe: Recipe, train: float, val: float, guessed: float | None = None) -> str:
+    usual, fixes = _usual_rate(recipe), ["augmentation (rotation, scale, color)", "more images"]
+    if recipe.solver.name in ("sgd", "nesterov") or not _near(recipe, usual):
+        fixes.insert(0, f"the default solver ({_usual(recipe)})")
+    else:
+        fixes.append("more weight decay")
+    no_more = "" if guessed is None else f", no more than guessing ({_percent(guessed)})"
+    doubt = "" if guessed is None else "; and check that the labels belong to the images"
+    return (
+        f"{_percent(train)} of the training images are told right and {_percent(val)} of the "
+        f"validation images{no_more}: the network learns images by heart. Try {_any_of(fixes)}"
+        f"{doubt}"
+    )
+
+
+def _nothing(recipe: Recipe, seen: float, guessed: float, counts: Sequence[int]) -> str:
+    rate, usual = recipe.solver.lr, _usual_rate(recipe)
+    if _near(recipe, usual):
+        fixes = [f"lr={rate / 10:g}", f"lr={rate * 10:g}", "more epochs"]
+        fix = f"Try {_any_of(fixes)}; and check that the labels belong to the images"
+    else:
+        side = "above" if rate > usual else "below"
+        fix = (
+            f"The learning rate {rate:g} is far {side} the default of {recipe.solver.name} here: "
+            f"set lr={usual:g}"
+        )
+    if max(counts) > 2 * sum(counts) / len(counts) and recipe.class_weights == "none":
+        fix += "; class_weights='balanced' evens out the classes"
+    return (
+        f"the network has learned nothing: {_percent(seen)} of the images are told right, "
+        f"guessing tells {_percent(guessed)}. {fix}"
+    )
+
+
+def _usual_rate(recipe: Recipe) -> float:
+    """The default rate of the recipe's own solver."""
+    name, size = recipe.solver.name, recipe.batch_size
+    return defaults(recipe.network, batch_size=size, init=recipe.init, solver=name).solver.lr
+
+
+def _usual(recipe: Recipe) -> str:
+    usual = defaults(recipe.network, batch_size=recipe.batch_size, init=recipe.init).solver
+    return f"{usual.name}, lr={usual.lr:g}"
+
+
+def _near(recipe: Recipe, usual: float) -> bool:
+    return usual / FAR <= recipe.solver.lr <= usual * FAR
+
+
+def _any_of(fixes: Sequence[str]) -> str:
+    return f"{', '.join(fixes[:-1])} or {fixes[-1]}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
