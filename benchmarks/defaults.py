@@ -231,7 +231,7 @@ def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any]:
     try:
         with arithmetic("fp32"):
             row = ours(cell, data) if cell.recipe == OURS else plain(cell, data, source, device)
-    except TrainError as error:  # a loss that is no number is a result, too
+    except (TrainError, RuntimeError) as error:  # a loss that is no number is a result, too
         row = {"accuracy": 0.0, "train_loss": None, "seconds": 0.0, "error": str(error)}
     return {**asdict(cell), **row}
 
