@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from tessella.core.errors import UsageError
 from tessella.core.policies import Policy
@@ -60,6 +61,36 @@ def test_warm_up_rises_linearly_and_then_leaves_the_policy_alone() -> None:
     for t in (0.0, 0.025, 0.05, 0.0999):
         assert warm.factor(t) == pytest.approx(plain.factor(t) * t / 0.1)
     assert warm.factor(0.1) == plain.factor(0.1)
+
+
+@pytest.mark.parametrize("base", [0.3, 0.9])
+def test_onecycle_is_torchs(base: float) -> None:
+    steps, rises = 100, 0.3  # torch counts the steps from 0 to the last one inclusive
+    policy = Policy(name="onecycle", warmup=rises)
+    solver = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=BASE, betas=(base, 0.999))
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        solver, BASE, total_steps=steps + 1, pct_start=(rises * steps + 1) / (steps + 1),
+        base_momentum=base - 0.05, max_momentum=base + 0.05,
+    )  # fmt: skip
+    for step in range(steps):
+        group = solver.param_groups[0]
+        assert BASE * policy.factor(step / steps) == pytest.approx(group["lr"], rel=1e-12)
+        assert policy.momentum(base, step / steps) == pytest.approx(group["betas"][0], rel=1e-12)
+        solver.step()
+        theirs.step()
+
+
+def test_momentum_changes_in_onecycle_only_and_stays_a_momentum() -> None:
+    cycle = Policy(name="onecycle", warmup=0.3)
+    for t in (0.0, 0.1, 0.3, 0.7, 1.0):
+        assert Policy(name="cosine", warmup=0.3).momentum(0.9, t) == 0.9
+        assert cycle.momentum(0.0, t) == 0.0
+        assert 0.0 <= cycle.momentum(0.02, t) < cycle.momentum(0.99, t) <= 0.99
+
+
+def test_onecycle_without_warm_up_only_falls() -> None:
+    curve = [Policy(name="onecycle").factor(i / 10) for i in range(11)]
+    assert curve[0] == 1.0 and curve == sorted(curve, reverse=True)
 
 
 def test_progress_beyond_the_end_is_the_end() -> None:

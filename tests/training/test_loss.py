@@ -41,6 +41,14 @@ def test_weighted_loss_by_hand():
     )
 
 
+def test_smoothed_loss_by_hand():
+    logits, labels = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 3, 1, 1, 2])
+    targets = 0.9 * torch.eye(4, dtype=torch.float64)[labels] + 0.1 / 4
+    by_hand = -(targets * torch.log_softmax(logits, 1)).sum(1).mean()
+    loss = classification_loss(logits, labels, None, smoothing=0.1)
+    assert loss.item() == pytest.approx(by_hand.item(), rel=1e-6)
+
+
 def test_half_precision_logits_give_a_float32_loss():
     logits = torch.randn(4, 3).half()
     assert classification_loss(logits, torch.tensor([0, 1, 2, 0]), None).dtype == torch.float32

@@ -48,7 +48,8 @@ def settings(dataset, tmp_path_factory) -> Recipe:
         val_interval=0.75,
         snapshot_interval=0.5,
         solver=Solver(name="adam", lr=0.01),
-        policy=Policy(warmup=0.2),
+        policy=Policy(name="onecycle", warmup=0.3),
+        label_smoothing=0.1,
         augment=Augment(flip=True, noise=0.05),
         class_weights="balanced",
     )

@@ -70,10 +70,27 @@ def test_reduces_the_loss(name):
 def test_rate_applies_to_all_parameters():
     module = small_network()
     optimizer = optimizer_for(module, Solver(name="sgd", momentum=0.0, weight_decay=0.0))
-    set_rate(optimizer, 0.0)
+    set_rate(optimizer, 0.0, 0.0)
     before = [p.clone() for p in module.parameters()]
     descend(module, optimizer, 2)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [("sgd", "momentum"), ("nesterov", "momentum"), ("rmsprop", "momentum"), ("adadelta", "rho")],
+)
+def test_momentum_is_set_where_the_solver_has_one(name, seen):
+    optimizer = optimizer_for(small_network(), Solver(name=name))
+    set_rate(optimizer, 0.1, 0.85)
+    assert {group[seen] for group in optimizer.param_groups} == {0.85}
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_momentum_is_adams_first_beta(name):
+    optimizer = optimizer_for(small_network(), Solver(name=name))
+    set_rate(optimizer, 0.1, 0.85)
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.85, 0.999)}
 
 
 def test_frozen_parameters_stay_out():

@@ -73,7 +73,7 @@ def recipe_from(settings: Mapping[str, Any]) -> Recipe:
             "unknown training setting", seen=", ".join(unknown), fix=f"use {', '.join(known)}"
         )
     plain = {name: to_plain(value) for name, value in settings.items()}
-    for name in ("epochs", "val_interval", "snapshot_interval"):
+    for name in ("epochs", "val_interval", "snapshot_interval", "label_smoothing"):
         if isinstance(plain.get(name), int):
             plain[name] = float(plain[name])
     try:

@@ -14,20 +14,23 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from tessella.artifacts.run import Augment, Recipe, Solver, SolverName
-from tessella.core.policies import Policy
+from tessella.core.policies import Policy, PolicyName
 
-Family = Literal["normalized", "plain", "transformer"]
+Family = Literal["normalized", "plain", "convnext", "transformer"]
 GROUPS = ("solver", "policy", "augment")  # the records of a recipe that are filled in
 
 BATCH = 32  # of the measurements
+WARMUP = 0.1  # of a policy other than onecycle
+SMOOTHING = 0.1
 
 # Networks by how they start, the first that fits. Without normalization a high rate kills them; a
 # file of the user's may be anything, so it gets the careful row.
 _PLAIN = r"lenet|alexnet|vgg\d+|timm/vgg\d+(?!_bn)(\..*)?|.*\.py(:.*)?|.*\.prototxt"
+_CONVNEXT = r"timm/(.*_)?convnext(v2)?([\d_].*)?"
 _TRANSFORMER = (
     r"timm/(.*_)?(vit|deit|swin|swinv2|beit|eva|cait|xcit|mixer|gmixer|gmlp|resmlp|pit|pvt|twins|"
     r"coat|crossvit|convit|levit|mvit|hiera|davit|tnt|visformer|sequencer|volo|nest|jx|flexivit|"
-    r"naflexvit|convnext|convnextv2|maxvit|maxxvit|coatnet|gcvit|nextvit|focalnet|poolformer|"
+    r"naflexvit|maxvit|maxxvit|coatnet|gcvit|nextvit|focalnet|poolformer|"
     r"metaformer|caformer|convformer|edgenext|deit3|beitv2|eva02|samvit|aimv2)([\d_].*)?"
 )
 
@@ -42,13 +45,15 @@ class Row:
 
 
 RANDOM: dict[Family, Row] = {
-    "normalized": Row(lr=2e-3, weight_decay=0.05, warmup=0.3),
+    "normalized": Row(lr=1.5e-3, weight_decay=0.05, warmup=0.3),
     "plain": Row(lr=5e-4, weight_decay=0.05, warmup=0.3),
+    "convnext": Row(lr=7e-4, weight_decay=0.05, warmup=0.3),
     "transformer": Row(lr=5e-4, weight_decay=0.05, warmup=0.3),
 }
 PRETRAINED: dict[Family, Row] = {
     "normalized": Row(lr=5e-4, weight_decay=0.05, warmup=0.1),
     "plain": Row(lr=1e-4, weight_decay=0.05, warmup=0.1),
+    "convnext": Row(lr=1e-4, weight_decay=0.05, warmup=0.1),
     "transformer": Row(lr=1e-4, weight_decay=0.05, warmup=0.1),
 }
 
@@ -70,18 +75,25 @@ class Defaults:
     solver: Solver
     policy: Policy
     augment: Augment
+    label_smoothing: float
 
 
 def family(network: str) -> Family:
     """The family of a network, told from its name: no module is built for it."""
     name = network.lower()
-    if re.fullmatch(_PLAIN, name):
-        return "plain"
-    return "transformer" if re.fullmatch(_TRANSFORMER, name) else "normalized"
+    patterns: dict[Family, str] = {
+        "plain": _PLAIN, "convnext": _CONVNEXT, "transformer": _TRANSFORMER
+    }  # fmt: skip
+    return next((f for f, names in patterns.items() if re.fullmatch(names, name)), "normalized")
 
 
 def defaults(
-    network: str, *, batch_size: int, init: str = "random", solver: SolverName = "adamw"
+    network: str,
+    *,
+    batch_size: int,
+    init: str = "random",
+    solver: SolverName = "adamw",
+    policy: PolicyName = "onecycle",
 ) -> Defaults:
     """The default settings for a network.
 
@@ -89,7 +101,7 @@ def defaults(
         batch_size: images a step. The rate grows with its root (with ``sgd`` and ``nesterov`` in
             proportion), up to four times that of 32 images.
         init: as in ``Recipe``: weights that have learned something get a lower rate.
-        solver: the user's choice.
+        solver, policy: the user's choices.
     """
     row = (RANDOM if init == "random" else PRETRAINED)[family(network)]
     times, decay = OTHERS.get(solver, (1.0, row.weight_decay))
@@ -97,8 +109,9 @@ def defaults(
     scale = min(4.0, scale if solver in ("sgd", "nesterov") else math.sqrt(scale))
     return Defaults(
         solver=Solver(name=solver, lr=float(f"{row.lr * times * scale:.2g}"), weight_decay=decay),
-        policy=Policy(name="cosine", warmup=row.warmup),
+        policy=Policy(name=policy, warmup=row.warmup if policy == "onecycle" else WARMUP),
         augment=Augment(),
+        label_smoothing=SMOOTHING,
     )
 
 
@@ -109,9 +122,16 @@ def completed(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
         given: by field of ``Recipe``; one of the records in ``GROUPS`` may be a part, as a mapping.
     """
     set_by_hand = {name: _fields_of(given.get(name)) for name in GROUPS}
-    chosen = recipe.solver.name if "name" in set_by_hand["solver"] else "adamw"
-    usual = defaults(recipe.network, batch_size=recipe.batch_size, init=recipe.init, solver=chosen)
-    groups = {}
+    usual = defaults(
+        recipe.network,
+        batch_size=recipe.batch_size,
+        init=recipe.init,
+        solver=recipe.solver.name if "name" in set_by_hand["solver"] else "adamw",
+        policy=recipe.policy.name if "name" in set_by_hand["policy"] else "onecycle",
+    )
+    groups: dict[str, Any] = {}
+    if "label_smoothing" not in given:
+        groups["label_smoothing"] = usual.label_smoothing
     for name, by_hand in set_by_hand.items():
         own = getattr(recipe, name)
         groups[name] = replace(getattr(usual, name), **{key: getattr(own, key) for key in by_hand})

@@ -88,6 +88,7 @@ class Recipe:
             fractions.
         patience: stop after this many validations without a better accuracy.
         keep_last: how many of the newest checkpoints stay, besides the best.
+        label_smoothing: the share of the target, 0 to 1, that all classes have alike in training.
         class_weights: ``balanced`` weighs the loss by the inverse class frequency.
         sparsity: ``2:4``: the two smallest of each four weights that ``init`` gives become zero,
             and stay so. The same training once more brings a checkpoint's accuracy back.
@@ -110,6 +111,7 @@ class Recipe:
     snapshot_interval: float = 1.0
     patience: int | None = None
     keep_last: int = 2
+    label_smoothing: float = 0.0
     class_weights: Literal["none", "balanced"] = "none"
     sparsity: Literal["none", "2:4"] = "none"
     init: str = "random"
@@ -134,6 +136,8 @@ class Recipe:
                 seen=f"batch_size={self.batch_size}, gpus={self.gpus}",
                 fix=f"use batch_size={math.ceil(self.batch_size / self.gpus) * self.gpus}",
             )
+        if not 0 <= self.label_smoothing < 1:
+            raise UsageError("label_smoothing is 0 to 1", seen=self.label_smoothing)
         if self.patience is not None and self.patience < 1:
             raise UsageError("patience counts validations, at least 1", seen=self.patience)
 

@@ -15,8 +15,13 @@ from typing import Literal
 from tessella.core.errors import UsageError
 
 PolicyName = Literal[
-    "fixed", "step", "multistep", "exponential", "inverse", "polynomial", "sigmoid", "cosine"
-]
+    "fixed", "step", "multistep", "exponential", "inverse", "polynomial", "sigmoid", "cosine",
+    "onecycle",
+]  # fmt: skip
+
+# The shape of torch's OneCycleLR: the rate begins at a 25th of its peak and ends a factor of 10⁴
+# lower than it began; the momentum swings by 0.05 either way, lowest where the rate is highest.
+_CYCLE_START, _CYCLE_END, _CYCLE_MOMENTUM = 1 / 25, 1e-4, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +29,16 @@ class Policy:
     """How the learning rate changes. Points in time are fractions of the whole training, 0 to 1.
 
     Attributes:
-        name: fixed · step · multistep · exponential · inverse · polynomial · sigmoid · cosine.
+        name: fixed · step · multistep · exponential · inverse · polynomial · sigmoid · cosine ·
+            onecycle (rises for the warm-up, falls for the rest, the momentum against it).
         gamma: step, multistep: factor at each step. exponential: factor reached at the end.
             inverse: ``(1 + gamma·t) ** −power``.
             sigmoid: steepness, ``1 / (1 + exp(gamma·(t − 0.5)))``.
         power: exponent of inverse and polynomial.
         steps: step: how many steps in all. multistep: see ``at``.
         at: multistep: the fractions at which the rate is multiplied by gamma.
-        warmup: fraction of training in which the rate rises linearly from 0 to the policy's value.
+        warmup: fraction of training in which the rate rises linearly from 0 to the policy's value;
+            in onecycle along half a cosine, from a 25th of the base rate.
         floor: cosine and polynomial end at this fraction of the base rate.
     """
 
@@ -56,9 +63,17 @@ class Policy:
         """The learning rate at progress ``t`` (0 to 1), as a multiple of the base rate."""
         t = min(max(t, 0.0), 1.0)
         factor = _FORMULAS[self.name](self, t)
-        if self.warmup and t < self.warmup:
+        if self.warmup and t < self.warmup and self.name != "onecycle":
             factor *= t / self.warmup
         return factor
+
+    def momentum(self, base: float, t: float) -> float:
+        """The solver's momentum at progress ``t``: ``base``, which only onecycle changes."""
+        if self.name != "onecycle" or not base:
+            return base
+        low = max(base - _CYCLE_MOMENTUM, 0.0)
+        high = max(base, min(base + _CYCLE_MOMENTUM, 1.0 - _CYCLE_MOMENTUM))
+        return _cycle(self, min(max(t, 0.0), 1.0), high, low, high)
 
     def curve(self, base: float, points: int = 200) -> list[tuple[float, float]]:
         """``points`` pairs (progress, learning rate) from start to end, for drawing."""
@@ -74,6 +89,14 @@ def _steps_done(p: Policy, t: float) -> int:
     return min(p.steps - 1, math.floor(t * p.steps + 1e-9))
 
 
+def _cycle(p: Policy, t: float, start: float, middle: float, end: float) -> float:
+    """Half a cosine from ``start`` to ``middle`` at the end of the warm-up, another to ``end``."""
+    rises = t < p.warmup
+    part = t / p.warmup if rises else (t - p.warmup) / (1.0 - p.warmup)
+    a, b = (start, middle) if rises else (middle, end)
+    return b + (a - b) * 0.5 * (1.0 + math.cos(math.pi * part))
+
+
 _FORMULAS: dict[str, Callable[[Policy, float], float]] = {
     "fixed": lambda p, t: 1.0,
     "step": lambda p, t: p.gamma ** _steps_done(p, t),
@@ -83,4 +106,5 @@ _FORMULAS: dict[str, Callable[[Policy, float], float]] = {
     "polynomial": lambda p, t: p.floor + (1.0 - p.floor) * (1.0 - t) ** p.power,
     "sigmoid": _sigmoid,
     "cosine": lambda p, t: p.floor + (1.0 - p.floor) * 0.5 * (1.0 + math.cos(math.pi * t)),
+    "onecycle": lambda p, t: _cycle(p, t, _CYCLE_START, 1.0, _CYCLE_START * _CYCLE_END),
 }

@@ -137,8 +137,10 @@ class Training:
 
     def _step(self, batch: Batch) -> None:
         standing, schedule = self._standing, self._schedule
-        rate = schedule.rate(standing.step)
-        measured = self._trainer.step(batch.images, batch.labels, done=standing.step, rate=rate)
+        done, rate = standing.step, schedule.rate(standing.step)
+        measured = self._trainer.step(
+            batch.images, batch.labels, done=done, rate=rate, momentum=schedule.momentum(done)
+        )
         standing.step += 1
         self._measured = {}
         self._meter.add(standing.step, rate, measured)

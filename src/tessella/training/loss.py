@@ -23,13 +23,18 @@ def balanced_weights(counts: Sequence[int]) -> Tensor:
     return torch.where(count > 0, weights, 0.0).float()
 
 
-def classification_loss(logits_NK: Tensor, labels_N: Tensor, weights_K: Tensor | None) -> Tensor:
+def classification_loss(
+    logits_NK: Tensor, labels_N: Tensor, weights_K: Tensor | None, *, smoothing: float = 0.0
+) -> Tensor:
     """Cross entropy in float32: the mean over the images of weight · loss.
 
     The mean divides by the number of images and not by the sum of weights, so that the loss of a
-    batch is the mean of the losses of its parts, on however many processes they lie.
+    batch is the mean of the losses of its parts, on however many processes they lie. ``smoothing``
+    is the share of the target that all classes have alike.
     """
-    losses_N = F.cross_entropy(logits_NK.float(), labels_N, reduction="none")
+    losses_N = F.cross_entropy(
+        logits_NK.float(), labels_N, reduction="none", label_smoothing=smoothing
+    )
     if weights_K is not None:
         losses_N = losses_N * weights_K[labels_N]
     return losses_N.mean()

@@ -32,6 +32,10 @@ class Schedule:
         """Learning rate of the step that follows ``done`` finished ones (Caffe's convention)."""
         return self.recipe.solver.lr * self.recipe.policy.factor(done / self.total)
 
+    def momentum(self, done: int) -> float:
+        """The solver's momentum in the step that follows ``done`` finished ones."""
+        return self.recipe.policy.momentum(self.recipe.solver.momentum, done / self.total)
+
     def validates(self, step: int) -> bool:
         return step == self.total or self._crosses(step, self.recipe.val_interval)
 

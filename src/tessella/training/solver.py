@@ -55,7 +55,12 @@ def optimizer_for(module: nn.Module, solver: Solver) -> optim.Optimizer:
     return _OPTIMIZERS[solver.name]([g for g in groups if g["params"]], solver)
 
 
-def set_rate(optimizer: optim.Optimizer, rate: float) -> None:
-    """Use this learning rate from the next step on."""
+def set_rate(optimizer: optim.Optimizer, rate: float, momentum: float) -> None:
+    """Use this learning rate and this momentum (see ``_OPTIMIZERS``) from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+        if "betas" in group:
+            group["betas"] = (momentum, group["betas"][1])
+        for name in ("momentum", "rho"):
+            if name in group:
+                group[name] = momentum

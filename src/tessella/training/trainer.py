@@ -67,7 +67,9 @@ class Trainer:
         if start is not None:
             self.standing = unpack(start, self.module, self.optimizer, self.mixed)
 
-    def step(self, images: Tensor, labels: Tensor, *, done: int, rate: float) -> Tensor:
+    def step(
+        self, images: Tensor, labels: Tensor, *, done: int, rate: float, momentum: float
+    ) -> Tensor:
         """One step after ``done`` finished ones.
 
         Returns:
@@ -77,7 +79,7 @@ class Trainer:
             OutOfMemory: with the batch size that a smaller step was seen to run with.
         """
         seed_step(self._info.recipe.seed, done, self._world.rank, self._world.device)
-        set_rate(self.optimizer, rate)
+        set_rate(self.optimizer, rate, momentum)
         try:
             return self._update(images, labels)
         except (RuntimeError, MemoryError) as error:
@@ -99,9 +101,11 @@ class Trainer:
         self.optimizer.zero_grad()
         with self.mixed.autocast():
             logits = self._parallel(self._move(images))
-        loss = classification_loss(logits, self._move(labels), self._weights_K)
+        labels = self._move(labels)
+        smoothing = self._info.recipe.label_smoothing
+        loss = classification_loss(logits, labels, self._weights_K, smoothing=smoothing)
         self.mixed.update(loss, self.optimizer)
-        right = (logits.detach().argmax(1) == self._move(labels)).float().mean()
+        right = (logits.detach().argmax(1) == labels).float().mean()
         return torch.stack([loss.detach(), right])
 
     def _move(self, tensor: Tensor) -> Tensor:
