@@ -2,7 +2,8 @@
 
 Sets of pictures drawn by rule (``pictures``), a network of each family, plain loops of PyTorch on
 the same batches, and ``ts.train`` with nothing set but epochs, batch size and seed. A plain recipe
-is written SOLVER-RATE-SCHEDULE, with ``-turn`` or ``-colour`` where the images are augmented:
+is written SOLVER-RATE-SCHEDULE, with ``-turn`` or ``-colour`` where the images are augmented and
+``-smooth`` where the labels are smoothed by 0.1:
 ``adamw-2e-3-onecycle``, ``sgd-0.1-cosine``, ``adamw-1e-3-warm0.1-turn``. ``tessella`` is ours,
 ``tessella-5e-4`` ours with another rate.
 Accuracies are of the last step, on images held out; what is already in the file is not run again.
@@ -52,6 +53,7 @@ AUGMENTS = {
     "turn": Augment(rotation=10.0, scale=0.1),
     "colour": Augment(rotation=10.0, scale=0.1, color=0.2),
     "flip": Augment(flip=True),
+    "smooth": Augment(),
 }
 RECIPE = re.compile(r"(\w+)-(\d[\d.]*(?:e-\d+)?)-(\w[\w.]*)(?:-(\w+))?")
 ADAMW_DECAY, SGD_DECAY, MOMENTUM = 0.05, 1e-4, 0.9
@@ -104,7 +106,7 @@ class Batches:
 
     def get(self, data: Dataset, cell: Cell, count: int) -> list[Batch]:
         """The first ``count`` batches that ``ts.train`` would take, with the cell's changes."""
-        key = (data.path, cell.batch_size, cell.seed, cell.words[3])
+        key = (data.path, cell.batch_size, cell.seed, AUGMENTS[cell.words[3]])
         if key not in self._kept:
             while len(self._kept) >= KEPT:
                 self._kept.pop(next(iter(self._kept)))
@@ -136,9 +138,10 @@ def plain(cell: Cell, data: Dataset, source: Batches, device: torch.device) -> d
     total = round(cell.epochs * count)
     made = source.get(data, cell, total)
     optimizer, schedule = _optimizer(cell, module, total)
+    smoothing = 0.1 if cell.words[3] == "smooth" else 0.0
     since, losses = time.perf_counter(), []
     for batch in made:
-        loss = F.cross_entropy(module(batch.images), batch.labels)
+        loss = F.cross_entropy(module(batch.images), batch.labels, label_smoothing=smoothing)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -234,7 +237,11 @@ def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any]:
     data = dataset(folder, cell.pictures, cell.images)
     try:
         with arithmetic("fp32"):
-            row = ours(cell, data) if cell.recipe.startswith(OURS) else plain(cell, data, source, device)
+            row = (
+                ours(cell, data)
+                if cell.recipe.startswith(OURS)
+                else plain(cell, data, source, device)
+            )
     except (TrainError, RuntimeError) as error:  # a loss that is no number is a result, too
         row = {"accuracy": 0.0, "train_loss": None, "seconds": 0.0, "error": str(error)}
     return {**asdict(cell), **row}

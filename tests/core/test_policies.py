@@ -90,7 +90,8 @@ def test_momentum_changes_in_onecycle_only_and_stays_a_momentum() -> None:
 
 def test_onecycle_without_warm_up_only_falls() -> None:
     curve = [Policy(name="onecycle").factor(i / 10) for i in range(11)]
-    assert curve[0] == 1.0 and curve == sorted(curve, reverse=True)
+    assert curve[0] == 1.0
+    assert curve == sorted(curve, reverse=True)
 
 
 def test_progress_beyond_the_end_is_the_end() -> None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from tessella.api import training
+from tessella.artifacts.defaults import completed
 from tessella.artifacts.run import Augment, Recipe, Solver
 from tessella.core.errors import UsageError
 from tessella.core.policies import Policy
@@ -43,14 +45,35 @@ def test_import_with_everything():
 
 
 def test_train_shows_its_settings():
-    recipe = replace(RECIPE, epochs=2.5, solver=Solver(name="adam", lr=1e-4), precision="bf16")
+    chosen = replace(RECIPE, epochs=2.5, solver=Solver(name="adam", lr=1e-4), precision="bf16")
+    recipe = completed(chosen, {"solver": {"name": "adam", "lr": 1e-4}})
     spec = commands.train(recipe, "runs/one")
     assert commands.shown(spec) == (
         "tessella train lenet 'data/my digits' --out runs/one --epochs 2.5 --batch-size 64"
-        " --solver adam --lr 0.0001 --policy cosine --precision bf16 --gpus 1 --seed 0"
+        " --solver adam --lr 0.0001 --policy onecycle --precision bf16 --gpus 1 --seed 0"
     )
     assert spec.files == {}
     assert (spec.gpus, spec.resumable, spec.resume_argv) == (1, True, ("--resume",))
+
+
+@pytest.mark.parametrize("network", ["lenet", "timm/vit_tiny_patch16_224"])
+@pytest.mark.parametrize("solver", ["adamw", "sgd"])
+@pytest.mark.parametrize("policy", ["onecycle", "step"])
+def test_the_options_alone_make_the_same_recipe(monkeypatch, network, solver, policy):
+    """What the studio shows as a command without a recipe file is what the studio starts."""
+    by_hand = {"solver": {"name": solver}, "policy": {"name": policy}}
+    chosen = replace(
+        RECIPE, network=network, solver=Solver(name=solver), policy=Policy(name=policy)
+    )
+    recipe = completed(chosen, by_hand)
+    spec = commands.train(recipe, "runs/one")
+    assert spec.files == {}
+    monkeypatch.setattr(training.loop, "train", lambda recipe, out, **_: recipe)
+    words = spec.argv[5:]
+    told = {a.removeprefix("--").replace("-", "_"): b for a, b in zip(words[::2], words[1::2])}
+    types = {"epochs": float, "batch_size": int, "lr": float, "gpus": int, "seed": int}
+    settings = {name: types.get(name, str)(value) for name, value in told.items()}
+    assert training.train(*spec.argv[1:3], out="runs/one", **settings) == recipe
 
 
 @pytest.mark.parametrize(

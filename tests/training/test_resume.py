@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tessella.api import training as api_training
 from tessella.artifacts.run import Augment, Recipe, Run, Solver
 from tessella.core.errors import UsageError
 from tessella.core.events import Event
@@ -152,6 +153,19 @@ def test_another_recipe_is_refused_with_what_differs(settings, whole):
     changed = Recipe(**{**vars(settings), "epochs": 9.0, "solver": Solver(name="sgd")})
     with pytest.raises(UsageError, match=r"epochs was 4.25, is 9.0; .*'adam'.*'sgd'"):
         train(changed, whole.path, resume=True)
+
+
+def test_settings_left_out_stay_as_they_were(whole, dataset, monkeypatch):
+    """A default that has changed since, or is another, must not refuse or change the run."""
+    monkeypatch.setattr(api_training.loop, "train", lambda recipe, *_, **__: recipe)
+    network = whole.recipe.network
+    going_on = api_training.train(network, dataset, out=whole.path, resume=True, epochs=4.25)
+    assert going_on == whole.recipe
+    changed = api_training.train(network, dataset, out=whole.path, resume=True, lr=0.5)
+    assert changed.solver == replace(whole.recipe.solver, lr=0.5)
+    fresh = api_training.train(network, dataset, out=whole.path / "none", resume=True)
+    assert fresh.policy.name == "onecycle"
+    assert fresh.solver.name == "adamw"
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -40,3 +40,11 @@ def test_the_rate_follows_the_policy():
     plan = schedule(10, epochs=2, policy=Policy(name="multistep", at=(0.5, 0.75), gamma=0.1))
     rates = [plan.rate(done) / 0.01 for done in range(20)]
     assert rates == pytest.approx([1.0] * 10 + [0.1] * 5 + [0.01] * 5)
+
+
+def test_the_momentum_follows_the_policy():
+    plan = schedule(10, epochs=2, policy=Policy(name="onecycle", warmup=0.3))
+    found = [plan.momentum(done) for done in range(20)]
+    assert found[0] == pytest.approx(0.95)
+    assert min(found) == found[6] == pytest.approx(0.85)
+    assert schedule(10).momentum(5) == 0.9

@@ -10,6 +10,7 @@ from typing import Any
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.defaults import completed, told
 from tessella.artifacts.run import Recipe, Run
+from tessella.artifacts.settings import spelled_out
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.events import Emit, phase, silent
 from tessella.core.record import from_plain, to_plain
@@ -33,21 +34,22 @@ def train(
         out: the run's folder; by default ``runs/NETWORK-DATE``.
         resume: go on where the run in ``out`` stopped; the loss curve is that of an unbroken run.
         emit: told what happens.
-        settings: fields of ``Recipe`` (epochs, batch_size, solver, precision, backend, gpus, …).
-            What is left out of ``solver``, ``policy`` and ``augment`` is the default for this
-            network (``artifacts.defaults``), or when resuming as it was.
+        settings: fields of ``Recipe`` (epochs, batch_size, solver, precision, backend, gpus, …),
+            and as on the command line ``lr`` and the name of a solver or policy alone. What is
+            left out of ``solver``, ``policy``, ``augment`` and ``label_smoothing`` is the default
+            for this network (``artifacts.defaults``), or when resuming as it was.
 
     Returns:
         The run; ``run.best("val/accuracy")`` is its best checkpoint.
     """
     folder = dataset.path if isinstance(dataset, Dataset) else Path(dataset)
-    given = {"network": network, "dataset": str(folder), **settings}
+    given = {"network": network, "dataset": str(folder), **spelled_out(settings)}
     going_on = resume and out is not None and (Path(out) / "run.json").exists()
     if going_on and out is not None:  # what is not said stays as it was, whatever is default by now
         recipe = recipe_from(_merged(to_plain(Run(out).recipe), given))
     else:
         recipe = completed(recipe_from(given), given)
-        if line := told(recipe, given, len(Dataset(folder).train)):
+        if line := told(recipe, given):
             emit(phase("recipe", line))
     if out is None:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -67,12 +69,7 @@ def _merged(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
 
 def recipe_from(settings: Mapping[str, Any]) -> Recipe:
     """A recipe from keyword settings; nested records may be given as dicts."""
-    known = Recipe.__dataclass_fields__
-    if unknown := sorted(set(settings) - set(known)):
-        raise UsageError(
-            "unknown training setting", seen=", ".join(unknown), fix=f"use {', '.join(known)}"
-        )
-    plain = {name: to_plain(value) for name, value in settings.items()}
+    plain = spelled_out(settings)
     for name in ("epochs", "val_interval", "snapshot_interval", "label_smoothing"):
         if isinstance(plain.get(name), int):
             plain[name] = float(plain[name])

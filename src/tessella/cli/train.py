@@ -9,10 +9,10 @@ import typer
 from typer import Argument, Option
 
 from tessella import api
-from tessella.artifacts.run import Recipe
+from tessella.artifacts.settings import spelled_out
 from tessella.cli.output import Events, Json, output
 from tessella.core.errors import ArtifactError, UsageError
-from tessella.core.record import from_plain, parse_json
+from tessella.core.record import parse_json
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +32,7 @@ def train(
     lr: Annotated[float | None, Option(help="Base learning rate.")] = None,
     policy: Annotated[
         str | None,
-        Option(help="fixed, step, multistep, exponential, inverse, polynomial, sigmoid or cosine."),
+        Option(help="onecycle, cosine, fixed, step, multistep, exponential … (docs: policies)."),
     ] = None,
     precision: Annotated[str | None, Option(help="fp32, tf32, bf16 or fp16.")] = None,
     backend: Annotated[
@@ -66,13 +66,12 @@ def train(
             "backend": backend,
             "gpus": gpus,
             "seed": seed,
+            "lr": lr,
         }
         settings |= {name: value for name, value in given.items() if value is not None}
-        for group, name, value in (
-            ("solver", "name", solver), ("solver", "lr", lr), ("policy", "name", policy),
-        ):  # fmt: skip
-            if value is not None:
-                settings[group] = {**settings.get(group, {}), name: value}
+        for name, value in (("solver", {"name": solver}), ("policy", {"name": policy})):
+            if value["name"] is not None:
+                settings[name] = {**settings.get(name, {}), **value}
         run = api.train(out=out, resume=resume, emit=out_.emit, **settings)
         best = api.open_checkpoint(run)
         plain = {
@@ -95,14 +94,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
             raise UsageError(
                 "a recipe is a JSON object", seen=type(plain).__name__, fix='write {"epochs": 30}'
             )
-        if unknown := sorted(set(plain) - set(Recipe.__dataclass_fields__)):
-            raise UsageError(
-                f"{path} has settings that no recipe has",
-                seen=", ".join(unknown),
-                fix=f"use {', '.join(Recipe.__dataclass_fields__)}",
-            )
-        placeholder = {"network": "lenet", "dataset": "."}
-        from_plain(Recipe, {**placeholder, **plain}, where=str(path))
+        plain = spelled_out(plain)
+        api.recipe_from({"network": "lenet", "dataset": ".", **plain})
+    except UsageError as error:
+        raise UsageError(f"{path}: {error.wrong}", seen=error.seen, fix=error.fix) from error
     except ArtifactError as error:  # a person wrote this file: it is an argument, not an artifact
         raise UsageError(error.wrong, seen=error.seen, fix=f"correct {path}") from error
     return plain

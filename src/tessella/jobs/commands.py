@@ -16,7 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tessella.artifacts.run import Recipe
+from tessella.artifacts.defaults import completed
+from tessella.artifacts.run import Recipe, Solver
 from tessella.core.errors import UsageError
 from tessella.core.policies import Policy
 from tessella.core.preprocess import Preprocess
@@ -336,17 +337,19 @@ def serve(plans: Mapping[str, PathLike], *, port: int = 8000, gpus: int = 0) -> 
 
 def _by_options(recipe: Recipe) -> Recipe:
     """What the CLI makes of the options alone."""
-    default = Recipe(network=recipe.network, dataset=recipe.dataset)
-    return replace(
-        default,
+    given = Recipe(
+        network=recipe.network,
+        dataset=recipe.dataset,
         epochs=recipe.epochs,
         batch_size=recipe.batch_size,
-        solver=replace(default.solver, name=recipe.solver.name, lr=recipe.solver.lr),
+        solver=Solver(name=recipe.solver.name, lr=recipe.solver.lr),
         policy=Policy(name=recipe.policy.name),
         precision=recipe.precision,
         gpus=recipe.gpus,
         seed=recipe.seed,
     )
+    by_hand = {"solver": ("name", "lr"), "policy": ("name",)}
+    return completed(given, {group: dict.fromkeys(names) for group, names in by_hand.items()})
 
 
 def _gpus_of(target: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from nicegui import ui
 from nicegui.elements.mixins.value_element import ValueElement
 
+from tessella.artifacts.defaults import completed
 from tessella.artifacts.run import Recipe
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.record import from_plain, to_plain
@@ -42,6 +43,7 @@ _POLICY_READS = {
     "polynomial": ("power", "floor"),
     "sigmoid": ("gamma",),
     "cosine": ("floor",),
+    "onecycle": (),
 }
 
 
@@ -92,10 +94,12 @@ def descriptions(docstring: str) -> dict[str, str]:
 
 
 class RecipeForm:
-    """Fields for every setting. ``on_change`` is called after each change.
+    """Fields for every setting. ``on_change`` is called after each change by a person.
+
+    A field that nobody has touched follows the defaults of the network (``artifacts.defaults``).
 
     Args:
-        start: settings to begin with, by path; the recipe's defaults otherwise.
+        start: settings to begin with, by path, which count as touched.
     """
 
     def __init__(self, on_change: Callable[[], None], start: dict[str, Any] | None = None) -> None:
@@ -103,6 +107,7 @@ class RecipeForm:
         self._fields: dict[str, ValueElement] = {}
         self._settings = {s.path: s for s in settings()}
         start = start or {}
+        self._touched, self._filling = set(start), False
         with parts.box("fields"):
             for path, label in VISIBLE.items():
                 self._add(self._settings[path], label, start)
@@ -113,31 +118,52 @@ class RecipeForm:
                     self._add(setting, label[0].upper() + label[1:], start)
         self._show_policy()
 
-    def recipe(self, *, network: str, dataset: str) -> Recipe:
-        """What the form says, checked.
+    def recipe(self, *, network: str, dataset: str, init: str = "random") -> Recipe:
+        """What the form says, checked, with the defaults where it has not been touched.
+
+        Args:
+            init: as in ``Recipe``, where the form says nothing else.
 
         Raises:
             UsageError: a value is missing or out of range.
         """
         plain: dict[str, Any] = {"network": network, "dataset": dataset}
         for path, element in self._fields.items():
+            if path not in self._touched or element.value in (None, ""):
+                continue
             *group, name = path.split(".")
             target = plain.setdefault(group[0], {}) if group else plain
             target[name] = self._value(self._settings[path], element.value)
+        if plain.get("init", "random") == "random":
+            plain["init"] = init
         try:
-            return from_plain(Recipe, plain, where="recipe")
+            return completed(from_plain(Recipe, plain, where="recipe"), plain)
         except ArtifactError as error:
             raise UsageError(error.wrong, seen=error.seen, fix="correct the setting") from error
+
+    def show(self, recipe: Recipe) -> None:
+        """Bring the fields that nobody has touched to what ``recipe`` says."""
+        self._filling = True
+        for path, value in flat(recipe).items():
+            if path in self._fields and path not in self._touched and path != "init":
+                field = self._fields[path]
+                if self._value(self._settings[path], field.value) != value:
+                    field.value = value
+        self._filling = False
+        self._show_policy()
 
     def _add(self, setting: Setting, label: str, start: dict[str, Any]) -> None:
         value = start.get(setting.path, setting.default)
         element = _element(setting.hint, value, label)
-        element.on_value_change(self._changed)
+        element.on_value_change(lambda: self._changed(setting.path))
         if setting.help:
             element.tooltip(setting.help)
         self._fields[setting.path] = element
 
-    def _changed(self) -> None:
+    def _changed(self, path: str) -> None:
+        if self._filling:
+            return
+        self._touched.add(path)
         self._show_policy()
         self._on_change()
 

@@ -23,18 +23,21 @@ def diagnosis(
     """A note for people where a network has learned nothing that holds for other images, or None.
 
     Args:
-        measured: ``train/accuracy`` and, with a validation split, ``val/accuracy``.
+        measured: ``train/accuracy`` and, with a validation split, ``val/accuracy``, at the end.
         train_counts, val_counts: images of each class; None without a validation split.
     """
-    train = measured["train/accuracy"]
+    train = measured["train/accuracy"]  # of the steps since the last validation
+    seen = max(1, round(sum(train_counts) * min(1.0, recipe.val_interval)))
     guessed = _guessing(recipe, train_counts)
-    learns = train > _beyond(guessed, sum(train_counts))
+    learns = train > _beyond(guessed, seen)
     if val_counts is None:
         return None if learns else _nothing(recipe, train, guessed, train_counts)
-    val = measured["val/accuracy"]
-    blind = _guessing(recipe, val_counts)
-    if val > _beyond(blind, sum(val_counts)):
+    val, blind = measured["val/accuracy"], _guessing(recipe, val_counts)
+    luck = _beyond(blind, sum(val_counts))
+    if val > luck:
         return _by_heart(recipe, train, val) if val < min(train - GAP, SHARE * train) else None
+    if learns and luck >= 1.0:  # so few images that even all of them right prove nothing
+        return None
     if learns and train - val > GAP / 2:
         return _by_heart(recipe, train, val, blind)
     return _nothing(recipe, val, blind, train_counts)
@@ -77,7 +80,7 @@ def _nothing(recipe: Recipe, seen: float, guessed: float, counts: Sequence[int])
             f"The learning rate {rate:g} is far {side} the default of {recipe.solver.name} here: "
             f"set lr={usual:g}"
         )
-    if max(counts) > 2 * sum(counts) / len(counts) and recipe.class_weights == "none":
+    if max(counts) > 1.5 * sum(counts) / len(counts) and recipe.class_weights == "none":
         fix += "; class_weights='balanced' evens out the classes"
     return (
         f"the network has learned nothing: {_percent(seen)} of the images are told right, "

@@ -38,8 +38,6 @@ from tessella.training.sparsity import sparse_weights
 from tessella.training.state import ACCURACY, pack, prune
 from tessella.training.trainer import Trainer
 
-LATE = 2 / 3  # of the steps: with a rate that rises for a third, accuracy comes as late as that
-
 
 def train(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silent) -> Run:
     """Train as ``recipe`` says, into the folder ``out``.
@@ -204,10 +202,8 @@ class Training:
         return improved
 
     def _warn(self, values: dict[str, float]) -> None:
-        """Say where nothing is learned: once while there is time to stop, and at the end."""
-        standing = self._standing
-        late = standing.step >= LATE * self._schedule.total and not standing.told
-        if not (late or self._finished()):
+        """Say at the end where nothing is learned: before it, a network may be a late learner."""
+        if not self._finished():
             return
         splits = self._dataset.info.splits
         note = diagnosis(
@@ -217,7 +213,6 @@ class Training:
             val_counts=splits["val"].class_counts if self._validates else None,
         )
         if note is not None:
-            standing.told = True
             self._journal(warning(note))
 
     def _improves(self, accuracy: float) -> bool:

@@ -34,7 +34,6 @@ class Standing:
         best_accuracy: the highest validation accuracy so far.
         stale: validations since then.
         loss_sum, accuracy_sum, loss_count: of the steps since the last validation.
-        told: whether the run was said to learn nothing.
     """
 
     step: int = 0
@@ -43,7 +42,6 @@ class Standing:
     loss_sum: float = 0.0
     accuracy_sum: float = 0.0
     loss_count: int = 0
-    told: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,11 +143,9 @@ class _Train:
         network = self._network()
         if not network or network == "timm/":
             raise UsageError("no network is chosen", fix="choose or name one")
-        recipe = self._form.recipe(network=network, dataset=self._dataset.value)
-        if self._source.value == "run" and self._previous.value and recipe.init == "random":
-            plain = vars(recipe) | {"init": self._best(self._previous.value)}
-            recipe = Recipe(**plain)
-        return recipe
+        continued = self._source.value == "run" and self._previous.value
+        init = self._best(self._previous.value) if continued else "random"
+        return self._form.recipe(network=network, dataset=self._dataset.value, init=init)
 
     def _best(self, ref: str) -> str:
         return self._desk.workspace.ref(self._runs[ref].item.best().path)
@@ -169,6 +167,7 @@ class _Train:
             self._problem.set_visibility(True)
             return
         self._problem.set_visibility(False)
+        self._form.show(recipe)
         lines = [commands.shown(spec) for spec in specs]
         self._command.show(lines[0])
         self._all.text = "\n".join(lines)

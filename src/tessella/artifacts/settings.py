@@ -1,0 +1,66 @@
+"""The names under which people set a recipe's fields: in Python, in files, on the command line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from tessella.artifacts.run import Augment, Recipe, Solver
+from tessella.core.errors import UsageError
+from tessella.core.policies import Policy
+from tessella.core.record import to_plain
+
+FIELDS = tuple(f.name for f in fields(Recipe))
+NESTED = {
+    "augment": tuple(f.name for f in fields(Augment)),
+    "policy": tuple(f.name for f in fields(Policy)),
+    "solver": tuple(f.name for f in fields(Solver)),
+}
+
+# What other libraries call our settings.
+SYNONYMS = {
+    "learning_rate": "lr", "base_lr": "lr", "optimizer": "solver", "optim": "solver",
+    "schedule": "policy", "scheduler": "policy", "lr_policy": "policy", "lr_scheduler": "policy",
+    "bs": "batch_size", "wd": "weight_decay", "augmentation": "augment", "checkpoint": "init",
+    "weights": "init", "pretrained": "init", "early_stopping": "patience", "amp": "precision",
+    "dtype": "precision", "num_workers": "workers", "devices": "gpus", "smoothing":
+    "label_smoothing", "hflip": "flip", "num_epochs": "epochs", "warmup_epochs": "warmup",
+}  # fmt: skip
+
+
+def spelled_out(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings whose short forms (``lr``, a solver's or policy's name alone) are records' fields.
+
+    Raises:
+        UsageError: a setting that no recipe has, with the one that was meant.
+    """
+    out = {name: to_plain(value) for name, value in settings.items()}
+    for group in ("solver", "policy"):
+        if isinstance(out.get(group), str):
+            out[group] = {"name": out[group]}
+    if "lr" in out and isinstance(out.get("solver", {}), dict):
+        out["solver"] = {**out.get("solver", {}), "lr": out.pop("lr")}
+    for group, known in {"": FIELDS, **NESTED}.items():
+        inner = out.get(group) if group else out
+        if isinstance(inner, dict) and (unknown := [name for name in inner if name not in known]):
+            raise UsageError(
+                f"unknown {group or 'training'} setting",
+                seen=", ".join(f"{name}={inner[name]!r}" for name in unknown)[:200],
+                fix="; ".join(_meant(name, group) for name in unknown),
+            )
+    return out
+
+
+def _meant(name: str, group: str) -> str:
+    """The setting that a wrong name means, as it has to be written."""
+    written = {f: f"{g}={{{f!r}: …}}" for g in NESTED for f in NESTED[g] if f != "name"}
+    written |= {name: name for name in ("lr", *FIELDS)}
+    wanted = name.lower().strip("-").replace("-", "_")
+    wanted = SYNONYMS.get(wanted, wanted)
+    if group and (near := difflib.get_close_matches(wanted, NESTED[group], n=1)):
+        return f"use {near[0]!r}"
+    if near := difflib.get_close_matches(wanted, written, n=1):
+        return f"use {written[near[0]]}"
+    return f"use one of {', '.join(NESTED[group] if group else FIELDS)}"

@@ -1,0 +1,74 @@
+"""The defaults of a training: which they are, and that nothing set by hand is changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tessella.artifacts.defaults import RANDOM, completed, defaults, family, told
+from tessella.artifacts.run import Augment, Recipe, Solver
+from tessella.core.policies import Policy
+from tessella.core.record import to_plain
+
+BARE = Recipe(network="resnet18", dataset="x", batch_size=32)
+
+
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        ("lenet", "lenet"), ("resnet18", "normalized"), ("timm/resnet50d.ra2_in1k", "normalized"),
+        ("timm/efficientnet_b0", "normalized"), ("timm/vgg16_bn", "normalized"),
+        ("vgg16", "plain"), ("timm/vgg16.tv_in1k", "plain"), ("googlenet", "plain"),
+        ("mine.py:Net", "plain"), ("nets/deploy.prototxt", "plain"),
+        ("timm/convnext_atto", "convnext"), ("timm/convnextv2_tiny.fcmae", "convnext"),
+        ("timm/vit_tiny_patch16_224", "transformer"), ("timm/swin_t", "transformer"),
+        ("timm/eva02_base_patch14_224", "transformer"), ("timm/vitamin_small", "normalized"),
+    ],
+)  # fmt: skip
+def test_family(network, expected):
+    assert family(network) == expected
+
+
+def test_what_nobody_sets_is_the_networks_row():
+    row, found = RANDOM["normalized"], completed(BARE, {})
+    assert found.solver == Solver(name="adamw", lr=row.lr, weight_decay=row.weight_decay)
+    assert found.policy == Policy(name="onecycle", warmup=row.warmup)
+    assert (found.label_smoothing, found.augment) == (0.1, Augment())
+
+
+def test_the_rate_grows_with_the_batch_and_shrinks_for_learned_weights():
+    def rate(**settings) -> float:
+        return defaults("resnet18", **{"batch_size": 32, **settings}).solver.lr
+
+    assert rate(batch_size=128) == pytest.approx(2 * rate())
+    assert rate(batch_size=8) == pytest.approx(rate() / 2, rel=0.02)
+    assert rate(batch_size=32 * 10**6) == pytest.approx(4 * rate())
+    assert rate(solver="sgd", batch_size=128) == pytest.approx(4 * rate(solver="sgd"), rel=0.06)
+    assert rate(init="runs/a") == rate(init="pretrained") < rate()
+
+
+def test_what_is_set_by_hand_stays_and_the_rest_follows_it():
+    by_hand = {"solver": {"name": "sgd"}, "policy": {"gamma": 0.3}, "label_smoothing": 0.0}
+    recipe = replace(BARE, solver=Solver(name="sgd"), policy=Policy(gamma=0.3))
+    found = completed(recipe, by_hand)
+    assert (found.solver.name, found.policy.gamma, found.label_smoothing) == ("sgd", 0.3, 0.0)
+    assert found.solver.lr == defaults("resnet18", batch_size=32, solver="sgd").solver.lr
+    assert found.policy.name == "onecycle"
+    step = completed(replace(BARE, policy=Policy(name="step")), {"policy": {"name": "step"}})
+    assert step.policy == Policy(name="step", warmup=0.1)
+
+
+def test_a_whole_recipe_is_left_alone():
+    recipe = replace(BARE, solver=Solver(name="rmsprop", lr=0.5), augment=Augment(flip=True))
+    assert completed(recipe, vars(recipe)) == recipe
+    assert completed(recipe, to_plain(recipe)) == recipe
+    assert told(recipe, vars(recipe)) is None
+
+
+def test_people_are_told_what_was_chosen():
+    line = told(completed(BARE, {}), {})
+    assert line is not None
+    assert line.startswith("adamw 0.0015, weight decay 0.05, onecycle after 30 % warm-up, label")
+    assert "sgd" not in line
+    assert "adamw" not in str(told(BARE, {"solver": {"name": "adamw", "lr": 0.1}}))
