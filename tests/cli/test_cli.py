@@ -170,6 +170,7 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
         (("data", "import", ".", "--out", "x", "--size", "12xy"), 2, "write 224 or 224x320"),
         (("train", "no_such_net", "nowhere", "--out", "x"), 4, "no dataset here"),
         (("show", "network", "resnet51"), 2, "resnet50"),
+        (("train", "lenet", "nowhere", "--out", "x", "--epoch", "3"), 2, "--epochs"),
         (("serve", "a=x.plan", "a=y.plan"), 2, "the same name"),
         (("run", "m"), 2, "one of the two"),
     ],
@@ -187,7 +188,9 @@ def test_a_mistake_gets_a_line_and_an_exit_code(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"epochz": 3}', "use network, dataset, epochs"),
+        (b'{"epochz": 3}', "use epochs"),
+        (b'{"solver": {"learning_rate": 3}}', "use 'lr'"),
+        (b'{"momentum": 0.5}', "use solver={'momentum': "),
         (b'{"epochs": 0}', "epochs must be positive"),
         (b'{"solver": {"name": "foo"}}', "adamw"),
         (b'{"epochs": ', "not valid JSON"),

@@ -6,7 +6,19 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from tessella.core.events import EventLog, metric
-from tests.studio.browsing import alive, enter, fit, go, resize, see, series, traffic, until
+from tests.studio.browsing import (
+    alive,
+    enter,
+    fill,
+    fit,
+    go,
+    resize,
+    see,
+    series,
+    shown,
+    traffic,
+    until,
+)
 from tests.studio.made import HOSTILE, make_run
 from tests.studio.test_pages import PAGES
 
@@ -109,10 +121,15 @@ def test_the_learning_rate_is_drawn_as_the_recipe_changes(studio, chromium):
 
     enter(chromium, studio, "/train")
     until(lambda: len(curve()) == 200)
-    field = chromium.find_element(By.CSS_SELECTOR, "input[aria-label='Learning rate']")
-    field.send_keys("5")  # 0.01 becomes 0.015
-    until(lambda: curve()[0] == [0, 0.015])
-    see(chromium, "--lr 0.015")
+    see(chromium, "--solver adamw --lr 0.0028 --policy onecycle")
+    until(lambda: curve()[0] == [0, pytest.approx(0.0028 / 25)])
+    fill(chromium, "Batch size", "32")  # what nobody has touched follows the defaults
+    see(chromium, "--solver adamw --lr 0.002 --policy onecycle")
+    fill(chromium, "Learning rate", "0.015")
+    until(lambda: curve()[0] == [0, 0.0006])
+    fill(chromium, "Batch size", "64")
+    see(chromium, "--batch-size 64 --solver adamw --lr 0.015 --policy onecycle")
+    assert not any("--recipe" in line for line in shown(chromium))
     alive(chromium)
 
 

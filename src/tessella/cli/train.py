@@ -32,7 +32,10 @@ def train(
     lr: Annotated[float | None, Option(help="Base learning rate.")] = None,
     policy: Annotated[
         str | None,
-        Option(help="onecycle, cosine, fixed, step, multistep, exponential … (docs: policies)."),
+        Option(
+            help="onecycle, cosine, fixed, step, multistep, exponential, inverse, polynomial or "
+            "sigmoid."
+        ),
     ] = None,
     precision: Annotated[str | None, Option(help="fp32, tf32, bf16 or fp16.")] = None,
     backend: Annotated[
