@@ -44,8 +44,9 @@ def dataset(workspace: Path) -> Dataset:
 @pytest.fixture(scope="module")
 def run(workspace: Path, dataset: Dataset) -> Run:
     return ts.train(
-        "lenet", dataset, out=workspace / "run", epochs=6, batch_size=12, solver={"lr": 0.02}
-    )
+        "lenet", dataset, out=workspace / "run", epochs=6, batch_size=12,
+        solver="nesterov", lr=0.02, policy="fixed", label_smoothing=0.0,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

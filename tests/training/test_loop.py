@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from tessella.core.errors import DataError, OutOfMemory, TrainError, UsageError
 from tessella.core.policies import Policy
 from tessella.data.loading import batches
 from tessella.nn import zoo
-from tessella.training import loop
+from tessella.training import loop, trainer
 from tessella.training.evaluate import evaluate
 from tessella.training.loop import train
+from tessella.training.solver import set_rate
 from tests.training.examples import CLASSES, PREPROCESS, curve, losses, recipe, write_dataset
 
 
@@ -238,3 +240,24 @@ def test_events_tell_the_story(run):
     assert [e.name for e in events if e.kind == "phase"] == ["train", *["snapshot"] * 4]
     assert events[-1].values["best_accuracy"] == run.best().info.metrics["val/accuracy"]
     assert curve(run)[-1][1] == 4.0
+
+
+def test_each_step_has_the_momentum_of_its_policy(dataset, tmp_path, monkeypatch):
+    used = []
+
+    def noted(optimizer, rate, momentum):
+        set_rate(optimizer, rate, momentum)
+        used.extend({group["momentum"] for group in optimizer.param_groups})
+
+    monkeypatch.setattr(trainer, "set_rate", noted)
+    policy = Policy(name="onecycle", warmup=0.5)
+    train(recipe(dataset, epochs=2, policy=policy), tmp_path / "run")
+    assert used == [policy.momentum(0.9, done / 8) for done in range(8)]
+
+
+def test_labels_are_smoothed_in_training_only(dataset, tmp_path):
+    settings = recipe(dataset, epochs=0.25, solver=Solver(lr=1e-12), val_interval=0.25)
+    plain = train(settings, tmp_path / "plain").latest().info.metrics
+    smooth = train(replace(settings, label_smoothing=0.9), tmp_path / "smooth").latest()
+    assert smooth.info.metrics["train/loss"] != plain["train/loss"]
+    assert smooth.info.metrics["val/loss"] == plain["val/loss"]
