@@ -119,7 +119,7 @@ def train(chromium, served, picture):
     fill(chromium, "Name of the run", "digits")
     fill(chromium, "Epochs", "3")
     fill(chromium, "Batch size", "32")
-    fill(chromium, "Learning rate", "0.02")
+    fill(chromium, "Learning rate", "0.003")
     see(chromium, "tessella train lenet datasets/digits --out runs/digits --epochs 3")
     until(
         lambda: chromium.find_elements(By.CSS_SELECTOR, ".network-box img"), SLOW_S, "the drawing"
