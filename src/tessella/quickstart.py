@@ -83,6 +83,7 @@ def quickstart(workspace: Path, *, emit: Emit) -> Report:
         solver={"name": "adamw", "lr": 1e-3, "weight_decay": 0.05},
         policy={"name": "cosine", "warmup": 0.05},
         augment={"rotation": 15.0, "scale": 0.1},
+        label_smoothing=0.0,
         val_interval=2,
         snapshot_interval=5,
         emit=emit,
