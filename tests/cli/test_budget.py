@@ -66,10 +66,10 @@ def test_a_budget_chooses_and_the_plan_says_what_it_costs(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--budget", "1"), "a budget needs --data"),
-        (("--data", "x"), "belong to --budget"),
-        (("--point", "0"), "belong to --budget"),
-        (("--front", "x"), "belong to --budget"),
+        (("--budget", "1"), "a budget needs labelled data"),
+        (("--data", "x"), "belongs to --budget"),
+        (("--point", "0"), "belongs to --budget"),
+        (("--front", "x"), "belongs to --budget"),
         (("--budget", "1", "--data", "DATASET", "--point", "99"), "no such point"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -118,7 +119,8 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
         )  # fmt: skip
         assert rounded.code == 0, rounded.err
         made = load_plan(small).manifest
-        assert f"--calibrate {' '.join(map(str, given))}" in made.rebuild
+        said = shlex.join(map(str, given)).replace("--calibrate", "--calibration")
+        assert f"--calibration {said}" in made.rebuild
         assert made.snr_db
         assert all(10 < snr < 80 for snr in made.snr_db.values())
         verified = tessella("verify", small, "--against", run, "--data", dataset, "--json")

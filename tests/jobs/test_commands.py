@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tessella.api import training
+from tessella.artifacts.build import BuildRequest
 from tessella.artifacts.defaults import completed
 from tessella.artifacts.run import Augment, Recipe, Solver
 from tessella.core.errors import UsageError
@@ -115,8 +116,8 @@ def test_a_sweep_over_no_numbers(lr, batch_size):
 def test_the_other_verbs():
     built = [
         (
-            commands.compile_plan("runs/one", "p.plan", target="sm_90", batches=(1, 128)),
-            "compile runs/one --out p.plan --target sm_90 --precision fp32 --batch 1,128",
+            commands.compile_plan(BuildRequest(source="runs/one", out="p.plan", target="sm_90")),
+            "compile runs/one --out p.plan --target sm_90 --precision fp32 --batch 1,8,32",
         ),
         (
             commands.verify("p.plan", "ckpt", "data"),

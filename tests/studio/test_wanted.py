@@ -4,12 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 
 from tessella.artifacts.plan import load_plan
 from tessella.artifacts.run import Recipe
 from tessella.cli import compile as compile_verb
-from tessella.cli import diff, profile, train
 from tessella.compiler.budget.mixes import OFFERED, offered
 from tessella.compiler.calibration import METHOD
 from tessella.compiler.histogram import METHODS as KNOWN_METHODS
@@ -18,72 +16,57 @@ from tessella.core.dtype import PRECISIONS as KNOWN
 from tessella.core.errors import UsageError
 from tessella.jobs import commands
 from tessella.studio import wanted
+from tessella.studio.plan_front import rebuilt
 from tessella.studio.plan_profile import trace_of
-from tessella.studio.wanted import Wanted, followed, rounds
+from tessella.studio.wanted import followed, requested, rounds
+from tests.cli.reading import context
 from tests.studio.made import make_plan, make_receipt
 
-ONE = Wanted(source="runs/a b", name="")
-INT8 = replace(ONE, precision="int8", calibrate=("data/x", "train", 512, "mse"))
-BUDGET = replace(ONE, how="budget", points=0.3, judge="data/x")
-
-
-def parsed(spec) -> dict:
-    """The options as the command line understands them."""
-    app = typer.Typer()
-    for module in (compile_verb, diff, profile, train):
-        module.register(app)
-    group = typer.main.get_command(app)
-    verb, *rest = (a.replace("{job}/", "") for a in spec.argv)
-    command = group.commands[verb]
-    return command.make_context(verb, rest).params
+ONE = {"source": "runs/a b"}
+INT8 = {**ONE, "precision": "int8", "calibration": "data/x"}
+BUDGET = {**ONE, "budget": 0.3, "data": "data/x"}
 
 
 @pytest.mark.parametrize(
-    ("asked", "understood"),
+    ("how", "name", "settings", "made"),
     [
-        (ONE, {"precision": "fp32", "batch": "1,8,32", "out": Path("plans/a-b.plan")}),
-        (replace(ONE, name="x y", batches="4"), {"batch": "4", "out": Path("plans/x-y.plan")}),
-        (replace(ONE, precision="bf16"), {"out": Path("plans/a-b-bf16.plan"), "calibrate": None}),
-        (replace(ONE, uint8=True), {"uint8": True, "budget": None, "lock": None}),
-        (INT8, {"calibrate": Path("data/x"), "calibrate_split": None, "calibrate_samples": None,
-                "calibrate_method": None}),
-        (replace(INT8, calibrate=("-x", "test", 99, "entropy")),
-         {"calibrate": Path("./-x"), "calibrate_split": "test", "calibrate_samples": 99,
-          "calibrate_method": "entropy"}),
-        (BUDGET, {"budget": 0.3, "data": Path("data/x"), "precision": "fp32",
-                  "front_folder": Path("plans/a-b-budget.front")}),
-        (replace(BUDGET, precision="int8", points=0.0), {"budget": 0.0, "precision": "int8"}),
-        (replace(ONE, how="lock", lock="plans/q.plan"),
-         {"lock": Path("plans/q.plan"), "out": Path("plans/a-b-again.plan"), "cache": None}),
-        (replace(ONE, time_limit_s=90.0),
-         {"time_limit": 90.0, "cache": Path(".studio/timings.jsonl")}),
+        ("one", "", ONE, {"out": "plans/a-b.plan"}),
+        ("one", "x y", {**ONE, "batch": (4,)}, {"out": "plans/x-y.plan", "batch": (4,)}),
+        ("one", "", {**ONE, "precision": "bf16"}, {"out": "plans/a-b-bf16.plan"}),
+        ("one", "", {**ONE, "budget": 0.3, "data": "x", "lock": "y"},
+         {"budget": None, "data": None, "lock": None}),
+        ("one", "", INT8, {"out": "plans/a-b-int8.plan", "calibration": "data/x"}),
+        ("budget", "", {**BUDGET, "lock": "x"},
+         {"budget": 0.3, "front": "plans/a-b-budget.front", "lock": None}),
+        ("budget", "", {**BUDGET, "precision": "int8", "budget": 0.0}, {"budget": 0.0}),
+        ("lock", "", {**BUDGET, "lock": "plans/q.plan"},
+         {"lock": "plans/q.plan", "out": "plans/a-b-again.plan", "cache": None, "data": None}),
+        ("one", "", {**ONE, "time_limit_s": 90.0}, {"cache": ".studio/timings.jsonl"}),
     ],
 )  # fmt: skip
-def test_a_choice_becomes_options_that_the_command_line_reads(asked, understood):
-    params = parsed(asked.spec())
-    assert {name: params[name] for name in understood} == understood
-    assert params["source"] == Path("runs/a b")
+def test_a_choice_becomes_a_request_that_the_command_line_reads(how, name, settings, made):
+    request = requested(how, name, **settings)
+    assert {field: getattr(request, field) for field in made} == made
+    spec = commands.compile_plan(request)
+    assert compile_verb.requested(context(spec.argv)) == request
+    assert commands.shown(spec) == request.command()
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("how", "settings", "words"),
     [
-        (replace(ONE, precision="int8"), "dataset to calibrate"),
-        (replace(INT8, calibrate=("x", "train", 0, "mse")), "needs samples"),
-        (replace(BUDGET, judge=None), "a dataset that judges"),
-        (replace(BUDGET, points=None), "points"),
-        (replace(BUDGET, points=-1.0), "percentage points"),
-        (replace(ONE, how="lock"), "no plan to follow"),
-        (replace(ONE, batches="8, 1, 32"), "a batch is"),
-        (replace(ONE, batches=""), "a batch is"),
-        (replace(ONE, batches="²"), "a batch is"),
-        (replace(ONE, batches="9" * 5_000), "a batch is"),
-        (replace(ONE, time_limit_s=0.0), "time limit"),
+        ("one", {**ONE, "precision": "int8"}, "needs a calibration"),
+        ("one", {**INT8, "calibration_samples": 0}, "needs samples"),
+        ("budget", {**BUDGET, "data": None}, "needs labelled data"),
+        ("budget", {**BUDGET, "budget": None}, "points"),
+        ("budget", {**BUDGET, "budget": -1.0}, "percentage points"),
+        ("lock", ONE, "no plan to follow"),
+        ("one", {**ONE, "time_limit_s": 0.0}, "time limit"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(asked, words):
+def test_what_cannot_be_is_said_before_anything_starts(how, settings, words):
     with pytest.raises(UsageError, match=words):
-        asked.spec()
+        requested(how, "", **settings)
 
 
 def test_what_is_offered_is_what_the_compiler_takes():
@@ -98,15 +81,23 @@ def test_what_is_offered_is_what_the_compiler_takes():
 def test_a_plan_that_is_followed_decides_the_rest(tmp_path):
     plain = make_plan(tmp_path / "a.plan", built_from="runs/first")
     assert followed(plain) == {
-        "target": "cpu", "precision": "fp32", "batches": "1, 8, 8", "uint8": False,
+        "target": "cpu", "precision": "fp32", "precisions": None, "batch": (1, 8, 8),
+        "input": "float32",
     }  # fmt: skip
     assert not rounds(plain)
     judged = make_plan(tmp_path / "b.plan", built_from="runs/first", receipt=make_receipt(1))
     assert followed(load_plan(tmp_path / "b.plan"))["precision"] == "fp32"
     assert rounds(judged)  # so a calibration is asked for
     by_hand = replace(judged, manifest=replace(judged.manifest, receipt=None))
-    with pytest.raises(UsageError, match="given in Python"):
-        followed(by_hand)
+    assert followed(by_hand)["precisions"] == {"conv1": "int8"}
+
+
+def test_a_point_of_a_front_says_which(tmp_path):
+    point, command = tmp_path / "a.front" / "3.plan", "tessella compile r --out r.plan --budget 1"
+    assert rebuilt(point, command) == f"{command} --point 3"
+    assert rebuilt(tmp_path / "3.plan", command) == command
+    line = "tessella.compile(module)  # in Python: module is of the class Net"
+    assert rebuilt(point, line) == f"{line}; of its table the plan 3"
 
 
 def test_a_sweep_is_every_combination_once():
@@ -114,7 +105,7 @@ def test_a_sweep_is_every_combination_once():
     specs = commands.sweep(
         recipe, "runs/s", group="s", networks=("lenet", "timm/x y"), lr="0.1, 0.01", seeds="0,1"
     )
-    read = [parsed(s) for s in specs]
+    read = [context(s.argv).params for s in specs]
     assert {(p["network"], p["lr"], p["seed"]) for p in read} == {
         (n, lr, seed) for n in ("lenet", "timm/x y") for lr in (0.1, 0.01) for seed in (0, 1)
     }
@@ -127,10 +118,10 @@ def test_a_sweep_is_every_combination_once():
 
 def test_profiles_and_differences_are_commands_that_read_back():
     spec = commands.profile("plans/a.plan", batch=8, trace="t.json")
-    params = parsed(spec)
+    params = context(spec.argv).params
     assert (params["batch"], params["trace_file"]) == (8, Path("t.json"))
     assert "events" in params  # the scheduler appends it
-    assert parsed(commands.diff("-a.plan", "b.plan"))["a"] == Path("./-a.plan")
+    assert context(commands.diff("-a.plan", "b.plan").argv).params["a"] == Path("./-a.plan")
 
 
 def test_what_is_no_trace_is_refused(tmp_path):

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tessella.api.compiling import calibrate, compile, explain, export, pareto
+    from tessella.api.compiling import build, calibrate, compile, explain, export, pareto
     from tessella.api.predicting import (
         Model,
         classify,
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch", "CalibrationData", "Flip", "JudgingData", "Model", "Verification", "batch_range",
-    "calibrate", "classify", "compile", "eager_predictor", "engine_predictor", "evaluate_split",
-    "explain", "export", "load", "load_plan", "open_checkpoint", "open_model", "pareto",
-    "predictor", "recipe_from", "serve", "train", "verify",
+    "build", "calibrate", "classify", "compile", "eager_predictor", "engine_predictor",
+    "evaluate_split", "explain", "export", "load", "load_plan", "open_checkpoint", "open_model",
+    "pareto", "predictor", "recipe_from", "serve", "train", "verify",
 ]  # fmt: skip
 
 _PLACES = {
-    "api.compiling": ("calibrate", "compile", "explain", "export", "pareto"),
+    "api.compiling": ("build", "calibrate", "compile", "explain", "export", "pareto"),
     "api.predicting": (
         "Model", "classify", "eager_predictor", "engine_predictor", "load", "open_model",
         "predictor",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from tessella import compiler, graph, runtime
-from tessella.api import locks
+from tessella.api import locks, requests
+from tessella.api.requests import Asked
 from tessella.api.samples import (
     Batches,
     CalibrationData,
@@ -17,10 +19,11 @@ from tessella.api.samples import (
     JudgingData,
     calibrated,
     judging,
-    shown,
 )
 from tessella.api.sources import Batch, Opened, Source, batch_range, opened
+from tessella.artifacts.build import BuildRequest, is_network
 from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.files import write_atomic
 from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target
 from tessella.core.dtype import plain_precision
@@ -57,7 +60,8 @@ def compile(
 
     Args:
         source: a checkpoint, a run (its best checkpoint), a path of one of these or of an ONNX
-            file, or a torch module (then ``inputs`` says what it takes).
+            file, ``file.py:NAME`` of a function or class that makes a torch module, a network's
+            name, or a torch module (then ``inputs`` says what it takes).
         batch: one size, or the smallest, the usual and the largest.
         target: ``cpu``, ``sm_90`` or ``reference``; by default what this machine has.
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
@@ -78,56 +82,8 @@ def compile(
             ``BuildStopped``; the next one with the same ``cache`` goes on there.
         trust_code: let a checkpoint of a user's own Python network run the code that it brings.
     """
-    if budget is not None:
-        if data is None or precisions or samples or lock:
-            raise UsageError(
-                "a budget needs labelled data, and chooses the precisions of the layers itself",
-                fix="give data=, and leave out precisions, samples and lock",
-            )
-        return pareto(
-            source,
-            data=data,
-            budget=budget,
-            batch=batch,
-            target=target,
-            precision=precision,
-            calibration=calibration,
-            inputs=inputs,
-            input=input,
-            preprocess=preprocess,
-            cache=cache,
-            time_limit_s=time_limit_s,
-            trust_code=trust_code,
-            emit=emit,
-        ).plan
-    target = target or default_target()
-    span = batch_range(batch)
-    network = opened(source, span, inputs=inputs, preprocess=preprocess, trust_code=trust_code)
-    chosen = locks.chosen_by_budget(lock)
-    if chosen is not None and precision == "fp32" and not precisions:
-        precision, precisions = chosen.manifest.precision, chosen.manifest.precisions
-    wanted = {precision, *map(plain_precision, (precisions or {}).values())}
-    wanted &= set(compiler.KINDS)
-    asked = calibration if wanted or chosen else None
-    plan = compiler.compile_graph(
-        network.graph,
-        target=target,
-        batch=span,
-        precision=precision,
-        precisions=precisions,
-        calibration=_scales(network, asked, target, sorted(wanted), emit),
-        input=input,
-        samples=samples,
-        about=network.about(_command(network.name, target, precision, span, input, calibration)),
-        measuring=compiler.Measuring(
-            cache=None if cache is None else Path(cache),
-            lock=None if lock is None else locks.lines_of(lock),
-            time_limit_s=time_limit_s,
-        ),
-        emit=emit,
-    )
-    plan = _carrying(plan, emit)
-    return plan if chosen is None else locks.as_judged(plan, chosen)
+    asked = requests.asked(**{k: v for k, v in locals().items() if k != "emit"})
+    return _compiled(asked, emit) if budget is None else _searched(asked, emit).plan
 
 
 def pareto(
@@ -166,38 +122,128 @@ def pareto(
         calibration: as for ``compile``; by default a dataset's training split, else a part of
             ``data`` that does not judge.
     """
-    target = target or default_target()
-    span = batch_range(batch)
-    network = opened(source, span, inputs=inputs, preprocess=preprocess, trust_code=trust_code)
+    asked = requests.asked(**{k: v for k, v in locals().items() if k != "emit"})
+    return _searched(asked, emit)
+
+
+def build(request: BuildRequest, *, emit: Emit = silent) -> tuple[Plan, compiler.Front | None]:
+    """Do what a request says and write what it names: the plan, and a budget's table and picture.
+
+    Returns:
+        The plan, and with a budget all that were found.
+
+    Raises:
+        UsageError: the table has no point of that number.
+    """
+    asked = requests.asked(**requests.keywords(request))
+    if request.budget is None:
+        plan, front = _compiled(asked, emit), None
+    else:
+        front = _searched(asked, emit)
+        plan = front.plan if request.point is None else _point(front, request)
+        if request.chart is not None:
+            write_atomic(Path(request.chart), compiler.budget.svg(front).encode())
+        if request.front is not None:
+            front.save(request.front)
+    if request.out is not None:
+        plan.save(request.out)
+    return plan, front
+
+
+def _point(front: compiler.Front, request: BuildRequest) -> Plan:
+    """Another plan of the table than the chosen one; its command says which."""
+    point = request.point or 0
+    if point >= len(front):
+        raise UsageError(
+            "the table has no such point", seen=point, fix=f"use 0 to {len(front) - 1}"
+        )
+    plan = front[point].plan
+    rebuild = f"{plan.manifest.rebuild} --point {point}"
+    return replace(plan, manifest=replace(plan.manifest, rebuild=rebuild))
+
+
+def _compiled(asked: Asked, emit: Emit) -> Plan:
+    """One plan, in the precisions that were asked for, or that a budget chose for its lock."""
+    request, given = asked.request, asked.given
+    network = _opened(asked, emit)
+    chosen = locks.chosen_by_budget(given["lock"])
+    if chosen is not None and request.precision == "fp32" and not request.precisions:
+        known = chosen.manifest
+        request = replace(request, precision=known.precision, precisions=dict(known.precisions))
+        asked = replace(asked, request=request)
+    target = request.target or default_target()
+    wanted = {request.precision, *map(plain_precision, (request.precisions or {}).values())}
+    wanted &= set(compiler.KINDS)
+    calibration = given["calibration"] if wanted or chosen else None
+    plan = compiler.compile_graph(
+        network.graph,
+        target=target,
+        batch=request.span,
+        precision=request.precision,
+        precisions=request.precisions,
+        calibration=_scales(network, calibration, target, sorted(wanted), emit),
+        input=request.input,
+        samples=given.get("samples"),
+        about=network.about(asked.rebuild()),
+        measuring=_measuring(asked),
+        emit=emit,
+    )
+    plan = asked.said(_carrying(plan, emit))
+    return plan if chosen is None else locks.as_judged(plan, chosen)
+
+
+def _searched(asked: Asked, emit: Emit) -> compiler.Front:
+    """The plans that a budget's search finds."""
+    request, given = asked.request, asked.given
+    target = request.target or default_target()
+    network = _opened(asked, emit)
+    data, calibration = given["data"], given["calibration"]
     if isinstance(data, str | Path):
         data = Dataset(data)
     if calibration is None and isinstance(data, Dataset) and "train" in data.info.splits:
         calibration = data
     record = network.preprocess
-    searched = f" --budget {budget:g}{shown('data', data)}"
-    kinds = [k for k in compiler.budget.offered(target, precision) if k in compiler.KINDS]
+    kinds = [k for k in compiler.budget.offered(target, request.precision) if k in compiler.KINDS]
     return compiler.budget.search(
         network.graph,
         target=target,
-        batch=span,
+        batch=request.span,
         data=judging(network, data),
         run=_running,
         feed=partial(_as_pixels, record=record)
-        if input == "uint8" and record
+        if request.input == "uint8" and record
         else lambda batch: batch,
-        finish=lambda plan: _carrying(plan, emit),
-        budget=budget,
-        metric=metric,
-        least=precision,
+        finish=lambda plan: asked.said(_carrying(plan, emit)),
+        budget=given["budget"],
+        metric=given.get("metric", compiler.budget.top1),
+        least=request.precision,
         calibration=_scales(network, calibration, target, kinds, emit),
-        input=input,
-        about=network.about(
-            _command(network.name, target, precision, span, input, calibration, searched)
-        ),
-        measuring=compiler.Measuring(
-            cache=None if cache is None else Path(cache), time_limit_s=time_limit_s
-        ),
+        input=request.input,
+        about=network.about(asked.rebuild()),
+        measuring=_measuring(asked),
         emit=emit,
+    )
+
+
+def _opened(asked: Asked, emit: Emit) -> Opened:
+    request, source = asked.request, asked.given["source"]
+    if not isinstance(source, torch.nn.Module) and is_network(str(source)):
+        emit(phase("network", f"{source} is as its code makes it: nothing is loaded into it"))
+    return opened(
+        source,
+        request.span,
+        inputs=request.inputs or None,
+        preprocess=request.preprocess,
+        trust_code=request.trust_code,
+    )
+
+
+def _measuring(asked: Asked) -> compiler.Measuring:
+    request, lock = asked.request, asked.given.get("lock")
+    return compiler.Measuring(
+        cache=None if request.cache is None else Path(request.cache),
+        lock=None if lock is None else locks.lines_of(lock),
+        time_limit_s=request.time_limit_s,
     )
 
 
@@ -289,23 +335,6 @@ def _scales(
         return None
     emit(phase("calibrate", f"scales for {' and '.join(kinds) or 'the check'}"))
     return calibrated(network, data, target, kinds=kinds)
-
-
-def _command(
-    name: str,
-    target: str,
-    precision: str,
-    span: DimRange,
-    input: compiler.Input,
-    calibration: CalibrationData | None,
-    searched: str = "",
-) -> str:
-    """The command that builds a plan elsewhere."""
-    sizes = ",".join(str(n) for n in dict.fromkeys((span.min, span.opt, span.max)))
-    return (
-        f"tessella compile {name} --target {target} --precision {precision} --batch {sizes}"
-        f"{searched}{' --uint8' if input == 'uint8' else ''}{shown('calibrate', calibration)}"
-    )
 
 
 def _carrying(plan: Plan, emit: Emit) -> Plan:

@@ -90,10 +90,3 @@ def _some(labels: tuple[str, ...]) -> str:
     """The first five of many names."""
     more = f" … ({len(labels)} in all)" if len(labels) > 5 else ""
     return ", ".join(map(repr, labels[:5])) + more
-
-
-def shown(option: str, data: CalibrationData | JudgingData | None) -> str:
-    """How a command names it, where it has a place."""
-    if isinstance(data, Dataset):
-        data = data.path
-    return f" --{option} {data}" if isinstance(data, str | Path | CalibrationSet) else ""

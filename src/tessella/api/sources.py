@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tessella import compiler, graph
+from tessella.artifacts.build import is_network, span_of
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.run import Run
 from tessella.core.errors import UsageError
@@ -46,14 +47,7 @@ def batch_range(batch: Batch) -> DimRange:
     """``8`` or ``(1, 8, 32)`` as a range."""
     if isinstance(batch, DimRange):
         return batch
-    sizes = (batch,) if isinstance(batch, int) else tuple(batch)
-    if len(sizes) not in (1, 3):
-        raise UsageError(
-            "a batch is one size, or the smallest, the usual and the largest",
-            seen=sizes,
-            fix="write batch=8 or batch=(1, 8, 32)",
-        )
-    return DimRange(min=sizes[0], opt=sizes[len(sizes) // 2], max=sizes[-1])
+    return span_of((batch,) if isinstance(batch, int) else tuple(batch))
 
 
 def opened(
@@ -65,20 +59,25 @@ def opened(
     preprocess: Preprocess | None = None,
 ) -> Opened:
     """Capture a network. Arguments as for ``compile``; a checkpoint has its own ``preprocess``."""
+    if isinstance(source, str | Path) and Path(source).suffix == ".onnx":
+        read = onnx.read(Path(source), batch=batch)
+        return Opened(graph=read, name=str(source), preprocess=preprocess)
+    name = str(source)
+    if isinstance(source, str | Path) and is_network(name):
+        source, usual = zoo.untrained(name, inputs[0].shape[1:] if inputs else None)
+        inputs = inputs or [TensorSpec(name="image", dtype="float32", shape=(1, *usual))]
+    elif isinstance(source, torch.nn.Module):
+        name = type(source).__name__
     if isinstance(source, torch.nn.Module):
         if inputs is None:
             raise UsageError(
                 "a module does not say what it takes",
-                seen=type(source).__name__,
+                seen=name,
                 fix="pass inputs=[TensorSpec(name='image', dtype='float32', "
                 "shape=(1, 3, 224, 224))]",
             )
         specs = tuple(replace(s, shape=(batch, *s.shape[1:])) for s in inputs)
-        captured = graph.capture(source, specs)
-        return Opened(graph=captured, name=type(source).__name__, preprocess=preprocess)
-    if isinstance(source, str | Path) and Path(source).suffix == ".onnx":
-        read = onnx.read(Path(source), batch=batch)
-        return Opened(graph=read, name=str(source), preprocess=preprocess)
+        return Opened(graph=graph.capture(source, specs), name=name, preprocess=preprocess)
     checkpoint = open_checkpoint(source)
     info = checkpoint.info
     image = TensorSpec(name="image", dtype="float32", shape=(batch, *info.preprocess.input_shape))

@@ -21,15 +21,3 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if all(p.strip().isdigit() and int(p) > 0 for p in parts):
         return tuple(int(p) for p in parts)
     raise UsageError("batch sizes are positive numbers", seen=text, fix="write 8 or 1,8,32")
-
-
-def parse_batch(text: str) -> tuple[int, ...]:
-    """``8`` or ``1,8,32`` (min, opt, max)."""
-    parts = text.split(",")
-    if len(parts) in (1, 3) and all(p.strip().isdigit() for p in parts):
-        return tuple(int(p) for p in parts)
-    raise UsageError(
-        "a batch is one size, or the smallest, the usual and the largest",
-        seen=text,
-        fix="write 8 or 1,8,32",
-    )

@@ -11,11 +11,12 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from tessella.artifacts.build import BuildRequest, plan_name
 from tessella.artifacts.defaults import completed
 from tessella.artifacts.run import Recipe, Solver
 from tessella.core.errors import UsageError
@@ -143,82 +144,13 @@ def sweep(
     return tuple(specs.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibrate:
-    """Which images int8 and fp8 get their scales from: options of ``tessella compile``.
-
-    Attributes:
-        samples, method: None: as the command has them.
-    """
-
-    dataset: PathLike
-    split: str = "train"
-    samples: int | None = None
-    method: str | None = None
-
-    def argv(self) -> list[str]:
-        argv = ["--calibrate", _path(self.dataset)]
-        argv += [] if self.split == "train" else ["--calibrate-split", self.split]
-        argv += [] if self.samples is None else ["--calibrate-samples", str(self.samples)]
-        return argv + ([] if self.method is None else ["--calibrate-method", self.method])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Points of accuracy that a plan may lose on a dataset: options of ``tessella compile``.
-
-    Attributes:
-        front: folder that gets all plans of the search.
-    """
-
-    points: float
-    dataset: PathLike
-    front: PathLike
-
-    def argv(self) -> list[str]:
-        if not 0 <= self.points < 100:
-            raise UsageError(
-                "a budget is percentage points of accuracy", seen=self.points, fix="0 to 100"
-            )
-        argv = ["--budget", f"{self.points:g}", "--data", _path(self.dataset)]
-        return [*argv, "--front", _path(self.front)]
-
-
-def compile_plan(
-    source: PathLike,
-    out: PathLike,
-    *,
-    target: str = "cpu",
-    precision: str = "fp32",
-    batches: Sequence[int] = (1, 8, 32),
-    calibrate: Calibrate | None = None,
-    budget: Budget | None = None,
-    uint8: bool = False,
-    lock: PathLike | None = None,
-    time_limit_s: float | None = None,
-    cache: PathLike | None = None,
-    depends_on: Sequence[str] = (),
-) -> JobSpec:
-    """``tessella compile``: a checkpoint, or the best one of a run, becomes a plan.
-
-    Raises:
-        UsageError: options that do not go together.
-    """
-    if budget is not None and lock is not None:
-        raise UsageError("a budget takes no lock", fix="leave one of them out")
-    argv = ["compile", _path(source), "--out", _path(out), "--target", target]
-    argv += ["--precision", precision, "--batch", ",".join(str(b) for b in batches)]
-    argv += [] if budget is None else budget.argv()
-    argv += [] if calibrate is None else calibrate.argv()
-    argv += ["--uint8"] if uint8 else []
-    argv += [] if lock is None else ["--lock", _path(lock)]
-    argv += [] if cache is None else ["--cache", _path(cache)]
-    argv += [] if time_limit_s is None else ["--time-limit", f"{time_limit_s:g}"]
+def compile_plan(request: BuildRequest, *, depends_on: Sequence[str] = ()) -> JobSpec:
+    """``tessella compile``: a checkpoint, or the best one of a run, becomes a plan."""
     return JobSpec(
-        name=Path(out).name,
+        name=Path(request.out or plan_name(request.source)).name,
         kind="compile",
-        argv=tuple(argv),
-        gpus=_gpus_of(target),
+        argv=tuple(request.argv()),
+        gpus=_gpus_of(request.target or ""),
         depends_on=tuple(depends_on),
         resumable=True,
     )

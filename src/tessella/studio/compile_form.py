@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nicegui import ui
 
+from tessella.artifacts.build import ROUNDED, BuildRequest, read_batch
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target
@@ -17,21 +18,20 @@ from tessella.studio.wanted import (
     LEAST,
     METHODS,
     PRECISIONS,
-    ROUNDED,
     TARGETS,
     USUAL_METHOD,
     USUAL_SAMPLES,
     WAYS,
     How,
-    Wanted,
     followed,
     followed_words,
+    requested,
     rounds,
 )
 
 
 class CompileForm:
-    """The fields. ``on_change`` is called after each change, when ``wanted`` may be asked for.
+    """The fields. ``on_change`` is called after each change, when ``request`` may be asked for.
 
     Args:
         sources: runs with a checkpoint, by ref, as they are shown.
@@ -138,33 +138,29 @@ class CompileForm:
 
     # --- what it says -------------------------------------------------------------------
 
-    def wanted(self) -> Wanted:
+    def request(self) -> BuildRequest:
         """What is asked for now.
 
         Raises:
-            UsageError: the plan to follow cannot be followed from here.
+            UsageError: something is missing, or cannot be.
         """
         how: How = self._how.value
+        limit = self._limit.value
         settings: dict = {
+            "source": self._source.value,
             "target": self._target.value,
             "precision": self._precision.value,
-            "batches": self._batch.value or "",
-            "uint8": bool(self._uint8.value),
+            "batch": read_batch(self._batch.value or ""),
+            "input": "uint8" if self._uint8.value else "float32",
+            "budget": self._points.value,
+            "data": self._judge.value,
+            "lock": self._lock.value,
+            "time_limit_s": None if limit in (None, "") else float(limit),
+            **self._calibrated(),
         }
         if how == "lock" and self._lock.value:
             settings |= followed(self._plans[self._lock.value])
-        limit = self._limit.value
-        return Wanted(
-            source=self._source.value,
-            name=(self._name.value or "").strip(),
-            how=how,
-            calibrate=self._calibrated(),
-            points=self._points.value,
-            judge=self._judge.value,
-            lock=self._lock.value,
-            time_limit_s=None if limit in (None, "") else float(limit),
-            **settings,
-        )
+        return requested(how, (self._name.value or "").strip(), **settings)
 
     def suggest(self, name: str) -> None:
         """Show the name that a plan gets if none is typed."""
@@ -172,12 +168,18 @@ class CompileForm:
             self._name.props["placeholder"] = name
             self._name.update()
 
-    def _calibrated(self) -> tuple[str, str, int | None, str] | None:
+    def _calibrated(self) -> dict:
+        """What calibrates; what is usual is not said."""
         if not self._calibrating.visible or not self._calibrate.value:
-            return None
-        samples = self._samples.value
-        count = None if samples in (None, "") else int(samples)
-        return self._calibrate.value, self._split.value, count, self._method.value
+            return {}
+        samples, method, split = self._samples.value, self._method.value, self._split.value
+        count = None if samples in (None, "", USUAL_SAMPLES) else int(samples)
+        return {
+            "calibration": self._calibrate.value,
+            "calibration_split": None if split == "train" else split,
+            "calibration_samples": count,
+            "calibration_method": None if method == USUAL_METHOD else method,
+        }
 
     # --- what applies -------------------------------------------------------------------
 

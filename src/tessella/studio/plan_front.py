@@ -41,6 +41,8 @@ def title_of(plan: Path) -> str:
 def rebuilt(plan: Path, command: str) -> str:
     """The command that builds a plan again; a front's manifest has that of the chosen one."""
     of_front = plan.parent.suffix == ".front" and plan.stem.isdigit()
+    if of_front and not command.startswith("tessella "):  # Python: a network in memory
+        return f"{command}; of its table the plan {plan.stem}"
     return f"{command} --point {plan.stem}" if of_front else command
 
 

@@ -20,7 +20,7 @@ def test_compile_takes_a_budget_and_a_lock_brings_the_plan_back(
     front = api.pareto(net, data=judging, budget=1.0, **given)
     plan = front.plan
     assert plan.manifest.receipt is not None
-    assert "--budget 1" in plan.manifest.rebuild
+    assert "budget=1.0, data=data" in plan.manifest.rebuild
     again = api.compile(net, lock=plan, calibration=front.calibration, **given)
     assert to_bytes(again) == to_bytes(plan)
     with pytest.raises(UsageError, match="labelled data"):

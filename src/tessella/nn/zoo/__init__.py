@@ -5,8 +5,8 @@
 returns logits ``[N, classes]``.
 """
 
-from tessella.nn.zoo.build import build, network
+from tessella.nn.zoo.build import build, network, untrained
 from tessella.nn.zoo.catalog import Description, describe, names
 from tessella.nn.zoo.restore import init_from, load
 
-__all__ = ["Description", "build", "describe", "init_from", "load", "names", "network"]
+__all__ = ["Description", "build", "describe", "init_from", "load", "names", "network", "untrained"]

@@ -17,6 +17,7 @@ from tessella.nn.zoo.catalog import STANDARD
 from tessella.nn.zoo.lenet import LeNet
 
 TIMM = "timm/"
+CLASSES = 1000  # of a network that nobody trained
 Scalar = str | int | float | bool | None
 
 
@@ -97,6 +98,29 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
         module = timm_network.build(name, **sizes, **area, options=options, pretrained=pretrained)
     _check_output(module, network)
     return module
+
+
+def untrained(
+    name: str, shape: tuple[Any, ...] | None = None
+) -> tuple[nn.Module, tuple[int, int, int]]:
+    """A network by its name, or what a function of a user's file makes: in evaluation mode.
+
+    A network gets 1,000 classes, and weights that are the same each time. A function, as a class,
+    may take ``classes``, ``channels``, ``height``, ``width`` and ``size``.
+
+    Args:
+        shape: of one input, without the batch; that of an image tells channels and size.
+
+    Returns:
+        The module, and the shape of the image that it usually takes.
+    """
+    shape = shape if shape and len(shape) == 3 and all(isinstance(n, int) for n in shape) else None
+    channels, size = (None, None) if shape is None else (shape[0], shape[1:])
+    record = network(name, classes=CLASSES, channels=channels, size=size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = user_module.call(record) if _kind(name) == "python" else build(record)
+    return made.eval(), (record.channels, record.height, record.width)
 
 
 def _kind(name: str) -> str:

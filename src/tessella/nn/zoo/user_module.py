@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,40 @@ def build(network: Network, *, trust_code: bool) -> nn.Module:
     if not trust_code:
         _require_same_text(path, source)
     cls = _find_class(_run(path, source), class_name, path)
-    arguments = _arguments(cls, network)
+    return _called(cls, network)
+
+
+def call(network: Network) -> nn.Module:
+    """What a class or a function of a file makes, which a user, and no checkpoint, has named.
+
+    Raises:
+        UsageError: the file does not run, or makes no torch module.
+    """
+    path, name = split_name(network.name)
+    module = _run(path, network.source or "")
+    function = vars(module).get(name)
+    if isinstance(function, types.FunctionType):
+        made = _called(function, network)
+    else:
+        made = _called(_find_class(module, name, path), network)
+    if not isinstance(made, nn.Module):
+        raise UsageError(
+            f"{network.name} makes no torch module",
+            seen=type(made).__name__,
+            fix="name a class that extends nn.Module, or a function that returns such a module",
+        )
+    return made
+
+
+def _called(maker: Callable[..., Any], network: Network) -> Any:
+    arguments = _arguments(maker, network)
     try:
-        return cls(**arguments)
+        return maker(**arguments)
     except Exception as error:
         raise UsageError(
             f"{network.name} raised an error when it was made",
             seen=f"{type(error).__name__}: {error}; called with {arguments}",
-            fix="correct the class",
+            fix="correct it",
         ) from error
 
 
@@ -110,8 +137,8 @@ def _find_class(module: types.ModuleType, class_name: str, path: Path) -> type[n
     return own[class_name]
 
 
-def _arguments(cls: type[nn.Module], network: Network) -> dict[str, Any]:
-    """The keyword arguments that ``cls`` names, and every option."""
+def _arguments(cls: Callable[..., Any], network: Network) -> dict[str, Any]:
+    """The keyword arguments that a class or function names, and every option."""
     offered = {
         "classes": network.classes,
         "channels": network.channels,

@@ -130,9 +130,9 @@ class _Compile:
             return
         problem = ""
         try:
-            wanted = self._form.wanted()
-            self._form.suggest(wanted.plan_name)
-            self._command.show(commands.shown(wanted.spec()))
+            request = self._form.request()
+            self._form.suggest(Path(request.out or "").stem)
+            self._command.show(request.command())
         except TessellaError as error:
             problem = str(error)
         self._problem.text = problem
@@ -140,9 +140,9 @@ class _Compile:
 
     def _start(self) -> None:
         with parts.telling():
-            wanted = self._form.wanted()
-            self._desk.workspace.new_path("plan", wanted.plan_name)
-            self._watch(self._desk.store.submit(wanted.spec()))
+            request = self._form.request()
+            self._desk.workspace.new_path("plan", Path(request.out or "").stem)
+            self._watch(self._desk.store.submit(commands.compile_plan(request)))
             ui.run_javascript("window.scrollTo({top: 0})")  # to where the progress is
 
     def _stop(self, job: Job) -> None:

@@ -1,0 +1,104 @@
+"""What ``compile`` and ``pareto`` are asked for: a record of what can be said, and the objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessella.api.sources import batch_range
+from tessella.artifacts.build import BuildRequest, in_memory
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.plan import Plan
+from tessella.artifacts.run import Run
+from tessella.compiler.budget import top1
+from tessella.compiler.samples import CalibrationSet
+from tessella.core.device import default_target
+from tessella.core.errors import UsageError
+from tessella.core.spec import DimRange
+
+FIELDS = frozenset(f.name for f in fields(BuildRequest))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request, and the settings as they were given, some of which no text can say."""
+
+    request: BuildRequest
+    given: Mapping[str, Any]
+
+    def rebuild(self, plan: Plan | None = None) -> str:
+        """How a plan is built again, by a command where there is one.
+
+        Args:
+            plan: what it turned out to need; modules that define kernels are then named.
+        """
+        request = self.request
+        modules = sorted(set(plan.manifest.imports.values())) if plan is not None else []
+        # a file of the user's that is the source itself defines them again
+        modules = [m for m in modules if not m.startswith("tessella_user_")]
+        imports = tuple("<__main__>" if m == "__main__" else m for m in modules)
+        objects = [n for n in ("samples", "metric") if self.given.get(n) not in (None, top1)]
+        return replace(request, imports=imports).rebuild(*objects)
+
+    def said(self, plan: Plan) -> Plan:
+        """The plan, with the modules that it needs in the command that builds it again."""
+        if not plan.manifest.imports:
+            return plan
+        return replace(plan, manifest=replace(plan.manifest, rebuild=self.rebuild(plan)))
+
+
+def asked(**given: Any) -> Asked:
+    """The settings of ``compile`` or ``pareto``, checked before a network is opened.
+
+    Raises:
+        UsageError, ArtifactError: what is asked for cannot be, or is not there.
+    """
+    texts = {name: _said(name, value) for name, value in given.items() if name in FIELDS}
+    calibration = given.get("calibration")
+    if isinstance(calibration, CalibrationSet):
+        texts["calibration"] = str(calibration.dataset)
+        for name in ("split", "samples", "method"):
+            if (value := getattr(calibration, name)) != getattr(CalibrationSet, name):
+                texts[f"calibration_{name}"] = value
+    request = BuildRequest(**texts)
+    request.require_files()
+    if request.budget is not None and given.get("samples"):
+        raise UsageError("a budget is judged by labelled data", fix="leave out samples")
+    return Asked(request=replace(request, target=request.target or default_target()), given=given)
+
+
+def keywords(request: BuildRequest) -> dict[str, Any]:
+    """A request as keyword arguments of ``compile`` or ``pareto``, ``source`` among them."""
+    given = {f.name: getattr(request, f.name) for f in fields(request)}
+    details = {n: given.pop(f"calibration_{n}") for n in ("split", "samples", "method")}
+    details = {name: value for name, value in details.items() if value is not None}
+    if details:
+        given["calibration"] = CalibrationSet(dataset=Path(given["calibration"]), **details)
+    for name in ("out", "front", "chart", "point", "imports"):
+        del given[name]
+    return {**given, "inputs": given["inputs"] or None}
+
+
+def _said(name: str, value: Any) -> Any:
+    """A setting as the record has it; what no text can say as its name in angle brackets."""
+    if name == "batch":
+        span: DimRange = batch_range(value)
+        return (span.min,) if span.min == span.max else (span.min, span.opt, span.max)
+    if name == "inputs":
+        return tuple(value or ())
+    if name == "precisions":
+        return dict(value) if value else None
+    if isinstance(value, torch.nn.Module):
+        return f"<{type(value).__name__}>"
+    if isinstance(value, Checkpoint | Run | Dataset):
+        value = value.path
+    if isinstance(value, str | Path) and name in ("source", "calibration", "data", "lock", "cache"):
+        return f"./{value}" if in_memory(str(value)) else str(value)
+    if name in ("calibration", "data", "lock") and value is not None:
+        return f"<{name}>"
+    return value

@@ -1,0 +1,401 @@
+"""A compile request as one record: what command line, Python, jobs and a plan's ``rebuild`` say.
+
+Each field is an option of ``tessella compile``, and its name is the one that Python uses. What the
+fields say together is checked here, before torch is imported or a file is opened.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from tessella.core.dtype import PRECISIONS, plain_precision
+from tessella.core.errors import ArtifactError, UsageError
+from tessella.core.preprocess import Preprocess
+from tessella.core.record import canonical_json, from_plain, parse_json
+from tessella.core.spec import DimRange, TensorSpec
+
+TARGETS = ("cpu", "sm_90", "reference")
+Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
+ROUNDED = ("int8", "fp8")  # what needs a calibration
+METHODS = ("min-max", "percentile", "entropy", "mse")
+NETWORKS = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152")
+ALWAYS = ("target", "precision", "batch")  # said although they are the usual ones
+# How a build is made and where its results go: another plan does not come of it.
+BESIDE = ("out", "cache", "lock", "time_limit_s", "chart", "front")
+
+
+def option(help: str, *spellings: str, default: Any = None) -> Any:
+    """A field with the help of its option, and what else this may be called."""
+    return field(default=default, metadata={"help": help, "spellings": spellings})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """Everything that ``tessella compile`` can be asked for; the help of an option is its meaning.
+
+    A text in angle brackets, as ``<Net>``, stands for an object of a Python program: such a request
+    has no command, and ``rebuild`` says so.
+
+    Raises:
+        UsageError: a value that cannot be, or values that do not go together.
+    """
+
+    source: str = field(
+        metadata={
+            "help": "A checkpoint, a run (its best), model.onnx, file.py:NAME, net.prototxt, or a"
+            " network's name."
+        }
+    )
+    out: str | None = option("The plan file to write.")
+    target: str | None = option("cpu, sm_90 or reference; else what this machine has.")
+    precision: str = option(
+        "fp32, tf32, bf16, fp16, or with a calibration int8, fp8.", default="fp32"
+    )
+    batch: tuple[int, ...] = option(
+        "One size, or smallest,usual,largest: 1,8,32 is usual.", default=(1, 8, 32)
+    )
+    precisions: dict[str, str] | None = option(
+        "NAME=PRECISION of a layer, by its result in show --passes --graph; repeatable.", "--layer"
+    )
+    budget: float | None = option(
+        "Points of accuracy that the plan may lose: each layer's precision is chosen."
+    )
+    data: str | None = option("budget: the dataset that judges.")
+    front: str | None = option("budget: write all plans of the table into this folder, too.")
+    chart: str | None = option("budget: draw accuracy, time, bytes as SVG.")
+    point: int | None = option("budget: write this plan of the table, not the chosen one.")
+    calibration: str | None = option(
+        "A dataset, or a saved calibration, for int8 and fp8.", "--calibrate"
+    )
+    calibration_split: str | None = option(
+        "calibration: of this split, not of train.", "--calibrate-split"
+    )
+    calibration_samples: int | None = option(
+        "calibration: about so many images, not 512.", "--calibrate-samples"
+    )
+    calibration_method: str | None = option(
+        "calibration: min-max, percentile, entropy or mse (the default).", "--calibrate-method"
+    )
+    inputs: tuple[TensorSpec, ...] = option(
+        "NAME:DTYPE:1x3x224x224 of an input of file.py:NAME or of a network; repeatable.",
+        default=(),
+    )
+    input: Input = option(
+        "uint8: take images as bytes; the plan scales them itself.", default="float32"
+    )
+    preprocess: Preprocess | None = option(
+        "How images become the input, as JSON or a file of it; a checkpoint says so itself."
+    )
+    lock: str | None = option("A plan: decide as it did, measure nothing, same bytes.")
+    cache: str | None = option("Timing cache, read and added to.")
+    time_limit_s: float | None = option(
+        "Seconds to measure; the next build with this cache goes on.", "--time-limit"
+    )
+    trust_code: bool = option("Run the Python that a checkpoint brings.", default=False)
+    imports: tuple[str, ...] = option(  # stands before the verb
+        "Import a module first: it defines kernels of your own.", default=()
+    )
+
+    def __post_init__(self) -> None:
+        if not self.source.strip():
+            raise UsageError("a source has a name", seen=repr(self.source), fix="name a checkpoint")
+        _one_of(self.target, (*TARGETS, None), "unknown target")
+        _one_of(self.precision, tuple(PRECISIONS), "unknown precision")
+        _one_of(self.input, get_args(Input), "unknown kind of input")
+        _one_of(self.calibration_method, (*METHODS, None), "unknown method of calibration")
+        span_of(self.batch)
+        for name, precision in (self.precisions or {}).items():
+            if plain_precision(precision) not in PRECISIONS or precision.startswith("tf32"):
+                raise UsageError(
+                    "this is no precision of a single layer",
+                    seen=f"{precision} for {name}",
+                    fix=f"use {', '.join(p for p in PRECISIONS if p != 'tf32')}",
+                )
+        if self.calibration_samples is not None and self.calibration_samples < 1:
+            raise UsageError(
+                "a calibration needs samples", seen=self.calibration_samples, fix="give 1 or more"
+            )
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
+            raise UsageError("a time limit is seconds, more than 0", seen=self.time_limit_s)
+        self._require_budget()
+        self._require_calibration()
+
+    def _require_budget(self) -> None:
+        """What a budget needs, what it takes over, and what belongs to it."""
+        if self.budget is None:
+            lonely = ("data", "chart", "front", "point")
+            if given := [spelled(n) for n in lonely if getattr(self, n) is not None]:
+                raise UsageError("this belongs to --budget", seen=", ".join(given), fix="give it")
+            return
+        if not 0 <= self.budget < 100:
+            raise UsageError(
+                "a budget is percentage points of accuracy", seen=self.budget, fix="0 to 100"
+            )
+        if self.data is None:
+            raise UsageError(
+                "a budget needs labelled data, which judges the plans", fix="give --data, data="
+            )
+        if self.precisions or self.lock:
+            raise UsageError(
+                "a budget chooses the precisions of the layers itself, by measuring",
+                seen=", ".join(n for n in ("precisions", "lock") if getattr(self, n)),
+                fix="leave it out",
+            )
+        if self.point is not None and self.point < 0:
+            raise UsageError("the table has no such point", seen=self.point, fix="count from 0")
+
+    def _require_calibration(self) -> None:
+        used = {self.precision, *map(plain_precision, (self.precisions or {}).values())}
+        if self.calibration is None and self.budget is None and used & set(ROUNDED):
+            raise UsageError(
+                f"{' and '.join(sorted(used & set(ROUNDED)))} needs a calibration",
+                seen="none",
+                fix="give calibration=, or --calibrate DATASET, or choose another precision",
+            )
+        if self.calibration is None:
+            self._refuse_details("no calibration")
+
+    def _refuse_details(self, seen: str) -> None:
+        """Which images of a dataset calibrate, and how, is no question without one."""
+        details = (self.calibration_split, self.calibration_samples, self.calibration_method)
+        if any(d is not None for d in details):
+            raise UsageError(
+                "a split, samples and a method of calibration belong to a dataset",
+                seen=seen,
+                fix="give --calibrate DATASET",
+            )
+
+    @property
+    def span(self) -> DimRange:
+        """The batch as a range."""
+        return span_of(self.batch)
+
+    def require_files(self) -> None:
+        """Look whether what the request names is there, before anything is loaded.
+
+        Raises:
+            UsageError, ArtifactError: it is not.
+        """
+        if self.out is not None and Path(self.out).is_dir():
+            raise UsageError(
+                "a plan is a file", seen=f"the folder {self.out}", fix=f"{self.out}/net.plan"
+            )
+        if not in_memory(self.source):
+            _require_source(self.source)
+        for name in ("calibration", "data"):
+            given = getattr(self, name)
+            if given is not None and not in_memory(given) and not Path(given).exists():
+                raise ArtifactError(
+                    "there is no dataset here", seen=f"{spelled(name)} {given}", fix="give its path"
+                )
+        if self.lock is not None and not in_memory(self.lock) and not Path(self.lock).is_file():
+            raise UsageError("there is no lock here", seen=self.lock, fix="give a plan or its lock")
+        if Path(self.calibration or "").is_file():
+            self._refuse_details(f"the saved calibration {self.calibration}")
+
+    def _said(self) -> dict[str, Any]:
+        """The fields that are not as usual, and those that are always said."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        return {
+            name: value
+            for name, (value, usual) in values.items()
+            if value is not None and (value != usual or name in ALWAYS)
+        }
+
+    def argv(self) -> list[str]:
+        """The words of the command, without ``tessella``."""
+        words = [word for module in self.imports for word in ("--import", module)]
+        words += ["compile", f"./{self.source}" if self.source[0] == "-" else self.source]
+        for name, value in self._said().items():
+            if name in ("source", "imports"):
+                continue
+            written = WRITTEN.get(name, _one)(value)
+            option = spelled(name)
+            words += [option] if value is True else [w for t in written for w in (option, t)]
+        return words
+
+    def command(self) -> str:
+        """The command as a person types it into a shell."""
+        return shlex.join(("tessella", *self.argv()))
+
+    def rebuild(self, *objects: str) -> str:
+        """How to build the same plan elsewhere: a command that runs, or a line of Python.
+
+        Args:
+            objects: settings that only Python knows (``samples``, ``metric``).
+        """
+        beside: dict[str, Any] = dict.fromkeys(BESIDE)
+        again = replace(self, **beside)
+        texts = (self.source, self.calibration or "", self.data or "", *self.imports)
+        if objects or any(map(in_memory, texts)):
+            return again._python(objects)
+        return replace(again, out=plan_name(self.source) + ".plan").command()
+
+    def _python(self, objects: Sequence[str]) -> str:
+        """The call of Python; its comment says which names the reader has to give a meaning."""
+        values = self._said()
+        texts = {n: n if in_memory(v) else repr(v) for n, v in values.items()}
+        details = {n: texts.pop(f"calibration_{n}", None) for n in ("split", "samples", "method")}
+        if any(details.values()):
+            given = {"dataset": texts["calibration"], **details}
+            shown = ", ".join(f"{name}={text}" for name, text in given.items() if text)
+            texts["calibration"] = f"CalibrationSet({shown})"
+        texts |= {name: name for name in objects}
+        source = texts.pop("source")
+        source = "module" if in_memory(self.source) else source
+        texts.pop("imports", None)
+        call = ", ".join((source, *(f"{name}={text}" for name, text in texts.items())))
+        call = f"pareto({call}).plan" if "metric" in objects else f"compile({call})"
+        meant = [f"module is of the class {self.source[1:-1]}"] if source == "module" else []
+        meant += [f"{name} is in memory" for name, text in texts.items() if name == text]
+        return f"tessella.{call}  # in Python: {', '.join(meant)}"
+
+
+def read_options(given: Mapping[str, Any]) -> BuildRequest:
+    """The request that options say: texts where the command line has texts.
+
+    Raises:
+        UsageError: a text that cannot be read, or a request that cannot be.
+    """
+    known = {f.name for f in fields(BuildRequest)}
+    said = {n: v for n, v in given.items() if n in known and v is not None and v not in ((), [])}
+    for name in ("source", "calibration", "data"):
+        if in_memory(said.get(name)):  # a file of such a name
+            said[name] = f"./{said[name]}"
+    return BuildRequest(**{n: READ[n](v) if n in READ else v for n, v in said.items()})
+
+
+def spelled(name: str) -> str:
+    """The option of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def in_memory(text: object) -> bool:
+    """Whether a text stands for an object of a Python program."""
+    return isinstance(text, str) and text[:1] == "<" and text[-1:] == ">"
+
+
+def is_network(source: str) -> bool:
+    """Whether a source names a network without trained weights, or a user's module."""
+    if source.endswith(".prototxt") or ".py:" in source:
+        return not Path(source).is_dir()
+    named = source in NETWORKS or source.startswith("timm/")
+    return named and not Path(source).exists()
+
+
+def plan_name(source: str) -> str:
+    """What a plan of a source is called: the last part of its name."""
+    name = source.rpartition(":")[2] if ".py:" in source else source
+    return Path(name).name.removesuffix(".onnx").removesuffix(".prototxt") or "network"
+
+
+def span_of(sizes: Sequence[int], text: str = "") -> DimRange:
+    """One size, or the smallest, the usual and the largest, as a range; ``text``: as written."""
+    if len(sizes) not in (1, 3) or list(sizes) != sorted(sizes) or sizes[0] < 1:
+        raise UsageError(
+            "a batch is one size, or the smallest, the usual and the largest",
+            seen=text or ", ".join(map(str, sizes)) or "nothing",
+            fix="write batch=8 or batch=(1, 8, 32), --batch 8 or --batch 1,8,32",
+        )
+    return DimRange(min=sizes[0], opt=sizes[len(sizes) // 2], max=sizes[-1])
+
+
+def read_batch(text: str) -> tuple[int, ...]:
+    """``"8"`` or ``"1, 8, 32"`` as sizes; a ``UsageError`` where these are none."""
+    numbers = [n.strip() for n in text.split(",")]
+    sizes = [int(n) for n in numbers if re.fullmatch("[0-9]{1,9}", n)]
+    span_of(sizes if len(sizes) == len(numbers) else (), text)
+    return tuple(sizes)
+
+
+def _read_precisions(texts: Iterable[str]) -> dict[str, str]:
+    """``NAME=PRECISION``, each, as a mapping."""
+    for text in texts:
+        if "=" not in text:
+            raise UsageError("a layer's precision is NAME=PRECISION", seen=text, fix="fc=fp32")
+    return {name: precision for name, _, precision in (t.rpartition("=") for t in texts)}
+
+
+def _read_input(text: str) -> TensorSpec:
+    """``image:float32:1x3x224x224``; a size may be ``least..usual..most``."""
+    name, dtype, shape = ["", "", "", *text.rsplit(":", 2)][-3:]
+    sizes = [re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9})\.\.(\d{1,9}))?", s) for s in shape.split("x")]
+    if not name or not all(sizes):
+        raise UsageError(
+            "an input is NAME:DTYPE:SHAPE, whose first size is the batch",
+            seen=text,
+            fix="image:float32:1x3x224x224",
+        )
+    spans = [tuple(int(n) for n in s.groups() if n is not None) for s in sizes if s is not None]
+    dims = tuple(s[0] if len(s) == 1 else DimRange(min=s[0], opt=s[1], max=s[2]) for s in spans)
+    return TensorSpec(name=name, dtype=dtype, shape=dims)
+
+
+def _read_preprocess(text: str) -> Preprocess:
+    """The record in a JSON text, or in a file."""
+    try:
+        if not text.lstrip().startswith("{"):
+            text = Path(text).read_text(encoding="utf-8")
+        return from_plain(Preprocess, parse_json(text, where="preprocess"), where="preprocess")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            "there is no record here", seen=text, fix='write {"height": 224, …} or a file'
+        ) from error
+    except ArtifactError as error:  # a person wrote it: it is an argument, not an artifact
+        raise UsageError(error.wrong, seen=error.seen, fix="correct --preprocess") from error
+
+
+def _one(value: Any) -> list[str]:
+    short = isinstance(value, float) and float(f"{value:g}") == value
+    return [f"{value:g}" if short else str(value)]
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "batch": read_batch,
+    "precisions": _read_precisions,
+    "inputs": lambda texts: tuple(map(_read_input, texts)),
+    "preprocess": _read_preprocess,
+    "imports": tuple,
+}
+WRITTEN: dict[str, Callable[[Any], list[str]]] = {
+    "batch": lambda sizes: [",".join(map(str, sizes))],
+    "precisions": lambda given: [f"{name}={precision}" for name, precision in given.items()],
+    "inputs": lambda specs: [f"{s.name}:{s.dtype}:{'x'.join(map(str, s.shape))}" for s in specs],
+    "preprocess": lambda record: [canonical_json(record)],
+}
+
+
+def _one_of(value: str | None, known: tuple[str | None, ...], wrong: str) -> None:
+    if value not in known:
+        names = ", ".join(k for k in known if k is not None)
+        raise UsageError(wrong, seen=value, fix=f"use one of {names}")
+
+
+def _require_source(source: str) -> None:
+    if is_network(source):
+        path = Path(source.rpartition(":")[0] if ".py:" in source else source)
+        if (".py:" in source or path.suffix == ".prototxt") and not path.is_file():
+            raise UsageError("the network's file is not there", seen=path, fix="give its path")
+        return
+    path = Path(source)
+    if path.suffix == ".onnx":
+        if not path.is_file():
+            raise UsageError("there is no ONNX file here", seen=source, fix="give its path")
+    elif path.is_file():
+        raise UsageError(
+            "this is a file, and a checkpoint or a run is a folder",
+            seen=source,
+            fix="give the folder of a run or of a checkpoint; a .plan is compiled already",
+        )
+    elif not any((path / name).exists() for name in ("run.json", "checkpoint.json")):
+        raise ArtifactError(
+            "there is no checkpoint here",
+            seen=source,
+            fix="give a run, a checkpoint, model.onnx, file.py:NAME, net.prototxt, timm/NAME or "
+            f"one of {', '.join(NETWORKS)}",
+        )

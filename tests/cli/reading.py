@@ -1,0 +1,20 @@
+"""Words as the command line's own parser reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from tessella.cli import compile as compile_verb
+from tessella.cli import diff, profile, train
+
+
+def context(argv: Sequence[str]) -> typer.Context:
+    """What a verb gets: its options are in ``params``."""
+    app = typer.Typer()
+    for module in (compile_verb, diff, profile, train):
+        module.register(app)
+    group = typer.main.get_command(app)
+    verb, *rest = (a.replace("{job}/", "") for a in argv)
+    return group.commands[verb].make_context(verb, rest)  # type: ignore[attr-defined]
