@@ -14,7 +14,7 @@ from torch import nn
 from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.receipt import Flip, Receipt
-from tessella.compiler.passes import join_in_place
+from tessella.compiler.choices import join_in_place
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import DimRange, TensorSpec
 from tests.compiler.networks import ABOUT, build, graph_of, plan

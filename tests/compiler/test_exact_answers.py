@@ -7,9 +7,9 @@ import torch
 
 from tessella import compiler
 from tessella.compiler import pipeline
-from tessella.compiler.passes.choose_kernels import constants_of, problem_of, views
+from tessella.compiler.choices.choose_kernels import constants_of, problem_of, views
+from tessella.compiler.choices.variants import layouts_to_try, with_layout
 from tessella.compiler.precision import assign
-from tessella.compiler.variants import layouts_to_try, with_layout
 from tessella.kernels.inputs import sample_inputs
 from tessella.kernels.inspection import exact_answers
 from tests.compiler.networks import captured

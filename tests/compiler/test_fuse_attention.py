@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tessella import compiler, runtime
-from tessella.compiler.passes import fold_constants, fuse_attention
 from tessella.compiler.pipeline import optimized
+from tessella.compiler.rewrites import fold_constants, fuse_attention
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph

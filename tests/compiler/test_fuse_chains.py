@@ -14,12 +14,13 @@ from torch import nn
 from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.program import PAIRS
-from tessella.compiler import pipeline, race
-from tessella.compiler.passes import assign_layout, choose_kernels, fuse_chains, plan_memory
-from tessella.compiler.passes.choose_kernels import Choice, Tuner
+from tessella.compiler import pipeline
+from tessella.compiler.choices import choose_kernels, fuse_chains, plan_memory, race
+from tessella.compiler.choices.choose_kernels import Choice, Tuner
+from tessella.compiler.choices.variants import layouts_to_try, with_layout
 from tessella.compiler.pipeline import optimized
 from tessella.compiler.precision import assign
-from tessella.compiler.variants import layouts_to_try, with_layout
+from tessella.compiler.rewrites import assign_layout
 from tessella.core.errors import ArtifactError, CompileError
 from tessella.core.events import silent
 from tessella.core.spec import DimRange, TensorSpec

@@ -12,9 +12,9 @@ from torch import nn
 
 from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan
-from tessella.compiler import pipeline, race
-from tessella.compiler.passes import choose_kernels, fuse_chains, plan_memory
-from tessella.compiler.passes.choose_kernels import Choice
+from tessella.compiler import pipeline
+from tessella.compiler.choices import choose_kernels, fuse_chains, plan_memory, race
+from tessella.compiler.choices.choose_kernels import Choice
 from tessella.compiler.pipeline import optimized
 from tessella.compiler.precision import assign
 from tessella.core.events import silent

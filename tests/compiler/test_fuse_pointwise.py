@@ -16,8 +16,8 @@ from torchvision import models
 from tessella import runtime
 from tessella.artifacts.plan import Plan
 from tessella.compiler.explanation import explain
-from tessella.compiler.passes import dead_code, fuse_pointwise, lower_precision
 from tessella.compiler.pipeline import copied, optimized
+from tessella.compiler.rewrites import dead_code, fuse_pointwise, lower_precision
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Dim, Graph, Node, Value

@@ -18,9 +18,9 @@ from torchvision import models
 from tessella import runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.program import alike
-from tessella.compiler.passes import assign_layout, dead_code, drop_no_ops, fuse_rearrangements
 from tessella.compiler.pipeline import fusing, lowering, optimized
 from tessella.compiler.precision import assign
+from tessella.compiler.rewrites import assign_layout, dead_code, drop_no_ops, fuse_rearrangements
 from tessella.core.errors import ArtifactError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import Graph, capture, check, interpret

@@ -8,8 +8,9 @@ from torch import nn
 
 from tessella.compiler import pipeline, variants
 from tessella.compiler.calibration import Calibration
-from tessella.compiler.passes import choose_kernels, fuse_requantization
+from tessella.compiler.choices import choose_kernels
 from tessella.compiler.precision import assign
+from tessella.compiler.rewrites import fuse_requantization
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph, Node, Value

@@ -13,11 +13,12 @@ from torch import nn
 
 from tessella import runtime
 from tessella.artifacts.plan import Plan, to_bytes
-from tessella.compiler import calibrate, explain, pipeline, race, variants
+from tessella.compiler import calibrate, explain, pipeline
 from tessella.compiler.calibration import Calibration
-from tessella.compiler.passes import assign_layout, choose_kernels, dead_code, fuse_siblings
+from tessella.compiler.choices import choose_kernels, race, variants
 from tessella.compiler.pipeline import optimized
 from tessella.compiler.precision import assign
+from tessella.compiler.rewrites import assign_layout, dead_code, fuse_siblings
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph

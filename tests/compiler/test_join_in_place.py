@@ -15,7 +15,7 @@ from torch import nn
 from tessella import runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.program import Bucket, Slice
-from tessella.compiler.passes import join_in_place
+from tessella.compiler.choices import join_in_place
 from tessella.compiler.pipeline import copied
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import interpret
@@ -198,10 +198,10 @@ def test_random_networks(drawn: tuple[Graph, bool]) -> None:
         patch.setattr(join_in_place, "trials", _for_nothing)
         if channels_last:
             patch.setattr(
-                "tessella.compiler.variants.layouts_to_try", lambda *_: ("channels_last",)
+                "tessella.compiler.choices.variants.layouts_to_try", lambda *_: ("channels_last",)
             )
             patch.setattr(
-                "tessella.compiler.passes.assign_layout._format", _channels_last_from_the_start
+                "tessella.compiler.rewrites.assign_layout._format", _channels_last_from_the_start
             )
         made = plan(copied(graph), (2, 2, 2))
     check_memory(made.program, made.program.buckets[0])

@@ -12,8 +12,8 @@ from torchvision.models import ConvNeXt
 from torchvision.models.convnext import CNBlockConfig
 
 from tessella import runtime
-from tessella.compiler.passes import fold_scales, fuse_epilogue, turn_residuals
 from tessella.compiler.pipeline import optimized
+from tessella.compiler.rewrites import fold_scales, fuse_epilogue, turn_residuals
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph

@@ -12,7 +12,7 @@ from torch import nn
 
 from tessella import api
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
-from tessella.compiler import race
+from tessella.compiler.choices import race
 from tessella.core.errors import UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.graph import Graph

@@ -8,7 +8,7 @@ from torch import nn
 
 from tessella import compiler, runtime
 from tessella.compiler import explain
-from tessella.compiler.passes import mark_non_negative
+from tessella.compiler.rewrites import mark_non_negative
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.graph.graph import Graph

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tessella import runtime
-from tessella.compiler.passes import dead_code, drop_no_ops, move_permutes
 from tessella.compiler.pipeline import copied, optimized
+from tessella.compiler.rewrites import dead_code, drop_no_ops, move_permutes
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Dim, Graph, Node, Value

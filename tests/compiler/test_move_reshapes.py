@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tessella.compiler.passes import fuse_pointwise, move_reshapes
+from tessella.compiler.rewrites import fuse_pointwise, move_reshapes
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph

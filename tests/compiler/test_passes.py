@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tessella.compiler.passes import (
+from tessella.compiler.rewrites import (
     assign_layout,
     dead_code,
     drop_no_ops,

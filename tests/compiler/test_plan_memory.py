@@ -13,12 +13,12 @@ from torchvision import models
 
 from tessella import runtime
 from tessella.artifacts.program import ALIGNMENT, Bucket, Program
-from tessella.compiler.passes import choose_kernels, plan_memory
-from tessella.compiler.passes.assign_layout import Layout
-from tessella.compiler.passes.choose_kernels import Tuner
-from tessella.compiler.passes.plan_memory import _peak_bytes, _Storage, place
+from tessella.compiler.choices import choose_kernels, plan_memory
+from tessella.compiler.choices.choose_kernels import Tuner
+from tessella.compiler.choices.plan_memory import _peak_bytes, _Storage, place
+from tessella.compiler.choices.variants import with_layout
 from tessella.compiler.pipeline import optimized
-from tessella.compiler.variants import with_layout
+from tessella.compiler.rewrites.assign_layout import Layout
 from tessella.core.events import silent
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture

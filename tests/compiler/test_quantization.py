@@ -23,8 +23,9 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quanti
 from tessella import compiler, runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
 from tessella.compiler import pipeline, variants
-from tessella.compiler.passes import choose_kernels, lower_quantization, pad_channels
+from tessella.compiler.choices import choose_kernels
 from tessella.compiler.precision import assign
+from tessella.compiler.rewrites import lower_quantization, pad_channels
 from tessella.core.errors import CompileError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret

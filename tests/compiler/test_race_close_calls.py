@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tessella.compiler import race
-from tessella.compiler.passes import choose_kernels, race_close_calls
-from tessella.compiler.passes.choose_kernels import Choice, Tuner
+from tessella.compiler.choices import choose_kernels, race, race_close_calls
+from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.core.events import Event
 from tessella.graph import Graph
 from tessella.graph.graph import Value

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessella import compiler, runtime
-from tessella.compiler.passes import dead_code, fold_constants, share_masks
 from tessella.compiler.pipeline import optimized
+from tessella.compiler.rewrites import dead_code, fold_constants, share_masks
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import Graph, capture, interpret
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan, to_bytes
-from tessella.compiler.passes import mark_sparse_weights
 from tessella.compiler.pipeline import optimized
+from tessella.compiler.rewrites import mark_sparse_weights
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture

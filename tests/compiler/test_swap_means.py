@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tessella.compiler.passes import fuse_epilogue, fuse_pointwise, swap_means
+from tessella.compiler.rewrites import fuse_epilogue, fuse_pointwise, swap_means
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph

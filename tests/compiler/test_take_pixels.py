@@ -12,7 +12,7 @@ from torch import nn
 import tessella as ts
 from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
-from tessella.compiler.passes import take_pixels
+from tessella.compiler.rewrites import take_pixels
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess, normalize
 from tessella.core.spec import DimRange, TensorSpec

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessella.compiler import pipeline
-from tessella.compiler.passes import assign_layout, choose_kernels, widen_results
+from tessella.compiler.choices import choose_kernels
 from tessella.compiler.precision import assign
+from tessella.compiler.rewrites import assign_layout, widen_results
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph, Node, Value

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tessella import compiler, runtime
-from tessella.compiler import race
-from tessella.compiler.passes import fuse_chains
+from tessella.compiler.choices import fuse_chains, race
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.kernels import auction, catalog, problems

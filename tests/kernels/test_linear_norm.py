@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessella.compiler.passes.choose_kernels import as_measured
+from tessella.compiler.choices.choose_kernels import as_measured
 from tessella.core.errors import UsageError
 from tessella.kernels import problems, reference, shapes
 from tessella.kernels.epilogue import ACTIVATIONS

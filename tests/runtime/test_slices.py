@@ -15,7 +15,7 @@ from torch import nn
 from tessella import runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.program import Buffer, Slice
-from tessella.compiler.passes import join_in_place
+from tessella.compiler.choices import join_in_place
 from tessella.core.errors import ArtifactError
 from tessella.core.spec import TensorSpec
 from tests.compiler.networks import build

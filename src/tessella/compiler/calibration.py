@@ -18,7 +18,7 @@ from safetensors.torch import save as save_tensors
 
 from tessella.artifacts.files import from_document, to_document, write_atomic
 from tessella.compiler.histogram import METHODS, Histogram
-from tessella.compiler.passes.lower_quantization import MOVES
+from tessella.compiler.rewrites.lower_quantization import MOVES
 from tessella.core.device import default_target
 from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.graph.graph import Graph, Node, Value

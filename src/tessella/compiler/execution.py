@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tessella.compiler.passes.choose_kernels import Choice, Tuner, constants_of
+from tessella.compiler.choices.choose_kernels import Choice, Tuner, constants_of
 from tessella.core.device import torch_device
 from tessella.graph.graph import Node, Value
 from tessella.kernels import catalog

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tessella.compiler import precision as precision_of
 from tessella.compiler.calibration import Calibration
-from tessella.compiler.passes.assign_layout import Layout
+from tessella.compiler.choices.variants import layouts_to_try, with_layout, with_siblings
 from tessella.compiler.pipeline import (
     PASSES,
     Input,
@@ -24,7 +24,7 @@ from tessella.compiler.pipeline import (
     require_precision,
     rounding,
 )
-from tessella.compiler.variants import layouts_to_try, with_layout, with_siblings
+from tessella.compiler.rewrites.assign_layout import Layout
 from tessella.core.preprocess import Preprocess
 from tessella.graph.graph import Graph
 from tessella.graph.show import text
@@ -35,7 +35,7 @@ class PassRecord:
     """One pass on one graph.
 
     Attributes:
-        name: the pass's file in ``compiler/passes``; for a layout also which one.
+        name: the pass's name in the list; for a layout also which one.
         rewrites: how many the pass says that it made.
         nodes_before, nodes_after: operations of the graph; constants do not count.
         before, after: the graph's text, as ``graph.show.text`` writes it.

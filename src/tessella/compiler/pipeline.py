@@ -15,44 +15,46 @@ from tessella.compiler import calibration as calibrating
 from tessella.compiler import precision as precision_of
 from tessella.compiler import verify
 from tessella.compiler.calibration import Calibration
-from tessella.compiler.passes import (
+from tessella.compiler.choices import (
     choose_kernels,
+    fuse_chains,
+    join_in_place,
+    overwrite_residuals,
+    plan_memory,
+    race_close_calls,
+)
+from tessella.compiler.choices.choose_kernels import Choice, Tuner
+from tessella.compiler.choices.variants import fastest, with_siblings
+from tessella.compiler.precision import Assignment, most_harmed
+from tessella.compiler.rewrites import (
     dead_code,
     drop_no_ops,
     fold_batch_norm,
     fold_constants,
     fold_scales,
     fuse_attention,
-    fuse_chains,
     fuse_epilogue,
     fuse_pointwise,
     fuse_rearrangements,
     fuse_requantization,
     insert_quantization,
-    join_in_place,
     lower_precision,
     lower_quantization,
     mark_non_negative,
     mark_sparse_weights,
     move_permutes,
     move_reshapes,
-    overwrite_residuals,
     pad_channels,
-    plan_memory,
     prune_weights,
-    race_close_calls,
     share_masks,
     swap_means,
     take_pixels,
     turn_residuals,
     widen_results,
 )
-from tessella.compiler.passes.assign_layout import Formats
-from tessella.compiler.passes.choose_kernels import Choice, Tuner
-from tessella.compiler.precision import Assignment, most_harmed
+from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.compiler.settings import About, Measuring
 from tessella.compiler.stopping import stopping
-from tessella.compiler.variants import fastest, with_siblings
 from tessella.compiler.verify import Expected
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.dtype import PRECISIONS
@@ -85,7 +87,7 @@ class Pass:
         return function.__module__.rpartition(".")[2]
 
 
-# In this order, each one file in compiler/passes/. After each change, graph.check runs.
+# In this order, each one file in compiler/rewrites/. After each change, graph.check runs.
 PASSES = (
     Pass(fold_constants.apply, "what depends on constants only is computed once, here"),
     Pass(drop_no_ops.apply, "a copy or a reshape of a reshape would hide what could be fused"),

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tessella.compiler.choices.choose_kernels import Choice, Tuner, constants_of
 from tessella.compiler.execution import bound
-from tessella.compiler.passes.choose_kernels import Choice, Tuner, constants_of
 from tessella.core.device import torch_device
 from tessella.core.errors import CompileError
 from tessella.core.events import Emit, phase

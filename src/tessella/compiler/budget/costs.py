@@ -16,11 +16,11 @@ from tessella.compiler.budget import mixes
 from tessella.compiler.budget.judging import Predict, Tensors
 from tessella.compiler.budget.mixes import Mix, Unit
 from tessella.compiler.calibration import Calibration
-from tessella.compiler.passes import choose_kernels
-from tessella.compiler.passes.assign_layout import Layout
-from tessella.compiler.passes.choose_kernels import Choice, Tuner
+from tessella.compiler.choices import choose_kernels
+from tessella.compiler.choices.choose_kernels import Choice, Tuner
+from tessella.compiler.choices.variants import layouts_to_try, with_layout
+from tessella.compiler.rewrites.assign_layout import Layout
 from tessella.compiler.stopping import stopping
-from tessella.compiler.variants import layouts_to_try, with_layout
 from tessella.core.device import torch_device
 from tessella.core.dtype import plain_precision
 from tessella.core.events import Emit, silent

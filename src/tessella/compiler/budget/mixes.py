@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from tessella.compiler import precision as precision_of
 from tessella.compiler.calibration import DTYPES as KINDS
 from tessella.compiler.calibration import Calibration, lowerable
-from tessella.compiler.passes import insert_quantization
 from tessella.compiler.pipeline import (
     Pass,
     apply_each,
@@ -26,6 +25,7 @@ from tessella.compiler.pipeline import (
     rounding,
 )
 from tessella.compiler.precision import Assignment
+from tessella.compiler.rewrites import insert_quantization
 from tessella.core.dtype import SPARSE, plain_precision
 from tessella.core.errors import UsageError
 from tessella.graph.graph import Graph, Node, Value

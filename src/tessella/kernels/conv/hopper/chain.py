@@ -17,7 +17,7 @@ pixels holds in shared memory, with chunks of 64 channels (at 14²: one group, c
 
 INT8 halves the bytes. At 14² the weights pass from the second-level cache once a tile, 1 MB for
 each 64 pixels, so that the chain may lose; at 7² the 512 sums of a pixel do not fit registers.
-Who chooses measures (``compiler.passes.fuse_chains``).
+Who chooses measures (``compiler.choices.fuse_chains``).
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tessella.compiler import race
-from tessella.compiler.passes.choose_kernels import (
+from tessella.compiler.choices import race
+from tessella.compiler.choices.choose_kernels import (
     Choice,
     Tuner,
     as_measured,

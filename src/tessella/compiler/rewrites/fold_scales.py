@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from tessella.compiler.passes.fold_batch_norm import FOLDS_INTO
-from tessella.compiler.passes.fuse_epilogue import only_use
+from tessella.compiler.rewrites.fold_batch_norm import FOLDS_INTO
+from tessella.compiler.rewrites.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node
 
 

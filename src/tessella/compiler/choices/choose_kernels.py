@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tessella.artifacts.program import SLICE_ALIGNMENT, Slice
-from tessella.compiler.passes.assign_layout import Formats
+from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.core.device import fingerprint
 from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tessella.artifacts.program import dying
-from tessella.compiler.passes.choose_kernels import Choice, Tuner, trials
+from tessella.compiler.choices.choose_kernels import Choice, Tuner, trials
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tessella.artifacts.program import ALIGNMENT, Bucket, Buffer, Step
-from tessella.compiler.passes.choose_kernels import Choice
+from tessella.compiler.choices.choose_kernels import Choice
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
 from tessella.kernels.problem import TensorMeta

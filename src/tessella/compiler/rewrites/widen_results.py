@@ -8,7 +8,7 @@ to nothing. A residual stays with its cast, as kernels add one of the result's o
 from __future__ import annotations
 
 from tessella.compiler.fitting import is_plain_half, loses_none
-from tessella.compiler.passes.fuse_epilogue import LAYERS, only_use
+from tessella.compiler.rewrites.fuse_epilogue import LAYERS, only_use
 from tessella.graph.graph import Graph, Node
 
 

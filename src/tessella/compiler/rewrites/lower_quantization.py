@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tessella.compiler.passes import dead_code
+from tessella.compiler.rewrites import dead_code
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import reference
 

@@ -9,7 +9,7 @@ A window of attention (Swin) adds a bias to [N·W, heads, T, T], a mask to the s
 
 from __future__ import annotations
 
-from tessella.compiler.passes.fuse_epilogue import only_use
+from tessella.compiler.rewrites.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node, Shape, Value
 from tessella.kernels.pointwise.program import ELEMENTWISE
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from tessella.compiler.passes.fuse_epilogue import only_use
+from tessella.compiler.rewrites.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node, Value
 
 FEWER = 3  # times fewer channels, for which the bias may be a step of its own

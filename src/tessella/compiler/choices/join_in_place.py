@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tessella.artifacts.program import Slice, in_place
-from tessella.compiler.passes.choose_kernels import (
+from tessella.compiler.choices.choose_kernels import (
     Choice,
     Slices,
     Tuner,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tessella.compiler.passes.lower_quantization import CODES
+from tessella.compiler.rewrites.lower_quantization import CODES
 from tessella.graph.graph import Graph, Node, Value
 
 MULTIPLE = 16  # bytes, and so codes

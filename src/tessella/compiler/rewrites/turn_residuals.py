@@ -6,7 +6,7 @@ Permutes are views, and in channels_last the one of x meets its undoing or costs
 
 from __future__ import annotations
 
-from tessella.compiler.passes.fuse_epilogue import LAYERS, only_use
+from tessella.compiler.rewrites.fuse_epilogue import LAYERS, only_use
 from tessella.graph.graph import Graph, Node, Value
 
 

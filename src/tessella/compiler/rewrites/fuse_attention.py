@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tessella.compiler.passes.fuse_epilogue import only_use
+from tessella.compiler.rewrites.fuse_epilogue import only_use
 from tessella.graph.build import drop_unused
 from tessella.graph.graph import Graph, Node, Shape, Value
 

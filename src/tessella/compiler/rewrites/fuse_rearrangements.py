@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tessella.compiler.passes import assign_layout, dead_code
-from tessella.compiler.passes.assign_layout import Formats
+from tessella.compiler.rewrites import assign_layout, dead_code
+from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
 from tessella.kernels.transform.parts import MOST_PARTS
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from tessella.compiler import race
-from tessella.compiler.passes.choose_kernels import Choice, Tuner, as_measured
+from tessella.compiler.choices import race
+from tessella.compiler.choices.choose_kernels import Choice, Tuner, as_measured
 from tessella.core.device import torch_device
 from tessella.core.events import Emit, phase
 from tessella.graph.graph import Graph

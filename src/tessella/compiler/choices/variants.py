@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tessella.compiler import race
-from tessella.compiler.passes import (
-    assign_layout,
-    choose_kernels,
-    dead_code,
-    fuse_siblings,
-    join_in_place,
-)
-from tessella.compiler.passes.assign_layout import Formats, Layout
-from tessella.compiler.passes.choose_kernels import Tuner
+from tessella.compiler.choices import choose_kernels, join_in_place, race
+from tessella.compiler.choices.choose_kernels import Tuner
+from tessella.compiler.rewrites import assign_layout, dead_code, fuse_siblings
+from tessella.compiler.rewrites.assign_layout import Formats, Layout
 from tessella.core.device import torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.events import Emit, phase

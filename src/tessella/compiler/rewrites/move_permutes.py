@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from tessella.compiler.passes import dead_code
+from tessella.compiler.rewrites import dead_code
 from tessella.graph.graph import Dim, Graph, Node, Value
 from tessella.operations.operation import OPS
 

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
+from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.execution import bound
-from tessella.compiler.passes.choose_kernels import Choice, Tuner
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.record import digest
 from tessella.graph.graph import Graph, Value

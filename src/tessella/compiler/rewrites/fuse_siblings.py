@@ -11,7 +11,7 @@ from collections.abc import Hashable
 
 import torch
 
-from tessella.compiler.passes.fuse_epilogue import LAYERS
+from tessella.compiler.rewrites.fuse_epilogue import LAYERS
 from tessella.graph.graph import Graph, Node, Value
 
 

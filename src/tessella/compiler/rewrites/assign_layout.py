@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tessella.compiler.passes.fuse_epilogue import only_use
+from tessella.compiler.rewrites.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node, Value, attrs_at, shape_at
 from tessella.kernels.pointwise.program import has_pool, has_rows
 from tessella.kernels.problem import Format, TensorMeta

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from tessella.compiler.calibration import DTYPES, Calibration, rounded_weight
-from tessella.compiler.passes.lower_quantization import MOVES
+from tessella.compiler.rewrites.lower_quantization import MOVES
 from tessella.core.errors import CompileError
 from tessella.graph.graph import Graph, Node, Value
 

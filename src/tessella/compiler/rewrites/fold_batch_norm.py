@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tessella.compiler.passes.fuse_epilogue import only_use
+from tessella.compiler.rewrites.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node, Value
 
 FOLDS_INTO = ("conv1d", "conv2d", "conv3d", "linear")

@@ -19,9 +19,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 from tessella.compiler.fitting import has_kernel, is_plain_half, loses_none
-from tessella.compiler.passes import pad_channels
-from tessella.compiler.passes.fuse_epilogue import LAYERS, only_use
-from tessella.compiler.passes.lower_quantization import CODES, Code, code_of
+from tessella.compiler.rewrites import pad_channels
+from tessella.compiler.rewrites.fuse_epilogue import LAYERS, only_use
+from tessella.compiler.rewrites.lower_quantization import CODES, Code, code_of
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.problem import is_gamma
 

@@ -1,0 +1,1 @@
+"""What is decided by measurement, most of it on concrete shapes: layouts, kernels, memory."""
