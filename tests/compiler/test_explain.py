@@ -106,7 +106,7 @@ def test_a_pass_that_breaks_the_graph_is_found_after_it(monkeypatch: pytest.Monk
     """Explain and the compiler share one list and one loop: both stop at the same pass."""
 
     def breaks(graph: Graph) -> int:
-        graph.nodes.reverse()
+        graph.nodes = list(reversed(graph.nodes))
         return 0  # and does not even own up to it
 
     broken = (*PASSES, Pass(breaks, "a fault"))

@@ -233,9 +233,9 @@ def graphs(draw: st.DrawFn) -> Graph:
         x = draw(st.sampled_from(values))
         kind = draw(st.sampled_from(("unary", "binary", "binary", "row", "permute")))
         _append(graph, values, number, kind, x, draw)
-    made = [v for v in values if v in graph.producer()]
+    made = [v for v in values if graph.producer(v) is not None]
     assume(made)
-    ends = [v for v in made if not graph.users()[v]]
+    ends = [v for v in made if not graph.users(v)]
     graph.outputs = draw(st.lists(st.sampled_from(made), max_size=1)) + ends
     graph.outputs = list(dict.fromkeys(graph.outputs))
     return graph

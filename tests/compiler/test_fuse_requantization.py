@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tessella.compiler import pipeline, variants
+from tessella.compiler import pipeline
 from tessella.compiler.calibration import Calibration
-from tessella.compiler.choices import choose_kernels
+from tessella.compiler.choices import choose_kernels, variants
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import fuse_requantization
 from tessella.core.spec import DimRange, TensorSpec
@@ -135,7 +135,7 @@ def by_hand(
     graph.nodes.append(Node("quantize", (node.output, numbers, zeros), (made,), attrs))
     if residual is not None:
         back = Node("to", (x,), (residual,), {"dtype": "float32"})
-        graph.nodes.insert(0, back)
+        graph.nodes.insert_first(back)
     if also == "reader":
         seen = Value("seen", "float32", node.output.shape)
         graph.nodes.append(Node("relu", (node.output,), (seen,), {}))

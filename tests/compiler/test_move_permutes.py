@@ -78,7 +78,7 @@ def test_attention_copies_only_what_merges_its_heads(batch: int | DimRange) -> N
     assert_same(before, after)
     assert (copies(before), copies(after)) == (8, 1)
     addition = next(n for n in after.nodes if n.op == "add")
-    maker = after.producer()[addition.inputs[1]]
+    maker = after.producer(addition.inputs[1])
     assert maker.op == "linear"  # so that the sum is its residual
 
 

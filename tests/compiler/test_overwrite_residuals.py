@@ -13,7 +13,7 @@ from torch import nn
 from tessella import runtime
 from tessella.artifacts.plan import Plan
 from tessella.artifacts.program import dying
-from tessella.compiler import variants
+from tessella.compiler.choices import variants
 from tessella.core.errors import ArtifactError
 from tessella.core.spec import TensorSpec
 from tessella.kernels.conv.libraries import onednn_sum

@@ -22,8 +22,8 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quanti
 
 from tessella import compiler, runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
-from tessella.compiler import pipeline, variants
-from tessella.compiler.choices import choose_kernels
+from tessella.compiler import pipeline
+from tessella.compiler.choices import choose_kernels, variants
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import lower_quantization, pad_channels
 from tessella.core.errors import CompileError, UsageError
@@ -376,8 +376,7 @@ def test_a_norm_makes_codes_and_the_residual_that_is_not_rounded(kind: str) -> N
     assert (ops.count("quantize"), ops.count("dequantize")) == (4, 0)  # two norms, two GELUs
     assert {n.attrs.get("fast_accumulation", False) for n in on_codes(made)} == {kind == "fp8"}
     residuals = [n.inputs[3] for n in on_codes(made) if n.inputs[3] is not None]
-    makers = made.producer()
-    assert [makers[v].op for v in residuals] == ["layer_norm", "layer_norm"]
+    assert [made.producer(v).op for v in residuals] == ["layer_norm", "layer_norm"]
     assignment = assign(pipeline.optimized(graph), kind, {}, "sm_90", calibration)
     fused = pipeline._changed(made, pipeline.narrowing(assignment))
     chains = [n for n in fused.nodes if n.op == "pointwise" and len(n.outputs) == 2]

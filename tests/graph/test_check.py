@@ -30,7 +30,7 @@ def test_a_captured_graph_keeps_the_rules(graph: Graph) -> None:
 
 
 def read_early(g: Graph) -> None:
-    g.nodes.reverse()
+    g.nodes = list(reversed(g.nodes))
 
 
 def same_name(g: Graph) -> None:

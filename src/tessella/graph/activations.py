@@ -69,17 +69,15 @@ _KNOWN = (
 
 def recognize(graph: Graph) -> int:
     """Replace the last operator of each by the activation; returns how many."""
-    found, made_by, users = 0, graph.producer(), graph.users()
+    found = 0
     for gate in [n for n in graph.nodes if _kind(n) in {a.gate for a in _KNOWN}]:
         for activation in (a for a in _KNOWN if a.gate == _kind(gate)):
-            made = _find(graph, gate, activation, made_by, users)
+            made = _find(graph, gate, activation)
             if made is not None:
                 last, x = made
-                place = graph.nodes.index(last)
-                graph.nodes[place] = Node(
-                    activation.op, (x,), last.outputs, dict(activation.attrs), last.layer
-                )
-                made_by[last.output] = graph.nodes[place]
+                attrs = dict(activation.attrs)
+                node = Node(activation.op, (x,), last.outputs, attrs, last.layer)
+                graph.nodes.replace(last, node)
                 found += 1
                 break
     return found
@@ -91,20 +89,14 @@ def _kind(node: Node) -> str:
     return "relu6" if node.op == "clamp" and bounds == (0, 6) else node.op
 
 
-def _find(
-    graph: Graph,
-    gate: Node,
-    activation: _Activation,
-    made_by: Mapping[Value, Node],
-    users: Mapping[Value, list[Node]],
-) -> tuple[Node, Value] | None:
+def _find(graph: Graph, gate: Node, activation: _Activation) -> tuple[Node, Value] | None:
     """The last operator of the activation around a gate, and its x."""
-    reader = _Reader(graph, made_by)
+    reader = _Reader(graph)
     inside, outside = gate.inputs[0], gate.output
     if inside is None:
         return None
     if activation.op == "mish":  # tanh(softplus(x))
-        softplus = made_by.get(inside)
+        softplus = graph.producer(inside)
         if softplus is None or softplus.op != "softplus" or softplus.attrs["beta"] != 1:
             return None
         if softplus.attrs["threshold"] < _FAR:
@@ -118,10 +110,8 @@ def _find(
         ]
     value = outside
     for _ in range(_MOST_STEPS):
-        if len(users[value]) != 1 or value in graph.outputs:
-            return None
-        (node,) = users[value]
-        if node.op not in ("mul", "div", "add"):
+        node = graph.only_reader(value)
+        if node is None or node.op not in ("mul", "div", "add"):
             return None
         value = node.output
         for x in candidates:
@@ -142,14 +132,14 @@ def _same(made: Polynomial | None, wanted: Polynomial) -> bool:
 class _Reader:
     """Reads values as polynomials, through sums, products and powers."""
 
-    def __init__(self, graph: Graph, made_by: Mapping[Value, Node]) -> None:
-        self.graph, self.made_by = graph, made_by
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
 
     def sources(self, value: Value) -> list[Value]:
         """What the value may be a polynomial of, the nearest first."""
         found, level = [value], [value]
         for _ in range(_MOST_STEPS):
-            nodes = [self.made_by[v] for v in level if v in self.made_by]
+            nodes = [n for v in level if (n := self.graph.producer(v)) is not None]
             level = [
                 v
                 for n in nodes
@@ -171,7 +161,7 @@ class _Reader:
         constant = self.graph.constant(value)
         if constant is not None:
             return {(0, 0): float(constant)} if constant.numel() == 1 else None
-        node = None if value is None else self.made_by.get(value)
+        node = self.graph.producer(value)
         if node is None or node.op not in ("mul", "div", "add", "pow") or depth > _MOST_STEPS:
             return None
         left = self.polynomial(node.inputs[0], x, gate, depth + 1)

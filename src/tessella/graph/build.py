@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ class Builder:
             if value in owned:  # an input, a constant, or an output under another name
                 self.layer = ""
                 value = self.one("clone", [value])
-            value.name = name
+            self.graph.rename(value, name)
             owned.add(value)
             self.graph.outputs.append(value)
         drop_unused(self.graph)
@@ -200,16 +200,27 @@ def _template(arg: Any, tensors: list[Value]) -> Any:
     )
 
 
-def drop_unused(graph: Graph) -> None:
-    """Remove the nodes and constants that no output depends on."""
-    needed = set(graph.outputs)
-    kept: list[Node] = []
-    for node in reversed(graph.nodes):
+def drop_unused(graph: Graph) -> int:
+    """Remove the nodes and constants that no output depends on; returns how many nodes went."""
+    needed, before = set(graph.outputs), len(graph.nodes)
+    for node in reversed(list(graph.nodes)):
         if needed.intersection(node.outputs):
-            kept.append(node)
             needed.update(v for v in node.inputs if v is not None)
-    graph.nodes = kept[::-1]
+        else:
+            graph.nodes.remove(node)
     graph.constants = {v: t for v, t in graph.constants.items() if v in needed}
+    return before - len(graph.nodes)
+
+
+def drop_unread(graph: Graph, values: Iterable[Value | None]) -> None:
+    """Remove the makers of values that nothing reads any more, and so on; constants stay."""
+    waiting = list(values)
+    while waiting:
+        node = graph.producer(waiting.pop())
+        if node is None or any(graph.users(v) or v in graph.outputs for v in node.outputs):
+            continue
+        graph.nodes.remove(node)
+        waiting += node.inputs
 
 
 def freeze(attr: Any) -> Any:

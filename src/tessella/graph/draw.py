@@ -93,7 +93,6 @@ def svg(graph: Graph) -> str:
 
 def _boxes(graph: Graph) -> tuple[list[_Box], dict[Value, _Box]]:
     """All boxes in a runnable order, and the box that makes each value."""
-    users = graph.users()
     boxes, producer = [], {}
     for value in graph.inputs:
         producer[value] = _Box("edge", [], [value.name], [_shape(value.shape)], [])
@@ -105,8 +104,7 @@ def _boxes(graph: Graph) -> tuple[list[_Box], dict[Value, _Box]]:
             before is not None
             and before.nodes
             and _follows(node)
-            and len(users[reads[0]]) == 1
-            and reads[0] not in graph.outputs
+            and graph.only_reader(reads[0]) is node
             and reads[0] in before.nodes[-1].outputs
         ):
             before.nodes.append(node)

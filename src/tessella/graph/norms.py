@@ -7,40 +7,35 @@ Hinton 2016), as ONNX had none before opset 17; without the mean an RMS norm (Zh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tessella.graph.graph import Graph, Node, Value
-
-Made = Mapping[Value, Node]
 
 
 def recognize(graph: Graph) -> int:
     """Replace the last operator of each by the norm; returns how many."""
     found = 0
     for node in [n for n in graph.nodes if n.op in ("div", "mul") and n.attrs["scalar"] is None]:
-        made_by = graph.producer()
-        norm = _norm(graph, node, made_by)
+        norm = _norm(graph, node)
         if norm is not None:
             norm, last = _affine(graph, norm)
             norm.outputs = last.outputs
-            graph.nodes[graph.nodes.index(last)] = norm
+            graph.nodes.replace(last, norm)
             found += 1
     return found
 
 
-def _norm(graph: Graph, node: Node, made_by: Made) -> Node | None:
+def _norm(graph: Graph, node: Node) -> Node | None:
     """The norm without weight and bias that ``node`` makes."""
     for rows, root in (node.inputs, node.inputs[::-1]):
         if node.op == "div" and rows is not node.inputs[0]:
             break
-        square = _mean_of_square(node.op, root, made_by)
+        square = _mean_of_square(graph, node.op, root)
         if rows is None or square is None:
             continue
         if (rows.shape, rows.dtype) != (node.output.shape, node.output.dtype):
             continue
         squared, dims, eps = square
-        axes, x = _last_axes(rows, dims), _centred(rows, dims, made_by)
-        again = squared is not rows and _centred(squared, dims, made_by)  # x - mean(x) twice
+        axes, x = _last_axes(rows, dims), _centred(graph, rows, dims)
+        again = squared is not rows and _centred(graph, squared, dims)  # x - mean(x) twice
         if axes is None or not (squared is rows or (x is not None and again is x)):
             continue
         attrs = {"normalized_shape": axes, "eps": eps}
@@ -51,27 +46,23 @@ def _norm(graph: Graph, node: Node, made_by: Made) -> Node | None:
 
 
 def _mean_of_square(
-    op: str, value: Value | None, made_by: Made
+    graph: Graph, op: str, value: Value | None
 ) -> tuple[Value, tuple[int, ...], float] | None:
     """Of ``sqrt(mean(square) + ε)``, or one over it for a product: what is squared, axes, and ε."""
-    node = _maker(value, made_by)
+    node = graph.producer(value)
     if op == "mul" and node is not None and node.op == "reciprocal":
-        node, op = _maker(node.inputs[0], made_by), "div"
+        node, op = graph.producer(node.inputs[0]), "div"
     if node is None or node.op != ("sqrt" if op == "div" else "rsqrt"):
         return None
-    shifted = _maker(node.inputs[0], made_by)
+    shifted = graph.producer(node.inputs[0])
     if shifted is None or shifted.op != "add" or shifted.attrs["scalar"] is None:
         return None
-    mean = _maker(shifted.inputs[0], made_by)
+    mean = graph.producer(shifted.inputs[0])
     if mean is None or not _is_mean(mean):
         return None
-    squared = _root(_maker(mean.inputs[0], made_by))
+    squared = _root(graph.producer(mean.inputs[0]))
     eps = float(shifted.attrs["scalar"]) * shifted.attrs["alpha"]
     return None if squared is None else (squared, _axes(mean), eps)
-
-
-def _maker(value: Value | None, made_by: Made) -> Node | None:
-    return None if value is None else made_by.get(value)
 
 
 def _is_mean(node: Node) -> bool:
@@ -102,12 +93,12 @@ def _last_axes(rows: Value, dims: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
-def _centred(rows: Value, dims: tuple[int, ...], made_by: Made) -> Value | None:
+def _centred(graph: Graph, rows: Value, dims: tuple[int, ...]) -> Value | None:
     """x, where ``rows`` is x without its mean over these axes."""
-    node = _maker(rows, made_by)
+    node = graph.producer(rows)
     if node is None or node.op != "sub" or node.attrs["scalar"] is not None:
         return None
-    x, mean = node.inputs[0], _maker(node.inputs[1], made_by)
+    x, mean = node.inputs[0], graph.producer(node.inputs[1])
     if mean is None or mean.inputs[0] is not x or not _is_mean(mean):
         return None
     return x if node.attrs["alpha"] == 1 and sorted(_axes(mean)) == sorted(dims) else None
@@ -115,9 +106,9 @@ def _centred(rows: Value, dims: tuple[int, ...], made_by: Made) -> Value | None:
 
 def _affine(graph: Graph, norm: Node) -> tuple[Node, Node]:
     """The norm with the weight and bias that follow it, and the last operator of them."""
-    last = graph.producer()[norm.output]
+    last = graph.producer(norm.output)
     for op, position in (("mul", 1), ("add", 2)):
-        users = graph.users()[last.output]
+        users = graph.users(last.output)
         if len(users) != 1 or last.output in graph.outputs or users[0].op != op:
             continue
         (user,) = users

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from tessella.graph import activations, norms
 from tessella.graph.build import drop_unused
-from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.graph import Graph, Node
 
 
 def recognize(graph: Graph) -> None:
     """Replace each local response normalization's ten operators by one, norms and activations."""
     norms.recognize(graph)
     activations.recognize(graph)
-    made_by = graph.producer()
-    for index, node in enumerate(graph.nodes):
-        if node.op == "div" and (found := _local_response_norm(node, made_by)) is not None:
-            graph.nodes[index] = found
+    for node in [n for n in graph.nodes if n.op == "div"]:
+        if (found := _local_response_norm(graph, node)) is not None:
+            graph.nodes.replace(node, found)
     drop_unused(graph)
 
 
-def _local_response_norm(div: Node, made_by: dict[Value, Node]) -> Node | None:
+def _local_response_norm(graph: Graph, div: Node) -> Node | None:
     """``x / (k + alpha · mean over channels of x²) ** beta``, as torch.nn.functional writes it."""
 
     def before(node: Node | None, op: str) -> Node | None:
-        source = None if node is None or node.inputs[0] is None else made_by.get(node.inputs[0])
+        source = None if node is None else graph.producer(node.inputs[0])
         return source if source is not None and source.op == op else None
 
     x, denominator = div.inputs
-    power = made_by.get(denominator) if denominator is not None else None
+    power = graph.producer(denominator)
     if power is None or power.op != "pow" or power.attrs["scalar"] is None:
         return None
     shift = before(power, "add")

@@ -96,7 +96,7 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
     choices = []
     known: dict[str, tuple[Trial, ...]] = {}
     slices = views(graph, formats)
-    problems = [problem_of(graph, node, formats, tuner.math, slices) for node in graph.nodes]
+    problems = problems_of(graph, formats, tuner.math, slices)
     measured = [as_measured(problem) for problem in problems]
     looks = Looks(
         {
@@ -185,9 +185,26 @@ def _meta(graph: Graph, value: Value, formats: Formats) -> TensorMeta:
     return TensorMeta(shape=shape, dtype=value.dtype, format=format)
 
 
+def problems_of(graph: Graph, formats: Formats, math: Math, slices: Slices) -> list[Problem]:
+    """What kernels are asked to do for the nodes of a graph with concrete shapes, in order."""
+    wholes = {v.name: v for v in graph.values()} if slices else {}
+    return [_problem(graph, node, formats, math, slices, wholes) for node in graph.nodes]
+
+
 def problem_of(graph: Graph, node: Node, formats: Formats, math: Math, slices: Slices) -> Problem:
     """What a kernel is asked to do for ``node`` of a graph with concrete shapes."""
     wholes = {v.name: v for v in graph.values()} if slices else {}
+    return _problem(graph, node, formats, math, slices, wholes)
+
+
+def _problem(
+    graph: Graph,
+    node: Node,
+    formats: Formats,
+    math: Math,
+    slices: Slices,
+    wholes: Mapping[str, Value],
+) -> Problem:
 
     def meta(value: Value) -> TensorMeta:
         plain, place = _meta(graph, value, formats), slices.get(value.name)

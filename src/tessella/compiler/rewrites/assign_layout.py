@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tessella.compiler.rewrites.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node, Value, attrs_at, shape_at
 from tessella.kernels.pointwise.program import has_pool, has_rows
 from tessella.kernels.problem import Format, TensorMeta
@@ -99,15 +98,14 @@ def _cuts_heads(graph: Graph, node: Node) -> bool:
             cut *= sizes.pop(0)
         if cut != size:
             return False
-    users = graph.users()
-    turned = users.get(node.output, [])
-    readers = [reader for turn in turned for reader in users.get(turn.output, [])]
-    return (
-        not sizes
-        and {n.op for n in turned} == {"permute"}
-        and {n.op for n in readers} == {"scaled_dot_product_attention"}
-        and not {node.output, *(turn.output for turn in turned)} & set(graph.outputs)
-    )
+    turned = [] if sizes else graph.users(node.output)
+    if {n.op for n in turned} != {"permute"}:
+        return False
+    readers = [reader for turn in turned for reader in graph.users(turn.output)]
+    return {n.op for n in readers} == {"scaled_dot_product_attention"} and not {
+        node.output,
+        *(turn.output for turn in turned),
+    } & set(graph.outputs)
 
 
 def _channels_last(
@@ -119,8 +117,8 @@ def _channels_last(
     one = value.shape[1] == 1 or value.shape[2:] == (1, 1)
     if one and formats.get(value.name) != "strided":
         return value  # one channel or one pixel: both formats have the same bytes
-    cast = graph.producer().get(value)
-    if cast is not None and _writes_any_format(cast) and only_use(graph, value, node):
+    cast = graph.producer(value)
+    if cast is not None and _writes_any_format(cast) and graph.only_reader(value) is node:
         formats[value.name] = "channels_last"  # it passes all elements anyway
         return value
     if _is_part_of_pixels(cast, formats):
@@ -128,7 +126,7 @@ def _channels_last(
     if value not in converted:
         made = Value(graph.fresh_name(f"{value.name}.channels_last"), value.dtype, value.shape)
         copy = Node(op="to", inputs=(value,), outputs=(made,), attrs={"dtype": value.dtype})
-        graph.nodes.insert(graph.nodes.index(node), copy)
+        graph.nodes.insert_before(node, copy)
         formats[made.name] = "channels_last"
         converted[value] = made
     return converted[value]

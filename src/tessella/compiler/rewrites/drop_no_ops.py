@@ -22,13 +22,12 @@ _SAMPLES = [
 def apply(graph: Graph) -> int:
     """Drop them; returns how many. One that makes an output of the graph stays, for its name."""
     dropped = 0
-    producer = graph.producer()
     for node in list(graph.nodes):
-        if _takes_all(node, graph, producer):
+        if _takes_all(node, graph):
             node.op, node.attrs = "reshape", {"shape": node.output.shape}
             node.inputs = node.inputs[:1]
             dropped += 1
-        _merge_pair(node, producer)
+        _merge_pair(graph, node)
         if _changes_nothing(node) and node.output not in graph.outputs:
             graph.replace_uses(node.output, node.inputs[0])
             graph.nodes.remove(node)
@@ -36,9 +35,9 @@ def apply(graph: Graph) -> int:
     return dropped
 
 
-def _merge_pair(node: Node, producer: dict[Value, Node]) -> None:
+def _merge_pair(graph: Graph, node: Node) -> None:
     """A reshape of a reshape reads the first one's input, a permute of a permute too."""
-    before = producer.get(node.inputs[0]) if node.inputs else None
+    before = graph.producer(node.inputs[0]) if node.inputs else None
     if before is None or before.op != node.op:
         return
     if node.op == "reshape":
@@ -60,7 +59,7 @@ def _changes_nothing(node: Node) -> bool:
     return node.op == "to" and node.inputs[0].dtype == node.output.dtype
 
 
-def _takes_all(node: Node, graph: Graph, producer: dict[Value, Node]) -> bool:
+def _takes_all(node: Node, graph: Graph) -> bool:
     """Whether each index counts the places of its axis, along axes that come in the same order."""
     indices = node.inputs[1:]
     first = ({"input": 0}, tuple({"input": i} for i in range(1, len(node.inputs))))
@@ -71,7 +70,7 @@ def _takes_all(node: Node, graph: Graph, producer: dict[Value, Node]) -> bool:
     along: list[int] = []  # axes of the result, from the last backwards
     for index, size in zip(indices, node.inputs[0].shape, strict=False):
         constant = graph.constant(index)
-        counted = _counts(constant) if constant is not None else _counts_samples(index, producer)
+        counted = _counts(constant) if constant is not None else _counts_samples(graph, index)
         if not counted or math.prod(n for n in index.shape if n != 1) != size:
             return False
         along += [i - len(index.shape) for i, n in enumerate(index.shape) if n != 1]
@@ -82,10 +81,10 @@ def _counts(places: torch.Tensor) -> bool:
     return torch.equal(places.flatten(), torch.arange(places.numel(), dtype=torch.int64))
 
 
-def _counts_samples(value: Value | None, producer: dict[Value, Node]) -> bool:
+def _counts_samples(graph: Graph, value: Value | None) -> bool:
     """Whether a value is 0, 1, … for each sample, as ``capture`` writes it: Σ 1 - 1."""
     ops = []
-    while (node := producer.get(value)) is not None:
+    while (node := graph.producer(value)) is not None and ops == _SAMPLES[: len(ops)]:
         kind = node.attrs["target"] if node.op == "fallback" else node.op
         if kind not in ("reshape", "to"):
             ops.append((kind, node.attrs.get("scalar"), node.attrs.get("args")))

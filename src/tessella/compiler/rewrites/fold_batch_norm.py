@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from tessella.compiler.rewrites.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node, Value
 
 FOLDS_INTO = ("conv1d", "conv2d", "conv3d", "linear")
@@ -17,9 +16,8 @@ def apply(graph: Graph) -> int:
     ones: the old weight may have other users.
     """
     folded = 0
-    producer = graph.producer()
     for norm in [n for n in graph.nodes if n.op == "batch_norm"]:
-        layer = producer.get(norm.inputs[0]) if norm.inputs[0] is not None else None
+        layer = graph.producer(norm.inputs[0])
         if layer is None or not _foldable(graph, layer, norm):
             continue
         weight, bias = _folded(graph, layer, norm)
@@ -31,14 +29,13 @@ def apply(graph: Graph) -> int:
             *layer.inputs[3:],
         )
         layer.outputs = norm.outputs
-        producer[norm.output] = layer
         graph.nodes.remove(norm)
         folded += 1
     return folded
 
 
 def _foldable(graph: Graph, layer: Node, norm: Node) -> bool:
-    if layer.op not in FOLDS_INTO or not only_use(graph, layer.output, norm):
+    if layer.op not in FOLDS_INTO or graph.only_reader(layer.output) is not norm:
         return False
     if layer.op == "linear" and len(layer.output.shape) != 2:
         return False  # batch norm works on axis 1, which is not the features here

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from tessella.compiler.rewrites.fold_batch_norm import FOLDS_INTO
-from tessella.compiler.rewrites.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node
 
 
@@ -17,8 +16,8 @@ def apply(graph: Graph) -> int:
     """Fold each factor that follows a layer with constant weights; returns how many."""
     folded = 0
     for node in [n for n in graph.nodes if n.op == "mul" and n.attrs["scalar"] is None]:
-        readers = graph.users()[node.output]
-        if len(readers) != 1 or readers[0].op != "add" or node.output in graph.outputs:
+        reader = graph.only_reader(node.output)
+        if reader is None or reader.op != "add":
             continue
         result = node.output
         for value, other in (node.inputs, node.inputs[::-1]):
@@ -27,7 +26,7 @@ def apply(graph: Graph) -> int:
             factor = None if found is None else _factor(graph.constants[other], node, found[1])
             if found is not None and factor is not None:
                 _scale(graph, found[0], factor)
-                graph.producer()[value].outputs = node.outputs
+                graph.producer(value).outputs = node.outputs
                 graph.nodes.remove(node)
                 folded += 1
                 break
@@ -36,8 +35,8 @@ def apply(graph: Graph) -> int:
 
 def _layer(graph: Graph, node: Node, value: object) -> tuple[Node, int] | None:
     """The layer that makes what ``node`` scales, behind permutes, and the axis of its channels."""
-    turns, producer = [], graph.producer()
-    while (maker := producer.get(value)) is not None and only_use(graph, value, node):
+    turns = []
+    while (maker := graph.producer(value)) is not None and graph.only_reader(value) is node:
         if maker.op == "permute":
             turns.append([d % len(maker.output.shape) for d in maker.attrs["dims"]])
             node, value = maker, maker.inputs[0]

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tessella.compiler.rewrites.fuse_epilogue import only_use
 from tessella.graph.build import drop_unused
 from tessella.graph.graph import Graph, Node, Shape, Value
 
@@ -43,20 +42,20 @@ def _weights(graph: Graph, product: Node) -> Node | None:
     ``where(isnan(weights), 0, weights)`` between them says what attention does anyway: a query that
     sees no key is 0.
     """
-    producer, weights = graph.producer(), product.inputs[0]
-    node = producer.get(weights)
-    if node is None or not only_use(graph, weights, product):
+    weights = product.inputs[0]
+    node = graph.producer(weights)
+    if node is None or graph.only_reader(weights) is not product:
         return None
     if node.op == "fallback" and node.attrs["target"] == "aten::where.self":
         asked, zero, weights = node.inputs
-        is_nan, constant = producer.get(asked), graph.constant(zero)
+        is_nan, constant = graph.producer(asked), graph.constant(zero)
         if is_nan is None or is_nan.attrs.get("target") != "aten::isnan":
             return None
         if is_nan.inputs != (weights,) or constant is None or constant.count_nonzero():
             return None
-        if graph.users()[weights] not in ([is_nan, node], [node, is_nan]):
+        if graph.users(weights) not in ([is_nan, node], [node, is_nan]):
             return None
-        node = producer.get(weights)
+        node = graph.producer(weights)
     return node if node is not None and node.op == "softmax" else None
 
 
@@ -89,12 +88,12 @@ class _Products:
     """Walks from the softmax back to the product of queries and keys."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.producer = graph, graph.producer()
+        self.graph = graph
 
     def of(self, value: Value, reader: Node) -> _Found | None:
         """What ``reader`` reads as such a product; None if it is none, or read elsewhere too."""
-        node = self.producer.get(value)
-        if node is None or not only_use(self.graph, value, reader):
+        node = self.graph.producer(value)
+        if node is None or self.graph.only_reader(value) is not reader:
             return None
         if node.op == "matmul":
             return _Found(node)
@@ -139,18 +138,20 @@ class _Products:
         value, reader = split, joined
         if len(split.shape) != 5 or split.shape[2:] != joined.output.shape[1:]:
             return None
-        while (node := self.producer.get(value)) is not None and node.op == "add":
+        while (node := self.graph.producer(value)) is not None and node.op == "add":
             source, other = node.inputs
             if other not in self.graph.constants:
                 source, other = other, source
             constant = self.graph.constant(other)
             if constant is None or node.attrs["alpha"] != 1 or source.shape != split.shape:
                 return None
-            if not only_use(self.graph, value, reader):
+            if self.graph.only_reader(value) is not reader:
                 return None
             masks.append(constant)
             value, reader = source, node
-        if node is None or node.op != "reshape" or not only_use(self.graph, value, reader):
+        if node is None or node.op != "reshape":
+            return None
+        if self.graph.only_reader(value) is not reader:
             return None
         if node.inputs[0].shape != joined.output.shape:
             return None
@@ -210,9 +211,9 @@ def _replace(graph: Graph, last: Node, found: _Found) -> bool:
     if found.mask is not None and found.constant is not None:
         return False  # their sum would be as large as the products
     queries, keys, scale = *found.matmul.inputs, found.scale
-    values, result, producer = last.inputs[1], last.output, graph.producer()
-    queries, scale = _unscaled(graph, producer, queries, found.matmul, scale)
-    keys, scale = _unscaled(graph, producer, keys, found.matmul, scale)
+    values, result = last.inputs[1], last.output
+    queries, scale = _unscaled(graph, queries, found.matmul, scale)
+    keys, scale = _unscaled(graph, keys, found.matmul, scale)
     leading = queries.shape[:-2]
     rank = len(result.shape)
     if rank not in (3, 4) or not leading == keys.shape[:-2] == values.shape[:-2]:
@@ -222,7 +223,7 @@ def _replace(graph: Graph, last: Node, found: _Found) -> bool:
         return False
     if any(len(v.shape) > rank for v in found.by_head):
         return False
-    place, layer = graph.nodes.index(last), found.matmul.layer
+    layer = found.matmul.layer
     swapped = (*range(rank - 2), rank - 1, rank - 2)
     turned = Value(
         graph.fresh_name(f"{keys.name}.keys"), keys.dtype, (*leading, *keys.shape[:-3:-1])
@@ -238,7 +239,7 @@ def _replace(graph: Graph, last: Node, found: _Found) -> bool:
         mask = graph.add_constant(f"{result.name}.mask", found.constant)
     attrs = {"is_causal": False, "scale": scale, "enable_gqa": False}
     made.append(Node(OP, (queries, turned, values, mask), (result,), attrs, layer))
-    graph.nodes[place : place + 1] = made
+    graph.nodes.replace(last, *made)
     return True
 
 
@@ -246,12 +247,10 @@ def _dtype(tensor: torch.Tensor | None, default: str) -> str:
     return default if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
-def _unscaled(
-    graph: Graph, producer: dict[Value, Node], value: Value, reader: Node, scale: float
-) -> tuple[Value, float]:
+def _unscaled(graph: Graph, value: Value, reader: Node, scale: float) -> tuple[Value, float]:
     """What a product reads, before it was multiplied by a number, and the factor with it."""
-    node = producer.get(value)
-    if node is None or node.op not in ("mul", "div") or not only_use(graph, value, reader):
+    node = graph.producer(value)
+    if node is None or node.op not in ("mul", "div") or graph.only_reader(value) is not reader:
         return value, scale
     source, other = node.inputs
     if node.op == "mul" and source in graph.constants:

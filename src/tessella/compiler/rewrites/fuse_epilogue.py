@@ -16,7 +16,7 @@ def apply(graph: Graph) -> int:
     """
     fused = 0
     for layer in [n for n in graph.nodes if n.op in LAYERS]:
-        while (reader := _only_reader(graph, layer)) is not None:
+        while (reader := graph.only_reader(layer.output)) is not None:
             if not (
                 _fuse_bias(graph, layer, reader)
                 or _fuse_residual(graph, layer, reader)
@@ -26,19 +26,9 @@ def apply(graph: Graph) -> int:
             # the layer moves to the reader's place, where a residual is there already
             layer.outputs = reader.outputs
             graph.nodes.remove(layer)
-            graph.nodes[graph.nodes.index(reader)] = layer
+            graph.nodes.replace(reader, layer)
             fused += 1
     return fused
-
-
-def only_use(graph: Graph, value: Value, node: Node) -> bool:
-    """Whether ``node`` reads ``value`` once and nothing else needs it."""
-    return graph.users()[value] == [node] and value not in graph.outputs
-
-
-def _only_reader(graph: Graph, layer: Node) -> Node | None:
-    users = graph.users()[layer.output]
-    return users[0] if len(users) == 1 and layer.output not in graph.outputs else None
 
 
 def _other_operand(layer: Node, reader: Node) -> Value | None:

@@ -17,6 +17,7 @@ from tessella.kernels.pointwise.program import (
     CODES,
     ELEMENTWISE,
     MAX_INPUTS,
+    MAX_INSTRUCTIONS,
     POOLS,
     ROWS,
     Instruction,
@@ -46,8 +47,9 @@ def apply(graph: Graph, target: str = "sm_90") -> int:
     for root in reversed(list(graph.nodes)):
         group = finder.group(root)
         if len(group) > 1:
-            graph.nodes[graph.nodes.index(root)] = finder.as_node(group)
-            graph.nodes = [n for n in graph.nodes if n not in group]
+            graph.nodes.replace(root, finder.as_node(group))
+            for node in group[:-1]:
+                graph.nodes.remove(node)
             fused += len(group) - 1
     read = {v for n in graph.nodes for v in n.inputs} | set(graph.outputs)
     graph.constants = {v: t for v, t in graph.constants.items() if v in read}
@@ -55,13 +57,14 @@ def apply(graph: Graph, target: str = "sm_90") -> int:
 
 
 class _Finder:
-    """Groups of nodes of a graph; a node is in one group at most."""
+    """Groups of nodes of a graph as it was; a node is in one group at most."""
 
     def __init__(self, graph: Graph, target: str) -> None:
         self._graph = graph
         self._fusible = ON_CPU if target == "cpu" else ELEMENTWISE | ROWS | CODES | POOLS
         self._most_results = 1 if target == "cpu" else MAX_OUTPUTS
-        self._users, self._producer = graph.users(), graph.producer()
+        self._users = {value: graph.users(value) for value in graph.values()}
+        self._producer = {value: node for node in graph.nodes for value in node.outputs}
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._taken: set[Node] = set()
 
@@ -80,7 +83,7 @@ class _Finder:
         self._taken |= group
         return self._sorted(group)
 
-    def _next(self, group: Collection[Node], rejected: Collection[Node]) -> Node | None:
+    def _next(self, group: set[Node], rejected: set[Node]) -> Node | None:
         """The latest producer of what the group reads, and others only after the group."""
         last = max(map(self._order.__getitem__, group))
         found = {
@@ -90,9 +93,14 @@ class _Finder:
             if value is not None
             and (producer := self._producer.get(value)) is not None
             and producer not in self._taken
-            and all(n in group or self._order[n] > last for n in self._users[value])
+            and self._readers_before(value, last) <= group
         }
-        return max(found - set(group) - set(rejected), key=self._order.__getitem__, default=None)
+        return max(found - group - rejected, key=self._order.__getitem__, default=None)
+
+    def _readers_before(self, value: Value, last: int) -> set[Node]:
+        """Those that read a value up to a place, but no more than a group could have."""
+        first = self._users[value][: MAX_INSTRUCTIONS + 1]
+        return {node for node in first if self._order[node] <= last}
 
     def _sorted(self, nodes: Collection[Node]) -> list[Node]:
         return sorted(nodes, key=self._order.__getitem__)

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 
 from tessella.compiler.rewrites import assign_layout, dead_code
 from tessella.compiler.rewrites.assign_layout import Formats
+from tessella.graph.build import drop_unread
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
 from tessella.kernels.transform.parts import MOST_PARTS
 
+MOST_LINKS = 32  # that are looked at behind a node; networks have eight
 Size = int | Dim
 
 
@@ -81,13 +83,15 @@ def apply(graph: Graph) -> int:
         if chain is None:
             continue
         base, view = chain
-        node.inputs, shape = (base,), node.output.shape
+        before, shape = node.inputs, node.output.shape
+        node.inputs = (base,)
         if view.flat == view.parts and not any(by for _, by in view.turns):
             node.op, node.attrs = "reshape", {"shape": shape}  # what it moved, it moved back
         else:
             node.op, node.attrs = "rearrange", _attrs(view, shape)
-        dead_code.apply(graph)
-        found, chains = found + 1, _Chains(graph, layouts)
+        drop_unread(graph, before)
+        found += 1
+    dead_code.apply(graph)  # constants
     return found
 
 
@@ -102,11 +106,10 @@ def _attrs(view: _View, shape: Shape) -> dict[str, object]:
 
 
 class _Chains:
-    """Chains in a graph, which is not changed meanwhile."""
+    """Chains in a graph."""
 
     def __init__(self, graph: Graph, layouts: Sequence[Formats]) -> None:
         self._graph, self._layouts = graph, layouts
-        self._producer, self._users = graph.producer(), graph.users()
 
     def ending(self, node: Node) -> tuple[Value, _View] | None:
         """The base and the view of the longest chain that a node ends with a copy, in every layout
@@ -114,7 +117,7 @@ class _Chains:
         """
         links: list[_Link] = []
         value = node.output
-        while (link := self._link(value)) is not None:
+        while len(links) < MOST_LINKS and (link := self._link(value)) is not None:
             links.insert(0, link)
             value = link.source
         for first, link in enumerate(links):
@@ -144,11 +147,11 @@ class _Chains:
         return view if view is not None and copied and len(view.parts) <= MOST_PARTS else None
 
     def _only_reads(self, link: _Link, value: Value) -> bool:
-        return value not in self._graph.outputs and set(self._users[value]) <= link.nodes
+        return value not in self._graph.outputs and set(self._graph.users(value)) <= link.nodes
 
     def _link(self, value: Value) -> _Link | None:
         """How a value is made, if that is a link."""
-        node = self._producer.get(value)
+        node = self._graph.producer(value)
         if node is None or node.op not in ("reshape", "permute", "cat"):
             return None
         if node.op == "cat":
@@ -175,7 +178,7 @@ class _Chains:
         ways = [way[: _sources(way).index(source) + 1] for way in ways]
         nodes = frozenset((cat, *itertools.chain(*ways)))
         for value in (node.output for node in nodes - {cat}):
-            if value in self._graph.outputs or not set(self._users[value]) <= nodes:
+            if value in self._graph.outputs or not set(self._graph.users(value)) <= nodes:
                 return None
         places = [_places(way) for way in ways]
         moves = _roll(places, cat, source.shape) or _fold(places, cat, source.shape)
@@ -186,7 +189,7 @@ class _Chains:
     def _slices(self, value: Value | None) -> list[Node]:
         """The slice that a value is, that of which it is one, and so on."""
         found: list[Node] = []
-        while (node := self._producer.get(value)) is not None and node.op == "slice":
+        while (node := self._graph.producer(value)) is not None and node.op == "slice":
             found.append(node)
             value = node.inputs[0]
         return found

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from tessella.compiler.fitting import has_kernel, is_plain_half, loses_none
 from tessella.compiler.rewrites import pad_channels
-from tessella.compiler.rewrites.fuse_epilogue import LAYERS, only_use
+from tessella.compiler.rewrites.fuse_epilogue import LAYERS
 from tessella.compiler.rewrites.lower_quantization import CODES, Code, code_of
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.problem import is_gamma
@@ -52,7 +52,7 @@ def apply(graph: Graph, target: str) -> int:
             layer=node.layer,
         )
         if _has_kernel(graph, node, rounding, target):
-            graph.nodes[graph.nodes.index(node)] = rounding
+            graph.nodes.replace(node, rounding)
             for move, (read, written) in zip(between, pairwise(made), strict=True):
                 move.inputs, move.outputs = (read,), (written,)
             graph.nodes.remove(rounds)
@@ -66,16 +66,11 @@ def _until_rounded(graph: Graph, node: Node) -> tuple[list[Node], Node | None]:
     """What moves a result, or takes its maximum, and is read alone; and the reader behind."""
     moves = ("permute", "reshape") if node.op == ATTENTION else ("max_pool2d",)
     between: list[Node] = []
-    reader = _only_reader(graph, node.output)
+    reader = graph.only_reader(node.output)
     while reader is not None and reader.op in moves:
         between.append(reader)
-        reader = _only_reader(graph, reader.output)
+        reader = graph.only_reader(reader.output)
     return between, reader
-
-
-def _only_reader(graph: Graph, value: Value) -> Node | None:
-    readers = graph.users()[value]
-    return readers[0] if readers and only_use(graph, value, readers[0]) else None
 
 
 def _takes(node: Node, code: Code) -> bool:

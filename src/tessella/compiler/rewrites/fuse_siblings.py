@@ -28,9 +28,8 @@ def apply(graph: Graph, *, joined: bool = True) -> int:
             write right there (``join_in_place``), and a split of a common result must copy.
     """
     groups: dict[Hashable, list[Node]] = {}
-    users = graph.users()
     for node in graph.nodes:
-        if not joined and {user.op for v in node.outputs for user in users[v]} == {"cat"}:
+        if not joined and {user.op for v in node.outputs for user in graph.users(v)} == {"cat"}:
             continue
         if (kind := _kind(graph, node)) is not None:
             groups.setdefault(kind, []).append(node)
@@ -64,8 +63,8 @@ def _hashable(value: object) -> Hashable:
 
 
 def _without_shared_weights(graph: Graph, group: list[Node]) -> list[Node]:
-    users = graph.users()
-    return [n for n in group if set(users[n.inputs[1]]) <= set(group)]
+    together = set(group)
+    return [n for n in group if together.issuperset(graph.users(n.inputs[1]))]
 
 
 def _fuse(graph: Graph, group: list[Node]) -> None:
@@ -105,7 +104,6 @@ def _fuse(graph: Graph, group: list[Node]) -> None:
         attrs={"sizes": sizes, "dim": dim},
         layer=first.layer,
     )
-    place = graph.nodes.index(first)
-    graph.nodes[place : place + 1] = [layer, split]
     for node in group[1:]:
         graph.nodes.remove(node)
+    graph.nodes.replace(first, layer, split)

@@ -7,7 +7,7 @@ for each output channel of a weight, by its largest magnitude.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -26,7 +26,7 @@ def apply(graph: Graph, kinds: Mapping[str, str], calibration: Calibration) -> i
     Raises:
         CompileError: the calibration has not seen a layer: it is of another network.
     """
-    layers = [n for n in graph.nodes if n.outputs[0].name in kinds]
+    layers = {n: None for n in graph.nodes if n.outputs[0].name in kinds}  # a set in order
     rounder = _Rounder(graph, calibration, {n.output: kinds[n.output.name] for n in layers})
     for value, kind in rounder.activations(layers).items():
         rounder.round(value, kind, layers)
@@ -50,7 +50,7 @@ class _Rounder:
         self._weights: dict[tuple[Value, str], Value] = {}
         self._adds_codes: set[Node] = set()  # layers whose residual is rounded
 
-    def activations(self, layers: list[Node]) -> dict[Value, set[str]]:
+    def activations(self, layers: Collection[Node]) -> dict[Value, set[str]]:
         """What is rounded, and to what: all that layers read, and residuals of layers between.
 
         A residual is rounded where the layer's own result will be, or where it is read by a layer
@@ -61,7 +61,7 @@ class _Rounder:
         wanted: dict[Value, set[str]] = {}
         for node in layers:
             wanted.setdefault(node.inputs[0], set()).add(self._kind_of_layer[node.output])
-        moved = {v for value in wanted for v in self._moved_from(value)}
+        moved = set(self._moved_from(*wanted))
         for node in layers:
             residual = node.inputs[3]
             if residual is None:
@@ -71,30 +71,29 @@ class _Rounder:
                 self._adds_codes.add(node)
         return wanted
 
-    def _by_layers(self, value: Value, layers: list[Node]) -> bool:
+    def _by_layers(self, value: Value, layers: Collection[Node]) -> bool:
         """Whether layers make a value, or what it is moved from."""
-        makers = self._graph.producer()
-        return any(makers.get(v) in layers for v in self._moved_from(value))
+        return any(self._graph.producer(v) in layers for v in self._moved_from(value))
 
-    def _moved_from(self, value: Value) -> set[Value]:
-        """A value, and those that it is made of by moving elements only."""
-        producer, found, open_ = self._graph.producer(), set(), [value]
+    def _moved_from(self, *values: Value) -> Iterator[Value]:
+        """Values, and those that they are made of by moving elements only, each once."""
+        found, open_ = set(values), list(values)
         while open_:
-            value = open_.pop()
-            found.add(value)
-            maker = producer.get(value)
+            yield (value := open_.pop())
+            maker = self._graph.producer(value)
             if maker is not None and maker.op in MOVES:
-                open_ += [v for v in maker.inputs if v is not None and v not in found]
-        return found
+                before = [v for v in dict.fromkeys(maker.inputs) if v is not None]
+                open_ += [v for v in before if v not in found]
+                found.update(before)
 
-    def round(self, value: Value, kinds: set[str], layers: list[Node]) -> None:
+    def round(self, value: Value, kinds: set[str], layers: Collection[Node]) -> None:
         """Let the layers read the rounded value; all readers, where a layer makes it.
 
         The result of a layer is then stored only once, in 8 bits. Where layers of two kinds read
         it, others read it as it is.
         """
         by_layers = self._by_layers(value, layers)
-        readers = self._graph.users()[value]
+        readers = self._graph.users(value)
         for kind in sorted(kinds):
             rounded = self._rounded(value, kind)
             for node in readers:
@@ -128,13 +127,15 @@ class _Rounder:
                 attrs={"axis": 0, "dtype": value.dtype},
             ),
         ]
-        made = [i for i, n in enumerate(graph.nodes) if value in n.outputs]
-        place = made[0] + 1 if made else 0
-        graph.nodes[place:place] = nodes
+        maker = graph.producer(value)
+        if maker is None:
+            graph.nodes.insert_first(*nodes)
+        else:
+            graph.nodes.insert_after(maker, *nodes)
         return back
 
     def _scale(self, value: Value, kind: str) -> float:
-        maker = self._graph.producer().get(value)
+        maker = self._graph.producer(value)
         if maker is not None and maker.op == "image_to_tensor":
             value = maker.inputs[0]  # bytes have the name of the image that was calibrated
         if value.name not in self._calibration.thresholds:
@@ -159,7 +160,7 @@ class _Rounder:
                 outputs=(back,),
                 attrs={"axis": 0, "dtype": value.dtype},
             )
-            graph.nodes.insert(0, node)
+            graph.nodes.insert_first(node)
             self._weights[value, kind] = back
         return self._weights[value, kind]
 

@@ -78,7 +78,7 @@ class _Caster:
             return self.graph.add_constant(name, _finite(value, constant, wanted))
         made = Value(self.graph.fresh_name(name), wanted, value.shape)
         node = Node(op="to", inputs=(value,), outputs=(made,), attrs={"dtype": wanted})
-        self.graph.nodes.insert(self.graph.nodes.index(before), node)
+        self.graph.nodes.insert_before(before, node)
         self.count += 1
         return made
 
@@ -111,7 +111,7 @@ def _as_before(graph: Graph, value: Value, dtype: str) -> Value:
     if value.dtype == dtype:
         return value
     name = value.name
-    value.name = graph.fresh_name(f"{name}.{value.dtype}")
+    graph.rename(value, graph.fresh_name(f"{name}.{value.dtype}"))
     made = Value(name, dtype, value.shape)
     graph.nodes.append(Node(op="to", inputs=(value,), outputs=(made,), attrs={"dtype": dtype}))
     return made

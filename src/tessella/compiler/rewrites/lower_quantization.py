@@ -11,12 +11,14 @@ What only moves elements, or takes their maximum, changes places with the nodes,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from tessella.compiler.rewrites import dead_code
+from tessella.compiler.rewrites.worklist import until_done, values_of
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import reference
 
@@ -63,14 +65,18 @@ class Code:
 def apply(graph: Graph) -> int:
     """Lower what can be lowered; returns how many layers now work on int8 or fp8."""
     _shift_unsigned(graph)
-    _until_done(graph, _sink, _merge, _cancel, _lift)
+    until_done(graph, _sink, _merge, _cancel)
+    while until_done(
+        graph, _sink, _merge, _cancel, partial(_lift, from_codes=_from_codes(graph))
+    ):  # what was sunk meanwhile may let something be lifted far behind it
+        pass
     lowered = sum(_lower(graph, n) for n in list(graph.nodes) if n.op in LAYERS)
     for node in [n for n in graph.nodes if n.op in LAYERS]:
         _requantize(graph, node)
         _take_relu(graph, node)
     _fold(graph)
     dead_code.apply(graph)
-    _until_done(graph, _settle)
+    until_done(graph, _settle)
     return lowered
 
 
@@ -91,17 +97,11 @@ def code_of(graph: Graph, node: Node | None, op: str) -> Code | None:
     )
 
 
-def _until_done(graph: Graph, *rewrites: Callable[[Graph], bool]) -> None:
-    while any(rewrite(graph) for rewrite in rewrites):
-        pass
-
-
 # ── uint8 ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _shift_unsigned(graph: Graph) -> None:
     """uint8 → int8, 128 less, its zero point too, wherever only ``dequantize`` looks at it."""
-    users = graph.users()
     shifted = {
         v
         for n in graph.nodes
@@ -109,17 +109,20 @@ def _shift_unsigned(graph: Graph) -> None:
         if v.dtype == "uint8"
         and (code_of(graph, n, "quantize") or n.op in MOVES)
         and v not in graph.outputs
-    } | {v for v in graph.constants if v.dtype == "uint8" and _only_dequantized(users[v])}
-    while True:  # a move's inputs and outputs, all or none
-        stays = {
-            v
-            for v in shifted
-            if any(not _may_shift(graph, n, v, shifted) for n in users[v])
-            or any(n.op in MOVES and not set(n.inputs) <= shifted for n in _makers(graph, v))
-        }
-        if not stays:
-            break
-        shifted -= stays
+    } | {v for v in graph.constants if v.dtype == "uint8" and _only_dequantized(graph.users(v))}
+    waiting = list(shifted)
+    while waiting:  # a move's inputs and outputs, all or none
+        value = waiting.pop()
+        users, maker = graph.users(value), graph.producer(value)
+        moved = maker is not None and maker.op in MOVES
+        if value not in shifted or (
+            all(_may_shift(graph, n, value, shifted) for n in users)
+            and not (moved and not shifted.issuperset(maker.inputs))
+        ):
+            continue
+        shifted.remove(value)
+        waiting += [v for n in users for v in n.outputs]
+        waiting += maker.inputs if maker is not None else ()
     for value in shifted:
         value.dtype = "int8"
         if value in graph.constants:
@@ -135,10 +138,6 @@ def _shift_unsigned(graph: Graph) -> None:
 
 def _only_dequantized(users: list[Node]) -> bool:
     return bool(users) and all(n.op == "dequantize" for n in users)
-
-
-def _makers(graph: Graph, value: Value) -> list[Node]:
-    return [n for n in graph.nodes if value in n.outputs]
 
 
 def _may_shift(graph: Graph, node: Node, value: Value, shifted: set[Value]) -> bool:
@@ -159,23 +158,19 @@ def _shift_zero(graph: Graph, node: Node) -> None:
 # ── meeting ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _sink(graph: Graph) -> bool:
+def _sink(graph: Graph, node: Node) -> Collection[Value]:
     """``move(dequantize(x))`` → ``dequantize(move(x))``."""
-    producer = graph.producer()
-    for node in graph.nodes:
-        if node.op not in MOVES:
-            continue
-        makers = [producer.get(v) for v in node.inputs]
-        codes = [code_of(graph, m, "dequantize") for m in makers]
-        first = codes[0]
-        if first is None or not all(first.same(c) for c in codes) or not _moves(node, first):
-            continue
-        axis = _moved_axis(node, first)
-        if axis is None:
-            continue
-        _sink_one(graph, node, [m for m in makers if m is not None], axis)
-        return True
-    return False
+    if node.op not in MOVES:
+        return ()
+    makers = [graph.producer(v) for v in node.inputs]
+    codes = [code_of(graph, m, "dequantize") for m in makers]
+    first = codes[0]
+    if first is None or not all(first.same(c) for c in codes) or not _moves(node, first):
+        return ()
+    axis = _moved_axis(node, first)
+    if axis is None:
+        return ()
+    return _sink_one(graph, node, [m for m in makers if m is not None], axis)
 
 
 def _moves(node: Node, code: Code) -> bool:
@@ -198,132 +193,127 @@ def _moved_axis(node: Node, code: Code) -> int | None:
     return None
 
 
-def _sink_one(graph: Graph, node: Node, makers: list[Node], axis: int) -> None:
-    small = makers[0].inputs[0].dtype
+def _sink_one(graph: Graph, node: Node, makers: list[Node], axis: int) -> Collection[Value]:
+    changed, small = values_of(node), makers[0].inputs[0].dtype
     attrs = {"axis": axis, "dtype": makers[0].attrs["dtype"]}
     parameters, outputs = makers[0].inputs[1:], node.outputs
     node.inputs = tuple(m.inputs[0] for m in makers)
     node.outputs = tuple(
         Value(graph.fresh_name(f"{v.name}.{small}"), small, v.shape) for v in outputs
     )
-    place = graph.nodes.index(node) + 1
-    graph.nodes[place:place] = [
+    made = [
         Node(op="dequantize", inputs=(inner, *parameters), outputs=(value,), attrs=dict(attrs))
         for inner, value in zip(node.outputs, outputs, strict=True)
     ]
+    graph.nodes.insert_after(node, *made)
+    return [*changed, *values_of(node)]
 
 
-def _merge(graph: Graph) -> bool:
+def _merge(graph: Graph, node: Node) -> Collection[Value]:
     """Equal nodes on one value are one."""
-    seen: dict[Value, list[tuple[Node, Code]]] = {}
-    for node in graph.nodes:
-        code = code_of(graph, node, node.op) if node.op in ("quantize", "dequantize") else None
-        if code is None or node.output in graph.outputs:
-            continue
-        for other, known in seen.setdefault(node.inputs[0], []):
-            if other.op == node.op and code.same(known) and other.attrs == node.attrs:
-                graph.replace_uses(node.output, other.output)
-                graph.nodes.remove(node)
-                return True
-        seen[node.inputs[0]].append((node, code))
-    return False
+    code = code_of(graph, node, node.op) if node.op in ("quantize", "dequantize") else None
+    if code is None or node.output in graph.outputs:
+        return ()
+    for other in graph.users(node.inputs[0]):
+        if not other < node:
+            break
+        alike = other.op == node.op and other.attrs == node.attrs
+        alike = alike and other.inputs[0] is node.inputs[0] and other.output not in graph.outputs
+        if alike and code.same(code_of(graph, other, other.op)):
+            return _drop(graph, node, other.output)
+    return ()
 
 
-def _cancel(graph: Graph) -> bool:
+def _cancel(graph: Graph, node: Node) -> Collection[Value]:
     """``quantize(dequantize(x))`` with one code is ``x``: float32 is off by much less than ½."""
-    producer = graph.producer()
-    for node in graph.nodes:
-        code = code_of(graph, node, "quantize")
-        maker = producer.get(node.inputs[0]) if code else None
-        if code is None or node.output in graph.outputs:
-            continue
-        if code.same(code_of(graph, maker, "dequantize")) and maker is not None:
-            graph.replace_uses(node.output, maker.inputs[0])
-            graph.nodes.remove(node)
-            return True
-    return False
+    code = code_of(graph, node, "quantize")
+    if code is None or node.output in graph.outputs:
+        return ()
+    maker = graph.producer(node.inputs[0])
+    if maker is None or not code.same(code_of(graph, maker, "dequantize")):
+        return ()
+    return _drop(graph, node, maker.inputs[0])
 
 
-def _lift(graph: Graph) -> bool:
+def _drop(graph: Graph, node: Node, instead: Value) -> Collection[Value]:
+    """Let another value be read for what a node makes."""
+    changed = [*values_of(node, *graph.users(node.output)), instead]
+    graph.replace_uses(node.output, instead)
+    graph.nodes.remove(node)
+    return changed
+
+
+def _lift(graph: Graph, node: Node, from_codes: Collection[Value]) -> Collection[Value]:
     """``quantize(move(x))`` → ``move(quantize(x))``, where nothing else reads what is moved."""
-    producer, users = graph.producer(), graph.users()
+    code = code_of(graph, node, "quantize")
+    if code is None or code.scale.numel() > 1:
+        return ()
+    move = graph.producer(node.inputs[0])
+    if move is None or move.op not in MOVES or graph.only_reader(node.inputs[0]) is not node:
+        return ()
+    if len(move.outputs) > 1 or not _moves(move, code):
+        return ()
+    if move.op not in VIEWS and not any(v in from_codes for v in move.inputs):
+        return ()  # a pooling leaves less to round
+    changed, inputs = values_of(move, node), []
+    for value in move.inputs:
+        small = Value(graph.fresh_name(f"{value.name}.{code.dtype}"), code.dtype, value.shape)
+        inputs.append(small)
+        made = Node(
+            op="quantize",
+            inputs=(value, *node.inputs[1:]),
+            outputs=(small,),
+            attrs=dict(node.attrs),
+        )
+        graph.nodes.insert_before(move, made)
+    move.inputs, move.outputs = tuple(inputs), node.outputs
+    graph.nodes.remove(node)
+    return [*changed, *inputs]
+
+
+def _from_codes(graph: Graph) -> set[Value]:
+    """The values that are computed from codes, so that they may be stored as codes."""
+    found: set[Value] = set()
     for node in graph.nodes:
-        code = code_of(graph, node, "quantize")
-        move = producer.get(node.inputs[0])
-        if code is None or code.scale.numel() > 1 or move is None or move.op not in MOVES:
-            continue
-        alone = users[node.inputs[0]] == [node] and node.inputs[0] not in graph.outputs
-        if not alone or len(move.outputs) > 1 or not _moves(move, code):
-            continue
-        if move.op not in VIEWS and not _from_codes(move.inputs, producer):
-            continue  # a pooling leaves less to round
-        place = graph.nodes.index(move)
-        inputs = []
-        for value in move.inputs:
-            small = Value(graph.fresh_name(f"{value.name}.{code.dtype}"), code.dtype, value.shape)
-            inputs.append(small)
-            made = Node(
-                op="quantize",
-                inputs=(value, *node.inputs[1:]),
-                outputs=(small,),
-                attrs=dict(node.attrs),
-            )
-            graph.nodes.insert(place, made)
-            place += 1
-        move.inputs, move.outputs = tuple(inputs), node.outputs
-        graph.nodes.remove(node)
-        return True
-    return False
+        if node.op in MOVES:
+            known = any(v in found for v in node.inputs)
+        else:
+            source = graph.producer(node.inputs[0]) if node.op in LAYERS else node
+            known = source is not None and source.op == "dequantize"
+        if known:
+            found.update(node.outputs)
+    return found
 
 
-def _settle(graph: Graph) -> bool:
+def _settle(graph: Graph, node: Node) -> Collection[Value]:
     """``view(quantize(x))`` → ``quantize(view(x))`` behind attention, if a step is to round.
 
     Attention's heads are permuted and reshaped to rows without moving them, as they lie in this
     order: there the rounding reads and writes dense memory. Before the views it would bring the
     codes into the heads' order, and they would have to be brought back.
     """
-    producer, users = graph.producer(), graph.users()
-    for node in graph.nodes:
-        code = code_of(graph, node, "quantize")
-        maker = _before_views(producer, node.inputs[0]) if code else None
-        if code is None or maker is None or maker.op not in UNORDERED or code.scale.numel() > 1:
-            continue
-        view = users[node.output][0] if len(users[node.output]) == 1 else None
-        if view is None or view.op not in ("permute", "reshape") or node.output in graph.outputs:
-            continue
-        x, last = node.inputs[0], view.output
-        moved = Value(graph.fresh_name(f"{x.name}.{view.op}"), x.dtype, last.shape)
-        view.inputs, view.outputs = (x,), (moved,)
-        node.inputs, node.outputs = (moved, *node.inputs[1:]), (last,)
-        graph.nodes.remove(node)
-        graph.nodes.insert(graph.nodes.index(view) + 1, node)
-        return True
-    return False
+    code = code_of(graph, node, "quantize")
+    view = None if code is None else graph.only_reader(node.output)
+    if code is None or view is None or view.op not in ("permute", "reshape"):
+        return ()
+    maker = _before_views(graph, node.inputs[0])
+    if maker is None or maker.op not in UNORDERED or code.scale.numel() > 1:
+        return ()
+    changed, x, last = values_of(node, view), node.inputs[0], view.output
+    moved = Value(graph.fresh_name(f"{x.name}.{view.op}"), x.dtype, last.shape)
+    view.inputs, view.outputs = (x,), (moved,)
+    node.inputs, node.outputs = (moved, *node.inputs[1:]), (last,)
+    graph.nodes.remove(node)
+    graph.nodes.insert_after(view, node)
+    return [*changed, moved]
 
 
-def _before_views(producer: dict[Value, Node], value: Value | None) -> Node | None:
+def _before_views(graph: Graph, value: Value | None) -> Node | None:
     """What made the elements of a value that was permuted and reshaped since."""
-    maker = None if value is None else producer.get(value)
+    maker = graph.producer(value)
     while maker is not None and maker.op in ("permute", "reshape"):
-        maker = None if maker.inputs[0] is None else producer.get(maker.inputs[0])
+        maker = graph.producer(maker.inputs[0])
     return maker
-
-
-def _from_codes(values: Sequence[Value | None], producer: dict[Value, Node]) -> bool:
-    """Whether one of the values is computed from codes, so that it may be stored as codes."""
-    for value in values:
-        maker = None if value is None else producer.get(value)
-        if maker is None:
-            continue
-        if maker.op in MOVES:
-            if _from_codes(maker.inputs, producer):
-                return True
-            continue
-        source = producer.get(maker.inputs[0]) if maker.op in LAYERS else maker
-        if source is not None and source.op == "dequantize":
-            return True
-    return False
 
 
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────
@@ -331,8 +321,7 @@ def _from_codes(values: Sequence[Value | None], producer: dict[Value, Node]) -> 
 
 def _lower(graph: Graph, node: Node) -> bool:
     """A layer that reads dequantized activations and weights reads the codes."""
-    producer = graph.producer()
-    source, weights = (producer.get(v) for v in node.inputs[:2])
+    source, weights = (graph.producer(v) for v in node.inputs[:2])
     code, of_weight = (code_of(graph, n, "dequantize") for n in (source, weights))
     if code is None or of_weight is None or source is None or weights is None:
         return False
@@ -386,7 +375,7 @@ def _padded(graph: Graph, node: Node, x: Value, zero: int) -> Value:
     made = Value(graph.fresh_name(f"{x.name}.padded"), x.dtype, shape)
     attrs = {"pad": (left, left, top, top), "mode": "constant", "value": float(zero)}
     pad = Node(op="pad", inputs=(x,), outputs=(made,), attrs=attrs, layer=node.layer)
-    graph.nodes.insert(graph.nodes.index(node), pad)
+    graph.nodes.insert_before(node, pad)
     node.attrs["padding"] = (0, 0)
     return made
 
@@ -398,12 +387,12 @@ def _requantize(graph: Graph, node: Node) -> None:
     """
     if len(node.inputs) < 5 or node.output in graph.outputs:
         return
-    readers = graph.users()[node.output]
+    readers = graph.users(node.output)
     code = code_of(graph, readers[0], "quantize") if len(readers) == 1 else None
     if code is None or code.scale.numel() > 1 or code.dtype != node.inputs[0].dtype:
         return
     activation = _activation_of_codes(node.attrs["activation"], code)
-    residual = graph.producer().get(node.inputs[3]) if node.inputs[3] else None
+    residual = graph.producer(node.inputs[3])
     added = code_of(graph, residual, "dequantize")
     alone = added is not None and added.scale.numel() == 1 and added.dtype == code.dtype
     if code.zero % 2 or activation == "" or (node.inputs[3] is not None and not alone):
@@ -430,7 +419,7 @@ def _requantize(graph: Graph, node: Node) -> None:
 
 def _take_relu(graph: Graph, node: Node) -> None:
     """relu of codes after a layer that makes them: the layer's own, since rounding keeps signs."""
-    readers = graph.users()[node.output]
+    readers = graph.users(node.output)
     if node.output.dtype != "int8" or node.attrs["activation"] or node.output in graph.outputs:
         return
     if len(readers) == 1 and readers[0].op == "relu":

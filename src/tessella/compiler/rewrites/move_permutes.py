@@ -19,6 +19,7 @@ from tessella.graph.graph import Dim, Graph, Node, Value
 from tessella.operations.operation import OPS
 
 VIEWS = frozenset(("permute", "reshape", "select"))
+MOST_VIEWS = 32  # in a row that are looked at; networks have less than ten
 Size = int | Dim
 
 
@@ -67,18 +68,18 @@ def apply(graph: Graph) -> int:
     best, count = min(both, key=lambda made: _cost(made[0]))
     if _cost(best) >= _cost(graph):
         return 0
-    graph.inputs, graph.outputs = best.inputs, best.outputs
-    graph.nodes, graph.constants = best.nodes, best.constants
+    graph.become(best)
     return count
 
 
 def _changed(graph: Graph, *, move: bool) -> tuple[Graph, int]:
     """A copy with shorter chains, and how many changes it got."""
     graph, count = graph.copy(), 0
+    undone = _undone(graph) if move else set()
     for node in list(graph.nodes):
         if node.op in VIEWS:
             count += _shorten(graph, node)
-        elif move and (_by_row(node) or _is_unary(node)):
+        elif move and (_by_row(node) or _is_unary(node)) and node.output in undone:
             count += _permute_after(graph, node)
     dead_code.apply(graph)
     return graph, count
@@ -104,12 +105,13 @@ def _copied(graph: Graph) -> int:
 # --- chains ---------------------------------------------------------------------------------------
 
 
-def _chain(value: Value, producer: dict[Value, Node]) -> _Chain | None:
+def _chain(graph: Graph, value: Value) -> _Chain | None:
     """The longest chain that makes a value; None if it is not made by a view."""
     nodes: list[Node] = []
-    while (node := producer.get(value)) is not None and node.op in VIEWS:
-        nodes.insert(0, node)
+    while len(nodes) < MOST_VIEWS and (node := graph.producer(value)) and node.op in VIEWS:
+        nodes.append(node)
         value = node.inputs[0]
+    nodes.reverse()
     for first in range(len(nodes)):
         chain = _all_of(nodes[first].inputs[0])
         for node in nodes[first:]:
@@ -208,7 +210,7 @@ def _divided(size: Size, by: Size) -> Size | None:
 
 def _shorten(graph: Graph, node: Node) -> int:
     """Make a view from the base of its chain, if that copies less, or takes fewer nodes."""
-    chain = _chain(node.output, graph.producer())
+    chain = _chain(graph, node.output)
     if chain is None or chain.steps < 2:
         return 0
     ops = list(_canonical(chain, node.output.shape))
@@ -229,11 +231,11 @@ def _shorten(graph: Graph, node: Node) -> int:
 
 def _is_shared(graph: Graph, node: Node, base: Value) -> bool:
     """Whether somebody else reads what lies between a base and the end of its chain."""
-    users, producer, value = graph.users(), graph.producer(), node.inputs[0]
+    value = node.inputs[0]
     while value is not base:
-        if len(users[value]) > 1 or value in graph.outputs:
+        if len(graph.users(value)) > 1 or value in graph.outputs:
             return True
-        value = producer[value].inputs[0]
+        value = graph.producer(value).inputs[0]
     return False
 
 
@@ -333,14 +335,14 @@ def _write(graph: Graph, node: Node, base: Value, ops: Sequence[Made]) -> None:
     for op, attrs, shape in ops[:-1]:
         same = (
             n
-            for n in graph.nodes[: graph.nodes.index(node)]
-            if n.op == op and n.inputs == (value,) and n.attrs == attrs
+            for n in graph.users(value)
+            if n < node and n.op == op and n.inputs == (value,) and n.attrs == attrs
         )
         found = next(same, None)
         if found is None:
             made = Value(graph.fresh_name(f"{value.name}.{op}"), value.dtype, shape)
             found = Node(op=op, inputs=(value,), outputs=(made,), attrs=attrs, layer=node.layer)
-            graph.nodes.insert(graph.nodes.index(node), found)
+            graph.nodes.insert_before(node, found)
         value = found.output
     node.op, node.attrs, _ = ops[-1]
     node.inputs = (value,)
@@ -362,7 +364,7 @@ def _by_row(node: Node) -> bool:
 
 def _permute_after(graph: Graph, node: Node) -> int:
     """Let a layer read rows in the order in which they lie, and change the order of its result."""
-    chain = _chain(node.inputs[0], graph.producer())
+    chain = _chain(graph, node.inputs[0])
     if chain is None or chain.picked or not chain.axes or not chain.axes[-1]:
         return 0
     last = chain.axes[-1]
@@ -375,7 +377,7 @@ def _permute_after(graph: Graph, node: Node) -> int:
     straight = replace(chain, axes=(*axes, last))
     shape = tuple(_product(axis) for axis in straight.axes)
     moved = [f for axis in chain.axes[:-1] for f in axis] != rows
-    if not (moved or shape != tuple(node.inputs[0].shape)) or not _is_undone(graph, node.output):
+    if not (moved or shape != tuple(node.inputs[0].shape)):
         return 0
     new = node.output.shape[-1]
     result = Value(
@@ -387,28 +389,36 @@ def _permute_after(graph: Graph, node: Node) -> int:
     if ops:
         source = Value(graph.fresh_name(f"{chain.base.name}.rows"), chain.base.dtype, shape)
         before.outputs = (source,)
-        graph.nodes.insert(graph.nodes.index(node), before)
+        graph.nodes.insert_before(node, before)
         _write(graph, before, chain.base, ops)
     old = node.output
     after = Node(op="reshape", inputs=(result,), outputs=(old,), attrs={}, layer=node.layer)
     node.inputs, node.outputs = (source, *node.inputs[1:]), (result,)
-    graph.nodes.insert(graph.nodes.index(node) + 1, after)
+    graph.nodes.insert_after(node, after)
     final = () if new == 1 else (_Factor(new),)
     turned = _Chain(base=result, order=(*rows, *final), axes=(*chain.axes[:-1], final))
     _write(graph, after, result, list(_canonical(turned, old.shape)))
     return 1
 
 
-def _is_undone(graph: Graph, value: Value) -> bool:
-    """Whether all who read a value permute it, at once or behind other views and layers by row."""
-    users = graph.users()[value]
-    if value in graph.outputs or not users:
-        return False
-    return all(
-        user.op == "permute"
-        or (
-            (user.op in VIEWS or ((_by_row(user) or _is_unary(user)) and user.inputs[0] is value))
-            and all(_is_undone(graph, v) for v in user.outputs)
+def _undone(graph: Graph) -> set[Value]:
+    """The values that all readers permute, at once or behind other views and layers by row.
+
+    What comes after a node is as it was when the pass comes to the node, so it is asked once.
+    """
+    found: set[Value] = set()
+
+    def undoes(user: Node, value: Value) -> bool:
+        if user.op == "permute":
+            return True
+        passes = user.op in VIEWS or (
+            (_by_row(user) or _is_unary(user)) and user.inputs[0] is value
         )
-        for user in users
-    )
+        return passes and found.issuperset(user.outputs)
+
+    for node in reversed(graph.nodes):
+        for value in node.outputs:
+            users = graph.users(value)
+            if users and value not in graph.outputs and all(undoes(u, value) for u in users):
+                found.add(value)
+    return found

@@ -9,7 +9,9 @@ A window of attention (Swin) adds a bias to [N·W, heads, T, T], a mask to the s
 
 from __future__ import annotations
 
-from tessella.compiler.rewrites.fuse_epilogue import only_use
+from collections.abc import Collection
+
+from tessella.compiler.rewrites.worklist import until_done, values_of
 from tessella.graph.graph import Graph, Node, Shape, Value
 from tessella.kernels.pointwise.program import ELEMENTWISE
 
@@ -18,56 +20,57 @@ STEPS = (ELEMENTWISE - {"batch_norm"}) | {"softmax", "log_softmax", "layer_norm"
 
 def apply(graph: Graph) -> int:
     """Move reshapes that stand between two steps; returns how many moves."""
-    moved = 0
-    while any(_up(graph, n) or _down(graph, n) for n in graph.nodes if n.op == "reshape"):
-        moved += 1
-    return moved
+    return until_done(graph, _move)
 
 
-def _up(graph: Graph, reshape: Node) -> bool:
+def _move(graph: Graph, node: Node) -> Collection[Value]:
+    return (_up(graph, node) or _down(graph, node)) if node.op == "reshape" else ()
+
+
+def _up(graph: Graph, reshape: Node) -> Collection[Value]:
     """Before the step whose result is cut, if steps follow."""
     value, cut = reshape.inputs[0], reshape.output
-    step, readers = graph.producer().get(value), graph.users()[cut]
+    step, readers = graph.producer(value), graph.users(cut)
     if step is None or not readers or not _cuts(value.shape, cut.shape):
-        return False
-    if not all(map(_is_step, (step, *readers))) or not only_use(graph, value, reshape):
-        return False
+        return ()
+    if not all(map(_is_step, (step, *readers))) or graph.only_reader(value) is not reshape:
+        return ()
     inputs = _in_shape(graph, step, value.shape)
     if inputs is None:
-        return False
-    place = graph.nodes.index(step)
+        return ()
+    changed = values_of(step, reshape)
     for i, other in enumerate(inputs):
         if other is not None and other.shape == value.shape:
             inputs[i] = Value(graph.fresh_name(f"{other.name}.cut"), other.dtype, cut.shape)
             attrs = {"shape": cut.shape}
-            graph.nodes.insert(place, Node("reshape", (other,), (inputs[i],), attrs, step.layer))
-            place += 1
+            made = Node("reshape", (other,), (inputs[i],), attrs, step.layer)
+            graph.nodes.insert_before(step, made)
     step.inputs, step.outputs = tuple(inputs), reshape.outputs
     graph.nodes.remove(reshape)
-    return True
+    return [*changed, *values_of(step)]
 
 
-def _down(graph: Graph, reshape: Node) -> bool:
+def _down(graph: Graph, reshape: Node) -> Collection[Value]:
     """Behind the step that reads what is joined, if a step is before."""
     value, joined = reshape.inputs[0], reshape.output
-    maker, readers = graph.producer().get(value), graph.users()[joined]
+    maker, readers = graph.producer(value), graph.users(joined)
     if maker is None or len(readers) != 1 or not _cuts(joined.shape, value.shape):
-        return False
+        return ()
     (step,) = readers
-    if not _is_step(maker) or not _is_step(step) or not only_use(graph, joined, step):
-        return False
+    if not _is_step(maker) or not _is_step(step) or graph.only_reader(joined) is not step:
+        return ()
     inputs = _in_shape(graph, step, joined.shape)
     if inputs is None or [v for v in inputs if v is not None and v.shape == joined.shape] != [
         joined
     ]:
-        return False
-    result = step.output
+        return ()
+    changed, result = values_of(step, reshape), step.output
     step.inputs = tuple(value if v is joined else v for v in inputs)
     step.outputs = (Value(graph.fresh_name(f"{result.name}.cut"), result.dtype, value.shape),)
     reshape.inputs, reshape.outputs = step.outputs, (result,)
     graph.nodes.remove(reshape)
-    graph.nodes.insert(graph.nodes.index(step) + 1, reshape)
-    return True
+    graph.nodes.insert_after(step, reshape)
+    return [*changed, *values_of(step)]
 
 
 def _is_step(node: Node) -> bool:

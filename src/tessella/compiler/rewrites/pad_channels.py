@@ -21,7 +21,7 @@ def apply(graph: Graph) -> int:
     for node in graph.nodes:
         if not _on_codes(node) or node.output.dtype not in CODES or node.inputs[3] is not None:
             continue
-        value, readers = node.output, graph.users()[node.output]
+        value, readers = node.output, graph.users(node.output)
         missing = -node.inputs[1].shape[0] % MULTIPLE
         alone = all(_on_codes(r) and r.inputs[0] is value is not r.inputs[3] for r in readers)
         if not missing or not readers or not alone or value in graph.outputs:

@@ -15,21 +15,21 @@ MASK = 3  # its position
 
 def apply(graph: Graph) -> int:
     """Shorten them; returns how many attentions read a shorter mask."""
-    shortened, producer = 0, graph.producer()
+    shortened = 0
     for node in graph.nodes:
         if node.op != OP or len(node.inputs) <= MASK or node.inputs[MASK] is None:
             continue
         mask = node.inputs[MASK]
-        short = _without_repeats(graph, producer, mask)
+        short = _without_repeats(graph, mask)
         if short is not mask:
             node.inputs = (*node.inputs[:MASK], short, *node.inputs[MASK + 1 :])
             shortened += 1
     return shortened
 
 
-def _without_repeats(graph: Graph, producer: dict[Value, Node], mask: Value) -> Value:
+def _without_repeats(graph: Graph, mask: Value) -> Value:
     """What the mask repeats, as far as steps that only repeat made it."""
-    while (node := producer.get(mask)) is not None:
+    while (node := graph.producer(mask)) is not None:
         if node.op == "expand":
             source = node.inputs[0]
         elif node.op == "fallback" and node.attrs["target"] == "aten::bitwise_and.Tensor":

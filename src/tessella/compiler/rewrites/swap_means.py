@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 
-from tessella.compiler.rewrites.fuse_epilogue import only_use
 from tessella.graph.graph import Graph, Node, Value
 
 FEWER = 3  # times fewer channels, for which the bias may be a step of its own
@@ -25,8 +24,8 @@ def apply(graph: Graph) -> int:
     for node in list(graph.nodes):
         if node.op not in ("conv2d", "avg_pool2d"):
             continue
-        maker = graph.producer().get(node.inputs[0])
-        if maker is None or not only_use(graph, node.inputs[0], node):
+        maker = graph.producer(node.inputs[0])
+        if maker is None or graph.only_reader(node.inputs[0]) is not node:
             continue
         if maker.op == "avg_pool2d" and _better_last(graph, maker, node):
             _mean_last(graph, maker, node)
@@ -83,8 +82,7 @@ def _mean_last(graph: Graph, mean: Node, product: Node) -> None:
     product.outputs = (Value(graph.fresh_name(f"{result.name}.pixels"), result.dtype, shape),)
     mean.inputs, mean.outputs = (product.output,), (result,)
     graph.nodes.remove(product)
-    place = graph.nodes.index(mean)
-    graph.nodes.insert(place, product)
+    graph.nodes.insert_before(mean, product)
     if bias is not None:
         column = graph.constants[bias].reshape(-1, 1, 1)
         added = graph.add_constant(f"{bias.name}.column", column)
@@ -92,7 +90,7 @@ def _mean_last(graph: Graph, mean: Node, product: Node) -> None:
         mean.outputs = (Value(name, result.dtype, result.shape),)
         add = Node("add", (mean.output, added), (result,), {"scalar": None, "alpha": 1})
         add.layer = product.layer
-        graph.nodes.insert(place + 2, add)
+        graph.nodes.insert_after(mean, add)
 
 
 def _mean_first(graph: Graph, product: Node, mean: Node) -> None:
@@ -102,4 +100,4 @@ def _mean_first(graph: Graph, product: Node, mean: Node) -> None:
     mean.outputs = (Value(graph.fresh_name(f"{result.name}.mean"), x.dtype, shape),)
     product.inputs, product.outputs = (mean.output, *product.inputs[1:]), (result,)
     graph.nodes.remove(product)
-    graph.nodes.insert(graph.nodes.index(mean) + 1, product)
+    graph.nodes.insert_after(mean, product)

@@ -36,5 +36,5 @@ def apply(graph: Graph, record: Preprocess) -> int:
     image.name = graph.fresh_name(f"{pixels.name}.scaled")
     gain, offset = (tuple(map(float, t)) for t in gain_and_offset(record))
     attrs = {"gain": gain, "offset": offset, "dtype": "float32"}
-    graph.nodes.insert(0, Node("image_to_tensor", (pixels,), (image,), attrs))
+    graph.nodes.insert_first(Node("image_to_tensor", (pixels,), (image,), attrs))
     return 1

@@ -6,20 +6,20 @@ Permutes are views, and in channels_last the one of x meets its undoing or costs
 
 from __future__ import annotations
 
-from tessella.compiler.rewrites.fuse_epilogue import LAYERS, only_use
+from tessella.compiler.rewrites.fuse_epilogue import LAYERS
 from tessella.graph.graph import Graph, Node, Value
 
 
 def apply(graph: Graph) -> int:
     """Turn them; returns how many."""
-    turned, producer = 0, graph.producer()
+    turned = 0
     for add in [n for n in graph.nodes if n.op == "add"]:
         for value, other in (add.inputs, add.inputs[::-1]):
-            permute = producer.get(value)
+            permute = graph.producer(value)
             if other is None or permute is None or not _may_turn(graph, add, permute, other):
                 continue
             _turn(graph, add, permute, other)
-            turned, producer = turned + 1, graph.producer()
+            turned += 1
             break
     return turned
 
@@ -27,15 +27,15 @@ def apply(graph: Graph) -> int:
 def _may_turn(graph: Graph, add: Node, permute: Node, other: Value) -> bool:
     if permute.op != "permute" or add.attrs["alpha"] != 1 or other in graph.constants:
         return False
-    layer = graph.producer().get(permute.inputs[0])
+    layer = graph.producer(permute.inputs[0])
     return (
         layer is not None
         and layer.op in LAYERS
         and layer.attrs.get("activation") is None
         and all(v is None for v in layer.inputs[3:])
         and (other.shape, other.dtype) == (add.output.shape, add.output.dtype)
-        and only_use(graph, layer.output, permute)
-        and only_use(graph, permute.output, add)
+        and graph.only_reader(layer.output) is permute
+        and graph.only_reader(permute.output) is add
     )
 
 
@@ -48,6 +48,5 @@ def _turn(graph: Graph, add: Node, permute: Node, other: Value) -> None:
     add.inputs, add.outputs = (made, back), (total,)
     permute.inputs, permute.outputs = (total,), (result,)
     graph.nodes.remove(permute)
-    place = graph.nodes.index(add)
-    graph.nodes.insert(place, Node("permute", (other,), (back,), undo, add.layer))
-    graph.nodes.insert(place + 2, permute)
+    graph.nodes.insert_before(add, Node("permute", (other,), (back,), undo, add.layer))
+    graph.nodes.insert_after(add, permute)

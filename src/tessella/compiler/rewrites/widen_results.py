@@ -8,7 +8,7 @@ to nothing. A residual stays with its cast, as kernels add one of the result's o
 from __future__ import annotations
 
 from tessella.compiler.fitting import is_plain_half, loses_none
-from tessella.compiler.rewrites.fuse_epilogue import LAYERS, only_use
+from tessella.compiler.rewrites.fuse_epilogue import LAYERS
 from tessella.graph.graph import Graph, Node
 
 
@@ -19,10 +19,8 @@ def apply(graph: Graph, target: str) -> int:
     """
     widened = 0
     for layer in [n for n in graph.nodes if n.op in LAYERS and is_plain_half(n)]:
-        readers = graph.users()[layer.output]
-        if len(readers) != 1 or not only_use(graph, layer.output, cast := readers[0]):
-            continue
-        if cast.op != "to" or cast.output.dtype != "float32":
+        cast = graph.only_reader(layer.output)
+        if cast is None or cast.op != "to" or cast.output.dtype != "float32":
             continue
         wide = Node(
             op=layer.op,
@@ -32,7 +30,7 @@ def apply(graph: Graph, target: str) -> int:
             layer=layer.layer,
         )
         if loses_none(layer, wide, target, graph.constants):
-            graph.nodes[graph.nodes.index(layer)] = wide
             graph.nodes.remove(cast)
+            graph.nodes.replace(layer, wide)
             widened += 1
     return widened

@@ -214,15 +214,15 @@ class Call:
 
 def _inputs_behind(graph: Graph, value: Value) -> list[str]:
     """The graph's inputs that a value is computed from."""
-    makers, inputs = graph.producer(), set(graph.inputs)
+    inputs = set(graph.inputs)
     found: dict[Value, None] = {}
     waiting = [value]
     while waiting:
         value = waiting.pop()
         if value not in found:
             found[value] = None
-            sources = makers[value].inputs if value in makers else ()
-            waiting += [v for v in sources if v is not None]
+            maker = graph.producer(value)
+            waiting += [] if maker is None else [v for v in maker.inputs if v is not None]
     return [v.name for v in found if v in inputs]
 
 
