@@ -9,6 +9,7 @@ from tessella import compiler
 from tessella.compiler import pipeline
 from tessella.compiler.choices.choose_kernels import constants_of, problem_of, views
 from tessella.compiler.choices.variants import layouts_to_try, with_layout
+from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import assign
 from tessella.kernels.inputs import sample_inputs
 from tessella.kernels.inspection import exact_answers
@@ -28,8 +29,7 @@ def test_each_problem_of_a_network_has_an_answer_in_float64(name: str, precision
         found = compiler.calibrate(graph, [{"image": image}], kinds=(precision,))
     exact = pipeline.optimized(graph)
     assignment = assign(exact, precision, {}, "sm_90", found)
-    lowered = pipeline._changed(exact, pipeline.rounding(exact, assignment, found))
-    lowered = pipeline._changed(lowered, pipeline.narrowing(assignment))
+    lowered = run(exact, request_for(exact, assignment, found), after="optimize", until="fuse")
     (layout,) = layouts_to_try(lowered, precision, "sm_90")
     lowered, formats = with_layout(lowered, layout)
     concrete = lowered.at_batch(2)

@@ -14,10 +14,10 @@ from torch import nn
 from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.program import PAIRS
-from tessella.compiler import pipeline
 from tessella.compiler.choices import choose_kernels, fuse_chains, plan_memory, race
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.choices.variants import layouts_to_try, with_layout
+from tessella.compiler.passes import request_for, run
 from tessella.compiler.pipeline import optimized
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import assign_layout
@@ -345,9 +345,7 @@ def test_a_first_layer_and_its_pooling_are_one_step_on_hopper(
     exact = optimized(quantized_graph(Stem(pool).eval(), 3, 32, 32))
     found = calibrated(exact, 3, 32, 32) if precision == "int8" else None
     assignment = assign(exact, precision, {}, "sm_90", found)
-    lowered = exact
-    for steps in (pipeline.rounding(exact, assignment, found), pipeline.narrowing(assignment)):
-        lowered = pipeline._changed(lowered, steps)
+    lowered = run(exact, request_for(exact, assignment, found), after="optimize", until="fuse")
     (layout,) = layouts_to_try(lowered, precision, "sm_90")
     lowered, formats = with_layout(lowered, layout)
     concrete, tuner = lowered.at_batch(2), tuner_of(lowered)

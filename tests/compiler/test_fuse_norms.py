@@ -12,9 +12,9 @@ from torch import nn
 
 from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan
-from tessella.compiler import pipeline
 from tessella.compiler.choices import choose_kernels, fuse_chains, plan_memory, race
 from tessella.compiler.choices.choose_kernels import Choice
+from tessella.compiler.passes import request_for, run
 from tessella.compiler.pipeline import optimized
 from tessella.compiler.precision import assign
 from tessella.core.events import silent
@@ -119,10 +119,8 @@ def lowered(module: nn.Module, precision: str) -> Graph:
     exact = optimized(quantized_graph(module.eval(), ROWS, WIDTH))
     found = calibrated(exact, ROWS, WIDTH, kinds=(precision,)) if precision == "fp8" else None
     assignment = assign(exact, precision, {}, "sm_90", found)
-    graph = exact
-    for steps in (pipeline.rounding(exact, assignment, found), pipeline.narrowing(assignment)):
-        graph = pipeline._changed(graph, steps)
-    return graph.at_batch(2)
+    request = request_for(exact, assignment, found)
+    return run(exact, request, after="optimize", until="fuse").at_batch(2)
 
 
 def fused_of(graph: Graph) -> tuple[list[Choice], list[Choice]]:

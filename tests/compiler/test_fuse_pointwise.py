@@ -16,7 +16,7 @@ from torchvision import models
 from tessella import runtime
 from tessella.artifacts.plan import Plan
 from tessella.compiler.explanation import explain
-from tessella.compiler.pipeline import copied, optimized
+from tessella.compiler.pipeline import optimized
 from tessella.compiler.rewrites import dead_code, fuse_pointwise, lower_precision
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
@@ -134,7 +134,7 @@ def answers(graph: Graph, batch: int = 3) -> list[torch.Tensor]:
 
 def fused(graph: Graph) -> Graph:
     """A fused copy, which is checked to be a graph with the same answers under the same names."""
-    made = copied(graph)
+    made = graph.copy()
     count = fuse_pointwise.apply(made)
     check(made)
     assert count == len(graph.nodes) - len(made.nodes)
@@ -194,7 +194,7 @@ def test_codes_between_layers_are_fused() -> None:
 
     graph = optimized(capture(Net(rounded).eval(), (IMAGE,)))
     assert [n.op for n in graph.nodes].count("quantize") == 2
-    made = copied(graph)
+    made = graph.copy()
     assert fuse_pointwise.apply(made, "cpu") == 0
     assert [[i[0] for i in n.attrs["program"]] for n in fused(graph).nodes] == [
         ["silu", "max_pool2d", "quantize"],

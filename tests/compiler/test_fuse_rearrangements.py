@@ -18,7 +18,8 @@ from torchvision import models
 from tessella import runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.program import alike
-from tessella.compiler.pipeline import fusing, lowering, optimized
+from tessella.compiler.passes import of_stage, request_for, run
+from tessella.compiler.pipeline import optimized
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import assign_layout, dead_code, drop_no_ops, fuse_rearrangements
 from tessella.core.errors import ArtifactError
@@ -418,12 +419,12 @@ def count(module: nn.Module, size: int = 224) -> tuple[Graph, Graph]:
     """The graph of a plan in fp16 for a GPU, without the pass and with it."""
     spec = TensorSpec(name="image", dtype="float32", shape=(1, 3, size, size))
     graph = optimized(graph_of(module.eval(), spec, DimRange(min=1, opt=8, max=128)))
-    steps = (*lowering(assign(graph, "fp16", {}, "sm_90", None)), *fusing("sm_90"))
-    without, made = graph.copy(), graph.copy()
-    for step in steps:
-        step.apply(made)
+    request = request_for(graph, assign(graph, "fp16", {}, "sm_90", None))
+    made = run(graph, request, after="lower", until="fuse")
+    without = run(graph, request, after="lower", until="narrow")
+    for step in of_stage("fuse"):
         if step.name != "fuse_rearrangements":
-            step.apply(without)
+            step.apply(without, **step.given(request))
     check(made)
     return without, made
 

@@ -9,6 +9,7 @@ from torch import nn
 from tessella.compiler import pipeline
 from tessella.compiler.calibration import Calibration
 from tessella.compiler.choices import choose_kernels, variants
+from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import fuse_requantization
 from tessella.core.spec import DimRange, TensorSpec
@@ -59,8 +60,9 @@ def stages(
     """The graph that says what is rounded, and the one whose kernels are chosen."""
     exact = pipeline.optimized(graph)
     assignment = assign(exact, kind, precisions, target, found)
-    rounded = pipeline._changed(exact, pipeline.rounding(exact, assignment, found))
-    return rounded, pipeline._changed(rounded, pipeline.narrowing(assignment))
+    request = request_for(exact, assignment, found)
+    rounded = run(exact, request, after="optimize", until="lower")
+    return rounded, run(rounded, request, after="lower", until="fuse")
 
 
 def rescaled(graph: Graph) -> list[Node]:

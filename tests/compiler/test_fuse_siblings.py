@@ -13,9 +13,10 @@ from torch import nn
 
 from tessella import runtime
 from tessella.artifacts.plan import Plan, to_bytes
-from tessella.compiler import calibrate, explain, pipeline
+from tessella.compiler import calibrate, explain
 from tessella.compiler.calibration import Calibration
 from tessella.compiler.choices import choose_kernels, race, variants
+from tessella.compiler.passes import request_for, run
 from tessella.compiler.pipeline import optimized
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import assign_layout, dead_code, fuse_siblings
@@ -287,8 +288,8 @@ def test_layers_on_codes_are_siblings_too(name: str, kind: str, target: str) -> 
     graph, calibration = calibrated(name)
     exact = optimized(graph)
     assignment = assign(exact, kind, {}, target, calibration)
-    apart = pipeline._changed(exact, pipeline.rounding(exact, assignment, calibration))
-    apart = pipeline._changed(apart, pipeline.narrowing(assignment))
+    request = request_for(exact, assignment, calibration)
+    apart = run(exact, request, after="optimize", until="fuse")
     (fused, gone), *_ = variants.with_siblings(apart, target)
     layers = [n for n in fused.nodes if n.op in ("conv2d", "linear")]
     assert gone == 2

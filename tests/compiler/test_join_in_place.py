@@ -16,7 +16,6 @@ from tessella import runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.program import Bucket, Slice
 from tessella.compiler.choices import join_in_place
-from tessella.compiler.pipeline import copied
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import interpret
 from tessella.graph.graph import Graph, Node, Value
@@ -203,7 +202,7 @@ def test_random_networks(drawn: tuple[Graph, bool]) -> None:
             patch.setattr(
                 "tessella.compiler.rewrites.assign_layout._format", _channels_last_from_the_start
             )
-        made = plan(copied(graph), (2, 2, 2))
+        made = plan(graph.copy(), (2, 2, 2))
     check_memory(made.program, made.program.buckets[0])
     x = torch.randn(2, 4, 3, 2)
     right = interpret(graph, {"image": x}, upcast=torch.float64)

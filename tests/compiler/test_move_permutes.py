@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tessella import runtime
-from tessella.compiler.pipeline import copied, optimized
+from tessella.compiler.pipeline import optimized
 from tessella.compiler.rewrites import dead_code, drop_no_ops, move_permutes
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
@@ -72,7 +72,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("batch", [BATCH, 1, 3])
 def test_attention_copies_only_what_merges_its_heads(batch: int | DimRange) -> None:
     before = tokens(Attention(batch_first=True), 6, 32, batch=batch)
-    after = copied(before)
+    after = before.copy()
     assert move_permutes.apply(after)
     check(after)
     assert_same(before, after)
@@ -84,7 +84,7 @@ def test_attention_copies_only_what_merges_its_heads(batch: int | DimRange) -> N
 
 def test_a_network_with_attention() -> None:
     graph = captured("vit")  # of two blocks
-    plain = copied(graph)
+    plain = graph.copy()
     drop_no_ops.apply(plain)
     dead_code.apply(plain)
     made = optimized(graph)
@@ -119,7 +119,7 @@ def test_a_pair_that_cancels_goes() -> None:
         Node(op="tanh", inputs=(c,), outputs=(d,)),
         last=d,
     )
-    made = copied(graph)
+    made = graph.copy()
     assert move_permutes.apply(made) == 0  # of a row's elements, and not of rows
     assert_same(graph, made)
 
@@ -133,7 +133,7 @@ def test_what_others_read_is_left() -> None:
             return turned, turned.permute(0, 2, 1).reshape(-1, 24)
 
     graph = tokens(Two(), 4, 6)
-    made = copied(graph)
+    made = graph.copy()
     move_permutes.apply(made)
     check(made)
     assert [v.name for v in made.outputs] == [v.name for v in graph.outputs]
@@ -214,7 +214,7 @@ def test_random_chains_mean_the_same_and_copy_no_more(graph: Graph) -> None:
     if not graph.nodes:
         return
     check(graph)
-    made = copied(graph)
+    made = graph.copy()
     move_permutes.apply(made)
     check(made)
     assert_same(graph, made)

@@ -24,6 +24,7 @@ from tessella import compiler, runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
 from tessella.compiler import pipeline
 from tessella.compiler.choices import choose_kernels, variants
+from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import lower_quantization, pad_channels
 from tessella.core.errors import CompileError, UsageError
@@ -50,7 +51,8 @@ def rounded(graph: Graph, kind: str = "fp32", target: str = "cpu", **given) -> G
     exact = pipeline.optimized(graph)
     calibration = given.pop("calibration", None)
     assignment = assign(exact, kind, given, target, calibration)
-    return pipeline._changed(exact, pipeline.rounding(exact, assignment, calibration))
+    request = request_for(exact, assignment, calibration)
+    return run(exact, request, after="optimize", until="lower")
 
 
 def layers_of(graph: Graph) -> list[Node]:
@@ -377,8 +379,9 @@ def test_a_norm_makes_codes_and_the_residual_that_is_not_rounded(kind: str) -> N
     assert {n.attrs.get("fast_accumulation", False) for n in on_codes(made)} == {kind == "fp8"}
     residuals = [n.inputs[3] for n in on_codes(made) if n.inputs[3] is not None]
     assert [made.producer(v).op for v in residuals] == ["layer_norm", "layer_norm"]
-    assignment = assign(pipeline.optimized(graph), kind, {}, "sm_90", calibration)
-    fused = pipeline._changed(made, pipeline.narrowing(assignment))
+    exact = pipeline.optimized(graph)
+    request = request_for(exact, assign(exact, kind, {}, "sm_90", calibration), calibration)
+    fused = run(made, request, after="lower", until="fuse")
     chains = [n for n in fused.nodes if n.op == "pointwise" and len(n.outputs) == 2]
     small = {"int8": "int8", "fp8": "float8_e4m3fn"}[kind]
     assert [[v.dtype for v in n.outputs] for n in chains] == [[small, "float16"]] * 2
@@ -592,8 +595,7 @@ def test_a_gpus_kernels_take_every_rounded_layer(name: str, kind: str) -> None:
     found, exact = of_images(name), pipeline.optimized(captured(name))
     assignment = assign(exact, kind, {}, "sm_90", found)
     assert assignment.rest == "float16"
-    made = pipeline._changed(exact, pipeline.rounding(exact, assignment, found))
-    made = pipeline._changed(made, pipeline.narrowing(assignment))
+    made = run(exact, request_for(exact, assignment, found), after="optimize", until="fuse")
     laid_out, formats = variants.with_layout(made, "channels_last")
     concrete = laid_out.at_batch(8)
     hopper = {"conv2d": "conv2d.implicit_gemm.sm90", "linear": "linear.wgmma.sm90"}

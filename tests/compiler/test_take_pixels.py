@@ -140,6 +140,6 @@ def test_what_cannot_be(input: str, record: Preprocess | None, wrong: str) -> No
 def test_the_graph_that_was_given_is_not_changed() -> None:
     graph = captured("resnet18")
     before = (graph.inputs[0].dtype, len(graph.nodes))
-    copy = compiler.pipeline.copied(graph)
+    copy = graph.copy()
     assert take_pixels.apply(copy, RECORD) == 1
     assert (graph.inputs[0].dtype, len(graph.nodes)) == before

@@ -9,6 +9,7 @@ from torch import nn
 
 from tessella.compiler import pipeline
 from tessella.compiler.choices import choose_kernels
+from tessella.compiler.passes import of_stage, request_for, run
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import assign_layout, widen_results
 from tessella.core.spec import DimRange, TensorSpec
@@ -23,11 +24,12 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def stages(graph: Graph, precision: str = "fp16", target: str = "sm_90") -> tuple[Graph, Graph]:
     """The graph before the pass, and after it."""
     exact = pipeline.optimized(graph)
-    *steps, last = pipeline.narrowing(assign(exact, precision, {}, target, None))
-    if last.name != "widen_results":
-        steps.append(last)
-    before = pipeline._changed(exact, steps)
-    after = pipeline.copied(before)
+    request = request_for(exact, assign(exact, precision, {}, target, None))
+    before = run(exact, request, after="lower", until="narrow")
+    for step in of_stage("fuse"):
+        if step.name != "widen_results":
+            step.apply(before, **step.given(request))
+    after = before.copy()
     assert widen_results.apply(after, target) == len(before.nodes) - len(after.nodes)
     check(after)
     return before, after
@@ -63,9 +65,10 @@ def test_a_network_ends_with_its_last_layer(name: str, precision: str) -> None:
 
 def test_the_pipeline_does_it() -> None:
     exact = pipeline.optimized(captured("lenet"))
-    steps = pipeline.narrowing(assign(exact, "fp16", {}, "sm_90", None))
-    assert steps[-1].name == "widen_results"
-    assert ops(pipeline._changed(exact, steps)) == ops(stages(captured("lenet"))[1])
+    request = request_for(exact, assign(exact, "fp16", {}, "sm_90", None))
+    assert ops(run(exact, request, after="optimize", until="fuse")) == ops(
+        stages(captured("lenet"))[1]
+    )
 
 
 @pytest.mark.parametrize("classes", [2, 10, 37, 1000])

@@ -5,7 +5,8 @@ from tessella.compiler.budget import Front, Labelled
 from tessella.compiler.calibration import DTYPES as KINDS
 from tessella.compiler.calibration import METHOD, Calibration, load_calibration
 from tessella.compiler.explanation import PassRecord, explain
-from tessella.compiler.pipeline import Input, calibrate, compile_graph, layers
+from tessella.compiler.passes import Input
+from tessella.compiler.pipeline import calibrate, compile_graph, layers
 from tessella.compiler.settings import About, Measuring
 
 __all__ = [

@@ -1,29 +1,17 @@
 """What the compiler does to a graph before it measures anything, pass by pass, as data.
 
-It runs the pipeline's own lists through the pipeline's own loop, and keeps the text in between.
+It runs the pipeline's own list through the pipeline's own loop, and keeps the text in between.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tessella.compiler import precision as precision_of
 from tessella.compiler.calibration import Calibration
 from tessella.compiler.choices.variants import layouts_to_try, with_layout, with_siblings
-from tessella.compiler.pipeline import (
-    PASSES,
-    Input,
-    Pass,
-    apply_each,
-    copied,
-    input_passes,
-    marking,
-    narrowing,
-    require_precision,
-    rounding,
-)
+from tessella.compiler.passes import Input, Request, by_name, steps
+from tessella.compiler.pipeline import require_precision
 from tessella.compiler.rewrites.assign_layout import Layout
 from tessella.core.preprocess import Preprocess
 from tessella.graph.graph import Graph
@@ -90,10 +78,16 @@ def explain(
         CompileError: the graph is not valid, before or after a pass.
     """
     require_precision(precision)
-    graph = copied(graph)
-    records = []
+    request = Request(
+        target=target,
+        precision=precision,
+        calibration=calibration,
+        input=input,
+        preprocess=preprocess,
+    )
+    graph, records = graph.copy(), []
     before, count_before = text(graph), len(graph.nodes)
-    for step, rewrites in _steps(graph, target, precision, input, preprocess, calibration):
+    for step, rewrites in steps(graph, request, until="mark"):
         after, count_after = text(graph), len(graph.nodes)
         records.append(
             PassRecord(
@@ -107,29 +101,14 @@ def explain(
             )
         )
         before, count_before = after, count_after
-    why = "taken if the whole program is then measured faster: one large product for several"
+    siblings = by_name("fuse_siblings")
     records += [
-        _compared("fuse_siblings", why, count, graph, fused)
+        _compared(siblings.name, siblings.why, count, graph, fused)
         for fused, count in with_siblings(graph, target)
     ]
     layouts = layouts_to_try(graph, precision, target)
     records += [_laid_out(graph, layout, one_of=len(layouts)) for layout in layouts]
     return tuple(records)
-
-
-def _steps(
-    graph: Graph,
-    target: str,
-    precision: str,
-    input: Input,
-    preprocess: Preprocess | None,
-    calibration: Calibration | None,
-) -> Iterator[tuple[Pass, int]]:
-    """Every pass as it is done; which ones round depends on what the others leave."""
-    yield from apply_each(graph, (*input_passes(input, preprocess), *PASSES))
-    assignment = precision_of.assign(graph, precision, {}, target, calibration)
-    yield from apply_each(graph, rounding(graph, assignment, calibration))
-    yield from apply_each(graph, (*narrowing(assignment), *marking(target)))
 
 
 def _laid_out(graph: Graph, layout: Layout, *, one_of: int) -> PassRecord:

@@ -14,18 +14,8 @@ from dataclasses import dataclass
 from tessella.compiler import precision as precision_of
 from tessella.compiler.calibration import DTYPES as KINDS
 from tessella.compiler.calibration import Calibration, lowerable
-from tessella.compiler.pipeline import (
-    Pass,
-    apply_each,
-    copied,
-    lowering,
-    marking,
-    narrowing,
-    pruning,
-    rounding,
-)
+from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import Assignment
-from tessella.compiler.rewrites import insert_quantization
 from tessella.core.dtype import SPARSE, plain_precision
 from tessella.core.errors import UsageError
 from tessella.graph.graph import Graph, Node, Value
@@ -156,9 +146,8 @@ def assigned(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> A
 
 def lowered(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> Graph:
     """The graph whose kernels are measured."""
-    assignment = assigned(exact, mix, target, calibration)
-    steps = (*rounding(exact, assignment, calibration), *narrowing(assignment), *marking(target))
-    return _changed(exact, steps)
+    request = request_for(exact, assigned(exact, mix, target, calibration), calibration)
+    return run(exact, request, after="optimize", until="mark")
 
 
 def simulated(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> Graph:
@@ -166,18 +155,8 @@ def simulated(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> 
 
     It is what ``lowered`` computes, and runs on libraries' kernels wherever it is interpreted.
     """
-    assignment = assigned(exact, mix, target, calibration)
-    graph = _changed(exact, pruning(assignment))
-    if assignment.kinds:
-        insert_quantization.apply(graph, assignment.kinds, calibration)
-    return _changed(graph, lowering(assignment))
-
-
-def _changed(graph: Graph, steps: Sequence[Pass]) -> Graph:
-    graph = copied(graph)
-    for _ in apply_each(graph, steps):
-        pass
-    return graph
+    request = request_for(exact, assigned(exact, mix, target, calibration), calibration)
+    return run(exact, request, after="optimize", until="narrow", without=("lower",))
 
 
 def layer_nodes(graph: Graph) -> list[Node]:

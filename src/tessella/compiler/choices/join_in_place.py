@@ -19,6 +19,7 @@ from tessella.compiler.choices.choose_kernels import (
     trials,
 )
 from tessella.core.errors import CompileError
+from tessella.core.events import Emit, silent
 from tessella.graph.graph import Graph, Value
 from tessella.kernels import catalog
 from tessella.kernels.problem import Problem, TensorMeta
@@ -27,7 +28,9 @@ from tessella.kernels.tuning import Trial
 WORTH_IT = 0.98  # a concatenation in slices must be 2 % faster, with all who are concerned
 
 
-def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner) -> list[Choice]:
+def apply(
+    graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit = silent
+) -> list[Choice]:
     """The choices for a graph with concrete shapes, with concatenations in slices where faster.
 
     The last concatenation is asked first: others that join the same parts, as DenseNet's do, then

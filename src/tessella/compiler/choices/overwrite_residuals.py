@@ -10,11 +10,14 @@ from dataclasses import replace
 
 from tessella.artifacts.program import dying
 from tessella.compiler.choices.choose_kernels import Choice, Tuner, trials
+from tessella.core.events import Emit, silent
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
 
 
-def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner) -> list[Choice]:
+def apply(
+    graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit = silent
+) -> list[Choice]:
     """The choices for a graph with concrete shapes; steps that may overwrite are asked again."""
     slices = {n for c in choices for name, s in c.slices.items() for n in (name, s.of)}
     lasting = {v.name for v in (*graph.inputs, *graph.outputs, *graph.constants)} | slices

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.compiler.rewrites import dead_code
 from tessella.core.errors import CompileError
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.user.registry import named
@@ -47,6 +48,7 @@ def apply(graph: Graph, dtype: str, layers: Mapping[str, str] | None = None) -> 
                 if value.dtype == "float32":
                     value.dtype = wanted
     graph.outputs = [_as_before(graph, value, was) for value, was in outputs]
+    dead_code.apply(graph)  # the float32 weights are not read any more
     return caster.count
 
 

@@ -1,0 +1,332 @@
+"""The pipeline from a captured graph to a plan, as one table: ``PASSES``, in the order they run.
+
+Whoever needs a part of it runs that part: ``run(graph, request, until="mark")``. What a build asks
+for is one record, ``Request``; it decides which passes run, and what they are given. As text the
+table is docs/passes.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from tessella.compiler import precision as precision_of
+from tessella.compiler.calibration import Calibration
+from tessella.compiler.choices import (
+    choose_kernels,
+    fuse_chains,
+    join_in_place,
+    overwrite_residuals,
+    plan_memory,
+    race_close_calls,
+)
+from tessella.compiler.precision import Assignment
+from tessella.compiler.rewrites import (
+    assign_layout,
+    dead_code,
+    drop_no_ops,
+    fold_batch_norm,
+    fold_constants,
+    fold_scales,
+    fuse_attention,
+    fuse_epilogue,
+    fuse_pointwise,
+    fuse_rearrangements,
+    fuse_requantization,
+    fuse_siblings,
+    insert_quantization,
+    lower_precision,
+    lower_quantization,
+    mark_non_negative,
+    mark_sparse_weights,
+    move_permutes,
+    move_reshapes,
+    pad_channels,
+    prune_weights,
+    share_masks,
+    swap_means,
+    take_pixels,
+    turn_residuals,
+    widen_results,
+)
+from tessella.core.errors import UsageError
+from tessella.core.preprocess import Preprocess
+from tessella.graph.check import check
+from tessella.graph.graph import Graph
+from tessella.kernels import catalog
+
+Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a build asks of the passes.
+
+    Attributes:
+        target: ``cpu``, ``sm_90`` or ``reference``.
+        precision, precisions, calibration: as for ``compile_graph``.
+        input, preprocess: ``uint8`` and the record, for a plan that takes images as bytes.
+        assignment: what the precisions come to; known once the graph is optimized.
+        codes: whether layers are to be int8 or fp8, or a file rounds by itself; known then, too.
+    """
+
+    target: str
+    precision: str = "fp32"
+    precisions: Mapping[str, str] = field(default_factory=dict)
+    calibration: Calibration | None = None
+    input: Input = "float32"
+    preprocess: Preprocess | None = None
+    assignment: Assignment | None = None
+    codes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.input not in get_args(Input):
+            raise UsageError("unknown kind of input", seen=self.input, fix="use float32 or uint8")
+        if self.input == "uint8" and self.preprocess is None:
+            raise UsageError(
+                "uint8 images need a preprocessing record, which says how they are scaled",
+                fix="compile from a checkpoint, or give preprocess=Preprocess(...)",
+            )
+
+    def assigned(self, optimized: Graph, assignment: Assignment | None = None) -> Request:
+        """With a precision for each node of an optimized graph, or the one that is given."""
+        if assignment is None:
+            assignment = precision_of.assign(
+                optimized, self.precision, self.precisions, self.target, self.calibration
+            )
+        rounds = any(n.op in ("quantize", "dequantize") for n in optimized.nodes)
+        return replace(self, assignment=assignment, codes=bool(assignment.kinds) or rounds)
+
+
+def request_for(optimized: Graph, assignment: Assignment, calibration: Calibration | None = None
+                ) -> Request:  # fmt: skip
+    """The request that this assignment of an optimized graph answers."""
+    request = Request(target=assignment.target, calibration=calibration)
+    return request.assigned(optimized, assignment)
+
+
+# --- when passes run: each says it in its first line, as a condition -----------------------------
+
+
+def always(request: Request) -> bool:
+    """always"""
+    return True
+
+
+def takes_pixels(request: Request) -> bool:
+    """images come as bytes"""
+    return request.input == "uint8"
+
+
+def prunes(request: Request) -> bool:
+    """layers are to be sparse"""
+    return bool(request.assignment.pruned)
+
+
+def rounds(request: Request) -> bool:
+    """layers are to be int8 or fp8"""
+    return bool(request.assignment.kinds) and request.calibration is not None
+
+
+def has_codes(request: Request) -> bool:
+    """layers are to be int8 or fp8, or the file rounds"""
+    return request.codes
+
+
+def has_codes_on_gpu(request: Request) -> bool:
+    """layers are to be int8 or fp8, or the file rounds; on sm_90"""
+    return request.codes and on_gpu(request)
+
+
+def narrows(request: Request) -> bool:
+    """values are to have 16 bits"""
+    return request.assignment.rest != "float32" or bool(request.assignment.dtypes)
+
+
+def on_gpu(request: Request) -> bool:
+    """on sm_90"""
+    return request.target == "sm_90"
+
+
+def on_cpu(request: Request) -> bool:
+    """on cpu"""
+    return request.target == "cpu"
+
+
+def skips_zeros(request: Request) -> bool:
+    """the target has kernels for 2:4 sparse weights"""
+    return any(row.sparse and request.target in row.targets for row in catalog.rows())
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _nothing(request: Request) -> dict[str, Any]:
+    return {}
+
+
+def _target(request: Request) -> dict[str, Any]:
+    return {"target": request.target}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step of the pipeline.
+
+    Attributes:
+        stage: where it stands; a key of ``STAGES``.
+        apply: in the stages of rewrites, changes a graph and returns how many rewrites it made.
+        why: what it is good for.
+        when: whether a build needs it, by its first line.
+        given: what else ``apply`` gets.
+    """
+
+    stage: str
+    apply: Callable[..., Any]
+    why: str
+    when: Callable[[Request], bool] = always
+    given: Callable[[Request], dict[str, Any]] = _nothing
+
+    @property
+    def name(self) -> str:
+        return self.apply.__module__.rpartition(".")[2]
+
+
+STAGES = {  # in order, with what happens there
+    "input": "rewrites of the captured graph",
+    "optimize": "rewrites that suit every target and precision",
+    "prune": "rewrites by the precision of each layer",
+    "round": "the same: the graph says where it rounds",
+    "lower": "the same: layers compute with what was rounded",
+    "narrow": "the same: 16-bit values",
+    "fuse": "what is left between the layers goes into fewer steps",
+    "mark": "what kernels want to know",
+    "layout": "variants of the graph are measured whole, and the fastest is taken",
+    "kernels": "for each batch size, on concrete shapes: kernels are measured",
+    "choose": "the same: steps that know of each other",
+    "memory": "the same: the program",
+}
+UNASSIGNED = ("input", "optimize")  # the precision of each layer is a matter of what they leave
+
+# fmt: off
+PASSES = (
+    Pass("input", take_pixels.apply, "images come as bytes, and the first step scales them",
+         takes_pixels, lambda r: {"record": r.preprocess}),
+    Pass("optimize", fold_constants.apply, "what depends on constants only is computed once, here"),
+    Pass("optimize", drop_no_ops.apply,
+         "a copy or a reshape of a reshape would hide what could be fused"),
+    Pass("optimize", fuse_attention.apply,
+         "products of all queries with all keys need not be in memory"),
+    Pass("optimize", share_masks.apply, "a mask that all queries share is one row of it"),
+    Pass("optimize", fold_scales.apply,
+         "a factor a channel before a sum is a change of the layer's weights"),
+    Pass("optimize", turn_residuals.apply,
+         "what is added behind a permute is added before it, by the layer"),
+    Pass("optimize", move_permutes.apply,
+         "permutes that meet cancel, and rows need not be turned for a layer"),
+    Pass("optimize", fold_batch_norm.apply,
+         "a batch norm after a convolution is a change of its weights"),
+    Pass("optimize", swap_means.apply,
+         "a mean of few channels, a product of few pixels: both are linear"),
+    Pass("optimize", fuse_epilogue.apply,
+         "bias, residual and activation while the result is in registers"),
+    Pass("optimize", move_reshapes.apply,
+         "element-wise operations meet in one shape, and are one step then"),
+    Pass("optimize", dead_code.apply, "what the rewrites left over costs memory and time"),
+    Pass("prune", prune_weights.apply, "two of each four weights are left",
+         prunes, lambda r: {"layers": r.assignment.pruned}),
+    Pass("round", insert_quantization.apply,
+         "layers read int8 or fp8, in the scales of the calibration",
+         rounds, lambda r: {"kinds": r.assignment.kinds, "calibration": r.calibration}),
+    Pass("lower", lower_quantization.apply, "products of int8 or fp8, rounded in place", has_codes),
+    Pass("lower", pad_channels.apply, "tensor cores take 16 channels at a time", has_codes_on_gpu),
+    Pass("narrow", lower_precision.apply,
+         "16-bit values: half the memory, and what tensor cores multiply",
+         narrows, lambda r: {"dtype": r.assignment.rest, "layers": r.assignment.dtypes}),
+    Pass("fuse", fuse_requantization.apply, "codes are made by the layer, behind its activation",
+         given=_target),
+    Pass("fuse", fuse_rearrangements.apply,
+         "what reshapes and rolls copy moves once, and is a step"),
+    Pass("fuse", fuse_pointwise.apply, "a chain of small operations passes memory once",
+         given=_target),
+    Pass("fuse", widen_results.apply,
+         "sums are float32: scores are not rounded first, and widened then", on_gpu, _target),
+    Pass("mark", mark_non_negative.apply, "16-bit numbers from zero on, as integers", on_cpu),
+    Pass("mark", mark_sparse_weights.apply, "2:4 weights, for kernels that skip their zeros",
+         skips_zeros),
+    Pass("layout", fuse_siblings.apply,
+         "taken if the whole program is then measured faster: one large product for several"),
+    Pass("layout", assign_layout.apply,
+         "channels_last regions around convolutions, or none: the faster wins"),
+    Pass("kernels", choose_kernels.apply,
+         "every kernel that fits is measured, and the fastest is taken"),
+    Pass("choose", join_in_place.apply,
+         "parts of concatenations are written where these want them, if that is faster"),
+    Pass("choose", fuse_chains.apply,
+         "two layers in a row, or a layer and its pooling or norm, as one step if that is faster"),
+    Pass("choose", overwrite_residuals.apply,
+         "a sum is made where its residual lies, if nothing else needs that"),
+    Pass("choose", race_close_calls.apply,
+         "kernels within noise of each other: the faster whole program decides"),
+    Pass("memory", plan_memory.apply, "lifetimes, and one arena for the live values"),
+)
+# fmt: on
+
+
+def of_stage(*stages: str) -> list[Pass]:
+    """The passes of some stages, in order."""
+    return [step for step in PASSES if step.stage in stages]
+
+
+def by_name(name: str) -> Pass:
+    (step,) = (step for step in PASSES if step.name == name)
+    return step
+
+
+# --- running it ----------------------------------------------------------------------------------
+
+
+def steps(
+    graph: Graph,
+    request: Request,
+    *,
+    after: str | None = None,
+    until: str = "mark",
+    without: Collection[str] = (),
+) -> Iterator[tuple[Pass, int]]:
+    """Change ``graph`` by one rewrite after another; yields each, when it is done, with its count.
+
+    ``graph.check`` runs before the first and after each.
+
+    Args:
+        request: without an assignment, the precisions are assigned when they are needed.
+        after, until: stages: from the one behind ``after`` on, to the end of ``until``.
+        without: stages that are left out.
+    """
+    names = list(STAGES)
+    first, last = 0 if after is None else names.index(after) + 1, names.index(until)
+    check(graph)
+    for step in of_stage(*(s for s in names[first : last + 1] if s not in without)):
+        if request.assignment is None and step.stage not in UNASSIGNED:
+            request = request.assigned(graph)
+        if not step.when(request):
+            continue
+        count = step.apply(graph, **step.given(request))
+        check(graph)
+        yield step, count
+
+
+def run(
+    graph: Graph,
+    request: Request,
+    *,
+    after: str | None = None,
+    until: str = "mark",
+    without: Collection[str] = (),
+) -> Graph:
+    """A copy of the graph after these stages; see ``steps``."""
+    graph = graph.copy()
+    for _ in steps(graph, request, after=after, until=until, without=without):
+        pass
+    return graph
