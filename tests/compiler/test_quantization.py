@@ -438,7 +438,7 @@ def test_attentions_rows_are_rounded_where_they_are_dense(
     problem = choose_kernels.problem_of(concrete, node, formats, "ieee", {})
     for id in ("quantize.tiled", "quantize.generated"):
         assert catalog.kernel(id).refusal(problem) is None
-    monkeypatch.setattr(lower_quantization, "_settle", lambda graph: False)
+    monkeypatch.setattr(lower_quantization, "_settle", lambda graph, node: ())
     before = rounded(graph, kind, target="sm_90", calibration=calibration)
     assert [n.op for n in before.nodes][last + 1] == "quantize"
     x = torch.randn(4, 5, 32, generator=torch.Generator().manual_seed(7))
