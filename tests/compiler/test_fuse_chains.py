@@ -246,7 +246,8 @@ def test_says_why_two_steps_are_no_chain() -> None:
     first, second = (c for c in choices if c.node.op == "conv2d")
     assert fuse_chains.refusal(first, second, set(), False) is None
     assert "does not read" in str(fuse_chains.refusal(second, first, set(), False))
-    other = replace(second, node=replace(second.node, op="conv3d"))
+    was = second.node
+    other = replace(second, node=Node("conv3d", was.inputs, was.outputs, was.attrs))
     assert "no such chain" in str(fuse_chains.refusal(first, other, set(), False))
     held = {second.node.output.name}
     assert "holds one" in str(fuse_chains.refusal(first, second, held, False))

@@ -391,13 +391,8 @@ def _first_wrong_step(
     precision: str,
     target: str,
 ) -> str:
-    every = Graph(
-        reference.name,
-        reference.inputs,
-        [v for n in reference.nodes for v in n.outputs],
-        reference.nodes,
-        reference.constants,
-    )
+    every = reference.copy()
+    every.outputs = [v for n in every.nodes for v in n.outputs]
     right = _answers(every, wanted.inputs, target)
     for choice in choices:
         for value in choice.node.outputs:
