@@ -20,10 +20,12 @@ import torch
 from benchmarks.cases.case import meta
 from benchmarks.cases.conv import layers
 from benchmarks.report import RESULTS, document, markdown, write
-from tessella.kernels import auction, catalog, problems
-from tessella.kernels.auction import OWN, Terms
-from tessella.kernels.inputs import sample_inputs
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels import catalog
+from tessella.operations import build as problems
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search import find as auction
+from tessella.search.find import OWN, Terms
+from tessella.search.inputs import sample_inputs
 
 CPU = torch.device("cpu")
 # channels, pixels, stride, padding of 3×3 windows: GoogLeNet's and ResNet's

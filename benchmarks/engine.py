@@ -36,7 +36,7 @@ from tessella.core.device import default_target, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.spec import DimRange
 from tessella.graph import capture
-from tessella.kernels.timing import latency
+from tessella.search.timing import latency
 
 Run = Callable[[], object]
 Tensors = tuple[torch.Tensor, ...]

@@ -19,16 +19,18 @@ from benchmarks.cases import FAMILIES
 from benchmarks.cases.case import TARGET, Case, Peer, drawn, drawn_constants
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella.core.device import torch_device
+from tessella.core.dtype import Math
 from tessella.core.errors import CompileError
 from tessella.core.record import to_plain
-from tessella.kernels import auction, catalog
-from tessella.kernels.auction import OWN, Bid, Looks, Terms
-from tessella.kernels.inputs import sample_inputs
-from tessella.kernels.limits import Limits, measured
-from tessella.kernels.problem import Math, Problem
-from tessella.kernels.timing import Run, measure
-from tessella.kernels.tuning import TimingCache, Trial
-from tessella.kernels.work import flops, nbytes
+from tessella.kernels import catalog
+from tessella.operations.problem import Problem
+from tessella.operations.work import flops, nbytes
+from tessella.search import find as auction
+from tessella.search.find import OWN, Bid, Looks, Terms
+from tessella.search.inputs import sample_inputs
+from tessella.search.limits import Limits, measured
+from tessella.search.timing import Run, measure
+from tessella.search.tuning import TimingCache, Trial
 
 WRITE_S = 10.0
 FAR = 1.3  # as the compiler's auctions

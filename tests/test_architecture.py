@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,26 +16,16 @@ from tessella.core import errors
 SOURCE = Path(__file__).parent.parent / "src" / "tessella"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
+CONTRACTS = tomllib.loads((SOURCE.parent.parent / "pyproject.toml").read_text())["tool"][
+    "importlinter"
+]["contracts"]
 # From the top down; rooms on one line are siblings and do not know each other.
-LAYERS = (
-    ("cli",),
-    ("quickstart",),
-    ("api",),
-    ("studio", "server"),
-    ("jobs",),
-    ("training", "compiler", "runtime"),
-    ("nn", "data", "graph"),
-    ("kernels", "collectives", "telemetry", "artifacts"),
-    ("operations",),
-    ("core",),
-)
+LAYERS = [line.split(" | ") for line in CONTRACTS[0]["layers"]]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-ENGINES = {"training", "compiler", "runtime", "nn", "graph", "kernels"}
 FORBIDDEN = {
-    "runtime": {"graph", "nn", "data", "training", "compiler"},
-    "server": {"graph", "nn", "data", "training", "compiler"},
-    "studio": ENGINES,
-    "jobs": ENGINES,
+    source.partition(".")[2]: {room.partition(".")[2] for room in contract["forbidden_modules"]}
+    for contract in CONTRACTS[1:]
+    for source in contract["source_modules"]
 }
 VAGUE = {"util", "utils", "helper", "helpers", "misc", "common", "manager", "base", "new"}
 
@@ -44,9 +35,17 @@ def room_of(path: Path) -> str:
 
 
 def own_imports(tree: ast.AST) -> list[tuple[ast.stmt, str]]:
-    """Every import of our own code with the room that it reaches for."""
+    """Every import of our own code that runs, with the room that it reaches for."""
     found: list[tuple[ast.stmt, str]] = []
+    for_types = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
     for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
         if isinstance(node, ast.Import):
             names = [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.cases.case import Case, Peer, meta
-from tessella.kernels import problems
-from tessella.kernels.attention.reference import repeated
-from tessella.kernels.problem import TensorMeta
+from tessella.operations import build as problems
+from tessella.operations.problem import TensorMeta
+from tessella.operations.reference.attention import repeated
 
 # by name: batch, heads, tokens, width of a head, causal, the mask's shape
 ATTENTIONS: dict[str, tuple[int, int, int, int, bool, tuple[int, ...] | None]] = {

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from tessella.core.device import torch_device
-from tessella.kernels import auction, catalog
-from tessella.kernels.auction import Terms
+from tessella.kernels import catalog
 from tessella.kernels.conv.hopper.chain import NEXT_SCALE, NEXT_WEIGHT, SCALE, WEIGHT
-from tessella.kernels.problem import Problem, TensorMeta, memory_format
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
+from tessella.operations.problem import Problem, TensorMeta, memory_format
+from tessella.search import find as auction
+from tessella.search.find import Terms
 
 TARGET = "sm_90"
 Peer = Callable[..., Any]

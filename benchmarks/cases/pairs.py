@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from benchmarks.cases.case import Case, Peer, best, drawn, meta
 from benchmarks.cases.conv import NHWC
-from tessella.kernels import auction, problems
-from tessella.kernels.problem import Problem
+from tessella.operations import build as problems
+from tessella.operations.problem import Problem
+from tessella.search import find as auction
 
 # channels of x, of the wide result, of the next block's first convolution; pixels
 CHAINS = (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases.case import Case, Peer, meta
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 # by name: images, their size, channels, and by how much they are rolled
 WINDOWS = {

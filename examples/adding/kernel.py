@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call, Kernel
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 # The row in kernels/catalog.py.
 ROW = Kernel(

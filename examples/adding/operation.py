@@ -32,7 +32,7 @@ def logaddexp_operands(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) 
     return f"operands {shapes['input']} and {shapes['other']} do not broadcast"
 
 
-# The reference in kernels/pointwise/reference.py.
+# The reference in operations/reference/pointwise.py.
 def logaddexp(input: Tensor, other: Tensor) -> Tensor:
     """``log(exp(input) + exp(other))``, without overflow."""
     return torch.logaddexp(input, other)

@@ -18,8 +18,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tessella import kernels
-from tessella.kernels.timing import measure
 from tessella.kernels.user import Launch, operator
+from tessella.search.timing import measure
 
 
 @triton.jit

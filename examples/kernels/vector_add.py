@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tessella.kernels.timing import measure
 from tessella.kernels.user import Launch, operator
+from tessella.search.timing import measure
 
 ELEMENTS_PER_THREAD = 8
 

@@ -25,8 +25,8 @@ from tessella.core.events import Emit, phase, progress
 from tessella.core.preprocess import encode
 from tessella.core.record import to_plain
 from tessella.data.importing import ImportSettings, import_images
-from tessella.kernels.timing import latency
 from tessella.nn import zoo
+from tessella.search.timing import latency
 from tessella.server import Server
 
 MARKER = ".tessella-quickstart"

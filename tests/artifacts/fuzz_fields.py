@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load, save
 
 from tessella.kernels import catalog
-from tessella.kernels.fallback.allowed import ALLOWED
+from tessella.operations.torch_operators.allowed import ALLOWED
 
 Members = dict[str, bytes]
 Path = tuple[Any, ...]  # keys and indices, from the top

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from tessella.core.memory import is_out_of_memory
-from tessella.kernels import shapes
-from tessella.kernels.fallback import aten
-from tessella.kernels.fallback.allowed import ALLOWED
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations import shapes
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.torch_operators import operators as aten
+from tessella.operations.torch_operators.allowed import ALLOWED
 from tests.attack.operators import calls
 
 LARGEST_BYTES = 64 << 20  # of a result that is computed here

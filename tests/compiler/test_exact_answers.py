@@ -11,8 +11,8 @@ from tessella.compiler.choices.choose_kernels import constants_of, problem_of, v
 from tessella.compiler.choices.variants import layouts_to_try, with_layout
 from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import assign
-from tessella.kernels.inputs import sample_inputs
-from tessella.kernels.inspection import exact_answers
+from tessella.search.inputs import sample_inputs
+from tessella.search.inspection import exact_answers
 from tests.compiler.networks import captured
 
 CPU = torch.device("cpu")

@@ -28,12 +28,13 @@ from tessella.graph import Graph, capture
 from tessella.graph.check import check
 from tessella.graph.graph import Node
 from tessella.graph.interpret import interpret
-from tessella.kernels import catalog, reference
+from tessella.kernels import catalog
 from tessella.kernels.catalog import Call, Kernel
-from tessella.kernels.inputs import sample_inputs
-from tessella.kernels.inspection import exact_answers
-from tessella.kernels.problem import Problem
-from tessella.kernels.tuning import TimingCache, Trial
+from tessella.operations import reference
+from tessella.operations.problem import Problem
+from tessella.search.inputs import sample_inputs
+from tessella.search.inspection import exact_answers
+from tessella.search.tuning import TimingCache, Trial
 from tests.compiler.networks import ABOUT
 from tests.compiler.test_quantization import calibrated
 from tests.compiler.test_quantization import graph_of as quantized_graph

@@ -24,10 +24,10 @@ from tessella.graph.check import check
 from tessella.graph.interpret import interpret
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call, Kernel
-from tessella.kernels.inputs import sample_inputs
-from tessella.kernels.inspection import exact_answers
-from tessella.kernels.problem import Problem
-from tessella.kernels.tuning import Trial
+from tessella.operations.problem import Problem
+from tessella.search.inputs import sample_inputs
+from tessella.search.inspection import exact_answers
+from tessella.search.tuning import Trial
 from tests.compiler.networks import ABOUT
 from tests.compiler.test_fuse_chains import choices_of, tuner_of
 from tests.compiler.test_quantization import calibrated

@@ -19,7 +19,7 @@ from tessella.compiler.choices import join_in_place
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import interpret
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.tuning import Trial
+from tessella.search.tuning import Trial
 from tests.compiler.memory import check_memory
 from tests.compiler.networks import graph_of, plan
 

@@ -16,8 +16,8 @@ from tessella.compiler.choices import race
 from tessella.core.errors import UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.graph import Graph
-from tessella.kernels import auction
-from tessella.kernels.tuning import Lock, TimingCache, Trial
+from tessella.search import find as auction
+from tessella.search.tuning import Lock, TimingCache, Trial
 from tests.compiler.networks import captured, graph_of, network, plan
 
 BATCH = (1, 2, 2)

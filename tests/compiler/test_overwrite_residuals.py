@@ -17,7 +17,7 @@ from tessella.compiler.choices import variants
 from tessella.core.errors import ArtifactError
 from tessella.core.spec import TensorSpec
 from tessella.kernels.conv.libraries import onednn_sum
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem, TensorMeta
 from tests.compiler.networks import build
 
 pytestmark = pytest.mark.instructions

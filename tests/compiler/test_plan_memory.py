@@ -24,9 +24,9 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.tuning import TimingCache, Trial
 from tessella.operations.operation import OPS
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search.tuning import TimingCache, Trial
 from tests.compiler.memory import check_memory
 from tests.compiler.networks import build, captured, plan
 

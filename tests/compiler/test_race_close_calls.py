@@ -13,7 +13,7 @@ from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.core.events import Event
 from tessella.graph import Graph
 from tessella.graph.graph import Value
-from tessella.kernels.tuning import TimingCache, Trial
+from tessella.search.tuning import TimingCache, Trial
 from tests.compiler.networks import captured, plan
 
 KERNELS = ("conv2d.onednn", "conv2d.aten")

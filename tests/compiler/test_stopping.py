@@ -19,11 +19,11 @@ from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan
 from tessella.core.errors import ArtifactError, BuildStopped
 from tessella.core.spec import DimRange
-from tessella.kernels import auction
-from tessella.kernels.allowance import Allowance, OutOfTime
 from tessella.kernels.conv.libraries import aten as conv_aten
-from tessella.kernels.problem import Problem
-from tessella.kernels.tuning import TimingCache
+from tessella.operations.problem import Problem
+from tessella.search import find as auction
+from tessella.search.allowance import Allowance, OutOfTime
+from tessella.search.tuning import TimingCache
 from tests.compiler.networks import ABOUT, captured
 
 ROOT = Path(__file__).parents[2]

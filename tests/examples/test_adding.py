@@ -12,15 +12,16 @@ import tessella as ts
 from examples.adding import kernel, network, operation
 from tessella.core.errors import UsageError
 from tessella.core.spec import TensorSpec
-from tessella.kernels import auction, catalog, reference
-from tessella.kernels.auction import Terms
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels import catalog
 from tessella.nn import zoo
 from tessella.nn.zoo import standard
 from tessella.nn.zoo.catalog import STANDARD
 from tessella.nn.zoo.standard import ARCHITECTURES
-from tessella.operations import operands
+from tessella.operations import operands, reference
 from tessella.operations.operation import BY_ATEN, OPS
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search import find as auction
+from tessella.search.find import Terms
 
 CPU = torch.device("cpu")
 

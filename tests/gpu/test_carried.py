@@ -16,7 +16,8 @@ from tessella import compiler, graph, runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.core.errors import CorruptArtifact
 from tessella.core.spec import DimRange, TensorSpec
-from tessella.kernels import auction, catalog
+from tessella.kernels import catalog
+from tessella.search import find as auction
 
 ROOT = Path(__file__).parents[2]
 BATCH = DimRange(min=1, opt=8, max=8)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tessella.kernels import catalog, reference
+from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import dgrad as dgrad_sm90
 from tessella.kernels.conv.hopper import wgrad as wgrad_sm90
-from tessella.kernels.inspection import exactly
-from tessella.kernels.problem import MEMORY_FORMATS, Problem
+from tessella.operations import reference
+from tessella.operations.problem import MEMORY_FORMATS, Problem
+from tessella.search.inspection import exactly
 from tests.kernels.test_conv_backward import problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -13,13 +13,15 @@ from tessella import compiler, runtime
 from tessella.compiler.choices import fuse_chains, race
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
-from tessella.kernels import auction, catalog, problems
-from tessella.kernels.buffers import POISON
+from tessella.kernels import catalog
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper import chain as kernel
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.timing import measure
-from tessella.kernels.tuning import Trial
+from tessella.operations import build as problems
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search import find as auction
+from tessella.search.buffers import POISON
+from tessella.search.timing import measure
+from tessella.search.tuning import Trial
 from tests.compiler.networks import ABOUT
 from tests.kernels.test_conv_chain_sm90 import exact, operands_of, problem_of
 

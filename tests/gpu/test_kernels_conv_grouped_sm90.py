@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from tessella.kernels import catalog
-from tessella.kernels.buffers import POISON, whole, wrote_beside
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
+from tessella.search.buffers import POISON, whole, wrote_beside
 from tests.kernels import convolutions
 from tests.kernels.convolutions import Case
 

@@ -14,12 +14,14 @@ from tessella import compiler, runtime
 from tessella.compiler.choices import fuse_chains, race
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
-from tessella.kernels import auction, catalog, problems
-from tessella.kernels.buffers import POISON
+from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import pooled as kernel
-from tessella.kernels.problem import Problem
-from tessella.kernels.timing import measure
-from tessella.kernels.tuning import Trial
+from tessella.operations import build as problems
+from tessella.operations.problem import Problem
+from tessella.search import find as auction
+from tessella.search.buffers import POISON
+from tessella.search.timing import measure
+from tessella.search.tuning import Trial
 from tests.compiler.networks import ABOUT
 from tests.kernels.test_conv_pool_sm90 import (
     GOOGLENET,

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.buffers import POISON, whole, wrote_beside
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
-from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search.buffers import POISON, whole, wrote_beside
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tessella.kernels import problems, reference
-from tessella.kernels.auction import Terms, bind, find
-from tessella.kernels.carried import carrying, workshop
+from tessella.device.ahead_of_time import carrying, workshop
+from tessella.device.streams import capturing
 from tessella.kernels.catalog import kernel
 from tessella.kernels.conv.libraries import cudnn_graph
-from tessella.kernels.epilogue import store
-from tessella.kernels.problem import meta_of
-from tessella.kernels.streams import capturing
+from tessella.operations import build as problems
+from tessella.operations import reference
+from tessella.operations.epilogue import store
+from tessella.operations.problem import meta_of
+from tessella.search.find import Terms, bind, find
 
 pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 pytestmark = pytest.mark.skipif(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tessella.device.streams import capturing
 from tessella.kernels.gemm import normed as kernel
-from tessella.kernels.problem import Problem
-from tessella.kernels.streams import capturing
+from tessella.operations.problem import Problem
 from tests.kernels.test_linear_norm_sm90 import CASES, FP8, exact, operands_of, problem_of, results
 
 pytestmark = pytest.mark.skipif(

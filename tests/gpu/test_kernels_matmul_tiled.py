@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tessella.kernels.float32_math import float32_math
+from tessella.device.float32_math import float32_math
 from tessella.kernels.gemm import aten, cublaslt, fma_sm90, skinny, skinny_sm90, tiled
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 

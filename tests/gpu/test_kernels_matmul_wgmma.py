@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.gemm import wgmma
+from tessella.operations.epilogue import ACTIVATIONS
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 
 pytestmark = pytest.mark.skipif(

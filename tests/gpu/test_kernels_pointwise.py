@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 from tests.kernels import test_pointwise as programs
 from tests.kernels import test_pool as pools
 from tests.kernels import test_quant as codes

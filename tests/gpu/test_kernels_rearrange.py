@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tessella.kernels.auction import find
-from tessella.kernels.problem import Problem
 from tessella.kernels.transform import rearrange_rows
+from tessella.operations.problem import Problem
+from tessella.search.find import find
 from tests.kernels import test_rearrange as moves
 
 pytestmark = pytest.mark.skipif(

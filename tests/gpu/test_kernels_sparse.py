@@ -11,11 +11,11 @@ import torch
 
 from tessella import kernels
 from tessella.kernels import catalog
-from tessella.kernels.auction import Terms, find
-from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.problem import Problem
 from tessella.kernels.sparse import cusparselt, wgmma
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import Problem
+from tessella.search.find import Terms, find
 from tests.kernels.convolutions import Case as Convolution
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 

@@ -18,9 +18,10 @@ from examples.kernels import matmul_steps, own_layer, saxpy, stencil_1d, vector_
 from tessella import compiler, graph, kernels, runtime
 from tessella.core.errors import KernelError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
-from tessella.kernels import catalog, launch
-from tessella.kernels.driver import cuda_driver
-from tessella.kernels.occupancy import occupancy
+from tessella.device import launch
+from tessella.device.driver import cuda_driver
+from tessella.device.occupancy import occupancy
+from tessella.kernels import catalog
 from tessella.kernels.user import Launch, cuda, operator
 
 pytestmark = [

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tessella.artifacts.run import Precision
-from tessella.kernels import auction, catalog, functional
+from tessella.kernels import catalog
 from tessella.nn import convert
+from tessella.search import find as auction
+from tessella.search import functional
 from tessella.training.loop import train
 from tessella.training.precision import MixedPrecision, arithmetic
 from tests.training.examples import losses, recipe, write_dataset

@@ -16,9 +16,9 @@ from tessella.artifacts.plan import Plan
 from tessella.core.preprocess import Preprocess, gain_and_offset, normalize
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
-from tessella.kernels.auction import bind, find
 from tessella.kernels.catalog import kernel
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search.find import bind, find
 
 pytestmark = [
     pytest.mark.skipif(

@@ -10,8 +10,8 @@ import torch
 from tessella.core.errors import CompileError
 from tessella.graph import Dim, Graph, Node, Value, capture, check
 from tessella.graph.infer import infer
-from tessella.kernels.reference import REFERENCES
 from tessella.operations.operation import OPS, op
+from tessella.operations.reference.table import REFERENCES
 from tests.graph.networks import Residual, image
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tessella.core.errors import InputError
 from tessella.graph import capture, interpret
-from tessella.kernels import reference
+from tessella.operations import reference
 from tests.graph.networks import BATCH, Attention, Residual, image
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels import problems
-from tessella.kernels.problem import Format, Problem, meta_of
+from tessella.operations import build as problems
+from tessella.operations.problem import Format, Problem, meta_of
 
 TOLERANCE = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.5e-2}
 # what rounding to codes adds: a part of the number, and half of the smallest step

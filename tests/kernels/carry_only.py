@@ -23,9 +23,11 @@ from triton.backends.compiler import GPUTarget
 
 from tessella.core.compiled import CompiledKernels, Tiles
 from tessella.core.record import to_plain
-from tessella.kernels import carried, catalog, identity, launch
-from tessella.kernels.driver import MAP_BYTES, Function
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.device import ahead_of_time as carried
+from tessella.device import identity, launch
+from tessella.device.driver import MAP_BYTES, Function
+from tessella.kernels import catalog
+from tessella.operations.problem import Problem, TensorMeta
 
 TARGET = "sm_90"
 M, N, K = 128, 1000, 2048

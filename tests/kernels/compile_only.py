@@ -56,8 +56,8 @@ def _compiler() -> subprocess.Popen[str]:
 
 
 def compiled(cases: str, target: str) -> dict[str, list[dict[str, Any]]]:
-    from tessella.kernels.carried import collecting
-    from tessella.kernels.launch import compiling
+    from tessella.device.ahead_of_time import collecting
+    from tessella.device.launch import compiling
 
     module, _, function = cases.partition(":")
     found: dict[str, list[dict[str, Any]]] = {}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tessella.kernels import functional, report
+from tessella.search import functional, report
 
 
 @pytest.fixture(autouse=True)

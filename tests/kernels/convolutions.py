@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tessella.core.dtype import Math
 from tessella.kernels import catalog
-from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.problem import MEMORY_FORMATS, Format, Math, Problem, TensorMeta
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import MEMORY_FORMATS, Format, Problem, TensorMeta
 
 POISON = 77
 GUARD = 64  # bytes behind the workspace that must stay as they are

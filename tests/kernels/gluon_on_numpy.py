@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.operations.epilogue import ACTIVATIONS
 
 
 class Scalar(int):

@@ -15,7 +15,7 @@ import torch
 
 from tessella.kernels.conv.hopper import pooled
 from tessella.kernels.conv.hopper.pooled_device import Stem, source
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 from tests.kernels.sparse_on_cpu import COMMON, HEAD
 
 _HEAD = r"""

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from tessella.kernels import reference
-from tessella.kernels.epilogue import store
-from tessella.kernels.problem import Format, Math, Problem, TensorMeta
+from tessella.core.dtype import Math
 from tessella.kernels.sparse.two_four import prune_two_four
+from tessella.operations import reference
+from tessella.operations.epilogue import store
+from tessella.operations.problem import Format, Problem, TensorMeta
 
 POISON = 77
 # largest error over largest value: of sums of products (fp8 tensor cores keep 14 bits), of storing

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tessella.kernels.catalog import Call, Config, Kernel
-from tessella.kernels.epilogue import finish_
-from tessella.kernels.problem import Problem
+from tessella.operations.epilogue import finish_
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 ROW = Kernel(id="linear.scratch", op="linear", module=__name__, targets=("cpu",), source="tessella")

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 
 import torch
 
-from tessella.kernels import catalog, reference
-from tessella.kernels.problem import Problem
+from tessella.kernels import catalog
 from tessella.kernels.sparse import product
 from tessella.kernels.sparse.two_four import TWO_FOUR, compress, decompress
+from tessella.operations import reference
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 ID = "linear.sparse_on_cpu"

@@ -15,10 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessella.core.errors import UsageError
-from tessella.kernels import catalog, find, launch, problems, reference
+from tessella.device import launch
+from tessella.kernels import catalog, find
 from tessella.kernels.attention import aten, flash, flash_sm90, windows
-from tessella.kernels.epilogue import store
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations import build as problems
+from tessella.operations import reference
+from tessella.operations.epilogue import store
+from tessella.operations.problem import Problem, TensorMeta
 from tests.kernels import gluon_roles
 from tests.kernels.attentions import Case, draw, exact, run
 from tests.kernels.compile_only import compile_all

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from tessella.core.errors import CompileError
-from tessella.kernels import auction, catalog, timing
+from tessella.kernels import catalog
 from tessella.kernels.pool import aten as pool_aten
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.tuning import TimingCache, Trial
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search import find as auction
+from tessella.search import timing
+from tessella.search.tuning import TimingCache, Trial
 from tests.kernels import scratch
 
 LINEAR = Problem(

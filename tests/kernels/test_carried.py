@@ -23,7 +23,7 @@ from tessella.core import cubin
 from tessella.core.compiled import CompiledKernel, CompiledKernels, Parameter
 from tessella.core.errors import CorruptArtifact
 from tessella.core.record import from_plain
-from tessella.kernels import carried
+from tessella.device import ahead_of_time as carried
 from tessella.kernels.user import cuda
 from tests.artifacts.fuzz_plans import honest, members_of
 from tests.compiler.networks import captured, plan

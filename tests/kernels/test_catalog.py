@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tessella.core.errors import CompileError
-from tessella.kernels import catalog, reference
-from tessella.kernels.auction import bind
-from tessella.kernels.epilogue import ACTIVATIONS as ACTIVATION_FUNCTIONS
-from tessella.kernels.inputs import sample_inputs
-from tessella.kernels.problem import Format, Problem, TensorMeta
+from tessella.kernels import catalog
+from tessella.operations import reference
+from tessella.operations.epilogue import ACTIVATIONS as ACTIVATION_FUNCTIONS
+from tessella.operations.problem import Format, Problem, TensorMeta
+from tessella.search.find import bind
+from tessella.search.inputs import sample_inputs
 
 CPU = torch.device("cpu")
 CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "activation": None}

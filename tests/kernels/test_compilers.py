@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from tessella.kernels import allowance as allowances
-from tessella.kernels import auction, catalog, compilers
-from tessella.kernels.allowance import Allowance, OutOfTime
-from tessella.kernels.tuning import TimingCache
+from tessella.kernels import catalog
+from tessella.search import allowance as allowances
+from tessella.search import compile_ahead as compilers
+from tessella.search import find as auction
+from tessella.search.allowance import Allowance, OutOfTime
+from tessella.search.tuning import TimingCache
 from tests.kernels.convolutions import Case
 
 ROW = catalog.kernel("conv2d.implicit_gemm")

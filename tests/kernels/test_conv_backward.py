@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels import catalog, reference
+from tessella.device.launch import launch
+from tessella.kernels import catalog
 from tessella.kernels.conv import backward, dgrad, wgrad
 from tessella.kernels.conv.hopper import dgrad as dgrad_sm90
 from tessella.kernels.conv.hopper import wgrad as wgrad_sm90
-from tessella.kernels.launch import launch
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations import reference
+from tessella.operations.problem import Problem, TensorMeta
 from tests.kernels.compile_only import compile_all
 
 KERNELS = {"conv2d_dgrad": dgrad_sm90, "conv2d_wgrad": wgrad_sm90}

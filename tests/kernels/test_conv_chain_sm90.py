@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from tessella.core.errors import UsageError
-from tessella.kernels import problems, reference
 from tessella.kernels.conv.hopper import chain as kernel
-from tessella.kernels.epilogue import store
-from tessella.kernels.problem import Format, Problem, TensorMeta
+from tessella.operations import build as problems
+from tessella.operations import reference
+from tessella.operations.epilogue import store
+from tessella.operations.problem import Format, Problem, TensorMeta
 from tests.kernels import gluon_roles
 from tests.kernels.compile_only import compile_all
 

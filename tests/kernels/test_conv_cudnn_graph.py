@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from tessella.kernels import problems
 from tessella.kernels.conv.libraries import cudnn_graph
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations import build as problems
+from tessella.operations.problem import Problem, TensorMeta
 
 
 def layer(dtype: str, out: str, *, residual: bool = True, beta: float = 0.5) -> Problem:

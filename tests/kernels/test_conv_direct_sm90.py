@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from tessella.device.launch import launch
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import direct as direct_sm90
-from tessella.kernels.epilogue import finish
-from tessella.kernels.launch import launch
+from tessella.operations.epilogue import finish
 from tests.kernels.convolutions import Case, check
 from tests.kernels.test_conv_portable import LAST, interpreted
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tessella.kernels import catalog
 from tessella.kernels.conv.fourier import dft, fft_tiling
-from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.operations.epilogue import ACTIVATIONS
 from tests.kernels.compile_only import compile_all
 from tests.kernels.convolutions import Case, draw, right, run
 

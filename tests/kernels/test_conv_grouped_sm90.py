@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tessella.kernels import catalog, packing
+from tessella.device import packing
+from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import grouped, walk_device
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
 from tessella.kernels.conv.hopper import implicit_gemm_tiles as tiles

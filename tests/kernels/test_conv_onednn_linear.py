@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tessella.kernels.conv.libraries import onednn_linear
-from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import Problem, TensorMeta
 
 pytestmark = pytest.mark.instructions
 

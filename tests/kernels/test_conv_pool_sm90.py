@@ -18,11 +18,14 @@ import torch
 import torch.nn.functional as F
 
 from tessella.core.errors import UsageError
-from tessella.kernels import catalog, launch, problems, reference, shapes
+from tessella.device import launch
+from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import pooled as kernel
-from tessella.kernels.epilogue import store
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.work import flops
+from tessella.operations import build as problems
+from tessella.operations import reference, shapes
+from tessella.operations.epilogue import store
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.work import flops
 from tests.kernels.compile_only import compile_all
 from tests.kernels.pooled_on_cpu import conv_pool
 

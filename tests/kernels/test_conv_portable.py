@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tessella.device.launch import watching
 from tessella.kernels import catalog
 from tessella.kernels.conv import channelwise, tiles
-from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.launch import watching
-from tessella.kernels.problem import MEMORY_FORMATS, Problem, TensorMeta
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import MEMORY_FORMATS, Problem, TensorMeta
 from tests.kernels.compile_only import compile_all
 from tests.kernels.convolutions import Case, check, draw, right, run
 

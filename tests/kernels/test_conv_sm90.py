@@ -17,8 +17,8 @@ from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
 from tessella.kernels.conv.hopper import implicit_gemm_tiles as tiles
 from tessella.kernels.conv.hopper import walk_device as device
-from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.problem import Format, Problem, TensorMeta
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import Format, Problem, TensorMeta
 from tests.kernels.compile_only import compile_all
 
 CPU = torch.device("cpu")

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tessella.device.launch import launch
 from tessella.kernels import catalog
 from tessella.kernels.conv.winograd import fused, nonfused
 from tessella.kernels.conv.winograd.fma import convolve_fma
 from tessella.kernels.conv.winograd.product import multiply_fma
 from tessella.kernels.conv.winograd.transforms import reference, transform
-from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.launch import launch
+from tessella.operations.epilogue import ACTIVATIONS
 from tests.kernels import gluon_on_numpy
 from tests.kernels.compile_only import compile_all
 from tests.kernels.convolutions import Case, draw, right, run

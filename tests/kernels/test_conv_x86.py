@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tessella.kernels import auction, catalog
+from tessella.kernels import catalog
 from tessella.kernels.conv import x86, x86_sum
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search import find as auction
 
 CPU = torch.device("cpu")
 ROW, SUM = (catalog.kernel(f"conv2d.{name}") for name in ("avx512", "avx512_sum"))

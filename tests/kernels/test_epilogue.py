@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tessella.core.errors import UsageError
-from tessella.kernels import catalog, problems, reference
-from tessella.kernels.epilogue import ACTIVATIONS, finish, finish_, in_halves, store
-from tessella.kernels.problem import TensorMeta
+from tessella.kernels import catalog
+from tessella.operations import build as problems
+from tessella.operations import reference
+from tessella.operations.epilogue import ACTIVATIONS, finish, finish_, in_halves, store
+from tessella.operations.problem import TensorMeta
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tessella.kernels import epilogue_device
+from tessella.kernels.epilogue import gluon_device as epilogue_device
 from tests.kernels import gluon_on_numpy
 
 

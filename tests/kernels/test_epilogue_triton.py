@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.epilogue_triton import activate, cast, finish
-from tessella.kernels.launch import launch
+from tessella.device.launch import launch
+from tessella.kernels.epilogue.triton_device import activate, cast, finish
+from tessella.operations.epilogue import ACTIVATIONS
 from tests.kernels.compile_only import compile_all
 
 SIZE = 256

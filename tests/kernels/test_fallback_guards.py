@@ -11,7 +11,7 @@ from torch import nn
 
 from tessella import graph, runtime
 from tessella.core.spec import DimRange, TensorSpec
-from tessella.kernels import reference
+from tessella.operations import reference
 from tests.compiler.networks import plan
 
 INTEGERS = (-(2**63), -(2**63) + 1, -7, -1, 0, 1, 2, 7, 2**63 - 1)

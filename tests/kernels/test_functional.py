@@ -10,10 +10,12 @@ import torch.nn.functional as F
 
 from tessella import kernels
 from tessella.core.errors import KernelError, UsageError
-from tessella.kernels import auction, catalog, functional, limits
-from tessella.kernels.float32_math import float32_math
-from tessella.kernels.problem import Problem
-from tessella.kernels.tuning import TimingCache
+from tessella.device.float32_math import float32_math
+from tessella.kernels import catalog
+from tessella.operations.problem import Problem
+from tessella.search import find as auction
+from tessella.search import functional, limits
+from tessella.search.tuning import TimingCache
 from tests.kernels import scratch
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tessella.kernels import catalog, problems
-from tessella.kernels.launch import launch
-from tessella.kernels.problem import Format, Problem, TensorMeta
+from tessella.device.launch import launch
+from tessella.kernels import catalog
 from tessella.kernels.sparse import wgmma as sparse
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
+from tessella.operations import build as problems
+from tessella.operations.problem import Format, Problem, TensorMeta
 
 OPS = ("linear", "matmul", "conv1d", "conv2d", "conv3d")
 GAMMA = 3.25  # no other number of these problems is this one

@@ -6,8 +6,8 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
-from tessella.kernels.driver import Driver
-from tessella.kernels.graph_edges import let_libraries_wait
+from tessella.device.driver import Driver
+from tessella.device.graph_edges import let_libraries_wait
 
 OURS, THEIRS = 11, 22  # functions
 EARLY, FULL = (1, 1), (0, 0)  # an edge's port and type

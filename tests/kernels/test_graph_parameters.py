@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tessella.kernels.captured import Kernel
-from tessella.kernels.graph_parameters import Addresses, Parameters
+from tessella.device.cuda_graphs import Kernel
+from tessella.device.graph_parameters import Addresses, Parameters
 
 AT, SIZE = 0x7F00_0000_1000, 4096
 KERNEL, MEMCPY, MEMSET, EMPTY = 0, 1, 2, 5

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tessella.core.preprocess import Preprocess, denormalize, gain_and_offset, normalize
-from tessella.kernels import reference
-from tessella.kernels.auction import find
-from tessella.kernels.problem import Problem, TensorMeta
 from tessella.kernels.transform import image, image_aten
+from tessella.operations import reference
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search.find import find
 from tests.kernels.compile_only import compile_all
 
 # (images, height, width, channels): odd sizes, more than one block of 2048, many channels

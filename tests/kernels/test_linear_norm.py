@@ -11,12 +11,13 @@ import torch.nn.functional as F
 
 from tessella.compiler.choices.choose_kernels import as_measured
 from tessella.core.errors import UsageError
-from tessella.kernels import problems, reference, shapes
-from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.inputs import sample_inputs
-from tessella.kernels.inspection import exact_answers
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.work import flops, nbytes
+from tessella.operations import build as problems
+from tessella.operations import reference, shapes
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.work import flops, nbytes
+from tessella.search.inputs import sample_inputs
+from tessella.search.inspection import exact_answers
 
 CPU = torch.device("cpu")
 K, N, EPS = 24, 16, 1e-3

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.gemm import normed as kernel
 from tessella.kernels.gemm import wgmma
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import Problem, TensorMeta
 from tests.kernels import compile_only, gluon_roles
 
 FP8 = "float8_e4m3fn"

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessella.kernels.epilogue import ACTIVATIONS
 from tessella.kernels.gemm import skinny, skinny_sm90
+from tessella.operations.epilogue import ACTIVATIONS
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, assert_exact, assert_right, draw, run
 

@@ -13,7 +13,7 @@ import torch
 
 from tessella.core.errors import KernelError
 from tessella.kernels.gemm import wgmma
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem, TensorMeta
 from tests.kernels import gluon_roles, products
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, draw

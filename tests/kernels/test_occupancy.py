@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tessella.core.errors import UsageError
-from tessella.kernels.occupancy import occupancy
+from tessella.device.occupancy import occupancy
 
 
 @pytest.mark.parametrize(

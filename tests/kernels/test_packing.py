@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tessella.kernels import packing
-from tessella.kernels.auction import find
-from tessella.kernels.launch import preparing
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.device import packing
+from tessella.device.launch import preparing
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search.find import find
 
 
 def double(weight: torch.Tensor) -> torch.Tensor:

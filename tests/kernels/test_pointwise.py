@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from tessella.core.errors import CompileError
-from tessella.kernels import catalog, reference
-from tessella.kernels.inspection import exact_answers
+from tessella.kernels import catalog
 from tessella.kernels.pointwise import generated, generated_several, sequence
 from tessella.kernels.pointwise.axes import common_axes
-from tessella.kernels.pointwise.program import CODES, ELEMENTWISE, ROWS, parse, text
 from tessella.kernels.pointwise.walk import refusal
-from tessella.kernels.problem import Format, Problem, TensorMeta
+from tessella.operations import reference
+from tessella.operations.pointwise_program import CODES, ELEMENTWISE, ROWS, parse, text
+from tessella.operations.problem import Format, Problem, TensorMeta
+from tessella.search.inspection import exact_answers
 from tests.kernels import test_pool
 from tests.kernels.compile_only import compile_all
 

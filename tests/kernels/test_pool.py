@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tessella.kernels import catalog, reference
-from tessella.kernels.problem import Format, Problem, TensorMeta
+from tessella.kernels import catalog
+from tessella.operations import reference
+from tessella.operations.problem import Format, Problem, TensorMeta
 
 # lanes beyond the edge compute with infinities, which NumPy, but no GPU, remarks on
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

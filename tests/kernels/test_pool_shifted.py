@@ -12,10 +12,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tessella.kernels import auction, catalog
+from tessella.kernels import catalog
 from tessella.kernels.pool import shifted
 from tessella.kernels.pool.spans import levels, moves
-from tessella.kernels.problem import Format, Problem, TensorMeta
+from tessella.operations.problem import Format, Problem, TensorMeta
+from tessella.search import find as auction
 from tests.kernels.test_pool import maximum, problem
 
 CPU = torch.device("cpu")

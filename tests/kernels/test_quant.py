@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels import catalog, reference
+from tessella.kernels import catalog
 from tessella.kernels.conv.libraries import onednn_int8
-from tessella.kernels.problem import Problem, TensorMeta, meta_of
+from tessella.operations import reference
+from tessella.operations.problem import Problem, TensorMeta, meta_of
 
 pytestmark = pytest.mark.instructions
 

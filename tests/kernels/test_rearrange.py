@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tessella.kernels import catalog, reference, shapes
-from tessella.kernels.auction import find
-from tessella.kernels.problem import Format, Problem, TensorMeta, memory_format
-from tessella.kernels.transform import parts, rearrange_device, rearrange_rows, rearrange_tiles
+from tessella.kernels import catalog
+from tessella.kernels.transform import rearrange_device, rearrange_rows, rearrange_tiles
+from tessella.operations import rearrangement as parts
+from tessella.operations import reference, shapes
+from tessella.operations.problem import Format, Problem, TensorMeta, memory_format
+from tessella.search.find import find
 from tests.kernels.compile_only import compile_all
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from tessella.core.errors import CompileError
-from tessella.kernels import reference
-from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.operations import reference
+from tessella.operations.epilogue import ACTIVATIONS
 
 Array = np.ndarray[Any, Any]
 

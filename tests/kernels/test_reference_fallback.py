@@ -12,10 +12,10 @@ import torchvision
 
 import tessella.graph.onnx
 from tessella.core.errors import CompileError
-from tessella.kernels import reference
-from tessella.kernels.fallback import aten
-from tessella.kernels.fallback.allowed import ALLOWED
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations import reference
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.torch_operators import operators as aten
+from tessella.operations.torch_operators.allowed import ALLOWED
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import torch
 from tessella import kernels
 from tessella.core.device import fingerprint
 from tessella.core.errors import UsageError
-from tessella.kernels import catalog, limits, report, roofline
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.kernels import catalog
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search import limits, report, roofline
 from tests.kernels import scratch
 
 LIMITS = limits.Limits(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tessella.kernels import reference, shapes
-from tessella.kernels.problem import TensorMeta
+from tessella.operations import reference, shapes
+from tessella.operations.problem import TensorMeta
 from tests.compiler.networks import captured, plan
 
 CONV = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1}
@@ -198,7 +198,7 @@ engine = runtime.load(sys.argv[1])
 engine(torch.zeros(1, 1, 28, 28))
 needless = {
     "torch._dynamo", "torch._inductor", "sympy",  # 0.9 s
-    "tessella.kernels.auction", "tessella.compiler",  # nothing can be measured
+    "tessella.search.find", "tessella.compiler",  # nothing can be measured
     "cv2", "tifffile",  # 0.04 s
 }
 print(*needless & (set(sys.modules) - before))

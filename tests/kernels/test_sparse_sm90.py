@@ -20,12 +20,13 @@ import pytest
 import torch
 
 from tessella import kernels
-from tessella.kernels import catalog, launch
-from tessella.kernels.epilogue import ACTIVATIONS, finish, store
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.device import launch
+from tessella.kernels import catalog
 from tessella.kernels.sparse import cusparselt, wgmma, wgmma_device
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.kernels.sparse.wgmma_device import Tiling, depth
+from tessella.operations.epilogue import ACTIVATIONS, finish, store
+from tessella.operations.problem import Problem, TensorMeta
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, assert_right, draw, run
 from tests.kernels.sparse_on_cpu import linear

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tessella.kernels import streams
+from tessella.device import streams
 
 
 @pytest.fixture

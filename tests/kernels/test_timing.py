@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from tessella.kernels import timing
-from tessella.kernels.timing import measure
+from tessella.search import timing
+from tessella.search.timing import measure
 
 CPU = torch.device("cpu")
 

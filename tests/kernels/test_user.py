@@ -20,7 +20,8 @@ from tessella.cli import main
 from tessella.core.errors import ArtifactError, CompileError, KernelError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.kernels import catalog
-from tessella.kernels.user import Launch, cuda, operator, registry
+from tessella.kernels.user import Launch, cuda, operator
+from tessella.operations import user_operators as registry
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, tests/gpu does this"),

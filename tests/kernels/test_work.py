@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tessella.kernels import problems, reference
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.work import flops, nbytes
+from tessella.operations import build as problems
+from tessella.operations import reference
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.work import flops, nbytes
 
 
 def float32(*shape: int) -> TensorMeta:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessella.kernels.x86 import code
-from tessella.kernels.x86.assembler import REGISTERS, VECTOR, Assembler, At
+from tessella.device.x86 import code
+from tessella.device.x86.assembler import REGISTERS, VECTOR, Assembler, At
 
 pytestmark = pytest.mark.skipif(code.refusal() is not None, reason=str(code.refusal()))
 

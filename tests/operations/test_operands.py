@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tessella.kernels import catalog
-from tessella.kernels.problem import Problem, TensorMeta
 from tessella.operations import operands
 from tessella.operations.operation import OPS
+from tessella.operations.problem import Problem, TensorMeta
 
 CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "activation": None}
 POOL = {"kernel_size": (2, 2), "pool_stride": (2, 2), "pool_padding": (0, 0),

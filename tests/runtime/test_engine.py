@@ -19,8 +19,9 @@ from tessella.artifacts.plan import Plan, load_plan
 from tessella.core.errors import ArtifactError, CorruptArtifact, InputError, UsageError, WrongDevice
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
-from tessella.kernels import auction, timing
 from tessella.runtime.engine import Engine
+from tessella.search import find as auction
+from tessella.search import timing
 from tests.compiler.networks import build, captured, network, plan
 
 LENET = network("lenet")[0]

@@ -14,12 +14,12 @@ from torch import nn
 from tessella import runtime
 from tessella.core.errors import UsageError
 from tessella.core.spec import TensorSpec
-from tessella.kernels.limits import Limits
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.timing import Timing
+from tessella.operations.problem import Problem, TensorMeta
 from tessella.runtime import picture, profiler
 from tessella.runtime.profiler import Profile, profile, table
 from tessella.runtime.trace import chrome_trace
+from tessella.search.limits import Limits
+from tessella.search.timing import Timing
 from tests.compiler.networks import build, captured, plan
 from tests.runtime.test_slices import subject
 

@@ -14,7 +14,7 @@ from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess, denormalize
-from tessella.kernels.float32_math import float32_math
+from tessella.device.float32_math import float32_math
 from tessella.nn import zoo
 from tessella.runtime.engine import Engine
 

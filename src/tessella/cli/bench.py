@@ -13,8 +13,8 @@ from tessella import api
 from tessella.cli.output import Json, grid, output
 from tessella.cli.parsing import parse_sizes
 from tessella.core.device import torch_device
-from tessella.kernels.timing import Timing, latency
 from tessella.nn import zoo
+from tessella.search.timing import Timing, latency
 
 
 def register(app: typer.Typer) -> None:

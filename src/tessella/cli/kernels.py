@@ -14,11 +14,11 @@ from tessella.core.device import default_target, torch_device
 from tessella.core.errors import UsageError
 from tessella.core.record import to_plain
 from tessella.kernels import catalog
-from tessella.kernels.inputs import sample_inputs
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.report import ATTENTION, COLUMNS, PROBLEMS, Report, cells, find, title
-from tessella.kernels.roofline import svg
 from tessella.kernels.sparse.two_four import prune_two_four
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search.inputs import sample_inputs
+from tessella.search.report import ATTENTION, COLUMNS, PROBLEMS, Report, cells, find, title
+from tessella.search.roofline import svg
 
 
 def register(app: typer.Typer) -> None:

@@ -14,8 +14,8 @@ from tessella.artifacts.files import write_atomic
 from tessella.cli.output import Events, Json, grid, output
 from tessella.core.events import phase
 from tessella.core.record import to_plain
-from tessella.kernels.functional import CACHE_FOLDER
 from tessella.runtime import picture, profiler, trace
+from tessella.search.functional import CACHE_FOLDER
 
 
 def register(app: typer.Typer) -> None:

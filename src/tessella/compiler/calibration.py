@@ -23,9 +23,9 @@ from tessella.core.device import default_target
 from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.graph.graph import Graph, Node, Value
 from tessella.graph.interpret import interpret
-from tessella.kernels import reference
 from tessella.kernels.conv.libraries import onednn_int8
-from tessella.kernels.quant.reference import dequantize, quantize
+from tessella.operations import reference
+from tessella.operations.reference.quant import dequantize, quantize
 
 Tensors = dict[str, torch.Tensor]
 

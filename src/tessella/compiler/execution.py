@@ -14,7 +14,7 @@ from tessella.compiler.choices.choose_kernels import Choice, Tuner, constants_of
 from tessella.core.device import torch_device
 from tessella.graph.graph import Node, Value
 from tessella.kernels import catalog
-from tessella.kernels.auction import bind
+from tessella.search.find import bind
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -12,7 +12,7 @@ from tessella.compiler.precision import FEWEST_CHANNELS
 from tessella.graph.graph import Node, Value
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Kernel
-from tessella.kernels.problem import Format, Problem, TensorMeta
+from tessella.operations.problem import Format, Problem, TensorMeta
 
 HALVES = ("float16", "bfloat16")
 # to ask with: more pixels than a kernel of few rows takes, and a size that few axes have; and one

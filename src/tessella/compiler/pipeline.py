@@ -28,13 +28,13 @@ from tessella.core.errors import CompileError, UsageError
 from tessella.core.events import Emit, phase, silent
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.core.version import VERSION
+from tessella.device.ahead_of_time import carrying, workshop
 from tessella.graph.graph import Dim, Graph, Value
 from tessella.graph.sample import in_its_size, one_sample
 from tessella.graph.show import text
-from tessella.kernels.allowance import Allowance
-from tessella.kernels.carried import carrying, workshop
-from tessella.kernels.tuning import Lock
-from tessella.kernels.user import registry
+from tessella.operations import user_operators as registry
+from tessella.search.allowance import Allowance
+from tessella.search.tuning import Lock
 
 WRONG_KERNELS = 8  # that one batch size may turn out to have before the build is given up
 

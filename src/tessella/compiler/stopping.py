@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tessella.core.errors import BuildStopped
 from tessella.core.memory import is_out_of_memory
-from tessella.kernels.allowance import Allowance, OutOfTime
+from tessella.search.allowance import Allowance, OutOfTime
 
 
 @dataclass

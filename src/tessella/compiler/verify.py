@@ -16,10 +16,10 @@ from tessella.compiler.execution import bound
 from tessella.core.device import torch_device
 from tessella.core.errors import CompileError
 from tessella.core.events import Emit, phase
+from tessella.device.float32_math import float32_math
 from tessella.graph.graph import Dim, Graph
 from tessella.graph.interpret import interpret
-from tessella.kernels.float32_math import float32_math
-from tessella.kernels.inspection import deviates, exact_answers
+from tessella.search.inspection import deviates, exact_answers
 
 Tensors = dict[str, torch.Tensor]
 

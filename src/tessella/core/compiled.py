@@ -62,7 +62,7 @@ class CompiledKernel:
     """A kernel compiled for one kind of arguments, without its code.
 
     Attributes:
-        key: what a launch asks for: equal keys, equal machine code (``kernels.carried.key``).
+        key: what a launch asks for: equal keys, equal machine code (``device.ahead_of_time.key``).
         name: of the function in the cubin.
         cubin: SHA-256 of the machine code.
         parameters: None where whoever launches it knows them (CUDA C++).

@@ -6,8 +6,11 @@ Names are torch's (``getattr(torch, name)``); ``wire`` is the Open Inference Pro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tessella.core.errors import UsageError
+
+Math = Literal["ieee", "tf32"]  # how float32 products may be rounded
 
 
 @dataclass(frozen=True, kw_only=True)

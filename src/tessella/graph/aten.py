@@ -1,8 +1,8 @@
 """torch's operators become ours: one function for each group of overloads that says the same.
 
 An overload without a translation here, and without a row that shares its arguments
-(``ops.BY_ATEN``), becomes a ``fallback`` node, if ``kernels.fallback.aten`` lets it run; one of a
-user's own (``kernels.user``) becomes a ``user`` node.
+(``operation.BY_ATEN``), becomes a ``fallback`` node, if ``operations.torch_operators`` lets it run;
+one of a user's own (``kernels.user``) becomes a ``user`` node.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tessella.graph.build import Builder
 from tessella.graph.graph import Dim, Value
 from tessella.graph.operator_call import OperatorCall
 from tessella.graph.quantized import QUANTIZED
-from tessella.kernels.user.registry import OPERATORS
 from tessella.operations.operation import BY_ATEN, Op
+from tessella.operations.user_operators import OPERATORS
 
 Result = Value | tuple[Value, ...] | None
 

@@ -13,10 +13,10 @@ from tessella.core.spec import TensorSpec
 from tessella.graph import infer
 from tessella.graph.attributes import is_attribute
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
-from tessella.kernels import reference
-from tessella.kernels.fallback.aten import refusal
-from tessella.kernels.user.registry import named
+from tessella.operations import reference
 from tessella.operations.operation import op as row_of
+from tessella.operations.torch_operators.operators import refusal
+from tessella.operations.user_operators import named
 
 # A folded constant may be larger than what it is made of, up to this many elements.
 _FOLD_ELEMENTS = 1 << 20
@@ -179,7 +179,7 @@ class Builder:
 
 
 def _template(arg: Any, tensors: list[Value]) -> Any:
-    """An argument as ``kernels.fallback.aten`` reads it; ``tensors`` collects what it numbers."""
+    """An argument as ``torch_operators.arguments`` reads it; ``tensors`` is what it numbers."""
     if isinstance(arg, Value):
         if arg not in tensors:
             tensors.append(arg)

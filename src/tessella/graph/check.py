@@ -6,9 +6,9 @@ from tessella.core.errors import CompileError
 from tessella.graph import infer
 from tessella.graph.attributes import is_attribute
 from tessella.graph.graph import Graph, Node, Value, shape_at
-from tessella.kernels.fallback.aten import refusal
-from tessella.kernels.pointwise import program
+from tessella.operations import pointwise_program as program
 from tessella.operations.operation import OPS
+from tessella.operations.torch_operators.operators import refusal
 
 # Two sizes fix a line; 1 is the case that broadcasting treats differently.
 _BATCHES = (1, 3)

@@ -12,8 +12,8 @@ from xml.sax.saxutils import escape, quoteattr
 
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
 from tessella.graph.layout import layered
-from tessella.kernels.reference import family
 from tessella.operations.operation import op
+from tessella.operations.reference.table import family
 
 _COLORS = {
     "conv": "#3b82f6",

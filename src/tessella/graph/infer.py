@@ -12,7 +12,7 @@ import torch
 
 from tessella.core.errors import CompileError, TessellaError
 from tessella.graph.graph import Dim, Graph, Shape, Value, attrs_at, shape_at
-from tessella.kernels import reference
+from tessella.operations import reference
 
 # Two sizes give the line, the third shows that it is one. Not 1, where broadcasting hides mistakes.
 _BATCHES = (2, 3, 7)

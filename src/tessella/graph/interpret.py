@@ -9,7 +9,7 @@ import torch
 
 from tessella.core.errors import InputError
 from tessella.graph.graph import Dim, Graph, Node, Value, shape_at
-from tessella.kernels import reference
+from tessella.operations import reference
 
 Watch = Callable[[Node, Sequence[torch.Tensor | None], Sequence[torch.Tensor]], None]
 

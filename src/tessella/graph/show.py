@@ -6,7 +6,7 @@ from typing import Any
 
 from tessella.graph.draw import svg
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.pointwise import program
+from tessella.operations import pointwise_program as program
 
 __all__ = ["svg", "text"]
 

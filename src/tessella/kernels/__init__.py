@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tessella.kernels.functional import (
+    from tessella.search.functional import (
         conv1d,
         conv2d,
         conv2d_dgrad,
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         linear,
         matmul,
     )
-    from tessella.kernels.report import find
+    from tessella.search.report import find
 
 __all__ = [
     "conv1d",
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     room = "report" if name == "find" else "functional"
-    return getattr(importlib.import_module(f"{__name__}.{room}"), name)
+    return getattr(importlib.import_module(f"tessella.search.{room}"), name)
 
 
 def __dir__() -> list[str]:

@@ -37,8 +37,8 @@ from typing import Any, Protocol, cast
 import torch
 
 from tessella.core.errors import CompileError, UsageError
-from tessella.kernels.problem import Problem, is_gamma
 from tessella.operations import operands
+from tessella.operations.problem import Problem, is_gamma
 
 Call = Callable[..., Any]  # tensors in, a tensor or a tuple of tensors out
 Config = dict[str, Any]  # one way to run a kernel, a flat JSON object: tile sizes and the like
@@ -318,7 +318,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         id="reference",
         op="*",
-        module="tessella.kernels.last_resort",
+        module="tessella.kernels.fallback.last_resort",
         targets=_ALL,
         source="aten",
         views=True,

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from tessella import kernels
 from tessella.artifacts.run import Backend
+from tessella.core.dtype import Math
 from tessella.core.errors import UsageError
-from tessella.kernels.problem import Math
 
 Window = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride … dilation, groups
 

@@ -1,7 +1,7 @@
 """The operations that a graph or a plan may hold: names, inputs, attributes. A static table.
 
 Names and attributes are torch.nn.functional's. What an operation means is its reference,
-``kernels.reference``; how torch's operators become these is ``graph.aten``.
+``operations.reference``; how torch's operators become these is ``graph.aten``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Op:
         optional: those of the inputs that may be left out.
         attrs: names of its attributes. A node has exactly these, and any of ``extras``.
         late: inputs that may follow; a node without them is shorter.
-        extras: attributes that a node may leave out (``kernels.problem.DEFAULTS``).
+        extras: attributes that a node may leave out (``operations.problem.DEFAULTS``).
         aten: torch's overloads whose arguments of the same names say the same.
         variadic: takes any number of tensors instead of ``inputs``.
         elementwise: each element of the result depends on one element of each input (broadcast).
@@ -212,7 +212,8 @@ _ROWS = (
     _op("image_to_tensor", "input", "gain offset dtype"),
     # a program of element-wise operations and some along the last axis (kernels.pointwise.program)
     _op("pointwise", "", "program results", variadic=True, many=True),
-    # an operator of torch that has no row: args and kwargs are templates, see kernels.fallback.aten
+    # an operator of torch that has no row: args and kwargs are templates, see
+    # operations.torch_operators.arguments
     _op("fallback", "", "target args kwargs", variadic=True, many=True),
     # an operator of a user's own (kernels.user), by its name; args is such a template
     _op("user", "", "target args", variadic=True, many=True),

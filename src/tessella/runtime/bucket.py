@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from tessella.artifacts.program import Bucket, Program, Slice, Step, dying, in_place
+from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, CompileError, CorruptArtifact
 from tessella.core.memory import is_out_of_memory
 from tessella.core.record import canonical_json
-from tessella.kernels import catalog, shapes
+from tessella.kernels import catalog
 from tessella.kernels.catalog import Call
-from tessella.kernels.problem import Math, Problem, TensorMeta
-from tessella.operations import operands
+from tessella.operations import operands, shapes
 from tessella.operations.operation import OPS
+from tessella.operations.problem import Problem, TensorMeta
 from tessella.runtime import lifetimes
 from tessella.runtime.arena import Arena
 

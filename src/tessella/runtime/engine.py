@@ -18,13 +18,14 @@ import torch
 from tessella.artifacts.plan import Manifest, Plan, load_plan
 from tessella.artifacts.program import Bucket, Buffer, alike
 from tessella.core.device import fingerprint, torch_device
+from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, InputError, UsageError
 from tessella.core.memory import free_bytes, is_out_of_memory
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
-from tessella.kernels.carried import Carried, carrying, collecting, workshop
-from tessella.kernels.problem import Math, TensorMeta
-from tessella.kernels.user.registry import require
+from tessella.device.ahead_of_time import Carried, carrying, collecting, workshop
+from tessella.operations.problem import TensorMeta
+from tessella.operations.user_operators import require
 from tessella.runtime.arena import Arena, require_memory
 from tessella.runtime.bucket import BoundBucket, first_line
 from tessella.runtime.cover import covers

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from tessella.kernels.captured import GRAPH_LOCK
-from tessella.kernels.driver import cuda_driver
-from tessella.kernels.float32_math import float32_math
-from tessella.kernels.graph_parameters import Addresses, Parameters
-from tessella.kernels.problem import Math, TensorMeta
-from tessella.kernels.streams import capturing
+from tessella.core.dtype import Math
+from tessella.device.cuda_graphs import GRAPH_LOCK
+from tessella.device.driver import cuda_driver
+from tessella.device.float32_math import float32_math
+from tessella.device.graph_parameters import Addresses, Parameters
+from tessella.device.streams import capturing
+from tessella.operations.problem import TensorMeta
 from tessella.runtime.bucket import BoundBucket
 
 WARM_UP_RUNS = 2  # cuDNN and cuBLAS make their handles and workspaces before a capture

@@ -16,7 +16,7 @@ import torch
 from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.core.errors import CorruptArtifact
 from tessella.kernels import catalog
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 Range = tuple[int, int, int]  # axis, first place on it, end
 Place = tuple[int, int, str]  # first byte, end, name

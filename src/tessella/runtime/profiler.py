@@ -16,16 +16,16 @@ from typing import Literal
 import torch
 
 from tessella.core.spec import TensorSpec
+from tessella.device.ahead_of_time import carrying
+from tessella.device.float32_math import float32_math
 from tessella.kernels import catalog
-from tessella.kernels.carried import carrying
-from tessella.kernels.float32_math import float32_math
-from tessella.kernels.inputs import sample_inputs
-from tessella.kernels.limits import Limits, limits
-from tessella.kernels.problem import Problem
-from tessella.kernels.timing import Timing, latency, measure
-from tessella.kernels.work import flops, nbytes
+from tessella.operations.problem import Problem
+from tessella.operations.work import flops, nbytes
 from tessella.runtime.bucket import BoundBucket, BoundStep
 from tessella.runtime.engine import Engine
+from tessella.search.inputs import sample_inputs
+from tessella.search.limits import Limits, limits
+from tessella.search.timing import Timing, latency, measure
 
 MIN_RUNS, MAX_RUNS = 3, 31  # of the whole program
 TENSOR_CORE_TYPES = ("float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")

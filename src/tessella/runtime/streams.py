@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tessella.kernels.streams import OwnStream
+from tessella.device.streams import OwnStream
 
 
 class Turns:

@@ -25,9 +25,9 @@ from tessella.artifacts.plan import Plan, load_plan
 from tessella.core.errors import ArtifactError
 from tessella.core.record import digest
 from tessella.core.version import VERSION
-from tessella.kernels.functional import CACHE_FOLDER
-from tessella.kernels.user.registry import module
+from tessella.operations.user_operators import module
 from tessella.runtime.engine import Engine, load
+from tessella.search.functional import CACHE_FOLDER
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from tessella.core.device import torch_device
 from tessella.core.dtype import plain_precision
 from tessella.core.events import Emit, silent
 from tessella.graph.graph import Graph
-from tessella.kernels.allowance import Allowance
-from tessella.kernels.timing import latency
-from tessella.kernels.tuning import TimingCache
+from tessella.search.allowance import Allowance
+from tessella.search.timing import latency
+from tessella.search.tuning import TimingCache
 
 SECONDS = 0.5  # of measuring plans side by side, for each of them
 

@@ -16,9 +16,9 @@ from tessella.compiler.calibration import Calibration
 from tessella.core.device import torch_device
 from tessella.core.errors import CompileError
 from tessella.core.events import Emit, progress, silent
+from tessella.device.float32_math import float32_math
 from tessella.graph.graph import Dim, Graph
 from tessella.graph.interpret import interpret
-from tessella.kernels.float32_math import float32_math
 
 SAMPLES = 64
 CHUNK = 32  # samples that are interpreted at once

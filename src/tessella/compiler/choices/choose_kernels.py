@@ -10,15 +10,16 @@ import torch
 from tessella.artifacts.program import SLICE_ALIGNMENT, Slice
 from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.core.device import fingerprint
+from tessella.core.dtype import Math
 from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.allowance import Allowance
-from tessella.kernels.auction import Bid, Looks, Terms, find
 from tessella.kernels.catalog import Config, kernel
-from tessella.kernels.epilogue import GAMMA_OF_HALVES
-from tessella.kernels.int8_epilogue import LARGEST_BETA
-from tessella.kernels.problem import Math, Problem, TensorMeta
-from tessella.kernels.tuning import TimingCache, Trial
+from tessella.kernels.epilogue.int8 import LARGEST_BETA
+from tessella.operations.epilogue import GAMMA_OF_HALVES
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search.allowance import Allowance
+from tessella.search.find import Bid, Looks, Terms, find
+from tessella.search.tuning import TimingCache, Trial
 
 WORKSPACE_BYTES = 1 << 30  # of one step; it lies in the arena, which all steps share
 # In 50 layers of ResNet-50 no kernel won whose first configuration took 1.22 times the best time.

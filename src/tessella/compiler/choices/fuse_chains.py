@@ -28,11 +28,8 @@ from tessella.core.errors import CompileError
 from tessella.core.events import Emit, phase
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
-from tessella.kernels.auction import Looks
 from tessella.kernels.catalog import Kernel
-from tessella.kernels.norm.step import norm_step
-from tessella.kernels.problem import Problem
-from tessella.kernels.problems import (
+from tessella.operations.build import (
     conv2d_chain,
     conv2d_pool,
     linear_norm,
@@ -40,6 +37,9 @@ from tessella.kernels.problems import (
     unnormable,
     unpoolable,
 )
+from tessella.operations.norm_step import norm_step
+from tessella.operations.problem import Problem
+from tessella.search.find import Looks
 
 WORTH_IT = 0.995  # the program with chains must win by half a percent
 

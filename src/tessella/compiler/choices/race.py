@@ -15,12 +15,12 @@ from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.execution import bound
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.record import digest
+from tessella.device.cuda_graphs import GRAPH_LOCK
+from tessella.device.float32_math import float32_math
+from tessella.device.streams import capturing
 from tessella.graph.graph import Graph, Value
-from tessella.kernels.captured import GRAPH_LOCK
-from tessella.kernels.float32_math import float32_math
-from tessella.kernels.streams import capturing
-from tessella.kernels.timing import latency
-from tessella.kernels.tuning import Trial
+from tessella.search.timing import latency
+from tessella.search.tuning import Trial
 
 Programs = Sequence[tuple[Graph, Sequence[Choice]]]
 

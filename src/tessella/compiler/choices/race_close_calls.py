@@ -4,7 +4,7 @@ A step measured alone has warm caches and the machine to itself; its neighbours 
 burst of other work falls into one step's few milliseconds. So the kernels whose order the auction
 cannot tell apart are asked again in the program, the heaviest steps first, greedily.
 
-On a GPU a kernel of ours starts while the one before still runs (``kernels.overlap``), which no
+On a GPU a kernel of ours starts while the one before still runs (``device.overlap``), which no
 auction of single kernels sees: first, all that a library wins by less than that are asked together.
 """
 
@@ -19,7 +19,7 @@ from tessella.core.device import torch_device
 from tessella.core.events import Emit, phase
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
-from tessella.kernels.tuning import Trial
+from tessella.search.tuning import Trial
 
 CLOSE = 0.05  # of the winner's time; or the two spreads together, if that is more
 MIN_SHARE = 0.01  # of the program: a step that takes less changes nothing that can be measured

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Literal
 
 from tessella.graph.graph import Graph, Node, Value, attrs_at, shape_at
-from tessella.kernels.pointwise.program import has_pool, has_rows
-from tessella.kernels.problem import Format, TensorMeta
-from tessella.kernels.transform.parts import innermost
 from tessella.kernels.transform.permute import format_of
+from tessella.operations.pointwise_program import has_pool, has_rows
+from tessella.operations.problem import Format, TensorMeta
+from tessella.operations.rearrangement import innermost
 
 Layout = Literal["contiguous", "channels_last"]
 Formats = dict[str, Format]  # by value name; contiguous if absent

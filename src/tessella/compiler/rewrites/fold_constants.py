@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tessella.graph.graph import Dim, Graph, Node, attrs_at
-from tessella.kernels import reference
+from tessella.operations import reference
 
 MAX_GROWTH_BYTES = 1 << 20  # an expanded constant larger than this stays an operation
 

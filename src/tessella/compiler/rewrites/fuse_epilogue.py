@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.epilogue import ACTIVATIONS
+from tessella.operations.epilogue import ACTIVATIONS
 
 LAYERS = ("conv2d", "linear")
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
-from tessella.kernels.pointwise.program import (
+from tessella.kernels.pointwise.walk import MAX_OUTPUTS, refusal
+from tessella.operations.pointwise_program import (
     CODES,
     ELEMENTWISE,
     MAX_INPUTS,
@@ -23,8 +24,7 @@ from tessella.kernels.pointwise.program import (
     Instruction,
     has_pool,
 )
-from tessella.kernels.pointwise.walk import MAX_OUTPUTS, refusal
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem, TensorMeta
 
 POOLING = "pointwise.windows"  # the kernel of programs with a pooling
 BATCH = 11  # to ask the kernel with: a size that few other axes have

@@ -18,7 +18,7 @@ from tessella.compiler.rewrites import assign_layout, dead_code
 from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.graph.build import drop_unread
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
-from tessella.kernels.transform.parts import MOST_PARTS
+from tessella.operations.rearrangement import MOST_PARTS
 
 MOST_LINKS = 32  # that are looked at behind a node; networks have eight
 Size = int | Dim

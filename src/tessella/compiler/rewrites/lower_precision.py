@@ -16,7 +16,7 @@ import torch
 from tessella.compiler.rewrites import dead_code
 from tessella.core.errors import CompileError
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.user.registry import named
+from tessella.operations.user_operators import named
 
 
 def _keeps_float32(node: Node, dtype: str) -> bool:

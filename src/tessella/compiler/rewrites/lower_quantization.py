@@ -20,7 +20,7 @@ import torch
 from tessella.compiler.rewrites import dead_code
 from tessella.compiler.rewrites.worklist import until_done, values_of
 from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels import reference
+from tessella.operations import reference
 
 LAYERS = ("conv2d", "linear", "matmul")
 CODES = ("int8", "float8_e4m3fn")

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from tessella.compiler.rewrites.worklist import until_done, values_of
 from tessella.graph.graph import Graph, Node, Shape, Value
-from tessella.kernels.pointwise.program import ELEMENTWISE
+from tessella.operations.pointwise_program import ELEMENTWISE
 
 STEPS = (ELEMENTWISE - {"batch_norm"}) | {"softmax", "log_softmax", "layer_norm", "rms_norm"}
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.attention.reference import repeated
 from tessella.kernels.attention.shapes import MASK
 from tessella.kernels.catalog import Call
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
+from tessella.operations.reference.attention import repeated
 
 WRITES_OUT = False
 

@@ -15,12 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.device.launch import launch
+from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.attention.shapes import FLOATS, factor, operands, refusal, result, sizes
 from tessella.kernels.catalog import Call
-from tessella.kernels.epilogue_triton import cast
-from tessella.kernels.launch import launch
-from tessella.kernels.overlap import await_earlier, overlapping
-from tessella.kernels.problem import Problem
+from tessella.kernels.epilogue.triton_device import cast
+from tessella.operations.problem import Problem
 
 WRITES_OUT = False  # with strides of its own choice, where the problem leaves it one
 GAMMA = True

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tessella.device.hopper import TensorDescriptor, descriptor
+from tessella.device.launch import launch
 from tessella.kernels.attention.flash_sm90_device import attend
 from tessella.kernels.attention.shapes import (
     CODES,
@@ -25,9 +27,7 @@ from tessella.kernels.attention.shapes import (
     sizes,
 )
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.hopper import TensorDescriptor, descriptor
-from tessella.kernels.launch import launch
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = False  # with strides of its own choice, where the problem leaves it one
 GAMMA = True

@@ -19,8 +19,7 @@ barriers of the turns, its turns so far).
 
 from __future__ import annotations
 
-from tessella.kernels.epilogue_device import quantize
-from tessella.kernels.hopper import (
+from tessella.device.hopper import (
     barrier,
     fence_async_shared,
     gl,
@@ -33,6 +32,7 @@ from tessella.kernels.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tessella.kernels.epilogue.gluon_device import quantize
 
 HALF = gl.constexpr(64)  # queries of one consumer
 CONSUMERS = gl.constexpr(2)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tessella.kernels.problem import Problem
-from tessella.kernels.shapes import broadcast
+from tessella.operations.problem import Problem
+from tessella.operations.shapes import broadcast
 
 FLOATS = ("float32", "float16", "bfloat16")
 CODES = ("int8", "float8_e4m3fn")  # what results may be besides what they are made of

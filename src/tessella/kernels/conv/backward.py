@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tessella.kernels.hopper import TensorDescriptor, gl, gluon
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.device.hopper import TensorDescriptor, gl, gluon
+from tessella.operations.problem import Problem, TensorMeta
 
 MULTIPROCESSORS = 132
 FLOATS = ("float32", "float16", "bfloat16")

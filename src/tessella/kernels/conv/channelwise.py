@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from tessella.device.launch import launch
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.channelwise_device import channelwise_sums
 from tessella.kernels.conv.tiles import Geometry
-from tessella.kernels.launch import launch
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 MOST_TAPS = 49  # of a filter: its code is unrolled
 # A thread's filters and columns, and the rows that it finishes in a step (0: a strip of one row).

@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.device.launch import launch
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.backward import portable_refusal
 from tessella.kernels.conv.tiles import is_wide, on_plain_units
-from tessella.kernels.epilogue_triton import cast
-from tessella.kernels.launch import launch
-from tessella.kernels.problem import Problem
+from tessella.kernels.epilogue.triton_device import cast
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 

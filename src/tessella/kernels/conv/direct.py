@@ -15,12 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.device.launch import launch
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import channelwise, tiles
 from tessella.kernels.conv.tiles import HALVES, Geometry
 from tessella.kernels.conv.tiles_device import first_input, is_inside, place, split_pixel, store
-from tessella.kernels.launch import launch
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 GAMMA = True

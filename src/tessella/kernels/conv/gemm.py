@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.device.launch import launch
+from tessella.device.overlap import await_earlier
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.tiles import Geometry
@@ -29,9 +31,7 @@ from tessella.kernels.conv.tiles_device import (
     tile_of_program,
     zeros,
 )
-from tessella.kernels.launch import launch
-from tessella.kernels.overlap import await_earlier
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 GAMMA = True

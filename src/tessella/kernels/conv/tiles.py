@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import triton
 
+from tessella.device.launch import launch
+from tessella.device.overlap import overlapping
+from tessella.device.packing import packed
 from tessella.kernels.conv.tiles_device import add_parts
-from tessella.kernels.launch import launch
-from tessella.kernels.overlap import overlapping
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 MULTIPROCESSORS = 132  # of the target; configurations are ordered for it
 HALVES = ("float16", "bfloat16")

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tessella.device.packing import packed
+from tessella.device.x86 import code
+from tessella.device.x86.assembler import Assembler, At
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.x86 import code
-from tessella.kernels.x86.assembler import Assembler, At
+from tessella.operations.problem import Problem, TensorMeta
 
 WRITES_OUT = True
 SLICED_OUT = True
@@ -81,7 +81,7 @@ def bind(
     problem: Problem, constants: Mapping[int, torch.Tensor], *, vectors: int | None = None
 ) -> Call:
     vectors = configs(problem)[0]["vectors"] if vectors is None else vectors
-    code.require_constants(problem, constants)
+    problem.require_constants(constants)
     x, y, residual = problem.inputs[0], problem.output, problem.meta(3)
     weight = _panels(constants[1], vectors)
     bias = constants[2].float() if 2 in constants else None
@@ -205,11 +205,11 @@ def _require_inside(
     pixels = count * tiles.pixels + rest * tiles.rest
     written = panels * tiles.vectors * LANES * tiles.size
     reach = int(places.max()) + x.shape[1] * x.itemsize
-    code.require_inside("image", image, torch.full_like(image, reach), _extent(x))
-    code.require_inside("result", result, (pixels - 1) * _pitch(y) + written, _extent(y))
+    code.require_inside("image", image, torch.full_like(image, reach), x.extent)
+    code.require_inside("result", result, (pixels - 1) * _pitch(y) + written, y.extent)
     if added is not None:
         spans = (pixels - 1) * _pitch(added) + written
-        code.require_inside("residual", residual, spans, _extent(added))
+        code.require_inside("residual", residual, spans, added.extent)
     first = weight.data_ptr()
     code.require_inside("weight", panel - first, panels * weight[0].nbytes, weight.nbytes)
     if bias is not None:
@@ -394,9 +394,3 @@ def _pitch(meta: TensorMeta) -> int:
     """Bytes from a pixel to the next."""
     assert meta.pixel_pitch is not None
     return meta.pixel_pitch * meta.itemsize
-
-
-def _extent(meta: TensorMeta) -> int:
-    """Bytes from the first number of an image to the end of its last."""
-    pixels = meta.shape[0] * math.prod(meta.shape[2:])
-    return (pixels - 1) * _pitch(meta) + meta.shape[1] * meta.itemsize

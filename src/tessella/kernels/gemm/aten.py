@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.epilogue import finish_
 from tessella.kernels.gemm.shapes import FP8
-from tessella.kernels.problem import Problem
+from tessella.operations.epilogue import finish_
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 

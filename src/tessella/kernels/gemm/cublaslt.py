@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.epilogue import finish_, store
 from tessella.kernels.gemm.shapes import FP8, operands, refusal, sizes
-from tessella.kernels.problem import Problem
+from tessella.operations.epilogue import finish_, store
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 

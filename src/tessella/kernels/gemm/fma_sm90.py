@@ -13,19 +13,12 @@ from typing import Any
 import torch
 import triton
 
+from tessella.device.hopper import barrier, commit_copies, copy_elements, gl, gluon, wait_for_copies
+from tessella.device.launch import launch
 from tessella.kernels.catalog import Call
-from tessella.kernels.epilogue_device import finish
+from tessella.kernels.epilogue.gluon_device import finish
 from tessella.kernels.gemm.shapes import operands, refusal, sizes, strides
-from tessella.kernels.hopper import (
-    barrier,
-    commit_copies,
-    copy_elements,
-    gl,
-    gluon,
-    wait_for_copies,
-)
-from tessella.kernels.launch import launch
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 GAMMA = True

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.epilogue import finish_
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.operations.epilogue import finish_
+from tessella.operations.problem import Problem
 
 WRITES_OUT = False
 

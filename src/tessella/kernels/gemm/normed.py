@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from tessella.device.launch import launch
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm import wgmma
 from tessella.kernels.gemm.normed_device import multiply_and_normalize
 from tessella.kernels.gemm.wgmma import FP8, ROW_BYTES, SHARED_BYTES, A, B, Product
-from tessella.kernels.launch import launch
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem, TensorMeta
 
 WRITES_OUT = False
 GAMMA = True

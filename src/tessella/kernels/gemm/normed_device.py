@@ -23,18 +23,7 @@ counters of rows; tiles along M).
 
 from __future__ import annotations
 
-from tessella.kernels.epilogue_device import channel_vector, finish, quantize
-from tessella.kernels.gemm.wgmma_device import (
-    factors,
-    load_residual,
-    next_stage,
-    produce,
-    several,
-    skip,
-    stage_before,
-    unit_of,
-)
-from tessella.kernels.hopper import (
+from tessella.device.hopper import (
     barrier,
     fence_async_shared,
     gl,
@@ -46,6 +35,17 @@ from tessella.kernels.hopper import (
     wait_for_dependencies,
     warpgroup_mma,
     warpgroup_mma_wait,
+)
+from tessella.kernels.epilogue.gluon_device import channel_vector, finish, quantize
+from tessella.kernels.gemm.wgmma_device import (
+    factors,
+    load_residual,
+    next_stage,
+    produce,
+    several,
+    skip,
+    stage_before,
+    unit_of,
 )
 
 CONSUMERS = gl.constexpr(2)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries.onednn import POST_OPS
-from tessella.kernels.packing import onednn_layout, packed
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = False
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem, TensorMeta
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 FLOATS = ("float32", "float16", "bfloat16")

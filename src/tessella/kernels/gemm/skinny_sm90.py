@@ -14,10 +14,7 @@ import torch
 import triton
 
 from tessella.core.errors import KernelError
-from tessella.kernels.catalog import Call
-from tessella.kernels.gemm import skinny
-from tessella.kernels.gemm.shapes import FP8, has_epilogue, operands, sizes, strides
-from tessella.kernels.hopper import (
+from tessella.device.hopper import (
     barrier,
     descriptor,
     gl,
@@ -28,9 +25,12 @@ from tessella.kernels.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tessella.kernels.launch import launch
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.device.launch import launch
+from tessella.device.packing import packed
+from tessella.kernels.catalog import Call
+from tessella.kernels.gemm import skinny
+from tessella.kernels.gemm.shapes import FP8, has_epilogue, operands, sizes, strides
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 GAMMA = True

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from tessella.core.errors import KernelError
+from tessella.device.hopper import TensorDescriptor, descriptor
+from tessella.device.launch import launch
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.epilogue import ACTIVATIONS, in_halves
+from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
 from tessella.kernels.gemm.wgmma_device import add_ranges, multiply
-from tessella.kernels.hopper import TensorDescriptor, descriptor
-from tessella.kernels.int8_epilogue import folded, refusal, small_sums
-from tessella.kernels.launch import launch
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.epilogue import ACTIVATIONS, in_halves
+from tessella.operations.problem import Problem, TensorMeta
 
 WRITES_OUT = True
 GAMMA = True

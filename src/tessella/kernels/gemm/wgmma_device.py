@@ -17,9 +17,7 @@ tiles along M, N and K, tiles along K of one range).
 
 from __future__ import annotations
 
-from tessella.kernels.epilogue_device import channel_vector, finish
-from tessella.kernels.finish_device import finish_tile
-from tessella.kernels.hopper import (
+from tessella.device.hopper import (
     barrier,
     fence_async_shared,
     gl,
@@ -33,7 +31,9 @@ from tessella.kernels.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tessella.kernels.int8_device import by_channel, sorted_layout
+from tessella.kernels.epilogue.finish_device import finish_tile
+from tessella.kernels.epilogue.gluon_device import channel_vector, finish
+from tessella.kernels.epilogue.int8_device import by_channel, sorted_layout
 
 
 @gluon.constexpr_function

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from tessella.device.launch import launch
+from tessella.device.overlap import overlapping
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.launch import launch
-from tessella.kernels.overlap import overlapping
 from tessella.kernels.pointwise.axes import tile_width
 from tessella.kernels.pointwise.generated_device import program_kernel
 from tessella.kernels.pointwise.walk import MAX_OPERANDS, MAX_OUTPUTS, refusal, walk
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 SLICED_OUT = True

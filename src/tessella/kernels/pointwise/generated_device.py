@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tessella.kernels.epilogue_triton import activate, cast, quotient
-from tessella.kernels.overlap import await_earlier
+from tessella.device.overlap import await_earlier
+from tessella.kernels.epilogue.triton_device import activate, cast, quotient
 
 _INFINITY = tl.constexpr(float("inf"))
 

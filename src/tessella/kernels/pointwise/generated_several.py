@@ -10,7 +10,7 @@ import torch
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.pointwise import generated
 from tessella.kernels.pointwise.walk import refusal
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = False
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from tessella.core.errors import KernelError
-from tessella.kernels import reference
-from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.pointwise.program import CODES, ROWS, Instruction, evaluate, parse
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.shapes import ShapeRules, broadcast
+from tessella.operations import reference
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.pointwise_program import CODES, ROWS, Instruction, evaluate, parse
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.shapes import ShapeRules, broadcast
 
 Numbers = tuple[float, float, float]
 

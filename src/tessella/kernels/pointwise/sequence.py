@@ -12,17 +12,18 @@ from typing import Any
 import torch
 
 from tessella.core.errors import CompileError
-from tessella.kernels import reference
 from tessella.kernels.catalog import Call
 from tessella.kernels.pointwise import binary, unary
-from tessella.kernels.pointwise.program import ELEMENTWISE, Instruction, evaluate, parse
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.shapes import ShapeRules
+from tessella.operations import reference
+from tessella.operations.epilogue import OUT
+from tessella.operations.pointwise_program import ELEMENTWISE, Instruction, evaluate, parse
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.shapes import ShapeRules
 
 WRITES_OUT = True
 SLICED_OUT = True
 
-_UNARY = frozenset((*unary.OUT, "leaky_relu", "elu", "clamp")) - {"gelu_tanh"}
+_UNARY = frozenset((*OUT, "leaky_relu", "elu", "clamp")) - {"gelu_tanh"}
 _BINARY = frozenset(("add", "sub", "mul", "div", "pow"))
 
 

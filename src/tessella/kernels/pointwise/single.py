@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from tessella.core.errors import KernelError
-from tessella.kernels.pointwise.program import CODES, ELEMENTWISE, ROWS
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.pointwise_program import CODES, ELEMENTWISE, ROWS
+from tessella.operations.problem import Problem, TensorMeta
 
 
 def as_program(problem: Problem) -> Problem:

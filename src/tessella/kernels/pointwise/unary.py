@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.problem import Problem
+from tessella.operations.epilogue import OUT
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 SLICED_OUT = True
 IN_PLACE = True
 
 aten = torch.ops.aten
-
-# operation → function(x, *, out); the ones with settings are in ``bind``.
-# torch.clamp_min for relu: aten::relu.out computes elsewhere and copies.
-OUT: dict[str, Callable[..., Any]] = {
-    "relu": lambda x, *, out: torch.clamp_min(x, 0, out=out),
-    "relu6": lambda x, *, out: torch.clamp(x, 0, 6, out=out),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "silu": aten.silu.out,
-    "gelu": aten.gelu.out,
-    "gelu_tanh": lambda x, *, out: aten.gelu.out(x, approximate="tanh", out=out),
-    "hardswish": aten.hardswish.out,
-    "hardsigmoid": aten.hardsigmoid.out,
-    "mish": aten.mish.out,
-    "exp": torch.exp,
-    "log": torch.log,
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
-    "reciprocal": torch.reciprocal,
-    "neg": torch.neg,
-    "abs": torch.abs,
-    "erf": torch.erf,
-}
 
 
 def fits(problem: Problem) -> str | None:

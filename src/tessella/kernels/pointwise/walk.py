@@ -9,7 +9,7 @@ from tessella.core.errors import CompileError, KernelError
 from tessella.kernels.pointwise.axes import Axes, common_axes
 from tessella.kernels.pointwise.lowering import FLOATS, SMALL, Lowered, lower
 from tessella.kernels.pointwise.single import as_program
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
 MAX_OPERANDS, MAX_OUTPUTS = 10, 4  # of the kernel's parameters

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = False
 

@@ -14,8 +14,8 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.kernels.pointwise.axes import Strides, along
 from tessella.kernels.pointwise.lowering import Lowered, lower, metas_of
-from tessella.kernels.pointwise.program import POOLS, Instruction, parse
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.pointwise_program import POOLS, Instruction, parse
+from tessella.operations.problem import Problem, TensorMeta
 
 MAX_OPERANDS = 8  # of the kernels' parameters
 

@@ -21,7 +21,7 @@ import torch
 
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.pool.spans import Level, levels, moves
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem, TensorMeta
 
 WRITES_OUT = True
 

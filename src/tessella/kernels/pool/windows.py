@@ -14,13 +14,13 @@ import torch
 import triton
 
 from tessella.core.errors import CompileError, KernelError
+from tessella.device.launch import launch
+from tessella.device.overlap import overlapping
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.launch import launch
-from tessella.kernels.overlap import overlapping
 from tessella.kernels.pointwise.axes import along, tile_width
 from tessella.kernels.pool.chain import Chain, chain
 from tessella.kernels.pool.windows_device import window_kernel
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem, TensorMeta
 
 WRITES_OUT = True
 SLICED_OUT = True

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tessella.kernels.epilogue_triton import cast
-from tessella.kernels.overlap import await_earlier
+from tessella.device.overlap import await_earlier
+from tessella.kernels.epilogue.triton_device import cast
 from tessella.kernels.pointwise.generated_device import instruction
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tessella.device.x86 import code
+from tessella.device.x86.assembler import Assembler, At
 from tessella.kernels.catalog import Call
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.x86 import code
-from tessella.kernels.x86.assembler import Assembler, At
+from tessella.operations.problem import Problem, TensorMeta
 
 WRITES_OUT = True
 SLICED_OUT = True
@@ -103,14 +103,10 @@ def _require_inside(
     column, count = torch.tensor(columns).T
     channels = x.shape[1] * x.itemsize
     right = int((column + (count - 1) * pixel * along).max()) + channels
-    code.require_inside(
-        "image", begin + int(column.min()), torch.zeros_like(begin), code.extent(x, _strides(x))
-    )
-    code.require_inside(
-        "image", begin, (rows - 1) * row * down + right, code.extent(x, _strides(x))
-    )
+    code.require_inside("image", begin + int(column.min()), torch.zeros_like(begin), x.extent)
+    code.require_inside("image", begin, (rows - 1) * row * down + right, x.extent)
     spans = torch.full_like(written, (len(columns) - 1) * out_pixel + channels)
-    code.require_inside("result", written, spans, code.extent(y, _strides(y)))
+    code.require_inside("result", written, spans, y.extent)
 
 
 @dataclass(frozen=True, kw_only=True)

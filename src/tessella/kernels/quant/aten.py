@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.problem import Problem
-from tessella.kernels.quant.reference import along
+from tessella.operations.problem import Problem
+from tessella.operations.reference.quant import along
 
 WRITES_OUT = True
 

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from tessella.core.errors import CompileError, KernelError
+from tessella.device.launch import launch
+from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.epilogue_triton import cast
-from tessella.kernels.launch import launch
-from tessella.kernels.overlap import await_earlier, overlapping
+from tessella.kernels.epilogue.triton_device import cast
 from tessella.kernels.pool.chain import MAX_OPERANDS, Chain, chain
 from tessella.kernels.pool.windows_device import steps
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem, TensorMeta
 
 WRITES_OUT = True
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.epilogue import finish_, store
 from tessella.kernels.gemm.shapes import sizes
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
 from tessella.kernels.sparse import product
+from tessella.operations.epilogue import finish_, store
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 GAMMA = True

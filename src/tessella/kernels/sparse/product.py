@@ -9,8 +9,8 @@ import torch
 from tessella.kernels.conv.hopper import pointwise
 from tessella.kernels.gemm.shapes import refusal as matrix_refusal
 from tessella.kernels.gemm.shapes import sizes
-from tessella.kernels.problem import Problem
 from tessella.kernels.sparse.two_four import TWO_FOUR
+from tessella.operations.problem import Problem
 
 MULTIPLES = {"float16": 16, "bfloat16": 16, "int8": 32}  # of the reduction: values in 16 bytes
 

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from tessella.core.compiled import Tiles
+from tessella.device.driver import MAP_BYTES, cuda_driver
+from tessella.device.launch import only_compiles, record
+from tessella.device.occupancy import MULTIPROCESSORS
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.driver import MAP_BYTES, cuda_driver
 from tessella.kernels.gemm.shapes import sizes
-from tessella.kernels.launch import only_compiles, record
-from tessella.kernels.occupancy import MULTIPROCESSORS
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
 from tessella.kernels.sparse import product
 from tessella.kernels.sparse.two_four import ROWS, compress, wgmma_metadata
 from tessella.kernels.sparse.wgmma_device import KINDS, ROW_BYTES, Tiling, depth, source, words
 from tessella.kernels.user.cuda import CudaKernel, cuda
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 GAMMA = True

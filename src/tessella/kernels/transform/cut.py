@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.problem import Problem
-from tessella.kernels.transform import reference
+from tessella.operations.problem import Problem
+from tessella.operations.reference import transform as reference
 
 WRITES_OUT = False
 SLICED_OUT = True

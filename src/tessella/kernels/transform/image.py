@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.device.launch import launch
+from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call
-from tessella.kernels.launch import launch
-from tessella.kernels.overlap import await_earlier, overlapping
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.problem import Format, Problem
+from tessella.operations.problem import Format, Problem
 
 WRITES_OUT = False
 

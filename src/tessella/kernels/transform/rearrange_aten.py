@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.transform import reference
-from tessella.kernels.transform.parts import Moves, moves
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.rearrangement import Moves, moves
+from tessella.operations.reference import transform as reference
 
 WRITES_OUT = True
 

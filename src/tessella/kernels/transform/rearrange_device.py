@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tessella.kernels.transform.parts import Moves, Part, Turn
+from tessella.operations.rearrangement import Moves, Part, Turn
 
 MOST_PLACES = (1 << 30) - 1  # that are divided
 

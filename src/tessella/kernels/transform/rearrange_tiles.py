@@ -12,13 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.device.launch import launch
+from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.launch import launch
-from tessella.kernels.overlap import await_earlier, overlapping
-from tessella.kernels.problem import Problem
-from tessella.kernels.transform.parts import Moves, moves
 from tessella.kernels.transform.rearrange_device import MOST_PLACES, numbers_on, places, walk
 from tessella.kernels.transform.rearrange_rows import refusal
+from tessella.operations.problem import Problem
+from tessella.operations.rearrangement import Moves, moves
 
 WRITES_OUT = True
 

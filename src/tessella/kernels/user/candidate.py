@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tessella.kernels.catalog import Call, Config, Kernel
-from tessella.kernels.problem import DEFAULTS, HINTS, Problem, TensorMeta
+from tessella.operations.problem import DEFAULTS, HINTS, Problem, TensorMeta
 
 
 class Runs(Protocol):

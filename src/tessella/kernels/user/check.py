@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tessella.core.errors import KernelError
-from tessella.kernels.user.registry import Tensors, as_tuple
+from tessella.operations.user_operators import Tensors, as_tuple
 
 # largest error over largest value, where the user gives no tolerance
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

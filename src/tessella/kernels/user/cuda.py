@@ -20,10 +20,10 @@ from torch.cuda import _utils as compiler
 
 from tessella.core.errors import KernelError, UsageError
 from tessella.core.record import digest
-from tessella.kernels.carried import carried, collected
-from tessella.kernels.driver import cuda_driver
-from tessella.kernels.launch import Launched, resource_usage
-from tessella.kernels.occupancy import MULTIPROCESSORS
+from tessella.device.ahead_of_time import carried, collected
+from tessella.device.driver import cuda_driver
+from tessella.device.launch import Launched, resource_usage
+from tessella.device.occupancy import MULTIPROCESSORS
 
 # what a cubin's count of shared memory holds for the system
 SYSTEM_SHARED_BYTES = {name: m.reserved_shared_bytes for name, m in MULTIPROCESSORS.items()}

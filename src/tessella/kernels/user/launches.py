@@ -6,8 +6,8 @@ import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tessella.kernels import launch
-from tessella.kernels.launch import Launched
+from tessella.device import launch
+from tessella.device.launch import Launched
 from tessella.kernels.user.cuda import CudaKernel
 
 

@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from tessella.core.errors import KernelError, UsageError
-from tessella.kernels import catalog, launch
-from tessella.kernels.launch import Launched
-from tessella.kernels.problem import Problem
-from tessella.kernels.user import candidate, registry
+from tessella.device import launch
+from tessella.device.launch import Launched
+from tessella.kernels import catalog
+from tessella.kernels.user import candidate
 from tessella.kernels.user.check import compare
 from tessella.kernels.user.launches import Launch
-from tessella.kernels.user.registry import Tensors, as_tuple
 from tessella.kernels.user.report import Report, Where, report
+from tessella.operations import user_operators as registry
+from tessella.operations.problem import Problem
+from tessella.operations.user_operators import Tensors, as_tuple
 
 
 def operator(

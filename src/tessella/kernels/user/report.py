@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tessella.kernels.launch import Launched, Resources
-from tessella.kernels.occupancy import MULTIPROCESSORS, Occupancy, occupancy
+from tessella.device.launch import Launched, Resources
+from tessella.device.occupancy import MULTIPROCESSORS, Occupancy, occupancy
 
 Where = Literal["gpu", "interpreter", "reference", "compiled"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.kernels.fallback.arguments import arguments
-from tessella.kernels.problem import Problem
-from tessella.kernels.user.registry import named
+from tessella.operations.problem import Problem
+from tessella.operations.torch_operators.arguments import arguments
+from tessella.operations.user_operators import named
 
 WRITES_OUT = False
 

@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.device.launch import launch
 from tessella.kernels.conv import tiles
-from tessella.kernels.launch import launch
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 INPUTS = ("float32", "float16", "bfloat16")
 

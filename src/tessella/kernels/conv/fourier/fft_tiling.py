@@ -18,13 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.device.launch import launch
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.fourier import dft
 from tessella.kernels.conv.tiles import on_plain_units
-from tessella.kernels.epilogue_triton import cast, finish
-from tessella.kernels.launch import launch
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.kernels.epilogue.triton_device import cast, finish
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 outclassed = dft.outclassed

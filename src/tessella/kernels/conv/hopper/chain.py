@@ -31,19 +31,13 @@ from typing import Any
 
 import torch
 
+from tessella.device.hopper import descriptor
+from tessella.device.launch import launch
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper.chain_device import convolve_twice
-from tessella.kernels.hopper import descriptor
-from tessella.kernels.int8_epilogue import (
-    CLAMPS,
-    MOST_PRODUCTS,
-    is_small_scale,
-    refusal,
-    vectors,
-)
-from tessella.kernels.launch import launch
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.kernels.epilogue.int8 import CLAMPS, MOST_PRODUCTS, is_small_scale, refusal, vectors
+from tessella.operations.problem import Problem
 
 Tensor = torch.Tensor
 

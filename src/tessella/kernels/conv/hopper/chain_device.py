@@ -18,9 +18,7 @@ what a barrier can tell. Everything is freed one or two uses late, when it costs
 # ruff: noqa: SIM113 (device code has no enumerate)
 from __future__ import annotations
 
-from tessella.kernels.epilogue_device import channel_vector
-from tessella.kernels.finish_device import finish_tile
-from tessella.kernels.hopper import (
+from tessella.device.hopper import (
     barrier,
     fence_async_shared,
     gl,
@@ -34,7 +32,9 @@ from tessella.kernels.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from tessella.kernels.int8_device import by_channel, sorted_layout
+from tessella.kernels.epilogue.finish_device import finish_tile
+from tessella.kernels.epilogue.gluon_device import channel_vector
+from tessella.kernels.epilogue.int8_device import by_channel, sorted_layout
 
 
 @gluon.jit

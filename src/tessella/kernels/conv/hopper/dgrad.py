@@ -14,6 +14,21 @@ from typing import Any
 
 import torch
 
+from tessella.device.hopper import (
+    barrier,
+    descriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    store_tile,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tessella.device.launch import launch
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.backward import (
     L2_BYTES,
@@ -27,22 +42,7 @@ from tessella.kernels.conv.backward import (
     four,
     refusal,
 )
-from tessella.kernels.hopper import (
-    barrier,
-    descriptor,
-    fence_async_shared,
-    gl,
-    gluon,
-    load_tile,
-    mbarrier,
-    store_tile,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from tessella.kernels.launch import launch
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 

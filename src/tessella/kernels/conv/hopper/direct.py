@@ -19,11 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tessella.kernels import epilogue_device
-from tessella.kernels.catalog import Call
-from tessella.kernels.conv import tiles
-from tessella.kernels.conv.tiles import Geometry
-from tessella.kernels.hopper import (
+from tessella.device.hopper import (
     DTYPES,
     barrier,
     descriptor,
@@ -38,9 +34,13 @@ from tessella.kernels.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tessella.kernels.launch import launch
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.device.launch import launch
+from tessella.device.packing import packed
+from tessella.kernels.catalog import Call
+from tessella.kernels.conv import tiles
+from tessella.kernels.conv.tiles import Geometry
+from tessella.kernels.epilogue import gluon_device as epilogue_device
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 GAMMA = True

@@ -18,6 +18,9 @@ import triton
 import triton.language as tl
 
 from tessella.core.errors import KernelError
+from tessella.device.hopper import DTYPES, descriptor, gl
+from tessella.device.launch import launch
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper import grouped
 from tessella.kernels.conv.hopper.implicit_gemm_device import convolve
@@ -33,13 +36,10 @@ from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
     shape_of,
     tile_counts,
 )
-from tessella.kernels.epilogue import in_halves
-from tessella.kernels.epilogue_triton import cast, finish
-from tessella.kernels.hopper import DTYPES, descriptor, gl
-from tessella.kernels.int8_epilogue import folded, refusal, small_sums
-from tessella.kernels.launch import launch
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
+from tessella.kernels.epilogue.triton_device import cast, finish
+from tessella.operations.epilogue import in_halves
+from tessella.operations.problem import Problem
 
 Tensor = torch.Tensor
 

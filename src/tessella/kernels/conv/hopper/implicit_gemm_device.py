@@ -16,17 +16,7 @@ output channels, their weights can be HELD: loaded once, all taps; a stage has p
 # ruff: noqa: RUF005, SIM113 (device code has no starred lists and no enumerate)
 from __future__ import annotations
 
-from tessella.kernels.conv.hopper.load_device import load, load_residual
-from tessella.kernels.conv.hopper.walk_device import (
-    channel,
-    first_tile,
-    next_step,
-    next_tile,
-    terms,
-)
-from tessella.kernels.epilogue_device import channel_vector
-from tessella.kernels.finish_device import finish_tile
-from tessella.kernels.hopper import (
+from tessella.device.hopper import (
     barrier,
     fence_async_shared,
     gl,
@@ -39,7 +29,17 @@ from tessella.kernels.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tessella.kernels.int8_device import sorted_layout
+from tessella.kernels.conv.hopper.load_device import load, load_residual
+from tessella.kernels.conv.hopper.walk_device import (
+    channel,
+    first_tile,
+    next_step,
+    next_tile,
+    terms,
+)
+from tessella.kernels.epilogue.finish_device import finish_tile
+from tessella.kernels.epilogue.gluon_device import channel_vector
+from tessella.kernels.epilogue.int8_device import sorted_layout
 
 
 @gluon.jit

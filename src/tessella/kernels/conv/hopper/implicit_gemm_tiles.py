@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from tessella.device.hopper import OVERLAPPING_TILES
 from tessella.kernels.conv.hopper import grouped
-from tessella.kernels.hopper import OVERLAPPING_TILES
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 MULTIPROCESSORS = 132
 # of a block, by how many a multiprocessor holds, less what barriers and the compiler take

@@ -7,6 +7,14 @@ the buffers that the outputs leave from. Letters as in ``implicit_gemm_device``.
 # ruff: noqa: SIM113 (device code has no enumerate)
 from __future__ import annotations
 
+from tessella.device.hopper import (
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    reinterpret,
+    wait_for_dependencies,
+)
 from tessella.kernels.conv.hopper.walk_device import (
     channel,
     first_channel,
@@ -14,14 +22,6 @@ from tessella.kernels.conv.hopper.walk_device import (
     next_step,
     next_tile,
     terms,
-)
-from tessella.kernels.hopper import (
-    gl,
-    gluon,
-    load_tile,
-    mbarrier,
-    reinterpret,
-    wait_for_dependencies,
 )
 
 

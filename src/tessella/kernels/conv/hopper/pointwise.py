@@ -15,7 +15,7 @@ import torch
 
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem, TensorMeta
 
 WRITES_OUT = True
 GAMMA = True

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 
 from tessella.core.compiled import Tiles
+from tessella.device.driver import MAP_BYTES, cuda_driver
+from tessella.device.launch import only_compiles, record
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.hopper.pooled_device import (
     BLOCK_BYTES,
@@ -28,11 +31,8 @@ from tessella.kernels.conv.hopper.pooled_device import (
     Stem,
     source,
 )
-from tessella.kernels.driver import MAP_BYTES, cuda_driver
-from tessella.kernels.launch import only_compiles, record
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
 from tessella.kernels.user.cuda import CudaKernel, cuda
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 GAMMA = True

@@ -13,7 +13,7 @@ counted from its ``first_channel`` on.
 
 from __future__ import annotations
 
-from tessella.kernels.hopper import gl, gluon
+from tessella.device.hopper import gl, gluon
 
 
 @gluon.jit

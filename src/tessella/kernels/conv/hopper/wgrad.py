@@ -18,6 +18,19 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.device.hopper import (
+    barrier,
+    descriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tessella.device.launch import launch
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.backward import (
     CACHE_BYTES,
@@ -32,20 +45,7 @@ from tessella.kernels.conv.backward import (
     four,
     refusal,
 )
-from tessella.kernels.hopper import (
-    barrier,
-    descriptor,
-    fence_async_shared,
-    gl,
-    gluon,
-    load_tile,
-    mbarrier,
-    reinterpret,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from tessella.kernels.launch import launch
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 

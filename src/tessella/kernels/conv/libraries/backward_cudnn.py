@@ -9,7 +9,7 @@ import torch
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import backward_aten
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = False
 

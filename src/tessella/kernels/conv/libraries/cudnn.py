@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import aten
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import MEMORY_FORMATS, Problem
+from tessella.operations.problem import MEMORY_FORMATS, Problem
 
 WRITES_OUT = False
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from tessella.core.errors import KernelError
+from tessella.device.packing import packed
+from tessella.device.streams import is_captured
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem, TensorMeta
-from tessella.kernels.streams import is_captured
+from tessella.operations.problem import Problem, TensorMeta
 
 WRITES_OUT = True
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.epilogue import finish_
-from tessella.kernels.packing import onednn_layout, packed
-from tessella.kernels.problem import Problem
+from tessella.operations.epilogue import finish_
+from tessella.operations.problem import Problem
 
 WRITES_OUT = False
 

@@ -12,7 +12,7 @@ import torch
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import onednn
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = False  # it returns the residual
 

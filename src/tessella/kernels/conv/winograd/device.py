@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tessella.kernels.epilogue_triton import cast, finish
+from tessella.kernels.epilogue.triton_device import cast, finish
 
 
 @triton.jit

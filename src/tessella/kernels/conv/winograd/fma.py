@@ -8,15 +8,8 @@ on their way to registers, where they are combined and put into shared memory.
 
 from __future__ import annotations
 
-from tessella.kernels.epilogue_device import channel_vector, finish
-from tessella.kernels.hopper import (
-    barrier,
-    commit_copies,
-    copy_elements,
-    gl,
-    gluon,
-    wait_for_copies,
-)
+from tessella.device.hopper import barrier, commit_copies, copy_elements, gl, gluon, wait_for_copies
+from tessella.kernels.epilogue.gluon_device import channel_vector, finish
 
 SLICE = 16  # channels a step, the least that a product takes
 

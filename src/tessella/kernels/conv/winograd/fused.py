@@ -15,15 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.device.launch import launch
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.tiles import HALVES
 from tessella.kernels.conv.winograd.device import finish_tiles, stored, transform_filter
 from tessella.kernels.conv.winograd.fma import convolve_fma
 from tessella.kernels.conv.winograd.tiling import Tiling, refusal
 from tessella.kernels.conv.winograd.transforms import coefficients, transform
-from tessella.kernels.launch import launch
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tessella.device.launch import launch
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.winograd.device import (
     transform_filter,
@@ -22,9 +24,7 @@ from tessella.kernels.conv.winograd.device import (
 from tessella.kernels.conv.winograd.product import multiply, multiply_fma
 from tessella.kernels.conv.winograd.tiling import LARGEST_INT32, Tiling, refusal
 from tessella.kernels.conv.winograd.transforms import coefficients
-from tessella.kernels.launch import launch
-from tessella.kernels.packing import packed
-from tessella.kernels.problem import Problem
+from tessella.operations.problem import Problem
 
 WRITES_OUT = True
 

@@ -11,14 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tessella.kernels.hopper import (
-    barrier,
-    commit_copies,
-    copy_elements,
-    gl,
-    gluon,
-    wait_for_copies,
-)
+from tessella.device.hopper import barrier, commit_copies, copy_elements, gl, gluon, wait_for_copies
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from tessella.kernels.conv.winograd.transforms import Transform, transform
-from tessella.kernels.epilogue import ACTIVATIONS
-from tessella.kernels.problem import Problem
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import Problem
 
 FLOATS = ("float32", "float16", "bfloat16")
 LARGEST_INT32 = 2**31 - 1

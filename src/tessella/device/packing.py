@@ -1,0 +1,49 @@
+"""Packed weights, shared: the buckets of a plan bind the same weight several times.
+
+A weight is packed again only where a bucket wants another layout; its packed forms go when it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tessella.device.launch import only_compiles
+
+_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight → {(how, layout): packed weight}
+
+
+def packed(
+    weight: torch.Tensor,
+    how: tuple[Any, ...],
+    pack: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    layout: Callable[[torch.Tensor], Hashable] = lambda packed: None,
+) -> torch.Tensor:
+    """``pack(weight)``, or the equal one that was packed before.
+
+    Args:
+        how: what the packing depends on, apart from the weight.
+        layout: what tells two packed forms apart that differ in layout only.
+    """
+    made = pack(weight)
+    if only_compiles():  # a packing kernel has not run: what it would have made is not there
+        return made
+    forms = _packed.setdefault(weight, {})
+    return forms.setdefault((repr(how), layout(made)), made)
+
+
+def forget(weights: Iterable[torch.Tensor]) -> None:
+    """Let the packed forms of these go, but for those in use: an auction tries many (a 3×3 layer's
+    weights are hundreds of times as large after a Fourier transform), and one wins.
+    """
+    for weight in weights:
+        _packed.pop(weight, None)
+
+
+def onednn_layout(packed: torch.Tensor) -> Hashable:
+    """oneDNN's description of a packed weight."""
+    return bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())

@@ -1,0 +1,138 @@
+"""Machine code in this process: memory that may run, and torch's threads to run it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from tessella.core.errors import KernelError
+from tessella.device.x86.assembler import Assembler, At
+
+Table = ctypes.Array[ctypes.c_int64]
+
+NUMBER = 8  # bytes, in tables and in what a function is given
+RUNTIMES = re.compile(r"/lib(g|i)?omp")  # whose threads torch uses, by file name
+
+
+@functools.cache
+def refusal() -> str | None:
+    """Why this machine cannot run such code, or None."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return "needs a processor with AVX-512"
+    if _parallel() is None:
+        return "finds no OpenMP in this process, whose threads it would use"
+    try:
+        _executable(b"\xc3")
+    except OSError:
+        return "this system gives no memory that may run"
+    return None
+
+
+@functools.cache
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 (AVX512_BF16)."""
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+class MachineCode:
+    """A function of one address, which all of torch's threads call at the same time.
+
+    At that address stand a counter from 0, by which threads take their items, and the numbers that
+    ``run`` was given.
+
+    Args:
+        held: what the code has addresses of.
+    """
+
+    def __init__(self, code: bytes, *held: object) -> None:
+        parallel = _parallel()
+        assert parallel is not None, "asked for in spite of refusal()"
+        self._parallel, self._held = parallel, held
+        self._memory, self._address = _executable(code)
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+
+    def run(self, *numbers: int, threads: int) -> None:
+        given = (ctypes.c_int64 * (1 + len(numbers)))(0, *numbers)
+        if threads == 1:
+            self._alone(ctypes.addressof(given))
+        else:
+            self._parallel(self._address, given, threads, 0)
+
+
+def table(rows: Iterable[Iterable[int]]) -> Table:
+    """Numbers that code reads by their address."""
+    numbers = [n for row in rows for n in row]
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def require_inside(name: str, begins: torch.Tensor, spans: torch.Tensor, nbytes: int) -> None:
+    """Refuse code that would read or write beside a tensor: asked of each row of a table.
+
+    Args:
+        name: of the tensor, for the error.
+        begins: where each row begins, in bytes from the tensor's first.
+        spans: how many bytes it reads or writes from there on.
+        nbytes: how far the tensor reaches.
+
+    Raises:
+        KernelError: a row lies outside.
+    """
+    first, last = int(begins.min()), int((begins + spans).max())
+    if first < 0 or last > nbytes or int(spans.min()) < 0:
+        raise KernelError(
+            f"machine code would leave its {name}",
+            seen=f"bytes {first} to {last} of {nbytes}",
+            fix="report the problem that it was asked for",
+        )
+
+
+def take_item(a: Assembler, to: str, items: int, count: int, row: int) -> None:
+    """Code that begins the loop ``next``: the address of the next row of a table that no other
+    thread has taken, or to the label ``done`` after the last. It uses rax.
+
+    Args:
+        items: the table's address.
+        count: its rows, of so many numbers each.
+    """
+    a.label("next")
+    a.set("rax", 1)
+    a.fetch_add(At(base="rdi"), "rax")
+    a.compare("rax", count)
+    a.jump_if("jge", "done")
+    a.multiply("rax", row * NUMBER)
+    a.set(to, items)
+    a.add(to, "rax")
+
+
+def _executable(code: bytes) -> tuple[mmap.mmap, int]:
+    """Memory that may run and no longer be written to, and its address; ``OSError`` if not."""
+    memory = mmap.mmap(-1, len(code))
+    memory.write(code)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if protect(address, len(code), mmap.PROT_READ | mmap.PROT_EXEC):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    return memory, address
+
+
+@functools.cache
+def _parallel() -> Callable[..., None] | None:
+    """``GOMP_parallel`` of the OpenMP that is loaded: GNU's; LLVM's and Intel's have it too."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    for file in dict.fromkeys(line.split()[-1] for line in maps.read_text().splitlines()):
+        if RUNTIMES.search(file):
+            function = getattr(ctypes.CDLL(file), "GOMP_parallel", None)
+            if function is not None:
+                address, number = ctypes.c_void_p, ctypes.c_uint
+                function.argtypes, function.restype = (address, address, number, number), None
+                return function
+    return None

@@ -1,0 +1,1 @@
+"""What a layer does to its result before storing it, in each language that kernels have."""

@@ -1,0 +1,47 @@
+"""Any operation by its reference in plain torch: taken only where nothing else fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.operations import reference
+from tessella.operations.epilogue import store
+from tessella.operations.problem import Problem, memory_format
+
+WRITES_OUT = False
+GAMMA = True
+SMALL = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def fits(problem: Problem) -> str | None:
+    return None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    slots: list[torch.Tensor | None] = [constants.get(i) for i in range(len(problem.inputs))]
+    open_slots = [
+        i for i, meta in enumerate(problem.inputs) if meta is not None and i not in constants
+    ]
+    op, attrs, outputs = problem.op, dict(problem.attrs), problem.outputs
+    small = any(m is not None and m.dtype in SMALL for m in problem.inputs)
+
+    def run(*inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        filled = list(slots)
+        for slot, tensor in zip(open_slots, inputs, strict=True):
+            filled[slot] = tensor
+        made = tuple(
+            tensor
+            if meta.format == "strided"
+            else tensor.contiguous(memory_format=memory_format(meta.format, tensor.dim()))
+            for tensor, meta in zip(reference.call(op, filled, attrs), outputs, strict=True)
+        )
+        if small:  # references of small types answer in float64
+            made = tuple(
+                store(t, getattr(torch, m.dtype)) for t, m in zip(made, outputs, strict=True)
+            )
+        return made if len(made) > 1 else made[0]
+
+    return run

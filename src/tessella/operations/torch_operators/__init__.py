@@ -1,0 +1,1 @@
+"""Operators of torch without a row of their own: which may run, and with which arguments."""

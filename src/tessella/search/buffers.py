@@ -1,0 +1,39 @@
+"""What a kernel does with memory: writes beside its result, and what it takes meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tessella.search.timing import Run
+
+POISON = 77  # what a kernel leaves unwritten must show
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All memory that a buffer of an auction has, the gaps of a slice included."""
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.as_strided((size,), (1,), 0)
+
+
+def wrote_beside(out: torch.Tensor) -> bool:
+    """Whether something else than poison lies in the gaps of a slice."""
+    memory = whole(out).clone()
+    memory.as_strided(out.shape, out.stride()).fill_(POISON)
+    poison = torch.full_like(memory[:1], POISON)
+    return bool((memory.float() != poison.float()).any())
+
+
+def allocated(run: Run, made: Sequence[torch.Tensor]) -> int:
+    """The most that torch's allocator handed out during a call, without the results."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    again: Any = run()
+    peak = torch.cuda.max_memory_allocated() - before
+    again = (again,) if isinstance(again, torch.Tensor) else again
+    fresh = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in again}
+    old = {t.untyped_storage().data_ptr() for t in made}
+    return max(0, peak - sum(n for pointer, n in fresh.items() if pointer not in old))

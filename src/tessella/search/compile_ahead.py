@@ -1,0 +1,250 @@
+"""Compiling many configurations at once: processes that send their machine code back.
+
+Triton's compiler is Python for half of its time, so threads wait for each other: eight of them are
+hardly faster than two. So one clean process without a GPU has a worker for each core, and is told
+line by line what to compile. Tensors are on the ``meta`` device: no memory, no GPU. What comes back
+lies in ``carried.workshop``, and in Triton's cache on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from tessella.core.compiled import CompiledKernels
+from tessella.core.record import canonical_json, from_plain
+from tessella.device.ahead_of_time import collecting, workshop
+from tessella.device.float32_math import float32_math
+from tessella.device.launch import compiling
+from tessella.kernels import catalog
+from tessella.kernels.catalog import Config, Kernel
+from tessella.operations.problem import Problem
+
+Bid = tuple[Problem, Kernel, Config]
+# called when one is done, with what it launches and whether it crashed the compiler
+Then = Callable[[CompiledKernels | None, bool], None]
+
+FEW = 4  # with fewer to compile, starting the processes (3 s) takes longer than it saves
+META = torch.device("meta")
+
+
+class Compiling:
+    """What was asked for, by whomever, and may not be compiled yet.
+
+    Attributes:
+        left: bids that nobody was asked to compile.
+    """
+
+    def __init__(self, asked: Sequence[Future[bool]], left: Sequence[Bid] = ()) -> None:
+        self._asked = asked
+        self.left = left
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether all is done, now or before the time is over."""
+        return not wait(self._asked, timeout_s).not_done
+
+
+def compile_ahead(bids: Collection[Bid], target: str) -> Compiling:
+    """Have what these bids launch in the workshop; what does not compile fails when it is run.
+
+    Kernels that users registered are left: their modules are known to this process only.
+    """
+    requests = {_request(bid, target): bid for bid in bids if _is_known_there(bid[1])}
+    with _lock:
+        fresh = [one for one in requests if one not in _asked]
+        if len(fresh) >= FEW or (fresh and _running):
+            if not _running or _running[-1].has_ended:
+                _running.append(_Compilers())
+            _asked.update(zip(fresh, _running[-1].ask(fresh), strict=True))
+        left = [bid for bid in bids if not _is_known_there(bid[1])]
+        left += [bid for one, bid in requests.items() if one not in _asked]
+        return Compiling([_asked[one] for one in requests if one in _asked], left)
+
+
+def crashed(bid: Bid, target: str) -> bool:
+    """Whether compiling this ended the process that was asked to; here it would be the caller's."""
+    if not _asked:
+        return False
+    asked = _asked.get(_request(bid, target))
+    return asked is not None and asked.done() and asked.result()
+
+
+def _request(bid: Bid, target: str) -> str:
+    problem, row, config = bid
+    return canonical_json(
+        {"problem": problem, "kernel": row.id, "config": config, "target": target}
+    )
+
+
+def _is_known_there(row: Kernel) -> bool:
+    return row.id in catalog.BY_ID and row.source == "tessella"
+
+
+_asked: dict[str, Future[bool]] = {}  # by this process; whether it crashed
+_lock = threading.Lock()
+
+
+class _Compilers:
+    """The compiling process, which ends when its input does, and a thread that listens to it."""
+
+    def __init__(self) -> None:
+        quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+        command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **quiet},
+        )
+        self._lock = threading.Lock()  # of what follows
+        self._futures: list[Future[bool]] = []  # by the request's number
+        self.has_ended = False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ask(self, requests: Sequence[str]) -> list[Future[bool]]:
+        """Compile these; each future ends when it is done, or when the process dies."""
+        made: list[Future[bool]] = [Future() for _ in requests]
+        with self._lock:
+            first = len(self._futures)
+            self._futures += made
+            if self.has_ended:
+                self._end()
+                return made
+        with contextlib.suppress(BrokenPipeError):  # then its end is heard
+            lines = (f"{first + i} {request}\n" for i, request in enumerate(requests))
+            self._process.stdin.write("".join(lines).encode())
+            self._process.stdin.flush()
+        return made
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                number, target, made, crashed = pickle.load(self._process.stdout)
+                store = workshop(target)
+                if store is not None and made is not None:
+                    store.add(made)
+                self._futures[number].set_result(crashed)
+        except (EOFError, ValueError, pickle.UnpicklingError):
+            pass  # it has ended, perhaps in the middle of an answer
+        finally:  # whatever came of it, nobody waits any longer
+            with self._lock:
+                self.has_ended = True
+                self._end()
+
+    def _end(self) -> None:
+        """Nobody knows what would have come of the others."""
+        for future in self._futures:
+            if not future.done():
+                future.set_result(False)
+
+
+_running: list[_Compilers] = []
+
+
+def main() -> None:
+    """The compiling process: requests from stdin, each answered with its number when it is done."""
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # what a worker prints is no answer
+    workers, writing = _Workers(), threading.Lock()
+
+    def answer(number: int, target: str, made: CompiledKernels | None, crashed: bool) -> None:
+        said = pickle.dumps((number, target, made, crashed))
+        with contextlib.suppress(BrokenPipeError), writing:  # or nobody waits for it any more
+            answers.write(said)
+            answers.flush()
+
+    for line in sys.stdin:
+        number, text = line.split(" ", 1)
+        request = json.loads(text)
+        workers.compile(request, partial(answer, int(number), request["target"]))
+    workers.end()
+
+
+class _Workers:
+    """A process a core. Where a compiler crashes, all go with it, and others take their place."""
+
+    def __init__(self) -> None:
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(["triton.compiler", __name__])  # imported once
+        self._lock = threading.Lock()
+        self._pool = self._started(_cores())
+        self._again = ThreadPoolExecutor(_cores())
+
+    def _started(self, workers: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(workers, mp_context=self._context)
+
+    def compile(self, request: dict[str, Any], then: Then) -> None:
+        """Compile, and call ``then``, whatever came of it."""
+        with self._lock:
+            try:
+                future = self._pool.submit(compile_one, request)
+            except BrokenProcessPool:
+                self._pool = self._started(_cores())
+                future = self._pool.submit(compile_one, request)
+
+        def ended(future: Future[CompiledKernels]) -> None:
+            if not future.cancelled() and isinstance(future.exception(), BrokenProcessPool):
+                self._again.submit(self._alone, request, then)
+            else:
+                then(_result(future), False)
+
+        future.add_done_callback(ended)
+
+    def _alone(self, request: dict[str, Any], then: Then) -> None:
+        """After a crash, by whomever: if it was this one, nobody else is hurt again."""
+        with self._started(1) as pool:
+            future = pool.submit(compile_one, request)
+            crashed = isinstance(future.exception(), BrokenProcessPool)
+        then(_result(future), crashed)
+
+    def end(self) -> None:
+        """What has not begun is not wanted any more."""
+        with self._lock:
+            self._pool.shutdown(cancel_futures=True)
+        self._again.shutdown(cancel_futures=True)
+
+
+def _result(future: Future[CompiledKernels]) -> CompiledKernels | None:
+    failed = future.cancelled() or future.exception() is not None
+    return None if failed else future.result()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def compile_one(request: dict[str, Any]) -> CompiledKernels:
+    """What one configuration launches, found by calling it on tensors without memory."""
+    # torch's way to nvrtc warns that there is no GPU, which is meant
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    problem = from_plain(Problem, request["problem"], where="a request to compile")
+    row, config = catalog.kernel(request["kernel"]), request["config"]
+    operands = {i: meta.empty(META) for i, meta in enumerate(problem.inputs) if meta is not None}
+    buffers = {"out": problem.output.empty(META)} if row.load().WRITES_OUT else {}
+    target = request["target"]
+    with (
+        compiling(target),
+        collecting(target) as made,
+        torch.inference_mode(),
+        float32_math(problem.math),
+    ):
+        constants = {i: operands.pop(i) for i in problem.constant}
+        scratch = row.workspace_bytes(problem, config)
+        if scratch:
+            buffers["workspace"] = torch.empty(scratch, dtype=torch.uint8, device=META)
+        call = row.load().bind(problem, constants, **config)
+        call(*operands.values(), **buffers)
+    return made.compiled

@@ -1,0 +1,409 @@
+"""The kernels as functions of tensors, with torch.nn.functional's names and argument order.
+
+Each call takes the kernel that is fastest for its shapes on this device: from the timing cache, or
+by an auction the first time. Nothing here records gradients; ``tessella.nn`` has layers that do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessella.core.dtype import Math
+from tessella.core.errors import CompileError, KernelError, UsageError
+from tessella.device.float32_math import float32_math
+from tessella.kernels import catalog
+from tessella.kernels.catalog import Call
+from tessella.operations import build as problems
+from tessella.operations.build import Sizes
+from tessella.operations.problem import Problem, TensorMeta, meta_of
+from tessella.search import find as auction
+from tessella.search.find import Terms
+from tessella.search.tuning import TimingCache, Trial
+
+Tensor = torch.Tensor
+
+WORKSPACE_BYTES = 2 << 30  # what a call may take beside its operands, unless asked for by name
+ALIGNMENT = 16  # bytes: the bulk copies of a Hopper GPU begin at multiples of this
+
+
+def _cache_folder() -> Path:
+    try:
+        return Path.home() / ".cache" / "tessella"
+    except RuntimeError:  # a user without a home, as in many containers
+        return Path(tempfile.gettempdir()) / f"tessella-{os.getuid()}"
+
+
+CACHE_FOLDER = _cache_folder()
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    *,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    gamma: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    math: Math = "ieee",
+    algorithm: str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``gamma · activation(alpha · scale[k] · (x ∗ weight) + bias[k] + beta · residual)``.
+
+    Also ``conv1d`` and ``conv3d``: the number of axes says which.
+
+    Args:
+        x: [N, C, H, W], NCHW or channels_last; the result has its format.
+        weight: [K, C / groups, R, S].
+        bias, scale: [K]; scale is float32.
+        residual: like the result [N, K, P, Q].
+        activation: a name in ``epilogue.ACTIVATIONS``.
+        gamma: above zero, in float32 too: 1 / the scale of a result of int8 or fp8, for example.
+        out_dtype: default x's; for int8 operands int8 if there is a scale (rounded half to even and
+            saturated), else int32.
+        math: ``ieee`` or ``tf32``: how float32 products may be rounded.
+        algorithm: ``gemm``, ``implicit_gemm``, ``implicit_precomp_gemm``, ``direct``, ``fft``,
+            ``fft_tiling``, ``winograd``, ``winograd_nonfused``, or a library's name; default the
+            fastest.
+        out: where to write the result; it may share memory with an operand, at the cost of a copy.
+
+    Raises:
+        UsageError: arguments that do not go together.
+        KernelError: the algorithm is not defined here; the message has its reason.
+    """
+    tensors = [_dense(t) for t in (x, weight, bias, residual, scale)]
+    problem = problems.conv(
+        *[_meta(t) for t in tensors],
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        activation=activation,
+        alpha=alpha,
+        beta=beta,
+        gamma=gamma,
+        out_dtype=_name(out_dtype),
+        math=math,
+    )
+    return _run(problem, tensors, algorithm, out)
+
+
+conv1d = conv3d = conv2d
+
+
+def conv2d_dgrad(
+    dy: Tensor,
+    weight: Tensor,
+    input_size: Sequence[int],
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    *,
+    math: Math = "ieee",
+    algorithm: str | None = None,
+) -> Tensor:
+    """The gradient of ``conv2d``'s input.
+
+    Args:
+        dy: gradient of the result [N, K, P, Q].
+        input_size: [N, C, H, W].
+    """
+    tensors = [_dense(dy), _dense(weight)]
+    problem = problems.conv_dgrad(
+        *[meta_of(t) for t in tensors],
+        input_size,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        math=math,
+    )
+    return _run(problem, tensors, algorithm, None)
+
+
+def conv2d_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    *,
+    out_dtype: torch.dtype | None = None,
+    math: Math = "ieee",
+    algorithm: str | None = None,
+) -> Tensor:
+    """The gradient of ``conv2d``'s weight [K, C / groups, R, S].
+
+    Args:
+        dy: gradient of the result [N, K, P, Q].
+        x: the convolution's input [N, C, H, W].
+        kernel_size: R and S.
+        out_dtype: default x's.
+    """
+    tensors = [_dense(dy), _dense(x)]
+    problem = problems.conv_wgrad(
+        *[meta_of(t) for t in tensors],
+        kernel_size,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        out_dtype=_name(out_dtype),
+        math=math,
+    )
+    return _run(problem, tensors, algorithm, None)
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    gamma: float = 1.0,
+    fast_accumulation: bool = False,
+    out_dtype: torch.dtype | None = None,
+    math: Math = "ieee",
+    algorithm: str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``gamma · activation(alpha · scale[n] · (a @ b) + bias[n] + beta · residual)``.
+
+    Args:
+        a: [..., M, K]; a transposed view is used as it is.
+        b: [..., K, N], leading axes those of a, or none; likewise.
+        bias, scale: [N]; scale is float32.
+        residual: the C of BLAS, like the result [..., M, N].
+        fast_accumulation: fp8 only: sums stay in the tensor cores' 14-bit accumulators.
+        out_dtype, math, algorithm, out: as for ``conv2d``.
+    """
+    a, transpose_a = _untransposed(a)
+    b, transpose_b = _untransposed(b)
+    tensors = [a, b, *(_dense(t) for t in (bias, residual, scale))]
+    problem = problems.matmul(
+        *[_meta(t) for t in tensors],
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        activation=activation,
+        alpha=alpha,
+        beta=beta,
+        gamma=gamma,
+        fast_accumulation=fast_accumulation,
+        out_dtype=_name(out_dtype),
+        math=math,
+    )
+    return _run(problem, tensors, algorithm, out)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    gamma: float = 1.0,
+    fast_accumulation: bool = False,
+    out_dtype: torch.dtype | None = None,
+    math: Math = "ieee",
+    algorithm: str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``gamma · activation(alpha · scale[n] · (x @ weightᵀ) + bias[n] + beta · residual)``.
+
+    Args:
+        x: [..., K].
+        weight: [N, K].
+        bias, scale: [N]; the other arguments as for ``matmul``.
+    """
+    tensors = [_dense(t) for t in (x, weight, bias, residual, scale)]
+    problem = problems.linear(
+        *[_meta(t) for t in tensors],
+        activation=activation,
+        alpha=alpha,
+        beta=beta,
+        gamma=gamma,
+        fast_accumulation=fast_accumulation,
+        out_dtype=_name(out_dtype),
+        math=math,
+    )
+    return _run(problem, tensors, algorithm, out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ready:
+    """The kernel that won for a problem, bound."""
+
+    call: Call
+    writes_out: bool
+    workspace_bytes: int
+    library: bool
+
+
+_ready: dict[tuple[Any, ...], _Ready] = {}
+_caches: dict[Path, TimingCache] = {}
+
+
+def timing_cache(folder: Path | None = None) -> TimingCache:
+    """The timings of this user on this machine, shared by all callers in the process."""
+    path = (folder or CACHE_FOLDER) / "timings.jsonl"
+    if path not in _caches:
+        _caches[path] = TimingCache(path)
+    return _caches[path]
+
+
+def target_of(tensor: Tensor) -> str:
+    """Where kernels for a tensor run."""
+    return "sm_90" if tensor.is_cuda else "cpu"
+
+
+def _run(
+    problem: Problem, tensors: Sequence[Tensor | None], algorithm: str | None, out: Tensor | None
+) -> Tensor:
+    inputs = [t for t in tensors if t is not None]
+    if len({t.device for t in inputs}) > 1:
+        raise UsageError(
+            "tensors must be on one device", seen={str(t.device) for t in inputs}, fix="move them"
+        )
+    device = inputs[0].device
+    if out is not None:
+        _check_out(out, problem.output, device)
+    if problem.output_is_empty:
+        return problem.output.empty(device) if out is None else out
+    attrs = tuple(problem.attrs.items())
+    key = (problem.op, problem.inputs, problem.outputs, attrs, problem.math, algorithm, device)
+    with torch.no_grad(), current(device):
+        ready = _ready.get(key)
+        if ready is None:
+            ready = _ready[key] = _choose(problem, inputs, algorithm)
+        buffers = {}
+        if ready.workspace_bytes:
+            buffers["workspace"] = torch.empty(
+                ready.workspace_bytes, dtype=torch.uint8, device=device
+            )
+        if ready.writes_out:
+            direct = out is not None and _is_free(out, inputs)
+            buffers["out"] = out if direct else problem.output.empty(device)
+        rounds = ready.library and device.type == "cuda" and problem.inputs[0].dtype == "float32"
+        with float32_math(problem.math) if rounds else contextlib.nullcontext():
+            made = ready.call(*inputs, **buffers)
+        return made if out is None or buffers.get("out") is out else out.copy_(made)
+
+
+def _choose(problem: Problem, inputs: list[Tensor], algorithm: str | None) -> _Ready:
+    """The fastest kernel for the problem, from the cache or by an auction."""
+    target = target_of(inputs[0])
+    terms = Terms(
+        algorithms=None if algorithm is None else (algorithm,),
+        max_workspace_bytes=WORKSPACE_BYTES if algorithm is None else None,
+    )
+    check_algorithm(problem.op, target, algorithm)
+    try:
+        best = auction.find(
+            problem, {}, target=target, cache=timing_cache(), terms=terms, inputs=inputs
+        )[0]
+    except CompileError as error:
+        raise KernelError(
+            f"{algorithm or 'no kernel'} cannot carry out this {problem.op} on {target}",
+            seen=error.seen,
+            fix="choose another algorithm: kernels.find lists those that fit",
+        ) from error
+    return _bound(problem, best)
+
+
+def check_algorithm(op: str, target: str, algorithm: str | None) -> None:
+    known = {k.algorithm for k in catalog.candidates(op, target)}
+    if algorithm is not None and algorithm not in known:
+        raise UsageError(
+            f"{op} has no algorithm of this name on {target}",
+            seen=algorithm,
+            fix=f"use one of {', '.join(sorted(known))}",
+        )
+
+
+def _bound(problem: Problem, trial: Trial) -> _Ready:
+    row = catalog.kernel(trial.kernel)
+    module = row.load()
+    return _Ready(
+        call=module.bind(problem, {}, **trial.config),
+        writes_out=module.WRITES_OUT,
+        workspace_bytes=row.workspace_bytes(problem, trial.config),
+        library=row.source not in auction.OWN,
+    )
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current GPU: it must be that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _check_out(out: Tensor, meta: TensorMeta, device: torch.device) -> None:
+    if out.device != device or not meta.matches(out):
+        raise UsageError(
+            "out= does not have the result's shape, type, format and device",
+            seen=f"{meta_of(out)} on {out.device}",
+            fix=f"give {meta} on {device}",
+        )
+
+
+def _is_free(out: Tensor, inputs: Sequence[Tensor]) -> bool:
+    """Whether a kernel may write into it: nothing that it reads lies there, and it is aligned."""
+    storage = out.untyped_storage().data_ptr()
+    shared = any(t.untyped_storage().data_ptr() == storage for t in inputs)
+    return not shared and out.data_ptr() % ALIGNMENT == 0
+
+
+def _meta(tensor: Tensor | None) -> TensorMeta | None:
+    return None if tensor is None else meta_of(tensor)
+
+
+def _dense(tensor: Tensor | None) -> Any:
+    """The tensor, or a contiguous copy of one whose strides no kernel knows."""
+    if tensor is None:
+        return None
+    return _aligned(tensor if meta_of(tensor).format != "strided" else tensor.contiguous())
+
+
+def _untransposed(tensor: Tensor) -> tuple[Tensor, bool]:
+    """A matrix as it lies in memory, and whether the caller's view of it is transposed."""
+    if tensor.dim() >= 2 and not tensor.is_contiguous() and tensor.mT.is_contiguous():
+        return _aligned(tensor.mT), True
+    return _aligned(tensor.contiguous()), False
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of a view that begins where a bulk copy cannot.
+
+    A copy, not another kernel: which kernel is fastest is remembered for all addresses.
+    """
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,0 +1,77 @@
+"""The tensors that kernels are tried on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tessella.operations.problem import Problem, TensorMeta, memory_format
+
+
+def sample_inputs(
+    problem: Problem,
+    device: torch.device,
+    strides: Mapping[int, tuple[int, ...]] | None = None,
+) -> list[torch.Tensor]:
+    """Every input that is not a constant: normal numbers, int8 over its range, indices zero.
+
+    Half of bools are true. Where a problem says so, numbers are their magnitudes.
+
+    Args:
+        strides: by position, of views of which the problem does not tell them.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def sample(meta: TensorMeta) -> torch.Tensor:
+        dtype = getattr(torch, meta.dtype)
+        if dtype == torch.int8:
+            made = torch.randint(
+                -127, 128, meta.shape, generator=generator, dtype=dtype, device=device
+            )
+        elif dtype.is_floating_point:
+            made = torch.randn(meta.shape, generator=generator, device=device)
+            if problem.attr("non_negative"):
+                made = made.abs()
+        elif dtype == torch.bool:
+            made = torch.rand(meta.shape, generator=generator, device=device) > 0.5
+        else:
+            made = torch.zeros(meta.shape, dtype=dtype)
+        if meta.strides is not None:
+            return meta.empty(device).copy_(made)
+        return made.to(device, dtype).contiguous(
+            memory_format=memory_format(meta.format, len(meta.shape))
+        )
+
+    def view(meta: TensorMeta, steps: tuple[int, ...]) -> torch.Tensor:
+        extent = 1 + sum(max(0, d - 1) * s for d, s in zip(meta.shape, steps, strict=True))
+        flat = sample(TensorMeta(shape=(extent,), dtype=meta.dtype))
+        return flat.as_strided(meta.shape, steps)
+
+    known = strides or {}
+    return [
+        view(meta, known[i]) if i in known else sample(meta)
+        for i, meta in enumerate(problem.inputs)
+        if meta is not None and i not in problem.constant
+    ]
+
+
+def tells(inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a right answer on these numbers says anything: finite, and no operand all zero."""
+    with torch.no_grad():
+        sums = [float(t.float().abs().sum()) for t in inputs]
+    return all(map(math.isfinite, sums)) and 0.0 not in sums[:2]
+
+
+def joined(
+    problem: Problem, inputs: Sequence[torch.Tensor], device: torch.device
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """A result, and the parts of it: those that are in place already are slices of it."""
+    out, start, parts = problem.output.empty(device), 0, []
+    for position, tensor in enumerate(inputs):
+        size = tensor.shape[problem.attrs["dim"]]
+        place = out.narrow(problem.attrs["dim"], start, size)
+        parts.append(place.copy_(tensor) if position in problem.in_place else tensor)
+        start += size
+    return parts, out

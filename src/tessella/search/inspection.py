@@ -1,0 +1,157 @@
+"""A kernel's answer against float64, run to run, and what it takes from the GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tessella.device.launch import watching
+from tessella.device.occupancy import occupancy
+from tessella.operations import reference
+from tessella.operations.epilogue import store
+from tessella.operations.problem import Problem
+from tessella.search.buffers import POISON, whole, wrote_beside
+from tessella.search.timing import Run
+from tessella.search.tuning import Inspection
+
+# Largest error over the largest value that a kernel may show, by input type; tf32 has its own.
+TOLERANCES = {
+    "float32": 1e-4,
+    "tf32": 5e-3,
+    "float16": 1e-2,
+    "bfloat16": 5e-2,
+    "float8_e4m3fn": 5e-2,
+    "float8_e5m2": 1e-1,
+    "int8": 1e-2,  # one step of an int8 result, of 127: ties fall either way in float32
+}
+FEWEST_TIES, TIES = 2, 1e-2  # int8 results at a tie: so many, or this part of all
+# half a step of fp8 beside the largest value: what writing a result costs, beyond what it deviates
+ROUNDING = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
+
+
+def exact_answers(
+    problem: Problem, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The results in float64; as they would be stored where they are integers, and no larger than
+    fp8 holds.
+    """
+    operands = [exactly(t) for t in problem.operands(constants, inputs)]
+    made = reference.call(problem.op, operands, problem.attrs)
+    dtypes = (getattr(torch, meta.dtype) for meta in problem.outputs)
+    return tuple(_stored(exact, dtype) for exact, dtype in zip(made, dtypes, strict=True))
+
+
+def _stored(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not dtype.is_floating_point:
+        return store(exact, dtype).double()
+    if dtype.itemsize == 1:
+        limit = torch.finfo(dtype).max
+        return exact.double().clamp(-limit, limit)
+    return exact.double()
+
+
+def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The same values in float64; a mask of bools is one, not numbers to add."""
+    return tensor if tensor is None or tensor.dtype == torch.bool else tensor.double()
+
+
+def inspect(
+    run: Run, exact: Sequence[torch.Tensor], out: torch.Tensor | None, *, sliced: bool
+) -> Inspection:
+    """Run a kernel twice and look at what it made.
+
+    Args:
+        run: the kernel with its operands.
+        exact: what its results should be.
+        out: where the answer goes, if that is given to it; overwritten with poison before.
+        sliced: ``out`` is a slice, and the memory between its parts is not the kernel's.
+    """
+    if out is not None:
+        whole(out).fill_(POISON)
+    with watching() as launches:
+        first = [result.clone() for result in _results(run())]
+    beside = out is not None and sliced and wrote_beside(out)
+    again = _results(run())
+    errors = [_error(made, right) for made, right in zip(first, exact, strict=True)]
+    compiled = [one for one in launches if one.compiled is not None]
+    main = max(compiled, key=lambda one: math.prod(one.grid), default=None)
+    resources = main.resources() if main else None
+    return Inspection(
+        max_rel_error=math.inf if beside else _largest(errors),
+        repeatable=all(torch.equal(_bits(a), _bits(b)) for a, b in zip(first, again, strict=True)),
+        launches=len(launches),
+        registers=resources.registers if resources else None,
+        shared_bytes=resources.shared_bytes if resources else None,
+        occupancy=round(
+            occupancy(
+                threads=resources.threads,
+                registers=resources.registers,
+                shared_bytes=resources.shared_bytes,
+            ).share,
+            3,
+        )
+        if resources
+        else None,
+    )
+
+
+def deviates(
+    problem: Problem, made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> str | None:
+    """How far results are from the exact ones, where that is more than the problem allows."""
+    return _wrong(_largest([_error(m, r) for m, r in zip(made, exact, strict=True)]), problem)
+
+
+def wrong(inspection: Inspection, problem: Problem) -> str | None:
+    """Why an answer is not the problem's, or None."""
+    return _wrong(inspection.max_rel_error, problem)
+
+
+def _wrong(error: float, problem: Problem) -> str | None:
+    if error <= _tolerance(problem):  # and no NaN
+        return None
+    beside = error == math.inf
+    why = "writes beside its slice" if beside else f"deviates from float64 by {error:.1e}"
+    return f"wrong: {why}"
+
+
+def _tolerance(problem: Problem) -> float:
+    """That of the coarsest element type that goes in or comes out, and the rounding of fp8."""
+    dtypes = {meta.dtype for meta in (*problem.inputs, *problem.outputs) if meta is not None}
+    if "float32" in dtypes and problem.math == "tf32":
+        dtypes.add("tf32")
+    rounding = max((ROUNDING.get(meta.dtype, 0.0) for meta in problem.outputs), default=0.0)
+    return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes) + rounding
+
+
+def _results(made: Any) -> tuple[torch.Tensor, ...]:
+    return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+
+
+def _error(made: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest difference over the largest value; of a few ties of int8 over the type's."""
+    largest = exact.abs().max() if exact.numel() else exact.sum()
+    off = (made.double() - exact).abs()
+    if made.dtype == torch.int8 and largest and _are_ties(off):
+        largest = largest.new_tensor(torch.iinfo(torch.int8).max)
+    return float(off.max() / largest if largest else largest)
+
+
+def _are_ties(off: torch.Tensor) -> bool:
+    """Whether results are off by one step, and few: those fall either way by a sum's last bit,
+    however small the other codes are.
+    """
+    few = max(FEWEST_TIES, TIES * off.numel())
+    return bool(off.max() <= 1) and int(off.count_nonzero()) <= few
+
+
+def _largest(errors: Sequence[float]) -> float:
+    """The largest, or NaN where one is."""
+    return math.nan if any(math.isnan(e) for e in errors) else max(errors)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

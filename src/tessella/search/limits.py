@@ -1,0 +1,142 @@
+"""What a machine can do at most, measured: copy bandwidth and the rate of large matrix products.
+
+These are the ceilings of a roofline. They are measured with the libraries' own large products,
+once a machine, and kept in a file beside the timing cache. On a GPU these products are of zeros,
+which draw so little power that no clock is lowered: with random numbers an H200's float16 is a
+tenth slower, and layers behind a ReLU would pass the ceiling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tessella.core.device import fingerprint, torch_device
+from tessella.core.dtype import Math
+from tessella.core.errors import ArtifactError
+from tessella.core.record import canonical_json, from_plain, parse_json
+from tessella.device.float32_math import float32_math
+from tessella.operations.problem import Problem
+from tessella.operations.work import flops, nbytes
+from tessella.search.timing import measure
+
+VERSION = 3  # of how they are measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Ceilings of one machine.
+
+    Attributes:
+        device: its name, for people.
+        copy_bytes_s: bytes read plus bytes written in a large copy, a second.
+        flops_s: operations a second (a multiply-add is two) of a large product, by input type;
+            ``tf32`` is float32 with that rounding.
+    """
+
+    device: str
+    copy_bytes_s: float
+    flops_s: dict[str, float]
+
+    def flops_limit(self, problem: Problem) -> float | None:
+        """Operations a second that this machine reaches with the problem's types."""
+        first = problem.inputs[0]
+        dtype = "float32" if first is None else first.dtype
+        return self.flops_s.get("tf32" if dtype == "float32" and problem.math == "tf32" else dtype)
+
+    def least_us(self, problem: Problem) -> float:
+        """No kernel is faster, unless it needs fewer operations than the plain sum of products."""
+        moved_s = nbytes(problem) / self.copy_bytes_s
+        work, rate = flops(problem), self.flops_limit(problem)
+        return 1e6 * (max(moved_s, work / rate) if work and rate else moved_s)
+
+
+def limits(target: str, folder: Path | None = None) -> Limits:
+    """This machine's limits for ``target``: from ``folder``, or measured (about a second)."""
+    here = fingerprint(target)
+    path = folder / f"limits-{VERSION}-{here.hash[:16]}.json" if folder else None
+    if path is not None:
+        with contextlib.suppress(OSError, ArtifactError):  # none, or broken: measured and replaced
+            text = path.read_text(encoding="utf-8", errors="replace")
+            return from_plain(Limits, parse_json(text, where="limits"), where="limits")
+    found = measured(target, here.name)
+    if path is not None:
+        with contextlib.suppress(OSError):  # no writable folder: measured again next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_text(canonical_json(found) + "\n", encoding="utf-8")
+            part.replace(path)
+    return found
+
+
+def measured(target: str, name: str) -> Limits:
+    """The limits, measured now."""
+    device = torch_device(target)
+    gpu = device.type == "cuda"
+    source = torch.randn((512 if gpu else 32) << 20, device=device)
+    copy = torch.empty_like(source)
+    # not copy_: in a CUDA graph that is a memcpy node, which reads 2.8 TB/s on an H200 of 4.25
+    copy_us = _time_us(lambda: torch.neg(source, out=copy), device, "ieee")
+    rates = {}
+    for dtype, (product, size) in (_gpu_products(device) if gpu else _cpu_products()).items():
+        math: Math = "tf32" if dtype == "tf32" else "ieee"
+        rates[dtype] = round(2e6 * size**3 / _time_us(product, device, math))
+    return Limits(device=name, copy_bytes_s=round(2e6 * source.nbytes / copy_us), flops_s=rates)
+
+
+def _time_us(run: Callable[[], object], device: torch.device, math: Math) -> float:
+    with torch.inference_mode(), float32_math(math):
+        run()
+        return measure({"run": run}, device=device, budget_s=0.1)["run"].time_us
+
+
+Products = dict[str, tuple[Callable[[], object], int]]  # type → (product, size of its cube)
+
+
+def _cpu_products(size: int = 1024) -> Products:
+    """By oneDNN, where torch has it: MKL's float32 reaches a fifth of it on an AMD EPYC."""
+
+    def product(dtype: torch.dtype) -> Callable[[], object]:
+        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+        has_onednn = torch.backends.mkldnn.is_available()
+        if dtype == torch.bfloat16:
+            has_onednn = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if not has_onednn:
+            return lambda: torch.mm(a, b)
+        weight = torch.ops.mkldnn._reorder_linear_weight(b, size)
+        return lambda: torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")
+
+    return {"float32": (product(torch.float32), size), "bfloat16": (product(torch.bfloat16), size)}
+
+
+def _gpu_products(device: torch.device, size: int = 8192) -> Products:
+    x = torch.zeros(size, size, device=device)
+
+    def product(dtype: torch.dtype, size: int = size) -> tuple[Callable[[], object], int]:
+        y = x[:size, :size].to(dtype, memory_format=torch.contiguous_format)
+        out = torch.empty_like(y)
+        return lambda: torch.mm(y, y, out=out), size
+
+    y8, one = x.to(torch.float8_e4m3fn), torch.ones((), device=device)
+    fp8 = (
+        lambda: torch._scaled_mm(
+            y8, y8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        ),
+        size,
+    )
+    return {
+        "float32": product(torch.float32, 4096),
+        "tf32": product(torch.float32),
+        "float16": product(torch.float16),
+        "bfloat16": product(torch.bfloat16),
+        "float8_e4m3fn": fp8,
+        "float8_e5m2": fp8,
+        # tensor cores multiply both equally fast; torch's product of int8 writes four bytes a sum
+        # and reaches half of it
+        "int8": fp8,
+    }
