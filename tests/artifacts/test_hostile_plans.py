@@ -453,7 +453,7 @@ def test_more_channels_than_memory() -> None:
     object.__setattr__(record, "channels", 10**15)
     object.__setattr__(record, "mean", (0.0,))
     object.__setattr__(record, "std", (1.0,))
-    with pytest.raises(CorruptArtifact, match="too many channels"):
+    with pytest.raises(CorruptArtifact, match="the image size is too large"):
         from_bytes(to_bytes(replace(plan, manifest=replace(plan.manifest, preprocess=record))))
 
 

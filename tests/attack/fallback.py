@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from tessella.core.memory import is_out_of_memory
+from tessella.kernels.fallback import aten
 from tessella.operations import shapes
 from tessella.operations.problem import Problem, TensorMeta
-from tessella.operations.torch_operators import operators as aten
 from tessella.operations.torch_operators.allowed import ALLOWED
+from tessella.operations.torch_operators.operators import refusal
 from tests.attack.operators import calls
 
 LARGEST_BYTES = 64 << 20  # of a result that is computed here
@@ -64,7 +65,7 @@ def targets() -> tuple[tuple[str, ...], ...]:
         packet = getattr(getattr(torch.ops, namespace), short, None)
         overloads = packet.overloads() if packet is not None else []
         asked = (name if o == "default" else f"{name}.{o}" for o in overloads)
-        found.append(tuple(t for t in asked if aten.refusal(t) is None))
+        found.append(tuple(t for t in asked if refusal(t) is None))
     return tuple(f for f in found if f)
 
 

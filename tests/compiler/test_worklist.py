@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 
@@ -71,11 +72,22 @@ def test_roundings_meet_as_with_restarts(seed: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_rewrites_are_linear(kind: str) -> None:
     """Six times the nodes take less than 18 times as long; by a restart for each it was 36."""
-    request, seconds = Request(target="cpu"), []
+    request = Request(target="cpu")
     run(graph_of(kind, 50), request)  # imports, and shapes that are inferred once
-    for nodes in (200, 1200):
-        graph = graph_of(kind, nodes)
-        begun = time.process_time()
-        run(graph, request)
-        seconds.append(time.process_time() - begun)
-    assert seconds[1] < 18 * seconds[0]
+
+    def least_s(nodes: int) -> float:
+        """The quicker of two runs, without the collector, which other tests' objects slow down."""
+        seconds = []
+        for _ in range(2):
+            graph = graph_of(kind, nodes)
+            gc.collect()
+            gc.disable()
+            try:
+                begun = time.process_time()
+                run(graph, request)
+                seconds.append(time.process_time() - begun)
+            finally:
+                gc.enable()
+        return min(seconds)
+
+    assert least_s(1200) < 18 * least_s(200)

@@ -14,7 +14,7 @@ from tessella.device.float32_math import float32_math
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
 from tessella.search import find as auction
-from tessella.search import functional, limits
+from tessella.search import functional, limits, tuning
 from tessella.search.tuning import TimingCache
 from tests.kernels import scratch
 
@@ -201,7 +201,7 @@ def test_the_folder_of_timings_may_be_missing_broken_or_forbidden(
     (own_cache / "timings.jsonl").write_bytes(b"\xff\xfe broken\n\n{}\n")
     assert TimingCache(own_cache / "timings.jsonl").get("", "", "", 1) is None
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert functional._cache_folder().name.startswith("tessella-")
+    assert tuning._cache_folder().name.startswith("tessella-")
 
 
 def test_the_file_of_timings_is_read_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tessella.cli.output import Events, Json, grid, output
 from tessella.core.events import phase
 from tessella.core.record import to_plain
 from tessella.runtime import picture, profiler, trace
-from tessella.search.functional import CACHE_FOLDER
+from tessella.search.tuning import CACHE_FOLDER
 
 
 def register(app: typer.Typer) -> None:

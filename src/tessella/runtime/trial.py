@@ -27,7 +27,7 @@ from tessella.core.record import digest
 from tessella.core.version import VERSION
 from tessella.operations.user_operators import module
 from tessella.runtime.engine import Engine, load
-from tessella.search.functional import CACHE_FOLDER
+from tessella.search.tuning import CACHE_FOLDER
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,6 @@ by an auction the first time. Nothing here records gradients; ``tessella.nn`` ha
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,22 +24,12 @@ from tessella.operations.build import Sizes
 from tessella.operations.problem import Problem, TensorMeta, meta_of
 from tessella.search import find as auction
 from tessella.search.find import Terms
-from tessella.search.tuning import TimingCache, Trial
+from tessella.search.tuning import CACHE_FOLDER, TimingCache, Trial
 
 Tensor = torch.Tensor
 
 WORKSPACE_BYTES = 2 << 30  # what a call may take beside its operands, unless asked for by name
 ALIGNMENT = 16  # bytes: the bulk copies of a Hopper GPU begin at multiples of this
-
-
-def _cache_folder() -> Path:
-    try:
-        return Path.home() / ".cache" / "tessella"
-    except RuntimeError:  # a user without a home, as in many containers
-        return Path(tempfile.gettempdir()) / f"tessella-{os.getuid()}"
-
-
-CACHE_FOLDER = _cache_folder()
 
 
 def conv2d(

@@ -18,15 +18,9 @@ from tessella.operations.problem import Problem, meta_of
 from tessella.operations.work import flops, nbytes
 from tessella.search import find as auction
 from tessella.search.find import Terms
-from tessella.search.functional import (
-    CACHE_FOLDER,
-    check_algorithm,
-    current,
-    target_of,
-    timing_cache,
-)
+from tessella.search.functional import check_algorithm, current, target_of, timing_cache
 from tessella.search.limits import Limits, limits
-from tessella.search.tuning import Inspection, Trial, Tried
+from tessella.search.tuning import CACHE_FOLDER, Inspection, Trial, Tried
 
 ATTENTION = "scaled_dot_product_attention"
 PROBLEMS: dict[str, Callable[..., Problem]] = {

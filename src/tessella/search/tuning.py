@@ -8,12 +8,24 @@ decides the same, and nothing is measured.
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.record import canonical_json, from_plain, parse_json
+
+
+def _cache_folder() -> Path:
+    try:
+        return Path.home() / ".cache" / "tessella"
+    except RuntimeError:  # a user without a home, as in many containers
+        return Path(tempfile.gettempdir()) / f"tessella-{os.getuid()}"
+
+
+CACHE_FOLDER = _cache_folder()
 
 
 @dataclass(frozen=True, kw_only=True)
