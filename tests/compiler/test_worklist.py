@@ -90,4 +90,4 @@ def test_all_rewrites_are_linear(kind: str) -> None:
                 gc.enable()
         return min(seconds)
 
-    assert least_s(1200) < 18 * least_s(200)
+    assert least_s(720) < 18 * least_s(120)
