@@ -24,7 +24,6 @@ from tessella.core.errors import CompileError
 from tessella.core.record import to_plain
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
-from tessella.operations.work import flops, nbytes
 from tessella.search import find as auction
 from tessella.search.find import OWN, Bid, Looks, Terms
 from tessella.search.inputs import sample_inputs
@@ -133,8 +132,8 @@ def _row(
         "times_us": times,
         "algorithms": [_algorithm(trial, case.published_ms) for trial in trials],
         "limit_share": round(ceilings.least_us(problem) / times["ours"], 3),
-        "tflops": round((flops(problem) or 0) / times["ours"] * 1e-6, 1),
-        "tbytes": round(nbytes(problem) / times["ours"] * 1e-6, 3),
+        "tflops": round((problem.flops or 0) / times["ours"] * 1e-6, 1),
+        "tbytes": round(problem.nbytes / times["ours"] * 1e-6, 3),
     }
     if case.peers:
         row["ratio"] = round(min(times[peer] for peer in case.peers) / times["ours"], 3)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.cases.case import Case, Peer, meta
-from tessella.operations import build as problems
-from tessella.operations.problem import TensorMeta
+from tessella.operations import problems
 from tessella.operations.reference.attention import repeated
+from tessella.operations.tensor_meta import TensorMeta
 
 # by name: batch, heads, tokens, width of a head, causal, the mask's shape
 ATTENTIONS: dict[str, tuple[int, int, int, int, bool, tuple[int, ...] | None]] = {

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from benchmarks.cases.case import Case, Peer, best, drawn, meta
 from tessella.nn import zoo
-from tessella.operations import build as problems
-from tessella.operations.problem import TensorMeta, memory_format
+from tessella.operations import problems
+from tessella.operations.tensor_meta import TensorMeta, memory_format
 
 Layer = tuple[int, int, int, int, int, int]  # C, H, K, R, stride, padding
 NHWC = ("implicit_gemm", "pointwise")  # the other algorithms are far behind at these sizes

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from benchmarks.cases.case import Case, Peer, best, drawn, meta
 from tessella.kernels.sparse.two_four import TWO_FOUR
-from tessella.operations import build as problems
+from tessella.operations import problems
 
 GEMMS = (
     (1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from benchmarks.cases.case import Case, Peer, best, drawn, meta
 from benchmarks.cases.conv import NHWC
-from tessella.operations import build as problems
+from tessella.operations import problems
 from tessella.operations.problem import Problem
 from tessella.search import find as auction
 

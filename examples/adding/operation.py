@@ -5,26 +5,18 @@ docs/add-an-operation.md explains it; tests/examples/test_adding.py adds it and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tessella.operations.operands import Shape, Shapes
-from tessella.operations.operation import Op
-
-# The row in operations/operation.py.
-ROW = Op(
-    name="logaddexp",
-    inputs=("input", "other"),
-    aten=("logaddexp.default",),
-    elementwise=True,
-)
+from tessella.operations.operation import Attributes, Shape, Shapes, row
 
 
-# The rule in operations/operands.py.
-def logaddexp_operands(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> str | None:
+def logaddexp(input: Tensor, other: Tensor) -> Tensor:
+    """``log(exp(input) + exp(other))``, without overflow."""
+    return torch.logaddexp(input, other)
+
+
+def _broadcasts(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     """Both operands broadcast to the result."""
     pairs = zip(reversed(shapes["input"]), reversed(shapes["other"]), strict=False)
     if all(a == b or 1 in (a, b) for a, b in pairs):
@@ -32,7 +24,4 @@ def logaddexp_operands(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) 
     return f"operands {shapes['input']} and {shapes['other']} do not broadcast"
 
 
-# The reference in operations/reference/pointwise.py.
-def logaddexp(input: Tensor, other: Tensor) -> Tensor:
-    """``log(exp(input) + exp(other))``, without overflow."""
-    return torch.logaddexp(input, other)
+ROW = row(logaddexp, "input other", aten="logaddexp.default", elementwise=True, rule=_broadcasts)

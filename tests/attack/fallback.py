@@ -21,7 +21,8 @@ import torch
 from tessella.core.memory import is_out_of_memory
 from tessella.kernels.fallback import aten
 from tessella.operations import shapes
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.operations.torch_operators.allowed import ALLOWED
 from tessella.operations.torch_operators.operators import refusal
 from tests.attack.operators import calls

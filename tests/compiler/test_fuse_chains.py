@@ -30,8 +30,8 @@ from tessella.graph.graph import Node
 from tessella.graph.interpret import interpret
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call, Kernel
-from tessella.operations import reference
 from tessella.operations.problem import Problem
+from tessella.operations.table import operation
 from tessella.search.inputs import sample_inputs
 from tessella.search.inspection import exact_answers
 from tessella.search.tuning import TimingCache, Trial
@@ -58,7 +58,7 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     def run(*inputs: torch.Tensor) -> Any:
-        made = reference.call(problem.op, problem.operands(constants, inputs), problem.attrs)
+        made = operation(problem.op).call(problem.operands(constants, inputs), problem.attrs)
         formats = [torch.channels_last if m.format == "channels_last" else torch.contiguous_format
                    for m in problem.outputs]  # fmt: skip
         dense = [t.contiguous(memory_format=f) for t, f in zip(made, formats, strict=True)]

@@ -25,7 +25,8 @@ from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
 from tessella.kernels.transform import cut
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tests.compiler.networks import plan
 
 BATCH = DimRange(min=1, opt=2, max=3)

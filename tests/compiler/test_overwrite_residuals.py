@@ -17,7 +17,8 @@ from tessella.compiler.choices import variants
 from tessella.core.errors import ArtifactError
 from tessella.core.spec import TensorSpec
 from tessella.kernels.conv.libraries import onednn_sum
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tests.compiler.networks import build
 
 pytestmark = pytest.mark.instructions

@@ -24,8 +24,9 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
-from tessella.operations.operation import OPS
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.table import OPERATIONS
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.tuning import TimingCache, Trial
 from tests.compiler.memory import check_memory
 from tests.compiler.networks import build, captured, plan
@@ -156,12 +157,12 @@ def every_value_in_the_arena(graph: Graph) -> list[_Storage]:
         until = max(last.get(v, index) for v in node.outputs)
         for value in node.inputs:
             if value is not None:
-                ends = until if OPS[node.op].view else index
+                ends = until if OPERATIONS[node.op].view else index
                 last[value] = max(last.get(value, -1), ends)
     storages = []
     for index, node in enumerate(graph.nodes):
         for value in node.outputs:
-            if not OPS[node.op].view or node.inputs[0] in graph.inputs:
+            if not OPERATIONS[node.op].view or node.inputs[0] in graph.inputs:
                 shape = tuple(int(d) for d in value.shape)
                 meta = TensorMeta(shape=shape, dtype=value.dtype)
                 until = last.get(value, index)

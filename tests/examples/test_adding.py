@@ -17,9 +17,9 @@ from tessella.nn import zoo
 from tessella.nn.zoo import standard
 from tessella.nn.zoo.catalog import STANDARD
 from tessella.nn.zoo.standard import ARCHITECTURES
-from tessella.operations import operands, reference
-from tessella.operations.operation import BY_ATEN, OPS
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.table import BY_ATEN, OPERATIONS
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import find as auction
 from tessella.search.find import Terms
 
@@ -73,11 +73,9 @@ class Meeting(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_a_network_with_the_operation_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     name = operation.ROW.name
-    assert name not in OPS, "the guide needs another example: this operation exists by now"
-    monkeypatch.setitem(OPS, name, operation.ROW)
+    assert name not in OPERATIONS, "the guide needs another example: this operation exists by now"
+    monkeypatch.setitem(OPERATIONS, name, operation.ROW)
     monkeypatch.setitem(BY_ATEN, operation.ROW.aten[0], operation.ROW)
-    monkeypatch.setitem(operands._RULES, name, operation.logaddexp_operands)
-    monkeypatch.setitem(reference.REFERENCES, name, "examples.adding.operation:logaddexp")
 
     torch.manual_seed(0)
     module, x = Meeting().eval(), torch.randn(3, 4)
@@ -91,7 +89,7 @@ def test_a_network_with_the_operation_compiles(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(answer.double(), right, rtol=1e-5, atol=1e-6)
 
     metas = [TensorMeta(shape=s, dtype="float32") for s in ((3, 5), (3, 4))]
-    assert "do not broadcast" in (operands.wrong(name, metas, metas[:1], {}) or "")
+    assert "do not broadcast" in (operation.ROW.misfit(metas, metas[:1], {}) or "")
 
 
 def test_the_network_is_built_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,16 @@ import torch
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import dgrad as dgrad_sm90
 from tessella.kernels.conv.hopper import wgrad as wgrad_sm90
-from tessella.operations import reference
-from tessella.operations.problem import MEMORY_FORMATS, Problem
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import MEMORY_FORMATS
 from tessella.search.inspection import exactly
 from tests.kernels.test_conv_backward import problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 GPU = torch.device("cuda")
-OPS = ("conv2d_dgrad", "conv2d_wgrad")
+OPERATIONS = ("conv2d_dgrad", "conv2d_wgrad")
 TOLERANCES = {"float16": 2e-3, "bfloat16": 1e-2, "float32": 1e-5}
 
 # x, weight, stride, padding, dilation
@@ -67,7 +68,7 @@ def check(id: str, asked: Problem) -> None:
     dtype = getattr(torch, asked.output.dtype)
     for kind in ("normal", "whole"):
         inputs = drawn(asked, kind)
-        (expected,) = reference.call(asked.op, [exactly(t) for t in inputs], asked.attrs)
+        (expected,) = operation(asked.op).call([exactly(t) for t in inputs], asked.attrs)
         for config in row.configs(asked)[::3]:  # of 12; each compiles
             out = asked.output.empty(GPU)
             scratch = row.workspace_bytes(asked, config)
@@ -89,13 +90,13 @@ def check(id: str, asked: Problem) -> None:
                 assert error < TOLERANCES[asked.inputs[0].dtype], (config, float(error))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hopper(op: str, case: Any) -> None:
     check(f"{op}.implicit_gemm.sm90", problem(op, *case))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_hopper_other_types_and_formats(op: str, other: dict[str, Any]) -> None:
     asked = problem(op, *CASES[3], **other)
@@ -105,7 +106,7 @@ def test_hopper_other_types_and_formats(op: str, other: dict[str, Any]) -> None:
     check(f"{op}.implicit_gemm.sm90", asked)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("format", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_portable(op: str, format: Any, dtype: str) -> None:
@@ -116,13 +117,13 @@ def test_portable(op: str, format: Any, dtype: str) -> None:
     check(f"{op}.implicit_gemm", problem(op, *depthwise, **options))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_libraries(op: str) -> None:
     for library in ("cudnn", "aten"):
         row = catalog.kernel(f"{op}.{library}")
         asked = problem(op, *CASES[3])
         inputs = drawn(asked, "normal")
-        (expected,) = reference.call(op, [exactly(t) for t in inputs], asked.attrs)
+        (expected,) = operation(op).call([exactly(t) for t in inputs], asked.attrs)
         made = row.load().bind(asked, {})(*inputs)
         assert asked.output.matches(made)
         assert (made.double() - expected).abs().max() < 2e-3 * expected.abs().max()
@@ -149,7 +150,7 @@ def test_calls_are_captured_and_replayed() -> None:
 def test_constant_weights_are_packed_once() -> None:
     asked = problem("conv2d_dgrad", *CASES[0], weight_format="contiguous", constant=(1,))
     dy, weight = drawn(asked, "whole")
-    (expected,) = reference.call(asked.op, [exactly(dy), exactly(weight)], asked.attrs)
+    (expected,) = operation(asked.op).call([exactly(dy), exactly(weight)], asked.attrs)
     out = asked.output.empty(GPU)
     dgrad_sm90.bind(asked, {1: weight})(dy, out=out)
     assert torch.equal(out.double(), expected)

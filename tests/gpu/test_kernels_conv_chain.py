@@ -16,8 +16,9 @@ from tessella.graph import capture
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper import chain as kernel
-from tessella.operations import build as problems
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations import problems
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import find as auction
 from tessella.search.buffers import POISON
 from tessella.search.timing import measure

@@ -16,7 +16,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import pooled as kernel
-from tessella.operations import build as problems
+from tessella.operations import problems
 from tessella.operations.problem import Problem
 from tessella.search import find as auction
 from tessella.search.buffers import POISON

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
 from tessella.operations.epilogue import ACTIVATIONS
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.buffers import POISON, whole, wrote_beside
 
 pytestmark = pytest.mark.skipif(

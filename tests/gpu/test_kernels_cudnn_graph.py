@@ -9,10 +9,10 @@ from tessella.device.ahead_of_time import carrying, workshop
 from tessella.device.streams import capturing
 from tessella.kernels.catalog import kernel
 from tessella.kernels.conv.libraries import cudnn_graph
-from tessella.operations import build as problems
-from tessella.operations import reference
+from tessella.operations import problems
 from tessella.operations.epilogue import store
-from tessella.operations.problem import meta_of
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import meta_of
 from tessella.search.find import Terms, bind, find
 
 pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
@@ -49,7 +49,7 @@ def test_int8_is_exact_in_every_plan(shape: tuple[int, ...], residual: bool) -> 
     assert cudnn_graph.fits(problem) is None
     constants = {1: weight, 2: bias, 4: scale}
     operands = [None if t is None else t.double() for t in tensors]
-    right = store(reference.call("conv2d", operands, problem.attrs)[0], torch.int8)
+    right = store(operation("conv2d").call(operands, problem.attrs)[0], torch.int8)
     ran = 0
     for config in cudnn_graph.configs(problem):
         try:

@@ -17,7 +17,8 @@ from tessella.core.preprocess import Preprocess, gain_and_offset, normalize
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.kernels.catalog import kernel
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.find import bind, find
 
 pytestmark = [

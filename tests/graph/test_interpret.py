@@ -11,7 +11,7 @@ from torch import nn
 
 from tessella.core.errors import InputError
 from tessella.graph import capture, interpret
-from tessella.operations import reference
+from tessella.operations.operation import Operation
 from tests.graph.networks import BATCH, Attention, Residual, image
 
 
@@ -59,7 +59,7 @@ def test_values_are_freed_after_their_last_use(monkeypatch: pytest.MonkeyPatch) 
     graph = capture(nn.Sequential(*[nn.Sigmoid() for _ in range(10)]), image(1000))
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
-    call = reference.call
+    call = Operation.call
 
     def counting(*args: object) -> tuple[torch.Tensor, ...]:
         nonlocal most
@@ -68,7 +68,7 @@ def test_values_are_freed_after_their_last_use(monkeypatch: pytest.MonkeyPatch) 
         most = max(most, sum(r() is not None for r in alive))
         return made
 
-    monkeypatch.setattr(reference, "call", counting)
+    monkeypatch.setattr(Operation, "call", counting)
     interpret(graph, {"image": torch.zeros(1, 1000)})
     assert len(alive) == 10
     assert most <= 3

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tessella.operations import build as problems
-from tessella.operations.problem import Format, Problem, meta_of
+from tessella.operations import problems
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import Format, meta_of
 
 TOLERANCE = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.5e-2}
 # what rounding to codes adds: a part of the number, and half of the smallest step
@@ -113,7 +114,7 @@ def exact(problem: Problem, inputs: list[torch.Tensor]) -> torch.Tensor:
     if mask is not None and mask.dim() == 4 and 1 < len(mask) < len(q):
         mask = torch.cat([mask] * (len(q) // len(mask)))  # one for every few windows
     attrs = {n: problem.attrs[n] for n in ("is_causal", "scale", "enable_gqa")}
-    return problem.attr("gamma") * F.scaled_dot_product_attention(q, k, v, mask, **attrs)
+    return problem.epilogue.gamma * F.scaled_dot_product_attention(q, k, v, mask, **attrs)
 
 
 def run(module: Any, case: Case, device: str = "cpu", config: Mapping[str, Any] = {}) -> None:

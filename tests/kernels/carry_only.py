@@ -27,7 +27,8 @@ from tessella.device import ahead_of_time as carried
 from tessella.device import identity, launch
 from tessella.device.driver import MAP_BYTES, Function
 from tessella.kernels import catalog
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 TARGET = "sm_90"
 M, N, K = 128, 1000, 2048

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from tessella.core.dtype import Math
 from tessella.kernels import catalog
 from tessella.operations.epilogue import ACTIVATIONS
-from tessella.operations.problem import MEMORY_FORMATS, Format, Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import MEMORY_FORMATS, Format, TensorMeta
 
 POISON = 77
 GUARD = 64  # bytes behind the workspace that must stay as they are

@@ -38,6 +38,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, pieces: int
         for part, xs, ws in zip(parts, x.chunk(pieces, 1), weight.chunk(pieces, 1), strict=True):
             torch.mm(xs, ws.t(), out=part)
         torch.sum(parts, 0, out=out)
-        return finish_(out, residual, problem.attr("activation"), bias=bias)
+        return finish_(out, problem.epilogue.of(bias, residual))
 
     return linear

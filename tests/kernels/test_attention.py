@@ -18,10 +18,11 @@ from tessella.core.errors import UsageError
 from tessella.device import launch
 from tessella.kernels import catalog, find
 from tessella.kernels.attention import aten, flash, flash_sm90, windows
-from tessella.operations import build as problems
-from tessella.operations import reference
+from tessella.operations import problems
 from tessella.operations.epilogue import store
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 from tests.kernels import gluon_roles
 from tests.kernels.attentions import Case, draw, exact, run
 from tests.kernels.compile_only import compile_all
@@ -162,12 +163,12 @@ def test_the_reference_rounds_what_torch_makes(dtype: str) -> None:
     """More than codes hold saturates; without a type nothing is rounded."""
     problem, inputs = draw(Case(gamma=800.0, out=dtype))
     stored = getattr(torch, dtype)
-    (made,) = reference.call(problem.op, [t.double() for t in inputs], problem.attrs)
+    (made,) = operation(problem.op).call([t.double() for t in inputs], problem.attrs)
     right = store(exact(problem, inputs), stored)
     assert made.dtype == stored
     assert torch.equal(made.double(), right.double())
     plain = {n: a for n, a in problem.attrs.items() if n != "dtype"}
-    (made,) = reference.call(problem.op, [t.double() for t in inputs], plain)
+    (made,) = operation(problem.op).call([t.double() for t in inputs], plain)
     unrounded = exact(*draw(Case(gamma=800.0)))
     torch.testing.assert_close(made, unrounded, rtol=1e-12, atol=1e-12)
     assert made.abs().max() > 448

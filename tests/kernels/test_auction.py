@@ -13,7 +13,8 @@ import torch
 from tessella.core.errors import CompileError
 from tessella.kernels import catalog
 from tessella.kernels.pool import aten as pool_aten
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import find as auction
 from tessella.search import timing
 from tessella.search.tuning import TimingCache, Trial

@@ -18,8 +18,9 @@ from tessella.kernels import catalog
 from tessella.kernels.conv import backward, dgrad, wgrad
 from tessella.kernels.conv.hopper import dgrad as dgrad_sm90
 from tessella.kernels.conv.hopper import wgrad as wgrad_sm90
-from tessella.operations import reference
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 from tests.kernels.compile_only import compile_all
 
 KERNELS = {"conv2d_dgrad": dgrad_sm90, "conv2d_wgrad": wgrad_sm90}
@@ -102,9 +103,9 @@ def test_references_agree_with_autograd(case: Any) -> None:
     dy, dx, dw = gradients(x, weight, *case[2:])
     for op, operand, expected in (("conv2d_dgrad", weight, dx), ("conv2d_wgrad", x, dw)):
         asked = problem(op, *case, dtype="float64")
-        (made,) = reference.call(op, [dy, operand], asked.attrs)
+        (made,) = operation(op).call([dy, operand], asked.attrs)
         torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
-        (shape,) = reference.call(op, [dy.to("meta"), operand.to("meta")], asked.attrs)
+        (shape,) = operation(op).call([dy.to("meta"), operand.to("meta")], asked.attrs)
         assert shape.shape == expected.shape
 
 
@@ -144,7 +145,7 @@ def test_portable(op: str, case: Any, format: Any, dtype: str) -> None:
     dy, _, _ = gradients(x, weight, *case[2:])
     dy = dy.round().clamp(-2, 2)
     operands = dy, (weight if op == "conv2d_dgrad" else x)
-    (expected,) = reference.call(op, operands, asked.attrs)
+    (expected,) = operation(op).call(operands, asked.attrs)
     form = torch.channels_last if format == "channels_last" else torch.contiguous_format
     inputs = [t.to(getattr(torch, dtype)).contiguous(memory_format=form) for t in operands]
     for config in kernel.configs(asked):
@@ -163,7 +164,7 @@ def test_portable_adds_parts() -> None:
     config = wgrad.configs(asked)[-1]
     assert config["splits"] > 4
     dy, x = torch.randn(asked.inputs[0].shape), torch.randn(4, 3, 17, 17)
-    (expected,) = reference.call("conv2d_wgrad", (dy.double(), x.double()), asked.attrs)
+    (expected,) = operation("conv2d_wgrad").call((dy.double(), x.double()), asked.attrs)
     scratch = torch.full((wgrad.workspace_bytes(asked, **config),), 255, dtype=torch.uint8)
     made = wgrad.bind(asked, {}, **config)(dy, x, out=asked.output.empty(CPU), workspace=scratch)
     torch.testing.assert_close(made.double(), expected, rtol=1e-5, atol=1e-4)

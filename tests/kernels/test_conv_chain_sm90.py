@@ -13,10 +13,11 @@ import torch
 
 from tessella.core.errors import UsageError
 from tessella.kernels.conv.hopper import chain as kernel
-from tessella.operations import build as problems
-from tessella.operations import reference
+from tessella.operations import problems
 from tessella.operations.epilogue import store
-from tessella.operations.problem import Format, Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import Format, TensorMeta
 from tests.kernels import gluon_roles
 from tests.kernels.compile_only import compile_all
 
@@ -160,7 +161,7 @@ def operands_of(problem: Problem, seed: int) -> Tensors:
 
 def exact(problem: Problem, operands: Tensors) -> list[torch.Tensor]:
     given = [operands[i].double() if i in operands else None for i in range(8)]
-    made = reference.call(problem.op, given, problem.attrs)
+    made = operation(problem.op).call(given, problem.attrs)
     return [store(t, torch.int8).double() if problem.attr("dtype") else t for t in made]
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tessella.kernels.conv.libraries import cudnn_graph
-from tessella.operations import build as problems
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations import problems
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 
 def layer(dtype: str, out: str, *, residual: bool = True, beta: float = 0.5) -> Problem:

@@ -19,7 +19,7 @@ import torch
 from tessella.device.launch import launch
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import direct as direct_sm90
-from tessella.operations.epilogue import finish
+from tessella.operations.epilogue import Epilogue, finish
 from tests.kernels.convolutions import Case, check
 from tests.kernels.test_conv_portable import LAST, interpreted
 
@@ -115,8 +115,9 @@ def finished(
     tensors = (None if t is None else torch.from_numpy(np.array(t)) for t in (bias, scale))
     bias, scale = (None if t is None else t.squeeze(0).double() for t in tensors)
     residual = None if residual is None else torch.from_numpy(np.array(residual)).double()
-    made = finish(torch.from_numpy(np.array(acc)).double(), bias, residual, scale,
-                  activation=name, alpha=alpha, beta=beta, gamma=gamma or 1.0)  # fmt: skip
+    numbers = {"activation": name, "alpha": alpha, "beta": beta, "gamma": gamma or 1.0}
+    epilogue = Epilogue(bias=bias, residual=residual, scale=scale, **numbers)
+    made = finish(torch.from_numpy(np.array(acc)).double(), epilogue)
     if dtype is np.int8:
         made = made.round().clamp(-128, 127)
     return tile(made.numpy().astype(dtype))

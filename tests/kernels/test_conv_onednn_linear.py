@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from tessella.kernels.conv.libraries import onednn_linear
 from tessella.operations.epilogue import ACTIVATIONS
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 pytestmark = pytest.mark.instructions
 

@@ -21,11 +21,11 @@ from tessella.core.errors import UsageError
 from tessella.device import launch
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import pooled as kernel
-from tessella.operations import build as problems
-from tessella.operations import reference, shapes
+from tessella.operations import problems, shapes
 from tessella.operations.epilogue import store
-from tessella.operations.problem import Problem, TensorMeta
-from tessella.operations.work import flops
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 from tests.kernels.compile_only import compile_all
 from tests.kernels.pooled_on_cpu import conv_pool
 
@@ -153,7 +153,7 @@ def test_no_pooling_of_something_else() -> None:
 
 def test_work_is_the_convolution_s() -> None:
     problem = problem_of(N=3)
-    assert flops(problem) == 2 * 3 * 112 * 112 * 64 * 147
+    assert problem.flops == 2 * 3 * 112 * 112 * 64 * 147
 
 
 @pytest.mark.parametrize("N", [1, 8, 128, 256])
@@ -202,7 +202,7 @@ def right(problem: Problem, operands: Tensors) -> torch.Tensor:
     """torch's, in float64, rounded once."""
     given = [operands[i].double() if i in operands else None for i in range(len(problem.inputs))]
     attrs = {**problem.attrs, "dtype": "float64"}
-    (made,) = reference.call(problem.op, given, attrs)
+    (made,) = operation(problem.op).call(given, attrs)
     return store(made, getattr(torch, problem.output.dtype))
 
 
@@ -214,8 +214,8 @@ def test_the_reference_is_torch_s(change: dict[str, Any]) -> None:
     middle = (middle * problem.attr("gamma")).round()  # half to even; nothing without a gamma
     pooling = (3, 2, problem.attrs["pool_padding"], 1, problem.attrs["ceil_mode"])
     wanted = F.max_pool2d(middle.clamp(-128, 127) if problem.gamma else middle, *pooling)
-    (made,) = reference.call(
-        problem.op, (x.double(), weight.double(), bias.double()), problem.attrs
+    (made,) = operation(problem.op).call(
+        (x.double(), weight.double(), bias.double()), problem.attrs
     )
     assert made.dtype == (torch.int8 if problem.gamma else torch.float64)
     assert torch.equal(made.double(), wanted)

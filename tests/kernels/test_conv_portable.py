@@ -17,7 +17,8 @@ from tessella.device.launch import watching
 from tessella.kernels import catalog
 from tessella.kernels.conv import channelwise, tiles
 from tessella.operations.epilogue import ACTIVATIONS
-from tessella.operations.problem import MEMORY_FORMATS, Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import MEMORY_FORMATS, TensorMeta
 from tests.kernels.compile_only import compile_all
 from tests.kernels.convolutions import Case, check, draw, right, run
 

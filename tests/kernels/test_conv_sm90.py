@@ -18,7 +18,8 @@ from tessella.kernels.conv.hopper import implicit_gemm as kernel
 from tessella.kernels.conv.hopper import implicit_gemm_tiles as tiles
 from tessella.kernels.conv.hopper import walk_device as device
 from tessella.operations.epilogue import ACTIVATIONS
-from tessella.operations.problem import Format, Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import Format, TensorMeta
 from tests.kernels.compile_only import compile_all
 
 CPU = torch.device("cpu")

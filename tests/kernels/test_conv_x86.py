@@ -11,7 +11,8 @@ import torch
 
 from tessella.kernels import catalog
 from tessella.kernels.conv import x86, x86_sum
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import find as auction
 
 CPU = torch.device("cpu")

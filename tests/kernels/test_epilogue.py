@@ -12,10 +12,11 @@ import torch
 
 from tessella.core.errors import UsageError
 from tessella.kernels import catalog
-from tessella.operations import build as problems
-from tessella.operations import reference
-from tessella.operations.epilogue import ACTIVATIONS, finish, finish_, in_halves, store
-from tessella.operations.problem import TensorMeta
+from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
+from tessella.operations import problems
+from tessella.operations.epilogue import ACTIVATIONS, Epilogue, finish, finish_, store
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -36,7 +37,7 @@ def test_matmul(transpose_a: bool, transpose_b: bool) -> None:
     bias, residual, scale = draw(5, seed=2), draw(2, 3, 5, seed=3), draw(5, seed=4)
     inputs = (a.mT if transpose_a else a, b.mT if transpose_b else b, bias, residual, scale)
     attrs = {**ATTRS, "transpose_a": transpose_a, "transpose_b": transpose_b}
-    (made,) = reference.call("matmul", inputs, attrs)
+    (made,) = operation("matmul").call(inputs, attrs)
     right = whole(a.numpy() @ b.numpy(), *(t.numpy() for t in (bias, residual, scale)))
     np.testing.assert_allclose(made.numpy(), right, rtol=1e-12, atol=1e-12)
 
@@ -44,7 +45,7 @@ def test_matmul(transpose_a: bool, transpose_b: bool) -> None:
 def test_linear() -> None:
     x, w = draw(3, 4), draw(5, 4, seed=1)
     rest = (draw(5, seed=2), draw(3, 5, seed=3), draw(5, seed=4))
-    (made,) = reference.call("linear", (x, w, *rest), ATTRS)
+    (made,) = operation("linear").call((x, w, *rest), ATTRS)
     right = whole(x.numpy() @ w.numpy().T, *(t.numpy() for t in rest))
     np.testing.assert_allclose(made.numpy(), right, rtol=1e-12, atol=1e-12)
 
@@ -56,7 +57,7 @@ def test_convolution(axes: int) -> None:
     bias, residual, scale = draw(5, seed=2), draw(*out, seed=3), draw(5, seed=4)
     same = {"stride": [1] * axes, "padding": [0] * axes, "dilation": [1] * axes, "groups": 1}
     inputs = (x, w, bias, residual, scale)
-    (made,) = reference.call(f"conv{axes}d", inputs, {**ATTRS, **same})
+    (made,) = operation(f"conv{axes}d").call(inputs, {**ATTRS, **same})
     product = np.einsum("nc...,kc->nk...", x.numpy(), w.numpy().reshape(5, 3))
     column = (5, *[1] * axes)
     right = whole(
@@ -68,22 +69,23 @@ def test_convolution(axes: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_small_types_are_computed_exactly(dtype: torch.dtype) -> None:
     x, w = (draw(7, 100, seed=s).mul(9).round().clamp(-100, 100).to(dtype) for s in (0, 1))
-    (made,) = reference.call("matmul", (x, w), {"transpose_b": True})
+    (made,) = operation("matmul").call((x, w), {"transpose_b": True})
     assert made.dtype == torch.float64
     assert np.array_equal(made.numpy(), x.double().numpy() @ w.double().numpy().T)
 
 
 def test_a_float32_bias_beside_16_bit_inputs() -> None:
     x, w, bias = draw(3, 4).half(), draw(5, 4, seed=1).half(), draw(5, seed=2).float()
-    (made,) = reference.call("linear", (x, w, bias), {})
+    (made,) = operation("linear").call((x, w, bias), {})
     right = x.double() @ w.double().mT + bias.double()
     torch.testing.assert_close(made.double(), right, rtol=0, atol=5e-3)
 
 
 def test_beta_0_does_not_read_the_residual() -> None:
     x, nans = draw(2, 3), torch.full((2, 3), torch.nan, dtype=torch.float64)
-    assert torch.equal(finish(x, None, nans, beta=0.0), x)
-    assert torch.equal(finish_(x.clone(), nans, beta=0.0), x)
+    unread = Epilogue(residual=nans, beta=0.0)
+    assert torch.equal(finish(x, unread), x)
+    assert torch.equal(finish_(x.clone(), unread), x)
 
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
@@ -92,7 +94,7 @@ def test_gamma_comes_before_the_rounding(activation: str | None, dtype: str) -> 
     x, w = (draw(7, 9, seed=s).mul(9).round().clamp(-100, 100).to(torch.int8) for s in (0, 1))
     scale, stored = draw(7, seed=2).abs() / 99, getattr(torch, dtype)
     attrs = {"activation": activation, "gamma": 41.5, "dtype": dtype}
-    (made,) = reference.call("linear", (x, w, None, None, scale), attrs)
+    (made,) = operation("linear").call((x, w, None, None, scale), attrs)
     product = torch.from_numpy(x.double().numpy() @ w.double().numpy().T) * scale
     right = product if activation is None else ACTIVATIONS[activation](product)
     assert made.dtype == stored
@@ -108,7 +110,7 @@ def test_what_gamma_may_not_be(gamma: Any, dtype: str | None) -> None:
     for device in ("cpu", "meta"):
         x = torch.ones(2, 3, device=device)
         with pytest.raises(ValueError, match="above zero"):
-            reference.call("linear", (x, x), {"gamma": gamma, "dtype": dtype})
+            operation("linear").call((x, x), {"gamma": gamma, "dtype": dtype})
     meta = TensorMeta(shape=(2, 3), dtype="float16")
     asked = problems.linear(meta, replace(meta, shape=(4, 3)))
     hostile = replace(asked, attrs={**asked.attrs, "gamma": gamma})
@@ -132,7 +134,7 @@ def test_what_float16_is_enough_for(changes: dict[str, Any], halves: bool) -> No
     x, weight = (TensorMeta(shape=(16, 16), dtype="float8_e4m3fn") for _ in range(2))
     out = settings.pop("dtype")
     problem = problems.linear(x, weight, out_dtype=out, **settings)
-    assert in_halves(problem) == halves
+    assert in_sixteen_bits(problem) == halves
     if halves:
         assert 65504 * settings["gamma"] >= 448
         assert float(torch.tensor(settings["gamma"]).half()) == settings["gamma"]
@@ -149,9 +151,9 @@ def test_a_gamma_of_1_is_no_other_problem() -> None:
 @pytest.mark.parametrize("axis", [1, -1])
 def test_in_place_is_the_same(axis: int) -> None:
     x, residual, bias, scale = draw(2, 3, 3), draw(2, 3, 3, seed=1), draw(3, seed=2), draw(3)
-    attrs = {**ATTRS, "axis": axis}
-    right = finish(x, bias, residual, scale, **attrs)
-    made = finish_(x, residual, bias=bias, scale=scale, **attrs)
+    epilogue = Epilogue(bias=bias, residual=residual, scale=scale, **ATTRS)
+    right = finish(x, epilogue, axis=axis)
+    made = finish_(x, epilogue, axis=axis)
     assert made is x
     torch.testing.assert_close(made, right, rtol=1e-12, atol=1e-12)
 

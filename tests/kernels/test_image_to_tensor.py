@@ -11,8 +11,9 @@ import torch
 
 from tessella.core.preprocess import Preprocess, denormalize, gain_and_offset, normalize
 from tessella.kernels.transform import image, image_aten
-from tessella.operations import reference
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.find import find
 from tests.kernels.compile_only import compile_all
 
@@ -70,8 +71,7 @@ def test_every_byte_of_a_real_record() -> None:
     record = Preprocess(height=16, width=16, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     pixels = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1).repeat(3, axis=3)
     gain, offset = (list(map(float, t)) for t in gain_and_offset(record))
-    (made,) = reference.call(
-        "image_to_tensor",
+    (made,) = operation("image_to_tensor").call(
         [torch.from_numpy(pixels)],
         {"gain": gain, "offset": offset, "dtype": "float32"},
     )

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tessella.operations import build as problems
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations import problems
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.inspection import exact_answers, inspect, wrong
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from tessella.kernels.epilogue import int8_device
 from tessella.kernels.epilogue import sixteen_bit_device as half_device
 from tessella.kernels.epilogue.int8 import LARGEST_BETA, LARGEST_SCALE, refusal, small_sums, vectors
-from tessella.operations import build as problems
-from tessella.operations.problem import TensorMeta
+from tessella.operations import problems
+from tessella.operations.tensor_meta import TensorMeta
 from tests.kernels import gluon_on_numpy, gluon_roles
 
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 
 from tessella.compiler.choices.choose_kernels import as_measured
 from tessella.core.errors import UsageError
-from tessella.operations import build as problems
-from tessella.operations import reference, shapes
+from tessella.operations import problems, shapes
 from tessella.operations.epilogue import ACTIVATIONS
-from tessella.operations.problem import Problem, TensorMeta
-from tessella.operations.work import flops, nbytes
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.inputs import sample_inputs
 from tessella.search.inspection import exact_answers
 
@@ -210,7 +210,7 @@ def test_the_sum_is_not_rounded_before_it_is_normalized() -> None:
     weight, bias = torch.zeros(N, K).to(torch.float8_e4m3fn), rows.half()
     one, nothing = torch.ones(N), torch.zeros(N).half()
     operands = [x, weight, bias, residual, one, one.half(), nothing, None]
-    norm, total = reference.call(problem.op, operands, problem.attrs)
+    norm, total = operation(problem.op).call(operands, problem.attrs)
     assert norm.dtype == total.dtype == torch.float16
     assert total.unique().numel() < N
     right = F.layer_norm(rows, (N,), eps=EPS).expand(3, 5, N)
@@ -226,7 +226,7 @@ def test_shapes_without_numbers_are_those_with(
     problem = problems.linear_norm(first_of(dtype), norm_of(results), keep=keep)
     made = shapes.made(problem.op, problem.inputs, problem.attrs)
     operands = problem.operands(constants_of(problem), sample_inputs(problem, CPU))
-    called = reference.call(problem.op, operands, problem.attrs)
+    called = operation(problem.op).call(operands, problem.attrs)
     assert made == [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in called]
     assert made == [(m.dtype, m.shape) for m in problem.outputs]
 
@@ -281,9 +281,9 @@ def test_codes_need_their_scale() -> None:
 def test_work_is_the_product_s_and_the_sum_is_not_moved() -> None:
     first, second = first_of(FP8), norm_of(("codes", "norm"))
     dropped, kept = (problems.linear_norm(first, second, keep=keep) for keep in (False, True))
-    assert flops(dropped) == flops(kept) == flops(first) == 2 * 15 * N * K
-    assert nbytes(kept) == nbytes(first) + nbytes(second) - first.output.nbytes
-    assert nbytes(dropped) == nbytes(kept) - first.output.nbytes
+    assert dropped.flops == kept.flops == first.flops == 2 * 15 * N * K
+    assert kept.nbytes == first.nbytes + second.nbytes - first.output.nbytes
+    assert dropped.nbytes == kept.nbytes - first.output.nbytes
 
 
 def test_problems_with_other_factors_share_an_auction() -> None:

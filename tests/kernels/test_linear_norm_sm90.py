@@ -15,7 +15,8 @@ import triton
 from tessella.kernels.gemm import normed as kernel
 from tessella.kernels.gemm import wgmma
 from tessella.operations.epilogue import ACTIVATIONS
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tests.kernels import compile_only, gluon_roles
 
 FP8 = "float8_e4m3fn"

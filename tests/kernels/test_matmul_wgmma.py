@@ -13,7 +13,8 @@ import torch
 
 from tessella.core.errors import KernelError
 from tessella.kernels.gemm import wgmma
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tests.kernels import gluon_roles, products
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, draw

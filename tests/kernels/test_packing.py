@@ -6,7 +6,8 @@ import torch
 
 from tessella.device import packing
 from tessella.device.launch import preparing
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.find import find
 
 

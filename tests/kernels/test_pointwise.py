@@ -15,9 +15,10 @@ from tessella.kernels import catalog
 from tessella.kernels.pointwise import generated, generated_several, sequence
 from tessella.kernels.pointwise.axes import common_axes
 from tessella.kernels.pointwise.walk import refusal
-from tessella.operations import reference
 from tessella.operations.pointwise_program import CODES, ELEMENTWISE, ROWS, parse, text
-from tessella.operations.problem import Format, Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import Format, TensorMeta
 from tessella.search.inspection import exact_answers
 from tests.kernels import test_pool
 from tests.kernels.compile_only import compile_all
@@ -45,7 +46,7 @@ def problem(
     """The last instruction's value is the result; element types follow from torch."""
     results = results or (len(inputs) + len(program) - 1,)
     attrs = {"program": program, "results": results}
-    made = reference.call("pointwise", [m.empty(torch.device("meta")) for m in inputs], attrs)
+    made = operation("pointwise").call([m.empty(torch.device("meta")) for m in inputs], attrs)
     outputs = tuple(
         TensorMeta(
             shape=tuple(t.shape),
@@ -92,7 +93,7 @@ def agrees(asked: Problem, inputs: Sequence[torch.Tensor] | None = None) -> None
     assert (generated.fits(asked) is None) == (len(asked.outputs) == 1)
     assert (generated_several.fits(asked) is None) == (len(asked.outputs) > 1)
     wide = [t.double() if t.is_floating_point() else t for t in inputs]
-    right = reference.call(asked.op, wide, asked.attrs)
+    right = operation(asked.op).call(wide, asked.attrs)
     module = generated if len(asked.outputs) == 1 else generated_several
     runs = [run(module, asked, inputs, **config) for config in module.configs(asked)]
     if asked.op == "pointwise" and len(asked.outputs) == 1:
@@ -279,7 +280,7 @@ def test_functions(op: str) -> None:
         assert generated.fits(asked) is None, attrs
         (config, *_) = generated.configs(asked)
         (made,) = run(generated, asked, [x], **config)
-        (right,) = reference.call(op, [x.double(), None][: len(inputs)], attrs)
+        (right,) = operation(op).call([x.double(), None][: len(inputs)], attrs)
         close = {"rtol": 1e-2 if dtype == "bfloat16" else 2e-6, "atol": 3e-7}
         torch.testing.assert_close(made.double(), right.double(), **close)
         (made,) = run(generated, asked, [x * torch.nan], **config)
@@ -313,7 +314,7 @@ ALONG: dict[str, tuple[str, list[Shape], dict[str, Any]]] = {
 
 def alone(case: str) -> Problem:
     op, shapes, attrs = ALONG[case]
-    (made,) = reference.call(op, [torch.empty(s, device="meta") for s in shapes], attrs)
+    (made,) = operation(op).call([torch.empty(s, device="meta") for s in shapes], attrs)
     return Problem(
         op=op,
         inputs=tuple(meta(*s) for s in shapes),

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tessella.kernels import catalog
-from tessella.operations import reference
-from tessella.operations.problem import Format, Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import Format, TensorMeta
 
 # lanes beyond the edge compute with infinities, which NumPy, but no GPU, remarks on
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -31,7 +32,7 @@ def problem(
     format: Format = "channels_last",
 ) -> Problem:
     x = TensorMeta(shape=shape, dtype=dtype, format=format if len(shape) == 4 else "contiguous")
-    (made,) = reference.call(op, [x.empty(torch.device("meta"))], attrs)
+    (made,) = operation(op).call([x.empty(torch.device("meta"))], attrs)
     kept: Format = format if made.dim() == 4 else "contiguous"
     out = TensorMeta(shape=tuple(made.shape), dtype=dtype, format=kept)
     return Problem(op=op, inputs=(x,), outputs=(out,), attrs=attrs)
@@ -88,7 +89,7 @@ def agrees(algorithm: str, asked: Problem, device: torch.device = CPU) -> None:
     x = meta.empty(device).copy_(
         values.clamp(-127, 127).round() if meta.dtype == "int8" else values
     )
-    (right,) = reference.call(asked.op, [x.double()], asked.attrs)
+    (right,) = operation(asked.op).call([x.double()], asked.attrs)
     for config in row.configs(asked):
         made = out.empty(device).fill_(77)
         row.load().bind(asked, {}, **config)(x, out=made)
@@ -120,7 +121,7 @@ def chained(
     """A program; its last instruction's value is the result."""
     attrs = {"program": program, "results": (len(inputs) + len(program) - 1,)}
     meta = torch.device("meta")
-    (made,) = reference.call("pointwise", [m.empty(meta) for m in inputs], attrs)
+    (made,) = operation("pointwise").call([m.empty(meta) for m in inputs], attrs)
     dtype = str(made.dtype).removeprefix("torch.")
     out = TensorMeta(shape=tuple(made.shape), dtype=dtype, format=format)
     return Problem(
@@ -212,7 +213,7 @@ def chain_agrees(asked: Problem, device: torch.device = CPU, algorithm: str = "w
     assert row.refusal(asked) is None
     inputs = numbers(asked, device)
     wide = [t.double() if t.is_floating_point() else t for t in inputs]
-    (right,) = reference.call(asked.op, wide, asked.attrs)
+    (right,) = operation(asked.op).call(wide, asked.attrs)
     constants = {i: inputs[i] for i in asked.constant}
     free = [t for i, t in enumerate(inputs) if i not in constants]
     made = asked.output.empty(device).fill_(77)

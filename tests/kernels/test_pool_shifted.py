@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tessella.kernels import catalog
 from tessella.kernels.pool import shifted
 from tessella.kernels.pool.spans import levels, moves
-from tessella.operations.problem import Format, Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import Format, TensorMeta
 from tessella.search import find as auction
 from tests.kernels.test_pool import maximum, problem
 

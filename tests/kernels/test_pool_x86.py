@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tessella.kernels import catalog
 from tessella.kernels.pool import x86
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tests.kernels.test_pool import maximum, problem
 from tests.kernels.test_pool_shifted import CPU, NETWORKS, numbers, pooled, problems
 

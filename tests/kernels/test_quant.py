@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from tessella.kernels import catalog
 from tessella.kernels.conv.libraries import onednn_int8
-from tessella.operations import reference
-from tessella.operations.problem import Problem, TensorMeta, meta_of
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta, meta_of
 
 pytestmark = pytest.mark.instructions
 
@@ -120,7 +121,7 @@ def every_code(kernel: str, dtype: str, scale: float, device: torch.device) -> N
         attrs={"axis": 0, "dtype": dtype},
         constant=(1,),
     )
-    (right,) = reference.call("quantize", [x, step], problem.attrs)
+    (right,) = operation("quantize").call([x, step], problem.attrs)
     row = catalog.kernel(kernel)
     for config in row.configs(problem):
         call = row.load().bind(problem, {1: step}, **config)
@@ -171,7 +172,7 @@ def test_a_scale_for_each_channel(op: str, kernel: str) -> None:
     made = run(f"{op}.{kernel}", problem, {1: scale, 2: zero}, x)
     for channel in range(6):
         one = [x[:, channel], scale[channel], zero[channel]]
-        (right,) = reference.call(op, one, {**attrs, "axis": 0})
+        (right,) = operation(op).call(one, {**attrs, "axis": 0})
         assert torch.equal(made[:, channel], right)
     assert "one scale" in str(catalog.kernel(f"{op}.tiled").load().fits(problem))
 
@@ -194,7 +195,7 @@ def test_a_slice_is_rounded_where_it_lies(op: str) -> None:
     )
     assert read.matches(part)
     made = run(f"{op}.generated", problem, {1: scale}, part)
-    (right,) = reference.call(op, [part, scale], problem.attrs)
+    (right,) = operation(op).call([part, scale], problem.attrs)
     assert torch.equal(made, right)
     assert catalog.kernel(f"{op}.tiled").load().fits(problem) == "both sides dense, in one format"
 
@@ -294,7 +295,7 @@ def test_onednn_int8_is_exact(
     else:
         torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-4)
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
-    (stored,) = reference.call(op, problem.operands(constants, inputs), problem.attrs)
+    (stored,) = operation(op).call(problem.operands(constants, inputs), problem.attrs)
     assert torch.equal(made, stored) or dtype == "float32"
 
 

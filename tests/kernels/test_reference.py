@@ -14,8 +14,8 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from tessella.core.errors import CompileError
-from tessella.operations import reference
 from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.table import operation
 
 Array = np.ndarray[Any, Any]
 
@@ -213,7 +213,7 @@ def test_values_in_float64(
     tensors = inputs(shapes, op)
     want = meaning(*(None if t is None else t.numpy() for t in tensors), **attrs)
     wanted = want if isinstance(want, list) else [want]
-    got = reference.call(op, tensors, attrs)
+    got = operation(op).call(tensors, attrs)
     for have, expected in zip(got, wanted, strict=True):
         torch.testing.assert_close(have, torch.tensor(np.array(expected)), rtol=1e-11, atol=1e-11)
 
@@ -228,22 +228,22 @@ def test_meta_gives_the_same_shapes_and_types(
     dtype: torch.dtype,
 ) -> None:
     tensors = [None if t is None else t.to(dtype) for t in inputs(shapes, op)]
-    real = reference.call(op, tensors, attrs)
-    meta = reference.call(op, [None if t is None else t.to("meta") for t in tensors], attrs)
+    real = operation(op).call(tensors, attrs)
+    meta = operation(op).call([None if t is None else t.to("meta") for t in tensors], attrs)
     assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in real]
 
 
 @pytest.mark.parametrize(("op", "meaning"), [("sqrt", np.sqrt), ("log", np.log)])
 def test_roots_and_logarithms(op: str, meaning: Callable[[Array], Array]) -> None:
     x = torch.rand(5, dtype=torch.float64) + 0.1
-    torch.testing.assert_close(reference.call(op, [x], {})[0], torch.as_tensor(meaning(x.numpy())))
+    torch.testing.assert_close(operation(op).call([x], {})[0], torch.as_tensor(meaning(x.numpy())))
 
 
 def test_rsqrt_and_embedding() -> None:
     x = torch.rand(5, dtype=torch.float64) + 0.1
-    torch.testing.assert_close(reference.call("rsqrt", [x], {})[0], x**-0.5)
+    torch.testing.assert_close(operation("rsqrt").call([x], {})[0], x**-0.5)
     rows, weight = torch.tensor([[2, 0]]), torch.randn(3, 4)
-    torch.testing.assert_close(reference.call("embedding", [rows, weight], {})[0], weight[rows])
+    torch.testing.assert_close(operation("embedding").call([rows, weight], {})[0], weight[rows])
 
 
 def test_one_and_three_axes_agree_with_two() -> None:
@@ -253,9 +253,9 @@ def test_one_and_three_axes_agree_with_two() -> None:
            "dilation": [2, 1]}  # fmt: skip
     one = {k: v[:1] if isinstance(v, list) else v for k, v in two.items()}
     three = {k: [*v, v[1]] if isinstance(v, list) else v for k, v in two.items()}
-    (want,) = reference.call("conv2d", [x[..., None], w[..., None], b, None], two)
-    (flat,) = reference.call("conv1d", [x, w, b, None], one)
-    (deep,) = reference.call("conv3d", [x[..., None, None], w[..., None, None], b, None], three)
+    (want,) = operation("conv2d").call([x[..., None], w[..., None], b, None], two)
+    (flat,) = operation("conv1d").call([x, w, b, None], one)
+    (deep,) = operation("conv3d").call([x[..., None, None], w[..., None, None], b, None], three)
     torch.testing.assert_close(flat, want[..., 0])
     torch.testing.assert_close(deep[..., 0], want)
 
@@ -266,9 +266,9 @@ def test_a_transposed_convolution_is_the_adjoint_of_a_convolution() -> None:
         torch.randn(s, dtype=torch.float64) for s in ((1, 2, 8, 8), (1, 3, 4, 4), (3, 2, 3, 3))
     )
     conv = {"stride": [2, 2], "padding": [1, 1], "dilation": [1, 1], "groups": 1}
-    (forward,) = reference.call("conv2d", [x, w, None, None], conv)
-    (backward,) = reference.call(
-        "conv_transpose2d", [y, w, None], {**conv, "output_padding": [1, 1]}
+    (forward,) = operation("conv2d").call([x, w, None, None], conv)
+    (backward,) = operation("conv_transpose2d").call(
+        [y, w, None], {**conv, "output_padding": [1, 1]}
     )
     torch.testing.assert_close((forward * y).sum(), (x * backward).sum())
 
@@ -278,16 +278,16 @@ def test_every_activation_of_the_epilogue_is_the_operation_of_its_name(activatio
     x = torch.randn(4, 8, dtype=torch.float64)
     attrs = {"approximate": "tanh" if activation == "gelu_tanh" else "none"}
     op = activation.removesuffix("_tanh")
-    (want,) = reference.call(op, [x], attrs if op == "gelu" else {})
+    (want,) = operation(op).call([x], attrs if op == "gelu" else {})
     eye = torch.eye(8, dtype=torch.float64)
-    (got,) = reference.call("linear", [x, eye, None, None], {"activation": activation})
+    (got,) = operation("linear").call([x, eye, None, None], {"activation": activation})
     torch.testing.assert_close(got, want)
 
 
 def test_family_and_unknown_names() -> None:
-    assert reference.family("conv2d") == "conv"
-    assert reference.family("layer_norm") == "norm"
+    assert operation("conv2d").family == "conv"
+    assert operation("layer_norm").family == "norm"
     with pytest.raises(CompileError, match=r"unknown operation. Seen: frobnicate"):
-        reference.call("frobnicate", [], {})
+        operation("frobnicate").call([], {})
     with pytest.raises(TypeError, match="a tensor or a scalar"):
-        reference.call("add", [torch.zeros(1), None], {"scalar": None, "alpha": 1})
+        operation("add").call([torch.zeros(1), None], {"scalar": None, "alpha": 1})

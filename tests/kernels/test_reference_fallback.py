@@ -13,8 +13,9 @@ import torchvision
 import tessella.graph.onnx
 from tessella.core.errors import CompileError
 from tessella.kernels.fallback import aten
-from tessella.operations import reference
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.operations.torch_operators.allowed import ALLOWED
 from tessella.operations.torch_operators.operators import refusal
 
@@ -71,7 +72,7 @@ def test_other_operators_may_not(target: str, reason: str) -> None:
     with pytest.raises(CompileError):
         aten.bind(problem, {})
     with pytest.raises(CompileError):
-        reference.call("fallback", [torch.zeros(1)], problem.attrs)
+        operation("fallback").call([torch.zeros(1)], problem.attrs)
 
 
 def test_the_list_holds_pure_operators_that_exist() -> None:
@@ -121,7 +122,7 @@ def test_templates() -> None:
     tensors = [x, y, y > 0, torch.tensor([2, 0])]
     for target, args, kwargs, want in cases:
         attrs = {"target": target, "args": args, "kwargs": kwargs}
-        (got,) = reference.call("fallback", tensors, attrs)
+        (got,) = operation("fallback").call(tensors, attrs)
         torch.testing.assert_close(got, want)
         problem = problem_of(target, tensors, *args, kwargs=kwargs)
         bound = aten.bind(problem, {1: y, 3: tensors[3]})  # the rest is given at the call, in order
@@ -132,10 +133,10 @@ def test_memory_format_and_several_outputs() -> None:
     x = torch.randn(1, 2, 3, 4)
     kwargs = {"memory_format": {"memory_format": "channels_last"}}
     attrs = {"target": "aten::clone", "args": [{"input": 0}], "kwargs": kwargs}
-    (got,) = reference.call("fallback", [x], attrs)
+    (got,) = operation("fallback").call([x], attrs)
     assert got.is_contiguous(memory_format=torch.channels_last)
     attrs = {"target": "aten::max.dim", "args": [{"input": 0}, 1], "kwargs": {}}
-    values, indices = reference.call("fallback", [x], attrs)
+    values, indices = operation("fallback").call([x], attrs)
     assert torch.equal(values, x.amax(1))
     assert torch.equal(indices, x.argmax(1))
 
@@ -144,12 +145,12 @@ def test_memory_format_and_several_outputs() -> None:
 def test_a_template_reaches_no_other_attribute_of_torch(template: dict[str, str]) -> None:
     attrs = {"target": "aten::cumsum", "args": [{"input": 0}, 0], "kwargs": {"dtype": template}}
     with pytest.raises(CompileError, match=r"is not of the type ScalarType"):
-        reference.call("fallback", [torch.zeros(3)], attrs)
+        operation("fallback").call([torch.zeros(3)], attrs)
 
 
 def test_torchvision_operators() -> None:
     x, boxes = torch.randn(1, 2, 8, 8), torch.tensor([[0.0, 1.0, 1.0, 6.0, 6.0]])
     args = [{"input": 0}, {"input": 1}, 1.0, 2, 2, -1, False]
     attrs = {"target": "torchvision::roi_align", "args": args, "kwargs": {}}
-    (got,) = reference.call("fallback", [x, boxes], attrs)
+    (got,) = operation("fallback").call([x, boxes], attrs)
     torch.testing.assert_close(got, torchvision.ops.roi_align(x, boxes, 2))

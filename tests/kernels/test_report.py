@@ -13,7 +13,8 @@ from tessella import kernels
 from tessella.core.device import fingerprint
 from tessella.core.errors import UsageError
 from tessella.kernels import catalog
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import limits, report, roofline
 from tests.kernels import scratch
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tessella.operations import reference, shapes
-from tessella.operations.problem import TensorMeta
+from tessella.operations import shapes
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 from tests.compiler.networks import captured, plan
 
 CONV = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1}
@@ -97,7 +98,7 @@ def test_a_rule_says_what_torch_makes(
     ]
     right = [
         (str(t.dtype).removeprefix("torch."), tuple(t.shape))
-        for t in reference.call(op, tensors, attrs)
+        for t in operation(op).call(tensors, attrs)
     ]
     assert shapes.made(op, metas(of, dtype), attrs) == right
 
@@ -121,7 +122,7 @@ def test_a_rule_says_what_int8_makes(op: str, of: list[Any], attrs: dict[str, An
     tensors = [m.empty(torch.device("cpu")).zero_() + (m.dtype == "float32") for m in kinds]
     right = [
         (str(t.dtype).removeprefix("torch."), tuple(t.shape))
-        for t in reference.call(op, tensors, attrs)
+        for t in operation(op).call(tensors, attrs)
     ]
     assert shapes.made(op, kinds, attrs) == right
 
@@ -177,7 +178,7 @@ def test_what_is_wrong_ends_as_on_the_meta_device(
 
     def on_meta() -> list[shapes.Made]:
         tensors = [None if m is None else m.empty(shapes.META) for m in metas(of)]
-        made = reference.call(op, tensors, attrs)
+        made = operation(op).call(tensors, attrs)
         return [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in made]
 
     assert outcome(lambda: shapes.made(op, metas(of), attrs)) == outcome(on_meta)

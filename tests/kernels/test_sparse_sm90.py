@@ -25,8 +25,9 @@ from tessella.kernels import catalog
 from tessella.kernels.sparse import cusparselt, wgmma, wgmma_device
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.kernels.sparse.wgmma_device import Tiling, depth
-from tessella.operations.epilogue import ACTIVATIONS, finish, store
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.epilogue import ACTIVATIONS, Epilogue, finish, store
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tests.kernels.compile_only import compile_all
 from tests.kernels.products import Case, assert_right, draw, run
 from tests.kernels.sparse_on_cpu import linear
@@ -290,7 +291,8 @@ def test_the_source_on_a_processor_is_exact(
     numbers = {"activation": "relu", "alpha": 0.5, "beta": -2.0, "gamma": gamma}
     linear(tiling, x, weight, out, tmp_path, bias=bias, residual=residual, scale=scale, **numbers)
     product = x.double() @ weight.double().T
-    right = finish(product, bias.double(), residual.double(), scale.double(), **numbers)
+    wide = {"bias": bias.double(), "residual": residual.double(), "scale": scale.double()}
+    right = finish(product, Epilogue(**wide, **numbers))
     assert torch.equal(out, store(right, dtype))
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tessella.operations import build as problems
-from tessella.operations import reference
-from tessella.operations.problem import Problem, TensorMeta
-from tessella.operations.work import flops, nbytes
+from tessella.operations import problems
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 
 
 def float32(*shape: int) -> TensorMeta:
@@ -36,9 +36,9 @@ def test_operations_are_those_that_torch_counts(problem: Problem) -> None:
     with torch.device("meta"):
         inputs = [torch.empty(meta.shape) for meta in problem.inputs]
     with FlopCounterMode(display=False) as counter:
-        reference.call(problem.op, inputs, problem.attrs)
-    assert flops(problem) == counter.get_total_flops()
+        operation(problem.op).call(inputs, problem.attrs)
+    assert problem.flops == counter.get_total_flops()
 
 
 def test_bytes_are_those_of_every_operand_once() -> None:
-    assert nbytes(problems.conv(X, W, **WINDOW)) == X.nbytes + W.nbytes + DY.nbytes
+    assert problems.conv(X, W, **WINDOW).nbytes == X.nbytes + W.nbytes + DY.nbytes

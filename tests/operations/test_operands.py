@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tessella.kernels import catalog
-from tessella.operations import operands
-from tessella.operations.operation import OPS
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.table import OPERATIONS
+from tessella.operations.tensor_meta import TensorMeta
 
 CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "activation": None}
 POOL = {"kernel_size": (2, 2), "pool_stride": (2, 2), "pool_padding": (0, 0),
@@ -25,7 +25,7 @@ class Shaped:
 
 def told(op: str, inputs: list[Any], result: tuple[int, ...], **attrs: Any) -> str | None:
     shaped = [None if shape is None else Shaped(shape) for shape in inputs]
-    return operands.wrong(op, shaped, [Shaped(result)], attrs)
+    return OPERATIONS[op].misfit(shaped, [Shaped(result)], attrs)
 
 
 RIGHT: dict[str, tuple[list[Any], tuple[int, ...], dict[str, Any]]] = {
@@ -39,6 +39,12 @@ RIGHT: dict[str, tuple[list[Any], tuple[int, ...], dict[str, Any]]] = {
     ),
     "linear": ([(2, 5, 8), (4, 8), (4,), (2, 5, 4), (4,)], (2, 5, 4), {}),
     "linear_norm": ([(5, 8), (4, 8), (4,), (5, 4), (4,), (4,), (4,), ()], (5, 4), {}),
+    **{
+        f"conv2d_{kind}": (
+            [Y, second], result, {**CONV, "input_size": X, "kernel_size": (3, 3)},
+        )
+        for kind, second, result in (("dgrad", W, X), ("wgrad", X, W))
+    },
     "matmul": ([(3, 5, 8), (3, 8, 4), (4,), (3, 5, 4), (4,)], (3, 5, 4), {}),
     "batch_norm": ([X, (8,), (8,), (8,), (8,)], X, {}),
     "group_norm": ([X, (8,), (8,)], X, {"num_groups": 2}),
@@ -63,7 +69,7 @@ def test_what_belongs_together(op: str) -> None:
 def test_every_operand_is_looked_at(op: str) -> None:
     """Each operand in turn is one number, one too short, one too long, of one axis more or less."""
     inputs, result, attrs = RIGHT[op]
-    names = operands.names(op)
+    names = OPERATIONS[op].operands
     for position, shape in enumerate(inputs):
         if position == 0:
             continue
@@ -92,8 +98,9 @@ def test_every_operand_is_looked_at(op: str) -> None:
 
 def test_every_operation_with_vectors_has_a_rule() -> None:
     vectors = {"bias", "scale", "weight", "residual", "running_mean"}
-    with_vectors = {n for n, row in OPS.items() if vectors & {*row.inputs, *row.late}}
-    assert with_vectors - {"embedding"} <= RIGHT.keys()
+    with_vectors = {n for n, row in OPERATIONS.items() if vectors & {*row.inputs, *row.late}}
+    gradients = {f"conv{axes}d_dgrad" for axes in (1, 3)}  # the rule of two axes
+    assert with_vectors - {"embedding", *gradients} <= RIGHT.keys()
 
 
 @pytest.mark.parametrize("op", ["conv2d", "linear"])

@@ -14,7 +14,8 @@ from torch import nn
 from tessella import runtime
 from tessella.core.errors import UsageError
 from tessella.core.spec import TensorSpec
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.runtime import picture, profiler
 from tessella.runtime.profiler import Profile, profile, table
 from tessella.runtime.trace import chrome_trace

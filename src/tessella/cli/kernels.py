@@ -15,7 +15,8 @@ from tessella.core.errors import UsageError
 from tessella.core.record import to_plain
 from tessella.kernels import catalog
 from tessella.kernels.sparse.two_four import prune_two_four
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.inputs import sample_inputs
 from tessella.search.report import ATTENTION, COLUMNS, PROBLEMS, Report, cells, find, title
 from tessella.search.roofline import svg

@@ -24,8 +24,8 @@ from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.graph.graph import Graph, Node, Value
 from tessella.graph.interpret import interpret
 from tessella.kernels.conv.libraries import onednn_int8
-from tessella.operations import reference
 from tessella.operations.reference.quant import dequantize, quantize
+from tessella.operations.table import operation
 
 Tensors = dict[str, torch.Tensor]
 
@@ -385,4 +385,4 @@ def _as_rounded(weight: torch.Tensor, kind: str, limit: float) -> torch.Tensor:
 def _product(node: Node) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The layer without its epilogue."""
     attrs = {k: v for k, v in node.attrs.items() if k != "activation"}
-    return lambda x, weight: reference.call(node.op, [x, weight], attrs)[0]
+    return lambda x, weight: operation(node.op).call([x, weight], attrs)[0]

@@ -12,7 +12,8 @@ from tessella.compiler.precision import FEWEST_CHANNELS
 from tessella.graph.graph import Node, Value
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Kernel
-from tessella.operations.problem import Format, Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import Format, TensorMeta
 
 HALVES = ("float16", "bfloat16")
 # to ask with: more pixels than a kernel of few rows takes, and a size that few axes have; and one

@@ -19,7 +19,8 @@ from tessella.graph.build import Builder
 from tessella.graph.graph import Dim, Value
 from tessella.graph.operator_call import OperatorCall
 from tessella.graph.quantized import QUANTIZED
-from tessella.operations.operation import BY_ATEN, Op
+from tessella.operations.operation import Operation
+from tessella.operations.table import BY_ATEN
 from tessella.operations.user_operators import OPERATORS
 
 Result = Value | tuple[Value, ...] | None
@@ -55,13 +56,13 @@ _PER_AXIS = frozenset(
 )
 
 
-def _same_arguments(call: OperatorCall, build: Builder, row: Op) -> Result:
+def _same_arguments(call: OperatorCall, build: Builder, row: Operation) -> Result:
     """A row whose inputs and attributes are the overload's arguments of the same names."""
     arguments = dict(call.arguments)
     if "self" in arguments:
         arguments["input"] = arguments.pop("self")
     inputs = [arguments.pop(i, None) for i in row.inputs]
-    attrs = {a: arguments.pop(a) for a in row.attrs if a in arguments}
+    attrs = {a: arguments.pop(a) for a in row.attributes if a in arguments}
     defaults = {a.name: a.default_value for a in call.operator._schema.arguments}
     changed = {
         a for a, v in arguments.items() if a not in _IGNORED and v not in (None, defaults.get(a))

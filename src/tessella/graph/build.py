@@ -13,8 +13,7 @@ from tessella.core.spec import TensorSpec
 from tessella.graph import infer
 from tessella.graph.attributes import is_attribute
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
-from tessella.operations import reference
-from tessella.operations.operation import op as row_of
+from tessella.operations.table import operation
 from tessella.operations.torch_operators.operators import refusal
 from tessella.operations.user_operators import named
 
@@ -76,17 +75,17 @@ class Builder:
 
         Inputs that are left out at the end may be missing, and ``activation`` where it is None.
         """
-        row = row_of(op)
+        row = operation(op)
         if not row.variadic:
             inputs = (*inputs, *[None] * (len(row.inputs) - len(inputs)))
-        attrs = {a: freeze(attrs.get(a)) for a in row.attrs}
+        attrs = {a: freeze(attrs.get(a)) for a in row.attributes}
         kinds = infer.outputs(op, inputs, attrs)
         like = name or op
         names = [like] if len(kinds) == 1 else [f"{like}.{i}" for i in range(len(kinds))]
         a_weight = op == "dequantize" and len(kinds[0][1]) > 1  # whose codes a layer will want
         if self._fold and not a_weight and self._foldable(inputs, kinds, attrs):
             tensors = [self.graph.constant(v) for v in inputs]
-            made = reference.call(op, tensors, attrs)
+            made = row.call(tensors, attrs)
             return tuple(self.constant(n, t) for n, t in zip(names, made, strict=True))
         outputs = tuple(
             Value(self.fresh(n), dtype, shape)

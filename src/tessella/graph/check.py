@@ -7,7 +7,7 @@ from tessella.graph import infer
 from tessella.graph.attributes import is_attribute
 from tessella.graph.graph import Graph, Node, Value, shape_at
 from tessella.operations import pointwise_program as program
-from tessella.operations.operation import OPS
+from tessella.operations.table import OPERATIONS
 from tessella.operations.torch_operators.operators import refusal
 
 # Two sizes fix a line; 1 is the case that broadcasting treats differently.
@@ -64,13 +64,12 @@ def _names(graph: Graph) -> None:
 
 def _row(node: Node) -> None:
     """The node has the inputs and attributes that its operation's row asks for."""
-    row = OPS.get(node.op)
+    row = OPERATIONS.get(node.op)
     if row is None:
         raise _broken(node, "operations are known", node.op)
-    if set(node.attrs) - set(row.extras) != set(row.attrs):
-        raise _broken(
-            node, f"the attributes are {', '.join(row.attrs) or 'none'}", ", ".join(node.attrs)
-        )
+    if not set(row.attributes) <= set(node.attrs) <= {*row.attributes, *row.defaults}:
+        known = ", ".join(row.attributes) or "none"
+        raise _broken(node, f"the attributes are {known}", ", ".join(node.attrs))
     if row.variadic:
         if not node.inputs or None in node.inputs:
             raise _broken(node, "it takes one or more tensors, none left out", str(node.inputs))
@@ -79,7 +78,7 @@ def _row(node: Node) -> None:
     for name, value in zip(row.inputs, node.inputs):
         if value is None and name not in row.optional:
             raise _broken(node, f"the input {name} may not be left out", "None")
-    if "scalar" in row.attrs and (node.inputs[1] is None) == (node.attrs["scalar"] is None):
+    if "scalar" in row.attributes and (node.get("other") is None) == (node.attrs["scalar"] is None):
         raise _broken(node, "either other or scalar is given", f"scalar={node.attrs['scalar']}")
     if not row.many and len(node.outputs) != 1:
         raise _broken(node, "it has one output", f"{len(node.outputs)} outputs")

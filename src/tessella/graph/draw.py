@@ -12,8 +12,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
 from tessella.graph.layout import layered
-from tessella.operations.operation import op
-from tessella.operations.reference.table import family
+from tessella.operations.table import operation
 
 _COLORS = {
     "conv": "#3b82f6",
@@ -24,6 +23,7 @@ _COLORS = {
     "softmax": "#ec4899",
     "reduce": "#f97316",
     "pointwise": "#22c55e",
+    "elementwise": "#22c55e",
     "transform": "#94a3b8",
     "fallback": "#ef4444",
     "user": "#eab308",
@@ -111,7 +111,7 @@ def _boxes(graph: Graph) -> tuple[list[_Box], dict[Value, _Box]]:
             before.titles.append(_title(node))
             box = before
         else:
-            box = _Box(family(node.op), reads, [_title(node)], [], [node])
+            box = _Box(operation(node.op).family, reads, [_title(node)], [], [node])
             boxes.append(box)
         producer.update(dict.fromkeys(node.outputs, box))
     for box in boxes:
@@ -127,7 +127,7 @@ def _boxes(graph: Graph) -> tuple[list[_Box], dict[Value, _Box]]:
 
 def _follows(node: Node) -> bool:
     """Whether a node is drawn in the box of what it reads."""
-    return op(node.op).elementwise or node.op == "batch_norm"
+    return operation(node.op).elementwise or node.op == "batch_norm"
 
 
 def _title(node: Node) -> str:

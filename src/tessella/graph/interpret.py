@@ -9,7 +9,7 @@ import torch
 
 from tessella.core.errors import InputError
 from tessella.graph.graph import Dim, Graph, Node, Value, shape_at
-from tessella.operations import reference
+from tessella.operations.table import operation
 
 Watch = Callable[[Node, Sequence[torch.Tensor | None], Sequence[torch.Tensor]], None]
 
@@ -50,7 +50,7 @@ def interpret(
             else _cast(graph.constants[v].to(device), upcast)
             for v in node.inputs
         ]
-        made = reference.call(node.op, tensors, attrs)
+        made = operation(node.op).call(tensors, attrs)
         if watch is not None:
             watch(node, tensors, made)
         live.update(zip(node.outputs, made, strict=True))

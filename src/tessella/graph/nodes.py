@@ -12,6 +12,8 @@ from typing import Any
 
 from tessella.graph.names import Names
 from tessella.graph.value import Value
+from tessella.operations.operation import Operation
+from tessella.operations.table import operation
 
 # Between the places of neighbours: so many halvings before all places are given anew.
 _GAP = 1 << 128
@@ -21,7 +23,7 @@ class Node:
     """One operation.
 
     Attributes:
-        op: a name of ``operations.operation``, or ``fallback`` with the torch operator in
+        op: a name of ``operations.table``, or ``fallback`` with the torch operator in
             ``attrs["target"]``.
         inputs: in the operation's order; None where an optional one is left out.
         outputs: the values that it makes.
@@ -80,6 +82,41 @@ class Node:
         """The only output."""
         (value,) = self._outputs
         return value
+
+    @property
+    def operation(self) -> Operation:
+        """The operation's row; raises ``CompileError`` if there is none."""
+        return operation(self.op)
+
+    def get(self, operand: str) -> Value | None:
+        """The input of this name; None where it is left out."""
+        position = self.operation.position(operand)
+        return self._inputs[position] if position < len(self._inputs) else None
+
+    def __getitem__(self, operand: str) -> Value:
+        """The input of this name.
+
+        Raises:
+            KeyError: it is left out, or the operation has no such operand.
+        """
+        value = self.get(operand)
+        if value is None:
+            raise KeyError(f"{self.op} → {self._outputs} is without {operand}")
+        return value
+
+    def rebind(self, **operands: Value | None) -> None:
+        """Let inputs be other values, by name; None leaves one out."""
+        inputs = list(self._inputs)
+        for name, value in operands.items():
+            position = self.operation.position(name)
+            inputs.extend([None] * (position + 1 - len(inputs)))
+            inputs[position] = value
+        self.inputs = tuple(inputs)
+
+    def has_only(self, *operands: str) -> bool:
+        """Whether no other operand is given than these."""
+        named = zip(self.operation.operands, self._inputs, strict=False)
+        return all(value is None or name in operands for name, value in named)
 
     def __lt__(self, other: Node) -> bool:
         """Whether the node stands before another one of the same graph."""

@@ -37,8 +37,8 @@ from typing import Any, Protocol, cast
 import torch
 
 from tessella.core.errors import CompileError, UsageError
-from tessella.operations import operands
-from tessella.operations.problem import Problem, is_gamma
+from tessella.operations.epilogue import is_gamma
+from tessella.operations.problem import Problem
 
 Call = Callable[..., Any]  # tensors in, a tensor or a tuple of tensors out
 Config = dict[str, Any]  # one way to run a kernel, a flat JSON object: tile sizes and the like
@@ -102,13 +102,13 @@ class Kernel:
 
     def refusal(self, problem: Problem) -> str | None:
         """Why it cannot carry a problem out, or None."""
-        if reason := operands.wrong(problem.op, problem.inputs, problem.outputs, problem.attrs):
+        if reason := problem.misfit:
             return reason
         module = self.load()
         sliced = any(meta.strides is not None for meta in problem.outputs)
         if sliced and not getattr(module, "SLICED_OUT", False):
             return "does not write into a slice of a larger buffer"
-        if not is_gamma(gamma := problem.attr("gamma")):
+        if not is_gamma(gamma := problem.epilogue.gamma):
             return f"gamma is a number above zero that float32 holds, not {gamma!r}"
         if gamma != 1 and not getattr(module, "GAMMA", False):
             return "has no factor behind the activation (gamma)"

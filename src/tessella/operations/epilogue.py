@@ -1,20 +1,76 @@
-"""The epilogue: what a convolution or a matrix product does to its result before storing it.
-
-``out = store(gamma · activation(alpha · scale · product + bias + beta · residual))``, where scale
-and bias have one number an output channel. The names are what the attribute ``activation`` may
-hold. ``gamma`` is above zero: what a layer of codes divides by where no factor passes through its
-activation (1 / the result's scale, behind a GELU).
-"""
+"""The epilogue: what a convolution or a matrix product does to its result before storing it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from tessella.operations.problem import Problem, is_gamma
+T = TypeVar("T")  # a tensor, or the description of one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epilogue(Generic[T]):
+    """``store(gamma · activation(alpha · scale · product + bias + beta · residual))``.
+
+    Attributes:
+        bias, scale: one number an output channel; None where there is none.
+        residual: of the result's shape; None where there is none.
+        activation: a name of ``ACTIVATIONS``, or None.
+        beta: where it is 0 the residual is not read, whatever it holds.
+        gamma: a number above zero: what a layer on quantized values divides by where no factor
+            passes through its activation (1 / the result's scale, behind a GELU).
+    """
+
+    bias: T | None = None
+    residual: T | None = None
+    scale: T | None = None
+    activation: str | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+    gamma: float = 1.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the product itself is the result."""
+        tensors = (self.bias, self.residual, self.scale)
+        numbers = (self.activation, self.alpha, self.gamma)
+        return tensors == (None, None, None) and numbers == (None, 1, 1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether something is only added to the product (bias, residual), which is activated."""
+        return self.scale is None and (self.alpha, self.beta, self.gamma) == (1, 1, 1)
+
+    def of(
+        self,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> Epilogue[torch.Tensor]:
+        """The same numbers with these tensors; a residual that ``beta`` forbids to read is None."""
+        return Epilogue(
+            bias=bias,
+            residual=None if self.beta == 0 else residual,
+            scale=scale,
+            activation=self.activation,
+            alpha=self.alpha,
+            beta=self.beta,
+            gamma=self.gamma,
+        )
+
+    def without(self, *fields: str) -> Epilogue[T]:
+        """What is left to do where a library has done some fields' part."""
+        defaults = Epilogue[T]()
+        return replace(self, **{field: getattr(defaults, field) for field in fields})
+
+
+NOTHING = Epilogue[torch.Tensor]()
+TENSORS = ("bias", "residual", "scale")
+NUMBERS: Mapping[str, Any] = {"activation": None, "alpha": 1.0, "beta": 1.0, "gamma": 1.0}
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -53,69 +109,85 @@ OUT: dict[str, Callable[..., Any]] = {
     "erf": torch.erf,
 }
 
-GAMMA_OF_HALVES = 2.0**-7, 2.0**14  # least and most, for ``in_halves``
+
+def is_gamma(number: Any) -> bool:
+    """Whether it can be ``gamma``: above zero, and a normal number in float32, as kernels take it.
+
+    Plans come from strangers: this is asked of whatever JSON holds.
+    """
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        return False
+    limits = torch.finfo(torch.float32)
+    return bool(limits.tiny <= number <= limits.max)
+
+
+def bias_inside(
+    epilogue: Epilogue[torch.Tensor], dtype: torch.dtype
+) -> tuple[torch.Tensor | None, Epilogue[torch.Tensor]]:
+    """The bias that a library's product of this element type can add itself, and what remains."""
+    bias = epilogue.bias
+    if bias is None or bias.dtype != dtype or epilogue.scale is not None or epilogue.alpha != 1:
+        return None, epilogue
+    return bias, epilogue.without("bias")
 
 
 def finish(
-    product: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    gamma: float = 1.0,
-    axis: int = -1,
+    product: torch.Tensor, epilogue: Epilogue[torch.Tensor], *, axis: int = -1
 ) -> torch.Tensor:
-    """``gamma · activation(alpha · scale · product + bias + beta · residual)``.
-
-    Any tensor may be None.
-
-    Args:
-        bias, scale: one number for each position on ``axis``.
-        beta: where it is 0 the residual is not read, whatever it holds.
-        gamma: above zero.
+    """The epilogue of a product whose channels lie along ``axis``; nothing is rounded by storing.
 
     Raises:
-        ValueError: ``gamma`` is not.
+        ValueError: ``gamma`` is not above zero.
     """
-    _require_gamma(gamma)
-    x = product if alpha == 1 else alpha * product
-    if scale is not None:
-        x = x * _along(axis, scale, x)
-    if bias is not None:
-        x = x + _along(axis, bias, x)
-    if residual is not None and beta != 0:
-        x = x + (residual if beta == 1 else beta * residual)
-    x = x if activation is None else ACTIVATIONS[activation](x)
-    return x if gamma == 1 else x * gamma
+    _require_gamma(epilogue.gamma)
+    x = product if epilogue.alpha == 1 else epilogue.alpha * product
+    if epilogue.scale is not None:
+        x = x * _along(axis, epilogue.scale, x)
+    if epilogue.bias is not None:
+        x = x + _along(axis, epilogue.bias, x)
+    if epilogue.residual is not None and epilogue.beta != 0:
+        x = x + (epilogue.residual if epilogue.beta == 1 else epilogue.beta * epilogue.residual)
+    x = x if epilogue.activation is None else ACTIVATIONS[epilogue.activation](x)
+    return x if epilogue.gamma == 1 else x * epilogue.gamma
 
 
-def finish_(
-    x: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    activation: str | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    gamma: float = 1.0,
-    axis: int = -1,
-) -> torch.Tensor:
+def finish_(x: torch.Tensor, epilogue: Epilogue[torch.Tensor], *, axis: int = -1) -> torch.Tensor:
     """``finish`` in place, for kernels that own ``x``."""
-    if alpha != 1:
-        x.mul_(alpha)
-    if scale is not None:
-        x.mul_(_along(axis, scale, x))
-    if bias is not None:
-        x.add_(_along(axis, bias, x))
-    if residual is not None and beta != 0:
-        x.add_(residual, alpha=beta)
-    if activation is not None:
-        OUT[activation](x, out=x)
-    return x if gamma == 1 else x.mul_(gamma)
+    if epilogue.alpha != 1:
+        x.mul_(epilogue.alpha)
+    if epilogue.scale is not None:
+        x.mul_(_along(axis, epilogue.scale, x))
+    if epilogue.bias is not None:
+        x.add_(_along(axis, epilogue.bias, x))
+    if epilogue.residual is not None and epilogue.beta != 0:
+        x.add_(epilogue.residual, alpha=epilogue.beta)
+    if epilogue.activation is not None:
+        OUT[epilogue.activation](x, out=x)
+    return x if epilogue.gamma == 1 else x.mul_(epilogue.gamma)
+
+
+def finish_as(
+    dtype: str | None, product: torch.Tensor, epilogue: Epilogue[torch.Tensor], *, axis: int
+) -> torch.Tensor:
+    """``finish`` for references; stored as ``dtype`` if one is given, as layers on int8 say.
+
+    These have kernels that read the vectors by the channel: nothing is broadcast, and on the meta
+    device, where a plan's steps are checked, only shapes are looked at.
+    """
+    _require_gamma(epilogue.gamma)
+    residual = None if epilogue.residual is None else exact(epilogue.residual)
+    epilogue = replace(epilogue, residual=residual)
+    if dtype is None:
+        return finish(product, epilogue, axis=axis)
+    for name, vector in (("bias", epilogue.bias), ("scale", epilogue.scale)):
+        if vector is not None and tuple(vector.shape) != (product.shape[axis],):
+            raise ValueError(f"{name} {tuple(vector.shape)} for {product.shape[axis]} channels")
+    if residual is not None and residual.shape != product.shape:
+        raise ValueError(f"residual {tuple(residual.shape)} for {tuple(product.shape)}")
+    stored = getattr(torch, dtype)
+    if product.is_meta:
+        return torch.empty(product.shape, dtype=stored, device="meta")
+    return store(finish(product, epilogue, axis=axis), stored)
 
 
 def store(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -131,55 +203,16 @@ def store(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def finish_as(
-    dtype: str | None,
-    product: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    *,
-    axis: int,
-    **rest: Any,
-) -> torch.Tensor:
-    """``finish`` for references; stored as ``dtype`` if one is given, as layers on int8 say.
-
-    These have kernels that read the vectors by the channel: nothing is broadcast, and on the meta
-    device, where a plan's steps are checked, only shapes are looked at.
-    """
-    _require_gamma(rest.get("gamma", 1.0))
-    residual = None if residual is None else exact(residual)
-    if dtype is None:
-        return finish(product, bias, residual, scale, axis=axis, **rest)
-    for name, vector in (("bias", bias), ("scale", scale)):
-        if vector is not None and tuple(vector.shape) != (product.shape[axis],):
-            raise ValueError(f"{name} {tuple(vector.shape)} for {product.shape[axis]} channels")
-    if residual is not None and residual.shape != product.shape:
-        raise ValueError(f"residual {tuple(residual.shape)} for {tuple(product.shape)}")
-    stored = getattr(torch, dtype)
-    if product.is_meta:
-        return torch.empty(product.shape, dtype=stored, device="meta")
-    return store(finish(product, bias, residual, scale, axis=axis, **rest), stored)
-
-
-def in_halves(problem: Problem) -> bool:
-    """Whether ``half_device`` may compute the activation: GELU of an e4m3 result, with a factor
-    that float16 holds, and by which what float16 does not hold is more than e4m3 holds.
-    """
-    gelu = problem.attr("activation") == "gelu" and problem.output.dtype == "float8_e4m3fn"
-    least, most = GAMMA_OF_HALVES
-    return gelu and least <= problem.attr("gamma") <= most
-
-
-def _require_gamma(gamma: Any) -> None:
-    if not is_gamma(gamma):
-        raise ValueError(f"gamma is a number above zero that float32 holds, not {gamma!r}")
-
-
 def exact(x: torch.Tensor) -> torch.Tensor:
     """What a reference computes with: float64 for the types that are too small to (int8, fp8)."""
     if x.is_floating_point() and x.dtype.itemsize > 1:
         return x
     return torch.empty(x.shape, dtype=torch.float64, device="meta") if x.is_meta else x.double()
+
+
+def _require_gamma(gamma: Any) -> None:
+    if not is_gamma(gamma):
+        raise ValueError(f"gamma is a number above zero that float32 holds, not {gamma!r}")
 
 
 def _along(axis: int, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -1,29 +1,61 @@
-"""The operations that a graph or a plan may hold: names, inputs, attributes. A static table.
+"""What an operation is: the row that graph, compiler, plans and kernels read.
 
-Names and attributes are torch.nn.functional's. What an operation means is its reference,
-``operations.reference``; how torch's operators become these is ``graph.aten``.
+A new operation is a row and a function: a plain torch function that says what the operation means,
+and the row beside it, in a file of ``operations/reference``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from tessella.core.errors import CompileError
+import torch
+
+from tessella.operations import epilogue
+from tessella.operations.epilogue import Epilogue
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]  # by operand; one that is left out is not there
+Attributes = Mapping[str, Any]
+Rule = Callable[[Shapes, Shape, Attributes], str | None]
+Work = Callable[[Shapes, Shape, Attributes], int]
+
+
+class HasShape(Protocol):
+    """A description of a tensor."""
+
+    @property
+    def shape(self) -> Shape: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Op:
-    """One row.
+class Operation:
+    """One operation. Its names are torch.nn.functional's.
 
     Attributes:
-        name: the operation.
-        inputs: names of its tensor inputs, in order. A node has exactly as many, None where left
-            out.
+        name: what graphs and plans call it.
+        reference: a plain torch function, called ``reference(*inputs, **attributes)``, with None
+            for an input that is left out. It is right for every floating element type, and on the
+            meta device, where it gives shapes only.
+        inputs: names of its tensors, in order. A node of a graph has exactly as many, None where
+            one is left out.
         optional: those of the inputs that may be left out.
-        attrs: names of its attributes. A node has exactly these, and any of ``extras``.
-        late: inputs that may follow; a node without them is shorter.
-        extras: attributes that a node may leave out (``operations.problem.DEFAULTS``).
+        late: names of tensors that may follow; a node without them is shorter.
+        attributes: names of attributes. A node has exactly these, and any of ``defaults``.
+        defaults: attributes that may be left out, with what they are then.
+        hints: attributes that tell something about the constants or the inputs, or how exact sums
+            must be. They change no exact result; the reference does not take them.
         aten: torch's overloads whose arguments of the same names say the same.
+        epilogues: prefixes of the names of an epilogue's tensors and numbers: ``""`` for ``bias``
+            and ``activation``, ``"next_"`` for ``next_bias`` … The reference takes each as one
+            ``Epilogue``, the argument ``epilogue`` or ``next_epilogue``.
+        rule: why shapes of operands and of the first result do not belong together, or None.
+            Plans and calls come from strangers, and torch's rules on the meta device check no
+            length of a bias, which a kernel reads by its channels.
+        flops: floating-point operations of its products from the same arguments; a multiply-add is
+            two.
+        pair: the two operations that it does in one, where that is faster.
         variadic: takes any number of tensors instead of ``inputs``.
         elementwise: each element of the result depends on one element of each input (broadcast).
         view: only reinterprets shape or strides; the elements need not move.
@@ -31,202 +63,146 @@ class Op:
     """
 
     name: str
+    reference: Callable[..., Any]
     inputs: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    attrs: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
-    extras: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    hints: tuple[str, ...] = ()
     aten: tuple[str, ...] = ()
+    epilogues: tuple[str, ...] = ()
+    rule: Rule | None = None
+    flops: Work | None = None
+    pair: tuple[str, str] | None = None
     variadic: bool = False
     elementwise: bool = False
     view: bool = False
     many: bool = False
 
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of all tensors that it may take, in order; none where it takes any number."""
+        return (*self.inputs, *self.late)
 
-def _op(
-    name: str,
+    @property
+    def family(self) -> str:
+        """The folder of its kernels: ``conv``, ``pointwise``, …"""
+        return self.reference.__module__.rpartition(".")[2]
+
+    def ordered(self, **operands: Any) -> tuple[Any, ...]:
+        """Operands by name in the operation's order; None for those that are not given."""
+        return tuple(operands.get(name) for name in self.operands)
+
+    def positions(self, operands: Iterable[str]) -> tuple[int, ...]:
+        return tuple(map(self.position, operands))
+
+    def position(self, operand: str) -> int:
+        """Where an operand stands among the inputs; raises ``KeyError`` if it has no such one."""
+        try:
+            return self.operands.index(operand)
+        except ValueError:
+            known = ", ".join(self.operands) or "operands without names"
+            raise KeyError(f"{self.name} has no operand {operand!r}: it takes {known}") from None
+
+    def call(
+        self, inputs: Sequence[torch.Tensor | None], attributes: Attributes
+    ) -> tuple[torch.Tensor, ...]:
+        """What the operation means: its reference's results, one tensor an output."""
+        given = {name: value for name, value in attributes.items() if name not in self.hints}
+        if self.epilogues:
+            inputs, given = self._with_epilogues(inputs, given)
+        made = self.reference(*inputs, **given)
+        return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+
+    def _with_epilogues(
+        self, inputs: Sequence[torch.Tensor | None], given: dict[str, Any]
+    ) -> tuple[list[torch.Tensor | None], dict[str, Any]]:
+        """Inputs and attributes of a call, with each epilogue as one argument."""
+        tensors = dict(zip(self.operands, inputs, strict=False))
+        if len(inputs) > len(self.operands):
+            raise TypeError(f"{self.name} takes {', '.join(self.operands)}")
+        for prefix in self.epilogues:
+            parts = {n: tensors.pop(prefix + n, None) for n in epilogue.TENSORS}
+            parts |= {n: given.pop(prefix + n) for n in epilogue.NUMBERS if prefix + n in given}
+            given[f"{prefix}epilogue"] = Epilogue(**parts)
+        return list(tensors.values()), given
+
+    def misfit(
+        self, inputs: Sequence[HasShape | None], results: Sequence[HasShape], attrs: Attributes
+    ) -> str | None:
+        """Why these operands are not those of one operation, or None.
+
+        Args:
+            inputs: in the operation's order; None where one is left out.
+            results: what the operation is said to make.
+        """
+        if unknown := sorted(set(attrs) - {*self.attributes, *self.defaults}):
+            return f"{self.name} has no attribute {unknown[0]}"
+        if self.variadic:
+            return None
+        if len(inputs) > len(self.operands):
+            return f"{self.name} takes {', '.join(self.operands)}, not {len(inputs)} operands"
+        shapes = self.shapes(inputs)
+        if missing := [n for n in self.inputs if n not in shapes and n not in self.optional]:
+            return f"{self.name} needs {', '.join(missing)}"
+        return None if self.rule is None else self.rule(shapes, results[0].shape, attrs)
+
+    def shapes(self, inputs: Sequence[HasShape | None]) -> dict[str, Shape]:
+        """The shapes of operands by name, without those that are left out."""
+        named = zip(self.operands, inputs, strict=False)
+        return {name: tensor.shape for name, tensor in named if tensor is not None}
+
+
+def row(
+    reference: Callable[..., Any],
     inputs: str,
-    attrs: str = "",
+    attributes: str = "",
+    *,
+    name: str = "",
     aten: str = "",
     late: str = "",
-    extras: str = "",
-    **flags: bool,
-) -> Op:
-    """A row from words: an input that may be left out ends in ``?``."""
+    hints: str = "",
+    **facts: Any,
+) -> Operation:
+    """A row in few words: an input that may be left out ends in ``?``.
+
+    The operation's name is that of its reference, if none is given.
+    """
     words = inputs.split()
-    return Op(
-        name=name,
+    return Operation(
+        name=name or reference.__name__,
+        reference=reference,
         inputs=tuple(w.removesuffix("?") for w in words),
         optional=tuple(w.removesuffix("?") for w in words if w.endswith("?")),
-        attrs=tuple(attrs.split()),
         late=tuple(late.split()),
-        extras=tuple(extras.split()),
+        attributes=tuple(attributes.split()),
+        hints=tuple(hints.split()),
         aten=tuple(aten.split()),
-        **flags,
+        **facts,
     )
 
 
-def _unary(name: str, attrs: str = "", aten: str = "") -> Op:
-    return _op(name, "input", attrs, aten or f"{name}.default", elementwise=True)
+# What a rule is made of.
 
 
-def _binary(name: str, attrs: str = "") -> Op:
-    """``other`` is left out where it is the number ``scalar``."""
-    return _op(name, "input other?", f"scalar {attrs}", elementwise=True)
+def differs(shapes: Shapes, name: str, right: Shape) -> str | None:
+    """Why an operand has not exactly this shape, or None."""
+    if name not in shapes or shapes[name] == right:
+        return None
+    return f"{name} has the shape {shown(shapes[name])}, not {shown(right)}"
 
 
-_CONV = "stride padding dilation groups activation"
-# of a layer on int8 or fp8: one factor a channel, the residual's factor, the one behind the
-# activation, the result's element type, how fp8 sums are kept; of a weight: its sparsity
-_FACTORS = "alpha beta gamma dtype fast_accumulation sparsity"
-
-_ROWS = (
-    # convolution and matrix products: activation(… + bias + residual)
-    _op("conv1d", "input weight bias? residual?", _CONV, "conv1d.default"),
-    _op("conv2d", "input weight bias? residual?", _CONV, "conv2d.default", "scale", _FACTORS),
-    _op("conv3d", "input weight bias? residual?", _CONV, "conv3d.default"),
-    _op(
-        "conv_transpose2d",
-        "input weight bias?",
-        "stride padding output_padding groups dilation",
-        "conv_transpose2d.input",
-    ),
-    # two 1×1 convolutions: the second reads what the first makes, which is a result too, if kept
-    _op(
-        "conv2d_chain",
-        "input weight bias? residual? scale? next_weight next_bias? next_scale?",
-        "activation next_activation keep",
-        extras="beta dtype next_dtype",
-        many=True,
-    ),
-    # a convolution, and the largest of its results in each window
-    _op(
-        "conv2d_pool",
-        "input weight bias? residual?",
-        f"{_CONV} kernel_size pool_stride pool_padding pool_dilation ceil_mode",
-        late="scale",
-        extras=_FACTORS,
-    ),
-    _op(
-        "linear",
-        "input weight bias? residual?",
-        "activation",
-        "linear.default",
-        "scale",
-        _FACTORS,
-    ),
-    # a layer and the norm over its result's rows; results are norm, codes of it, and what it reads
-    _op(
-        "linear_norm",
-        "input weight bias? residual? scale? norm_weight norm_bias code_scale?",
-        "activation eps results",
-        extras=f"{_FACTORS} code_dtype",
-        many=True,
-    ),
-    _op("matmul", "input other", aten="matmul.default"),
-    # normalization
-    _op("batch_norm", "input running_mean running_var weight? bias?", "eps"),
-    _op("layer_norm", "input weight? bias?", "normalized_shape eps", "layer_norm.default"),
-    _op("group_norm", "input weight? bias?", "num_groups eps", "group_norm.default"),
-    _op("rms_norm", "input weight?", "normalized_shape eps", "rms_norm.default"),
-    _op("local_response_norm", "input", "size alpha beta k"),
-    # pooling
-    _op(
-        "max_pool2d",
-        "input",
-        "kernel_size stride padding dilation ceil_mode",
-        "max_pool2d.default",
-        extras="non_negative",
-    ),
-    _op(
-        "avg_pool2d",
-        "input",
-        "kernel_size stride padding ceil_mode count_include_pad divisor_override",
-        "avg_pool2d.default",
-    ),
-    _op("adaptive_avg_pool2d", "input", "output_size", "adaptive_avg_pool2d.default"),
-    # softmax, attention, reductions
-    _op("softmax", "input", "dim dtype", "softmax.int"),
-    _op("log_softmax", "input", "dim dtype", "log_softmax.int"),
-    _op(
-        "scaled_dot_product_attention",
-        "query key value attn_mask?",
-        "is_causal scale enable_gqa",
-        "scaled_dot_product_attention.default",
-        extras="gamma dtype",
-    ),
-    _op("mean", "input", "dim keepdim dtype", "mean.dim"),
-    _op("sum", "input", "dim keepdim dtype", "sum.dim_IntList"),
-    _op("amax", "input", "dim keepdim", "amax.default"),
-    _op("amin", "input", "dim keepdim", "amin.default"),
-    # element by element, one input
-    _unary("relu"),
-    _unary("relu6"),
-    _unary("sigmoid"),
-    _unary("tanh"),
-    _unary("silu"),
-    _unary("gelu", "approximate"),
-    _unary("hardswish"),
-    _unary("hardsigmoid"),
-    _unary("mish"),
-    _unary("leaky_relu", "negative_slope"),
-    _unary("elu", "alpha scale input_scale"),
-    _unary("softplus", "beta threshold"),
-    _unary("clamp", "min max"),
-    _unary("exp"),
-    _unary("log"),
-    _unary("sqrt"),
-    _unary("rsqrt"),
-    _unary("reciprocal"),
-    _unary("neg"),
-    _unary("abs"),
-    _unary("erf"),
-    _unary("to", "dtype", "to.dtype"),
-    # element by element, two inputs
-    _op("prelu", "input weight", aten="prelu.default"),
-    _binary("add", "alpha"),
-    _binary("sub", "alpha"),
-    _binary("mul"),
-    _binary("div"),
-    _binary("pow"),
-    _binary("maximum"),
-    _binary("minimum"),
-    # int8 and fp8: store(input / scale + zero_point), and back
-    _op("quantize", "input scale zero_point?", "axis dtype"),
-    _op("dequantize", "input scale zero_point?", "axis dtype"),
-    # moving, cutting and joining
-    _op("reshape", "input", "shape", view=True),
-    _op("permute", "input", "dims", view=True),
-    # axes in parts, some rolled, permuted, joined again: a copy, where the two above are views
-    _op("rearrange", "input", "sizes rolls dims shape"),
-    _op("expand", "input", "shape", view=True),
-    _op("slice", "input", "dim start end step", view=True),
-    _op("select", "input", "dim index", "select.int", view=True),
-    _op("split", "input", "sizes dim", view=True, many=True),
-    _op("cat", "", "dim", variadic=True),
-    _op("pad", "input", "pad mode value", "pad.default"),
-    _op("interpolate", "input", "size scale_factor mode align_corners antialias"),
-    _op("embedding", "input weight"),
-    _op("clone", "input"),
-    # bytes of images [N, H, W, C] → [N, C, H, W]: input · gain + offset, one of each a channel
-    _op("image_to_tensor", "input", "gain offset dtype"),
-    # a program of element-wise operations and some along the last axis (kernels.pointwise.program)
-    _op("pointwise", "", "program results", variadic=True, many=True),
-    # an operator of torch that has no row: args and kwargs are templates, see
-    # operations.torch_operators.arguments
-    _op("fallback", "", "target args kwargs", variadic=True, many=True),
-    # an operator of a user's own (kernels.user), by its name; args is such a template
-    _op("user", "", "target args", variadic=True, many=True),
-)
-
-OPS: dict[str, Op] = {row.name: row for row in _ROWS}
-
-# torch's overload, as in ``conv2d.default`` → the row whose arguments it shares
-BY_ATEN: dict[str, Op] = {overload: row for row in _ROWS for overload in row.aten}
+def first_of(*found: str | None) -> str | None:
+    """The first reason that is one."""
+    return next((reason for reason in found if reason is not None), None)
 
 
-def op(name: str) -> Op:
-    """The row called ``name``; raises ``CompileError`` if there is none."""
-    if name not in OPS:
-        raise CompileError("unknown operation", seen=name, fix=f"use one of {', '.join(OPS)}")
-    return OPS[name]
+def vectors(shapes: Shapes, channels: int, *names: str) -> str | None:
+    """Why one of these operands has not one number a channel, or None."""
+    return first_of(*(differs(shapes, name, (channels,)) for name in names))
+
+
+def shown(shape: Shape) -> str:
+    """A shape in a sentence."""
+    return "×".join(map(str, shape)) or "of one number"

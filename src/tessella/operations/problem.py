@@ -3,185 +3,19 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from tessella.core.dtype import Math
 from tessella.core.errors import KernelError, UsageError
 from tessella.core.record import digest
-
-Format = Literal["contiguous", "channels_last", "strided"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorMeta:
-    """Shape, element type and memory format of one tensor.
-
-    ``strided`` promises nothing but ``strides``, where they are known: the tensor may be a view.
-    The other formats are dense.
-
-    Attributes:
-        strides: in elements, of a slice of a larger dense tensor; None for everything else.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    format: Format = "contiguous"
-    strides: tuple[int, ...] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number."""
-        return int(getattr(torch, self.dtype).itemsize)
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """A new tensor of this shape, element type and format, with any content.
-
-        A slice's rows lie apart in memory of its own, with the gaps that the larger tensor leaves.
-        """
-        if self.strides is not None:
-            extent = max(d * s for d, s in zip(self.shape, self.strides, strict=True))
-            flat = torch.empty(extent, dtype=getattr(torch, self.dtype), device=device)
-            return flat.as_strided(self.shape, self.strides)
-        return torch.empty(
-            self.shape,
-            dtype=getattr(torch, self.dtype),
-            device=device,
-            memory_format=memory_format(self.format, len(self.shape)),
-        )
-
-    def has(self, format: Format) -> bool:
-        """Whether the format is this one, or the bytes are the same: one channel, or one pixel."""
-        one = len(self.shape) == 4 and (self.shape[1] == 1 or self.shape[2:] == (1, 1))
-        return self.format == format or (one and self.format != "strided")
-
-    @property
-    def dense_strides(self) -> tuple[int, ...]:
-        """The strides that shape and format give a dense tensor; ``strided`` counts as contiguous.
-
-        >>> TensorMeta(shape=(2, 3, 4, 5), dtype="float32", format="channels_last").dense_strides
-        (60, 1, 15, 3)
-        """
-        axes = list(range(len(self.shape)))
-        if self.format == "channels_last":
-            axes.append(axes.pop(1))
-        strides, step = [0] * len(axes), 1
-        for axis in reversed(axes):
-            strides[axis] = step
-            step *= self.shape[axis]
-        return tuple(strides)
-
-    def part(self, axis: int, size: int) -> TensorMeta:
-        """A slice of this dense tensor: ``size`` places of one axis; dense itself where it can be.
-
-        >>> TensorMeta(shape=(2, 8, 4, 4), dtype="float32", format="channels_last").part(1, 3)
-        TensorMeta(shape=(2, 3, 4, 4), dtype='float32', format='strided', strides=(128, 1, 32, 8))
-        """
-        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
-        dense = TensorMeta(shape=shape, dtype=self.dtype, format=self.format)
-        strides = self.dense_strides
-        if all(
-            d == 1 or one == other
-            for d, one, other in zip(shape, strides, dense.dense_strides, strict=True)
-        ):
-            return dense
-        return TensorMeta(shape=shape, dtype=self.dtype, format="strided", strides=strides)
-
-    @property
-    def extent(self) -> int:
-        """Bytes from the first number to the end of the last, through gaps of a larger tensor."""
-        steps = zip(self.shape, self.strides or self.dense_strides, strict=True)
-        return (sum((size - 1) * step for size, step in steps) + 1) * self.itemsize
-
-    @property
-    def pixel_pitch(self) -> int | None:
-        """Elements from a pixel of [N, C, H, W] to the next, where each has its channels together.
-
-        C for channels_last, more for a slice of its channels, None for any other order.
-        """
-        if self.has("channels_last"):
-            return self.shape[1]
-        if self.strides is None or len(self.shape) != 4:
-            return None
-        pitch = self.strides[3]
-        height, width = self.shape[2:]
-        in_order = (height * width * pitch, 1, width * pitch, pitch)
-        return pitch if self.strides == in_order else None
-
-    def matches(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is what this says, its strides included."""
-        if tuple(tensor.shape) != self.shape or tensor.dtype != getattr(torch, self.dtype):
-            return False
-        if self.strides is not None:
-            pairs = zip(self.shape, tensor.stride(), self.strides, strict=True)
-            return all(size == 1 or seen == told for size, seen, told in pairs)
-        return self.format == "strided" or tensor.is_contiguous(
-            memory_format=memory_format(self.format, tensor.dim())
-        )
-
-
-def meta_of(tensor: torch.Tensor) -> TensorMeta:
-    """What a tensor is; a format only if its strides say so."""
-    format: Format = "strided"
-    if tensor.is_contiguous():
-        format = "contiguous"
-    elif tensor.dim() in (4, 5) and tensor.is_contiguous(
-        memory_format=memory_format("channels_last", tensor.dim())
-    ):
-        format = "channels_last"
-    return TensorMeta(
-        shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), format=format
-    )
-
-
-MEMORY_FORMATS = {
-    "contiguous": torch.contiguous_format,
-    "channels_last": torch.channels_last,
-    "strided": torch.contiguous_format,
-}
-
-
-def memory_format(format: Format, axes: int) -> torch.memory_format:
-    """torch's name for a format of a tensor with so many axes."""
-    if format == "channels_last" and axes == 5:
-        return torch.channels_last_3d
-    return MEMORY_FORMATS[format]
-
-
-# What an attribute is where a problem leaves it out.
-DEFAULTS: dict[str, Any] = {
-    "activation": None,
-    "alpha": 1.0,
-    "beta": 1.0,
-    "gamma": 1.0,
-    "transpose_a": False,
-    "transpose_b": False,
-    "fast_accumulation": False,
-    "sparsity": None,
-    "non_negative": False,
-}
-# Attributes that say something about the constants, or that no input is below zero, and change no
-# result: nobody has to heed them.
-HINTS = ("sparsity", "non_negative")
-
-
-def is_gamma(number: Any) -> bool:
-    """Whether it can be ``gamma``: above zero, and a normal number in float32, as kernels take it.
-
-    Plans come from strangers: this is asked of whatever JSON holds.
-    """
-    if not isinstance(number, int | float) or isinstance(number, bool):
-        return False
-    limits = torch.finfo(torch.float32)
-    return bool(limits.tiny <= number <= limits.max)
+from tessella.operations.epilogue import NUMBERS, TENSORS, Epilogue
+from tessella.operations.operation import Operation
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,29 +52,90 @@ class Problem:
                 fix=f"use math={' or '.join(get_args(Math))}",
             )
 
-    def meta(self, position: int) -> TensorMeta | None:
-        """The input at ``position``; None where it is left out."""
+    @functools.cached_property
+    def operation(self) -> Operation:
+        """The operation's row; raises ``CompileError`` if there is none."""
+        return operation(self.op)
+
+    def get(self, operand: str) -> TensorMeta | None:
+        """The operand of this name; None where it is left out."""
+        position = self.operation.position(operand)
         return self.inputs[position] if position < len(self.inputs) else None
 
+    def __getitem__(self, operand: str) -> TensorMeta:
+        """The operand of this name.
+
+        Raises:
+            KeyError: it is left out, or the operation has no such operand.
+        """
+        meta = self.get(operand)
+        if meta is None:
+            raise KeyError(f"{self.op} is asked without {operand}")
+        return meta
+
+    def meta(self, position: int) -> TensorMeta | None:
+        """An input of an operation that takes any number of them; None where it is left out."""
+        return self.inputs[position] if position < len(self.inputs) else None
+
+    def is_constant(self, operand: str) -> bool:
+        """Whether the operand's numbers are known when the plan is built."""
+        return self.operation.position(operand) in self.constant
+
+    def is_dying(self, operand: str) -> bool:
+        """Whether nothing needs the operand afterwards, so that a kernel may take its memory."""
+        return self.operation.position(operand) in self.dying
+
     def attr(self, name: str) -> Any:
-        """An attribute, or what it is where the problem does not say (``DEFAULTS``)."""
-        return self.attrs.get(name, DEFAULTS.get(name))
+        """An attribute, or what the operation says it is where the problem does not."""
+        return self.attrs.get(name, self.default(name))
+
+    def default(self, name: str) -> Any:
+        """What the operation says of an attribute that is left out; None where it says nothing."""
+        return self.operation.defaults.get(name)
+
+    @functools.cached_property
+    def epilogue(self) -> Epilogue[TensorMeta]:
+        """What is done to the product before it is stored; an empty one for other operations."""
+        names = (*self.operation.operands, *self.operation.attributes, *self.operation.defaults)
+        tensors = {name: self.get(name) for name in TENSORS if name in self.operation.operands}
+        return Epilogue(**tensors, **{name: self.attr(name) for name in NUMBERS if name in names})
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """The names of the operands whose numbers are known when the plan is built."""
+        return tuple(self.operation.operands[position] for position in self.constant)
 
     @property
     def gamma(self) -> float | None:
         """The factor behind the activation as device code takes it: None where it is 1."""
-        gamma = float(self.attr("gamma"))
+        gamma = float(self.epilogue.gamma)
         return None if gamma == 1 else gamma
 
     @property
     def plain(self) -> str | None:
         """None if the product is only added to (bias, residual) and activated; else what more."""
-        factors = (self.attr("alpha"), self.attr("beta"), self.attr("gamma"))
-        if self.meta(4) is not None or factors != (1, 1, 1):
+        if not self.epilogue.is_plain:
             return "no scale, alpha, beta or gamma"
-        if self.inputs[0].dtype != self.output.dtype:
-            return f"makes {self.inputs[0].dtype}, not {self.output.dtype}"
+        if self["input"].dtype != self.output.dtype:
+            return f"makes {self['input'].dtype}, not {self.output.dtype}"
         return None
+
+    @property
+    def misfit(self) -> str | None:
+        """Why these operands are not those of one operation, or None."""
+        return self.operation.misfit(self.inputs, self.outputs, self.attrs)
+
+    @property
+    def flops(self) -> int | None:
+        """Floating-point operations (a multiply-add is two) of products; None for others."""
+        work = self.operation.flops
+        shapes = self.operation.shapes(self.inputs)
+        return None if work is None else work(shapes, self.outputs[0].shape, self.attrs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all inputs and outputs, each counted once: the least that must be moved."""
+        return sum(t.nbytes for t in (*self.inputs, *self.outputs) if t is not None)
 
     def require_constants(self, constants: Mapping[int, torch.Tensor]) -> None:
         """Refuse constants that are not what the problem says: machine code reads by addresses.
@@ -249,7 +144,7 @@ class Problem:
             KernelError: one is missing, or of another shape or element type.
         """
         for position in self.constant:
-            meta, given = self.meta(position), constants.get(position)
+            meta, given = self.inputs[position], constants.get(position)
             if given is None or meta is None or not meta.matches(given):
                 seen = "none" if given is None else f"{given.dtype} {tuple(given.shape)}"
                 raise KernelError(

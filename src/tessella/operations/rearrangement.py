@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.tensor_meta import TensorMeta
 
 MOST_PARTS = 16
 MOST = 1 << 40  # of a size: more elements than any memory holds
@@ -119,11 +119,22 @@ def _integers(values: Any) -> bool:
     return isinstance(values, list | tuple) and all(type(v) is int for v in values)
 
 
-def moves(problem: Problem) -> Moves:
+class Rearranged(Protocol):
+    """A problem ``rearrange``."""
+
+    attrs: dict[str, Any]
+
+    def __getitem__(self, operand: str) -> TensorMeta: ...
+
+    @property
+    def output(self) -> TensorMeta: ...
+
+
+def moves(problem: Rearranged) -> Moves:
     """What a dense problem moves; its attributes are right (``require``)."""
     a = problem.attrs
     sizes, dims = a["sizes"], a["dims"]
-    reads = _strides(problem.inputs[0], sizes)
+    reads = _strides(problem["input"], sizes)
     writes = dict(zip(dims, _strides(problem.output, [sizes[d] for d in dims]), strict=True))
     order = sorted((p for p, n in enumerate(sizes) if n > 1), key=lambda p: -writes[p])
     parts = tuple(Part(size=sizes[p], read=reads[p], write=writes[p]) for p in order)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from tessella.operations import reference
-from tessella.operations.problem import TensorMeta
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 
 Tensor = torch.Tensor
 Made = tuple[str, tuple[int, ...]]  # element type and shape
@@ -29,7 +29,7 @@ def made(op: str, inputs: Sequence[TensorMeta | None], attrs: Mapping[str, Any])
     """The element type and shape of each result of ``op``; raises what its reference raises."""
     tensors = [None if m is None else m.empty(META) for m in inputs]
     with ShapeRules():
-        results = reference.call(op, tensors, attrs)
+        results = operation(op).call(tensors, attrs)
     return [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in results]
 
 

@@ -17,9 +17,10 @@ from tessella.core.memory import is_out_of_memory
 from tessella.core.record import canonical_json
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call
-from tessella.operations import operands, shapes
-from tessella.operations.operation import OPS
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations import shapes
+from tessella.operations.problem import Problem
+from tessella.operations.table import OPERATIONS
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.runtime import lifetimes
 from tessella.runtime.arena import Arena
 
@@ -309,9 +310,9 @@ def _require_shapes(step: Step, problem: Problem) -> None:
 
     So before a kernel sees the attributes, and however large a shape is.
     """
-    if step.op not in OPS:
+    if step.op not in OPERATIONS:
         raise ValueError(f"{step.op[:80]!r} is no operation of a network")
-    if reason := operands.wrong(step.op, problem.inputs, problem.outputs, step.attrs):
+    if reason := problem.misfit:
         raise ValueError(reason)
     made = shapes.made(step.op, problem.inputs, step.attrs)
     if made != [(m.dtype, m.shape) for m in problem.outputs]:

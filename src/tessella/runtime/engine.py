@@ -24,7 +24,7 @@ from tessella.core.memory import free_bytes, is_out_of_memory
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.device.ahead_of_time import Carried, carrying, collecting, workshop
-from tessella.operations.problem import TensorMeta
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.operations.user_operators import require
 from tessella.runtime.arena import Arena, require_memory
 from tessella.runtime.bucket import BoundBucket, first_line

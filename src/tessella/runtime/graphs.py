@@ -12,7 +12,7 @@ from tessella.device.driver import cuda_driver
 from tessella.device.float32_math import float32_math
 from tessella.device.graph_parameters import Addresses, Parameters
 from tessella.device.streams import capturing
-from tessella.operations.problem import TensorMeta
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.runtime.bucket import BoundBucket
 
 WARM_UP_RUNS = 2  # cuDNN and cuBLAS make their handles and workspaces before a capture

@@ -20,7 +20,6 @@ from tessella.device.ahead_of_time import carrying
 from tessella.device.float32_math import float32_math
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
-from tessella.operations.work import flops, nbytes
 from tessella.runtime.bucket import BoundBucket, BoundStep
 from tessella.runtime.engine import Engine
 from tessella.search.inputs import sample_inputs
@@ -160,9 +159,9 @@ def _step_time(
     ceilings: Limits,
 ) -> StepTime:
     problem, view = bound.problem, not moves
-    work, rate = flops(problem), ceilings.flops_limit(problem)
+    work, rate = problem.flops, ceilings.flops_limit(problem)
     least_us = 0.0 if view else ceilings.least_us(problem)
-    moved_us = 0.0 if view else 1e6 * nbytes(problem) / ceilings.copy_bytes_s
+    moved_us = 0.0 if view else 1e6 * problem.nbytes / ceilings.copy_bytes_s
     busy_us = 1e6 * work / rate if work and rate else None
     return StepTime(
         step=bound.step.outputs[0],
@@ -172,7 +171,7 @@ def _step_time(
         time_us=timing.time_us,
         spread_us=timing.spread_us,
         in_run_us=in_run_us,
-        nbytes=0 if view else nbytes(problem),
+        nbytes=0 if view else problem.nbytes,
         flops=work,
         share=timing.time_us / max(sum_us, 1e-3),
         least_us=least_us,

@@ -19,9 +19,10 @@ from tessella.core.errors import CompileError, KernelError, UsageError
 from tessella.device.float32_math import float32_math
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call
-from tessella.operations import build as problems
-from tessella.operations.build import Sizes
-from tessella.operations.problem import Problem, TensorMeta, meta_of
+from tessella.operations import problems
+from tessella.operations.problem import Problem
+from tessella.operations.problems import Sizes
+from tessella.operations.tensor_meta import TensorMeta, meta_of
 from tessella.search import find as auction
 from tessella.search.find import Terms
 from tessella.search.tuning import CACHE_FOLDER, TimingCache, Trial

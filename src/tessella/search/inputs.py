@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tessella.operations.problem import Problem, TensorMeta, memory_format
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta, memory_format
 
 
 def sample_inputs(

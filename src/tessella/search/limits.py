@@ -22,7 +22,6 @@ from tessella.core.errors import ArtifactError
 from tessella.core.record import canonical_json, from_plain, parse_json
 from tessella.device.float32_math import float32_math
 from tessella.operations.problem import Problem
-from tessella.operations.work import flops, nbytes
 from tessella.search.timing import measure
 
 VERSION = 3  # of how they are measured
@@ -51,8 +50,8 @@ class Limits:
 
     def least_us(self, problem: Problem) -> float:
         """No kernel is faster, unless it needs fewer operations than the plain sum of products."""
-        moved_s = nbytes(problem) / self.copy_bytes_s
-        work, rate = flops(problem), self.flops_limit(problem)
+        moved_s = problem.nbytes / self.copy_bytes_s
+        work, rate = problem.flops, self.flops_limit(problem)
         return 1e6 * (max(moved_s, work / rate) if work and rate else moved_s)
 
 

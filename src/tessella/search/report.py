@@ -13,9 +13,9 @@ import torch
 from tessella.core.errors import UsageError
 from tessella.kernels import catalog
 from tessella.kernels.sparse.two_four import LAYERS, TWO_FOUR, is_two_four
-from tessella.operations import build as problems
-from tessella.operations.problem import Problem, meta_of
-from tessella.operations.work import flops, nbytes
+from tessella.operations import problems
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import meta_of
 from tessella.search import find as auction
 from tessella.search.find import Terms
 from tessella.search.functional import check_algorithm, current, target_of, timing_cache
@@ -237,14 +237,14 @@ def _finding(trial: Trial, problem: Problem, ceilings: Limits) -> Finding:
     if trial.time_us is None:
         return Finding(**known)
     seen = vars(trial.inspection) if isinstance(trial.inspection, Inspection) else {}
-    work = flops(problem)
+    work = problem.flops
     return Finding(
         **known,
         **seen,
         time_us=trial.time_us,
         spread_us=trial.spread_us,
         tflops=None if work is None else work / trial.time_us * 1e-6,
-        tbytes=nbytes(problem) / trial.time_us * 1e-6,
+        tbytes=problem.nbytes / trial.time_us * 1e-6,
         limit_share=ceilings.least_us(problem) / trial.time_us,
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from html import escape
 
-from tessella.operations.work import flops, nbytes
 from tessella.search.report import Report, title
 
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 960, 540, 70, 310, 60, 70  # right: the labels
@@ -17,7 +16,7 @@ COLOURS = {"tessella": "#0b6e99", "user": "#7a3e9d"}  # libraries are grey
 
 def svg(report: Report) -> str:
     """The roofline of the report's problem with a point a kernel, as an SVG document."""
-    work, moved = flops(report.problem) or 0, nbytes(report.problem)
+    work, moved = report.problem.flops or 0, report.problem.nbytes
     intensity = work / moved if work and moved else 1.0  # nothing to compute has a place, too
     bandwidth = report.limits.copy_bytes_s
     ceiling = report.limits.flops_limit(report.problem) or bandwidth * intensity

@@ -15,8 +15,9 @@ from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels.catalog import Config, kernel
 from tessella.kernels.epilogue.int8 import LARGEST_BETA
-from tessella.operations.epilogue import GAMMA_OF_HALVES
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.kernels.epilogue.sixteen_bit import LEAST_GAMMA, MOST_GAMMA
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.allowance import Allowance
 from tessella.search.find import Bid, Looks, Terms, find
 from tessella.search.tuning import TimingCache, Trial
@@ -124,9 +125,8 @@ def as_measured(problem: Problem) -> Problem:
     Each residual of an int8 network has a factor of its own, and so has each result behind an
     activation; shapes repeat.
     """
-    beta, gamma = problem.attr("beta"), problem.attr("gamma")
-    least, most = GAMMA_OF_HALVES
-    if abs(beta * gamma) > LARGEST_BETA or not least <= gamma <= most:
+    beta, gamma = problem.epilogue.beta, problem.epilogue.gamma
+    if abs(beta * gamma) > LARGEST_BETA or not LEAST_GAMMA <= gamma <= MOST_GAMMA:
         return problem  # some kernels refuse it, or compute it otherwise
     changed = {} if beta in (0.0, 1.0) else {"beta": 0.5}
     if gamma != 1.0:

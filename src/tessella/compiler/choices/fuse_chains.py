@@ -29,7 +29,9 @@ from tessella.core.events import Emit, phase
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Kernel
-from tessella.operations.build import (
+from tessella.operations.norm_step import norm_step
+from tessella.operations.problem import Problem
+from tessella.operations.problems import (
     conv2d_chain,
     conv2d_pool,
     linear_norm,
@@ -37,8 +39,6 @@ from tessella.operations.build import (
     unnormable,
     unpoolable,
 )
-from tessella.operations.norm_step import norm_step
-from tessella.operations.problem import Problem
 from tessella.search.find import Looks
 
 WORTH_IT = 0.995  # the program with chains must win by half a percent

@@ -22,7 +22,8 @@ from tessella.core.errors import CompileError
 from tessella.core.events import Emit, silent
 from tessella.graph.graph import Graph, Value
 from tessella.kernels import catalog
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.tuning import Trial
 
 WORTH_IT = 0.98  # a concatenation in slices must be 2 % faster, with all who are concerned

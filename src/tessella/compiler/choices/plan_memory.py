@@ -16,7 +16,7 @@ from tessella.artifacts.program import ALIGNMENT, Bucket, Buffer, Step
 from tessella.compiler.choices.choose_kernels import Choice
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
-from tessella.operations.problem import TensorMeta
+from tessella.operations.tensor_meta import TensorMeta
 
 WORKSPACE = ".workspace"
 

@@ -11,8 +11,8 @@ from typing import Literal
 from tessella.graph.graph import Graph, Node, Value, attrs_at, shape_at
 from tessella.kernels.transform.permute import format_of
 from tessella.operations.pointwise_program import has_pool, has_rows
-from tessella.operations.problem import Format, TensorMeta
 from tessella.operations.rearrangement import innermost
+from tessella.operations.tensor_meta import Format, TensorMeta
 
 Layout = Literal["contiguous", "channels_last"]
 Formats = dict[str, Format]  # by value name; contiguous if absent

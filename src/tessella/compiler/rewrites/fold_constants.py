@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tessella.graph.graph import Dim, Graph, Node, attrs_at
-from tessella.operations import reference
+from tessella.operations.table import operation
 
 MAX_GROWTH_BYTES = 1 << 20  # an expanded constant larger than this stays an operation
 
@@ -18,7 +18,7 @@ def apply(graph: Graph) -> int:
             continue
         inputs = [graph.constant(v) for v in node.inputs]
         with torch.no_grad():
-            made = reference.call(node.op, inputs, node.attrs)
+            made = operation(node.op).call(inputs, node.attrs)
         size = sum(t.nbytes for t in made)
         if size > sum(t.nbytes for t in inputs if t is not None) + MAX_GROWTH_BYTES:
             continue

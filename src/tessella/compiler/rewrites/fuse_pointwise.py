@@ -24,7 +24,8 @@ from tessella.operations.pointwise_program import (
     Instruction,
     has_pool,
 )
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 POOLING = "pointwise.windows"  # the kernel of programs with a pooling
 BATCH = 11  # to ask the kernel with: a size that few other axes have

@@ -23,7 +23,7 @@ from tessella.compiler.rewrites import pad_channels
 from tessella.compiler.rewrites.fuse_epilogue import LAYERS
 from tessella.compiler.rewrites.lower_quantization import CODES, Code, code_of
 from tessella.graph.graph import Graph, Node, Value
-from tessella.operations.problem import is_gamma
+from tessella.operations.epilogue import is_gamma
 
 ATTENTION = "scaled_dot_product_attention"
 

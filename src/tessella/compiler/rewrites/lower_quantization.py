@@ -20,7 +20,7 @@ import torch
 from tessella.compiler.rewrites import dead_code
 from tessella.compiler.rewrites.worklist import until_done, values_of
 from tessella.graph.graph import Graph, Node, Value
-from tessella.operations import reference
+from tessella.operations.table import operation
 
 LAYERS = ("conv2d", "linear", "matmul")
 CODES = ("int8", "float8_e4m3fn")
@@ -451,5 +451,5 @@ def _fold(graph: Graph) -> None:
     for node in list(graph.nodes):
         values = [graph.constant(v) for v in node.inputs]
         if node.op == "dequantize" and values[0] is not None and node.output not in graph.outputs:
-            (graph.constants[node.output],) = reference.call(node.op, values, node.attrs)
+            (graph.constants[node.output],) = operation(node.op).call(values, node.attrs)
             graph.nodes.remove(node)

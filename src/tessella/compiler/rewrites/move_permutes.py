@@ -16,7 +16,6 @@ from typing import Any
 
 from tessella.compiler.rewrites import dead_code
 from tessella.graph.graph import Dim, Graph, Node, Value
-from tessella.operations.operation import OPS
 
 VIEWS = frozenset(("permute", "reshape", "select"))
 MOST_VIEWS = 32  # in a row that are looked at; networks have less than ten
@@ -94,7 +93,8 @@ def _copied(graph: Graph) -> int:
 
     That is a reshape, or a layer by row: those by element read what they get.
     """
-    strided = {v for n in graph.nodes if OPS[n.op].view and n.op != "reshape" for v in n.outputs}
+    views = (n for n in graph.nodes if n.operation.view and n.op != "reshape")
+    strided = {v for n in views for v in n.outputs}
     return sum(
         math.prod(int(d.at(1) if isinstance(d, Dim) else d) for d in node.inputs[0].shape)
         for node in graph.nodes
@@ -352,7 +352,7 @@ def _write(graph: Graph, node: Node, base: Value, ops: Sequence[Made]) -> None:
 
 
 def _is_unary(node: Node) -> bool:
-    return OPS[node.op].elementwise and len(OPS[node.op].inputs) == 1 and len(node.inputs) == 1
+    return node.operation.elementwise and len(node.operation.inputs) == len(node.inputs) == 1
 
 
 def _by_row(node: Node) -> bool:

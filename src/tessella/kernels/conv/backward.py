@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from tessella.device.hopper import TensorDescriptor, gl, gluon
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 MULTIPROCESSORS = 132
 FLOATS = ("float32", "float16", "bfloat16")
@@ -72,8 +73,6 @@ def refusal(problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta) 
         return "one group only"
     if isinstance(attrs["padding"], str):
         return "padding must be numbers"
-    if (problem.attr("activation"), problem.attr("alpha")) != (None, 1.0):
-        return "a gradient has no epilogue"
     if len(x.shape) != 4 or not (x.has("channels_last") and y.has("channels_last")):
         return "both images must be channels_last"
     if x.shape[1] % 8 or y.shape[1] % 8:
@@ -130,8 +129,6 @@ def portable_refusal(
         return f"cannot make {made.dtype}"
     if isinstance(problem.attrs["padding"], str):
         return "padding must be numbers"
-    if (problem.attr("activation"), problem.attr("alpha")) != (None, 1.0):
-        return "a gradient has no epilogue"
     if 0 in (*x.shape, *y.shape, *weight.shape):
         return "there is nothing to multiply"
     if max(math.prod(x.shape) // x.shape[1], math.prod(y.shape) // y.shape[1]) > 2**30:

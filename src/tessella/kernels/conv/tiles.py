@@ -131,7 +131,7 @@ def refusal(problem: Problem, dtypes: Sequence[str]) -> str | None:
 
 
 def _has_epilogue(problem: Problem) -> bool:
-    numbers = (problem.attr("alpha"), problem.attr("beta"), problem.attr("activation"))
+    numbers = (problem.epilogue.alpha, problem.epilogue.beta, problem.epilogue.activation)
     return (*numbers, problem.gamma) != (1.0, 1.0, None, None) or any(
         problem.meta(i) is not None for i in (2, 3, 4)
     )
@@ -262,7 +262,7 @@ def destination(
     out: torch.Tensor,
 ) -> dict[str, Any]:
     """The arguments that ``store`` of a tile takes, by name."""
-    if problem.attr("beta") == 0:  # then it is not read, whatever it holds
+    if problem.epilogue.beta == 0:  # then it is not read, whatever it holds
         residual = None
     return {
         "bias": bias,
@@ -272,10 +272,10 @@ def destination(
         "out": geometry.out,
         "y_strides": strides(out),
         "residual_strides": strides(residual),
-        "alpha": float(problem.attr("alpha")),
-        "beta": float(problem.attr("beta")),
+        "alpha": float(problem.epilogue.alpha),
+        "beta": float(problem.epilogue.beta),
         "gamma": problem.gamma,
-        "ACTIVATION": problem.attr("activation"),
+        "ACTIVATION": problem.epilogue.activation,
         "PIXELS_LAST": are_pixels_last(out),
         "WIDE": is_wide(x, out, residual),
     }

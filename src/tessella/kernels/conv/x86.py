@@ -23,7 +23,8 @@ from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import Assembler, At
 from tessella.kernels.catalog import Call, Config
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 WRITES_OUT = True
 SLICED_OUT = True
@@ -54,7 +55,7 @@ def fits(problem: Problem) -> str | None:
         return "this CPU has no bfloat16 instructions"
     if problem.attrs["groups"] != 1:
         return "one group"
-    if problem.attr("activation") not in (None, "relu"):
+    if problem.epilogue.activation not in (None, "relu"):
         return f"activation {problem.attr('activation')} is not fused"
     if residual is not None and residual.shape != y.shape:
         return "the residual is not like the result"
@@ -94,7 +95,7 @@ def bind(
         taps=math.prod(problem.inputs[1].shape[2:]),
         pitches=(_pitch(y), None if residual is None else _pitch(residual)),
         has_bias=bias is not None,
-        relu=problem.attr("activation") == "relu",
+        relu=problem.epilogue.activation == "relu",
     )
     places, zeros = _places(problem, tiles.pixels), torch.zeros(tiles.words)
     items = list(_items(problem, tiles, weight, bias, places))

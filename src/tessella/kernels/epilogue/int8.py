@@ -29,7 +29,7 @@ def refusal(problem: Problem) -> str | None:
     residual = problem.meta(RESIDUAL)
     if residual is None or residual.dtype != "int8":
         return None
-    if abs(problem.attr("beta") * problem.attr("gamma")) > LARGEST_BETA:
+    if abs(problem.epilogue.beta * problem.epilogue.gamma) > LARGEST_BETA:
         return f"a residual's steps may be {LARGEST_BETA:.0f} of the result's at most"
     return None
 
@@ -42,14 +42,14 @@ def folded(
         return None
     if problem.meta(BIAS) is None and problem.meta(SCALE) is None:
         return None
-    beta = problem.attr("beta") if problem.meta(RESIDUAL) is not None else None
+    beta = problem.epilogue.beta if problem.meta(RESIDUAL) is not None else None
     return vectors(
         constants.get(SCALE),
         constants.get(BIAS),
-        alpha=problem.attr("alpha"),
+        alpha=problem.epilogue.alpha,
         beta=beta,
-        gamma=problem.attr("gamma"),
-        activation=problem.attr("activation"),
+        gamma=problem.epilogue.gamma,
+        activation=problem.epilogue.activation,
         small=small,
     )
 
@@ -64,7 +64,7 @@ def small_sums(problem: Problem, constants: Mapping[int, Tensor], products: int)
         return False
     if products > MOST_PRODUCTS or not _clamps(problem):
         return products <= MOST_PRODUCTS
-    factor = problem.attr("alpha") * problem.attr("gamma")
+    factor = problem.epilogue.alpha * problem.epilogue.gamma
     return _knows(problem, constants) and is_small_scale(constants.get(SCALE), factor)
 
 
@@ -76,7 +76,7 @@ def is_small_scale(scale: Tensor | None, factor: float = 1.0) -> bool:
 
 
 def _clamps(problem: Problem) -> bool:
-    return problem.output.dtype == "int8" and problem.attr("activation") in CLAMPS
+    return problem.output.dtype == "int8" and problem.epilogue.activation in CLAMPS
 
 
 def _knows(problem: Problem, constants: Mapping[int, Tensor]) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.operations import reference
 from tessella.operations.epilogue import store
-from tessella.operations.problem import Problem, memory_format
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import memory_format
 
 WRITES_OUT = False
 GAMMA = True
@@ -36,7 +37,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
             tensor
             if meta.format == "strided"
             else tensor.contiguous(memory_format=memory_format(meta.format, tensor.dim()))
-            for tensor, meta in zip(reference.call(op, filled, attrs), outputs, strict=True)
+            for tensor, meta in zip(operation(op).call(filled, attrs), outputs, strict=True)
         )
         if small:  # references of small types answer in float64
             made = tuple(

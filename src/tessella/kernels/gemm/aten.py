@@ -12,7 +12,7 @@ import torch
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.gemm.shapes import FP8
-from tessella.operations.epilogue import finish_
+from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 
 WRITES_OUT = True
@@ -34,8 +34,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     transpose_b = problem.op == "linear" or bool(problem.attr("transpose_b"))
     product = _product(problem)
     dtype = getattr(torch, problem.output.dtype)
-    alpha, beta = problem.attr("alpha"), problem.attr("beta")
-    activation = problem.attr("activation")
+    alpha, beta = problem.epilogue.alpha, problem.epilogue.beta
+    ending = problem.epilogue.without("alpha")
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         tensors = problem.operands(constants, inputs)
@@ -52,7 +52,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
             residual = None
         else:
             product(a, b, None, out, alpha, 0.0)
-        return finish_(out, residual, activation, bias=bias, scale=scale, beta=beta)
+        return finish_(out, ending.of(bias, residual, scale))
 
     return call
 
@@ -103,7 +103,7 @@ def _bmm(
     a, b, target = (t.flatten(0, -3) for t in (a, b, out))
     if addend is None:
         torch.bmm(a, b, out=target)
-        finish_(target, alpha=alpha)
+        target.mul_(alpha)
         return
     addend = addend if addend.dim() == 1 else addend.reshape(target.shape)
     torch.baddbmm(addend, a, b, beta=beta, alpha=alpha, out=target)
@@ -113,4 +113,4 @@ def _broadcast(
     a: Tensor, b: Tensor, addend: Tensor | None, out: Tensor, alpha: float, beta: float
 ) -> None:
     torch.matmul(a, b, out=out)
-    finish_(out, addend, alpha=alpha, beta=beta)
+    finish_(out, Epilogue(residual=addend, alpha=alpha, beta=beta))

@@ -42,9 +42,9 @@ def _fits_float(problem: Problem) -> str | None:
         return "a bias must be there"
     if problem.meta(3) is not None or problem.meta(4) is not None:
         return "a residual or a scale is not fused"
-    if problem.attr("alpha") != 1:
+    if problem.epilogue.alpha != 1:
         return "alpha is not fused"
-    if problem.attr("activation") not in ("relu", "gelu_tanh"):
+    if problem.epilogue.activation not in ("relu", "gelu_tanh"):
         return f"fuses relu and gelu_tanh only, not {problem.attr('activation')}"
     if len({t.dtype for t in (*problem.inputs, problem.output) if t is not None}) > 1:
         return "one element type throughout"
@@ -52,7 +52,7 @@ def _fits_float(problem: Problem) -> str | None:
 
 
 def _float(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    use_gelu = problem.attr("activation") == "gelu_tanh"
+    use_gelu = problem.epilogue.activation == "gelu_tanh"
     product = torch.ops.aten._addmm_activation.out
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _fits_int8(problem: Problem) -> str | None:
 
 def _int8(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     dtype = getattr(torch, problem.output.dtype)
-    epilogue = {name: problem.attr(name) for name in ("alpha", "beta", "activation")}
+    epilogue = problem.epilogue
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs, out)
@@ -82,7 +82,7 @@ def _int8(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
             return out
         sums = torch._int_mm(o.a[0], o.b[0]).float()
         residual = None if o.residual is None else o.residual[0]
-        made = finish_(sums, residual, bias=o.bias, scale=o.scale, **epilogue)
+        made = finish_(sums, epilogue.of(o.bias, residual, o.scale))
         o.out[0].copy_(store(made, dtype))
         return out
 
@@ -110,8 +110,8 @@ def _b_by_rows(problem: Problem) -> bool:
 
 def _fp8(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     dtype = getattr(torch, problem.output.dtype)
-    alpha, beta = float(problem.attr("alpha")), problem.attr("beta")
-    fast, activation = bool(problem.attr("fast_accumulation")), problem.attr("activation")
+    alpha, ending = float(problem.epilogue.alpha), problem.epilogue.without("alpha")
+    fast = bool(problem.attr("fast_accumulation"))
     fused_bias = problem.meta(2) and problem.meta(2).dtype == problem.output.dtype != "float32"
     fused_bias = fused_bias and problem.meta(4) is None
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,7 +125,7 @@ def _fp8(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         )  # fmt: skip
         residual = None if o.residual is None else o.residual[0]
         bias = None if fused_bias else o.bias
-        finish_(o.out[0], residual, activation, bias=bias, scale=o.scale, beta=beta)
+        finish_(o.out[0], ending.of(bias, residual, o.scale))
         return out
 
     return call

@@ -217,10 +217,10 @@ def bind(
         "A_BY_DEPTH": a_by_depth,
         "B_BY_DEPTH": b_by_depth,
         "GROUP": 8,
-        "ACTIVATION": problem.attr("activation"),
+        "ACTIVATION": problem.epilogue.activation,
         "num_warps": num_warps,
     }
-    alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
+    alpha, beta = float(problem.epilogue.alpha), float(problem.epilogue.beta)
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs, out)

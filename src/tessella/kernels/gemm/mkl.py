@@ -25,7 +25,7 @@ def fits(problem: Problem) -> str | None:
         return problem.plain
     if {t.dtype for t in problem.inputs if t is not None} != {"float32"}:
         return f"float32 throughout, not {x.dtype}"
-    if problem.meta(4) is not None or (problem.attr("alpha"), problem.attr("beta")) != (1, 1):
+    if problem.meta(4) is not None or (problem.epilogue.alpha, problem.epilogue.beta) != (1, 1):
         return "a scale, alpha or beta is not fused"
     if len(x.shape) < 2 or x.format != "contiguous" or problem.output.format != "contiguous":
         return "needs contiguous rows"
@@ -35,7 +35,7 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     rows = math.prod(problem.inputs[0].shape[:-1])
     plain, bias = constants[1].contiguous(), constants.get(2)
-    activation = problem.attrs.get("activation")
+    ending = problem.epilogue.of()
     weight = packed(
         constants[1],
         ("linear.mkl", rows),
@@ -44,6 +44,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     product = torch.ops.mkl._mkl_linear.default
 
     def linear(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return finish_(product(x, weight, plain, bias, rows), residual, activation)
+        rest = ending if residual is None else ending.of(residual=residual)
+        return finish_(product(x, weight, plain, bias, rows), rest)
 
     return linear

@@ -19,7 +19,8 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm import wgmma
 from tessella.kernels.gemm.normed_device import multiply_and_normalize
 from tessella.kernels.gemm.wgmma import FP8, ROW_BYTES, SHARED_BYTES, A, B, Product
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 WRITES_OUT = False
 GAMMA = True
@@ -161,9 +162,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             BK=width,
             STAGES=stages,
             SLOTS=slots,
-            ALPHA=float(problem.attr("alpha")),
-            BETA=float(problem.attr("beta")),
-            ACTIVATION=problem.attr("activation"),
+            ALPHA=float(problem.epilogue.alpha),
+            BETA=float(problem.epilogue.beta),
+            ACTIVATION=problem.epilogue.activation,
             num_warps=4,
             launch_pdl=True,
         )

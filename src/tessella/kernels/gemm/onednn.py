@@ -29,9 +29,9 @@ def fits(problem: Problem) -> str | None:
         return "this CPU has no bfloat16 instructions"
     if len(x.shape) < 2 or x.format != "contiguous" or problem.output.format != "contiguous":
         return "needs contiguous rows"
-    if problem.meta(4) is not None or (problem.attr("alpha"), problem.attr("beta")) != (1, 1):
+    if problem.meta(4) is not None or (problem.epilogue.alpha, problem.epilogue.beta) != (1, 1):
         return "a scale, alpha or beta is not fused"
-    activation = problem.attrs.get("activation")
+    activation = problem.epilogue.activation
     if activation not in POST_OPS:
         return f"activation {activation} is not fused"
     if residual is not None and (activation is not None or residual.format != "contiguous"):
@@ -49,7 +49,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         layout=onednn_layout,
     )
     if problem.meta(3) is None:
-        name, numbers, variant = POST_OPS[problem.attrs.get("activation")]
+        name, numbers, variant = POST_OPS[problem.epilogue.activation]
         unary = torch.ops.mkldnn._linear_pointwise.default
         return lambda x: unary(x, weight, bias, name, numbers, variant)
     binary = torch.ops.mkldnn._linear_pointwise.binary

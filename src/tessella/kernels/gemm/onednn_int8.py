@@ -35,7 +35,8 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     shape, columns = problem.output.shape, problem.output.shape[-1]
-    activation, beta = problem.attr("activation"), problem.attr("beta")
+    activation, beta = problem.epilogue.activation, problem.epilogue.beta
+    ending = problem.epilogue
     scale, zeros = scales(problem, constants)
     bias = constants.get(2)
     split = must_split(constants[1])
@@ -67,6 +68,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         ).view(shape)
         if residual is None and inside == activation:
             return made
-        return finish_(made, residual, activation, beta=beta)
+        return finish_(made, ending.of(residual=residual))
 
     return linear

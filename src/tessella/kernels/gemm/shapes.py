@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 FLOATS = ("float32", "float16", "bfloat16")
@@ -106,7 +107,9 @@ def operands(
         a=stack(a, made.k),
         b=b[None].expand(made.batch, -1, -1) if made.shared else stack(b, made.n),
         bias=bias,
-        residual=None if residual is None or problem.attr("beta") == 0 else stack(residual, made.n),
+        residual=None
+        if residual is None or problem.epilogue.beta == 0
+        else stack(residual, made.n),
         scale=scale,
         out=stack(out, made.n),
     )
@@ -124,8 +127,8 @@ def strides(o: Operands) -> tuple[int, ...]:
 def has_epilogue(problem: Problem) -> bool:
     """Whether anything but the product itself is asked for."""
     present = any(problem.meta(i) is not None for i in (2, 3, 4))
-    factors = (problem.attr("alpha"), problem.attr("gamma"))
-    return present or factors != (1, 1) or problem.attr("activation") is not None
+    factors = (problem.epilogue.alpha, problem.epilogue.gamma)
+    return present or factors != (1, 1) or problem.epilogue.activation is not None
 
 
 def _b_by_rows(problem: Problem) -> bool:

@@ -187,7 +187,7 @@ def bind(
         "BN": tile_n,
         "BK": tile_k,
         "EVEN_K": made.k % tile_k == 0,
-        "ACTIVATION": problem.attr("activation"),
+        "ACTIVATION": problem.epilogue.activation,
         "PRECISION": problem.math,
         "SUM": tl.int32 if dtype == "int8" else tl.float32,
         "IMPRECISE": min(128, tile_k) if promote else None,
@@ -198,7 +198,7 @@ def bind(
         "num_stages": num_stages,
         **overlapping(),
     }
-    factors = (float(problem.attr("alpha")), float(problem.attr("beta")), problem.gamma)
+    factors = (float(problem.epilogue.alpha), float(problem.epilogue.beta), problem.gamma)
 
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
@@ -239,5 +239,5 @@ def add_splits(
     launch(
         _reduce_kernel, (triton.cdiv(o.out.shape[2], 512), o.out.shape[1]),
         partial, o.bias, o.residual, o.scale, o.out, o.out.shape[2], *ends,
-        SPLITS=splits, BN=512, ACTIVATION=problem.attr("activation"), **overlapping(),
+        SPLITS=splits, BN=512, ACTIVATION=problem.epilogue.activation, **overlapping(),
     )  # fmt: skip

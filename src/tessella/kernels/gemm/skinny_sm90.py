@@ -174,7 +174,7 @@ def bind(
     ready = dict(constants)
     if 1 in ready and not _by_rows(problem):
         ready[1] = packed(ready[1], ("by rows",), lambda w: w.mT.contiguous()).mT
-    factors = (float(problem.attr("alpha")), float(problem.attr("beta")), problem.gamma)
+    factors = (float(problem.epilogue.alpha), float(problem.epilogue.beta), problem.gamma)
     tiles, rows = triton.cdiv(made.n, tile_n), _rows(made.m)
     two_steps = splits > 1 or _finishes(problem)
     options = {

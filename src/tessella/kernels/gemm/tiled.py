@@ -123,7 +123,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
         tiles = _IEEE
     elif any(t.format == "strided" or t.shape[-1] % 16 for t in problem.inputs[:2] if t):
         tiles = _UNALIGNED
-    elif promoted or problem.attr("activation") not in _LIGHT:
+    elif promoted or problem.epilogue.activation not in _LIGHT:
         tiles = _TILES
     else:
         tiles = (*_LARGE, *_TILES)
@@ -160,7 +160,7 @@ def bind(
         "BK": tile_k,
         "GROUP": 8,
         "EVEN_K": made.k % tile_k == 0,
-        "ACTIVATION": problem.attr("activation"),
+        "ACTIVATION": problem.epilogue.activation,
         "PRECISION": problem.math,
         "SUM": tl.int32 if dtype == "int8" else tl.float32,
         "IMPRECISE": min(PROMOTE_AFTER, tile_k) if promote else None,
@@ -169,7 +169,7 @@ def bind(
         "num_warps": num_warps,
         "num_stages": num_stages,
     }
-    alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
+    alpha, beta = float(problem.epilogue.alpha), float(problem.epilogue.beta)
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs, out)

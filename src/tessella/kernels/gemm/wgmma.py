@@ -20,9 +20,11 @@ from tessella.device.launch import launch
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
+from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
 from tessella.kernels.gemm.wgmma_device import add_ranges, multiply
-from tessella.operations.epilogue import ACTIVATIONS, in_halves
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 WRITES_OUT = True
 GAMMA = True
@@ -148,7 +150,7 @@ def _row_bytes(elements: int, dtype: str) -> int:
 
 
 def _refused_epilogue(problem: Problem) -> str | None:
-    activation, residual = problem.attr("activation"), problem.meta(RESIDUAL)
+    activation, residual = problem.epilogue.activation, problem.meta(RESIDUAL)
     n = Product.of(problem).n
     if activation is not None and activation not in ACTIVATIONS:
         return f"does not know the activation {activation}"
@@ -160,7 +162,7 @@ def _refused_epilogue(problem: Problem) -> str | None:
     for meta in (problem.meta(BIAS), problem.meta(SCALE)):
         if meta is not None and (meta.dtype not in FLOATS or meta.shape != (n,)):
             return "bias and scale are vectors of floating numbers, one a column"
-    bare = activation is None and problem.attr("alpha") == 1 and not any(problem.inputs[2:])
+    bare = activation is None and problem.epilogue.alpha == 1 and not any(problem.inputs[2:])
     if problem.output.dtype == "int32" and not bare:
         return "int32 results are bare products"
     return None
@@ -411,9 +413,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     box_p = [1, tiling.rows, _row_bytes(piece, problem.output.dtype) // 4]
     partial = torch.int32 if dtype == "int8" else torch.float32
     epilogue = {
-        "ALPHA": float(problem.attr("alpha")),
-        "BETA": float(problem.attr("beta")),
-        "ACTIVATION": problem.attr("activation"),
+        "ALPHA": float(problem.epilogue.alpha),
+        "BETA": float(problem.epilogue.beta),
+        "ACTIVATION": problem.epilogue.activation,
     }
     m, n, k = product.m, product.n, product.k
     small = small_sums(problem, constants, product.k) and not work.split
@@ -465,7 +467,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             PROMOTE=dtype in FP8 and not problem.attr("fast_accumulation"),
             FOLDED=vectors is not None,
             SMALL=small,
-            HALVES=in_halves(problem),
+            HALVES=in_sixteen_bits(problem),
             SPREAD=spread,
             PRODUCER=40 if tiling.schedule == "cooperative" else 24,
             num_warps=8 if tiling.schedule == "cooperative" else 4,

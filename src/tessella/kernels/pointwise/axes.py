@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tessella.operations.problem import TensorMeta
+from tessella.operations.tensor_meta import TensorMeta
 
 Strides = tuple[int, ...]
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from tessella.core.errors import KernelError
-from tessella.operations import reference
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.pointwise_program import CODES, ROWS, Instruction, evaluate, parse
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
 from tessella.operations.shapes import ShapeRules, broadcast
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 
 Numbers = tuple[float, float, float]
 
@@ -163,7 +164,7 @@ def metas_of(instructions: Sequence[Instruction], inputs: Sequence[TensorMeta]) 
     """
 
     def call(op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> torch.Tensor:
-        made = reference.call(op, operands, attrs)[0]
+        made = operation(op).call(operands, attrs)[0]
         if str(made.dtype).removeprefix("torch.") not in _MAKES.get(op, FLOATS):
             raise KernelError(f"{op} makes {made.dtype}")
         return made

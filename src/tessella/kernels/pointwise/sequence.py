@@ -14,11 +14,12 @@ import torch
 from tessella.core.errors import CompileError
 from tessella.kernels.catalog import Call
 from tessella.kernels.pointwise import binary, unary
-from tessella.operations import reference
 from tessella.operations.epilogue import OUT
 from tessella.operations.pointwise_program import ELEMENTWISE, Instruction, evaluate, parse
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
 from tessella.operations.shapes import ShapeRules
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 
 WRITES_OUT = True
 SLICED_OUT = True
@@ -124,7 +125,7 @@ def _metas(problem: Problem, instructions: Sequence[Instruction]) -> list[Tensor
     meta, like = torch.device("meta"), problem.outputs[0]
     inputs = [None if m is None else m.empty(meta) for m in problem.inputs]
     with ShapeRules():
-        values = evaluate(instructions, inputs, lambda *step: reference.call(*step)[0])
+        values = evaluate(instructions, inputs, lambda op, *given: operation(op).call(*given)[0])
     return [
         TensorMeta(
             shape=tuple(v.shape),
@@ -157,4 +158,4 @@ def _into(step: Instruction) -> Callable[..., torch.Tensor] | None:
 
 
 def _anew(step: Instruction) -> Callable[..., torch.Tensor]:
-    return lambda *operands: reference.call(step.op, operands, step.attrs)[0]
+    return lambda *operands: operation(step.op).call(operands, step.attrs)[0]

@@ -12,7 +12,8 @@ from typing import Any
 
 from tessella.core.errors import KernelError
 from tessella.operations.pointwise_program import CODES, ELEMENTWISE, ROWS
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 
 def as_program(problem: Problem) -> Problem:

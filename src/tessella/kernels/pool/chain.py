@@ -15,7 +15,8 @@ from tessella.core.errors import KernelError
 from tessella.kernels.pointwise.axes import Strides, along
 from tessella.kernels.pointwise.lowering import Lowered, lower, metas_of
 from tessella.operations.pointwise_program import POOLS, Instruction, parse
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 MAX_OPERANDS = 8  # of the kernels' parameters
 

@@ -21,7 +21,8 @@ import torch
 
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.pool.spans import Level, levels, moves
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 WRITES_OUT = True
 

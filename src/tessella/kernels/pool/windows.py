@@ -20,7 +20,8 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.pointwise.axes import along, tile_width
 from tessella.kernels.pool.chain import Chain, chain
 from tessella.kernels.pool.windows_device import window_kernel
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 WRITES_OUT = True
 SLICED_OUT = True

@@ -20,7 +20,8 @@ import torch
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import Assembler, At
 from tessella.kernels.catalog import Call
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 WRITES_OUT = True
 SLICED_OUT = True

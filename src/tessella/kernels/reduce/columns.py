@@ -21,7 +21,8 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.kernels.pool.chain import MAX_OPERANDS, Chain, chain
 from tessella.kernels.pool.windows_device import steps
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 WRITES_OUT = True
 

@@ -10,7 +10,7 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm.shapes import sizes
 from tessella.kernels.sparse import product
-from tessella.operations.epilogue import finish_, store
+from tessella.operations.epilogue import bias_inside, finish_, store
 from tessella.operations.problem import Problem
 
 WRITES_OUT = True
@@ -47,12 +47,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, alg_id: int = 0) -> Call:
     dtype, stored = problem.inputs[0].dtype, getattr(torch, problem.output.dtype)
     exact = dtype == "int8"  # 32-bit sums, and the whole epilogue after them
-    activation, alpha, beta, gamma = (
-        problem.attr(name) for name in ("activation", "alpha", "beta", "gamma")
-    )
-    added = problem.meta(2)
-    fuses_bias = added is not None and added.dtype == dtype  # a bias of int8 there is not
-    fuses_bias = fuses_bias and problem.meta(4) is None and alpha == 1
+    epilogue = problem.epilogue
     weight = packed(
         constants[1],
         ("cusparselt",),
@@ -61,25 +56,18 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, alg_id: int
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         x, _, bias, residual, scale = product.matrices(problem, constants, inputs)
+        # a bias of int8 there is not
+        inside, rest = bias_inside(epilogue.of(bias, residual, scale), x.dtype)
         sums = torch._cslt_sparse_mm(
             weight,
             x.t(),
-            bias=bias if fuses_bias else None,
+            bias=inside,
             out_dtype=torch.int32 if exact else None,
             transpose_result=True,
             alg_id=alg_id,
         )
         if stored != torch.int32:
-            sums = finish_(
-                sums.float() if exact else sums,
-                residual,
-                activation,
-                bias=None if fuses_bias else bias,
-                scale=scale,
-                alpha=alpha,
-                beta=beta,
-                gamma=gamma,
-            )
+            sums = finish_(sums.float() if exact else sums, rest)
         product.matrix(problem, out).copy_(store(sums, stored))
         return out
 

@@ -84,10 +84,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
         dtype=problem.inputs[0].dtype,
         out=problem.output.dtype,
         bias=bias.dtype if bias else None,
-        residual=residual.dtype if residual and problem.attr("beta") != 0 else None,
+        residual=residual.dtype if residual and problem.epilogue.beta != 0 else None,
         scaled=problem.meta(4) is not None,
         rescaled=problem.gamma is not None,
-        activation=problem.attr("activation"),
+        activation=problem.epilogue.activation,
     )
     values, places = _packed(constants[1])
     itemsize = values.itemsize

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.operations.problem import Format, Problem
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import Format
 
 WRITES_OUT = False
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
 from tessella.operations.rearrangement import Moves, moves
 from tessella.operations.reference import transform as reference
+from tessella.operations.tensor_meta import TensorMeta
 
 WRITES_OUT = True
 

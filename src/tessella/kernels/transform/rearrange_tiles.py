@@ -42,7 +42,10 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """A cache line along both sides, or two along one."""
-    parts, (along, across) = moves(problem).parts, _tile(moves(problem))
+    parts, (along, across) = (
+        moves(problem).parts,
+        _tile(moves(problem)),
+    )
     line = LINE // int(getattr(torch, problem.output.dtype).itemsize)
     found = []
     for rows, columns in ((line, line), (line // 2, line), (line, line // 2), (line, 2 * line)):

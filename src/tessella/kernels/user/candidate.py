@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tessella.kernels.catalog import Call, Config, Kernel
-from tessella.operations.problem import DEFAULTS, HINTS, Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 
 class Runs(Protocol):
@@ -65,9 +66,9 @@ class UserKernel(Kernel):
                 return f"needs its tensor {parameter.name!r}"
         taken = {p.name for p in numbers}
         for name, value in problem.attrs.items():
-            if name not in (*taken, *HINTS) and value != DEFAULTS.get(name):
+            if name not in (*taken, *problem.operation.hints) and value != problem.default(name):
                 return f"does not take {name}={value!r}"
-        if missing := [p.name for p in numbers if p.name not in problem.attrs and not _usual(p)]:
+        if missing := [p.name for p in numbers if not (_usual(p) or _given(problem, p.name))]:
             return f"{problem.op} has no attribute {missing[0]!r}"
         floats = {m.dtype for m in (*asked, *problem.outputs) if _floats(m)}
         if other := sorted(floats - set(self.operator.dtypes)):
@@ -120,12 +121,12 @@ def _is_optional(parameter: inspect.Parameter) -> bool:
 
 
 def _usual(parameter: inspect.Parameter) -> bool:
-    """Whether the operator, or the operation, says what it is where a problem does not."""
-    return parameter.default is not parameter.empty or parameter.name in DEFAULTS
+    """Whether the operator says what it is where a problem does not."""
+    return parameter.default is not parameter.empty
 
 
 def _given(problem: Problem, name: str) -> bool:
-    return name in problem.attrs or name in DEFAULTS
+    return name in problem.attrs or name in problem.operation.defaults
 
 
 def _floats(meta: TensorMeta) -> bool:

@@ -1,55 +1,56 @@
-"""Convolution in plain torch: what every convolution kernel must agree with.
+"""Convolutions, and what is computed with one in a step: what every kernel of them must agree with.
 
 Shapes: N batch, C input channels, K output channels, then the spatial axes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tessella.operations.epilogue import exact, finish_as
+from tessella.operations.epilogue import NOTHING, Epilogue, bias_inside, exact, finish_as
+from tessella.operations.operation import (
+    Attributes,
+    Shape,
+    Shapes,
+    differs,
+    first_of,
+    row,
+    shown,
+    vectors,
+)
 from tessella.operations.reference.pool import max_pool2d
 
 Tensor = torch.Tensor
+Added = Epilogue[torch.Tensor]
 
 
 def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A convolution with its epilogue, over one, two or three spatial axes.
 
     input [N, C, …], weight [K, C / groups, …], bias and scale [K], residual like the result
-    [N, K, …]. Integers and fp8 are computed exactly, in float64; ``dtype`` says what is stored,
-    ``sparsity`` what zeros the weight has, which changes nothing.
+    [N, K, …]. Integers and fp8 are computed exactly, in float64; ``dtype`` says what is stored.
     """
 
     def convolution(
         input: Tensor,
         weight: Tensor,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        scale: Tensor | None = None,
         *,
         stride: Sequence[int],
         padding: Sequence[int],
         dilation: Sequence[int],
         groups: int,
-        activation: str | None = None,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        gamma: float = 1.0,
-        fast_accumulation: bool = False,
+        epilogue: Added = NOTHING,
         dtype: str | None = None,
-        sparsity: str | None = None,
     ) -> Tensor:
         x, w = exact(input), exact(weight)
-        inside = bias is not None and bias.dtype == x.dtype and scale is None and alpha == 1
-        made = product(x, w, bias if inside else None, stride, padding, dilation, groups)
-        outside = None if inside else bias
-        rest = {"activation": activation, "alpha": alpha, "beta": beta, "gamma": gamma}
-        return finish_as(dtype, made, outside, residual, scale, axis=1, **rest)
+        bias, rest = bias_inside(epilogue, x.dtype)
+        made = product(x, w, bias, stride, padding, dilation, groups)
+        return finish_as(dtype, made, rest, axis=1)
 
     return convolution
 
@@ -62,39 +63,29 @@ conv3d = _convolution(F.conv3d)
 def conv2d_chain(
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
     next_weight: Tensor,
-    next_bias: Tensor | None = None,
-    next_scale: Tensor | None = None,
     *,
-    activation: str | None,
-    next_activation: str | None,
+    epilogue: Added,
+    next_epilogue: Added,
     keep: bool,
-    beta: float = 1.0,
     dtype: str | None = None,
     next_dtype: str | None = None,
 ) -> tuple[Tensor, ...]:
     """Two 1 × 1 convolutions, each with its epilogue: the result, and if kept what lies between.
 
     input [N, C, H, W], weight [K, C, 1, 1], residual and between [N, K, H, W], next_weight
-    [L, K, 1, 1], result [N, L, H, W]; vectors as in ``conv2d``, ``next_…`` are the second one's.
+    [L, K, 1, 1], result [N, L, H, W]; ``next_…`` are the second one's.
     """
-    window = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
-    between = conv2d(
-        input, weight, bias, residual, scale,
-        **window, activation=activation, beta=beta, dtype=dtype,
-    )  # fmt: skip
-    made = conv2d(
-        between, next_weight, next_bias, None, next_scale,
-        **window, activation=next_activation, dtype=next_dtype,
-    )  # fmt: skip
+    window: dict[str, Any] = {
+        "stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1
+    }  # fmt: skip
+    between = conv2d(input, weight, **window, epilogue=epilogue, dtype=dtype)
+    made = conv2d(between, next_weight, **window, epilogue=next_epilogue, dtype=next_dtype)
     return (made, between) if keep else (made,)
 
 
 def conv2d_pool(
-    *inputs: Tensor | None,
+    *inputs: Tensor,
     kernel_size: Sequence[int],
     pool_stride: Sequence[int],
     pool_padding: Sequence[int],
@@ -174,5 +165,171 @@ def _weight_gradient(
     )[1]  # fmt: skip
 
 
-conv1d_dgrad = conv2d_dgrad = conv3d_dgrad = _input_gradient
-conv1d_wgrad = conv2d_wgrad = conv3d_wgrad = _weight_gradient
+def _convolved(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    """x [N, C, …], weight [K, C / groups, …] → [N, K, …]"""
+    x, weight, groups = shapes["input"], shapes["weight"], attrs.get("groups", 1)
+    if type(groups) is not int or groups < 1 or len(weight) != len(x) or len(x) < 3:
+        return f"a weight {shown(weight)} of {groups} groups for an image {shown(x)}"
+    if x[1] != weight[1] * groups or weight[0] % groups:
+        return f"a weight {shown(weight)} of {groups} groups for {x[1]} channels"
+    if len(result) != len(x) or result[:2] != (x[0], weight[0]):
+        return f"a result {shown(result)} of {weight[0]} channels for {x[0]} images"
+    return vectors(shapes, weight[0], "bias", "scale") or differs(shapes, "residual", result)
+
+
+def _pooled(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    """A convolution, whose residual is added before its result is pooled."""
+    x, weight = shapes["input"], shapes["weight"]
+    pairs = all(_is_pair(attrs.get(n, ())) for n in ("stride", "padding", "dilation"))
+    if len(x) != 4 or len(weight) != 4 or not pairs:
+        return "a convolution before pooling has two axes"
+    between = _convolved_shape(shapes, attrs)
+    if result[:2] != between[:2]:
+        return f"a result {shown(result)} of {weight[0]} channels for {x[0]} images"
+    return _convolved(shapes, between, attrs)
+
+
+def _convolved_shape(shapes: Shapes, attrs: Attributes) -> Shape:
+    x, weight = shapes["input"], shapes["weight"]
+    windows = (attrs[name] for name in ("stride", "padding", "dilation"))
+    places = zip(x[2:], weight[2:], *windows, strict=True)
+    sizes = [(n + 2 * p - d * (k - 1) - 1) // max(1, s) + 1 for n, k, s, p, d in places]
+    return (x[0], weight[0], *sizes)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and {*map(type, value)} == {int}
+
+
+def _chained(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    """Two 1 × 1 convolutions: the second reads what the first makes."""
+    x, weight, following = shapes["input"], shapes["weight"], shapes["next_weight"]
+    if len(x) != 4 or weight != (weight[0], x[1], 1, 1):
+        return f"a weight {shown(weight)} for an image {shown(x)}"
+    if following != (following[0], weight[0], 1, 1):
+        return f"a next weight {shown(following)} for {weight[0]} channels"
+    between = (x[0], weight[0], *x[2:])
+    return first_of(
+        vectors(shapes, weight[0], "bias", "scale"),
+        differs(shapes, "residual", between),
+        vectors(shapes, following[0], "next_bias", "next_scale"),
+    )
+
+
+def _transposed(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    """x [N, C, …], weight [C, K / groups, …] → [N, K, …]"""
+    x, weight, groups = shapes["input"], shapes["weight"], attrs.get("groups", 1)
+    if type(groups) is not int or groups < 1 or len(weight) != len(x) or len(x) < 3:
+        return f"a weight {shown(weight)} of {groups} groups for an image {shown(x)}"
+    if x[1] != weight[0] or x[1] % groups:
+        return f"a weight {shown(weight)} of {groups} groups for {x[1]} channels"
+    return vectors(shapes, weight[1] * groups, "bias")
+
+
+def _gradient(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    """A convolution of x with a weight makes what the gradient is of; either is the result."""
+    x, weight = shapes.get("input", result), shapes.get("weight", result)
+    if reason := _convolved({"input": x, "weight": weight}, shapes["grad"], attrs):
+        return reason
+    windows = [attrs.get(name, ()) for name in ("stride", "padding", "dilation")]
+    if any(len(window) != len(x) - 2 or {*map(type, window)} != {int} for window in windows):
+        return f"a window {windows} for an image {shown(x)}"
+    return differs(shapes, "grad", _convolved_shape({"input": x, "weight": weight}, attrs))
+
+
+def products(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
+    """The work where each number of the result is a sum over the weight's other axes."""
+    return 2 * math.prod(result) * math.prod(shapes["weight"][1:])
+
+
+def _products_before_pooling(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
+    return products(shapes, _convolved_shape(shapes, attrs), attrs)
+
+
+def _products_of_both(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
+    pixels = math.prod(result) // result[1]
+    return 2 * pixels * sum(math.prod(shapes[name]) for name in ("weight", "next_weight"))
+
+
+def _products_of_gradient(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
+    """As many as the convolution itself has."""
+    weight = shapes.get("weight", result)
+    return 2 * math.prod(shapes["grad"]) * math.prod(weight[1:])
+
+
+WINDOW = "stride padding dilation groups"
+FACTORS = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
+OF_QUANTIZED = {"dtype": None, "fast_accumulation": False, "sparsity": None}
+HINTS = "fast_accumulation sparsity"
+
+ROWS = (
+    *(
+        row(
+            reference,
+            "input weight bias? residual?",
+            f"{WINDOW} activation",
+            name=name,
+            aten=f"{name}.default",
+            late="scale",
+            defaults={"activation": None, **FACTORS, **OF_QUANTIZED},
+            hints=HINTS,
+            epilogues=("",),
+            rule=_convolved,
+            flops=products,
+        )
+        for name, reference in (("conv1d", conv1d), ("conv2d", conv2d), ("conv3d", conv3d))
+    ),
+    row(
+        conv_transpose2d,
+        "input weight bias?",
+        "stride padding output_padding groups dilation",
+        aten="conv_transpose2d.input",
+        rule=_transposed,
+    ),
+    # the second reads what the first makes, which is a result too, if it is kept
+    row(
+        conv2d_chain,
+        "input weight bias? residual? scale? next_weight next_bias? next_scale?",
+        "activation next_activation keep",
+        defaults={"activation": None, "beta": 1.0, "dtype": None, "next_dtype": None},
+        epilogues=("", "next_"),
+        rule=_chained,
+        flops=_products_of_both,
+        pair=("conv2d", "conv2d"),
+        many=True,
+    ),
+    row(
+        conv2d_pool,
+        "input weight bias? residual?",
+        f"{WINDOW} activation kernel_size pool_stride pool_padding pool_dilation ceil_mode",
+        late="scale",
+        defaults={"activation": None, **FACTORS, **OF_QUANTIZED},
+        hints=HINTS,
+        epilogues=("",),
+        rule=_pooled,
+        flops=_products_before_pooling,
+        pair=("conv2d", "max_pool2d"),
+    ),
+    *(
+        row(
+            _input_gradient,
+            "grad weight",
+            f"{WINDOW} input_size",
+            name=f"conv{axes}d_dgrad",
+            rule=_gradient,
+            flops=_products_of_gradient,
+        )
+        for axes in (1, 2, 3)
+    ),
+    *(
+        row(
+            _weight_gradient,
+            "grad input",
+            f"{WINDOW} kernel_size",
+            name=f"conv{axes}d_wgrad",
+            rule=_gradient,
+            flops=_products_of_gradient,
+        )
+        for axes in (1, 2, 3)
+    ),
+)

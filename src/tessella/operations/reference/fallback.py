@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tessella.operations.operation import row
 from tessella.operations.torch_operators.arguments import arguments
 from tessella.operations.torch_operators.operators import resolve
 
@@ -18,3 +19,7 @@ def fallback(
     function = resolve(target, args, kwargs, inputs)
     filled_args, filled_kwargs = arguments(args, kwargs, inputs)
     return function(*filled_args, **filled_kwargs)
+
+
+# args and kwargs are templates, see ``operations.torch_operators.arguments``
+ROWS = (row(fallback, "", "target args kwargs", variadic=True, many=True),)

@@ -8,52 +8,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tessella.operations.epilogue import exact, finish, finish_as, store
+from tessella.operations.epilogue import (
+    NOTHING,
+    Epilogue,
+    bias_inside,
+    exact,
+    finish,
+    finish_as,
+    store,
+)
+from tessella.operations.operation import (
+    Attributes,
+    Shape,
+    Shapes,
+    differs,
+    first_of,
+    row,
+    shown,
+    vectors,
+)
+from tessella.operations.reference.conv import FACTORS, HINTS, OF_QUANTIZED, products
 from tessella.operations.reference.quant import quantize
 
 Tensor = torch.Tensor
+Added = Epilogue[torch.Tensor]
 
 
 def linear(
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
     *,
-    activation: str | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    gamma: float = 1.0,
-    fast_accumulation: bool = False,
+    epilogue: Added = NOTHING,
     dtype: str | None = None,
-    sparsity: str | None = None,
 ) -> Tensor:
-    """``gamma · activation(alpha · scale · input · weightᵀ + bias + beta · residual)``.
+    """The epilogue of ``input · weightᵀ``.
 
     input [..., K], weight [N, K], bias and scale [N], residual like the result → [..., N], stored
-    as ``dtype`` if one is given. ``sparsity`` says what zeros the weight has, and changes nothing.
+    as ``dtype`` if one is given.
     """
     x, w = exact(input), exact(weight)
-    if bias is not None and bias.dtype == x.dtype and scale is None and alpha == 1:
-        product, bias = F.linear(x, w, bias), None
-    else:
-        product = F.linear(x, w)
-    rest = {"activation": activation, "alpha": alpha, "beta": beta, "gamma": gamma}
-    return finish_as(dtype, product, bias, residual, scale, axis=-1, **rest)
+    bias, rest = bias_inside(epilogue, x.dtype)
+    return finish_as(dtype, F.linear(x, w, bias), rest, axis=-1)
 
 
 def linear_norm(
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
     norm_weight: Tensor,
     norm_bias: Tensor,
     code_scale: Tensor | None = None,
@@ -62,7 +66,7 @@ def linear_norm(
     results: Sequence[str],
     dtype: str | None = None,
     code_dtype: str | None = None,
-    **attrs: Any,
+    epilogue: Added = NOTHING,
 ) -> tuple[Tensor, ...]:
     """``linear`` with its epilogue, and the layer norm over the result's rows.
 
@@ -75,7 +79,7 @@ def linear_norm(
     if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
         raise ValueError(f"eps is a number from zero on, not {eps!r}")
     wide = None if dtype is None else "float64"
-    total = linear(input, weight, bias, residual, scale, dtype=wide, **attrs)
+    total = linear(input, weight, epilogue=epilogue, dtype=wide)
     by, plus = (_as(vector, total.dtype) for vector in (norm_weight, norm_bias))
     norm = F.layer_norm(total, [total.shape[-1]], by, plus, eps)
     stored = total.dtype if dtype is None else getattr(torch, dtype)
@@ -95,25 +99,93 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
 def matmul(
     input: Tensor,
     other: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
-    activation: str | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    gamma: float = 1.0,
-    fast_accumulation: bool = False,
+    epilogue: Added = NOTHING,
 ) -> Tensor:
-    """``gamma · activation(alpha · scale · op(input) · op(other) + bias + beta · residual)``.
+    """The epilogue of ``op(input) · op(other)``.
 
     op(input) [..., M, K], op(other) [..., K, N], bias and scale [N], residual like the result →
     [..., M, N]; leading axes broadcast. Transposing swaps the last two axes.
     """
     a = exact(input.mT if transpose_a else input)
     b = exact(other.mT if transpose_b else other)
-    product = torch.matmul(a, b)
-    rest = {"activation": activation, "alpha": alpha, "beta": beta, "gamma": gamma}
-    return finish(product, bias, residual, scale, **rest)
+    return finish(torch.matmul(a, b), epilogue)
+
+
+def _linear(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    """x […, C], weight [K, C] → […, K]"""
+    x, weight = shapes["input"], shapes["weight"]
+    if len(weight) != 2 or not x or x[-1] != weight[1]:
+        return f"a weight {shown(weight)} for rows {shown(x)}"
+    made = (*x[:-1], weight[0])
+    return first_of(
+        vectors(shapes, weight[0], "bias", "scale", "norm_weight", "norm_bias"),
+        differs(shapes, "residual", made),
+        _one(shapes, "code_scale"),
+    )
+
+
+def _one(shapes: Shapes, name: str) -> str | None:
+    if name not in shapes or math.prod(shapes[name]) == 1:
+        return None
+    return f"{name} is one number, not {shown(shapes[name])}"
+
+
+def _matmul(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    """a […, M, K], b […, K, N] → […, M, N], each perhaps transposed"""
+    if not result:
+        return None if shapes.keys() <= {"input", "other"} else "an epilogue of one number"
+    return vectors(shapes, result[-1], "bias", "scale") or differs(shapes, "residual", result)
+
+
+def _products(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
+    rows, columns = shapes["input"][-2:]
+    return 2 * math.prod(result) * (rows if attrs.get("transpose_a") else columns)
+
+
+ROWS = (
+    row(
+        linear,
+        "input weight bias? residual?",
+        "activation",
+        aten="linear.default",
+        late="scale",
+        defaults={"activation": None, **FACTORS, **OF_QUANTIZED},
+        hints=HINTS,
+        epilogues=("",),
+        rule=_linear,
+        flops=products,
+    ),
+    # results are the norm, that in quantized values, and what it reads
+    row(
+        linear_norm,
+        "input weight bias? residual? scale? norm_weight norm_bias code_scale?",
+        "activation eps results",
+        defaults={"activation": None, **FACTORS, **OF_QUANTIZED, "code_dtype": None},
+        hints=HINTS,
+        epilogues=("",),
+        rule=_linear,
+        flops=products,
+        pair=("linear", "layer_norm"),
+        many=True,
+    ),
+    row(
+        matmul,
+        "input other",
+        aten="matmul.default",
+        late="bias residual scale",
+        defaults={
+            "activation": None,
+            **FACTORS,
+            "transpose_a": False,
+            "transpose_b": False,
+            "fast_accumulation": False,
+        },
+        hints=HINTS,
+        epilogues=("",),
+        rule=_matmul,
+        flops=_products,
+    ),
+)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from tessella.operations.operation import Attributes, Shape, Shapes, differs, row, shown, vectors
+
 Tensor = torch.Tensor
 
 
@@ -63,3 +65,42 @@ def local_response_norm(input: Tensor, *, size: int, alpha: float, beta: float, 
     around = [0, 0] * (input.ndim - 2) + [size // 2, (size - 1) // 2]
     mean = F.pad(input.square(), around).unfold(1, size, 1).mean(-1)
     return input / (k + alpha * mean) ** beta
+
+
+def _channels(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    """Vectors have one number for each channel of [N, C, …]."""
+    x = shapes["input"]
+    if len(x) < 2:
+        return f"an input {shown(x)} without channels"
+    return vectors(shapes, x[1], "running_mean", "running_var", "weight", "bias")
+
+
+def _last_axes(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    """Weight and bias have the shape of the axes that are normalized, which are the last."""
+    inner = tuple(attrs.get("normalized_shape", ()))
+    if not inner or shapes["input"][-len(inner) :] != inner:
+        return f"a norm over {shown(inner)} of {shown(shapes['input'])}"
+    return differs(shapes, "weight", inner) or differs(shapes, "bias", inner)
+
+
+ROWS = (
+    row(batch_norm, "input running_mean running_var weight? bias?", "eps", rule=_channels),
+    row(
+        layer_norm,
+        "input weight? bias?",
+        "normalized_shape eps",
+        aten="layer_norm.default",
+        rule=_last_axes,
+    ),
+    row(
+        group_norm,
+        "input weight? bias?",
+        "num_groups eps",
+        aten="group_norm.default",
+        rule=_channels,
+    ),
+    row(
+        rms_norm, "input weight?", "normalized_shape eps", aten="rms_norm.default", rule=_last_axes
+    ),
+    row(local_response_norm, "input", "size alpha beta k"),
+)

@@ -6,9 +6,12 @@ not have.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tessella.operations.epilogue import store
+from tessella.operations.operation import Attributes, Shape, Shapes, row, shown
 
 Tensor = torch.Tensor
 
@@ -56,3 +59,20 @@ def along(vector: Tensor, x: Tensor, axis: int) -> Tensor:
     if vector.numel() == 1:
         return vector.reshape(())
     return vector.view(-1, *(1,) * (x.dim() - 1 - axis % x.dim()))
+
+
+def _vectors(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    """A scale and a zero point: one number each, or one for each place on ``axis``."""
+    x, axis = shapes["input"], attrs.get("axis", 0)
+    for name in ("scale", "zero_point"):
+        if name not in shapes or math.prod(shapes[name]) == 1:
+            continue
+        if type(axis) is not int or not -len(x) <= axis < len(x) or shapes[name] != (x[axis],):
+            return f"{name} has the shape {shown(shapes[name])} along axis {axis} of {shown(x)}"
+    return None
+
+
+ROWS = (
+    row(quantize, "input scale zero_point?", "axis dtype", rule=_vectors),
+    row(dequantize, "input scale zero_point?", "axis dtype", rule=_vectors),
+)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tessella.operations.operation import row
+
 Tensor = torch.Tensor
 Axes = Sequence[int] | None
 
@@ -32,3 +34,11 @@ def amin(input: Tensor, *, dim: Axes, keepdim: bool) -> Tensor:
 
 def _axes(input: Tensor, dim: Axes) -> list[int]:
     return list(range(input.ndim)) if dim is None else list(dim)
+
+
+ROWS = (
+    row(mean, "input", "dim keepdim dtype", aten="mean.dim"),
+    row(sum, "input", "dim keepdim dtype", aten="sum.dim_IntList"),
+    row(amax, "input", "dim keepdim", aten="amax.default"),
+    row(amin, "input", "dim keepdim", aten="amin.default"),
+)

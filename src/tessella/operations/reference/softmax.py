@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tessella.operations.operation import row
+
 Tensor = torch.Tensor
 
 
@@ -13,3 +15,9 @@ def softmax(input: Tensor, *, dim: int, dtype: str | None = None) -> Tensor:
 
 def log_softmax(input: Tensor, *, dim: int, dtype: str | None = None) -> Tensor:
     return torch.log_softmax(input, dim, None if dtype is None else getattr(torch, dtype))
+
+
+ROWS = (
+    row(softmax, "input", "dim dtype", aten="softmax.int"),
+    row(log_softmax, "input", "dim dtype", aten="log_softmax.int"),
+)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from tessella.operations import rearrangement as parts
+from tessella.operations import rearrangement
+from tessella.operations.operation import row
 
 Tensor = torch.Tensor
 
@@ -43,7 +44,7 @@ def rearrange(
     Raises:
         ValueError: the attributes do not fit the input or each other.
     """
-    parts.require(input.shape, sizes, rolls, dims, shape)
+    rearrangement.require(input.shape, sizes, rolls, dims, shape)
     made = input.reshape(tuple(sizes))
     for axes, shift in rolls:
         made = _rolled(made, tuple(axes), shift)
@@ -134,3 +135,21 @@ def image_to_tensor(
     scaled = input.float() * input.new_tensor(gain, dtype=torch.float32)
     scaled = scaled + input.new_tensor(offset, dtype=torch.float32)
     return scaled.permute(0, 3, 1, 2).to(getattr(torch, dtype)).contiguous()
+
+
+ROWS = (
+    row(reshape, "input", "shape", view=True),
+    row(permute, "input", "dims", view=True),
+    row(rearrange, "input", "sizes rolls dims shape"),  # a copy, where the two above are views
+    row(expand, "input", "shape", view=True),
+    row(slice, "input", "dim start end step", view=True),
+    row(select, "input", "dim index", aten="select.int", view=True),
+    row(split, "input", "sizes dim", view=True, many=True),
+    row(cat, "", "dim", variadic=True),
+    row(pad, "input", "pad mode value", aten="pad.default"),
+    row(interpolate, "input", "size scale_factor mode align_corners antialias"),
+    row(embedding, "input weight"),
+    row(to, "input", "dtype", aten="to.dtype", elementwise=True),
+    row(clone, "input"),
+    row(image_to_tensor, "input", "gain offset dtype"),
+)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tessella.operations.operation import row
 from tessella.operations.torch_operators.arguments import arguments
 from tessella.operations.user_operators import Tensors, named
 
@@ -20,3 +21,6 @@ def user(*inputs: torch.Tensor, target: str, args: Sequence[Any]) -> Tensors:
     assert operator.reference is not None  # the graph's author made sure
     made = operator.reference(*filled)
     return made.contiguous() if isinstance(made, torch.Tensor) else [t.contiguous() for t in made]
+
+
+ROWS = (row(user, "", "target args", variadic=True, many=True),)

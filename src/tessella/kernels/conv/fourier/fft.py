@@ -365,14 +365,14 @@ def inverse(
     lines, width = out.shape[2:]
     of_columns, of_rows = inverse_matrices(period, points, out.device)
     columns_pass(spectrum, of_columns, between, period.height, lines, period, columns, False)
-    beta = float(problem.attr("beta"))
+    beta = float(problem.epilogue.beta)
     residual = None if beta == 0 else residual
     launch(
         _inverse_rows,
         (-(-width // 64), -(-columns // 64), lines),
-        between, of_rows, out, bias, residual, scale, float(problem.attr("alpha")), beta,
+        between, of_rows, out, bias, residual, scale, float(problem.epilogue.alpha), beta,
         out.shape[0], inner, out.shape[1], lines, width, period.half, columns, *out.stride(),
         *((0,) * 4 if residual is None else residual.stride()), period.half * lines * columns,
         BLOCK_R=64, BLOCK_W=64, BLOCK_U=16,
-        ACTIVATION=problem.attr("activation"), num_warps=8,
+        ACTIVATION=problem.epilogue.activation, num_warps=8,
     )  # fmt: skip

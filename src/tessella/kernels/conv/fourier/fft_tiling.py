@@ -454,17 +454,17 @@ def inverse(
     tiles = min(cut.tiles - first, spectrum.shape[3])
     channels = out.shape[1]
     across = 4 if out.stride(1) == 1 and channels > 1 else 1
-    beta = float(problem.attr("beta"))
+    beta = float(problem.epilogue.beta)
     residual = None if beta == 0 else residual
     launch(
         _inverse,
         (-(-tiles // (entries // across)), -(-channels // across)),
-        spectrum, *matrices, out, bias, residual, scale, float(problem.attr("alpha")), beta,
+        spectrum, *matrices, out, bias, residual, scale, float(problem.epilogue.alpha), beta,
         tiles, first, channels, spectrum.shape[2], *out.shape[2:], *out.stride(),
         *((0,) * 4 if residual is None else residual.stride()),
         *cut.grid, spectrum.shape[3], spectrum.stride(0),
         ROWS=cut.kept[0], COLUMNS=cut.kept[1], PERIOD=cut.period, LOW=low,
         I=matrices[0].shape[1] // 2, J=matrices[2].shape[1], U=cut.half,
-        TILES=entries // across, CHANNELS=across, ACTIVATION=problem.attr("activation"),
+        TILES=entries // across, CHANNELS=across, ACTIVATION=problem.epilogue.activation,
         num_warps=num_warps,
     )  # fmt: skip

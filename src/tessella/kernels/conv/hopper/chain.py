@@ -210,9 +210,9 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
     weights = {i: _rows_of_weight(constants[i]) for i in (WEIGHT, NEXT_WEIGHT)}
     held = {**constants, **weights}
     shape = shape_of(problem)
-    beta = problem.attr("beta") if problem.meta(RESIDUAL) is not None else None
+    beta = problem.epilogue.beta if problem.meta(RESIDUAL) is not None else None
     folds = (
-        _fold(problem, held, SCALE, BIAS, shape.channels, problem.attr("activation"), beta),
+        _fold(problem, held, SCALE, BIAS, shape.channels, problem.epilogue.activation, beta),
         _fold(problem, held, NEXT_SCALE, NEXT_BIAS, shape.between, problem.attr("next_activation")),
     )  # of each: whether scale and bias are folded, and whether sums are small
 
@@ -290,7 +290,7 @@ def _run(
     pixels = _pixels(x)
     between = descriptor(_pixels(made[1]) if len(made) > 1 else pixels, chunk_of)
     tiles = -(-shape.pixels // (config["groups"] * PIXELS))
-    beta = problem.attr("beta")
+    beta = problem.epilogue.beta
     launch(
         convolve_twice,
         (min(tiles, MULTIPROCESSORS),),
@@ -305,7 +305,7 @@ def _run(
         GROUPS=config["groups"], BUFFERS=config["buffers"], STAGES=config["stages"],
         SLOTS=config["slots"], RESIDENT=config["resident"],
         RESIDUAL=residual is not None, UNSCALED=beta == 1.0, KEEP=len(made) > 1,
-        ACTIVATION=problem.attr("activation"), FOLDED=folds[0][0], SMALL=folds[0][1],
+        ACTIVATION=problem.epilogue.activation, FOLDED=folds[0][0], SMALL=folds[0][1],
         NEXT_ACTIVATION=problem.attr("next_activation"),
         NEXT_FOLDED=folds[1][0], NEXT_SMALL=folds[1][1],
         num_warps=4,

@@ -151,7 +151,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     last = problem.output.has("channels_last")
     size = getattr(torch, problem.output.dtype).itemsize
     bulk = last and geometry.filters * size % 16 == 0 and problem.output.dtype != "int32"
-    alpha, beta = float(problem.attr("alpha")), float(problem.attr("beta"))
+    alpha, beta = float(problem.epilogue.alpha), float(problem.epilogue.beta)
     held = dict(constants)
     if 1 in constants:
         held[1] = packed(
@@ -206,7 +206,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             SHIFT=runs.shift,
             GRANULES=runs.granules,
             CHUNKS=runs.chunks,
-            ACTIVATION=problem.attr("activation"),
+            ACTIVATION=problem.epilogue.activation,
             DTYPE=DTYPES[out.dtype],
             CONSTANT=1 in problem.constant,
             launch_pdl=True,

@@ -37,8 +37,8 @@ from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
     tile_counts,
 )
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
+from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
 from tessella.kernels.epilogue.triton_device import cast, finish
-from tessella.operations.epilogue import in_halves
 from tessella.operations.problem import Problem
 
 Tensor = torch.Tensor
@@ -93,8 +93,8 @@ def fits(problem: Problem) -> str | None:
                 return f"{name} = {channels} × {meta.dtype} is not a multiple of 16 bytes"
     if output.dtype == "int32" and (
         any(t is not None for t in (bias, residual, scale))
-        or problem.attr("activation")
-        or problem.attr("alpha") != 1.0
+        or problem.epilogue.activation
+        or problem.epilogue.alpha != 1.0
     ):
         return "int32 results are the bare products"
     if 0 in (*x.shape, *output.shape) or max(math.prod(x.shape), math.prod(output.shape)) >= 2**31:
@@ -251,8 +251,8 @@ def _run(
         blocks = max(1, blocks // tiles[0]) * tiles[0]
     rows, columns = (tile_k, pixels) if config["swap"] else (pixels, tile_k)
     is_folded = is_folded and whole
-    alpha = problem.attr("alpha") if whole and not is_folded else 1.0
-    beta = problem.attr("beta") * (problem.gamma or 1.0 if is_folded else 1.0)
+    alpha = problem.epilogue.alpha if whole and not is_folded else 1.0
+    beta = problem.epilogue.beta * (problem.gamma or 1.0 if is_folded else 1.0)
     channels = channels_read(shape, tile_k)
     chunks = math.ceil(channels / tile_c)
     group = (shape.K // shape.groups, shape.C // shape.groups) if shape.groups > 1 else (None, None)
@@ -284,8 +284,8 @@ def _run(
         RESIDUAL=adds, UNSCALED=alpha == beta == 1.0,
         SMALL=whole and is_small,
         FOLDED=is_folded,
-        HALVES=whole and in_halves(problem),
-        ACTIVATION=problem.attr("activation") if whole else None,
+        HALVES=whole and in_sixteen_bits(problem),
+        ACTIVATION=problem.epilogue.activation if whole else None,
         SWAP=config["swap"],
         PROMOTE=promotes(problem),
         INTERLEAVE=interleave,
@@ -437,15 +437,15 @@ def _add_parts(
         bias,
         scale,
         residual,
-        problem.attr("alpha"),
-        problem.attr("beta"),
+        problem.epilogue.alpha,
+        problem.epilogue.beta,
         problem.gamma,
         count,
         parts.numel() // splits,
         out.shape[1],
         problem.output.pixel_pitch,
         SPLITS=splits,
-        ACTIVATION=problem.attr("activation"),
+        ACTIVATION=problem.epilogue.activation,
         BLOCK=block,
         num_warps=4,
     )

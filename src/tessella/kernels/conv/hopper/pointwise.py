@@ -15,7 +15,8 @@ import torch
 
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call, Config
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 WRITES_OUT = True
 GAMMA = True

@@ -57,7 +57,7 @@ def fits(problem: Problem) -> str | None:
         return f"makes int8 or {x.dtype}, not {problem.output.dtype}"
     if 1 not in problem.constant:
         return "the weight must be constant: it is packed in advance"
-    if problem.meta(3) is not None or problem.meta(4) is not None or problem.attr("alpha") != 1:
+    if problem.meta(3) is not None or problem.meta(4) is not None or problem.epilogue.alpha != 1:
         return "no residual, scale or alpha"
     if bias is not None and bias.dtype not in _VECTORS:
         return f"a bias of {', '.join(_VECTORS)}, not {bias.dtype}"
@@ -153,7 +153,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
         )
     )
     weight = pack(constants[1], stem)
-    gamma, grid = float(problem.attr("gamma")), min(stem.tasks, TOGETHER * PROCESSORS)
+    gamma, grid = float(problem.epilogue.gamma), min(stem.tasks, TOGETHER * PROCESSORS)
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         x, _, *more = problem.operands(constants, inputs)

@@ -8,8 +8,9 @@ import torch
 
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
-from tessella.operations.epilogue import finish_
-from tessella.operations.problem import Problem, memory_format
+from tessella.operations.epilogue import bias_inside, finish_
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import memory_format
 
 WRITES_OUT = False
 
@@ -34,17 +35,9 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     attrs = problem.attrs
     padding, stride, dilation = (list(attrs[n]) for n in ("padding", "stride", "dilation"))
-    groups, activation = attrs["groups"], problem.attr("activation")
-    alpha, beta = problem.attr("alpha"), problem.attr("beta")
+    groups, epilogue = attrs["groups"], problem.epilogue
     layout = memory_format(problem.output.format, len(problem.output.shape))
     product = getattr(torch, problem.op)
-    bias_meta = problem.meta(2)
-    inside = (
-        bias_meta is not None
-        and bias_meta.dtype == problem.output.dtype
-        and problem.meta(4) is None
-        and alpha == 1
-    )
     held = dict(constants)
     if 1 in constants:
         held[1] = packed(
@@ -57,17 +50,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         operands = (*problem.operands(held, inputs), None, None, None)
         x, weight, bias, residual, scale = operands[:5]
         weight = weight.contiguous(memory_format=layout)
-        made = product(x, weight, bias if inside else None, stride, padding, dilation, groups)
-        return finish_(
-            # with one channel torch cannot tell the formats apart, and may answer in the other one
-            made.contiguous(memory_format=layout),
-            residual,
-            activation,
-            bias=None if inside else bias,
-            scale=scale,
-            alpha=alpha,
-            beta=beta,
-            axis=1,
-        )
+        inside, rest = bias_inside(epilogue.of(bias, residual, scale), x.dtype)
+        made = product(x, weight, inside, stride, padding, dilation, groups)
+        # with one channel torch cannot tell the formats apart, and may answer in the other one
+        return finish_(made.contiguous(memory_format=layout), rest, axis=1)
 
     return convolve

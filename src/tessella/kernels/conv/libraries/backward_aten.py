@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from tessella.kernels.catalog import Call
-from tessella.operations.problem import Problem, memory_format
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import memory_format
 
 WRITES_OUT = False
 
@@ -22,8 +23,6 @@ def fits(problem: Problem) -> str | None:
         return f"floating-point operands of one type, not {first.dtype} × {second.dtype}"
     if problem.output.dtype != first.dtype:
         return f"makes {first.dtype}, not {problem.output.dtype}"
-    if (problem.attr("activation"), problem.attr("alpha")) != (None, 1.0):
-        return "a gradient has no epilogue"
     if isinstance(problem.attrs["padding"], str):
         return "padding must be numbers"
     if problem.output.format == "strided":

@@ -9,16 +9,17 @@ import torch
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import aten
-from tessella.operations.problem import MEMORY_FORMATS, Problem
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import MEMORY_FORMATS
 
 WRITES_OUT = False
 
 
 def fits(problem: Problem) -> str | None:
     x, _, bias, residual, scale = (problem.meta(i) for i in range(5))
-    if problem.attr("activation") != "relu":
+    if problem.epilogue.activation != "relu":
         return f"fuses relu only, not {problem.attr('activation')}"
-    if scale is not None or problem.attr("alpha") != 1:
+    if scale is not None or problem.epilogue.alpha != 1:
         return "fuses neither scale nor alpha"
     if any(t is not None and t.dtype != x.dtype for t in (bias, residual)):
         return "one element type throughout"
@@ -30,7 +31,7 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     attrs = problem.attrs
     padding, stride, dilation = (list(attrs[n]) for n in ("padding", "stride", "dilation"))
-    groups, beta = attrs["groups"], problem.attr("beta")
+    groups, beta = attrs["groups"], problem.epilogue.beta
     memory_format = MEMORY_FORMATS[problem.output.format]
     held = dict(constants)
     if 1 in constants:

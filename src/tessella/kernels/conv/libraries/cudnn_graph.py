@@ -22,7 +22,8 @@ from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.streams import is_captured
 from tessella.kernels.catalog import Call, Config
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 WRITES_OUT = True
 
@@ -38,9 +39,9 @@ def fits(problem: Problem) -> str | None:
         return f"int8, float16 or bfloat16, not {x.dtype} × {weight.dtype}"
     if problem.output.dtype not in TYPES:
         return f"cannot make {problem.output.dtype}"
-    if problem.attr("activation") not in (None, "relu"):
+    if problem.epilogue.activation not in (None, "relu"):
         return f"fuses relu only, not {problem.attr('activation')}"
-    if problem.attr("alpha") != 1:
+    if problem.epilogue.alpha != 1:
         return "no alpha; a scale does the same"
     if any(t is not None and t.dtype not in TYPES for t in (bias, residual, scale)):
         return "the epilogue's tensors must be int8 or floating"
@@ -78,7 +79,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, plan: int =
     except library.cudnnGraphNotSupportedError as error:
         raise _refused(error) from error
     nbytes = graph.get_workspace_size_plan_at_index(plan)
-    beta = torch.full((1, 1, 1, 1), float(problem.attr("beta")), device="cuda")
+    beta = torch.full((1, 1, 1, 1), float(problem.epilogue.beta), device="cuda")
     with torch.inference_mode(False):  # else it could not be written outside of that mode
         fence = torch.zeros(1, device="cuda") if problem.meta(3) is not None else None
 
@@ -116,7 +117,10 @@ def described(problem: Problem, **context: Any) -> tuple[Any, dict[int, Any], An
         **context,
     )
     metas = dict(enumerate(problem.meta(i) for i in range(5)))
-    channels, residual = problem.output.shape[1], metas[3] is not None and problem.attr("beta") != 0
+    channels, residual = (
+        problem.output.shape[1],
+        metas[3] is not None and problem.epilogue.beta != 0,
+    )
     tensors: dict[int, Any] = {}
     for i, name in ((0, "x"), (1, "weight"), *([(3, "residual")] if residual else [])):
         tensors[i] = _tensor(graph, name, metas[i].shape, _type(metas[i]))
@@ -139,11 +143,11 @@ def described(problem: Problem, **context: Any) -> tuple[Any, dict[int, Any], An
         y = graph.add(a=y, b=tensors[2])
     if residual:
         added = tensors[3]
-        if problem.attr("beta") != 1:
+        if problem.epilogue.beta != 1:
             tensors[5] = _tensor(graph, "beta", (1, 1, 1, 1), kind.FLOAT)
             added = graph.mul(a=added, b=tensors[5])
         y = graph.add(a=y, b=added)
-    if problem.attr("activation") == "relu":
+    if problem.epilogue.activation == "relu":
         y = graph.relu(input=y)
     y.set_output(True).set_data_type(_type(problem.output))
     y.set_dim(list(problem.output.shape)).set_stride(_strides(problem.output.shape))

@@ -11,7 +11,7 @@ import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
-from tessella.operations.epilogue import finish_
+from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 
 WRITES_OUT = False
@@ -45,7 +45,7 @@ def fits(problem: Problem) -> str | None:
         return "this CPU has no bfloat16 instructions"
     if problem.output.format != "channels_last":
         return "makes channels_last"
-    activation = problem.attrs.get("activation")
+    activation = problem.epilogue.activation
     if activation not in POST_OPS:
         return f"activation {activation} is not fused"
     if residual is not None and not residual.has("channels_last"):
@@ -55,7 +55,7 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     padding, stride, dilation, groups = window(problem)
-    activation, bias = problem.attrs.get("activation"), constants.get(2)
+    activation, bias = problem.epilogue.activation, constants.get(2)
     weight = packed_weight(problem, constants[1])
     if problem.meta(3) is None:
         name, numbers, variant = POST_OPS[activation]
@@ -67,14 +67,15 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         return convolve
     binary = torch.ops.mkldnn._convolution_pointwise.binary
     # after a residual, oneDNN's interface fuses relu only
-    fused, after = (activation, None) if activation == "relu" else (None, activation)
+    fused = activation if activation == "relu" else None
+    after = Epilogue(activation=None if fused else activation)
 
     def convolve_add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         made = binary(
             x, residual, weight, bias, padding, stride, dilation, groups,
             "add", 1.0, fused, [], "",
         )  # fmt: skip
-        return finish_(made, None, after)
+        return finish_(made, after)
 
     return convolve_add
 

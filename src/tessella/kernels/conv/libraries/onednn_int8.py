@@ -40,9 +40,9 @@ def refusal(problem: Problem) -> str | None:
         return "weight, bias and scale must be constants"
     if any(t is not None and t.dtype != "float32" for t in (bias, scale)):
         return "bias and scale must be float32"
-    if problem.attr("alpha") != 1:
+    if problem.epilogue.alpha != 1:
         return "no alpha"
-    if out.dtype == "int8" and problem.attr("activation") not in (None, "relu"):
+    if out.dtype == "int8" and problem.epilogue.activation not in (None, "relu"):
         return "only relu is fused before int8"
     if residual is not None and residual.dtype != out.dtype:
         return "the residual must have the result's type"
@@ -61,7 +61,8 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     a = problem.attrs
     padding, stride, dilation = (list(a[n]) for n in ("padding", "stride", "dilation"))
-    groups, activation, beta = a["groups"], problem.attr("activation"), problem.attr("beta")
+    groups, ending = a["groups"], problem.epilogue
+    activation, beta = ending.activation, ending.beta
     scale, zeros = scales(problem, constants)
     bias = constants.get(2)
     split = must_split(constants[1])
@@ -92,7 +93,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
             given(x), 1.0, SHIFT, weight, scale, zeros, bias, *geometry, 1.0, 0, stored,
             inside or "none", [], "",
         )  # fmt: skip
-        return made if inside == activation else finish_(made, None, activation)
+        return made if inside == activation else finish_(made, ending.of())
 
     def convolve_add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         if not small:
@@ -100,7 +101,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
                 given(x), 1.0, SHIFT, weight, scale, zeros, bias, *geometry, 1.0, 0, stored,
                 "none", [], "",
             )  # fmt: skip
-            return finish_(made, residual, activation, beta=beta)
+            return finish_(made, ending.of(residual=residual))
         into = residual.clone(memory_format=torch.preserve_format)  # it is overwritten
         return summed(
             given(x), 1.0, SHIFT, weight, scale, zeros, into, bias, *geometry, 1.0, 0, stored,

@@ -36,7 +36,7 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     n, _, height, width = problem.inputs[0].shape
-    name, numbers, variant = onednn.POST_OPS[problem.attr("activation")]
+    name, numbers, variant = onednn.POST_OPS[problem.epilogue.activation]
     bias, pixels = constants.get(2), math.prod((n, height, width))
     weight = packed(
         constants[1],

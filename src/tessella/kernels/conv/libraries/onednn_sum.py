@@ -34,14 +34,14 @@ def refusal(problem: Problem) -> str | None:
 def fits(problem: Problem) -> str | None:
     if why := refusal(problem):
         return why
-    if problem.attr("activation") not in (None, "relu"):
+    if problem.epilogue.activation not in (None, "relu"):
         return f"activation {problem.attr('activation')} is not fused after a sum"
     return onednn.fits(problem)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     weight = onednn.packed_weight(problem, constants[1])
-    bias, activation = constants.get(2), problem.attr("activation")
+    bias, activation = constants.get(2), problem.epilogue.activation
     padding, stride, dilation, groups = onednn.window(problem)
     add = torch.ops.mkldnn._convolution_pointwise_.binary
 

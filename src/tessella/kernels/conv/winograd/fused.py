@@ -146,7 +146,7 @@ def _convolve(
 ) -> None:
     tiling = Tiling.of(problem, F23.m)
     filters, channels = _padded(problem, config)
-    residual = residual if problem.attr("beta") else None
+    residual = residual if problem.epilogue.beta else None
     blocks_k = filters // config["block_k"]
     fma = config["product"] == "fma"
     if fma:
@@ -172,11 +172,11 @@ def _convolve(
         x, u, out, tiling.count, tiling.channels, tiling.filters, *tiling.image, *tiling.out,
         tiling.down, tiling.across, *x.stride(), filters, blocks_k, *out.stride(),
         bias, residual, scale, *((0, 0, 0, 0) if residual is None else residual.stride()),
-        problem.attr("alpha"), problem.attr("beta"),
+        problem.epilogue.alpha, problem.epilogue.beta,
         DEPTH=channels, INPUTS=_INPUTS, FACTORS=_FACTORS, OUTPUTS=_OUTPUTS,
         PAD_H=tiling.padding[0], PAD_W=tiling.padding[1],
         BLOCK_T=config["block_t"], BLOCK_K=config["block_k"], BLOCK_C=config["block_c"],
-        ACTIVATION=problem.attr("activation"), num_warps=config["warps"], **form,
+        ACTIVATION=problem.epilogue.activation, num_warps=config["warps"], **form,
     )  # fmt: skip
 
 

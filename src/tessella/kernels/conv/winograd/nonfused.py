@@ -293,7 +293,7 @@ def _transform_back(
     scale: torch.Tensor | None,
 ) -> None:
     tiling, f = plan.tiling, plan.tiling.f
-    beta = problem.attr("beta")
+    beta = problem.epilogue.beta
     residual = residual if beta else None
     block_t, block_k = (32, 4) if plan.pixels_inside else (4, 32)
     blocks_k = plan.filters // block_k
@@ -302,8 +302,8 @@ def _transform_back(
         (plan.tiles // block_t * blocks_k,),
         m, out, tiling.count, tiling.filters, *tiling.out, tiling.down, tiling.across,
         *plan.m_strides(), *out.stride(), blocks_k, bias, residual, scale,
-        *((0, 0, 0, 0) if residual is None else residual.stride()), problem.attr("alpha"), beta,
-        AT=coefficients(f.at), N=f.n, M=f.m, ACTIVATION=problem.attr("activation"),
+        *((0, 0, 0, 0) if residual is None else residual.stride()), problem.epilogue.alpha, beta,
+        AT=coefficients(f.at), N=f.n, M=f.m, ACTIVATION=problem.epilogue.activation,
         BLOCK_T=block_t, BLOCK_K=block_k, WIDE=plan.pixels_inside,
         num_warps=THREADS // 32,
     )  # fmt: skip

@@ -90,7 +90,7 @@ def refusal(problem: Problem, taps: tuple[int, ...]) -> str | None:
         return f"makes float32, float16 or bfloat16, not {problem.output.dtype}"
     if any(meta is not None and meta.dtype not in FLOATS for meta in rest):
         return "bias, residual and scale must be floating point"
-    if problem.attr("activation") not in (None, *ACTIVATIONS):
+    if problem.epilogue.activation not in (None, *ACTIVATIONS):
         return f"does not know the activation {problem.attr('activation')}"
     if max(math.prod(x.shape), math.prod(problem.output.shape)) > LARGEST_INT32:
         return "more than 2^31 elements"

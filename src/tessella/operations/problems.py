@@ -10,9 +10,11 @@ from typing import Any
 from tessella.core.dtype import Math
 from tessella.core.errors import UsageError
 from tessella.operations import shapes
-from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.epilogue import ACTIVATIONS, NUMBERS, is_gamma
 from tessella.operations.norm_step import NormStep, norm_step
-from tessella.operations.problem import Problem, TensorMeta, is_gamma
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta
 
 Sizes = int | Sequence[int]
 Extra = TensorMeta | None
@@ -86,16 +88,19 @@ def conv2d_chain(first: Problem, second: Problem, *, keep: bool = True) -> Probl
             seen=why,
             fix="let the second read the first's result",
         )
-    rest = tuple(second.meta(i) for i in (1, 2, 4))
+    row, named = operation("conv2d_chain"), ("weight", "bias", "scale")
+    operands = {name: first.get(name) for name in first.operation.operands}
+    operands |= {f"next_{name}": second.get(name) for name in named}
+    known = (*first.constants, *(f"next_{name}" for name in second.constants))
     attrs = {name: first.attrs[name] for name in ("activation", "beta") if name in first.attrs}
-    if first.inputs[0].dtype == "int8":
+    if first["input"].dtype == "int8":
         attrs |= {"dtype": first.output.dtype, "next_dtype": second.output.dtype}
     return Problem(
-        op="conv2d_chain",
-        inputs=(*first.inputs, *[None] * (5 - len(first.inputs)), *rest),
+        op=row.name,
+        inputs=row.ordered(**operands),
         outputs=(second.output, first.output) if keep else (second.output,),
-        attrs={**attrs, "next_activation": second.attr("activation"), "keep": keep},
-        constant=(*first.constant, *({1: 5, 2: 6, 4: 7}[i] for i in second.constant)),
+        attrs={**attrs, "next_activation": second.epilogue.activation, "keep": keep},
+        constant=row.positions(known),
         math=first.math,
     )
 
@@ -103,19 +108,17 @@ def conv2d_chain(first: Problem, second: Problem, *, keep: bool = True) -> Probl
 def unchainable(first: Problem, second: Problem) -> str | None:
     """Why two convolutions are no chain, or None."""
     for problem in (first, second):
-        if problem.op != "conv2d" or problem.inputs[1].shape[2:] != (1, 1):
+        if problem.op != "conv2d" or problem["weight"].shape[2:] != (1, 1):
             return "1×1 convolutions of images only"
         a = problem.attrs
         if tuple(a["stride"]) != (1, 1) or any(a["padding"]) or a["groups"] != 1:
             return "no stride, padding or groups"
-        if problem.attr("alpha") != 1:
-            return "no alpha"
-        if problem.attr("gamma") != 1:
-            return "no gamma"
-    if second.meta(3) is not None:
+        if (problem.epilogue.alpha, problem.epilogue.gamma) != (1, 1):
+            return "neither alpha nor gamma"
+    if second.get("residual") is not None:
         return "the second adds no residual"
-    if replace(first.output, strides=None) != replace(second.inputs[0], strides=None):
-        return f"the second reads {second.inputs[0]}, not {first.output}"
+    if replace(first.output, strides=None) != replace(second["input"], strides=None):
+        return f"the second reads {second['input']}, not {first.output}"
     return None
 
 
@@ -149,8 +152,8 @@ def unpoolable(first: Problem, pool: Problem) -> str | None:
     """Why these are no convolution and the largest number in each window of its result, or None."""
     if first.op != "conv2d" or pool.op != "max_pool2d":
         return "a conv2d and a max_pool2d"
-    if replace(first.output, strides=None) != replace(pool.inputs[0], strides=None):
-        return f"the pooling reads {pool.inputs[0]}, not {first.output}"
+    if replace(first.output, strides=None) != replace(pool["input"], strides=None):
+        return f"the pooling reads {pool['input']}, not {first.output}"
     return None
 
 
@@ -175,19 +178,21 @@ def linear_norm(first: Problem, second: Problem, *, keep: bool) -> Problem:
             seen=why,
             fix="let a layer_norm read the linear's result",
         )
-    positions = norm.weight, norm.bias, norm.code_scale
-    vectors = tuple(None if i is None else second.meta(i) for i in positions)
-    known = tuple(place for place, i in enumerate(positions, 5) if i in second.constant)
+    row = operation("linear_norm")
+    read = {"norm_weight": norm.weight, "norm_bias": norm.bias, "code_scale": norm.code_scale}
+    operands = {name: first.get(name) for name in first.operation.operands}
+    operands |= {name: None if i is None else second.meta(i) for name, i in read.items()}
+    known = (*first.constants, *(name for name, i in read.items() if i in second.constant))
     attrs = {"eps": norm.eps, "results": (*norm.results, *["sum"] * keep)}
     if norm.code_dtype is not None:
         attrs["code_dtype"] = norm.code_dtype
     return replace(
         first,
-        op="linear_norm",
-        inputs=(*first.inputs, *[None] * (5 - len(first.inputs)), *vectors),
+        op=row.name,
+        inputs=row.ordered(**operands),
         outputs=(*second.outputs, *first.outputs[: int(keep)]),
         attrs={**first.attrs, **attrs},
-        constant=(*first.constant, *known),
+        constant=row.positions(known),
     )
 
 
@@ -351,13 +356,7 @@ def linear(
     )
 
 
-DEFAULT = {
-    "activation": None,
-    "alpha": 1.0,
-    "beta": 1.0,
-    "gamma": 1.0,
-    "fast_accumulation": False,
-}
+DEFAULT = {**NUMBERS, "fast_accumulation": False}
 
 
 def _given(epilogue: dict[str, Any]) -> dict[str, Any]:
