@@ -8,6 +8,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Their assertions say what was compared, as those of test files do.
+pytest.register_assert_rewrite("tests.support")
+
 # Files whose few tests take a minute: begun last, one worker would be busy long after the others.
 LONG = (
     "tests/studio/test_story.py",
@@ -17,6 +20,9 @@ LONG = (
     "tests/examples/",
     "tests/training/",
     "tests/kernels/",
+    "tests/operations/",
+    "tests/device/",
+    "tests/search/",
 )
 
 

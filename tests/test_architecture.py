@@ -27,6 +27,7 @@ FORBIDDEN = {
     for contract in CONTRACTS[1:]
     for source in contract["source_modules"]
 }
+TESTS = Path(__file__).parent
 VAGUE = {"util", "utils", "helper", "helpers", "misc", "common", "manager", "base", "new"}
 
 
@@ -78,6 +79,29 @@ def test_imports_point_down_and_none_hide_in_functions(path: Path) -> None:
                 f"{where}: {room} may not import {target}"
             )
         assert target not in FORBIDDEN.get(room, set()), f"{where}: {room} must not know {target}"
+
+
+def test_what_tests_share_lies_in_support() -> None:
+    """tests/attack is a command, with modules of its own."""
+    for path in TESTS.rglob("*.py"):
+        here = "tests.attack." if path.parent.name == "attack" else "tests.support."
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [a.name for a in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, "imports are absolute here"
+                names = [f"{node.module}.{a.name}" for a in node.names]
+            else:
+                continue
+            for name in (n for n in names if n.startswith("tests")):
+                where = f"{path.relative_to(TESTS)}:{node.lineno} imports {name}"
+                assert name.startswith((here, "tests.support.")), f"{where}: put it into support"
+                assert not re.search(r"\.(test_|conftest)", name), f"{where}: put it into support"
+
+
+def test_tests_lie_in_the_rooms_of_what_they_test() -> None:
+    rooms = {p.name for p in TESTS.iterdir() if (p / "__init__.py").exists()}
+    assert rooms - {"attack", "examples", "gpu", "support"} <= {room_of(p) for p in MODULES}
 
 
 def test_every_room_has_its_level() -> None:

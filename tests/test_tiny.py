@@ -11,20 +11,8 @@ import pytest
 import tessella as ts
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run
-from tessella.core.preprocess import encode
 from tessella.server import Server
-
-
-def write_stripes(folder: Path, *, images: int = 24) -> None:
-    """Two classes that a small network tells apart at once: stripes lying and standing."""
-    noise = np.random.default_rng(0)
-    for name, axis in (("lying", 0), ("standing", 1)):
-        for index in range(images):
-            wave = 127 + 100 * np.sin(np.arange(16) * noise.uniform(1.2, 1.8) + noise.uniform(0, 6))
-            image = np.expand_dims(wave, 1 - axis) + noise.normal(0, 8, (16, 16))
-            path = folder / name / f"{index}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(encode(np.clip(image, 0, 255).astype(np.uint8)[:, :, None]))
+from tests.support.pictures.folders import write_stripes
 
 
 @pytest.fixture(scope="module")

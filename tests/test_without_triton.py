@@ -16,7 +16,7 @@ from torch import nn
 import tessella
 from tessella import runtime
 from tessella.core.spec import TensorSpec
-from tests.compiler.networks import build
+from tests.support.networks import build
 
 torch.manual_seed(0)
 module = nn.Sequential(

@@ -25,7 +25,7 @@ from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.nn import zoo
-from tests.cli.reading import context
+from tests.support.cli import context
 
 TOKENS = TensorSpec(name="a:b", dtype="int64", shape=(1, DimRange(min=1, opt=8, max=16)))
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(1, 3, 32, 48))

@@ -17,9 +17,9 @@ from tessella.artifacts.program import Bucket, Buffer, Step
 from tessella.core.errors import ArtifactError, CorruptArtifact
 from tessella.core.preprocess import Preprocess
 from tessella.kernels import catalog
-from tests.artifacts.fuzz_plans import fuzz
-from tests.artifacts.subjects import KINDS, good, subject
-from tests.compiler.test_fuse_norms import PreNorm, planned
+from tests.support.normed import PreNorm, planned
+from tests.support.plans.fuzz_plans import fuzz
+from tests.support.plans.subjects import KINDS, good, subject, with_bucket
 
 # The seed is fixed: this is a test of what is known, and the command line looks for more.
 CASES = {"plain": 200, "int8": 80, "slices": 100, "pixels": 100}
@@ -33,12 +33,6 @@ def test_mutated_plans_are_refused_or_answer_as_before(kind: str) -> None:
     assert kinds == {"refused", "same"}
     assert report.slowest_s < 5
     assert report.grown_mb < 500
-
-
-def with_bucket(plan: Plan, index: int = 0, **changes: Any) -> Plan:
-    """Only this bucket, so that what is seen is not that it differs from another."""
-    bucket = replace(plan.program.buckets[index], **changes)
-    return replace(plan, program=replace(plan.program, buckets=(bucket,)))
 
 
 def with_step(op: str, **changes: Any) -> Plan:

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tessella.cli import main
 from tessella.core.preprocess import encode
-
-
-@dataclass(frozen=True)
-class Answer:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Tessella = Callable[..., Answer]
+from tests.support.cli import Answer, Tessella
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tessella import api
 from tessella.artifacts.front import read_front
 from tessella.artifacts.plan import load_plan
 from tessella.data.importing import ImportSettings, import_images
-from tests.cli.conftest import Tessella
+from tests.support.cli import Tessella
 
 
 @pytest.fixture(scope="module")

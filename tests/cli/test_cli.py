@@ -21,7 +21,7 @@ from tessella import api
 from tessella.artifacts.plan import load_plan
 from tessella.cli import VERBS
 from tessella.core.events import read_events
-from tests.cli.conftest import Tessella
+from tests.support.cli import Tessella
 
 
 def test_help_is_there_before_one_gets_impatient() -> None:

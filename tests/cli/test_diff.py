@@ -14,7 +14,7 @@ from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.core.device import Fingerprint
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import DimRange, TensorSpec
-from tests.cli.conftest import Tessella
+from tests.support.cli import Tessella
 
 RECORD = Preprocess(height=2, width=2, channels=1)
 

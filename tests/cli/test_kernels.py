@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.cli.conftest import Tessella
+from tests.support.cli import Tessella
 
 SEARCH = ("kernels", "conv2d", "--input", "1x4x8x8", "--weight", "6x4x3x3", "--padding", "1")
 

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from tessella.compiler.passes import of_stage
-from tests.cli.conftest import Tessella
+from tests.support.cli import Tessella
 
 LENET = ("show", "--passes", "lenet", "--classes", "10")
 

@@ -16,7 +16,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.graph.graph import Graph
 from tessella.graph.show import text
-from tests.compiler.networks import captured, plan
+from tests.support.networks import captured, plan
 
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(DimRange(min=1, opt=2, max=4), 3, 8, 8))
 FIRST = of_stage("optimize")

@@ -24,7 +24,7 @@ from tessella.graph import capture
 from tessella.graph.graph import Graph
 from tessella.graph.onnx import write
 from tessella.kernels.conv.libraries import onednn_int8
-from tests.compiler.networks import plan
+from tests.support.networks import plan
 
 pytestmark = pytest.mark.instructions
 

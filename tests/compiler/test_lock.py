@@ -18,7 +18,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.graph import Graph
 from tessella.search import find as auction
 from tessella.search.tuning import Lock, TimingCache, Trial
-from tests.compiler.networks import captured, graph_of, network, plan
+from tests.support.networks import captured, graph_of, network, plan
 
 BATCH = (1, 2, 2)
 

@@ -16,7 +16,7 @@ from tessella.compiler.pipeline import optimized
 from tessella.compiler.verify import MOST_NARROW, NARROW_MARGIN, TOLERANCES
 from tessella.core.errors import CompileError
 from tessella.core.spec import DimRange, TensorSpec
-from tests.compiler.networks import build, graph_of, plan
+from tests.support.networks import build, graph_of, plan
 
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(1, 16, 4, 4))
 

@@ -22,7 +22,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.graph.graph import Graph
 from tessella.graph.show import text
-from tests.compiler.networks import captured, plan
+from tests.support.networks import captured, plan
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "passes.md"

@@ -20,8 +20,8 @@ from tessella.kernels import catalog
 from tessella.kernels.conv.libraries import aten as conv_aten
 from tessella.kernels.conv.libraries import onednn as conv_onednn
 from tessella.runtime import profiler
-from tests.compiler.networks import NETWORKS, build, captured, network, plan
-from tests.kernels import scratch
+from tests.support.kernels import scratch
+from tests.support.networks import NETWORKS, build, captured, network, plan
 
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(1, 3, 8, 8))
 

@@ -24,7 +24,7 @@ from tessella.operations.problem import Problem
 from tessella.search import find as auction
 from tessella.search.allowance import Allowance, OutOfTime
 from tessella.search.tuning import TimingCache
-from tests.compiler.networks import ABOUT, captured
+from tests.support.networks import ABOUT, captured
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 6  # measurements

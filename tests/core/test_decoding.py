@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -22,14 +21,15 @@ from tessella.core.decoding import Budget, Decoder
 from tessella.core.errors import DataError, UsageError
 from tessella.core.headers import PLAIN_SCANS, is_plain
 from tessella.core.preprocess import Preprocess, decode, fit, fitted
-from tests.core.hostile_pictures import (
+from tests.support.pictures.encoded import png, saved
+from tests.support.pictures.hostile import (
     PROMISES,
     exif_of,
     good_pictures,
     mutated,
+    peak_bytes,
     scans_of,
 )
-from tests.core.test_preprocess import png, saved
 
 RECORD = Preprocess(height=24, width=16, resize="crop")
 GOOD = good_pictures()
@@ -42,13 +42,6 @@ def decoder() -> Iterator[Decoder]:
     running = Decoder(Budget(nbytes=256 * MEGABYTE, seconds=5.0), processes=1)
     yield running
     running.close()
-
-
-def peak_bytes(process: str = "self") -> int:
-    status = Path(f"/proc/{process}/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 def refusal(decoder: Decoder, content: bytes, record: Preprocess | None = RECORD) -> str:
@@ -106,7 +99,7 @@ def test_too_little_memory_is_a_refused_picture_in_the_callers_own_process_too()
         "import resource\n"
         "from tessella.core.errors import DataError\n"
         "from tessella.core.preprocess import Preprocess, fitted\n"
-        "from tests.core.hostile_pictures import gif_of\n"
+        "from tests.support.pictures.hostile import gif_of\n"
         "with open('/proc/self/statm') as file:\n"
         "    have = int(file.read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (have + (100 << 20),) * 2)\n"
@@ -298,7 +291,7 @@ def test_no_process_outlives_its_parent() -> None:
     code = (
         "import os, signal\n"
         "from tessella.core.decoding import Decoder\n"
-        "from tests.core.hostile_pictures import good_pictures\n"
+        "from tests.support.pictures.hostile import good_pictures\n"
         "decoder = Decoder(processes=1)\n"
         "decoder(good_pictures()['gif'], None, name='any')\n"
         "print(decoder._idle[0]._popen.pid, flush=True)\n"

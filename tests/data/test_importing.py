@@ -26,10 +26,9 @@ from tessella.core.preprocess import decode
 from tessella.data import importing
 from tessella.data.importing import ImportSettings, import_images
 from tessella.data.reading import read_all
-from tests.core.hostile_pictures import scans_of, tiff_of
-from tests.core.test_decoding import peak_bytes
-from tests.core.test_preprocess import png
-from tests.data.pictures import write_folder_of, write_picture
+from tests.support.pictures.encoded import png
+from tests.support.pictures.folders import write_folder_of, write_picture
+from tests.support.pictures.hostile import peak_bytes, scans_of, tiff_of
 
 SMALL = ImportSettings(size=8, holdout=0.25, workers=1)
 

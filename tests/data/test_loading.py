@@ -17,7 +17,7 @@ from tessella.core.preprocess import decode, fit
 from tessella.data import loading
 from tessella.data.importing import ImportSettings, import_images
 from tessella.data.loading import Batch, batches, steps_per_epoch
-from tests.data.pictures import write_folder_of
+from tests.support.pictures.folders import write_folder_of
 
 STRONG = Augment(flip=True, flip_vertical=True, rotation=30, scale=0.2, noise=0.05, color=0.3)
 

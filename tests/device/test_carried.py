@@ -25,8 +25,8 @@ from tessella.core.errors import CorruptArtifact
 from tessella.core.record import from_plain
 from tessella.device import ahead_of_time as carried
 from tessella.kernels.user import cuda
-from tests.artifacts.fuzz_plans import honest, members_of
-from tests.compiler.networks import captured, plan
+from tests.support.networks import captured, plan
+from tests.support.plans.fuzz_plans import honest, members_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,7 @@ def compiled_in(folder: Path, source: Path = ROOT / "src") -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{source}{os.pathsep}{ROOT}"
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
-    command = [sys.executable, "-m", "tests.kernels.carry_only", str(out)]
+    command = [sys.executable, "-m", "tests.support.kernels.carry_only", str(out)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(out.read_text())

@@ -8,7 +8,7 @@ import pytest
 
 import tessella as ts
 from examples import any_module, folder_to_http
-from tests.test_tiny import write_stripes
+from tests.support.pictures.folders import write_stripes
 
 EXAMPLES = Path(folder_to_http.__file__).parent
 

@@ -15,19 +15,22 @@ from tessella import runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
 from tessella.kernels import catalog
 from tessella.kernels.attention import flash, flash_sm90, windows
-from tests.compiler.networks import plan
-from tests.compiler.test_fuse_requantization import Block
-from tests.compiler.test_quantization import calibrated, graph_of
-from tests.kernels.attentions import TOLERANCE, Case, draw, exact, run
-from tests.kernels.test_attention import (
+from tests.support.networks import plan
+from tests.support.problems.attentions import (
     BY_WINDOW,
     CASES,
     CODES,
     COMPILED,
     HOPPER,
     IN_A_WINDOW,
+    TOLERANCE,
     WINDOWS,
+    Case,
+    draw,
+    exact,
+    run,
 )
+from tests.support.quantized import Block, calibrated, graph_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

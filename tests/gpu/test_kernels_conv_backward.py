@@ -15,7 +15,7 @@ from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import MEMORY_FORMATS
 from tessella.search.inspection import exactly
-from tests.kernels.test_conv_backward import problem
+from tests.support.problems.gradients import problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -23,8 +23,8 @@ from tessella.search import find as auction
 from tessella.search.buffers import POISON
 from tessella.search.timing import measure
 from tessella.search.tuning import Trial
-from tests.compiler.networks import ABOUT
-from tests.kernels.test_conv_chain_sm90 import exact, operands_of, problem_of
+from tests.support.networks import ABOUT
+from tests.support.problems.chains import exact, operands_of, problem_of
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

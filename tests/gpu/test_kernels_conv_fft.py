@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tessella.kernels import catalog
-from tests.kernels.convolutions import Case, draw, run
-from tests.kernels.test_conv_fft import BOTH, CASES, EPILOGUE, LAST, TILES, assert_right
+from tests.support.problems.convolutions import Case, draw, run
+from tests.support.problems.fourier import BOTH, CASES, EPILOGUE, LAST, TILES, assert_right
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

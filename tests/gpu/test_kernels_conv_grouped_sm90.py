@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
 from tessella.search.buffers import POISON, whole, wrote_beside
-from tests.kernels import convolutions
-from tests.kernels.convolutions import Case
+from tests.support.problems import convolutions
+from tests.support.problems.convolutions import Case
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

@@ -22,8 +22,8 @@ from tessella.search import find as auction
 from tessella.search.buffers import POISON
 from tessella.search.timing import measure
 from tessella.search.tuning import Trial
-from tests.compiler.networks import ABOUT
-from tests.kernels.test_conv_pool_sm90 import (
+from tests.support.networks import ABOUT
+from tests.support.problems.pooled_convolutions import (
     GOOGLENET,
     SQUEEZENET,
     Tensors,

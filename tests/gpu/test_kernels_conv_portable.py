@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tessella.kernels import catalog
-from tests.kernels.convolutions import Case, check, draw, right, run
-from tests.kernels.test_conv_portable import (
+from tests.support.problems.convolutions import Case, check, draw, right, run
+from tests.support.problems.portable_convolutions import (
     ALGORITHMS,
     CASES,
     DEPTHWISE_CASES,
@@ -17,7 +17,7 @@ from tests.kernels.test_conv_portable import (
     row,
     strip_of,
 )
-from tests.kernels.test_conv_portable import SHAPES as DEPTHWISE_SHAPES
+from tests.support.problems.portable_convolutions import SHAPES as DEPTHWISE_SHAPES
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

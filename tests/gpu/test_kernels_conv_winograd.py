@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tessella.kernels import catalog
-from tests.kernels.convolutions import Case, draw, right, run
-from tests.kernels.winograd_cases import CASES, FUSED, LAST, PLAIN, STEPS, WHOLE, assert_right
+from tests.support.problems.convolutions import Case, draw, right, run
+from tests.support.problems.winograd import CASES, FUSED, LAST, PLAIN, STEPS, WHOLE, assert_right
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

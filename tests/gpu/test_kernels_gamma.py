@@ -13,9 +13,9 @@ from tessella import runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
 from tessella.kernels import catalog
 from tessella.kernels.sparse.two_four import TWO_FOUR
-from tests.compiler.networks import plan
-from tests.compiler.test_quantization import calibrated, graph_of
-from tests.kernels import convolutions, products
+from tests.support.networks import plan
+from tests.support.problems import convolutions, products
+from tests.support.quantized import calibrated, graph_of
 
 pytestmark = [
     pytest.mark.skipif(

@@ -8,7 +8,14 @@ import torch
 from tessella.device.streams import capturing
 from tessella.kernels.gemm import normed as kernel
 from tessella.operations.problem import Problem
-from tests.kernels.test_linear_norm_sm90 import CASES, FP8, exact, operands_of, problem_of, results
+from tests.support.problems.normed_products import (
+    CASES,
+    FP8,
+    exact,
+    operands_of,
+    problem_of,
+    results,
+)
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

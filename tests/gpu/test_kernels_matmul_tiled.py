@@ -10,7 +10,7 @@ import torch
 
 from tessella.device.float32_math import float32_math
 from tessella.kernels.gemm import aten, cublaslt, fma_sm90, skinny, skinny_sm90, tiled
-from tests.kernels.products import Case, assert_exact, assert_right, draw, run
+from tests.support.problems.products import Case, assert_exact, assert_right, draw, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -10,7 +10,7 @@ import torch
 
 from tessella.kernels.gemm import wgmma
 from tessella.operations.epilogue import ACTIVATIONS
-from tests.kernels.products import Case, assert_exact, assert_right, draw, run
+from tests.support.problems.products import Case, assert_exact, assert_right, draw, run
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tessella.operations.problem import Problem
-from tests.kernels import test_pointwise as programs
-from tests.kernels import test_pool as pools
-from tests.kernels import test_quant as codes
+from tests.support.problems import codes as codes
+from tests.support.problems import pools as pools
+from tests.support.problems import programs as programs
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

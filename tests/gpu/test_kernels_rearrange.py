@@ -8,7 +8,7 @@ import torch
 from tessella.kernels.transform import rearrange_rows
 from tessella.operations.problem import Problem
 from tessella.search.find import find
-from tests.kernels import test_rearrange as moves
+from tests.support.problems import rearrangements as moves
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

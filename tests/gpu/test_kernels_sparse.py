@@ -16,8 +16,8 @@ from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tessella.search.find import Terms, find
-from tests.kernels.convolutions import Case as Convolution
-from tests.kernels.products import Case, assert_exact, assert_right, draw, run
+from tests.support.problems.convolutions import Case as Convolution
+from tests.support.problems.products import Case, assert_exact, assert_right, draw, run
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

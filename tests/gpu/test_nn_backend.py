@@ -20,7 +20,7 @@ from tessella.search import find as auction
 from tessella.search import functional
 from tessella.training.loop import train
 from tessella.training.precision import MixedPrecision, arithmetic
-from tests.training.examples import losses, recipe, write_dataset
+from tests.support.training import losses, recipe, write_dataset
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -11,7 +11,7 @@ import torch
 from tessella.artifacts.run import Run, Solver
 from tessella.core.errors import OutOfMemory
 from tessella.training.loop import train
-from tests.training.examples import losses, recipe, write_dataset
+from tests.support.training import losses, recipe, write_dataset
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

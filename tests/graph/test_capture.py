@@ -16,7 +16,7 @@ from torch import nn
 from tessella.core.errors import CompileError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import Dim, Graph, capture, capture_at, interpret
-from tests.graph.networks import BATCH, Attention, Residual, image, lenet
+from tests.support.graphs import BATCH, Attention, Residual, image, lenet
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lenet": (lenet, (1, 28, 28)),

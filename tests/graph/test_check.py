@@ -11,7 +11,7 @@ from tessella.core.errors import CompileError
 from tessella.graph import Dim, Graph, Node, Value, capture, check
 from tessella.graph.infer import infer
 from tessella.operations.table import OPERATIONS, operation
-from tests.graph.networks import Residual, image
+from tests.support.graphs import Residual, image
 
 
 @pytest.fixture

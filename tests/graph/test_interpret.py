@@ -12,7 +12,7 @@ from torch import nn
 from tessella.core.errors import InputError
 from tessella.graph import capture, interpret
 from tessella.operations.operation import Operation
-from tests.graph.networks import BATCH, Attention, Residual, image
+from tests.support.graphs import BATCH, Attention, Residual, image
 
 
 def test_inputs_are_checked() -> None:

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx.backend.test.case.test_case import TestCase
 
-from tests.graph.onnx_backend import cases, opset, outcome
+from tests.support.onnx_backend import cases, opset, outcome
 
 LIST = Path(__file__).parent / "onnx_refused.txt"
 CONTRACT = 21  # the newest version that models are promised to be read in

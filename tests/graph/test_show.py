@@ -13,7 +13,7 @@ from tessella.core.spec import TensorSpec
 from tessella.graph import Graph, capture, svg, text
 from tessella.graph.build import Builder
 from tessella.graph.layout import GAP_X, layered
-from tests.graph.networks import BATCH, Residual, image
+from tests.support.graphs import BATCH, Residual, image
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 from tessella.jobs.executor import MARK
-
-from .conftest import wait_for
+from tests.support.jobs.steps import wait_for
 
 
 def start(folder, *command):

@@ -16,8 +16,7 @@ import pytest
 from tessella.core.errors import JobError
 from tessella.jobs import scheduler as scheduler_module
 from tessella.jobs.store import Store
-
-from .conftest import PROGRAM, drive, finish, spec, wait_for
+from tests.support.jobs.steps import PROGRAM, drive, finish, spec, wait_for
 
 
 def statuses(store: Store) -> dict[str, str]:

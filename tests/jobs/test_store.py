@@ -19,8 +19,7 @@ from tessella.core.record import to_plain
 from tessella.jobs.job import JobSpec
 from tessella.jobs.store import Store
 from tessella.jobs.tables import Table
-
-from .conftest import spec
+from tests.support.jobs.steps import spec
 
 
 def test_a_submitted_job_comes_back_as_it_was(store, tmp_path):

@@ -1,16 +1,3 @@
 """Timings of tests stay out of the user's cache."""
 
-from pathlib import Path
-
-import pytest
-
-from tessella.search import functional, report
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "cache"
-    for module in (functional, report):
-        monkeypatch.setattr(module, "CACHE_FOLDER", folder)
-    monkeypatch.setattr(functional, "_ready", {})
-    return folder
+from tests.support.timings import own_cache as own_cache

@@ -11,6 +11,7 @@ from tessella.kernels.conv.libraries import onednn_int8
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta, meta_of
+from tests.support.problems.codes import SCALES, every_code, like
 
 pytestmark = pytest.mark.instructions
 
@@ -32,10 +33,6 @@ def run(id: str, problem: Problem, constants: dict[int, torch.Tensor], *inputs: 
     out = problem.output.empty(CPU)
     out.fill_(77)
     return call(*inputs, out=out)
-
-
-def like(tensor: torch.Tensor, dtype: str) -> TensorMeta:
-    return TensorMeta(shape=tuple(tensor.shape), dtype=dtype, format=meta_of(tensor).format)
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -105,27 +102,6 @@ def test_quantize_to_fp8_saturates(kernel: str, dtype: str) -> None:
         made, right = made[known], right[known]
     assert len(right) > 4000
     assert torch.equal(made, right)
-
-
-SCALES = (0.5, 0.037, 3e-5, 0.125 - 2.0**-27)  # the last one's quotients are hardest to round
-
-
-def every_code(kernel: str, dtype: str, scale: float, device: torch.device) -> None:
-    """All numbers of float16: ties, what is out of range, and infinities among them."""
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    x, step = x[~x.isnan()].to(device), torch.tensor(scale, device=device)
-    problem = Problem(
-        op="quantize",
-        inputs=(meta_of(x), meta_of(step)),
-        outputs=(like(x, dtype),),
-        attrs={"axis": 0, "dtype": dtype},
-        constant=(1,),
-    )
-    (right,) = operation("quantize").call([x, step], problem.attrs)
-    row = catalog.kernel(kernel)
-    for config in row.configs(problem):
-        call = row.load().bind(problem, {1: step}, **config)
-        assert torch.equal(call(x, out=torch.empty_like(right)).float(), right.float())
 
 
 @pytest.mark.parametrize("kernel", ["quantize.tiled", "quantize.generated"])

@@ -14,7 +14,7 @@ from tessella.core.errors import UsageError
 from tessella.core.spec import TensorSpec
 from tessella.nn import convert, layers
 from tessella.training.loop import train
-from tests.training.examples import losses, recipe, write_dataset
+from tests.support.training import losses, recipe, write_dataset
 
 CONVOLUTIONS = {
     "plain": {"kernel_size": 3},

@@ -12,7 +12,7 @@ from torch import nn
 from tessella import graph, runtime
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.operations.table import operation
-from tests.compiler.networks import plan
+from tests.support.networks import plan
 
 INTEGERS = (-(2**63), -(2**63) + 1, -7, -1, 0, 1, 2, 7, 2**63 - 1)
 LEAST = {"int64": -(2**63), "int32": -(2**31), "int8": -128, "uint8": 0}

@@ -16,7 +16,7 @@ import torch
 from tessella.operations import shapes
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
-from tests.compiler.networks import captured, plan
+from tests.support.networks import captured, plan
 
 CONV = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1}
 POOL = {"kernel_size": [3, 3], "stride": [2, 2], "padding": [1, 1], "ceil_mode": False}

@@ -22,7 +22,7 @@ from tessella.graph import capture
 from tessella.runtime.engine import Engine
 from tessella.search import find as auction
 from tessella.search import timing
-from tests.compiler.networks import build, captured, network, plan
+from tests.support.networks import build, captured, network, plan
 
 LENET = network("lenet")[0]
 

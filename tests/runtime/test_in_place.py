@@ -12,7 +12,7 @@ from tessella import runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.program import Buffer, Step
 from tessella.core.errors import ArtifactError
-from tests.artifacts.test_hostile_plans import good, with_bucket
+from tests.support.plans.subjects import good, with_bucket
 
 
 def step(kernel: str, inputs: str, output: str, **attrs: Any) -> Step:

@@ -21,8 +21,8 @@ from tessella.runtime.profiler import Profile, profile, table
 from tessella.runtime.trace import chrome_trace
 from tessella.search.limits import Limits
 from tessella.search.timing import Timing
-from tests.compiler.networks import build, captured, plan
-from tests.runtime.test_slices import subject
+from tests.support.networks import build, captured, plan
+from tests.support.plans.joined import subject
 
 # A machine that is easy to count with: 1 GB/s, 1 GFLOP/s.
 ROUND = Limits(device="a <round> machine", copy_bytes_s=1e9, flops_s={"float32": 1e9})

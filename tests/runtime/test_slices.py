@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,35 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tessella import runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.program import Buffer, Slice
-from tessella.compiler.choices import join_in_place
 from tessella.core.errors import ArtifactError
-from tessella.core.spec import TensorSpec
-from tests.compiler.networks import build
-from tests.compiler.test_join_in_place import _for_nothing
-
-SPEC = TensorSpec(name="image", dtype="float32", shape=(1, 4, 3, 4))
-
-
-class Joined(nn.Module):
-    """Two parts that are written in place, and a split of the whole."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.cat([x.exp(), x.tanh()], 1)
-        one, two = x.split(4, 1)
-        return torch.softmax(one, 1) + torch.softmax(two, 2)
-
-
-@functools.cache
-def subject() -> Plan:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(join_in_place, "trials", _for_nothing)
-        made = build(Joined(), SPEC)
-    return replace(made, program=replace(made.program, buckets=made.program.buckets[1:]))
+from tests.support.plans.joined import Joined, subject
 
 
 def test_the_subject_itself_loads() -> None:

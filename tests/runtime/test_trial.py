@@ -18,8 +18,8 @@ from tessella.artifacts.plan import Plan
 from tessella.core.errors import ArtifactError
 from tessella.server import Server
 from tessella.server.repository import Repository
-from tests.artifacts.subjects import good
-from tests.server.plans import linear_plan
+from tests.support.plans.linear import linear_plan
+from tests.support.plans.subjects import good
 
 Load = Callable[..., runtime.Engine]
 

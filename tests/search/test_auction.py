@@ -18,7 +18,7 @@ from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import find as auction
 from tessella.search import timing
 from tessella.search.tuning import TimingCache, Trial
-from tests.kernels import scratch
+from tests.support.kernels import scratch
 
 LINEAR = Problem(
     op="linear",

@@ -21,7 +21,7 @@ from tessella.search import compile_ahead as compilers
 from tessella.search import find as auction
 from tessella.search.allowance import Allowance, OutOfTime
 from tessella.search.tuning import TimingCache
-from tests.kernels.convolutions import Case
+from tests.support.problems.convolutions import Case
 
 ROW = catalog.kernel("conv2d.implicit_gemm")
 CASE = Case(x=(1, 16, 8, 8), w=(16, 16, 3, 3), padding=1, dtype="float16", x_format="channels_last")

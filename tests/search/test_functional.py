@@ -16,7 +16,7 @@ from tessella.operations.problem import Problem
 from tessella.search import find as auction
 from tessella.search import functional, limits, tuning
 from tessella.search.tuning import TimingCache
-from tests.kernels import scratch
+from tests.support.kernels import scratch
 
 
 def close(made: torch.Tensor, right: torch.Tensor, tolerance: float = 1e-5) -> None:

@@ -16,7 +16,7 @@ from tessella.kernels import catalog
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import limits, report, roofline
-from tests.kernels import scratch
+from tests.support.kernels import scratch
 
 LIMITS = limits.Limits(
     device="a machine", copy_bytes_s=1e10, flops_s={"float32": 1e11, "tf32": 4e11}

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tessella.server import Server
-from tests.server.engines import Echo, Pair, Scores, repository
+from tests.support.engines import Echo, Pair, Scores, repository
 
 
 @pytest.fixture(scope="module")

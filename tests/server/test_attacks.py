@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tessella.server import Limits, Server
-from tests.server.engines import Scores, expected_scores, repository
+from tests.support.engines import Scores, expected_scores, repository
 
 pytestmark = pytest.mark.timeout(60)
 IMAGE = np.random.default_rng(3).normal(size=(1, 3, 8, 8)).astype(np.float32)

@@ -8,7 +8,7 @@ import pytest
 from tessella.core.errors import ServeError, UsageError
 from tessella.server import Server, serve
 from tessella.server.guard import Guard
-from tests.server.engines import Scores, repository
+from tests.support.engines import Scores, repository
 
 TOKEN = "a-long-and-random-token"
 

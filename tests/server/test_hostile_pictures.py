@@ -10,10 +10,9 @@ import pytest
 
 from tessella.core.decoding import Budget
 from tessella.server import Limits, Server
-from tests.core.hostile_pictures import PROMISES, exif_of, good_pictures, scans_of
-from tests.core.test_decoding import peak_bytes
-from tests.core.test_preprocess import png
-from tests.server.engines import RECORD, Scores, expected_scores, repository
+from tests.support.engines import RECORD, Scores, expected_scores, repository
+from tests.support.pictures.encoded import png
+from tests.support.pictures.hostile import PROMISES, exif_of, good_pictures, peak_bytes, scans_of
 
 GOOD = good_pictures()
 PATH = "/v2/models/flowers/classify"

@@ -15,7 +15,7 @@ from PIL import Image
 
 from tessella.server import Limits, Server
 from tessella.server.classification import best, ranked
-from tests.server.engines import LABELS, RECORD, Scores, expected_scores, repository
+from tests.support.engines import LABELS, RECORD, Scores, expected_scores, repository
 
 PIXELS = np.random.default_rng(4).integers(0, 256, size=(13, 21, 3), dtype=np.uint8)
 

@@ -10,14 +10,17 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import tessella as ts
 from tessella.core.spec import TensorSpec
 from tessella.server import Server
 from tessella.server.repository import Repository
-from tests.server.engines import RECORD, WEIGHT, expected_scores
-from tests.server.test_images import png
+from tests.support.engines import RECORD, WEIGHT, expected_scores
+from tests.support.pictures.encoded import noise, saved
+
+PICTURE = saved(Image.fromarray(noise(13, 21, 3)), "PNG")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def test_it_says_what_it_takes(http: httpx.Client) -> None:
 
 
 def test_bytes_of_pixels(http: httpx.Client) -> None:
-    pixels = np.stack([RECORD.pixels(png()), RECORD.pixels(png())[::-1]])
+    pixels = np.stack([RECORD.pixels(PICTURE), RECORD.pixels(PICTURE)[::-1]])
     body = json.dumps({"inputs": [{
         "name": "image", "datatype": "UINT8", "shape": [2, 8, 8, 3],
         "parameters": {"binary_data_size": pixels.nbytes},
@@ -53,7 +56,7 @@ def test_bytes_of_pixels(http: httpx.Client) -> None:
         headers={"Inference-Header-Content-Length": str(len(body))},
     ).json()
     scores = np.array(answer["outputs"][0]["data"]).reshape(2, 4)
-    scaled = np.stack([RECORD(png()), RECORD(png())[:, ::-1]])
+    scaled = np.stack([RECORD(PICTURE), RECORD(PICTURE)[:, ::-1]])
     np.testing.assert_allclose(scores, expected_scores(scaled), rtol=1e-4, atol=1e-5)
     raw = http.post("/v2/models/flowers/infer", content=pixels[:1].tobytes(),
                     headers={"Inference-Header-Content-Length": "0"})  # fmt: skip
@@ -65,7 +68,7 @@ def test_bytes_of_pixels(http: httpx.Client) -> None:
 
 
 def test_a_file_is_classified(http: httpx.Client) -> None:
-    answer = http.post("/v2/models/flowers/classify?top=1", content=png())
+    answer = http.post("/v2/models/flowers/classify?top=1", content=PICTURE)
     ((best,),) = answer.json()["predictions"]
-    scores = expected_scores(RECORD(png())[None])[0]
+    scores = expected_scores(RECORD(PICTURE)[None])[0]
     assert best["index"] == int(scores.argmax())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tessella.core.errors import InputError, ServeError
 from tessella.server import Limits
 from tessella.server.protocol import InferRequest, build_infer, parse_infer, signature
-from tests.server.engines import Pair, Scores
+from tests.support.engines import Pair, Scores
 
 LIMITS = Limits()
 FLOWERS = signature(Scores().inputs, Scores().outputs, Scores().labels, Scores().preprocess)

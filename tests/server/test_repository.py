@@ -11,7 +11,7 @@ import pytest
 
 from tessella.core.errors import ArtifactError, CorruptArtifact, ServeError, UsageError
 from tessella.server import Repository
-from tests.server.engines import FakeEngine, Scores
+from tests.support.engines import FakeEngine, Scores
 
 pytestmark = pytest.mark.timeout(30)
 IMAGE = np.ones((1, 3, 8, 8), np.float32)

@@ -20,8 +20,8 @@ import pytest
 from tessella import runtime
 from tessella.core.errors import ArtifactError, CorruptArtifact, UsageError
 from tessella.server import Repository, Server, serve
-from tests.server.engines import Scores, expected_scores, repository
-from tests.server.plans import linear_plan
+from tests.support.engines import Scores, expected_scores, repository
+from tests.support.plans.linear import linear_plan
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
@@ -171,7 +171,7 @@ def test_leaving_the_block_finishes_requests_in_flight(http: httpx.Client) -> No
 def test_a_signal_ends_the_process_in_order(plan_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.server.plans", str(plan_path)],
+        [sys.executable, "-m", "tests.support.plans.linear", str(plan_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

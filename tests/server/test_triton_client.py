@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from tessella.core.dtype import DTYPES
 from tessella.server import Server
-from tests.server.engines import LABELS, RECORD, Scores, expected_scores
+from tests.support.engines import LABELS, RECORD, Scores, expected_scores
 
 IMAGES = np.random.default_rng(1).normal(size=(3, 3, 8, 8)).astype(np.float32)
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
@@ -18,7 +12,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
-from tests.studio.made import make_workspace
+from tests.support.studio.made import make_workspace
+from tests.support.studio.served import Served, serve, stop
 
 # Everything that Chromium would fetch by itself is off, and no name resolves but this machine's.
 FLAGS = (
@@ -28,62 +23,11 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )  # fmt: skip
 
-PROGRAM = """
-import sys
-from tessella.studio.app import studio
-studio(sys.argv[1], port=0, scheduler=sys.argv[2] == "yes",
-       ready=lambda address: print("ready", address, flush=True))
-"""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-pictures", action="store_true", help="write the README's pictures to docs/images"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """A running studio: ``url`` without a slash at the end, the workspace that it shows."""
-
-    url: str
-    token: str
-    root: Path
-
-    def client(self) -> httpx.Client:
-        """A client that has been let in."""
-        client = httpx.Client(base_url=self.url, follow_redirects=True, timeout=30)
-        assert client.get("/", params={"token": self.token}).status_code == 200
-        return client
-
-
-def serve(root: Path, *, scheduler: bool) -> tuple[subprocess.Popen[str], Served]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", PROGRAM, str(root), "yes" if scheduler else "no"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=root,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("ready "):
-            address = urlsplit(line.split()[1])
-            token = parse_qs(address.query)["token"][0]
-            return process, Served(url=f"http://{address.netloc}", token=token, root=root)
-    raise AssertionError(f"the studio ended with {process.wait()} before it answered")
-
-
-def stop(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(15)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from tessella.core.events import EventLog, metric
-from tests.studio.browsing import (
+from tests.support.studio.browsing import (
+    PAGES,
     alive,
     enter,
     fill,
@@ -19,8 +20,7 @@ from tests.studio.browsing import (
     traffic,
     until,
 )
-from tests.studio.made import HOSTILE, make_run
-from tests.studio.test_pages import PAGES
+from tests.support.studio.made import HOSTILE, make_run
 
 pytestmark = pytest.mark.browser
 

@@ -4,7 +4,7 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from tessella.jobs.store import Store
-from tests.studio.browsing import (
+from tests.support.studio.browsing import (
     choose,
     enter,
     fill,
@@ -17,7 +17,7 @@ from tests.studio.browsing import (
     shown,
     until,
 )
-from tests.studio.made import CLASSES, make_run
+from tests.support.studio.made import CLASSES, make_run
 
 pytestmark = pytest.mark.browser
 

@@ -17,7 +17,7 @@ from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from sklearn.datasets import load_digits
 
-from tests.studio.browsing import (
+from tests.support.studio.browsing import (
     alive,
     choose,
     enter,
@@ -30,7 +30,7 @@ from tests.studio.browsing import (
     take_picture,
     until,
 )
-from tests.studio.conftest import serve, stop
+from tests.support.studio.served import serve, stop
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import typer
 
@@ -18,3 +21,17 @@ def context(argv: Sequence[str]) -> typer.Context:
     group = typer.main.get_command(app)
     verb, *rest = (a.replace("{job}/", "") for a in argv)
     return group.commands[verb].make_context(verb, rest)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Tessella = Callable[..., Answer]

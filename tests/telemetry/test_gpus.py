@@ -11,8 +11,7 @@ from tessella.core.record import to_plain
 from tessella.telemetry import gpus as gpus_module
 from tessella.telemetry.gpus import Gpu, GpuProcess, driver_version, gpus, visible_gpus
 from tessella.telemetry.readings import readings
-
-from .fake_nvml import H200, FakeNvml
+from tests.support.nvml import H200, FakeNvml
 
 CLOCKS = {pynvml.NVML_CLOCK_SM: 1980, pynvml.NVML_CLOCK_MEM: 3201}
 

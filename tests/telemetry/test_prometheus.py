@@ -10,8 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tessella.telemetry import gpus as gpus_module
 from tessella.telemetry.prometheus import prometheus_text
-
-from .fake_nvml import H200, FakeNvml
+from tests.support.nvml import H200, FakeNvml
 
 
 def scrape() -> dict[str, list]:

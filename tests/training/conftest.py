@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.examples import write_dataset
+from tests.support.training import write_dataset
 
 
 @pytest.fixture(scope="package", autouse=True)

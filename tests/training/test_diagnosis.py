@@ -10,8 +10,8 @@ from tessella.artifacts.defaults import completed
 from tessella.artifacts.run import Recipe, Run, Solver
 from tessella.training.diagnosis import diagnosis
 from tessella.training.loop import train
-from tests.training import examples
-from tests.training.examples import recipe, write_dataset
+from tests.support import training as examples
+from tests.support.training import recipe, write_dataset
 
 RECIPE = completed(Recipe(network="resnet18", dataset="x", batch_size=32), {})
 SGD = completed(replace(RECIPE, solver=Solver(name="sgd", lr=0.01)), {"solver": Solver(name="sgd")})

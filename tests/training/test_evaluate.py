@@ -10,7 +10,7 @@ from sklearn import metrics
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import DataError, TrainError
 from tessella.training.evaluate import evaluate, measure
-from tests.training.examples import CLASSES, PREPROCESS, write_dataset
+from tests.support.training import CLASSES, PREPROCESS, write_dataset
 
 
 class Labelled:

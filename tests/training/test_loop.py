@@ -19,7 +19,7 @@ from tessella.training import loop, trainer
 from tessella.training.evaluate import evaluate
 from tessella.training.loop import train
 from tessella.training.solver import set_rate
-from tests.training.examples import CLASSES, PREPROCESS, curve, losses, recipe, write_dataset
+from tests.support.training import CLASSES, PREPROCESS, curve, losses, recipe, write_dataset
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tessella.core.errors import OutOfMemory, TrainError, UsageError
 from tessella.training import parallel, worker
 from tessella.training.loop import train
 from tessella.training.prepare import begin
-from tests.training.examples import curve, losses, recipe
+from tests.support.training import curve, losses, recipe
 
 SETTINGS = {"epochs": 40.0, "class_weights": "balanced", "val_interval": 5.0}
 
@@ -27,7 +27,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tessella.training.loop import train
-from tests.training.examples import recipe
+from tests.support.training import recipe
 from tests.training.test_parallel import SETTINGS
 
 def emit(event):

@@ -9,7 +9,7 @@ from tessella.artifacts.run import Run, Solver
 from tessella.training.loop import train
 from tessella.training.precision import MixedPrecision, arithmetic
 from tessella.training.solver import optimizer_for
-from tests.training.examples import curve, losses, recipe
+from tests.support.training import curve, losses, recipe
 
 CPU = torch.device("cpu")
 

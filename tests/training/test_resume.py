@@ -18,7 +18,7 @@ from tessella.core.events import Event
 from tessella.core.policies import Policy
 from tessella.training.loop import train
 from tessella.training.trainer import Trainer
-from tests.training.examples import curve, recipe
+from tests.support.training import curve, recipe
 
 # Dropout draws random numbers, batch normalization keeps running statistics: both have to go on.
 NETWORK = """

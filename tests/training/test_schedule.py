@@ -4,7 +4,7 @@ import pytest
 
 from tessella.core.policies import Policy
 from tessella.training.schedule import Schedule
-from tests.training.examples import recipe
+from tests.support.training import recipe
 
 
 def schedule(steps_per_epoch: int, **changes) -> Schedule:

@@ -10,7 +10,7 @@ from tessella import api
 from tessella.artifacts.plan import to_bytes
 from tessella.compiler.budget import Labelled
 from tessella.core.errors import UsageError
-from tests.compiler.budget.conftest import IMAGE, Net
+from tests.support.digits import IMAGE, Net
 
 
 def test_compile_takes_a_budget_and_a_lock_brings_the_plan_back(

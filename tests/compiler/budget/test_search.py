@@ -23,7 +23,7 @@ from tessella.core.errors import UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, interpret
 from tessella.graph.graph import Graph
-from tests.compiler.budget.conftest import BATCH, Net
+from tests.support.digits import BATCH, Net
 
 ANY = TensorSpec(name="image", dtype="float32", shape=(DimRange(min=1, opt=16, max=16), 1, 8, 8))
 ABOUT = compiler.About(built_from="digits", rebuild="tessella compile digits")

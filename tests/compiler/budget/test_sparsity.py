@@ -21,8 +21,8 @@ from tessella.core.dtype import SPARSE, plain_precision
 from tessella.core.spec import TensorSpec
 from tessella.graph import capture
 from tessella.kernels.sparse.two_four import is_two_four
-from tests.compiler.budget.conftest import BATCH, TRAIN
-from tests.kernels import sparse_row
+from tests.support.digits import BATCH, TRAIN
+from tests.support.kernels import sparse_row
 
 PIXELS = TensorSpec(name="pixels", dtype="float32", shape=(BATCH, 64))
 ABOUT = compiler.About(built_from="digits", rebuild="tessella compile digits")

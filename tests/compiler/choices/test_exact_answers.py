@@ -13,7 +13,7 @@ from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import assign
 from tessella.search.inputs import sample_inputs
 from tessella.search.inspection import exact_answers
-from tests.compiler.networks import captured
+from tests.support.networks import captured
 
 CPU = torch.device("cpu")
 

@@ -34,10 +34,11 @@ from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.search.inputs import sample_inputs
 from tessella.search.inspection import exact_answers
-from tessella.search.tuning import TimingCache, Trial
-from tests.compiler.networks import ABOUT
-from tests.compiler.test_quantization import calibrated
-from tests.compiler.test_quantization import graph_of as quantized_graph
+from tessella.search.tuning import Trial
+from tests.support.choices import choices_of, tuner_of
+from tests.support.networks import ABOUT
+from tests.support.quantized import calibrated
+from tests.support.quantized import graph_of as quantized_graph
 
 CPU = torch.device("cpu")
 BATCH = DimRange(min=1, opt=2, max=2)
@@ -135,30 +136,12 @@ def graph_of(name: str) -> Graph:
     return capture(Net({**CASES, **POOLED}[name][0]).eval(), (IMAGE,))
 
 
-def tuner_of(graph: Graph, **changes: Any) -> Tuner:
-    constants = {v.name: t for v, t in graph.constants.items()}
-    return Tuner(
-        target="cpu", math="ieee", constants=constants, cache=TimingCache(), budget_s=0.0, **changes
-    )
-
-
 def chosen(name: str) -> tuple[Graph, list[Choice], Tuner]:
     """A case at batch 2, without kernels: only its problems."""
     graph = optimized(graph_of(name))
     formats = assign_layout.apply(graph, "channels_last")
     tuner, concrete = tuner_of(graph), graph.at_batch(2)
     return concrete, choices_of(concrete, formats), tuner
-
-
-def choices_of(concrete: Graph, formats: assign_layout.Formats) -> list[Choice]:
-    return [
-        Choice(
-            node=node,
-            problem=choose_kernels.problem_of(concrete, node, formats, "ieee", {}),
-            trials=(Trial(kernel="reference", time_us=1.0),),
-        )
-        for node in concrete.nodes
-    ]
 
 
 @pytest.fixture

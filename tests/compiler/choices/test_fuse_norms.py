@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from tessella import compiler, runtime
-from tessella.artifacts.plan import Plan
+from tessella import runtime
 from tessella.compiler.choices import choose_kernels, fuse_chains, plan_memory, race
 from tessella.compiler.choices.choose_kernels import Choice
 from tessella.compiler.passes import request_for, run
 from tessella.compiler.pipeline import optimized
 from tessella.compiler.precision import assign
 from tessella.core.events import silent
-from tessella.core.spec import DimRange, TensorSpec
-from tessella.graph import Graph, capture
+from tessella.graph import Graph
 from tessella.graph.check import check
 from tessella.graph.interpret import interpret
 from tessella.kernels import catalog
@@ -28,14 +26,12 @@ from tessella.operations.problem import Problem
 from tessella.search.inputs import sample_inputs
 from tessella.search.inspection import exact_answers
 from tessella.search.tuning import Trial
-from tests.compiler.networks import ABOUT
-from tests.compiler.test_fuse_chains import choices_of, tuner_of
-from tests.compiler.test_quantization import calibrated
-from tests.compiler.test_quantization import graph_of as quantized_graph
+from tests.support.choices import choices_of, tuner_of
+from tests.support.normed import ROWS, WIDTH, Layers, PreNorm, planned
+from tests.support.quantized import calibrated
+from tests.support.quantized import graph_of as quantized_graph
 
 CPU = torch.device("cpu")
-ROWS, WIDTH = 6, 32
-BATCH = DimRange(min=1, opt=2, max=2)
 ROW = Kernel(
     id="linear_norm.scratch", op="linear_norm", module=__name__, targets=("cpu",), source="aten"
 )
@@ -68,23 +64,6 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # ------------------------------------------------------------------ networks
 
 
-class Layers(nn.Module):
-    """What a transformer's block has but its attention; numbers of a usual size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.b, self.back = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.n, self.m = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        for norm in (self.n, self.m):
-            nn.init.normal_(norm.weight, 1.0, 0.1)
-            nn.init.normal_(norm.bias, 0.0, 0.1)
-
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return self.back(nn.functional.gelu(self.b(x)))
-
-
 class PostNorm(Layers):
     """BERT's: a sum is read by its norm alone, which is a layer's input and the next residual."""
 
@@ -92,15 +71,6 @@ class PostNorm(Layers):
         h = self.n(x + self.a(x))
         y = self.m(h + self.mlp(h))
         return y + self.d(y)
-
-
-class PreNorm(Layers):
-    """ViT's: a sum is the next residual, too."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x + self.a(x)
-        h = h + self.mlp(self.n(h))
-        return h + self.d(self.m(h))
 
 
 class Apart(Layers):
@@ -232,20 +202,6 @@ def test_linears_and_programs_of_other_kinds_are_not_asked(scratch: None) -> Non
 
 
 # ------------------------------------------------------------------ a plan
-
-
-def planned(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """A plan for the CPU whose pairs are steps that the reference carries out."""
-    row = catalog.kernel("reference")
-    won = Trial(kernel=row.id, time_us=0.0)
-    monkeypatch.setattr(fuse_chains, "kernels", lambda op, _: [row] if op == ROW.op else [])
-    monkeypatch.setattr(fuse_chains, "trials", lambda *_, **__: (won,))
-    monkeypatch.setattr(race, "times_us", lambda programs, *_, **__: [2.0, 1.0][: len(programs)])
-    spec = TensorSpec(name="x", dtype="float32", shape=(BATCH, ROWS, WIDTH))
-    return compiler.compile_graph(
-        capture(module.eval(), (spec,)), target="cpu", batch=BATCH, precision="bf16", about=ABOUT,
-        measuring=compiler.Measuring(budget_s=0.0),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("network", [PostNorm, PreNorm])

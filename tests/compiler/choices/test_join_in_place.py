@@ -20,8 +20,9 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import interpret
 from tessella.graph.graph import Graph, Node, Value
 from tessella.search.tuning import Trial
-from tests.compiler.memory import check_memory
-from tests.compiler.networks import graph_of, plan
+from tests.support.arena import check_memory
+from tests.support.choices import for_nothing, trials
+from tests.support.networks import graph_of, plan
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -29,14 +30,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice costs nothing, wherever some kernel can write it."""
-    monkeypatch.setattr(join_in_place, "trials", _for_nothing)
-
-
-_trials = join_in_place.trials
-
-
-def _for_nothing(*asked: Any) -> tuple[Trial, ...]:
-    return tuple(t if t.refused else replace(t, time_us=0.0) for t in _trials(*asked))
+    monkeypatch.setattr(join_in_place, "trials", for_nothing)
 
 
 class Net(nn.Module):
@@ -141,7 +135,7 @@ def test_who_writes_no_slices_is_copied_as_before(always: None) -> None:
 
 def test_the_slower_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*asked: Any) -> tuple[Trial, ...]:
-        return tuple(t if t.refused else replace(t, time_us=1e9) for t in _trials(*asked))
+        return tuple(t if t.refused else replace(t, time_us=1e9) for t in trials(*asked))
 
     monkeypatch.setattr(join_in_place, "trials", slow)
     graph, made = compiled(CASES["two"][0], *CASES["two"][1])
@@ -194,7 +188,7 @@ def programs(draw: st.DrawFn) -> tuple[Graph, bool]:
 def test_random_networks(drawn: tuple[Graph, bool]) -> None:
     graph, channels_last = drawn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(join_in_place, "trials", _for_nothing)
+        patch.setattr(join_in_place, "trials", for_nothing)
         if channels_last:
             patch.setattr(
                 "tessella.compiler.choices.variants.layouts_to_try", lambda *_: ("channels_last",)

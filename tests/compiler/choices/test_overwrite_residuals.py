@@ -19,7 +19,7 @@ from tessella.core.spec import TensorSpec
 from tessella.kernels.conv.libraries import onednn_sum
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
-from tests.compiler.networks import build
+from tests.support.networks import build
 
 pytestmark = pytest.mark.instructions
 

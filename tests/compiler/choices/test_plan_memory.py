@@ -28,8 +28,8 @@ from tessella.operations.problem import Problem
 from tessella.operations.table import OPERATIONS
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.tuning import TimingCache, Trial
-from tests.compiler.memory import check_memory
-from tests.compiler.networks import build, captured, plan
+from tests.support.arena import check_memory
+from tests.support.networks import build, captured, plan
 
 storage = st.builds(
     lambda i, size, first, length: (i, size, first, first + length),

@@ -14,7 +14,7 @@ from tessella.core.events import Event
 from tessella.graph import Graph
 from tessella.graph.graph import Value
 from tessella.search.tuning import TimingCache, Trial
-from tests.compiler.networks import captured, plan
+from tests.support.networks import captured, plan
 
 KERNELS = ("conv2d.onednn", "conv2d.aten")
 

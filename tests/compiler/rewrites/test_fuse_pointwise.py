@@ -22,7 +22,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Dim, Graph, Node, Value
 from tessella.kernels.pointwise.walk import MAX_OPERANDS
-from tests.compiler.networks import plan
+from tests.support.networks import plan
 
 quantized = torch.ops.quantized_decomposed
 

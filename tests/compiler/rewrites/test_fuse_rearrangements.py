@@ -26,7 +26,7 @@ from tessella.core.errors import ArtifactError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import Graph, capture, check, interpret
 from tessella.graph.graph import Dim, Node, Value, attrs_at, shape_at
-from tests.compiler.networks import graph_of, plan
+from tests.support.networks import graph_of, plan
 
 BATCH = DimRange(min=1, opt=2, max=3)
 Function = Callable[[torch.Tensor], torch.Tensor | tuple[torch.Tensor, ...]]

@@ -27,7 +27,7 @@ from tessella.kernels import catalog
 from tessella.kernels.transform import cut
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
-from tests.compiler.networks import plan
+from tests.support.networks import plan
 
 BATCH = DimRange(min=1, opt=2, max=3)
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(BATCH, 3, 6, 6))

@@ -17,7 +17,7 @@ from tessella.compiler.rewrites import fold_scales, fuse_epilogue, turn_residual
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph
-from tests.compiler.networks import build
+from tests.support.networks import build
 
 BATCH = DimRange(min=1, opt=2, max=8)
 IMAGE = TensorSpec(name="x", dtype="float32", shape=(BATCH, 6, 5, 6))

@@ -16,7 +16,7 @@ from tessella.compiler.rewrites import dead_code, drop_no_ops, move_permutes
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Dim, Graph, Node, Value
-from tests.compiler.networks import captured, plan
+from tests.support.networks import captured, plan
 
 BATCH = DimRange(min=1, opt=2, max=3)
 VIEWS = ("permute", "select", "slice", "split", "expand")

@@ -34,16 +34,12 @@ from tessella.graph.graph import Graph, Node
 from tessella.graph.onnx import read
 from tessella.kernels import catalog
 from tessella.kernels.conv.libraries import onednn_int8
-from tests.compiler.networks import NETWORKS, captured, plan
+from tests.support.networks import NETWORKS, captured, plan
+from tests.support.quantized import calibrated, graph_of
 
 pytestmark = pytest.mark.instructions
 
 torch_codes = torch.ops.quantized_decomposed
-
-
-def graph_of(module: nn.Module, *shape: int, name: str = "x") -> Graph:
-    spec = TensorSpec(name=name, dtype="float32", shape=(DimRange(min=1, opt=2, max=8), *shape))
-    return capture(module.eval(), (spec,), outputs=("scores",))
 
 
 def rounded(graph: Graph, kind: str = "fp32", target: str = "cpu", **given) -> Graph:
@@ -61,12 +57,6 @@ def layers_of(graph: Graph) -> list[Node]:
 
 def on_codes(graph: Graph) -> list[Node]:
     return [n for n in layers_of(graph) if len(n.inputs) == 5]
-
-
-def calibrated(graph: Graph, *shape: int, kinds: tuple[str, ...] = ("int8",), **settings):
-    torch.manual_seed(1)
-    batches = [{graph.inputs[0].name: torch.randn(4, *shape)} for _ in range(2)]
-    return compiler.calibrate(graph, batches, kinds=kinds, **settings)
 
 
 # ── explicit: torch ───────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ from tessella.graph import capture
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
 from tessella.kernels.sparse.two_four import TWO_FOUR, is_two_four, prune_two_four
-from tests.kernels import sparse_row
+from tests.support.kernels import sparse_row
 
 BATCH = DimRange(min=4, opt=4, max=4)
 ABOUT = compiler.About(built_from="net", rebuild="tessella compile net")

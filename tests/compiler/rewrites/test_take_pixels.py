@@ -16,7 +16,7 @@ from tessella.compiler.rewrites import take_pixels
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess, normalize
 from tessella.core.spec import DimRange, TensorSpec
-from tests.compiler.networks import ABOUT, captured, graph_of, network
+from tests.support.networks import ABOUT, captured, graph_of, network
 
 RECORD = Preprocess(height=32, width=32, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)

@@ -16,7 +16,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
-from tests.compiler.networks import NETWORKS, captured
+from tests.support.networks import NETWORKS, captured
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -20,8 +20,8 @@ from tessella.kernels.conv.hopper import dgrad as dgrad_sm90
 from tessella.kernels.conv.hopper import wgrad as wgrad_sm90
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
-from tessella.operations.tensor_meta import TensorMeta
-from tests.kernels.compile_only import compile_all
+from tests.support.kernels.compile_only import compile_all
+from tests.support.problems.gradients import problem
 
 KERNELS = {"conv2d_dgrad": dgrad_sm90, "conv2d_wgrad": wgrad_sm90}
 CPU = torch.device("cpu")
@@ -34,43 +34,6 @@ CASES = [
     ((2, 6, 5, 8), (6, 1, 3, 3), (1, 2), (2, 1), (2, 1), 6),
     ((1, 2, 11, 8), (4, 2, 4, 3), (3, 3), (0, 2), (1, 1), 1),
 ]
-
-
-def problem(
-    op: str,
-    x: tuple[int, ...],
-    weight: tuple[int, ...],
-    stride: Any = (1, 1),
-    padding: Any = (0, 0),
-    dilation: Any = (1, 1),
-    groups: int = 1,
-    *,
-    dtype: str = "float16",
-    made: str | None = None,
-    format: Any = "channels_last",
-    weight_format: Any = "channels_last",
-    constant: tuple[int, ...] = (),
-) -> Problem:
-    out = [
-        (n + 2 * p - d * (r - 1) - 1) // s + 1
-        for n, r, s, p, d in zip(x[2:], weight[2:], stride, padding, dilation)
-    ]
-    metas = {
-        "x": TensorMeta(shape=x, dtype=dtype, format=format),
-        "weight": TensorMeta(shape=weight, dtype=dtype, format=weight_format),
-        "dy": TensorMeta(shape=(x[0], weight[0], *out), dtype=dtype, format=format),
-    }
-    reads, makes = ("weight", "x") if op.endswith("dgrad") else ("x", "weight")
-    output = TensorMeta(shape=metas[makes].shape, dtype=made or dtype, format=metas[makes].format)
-    attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    more = {"input_size": x} if op.endswith("dgrad") else {"kernel_size": weight[2:]}
-    return Problem(
-        op=op,
-        inputs=(metas["dy"], metas[reads]),
-        outputs=(output,),
-        attrs={**attrs, **more},
-        constant=constant,
-    )
 
 
 def gradients(
@@ -423,7 +386,7 @@ def _runner(kernel: Any, asked: Problem, config: dict[str, Any]) -> Any:
 
 
 def test_machine_code() -> None:
-    for name, launches in compile_all("tests.kernels.test_conv_backward:cases").items():
+    for name, launches in compile_all("tests.kernels.conv.test_backward:cases").items():
         main = launches[0]
         assert all(one["spilled_bytes"] == 0 for one in launches), name
         assert main["opcodes"].get("HGMMA", 0) >= 4, name

@@ -20,8 +20,8 @@ from tessella.device.launch import launch
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import direct as direct_sm90
 from tessella.operations.epilogue import Epilogue, finish
-from tests.kernels.convolutions import Case, check
-from tests.kernels.test_conv_portable import LAST, interpreted
+from tests.support.problems.convolutions import Case, check
+from tests.support.problems.portable_convolutions import LAST, interpreted
 
 
 class Tile(np.ndarray):

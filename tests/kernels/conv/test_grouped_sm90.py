@@ -15,9 +15,10 @@ from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import grouped, walk_device
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
 from tessella.kernels.conv.hopper import implicit_gemm_tiles as tiles
-from tests.kernels import convolutions, gluon_roles
-from tests.kernels.compile_only import compile_all
-from tests.kernels.convolutions import Case
+from tests.support.emulators import gluon_roles
+from tests.support.kernels.compile_only import compile_all
+from tests.support.problems import convolutions
+from tests.support.problems.convolutions import Case
 
 ROW = catalog.kernel("conv2d.implicit_gemm.sm90")
 CPU = torch.device("cpu")
@@ -251,7 +252,7 @@ def _run(problem: Any, config: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict[str, Any]]]:
-    return compile_all("tests.kernels.test_conv_grouped_sm90:cases")
+    return compile_all("tests.kernels.conv.test_grouped_sm90:cases")
 
 
 @pytest.mark.parametrize("name", compiled_problems())

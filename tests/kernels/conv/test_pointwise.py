@@ -6,7 +6,7 @@ import pytest
 
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import pointwise
-from tests.kernels.convolutions import Case, check
+from tests.support.problems.convolutions import Case, check
 
 LAST = "channels_last"
 ROW = catalog.kernel("conv2d.pointwise.sm90")

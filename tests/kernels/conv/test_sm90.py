@@ -20,7 +20,7 @@ from tessella.kernels.conv.hopper import walk_device as device
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import Format, TensorMeta
-from tests.kernels.compile_only import compile_all
+from tests.support.kernels.compile_only import compile_all
 
 CPU = torch.device("cpu")
 
@@ -393,7 +393,7 @@ def _run(problem: Problem, config: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict[str, Any]]]:
-    return compile_all("tests.kernels.test_conv_sm90:cases")
+    return compile_all("tests.kernels.conv.test_sm90:cases")
 
 
 PRODUCT = {"int8": "IGMMA", "float8_e4m3fn": "QGMMA"}

@@ -10,8 +10,9 @@ import pytest
 
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
-from tests.kernels import convolutions, gluon_roles
-from tests.kernels.convolutions import Case
+from tests.support.emulators import gluon_roles
+from tests.support.problems import convolutions
+from tests.support.problems.convolutions import Case
 
 ROW = catalog.kernel("conv2d.implicit_gemm.sm90")
 

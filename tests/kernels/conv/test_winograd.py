@@ -21,10 +21,10 @@ from tessella.kernels.conv.winograd.fma import convolve_fma
 from tessella.kernels.conv.winograd.product import multiply_fma
 from tessella.kernels.conv.winograd.transforms import reference, transform
 from tessella.operations.epilogue import ACTIVATIONS
-from tests.kernels import gluon_on_numpy
-from tests.kernels.compile_only import compile_all
-from tests.kernels.convolutions import Case, draw, right, run
-from tests.kernels.winograd_cases import CASES, FUSED, LAST, PLAIN, STEPS, WHOLE, assert_right
+from tests.support.emulators import gluon_on_numpy
+from tests.support.kernels.compile_only import compile_all
+from tests.support.problems.convolutions import Case, draw, right, run
+from tests.support.problems.winograd import CASES, FUSED, LAST, PLAIN, STEPS, WHOLE, assert_right
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="numbers are tests/gpu's where there is one"
@@ -286,7 +286,7 @@ def _memory(case: Case) -> torch.memory_format:
 
 
 def test_compiles_for_hopper() -> None:
-    found = compile_all("tests.kernels.test_conv_winograd:compiled_cases")
+    found = compile_all("tests.kernels.conv.test_winograd:compiled_cases")
     for name, launches in found.items():
         for one in launches:
             assert one["spilled_bytes"] == 0, (name, one)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tessella.kernels.epilogue import gluon_device as epilogue_device
-from tests.kernels import gluon_on_numpy
+from tests.support.emulators import gluon_on_numpy
 
 
 def test_gelu_is_right_on_both_sides_of_zero() -> None:

@@ -20,7 +20,7 @@ from tessella.kernels.epilogue import sixteen_bit_device as half_device
 from tessella.kernels.epilogue.int8 import LARGEST_BETA, LARGEST_SCALE, refusal, small_sums, vectors
 from tessella.operations import problems
 from tessella.operations.tensor_meta import TensorMeta
-from tests.kernels import gluon_on_numpy, gluon_roles
+from tests.support.emulators import gluon_on_numpy, gluon_roles
 
 
 def text_of(function: Any) -> str:

@@ -13,7 +13,7 @@ import triton.language as tl
 from tessella.device.launch import launch
 from tessella.kernels.epilogue.triton_device import activate, cast, finish
 from tessella.operations.epilogue import ACTIVATIONS
-from tests.kernels.compile_only import compile_all
+from tests.support.kernels.compile_only import compile_all
 
 SIZE = 256
 
@@ -112,6 +112,6 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def test_compiles_without_spills() -> None:
-    found = compile_all("tests.kernels.test_epilogue_triton:cases")
+    found = compile_all("tests.kernels.epilogue.test_triton_device:cases")
     assert len(found) == 1 + len(ACTIVATIONS)
     assert all(one["spilled_bytes"] == 0 for (one,) in found.values())

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tessella.kernels.gemm import fma_sm90
-from tests.kernels.compile_only import compile_all
-from tests.kernels.products import Case, draw
+from tests.support.kernels.compile_only import compile_all
+from tests.support.problems.products import Case, draw
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
@@ -52,7 +52,7 @@ def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def test_compiles_to_multiply_adds_without_spills() -> None:
-    compiled = compile_all("tests.kernels.test_matmul_fma:compiled_cases")
+    compiled = compile_all("tests.kernels.gemm.test_fma:compiled_cases")
     assert len(compiled) > 8
     for name, (one,) in compiled.items():
         assert one["spilled_bytes"] == 0, name

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tessella.kernels.gemm import aten, cublaslt
-from tests.kernels.products import Case, assert_exact, assert_right, draw, run
+from tests.support.problems.products import Case, assert_exact, assert_right, draw, run
 
 pytestmark = pytest.mark.instructions
 

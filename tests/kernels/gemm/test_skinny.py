@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tessella.kernels.gemm import skinny, skinny_sm90
 from tessella.operations.epilogue import ACTIVATIONS
-from tests.kernels.compile_only import compile_all
-from tests.kernels.products import Case, assert_exact, assert_right, draw, run
+from tests.support.kernels.compile_only import compile_all
+from tests.support.problems.products import Case, assert_exact, assert_right, draw, run
 
 FULL: dict[str, Any] = {
     "bias": "float32", "residual": "float16", "scale": True, "alpha": 0.5, "beta": -2.0,
@@ -128,7 +128,7 @@ def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict[str, Any]]]:
-    return compile_all("tests.kernels.test_matmul_skinny:compiled_cases")
+    return compile_all("tests.kernels.gemm.test_skinny:compiled_cases")
 
 
 def test_nothing_spills(compiled: dict[str, list[dict[str, Any]]]) -> None:

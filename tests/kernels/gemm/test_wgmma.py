@@ -15,9 +15,10 @@ from tessella.core.errors import KernelError
 from tessella.kernels.gemm import wgmma
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
-from tests.kernels import gluon_roles, products
-from tests.kernels.compile_only import compile_all
-from tests.kernels.products import Case, draw
+from tests.support.emulators import gluon_roles
+from tests.support.kernels.compile_only import compile_all
+from tests.support.problems import products
+from tests.support.problems.products import Case, draw
 
 BIG = Case(m=1000, n=1024, k=1536)
 CASES = {
@@ -219,7 +220,7 @@ def compiled() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, list[dict[str, Any]]]:
-    return compile_all("tests.kernels.test_matmul_wgmma:compiled")
+    return compile_all("tests.kernels.gemm.test_wgmma:compiled")
 
 
 @pytest.mark.parametrize("name", CASES)

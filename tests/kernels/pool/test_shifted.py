@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,53 +17,12 @@ from tessella.kernels.pool.spans import levels, moves
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import Format, TensorMeta
 from tessella.search import find as auction
-from tests.kernels.test_pool import maximum, problem
+from tests.support.problems.pools import maximum, problem
+from tests.support.problems.shifted_pools import NETWORKS, SAME, numbers, pooled, problems
 
 CPU = torch.device("cpu")
 POISON = 101
 ROW = catalog.kernel("max_pool2d.shifted")
-SAME = maximum((3, 3), (1, 1))
-CEIL = maximum((3, 3), (2, 2), (0, 0), ceil_mode=True)
-HALF = maximum((2, 2), (2, 2), (0, 0))
-
-# height and width, window: GoogLeNet's, ResNet's, VGG's, YOLO's
-NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
-    "googlenet 112": (112, CEIL),
-    "googlenet 56": (56, CEIL),
-    "googlenet 28 same": (28, SAME),
-    "googlenet 28": (28, CEIL),
-    "googlenet 14 same": (14, SAME),
-    "googlenet 14": (14, maximum((2, 2), (2, 2), (0, 0), ceil_mode=True)),
-    "googlenet 7 same": (7, SAME),
-    "resnet 112": (112, maximum()),
-    "vgg 224": (224, HALF),
-    "vgg 14": (14, HALF),
-    "yolo 5": (13, maximum((5, 5), (1, 1), (2, 2))),
-    "yolo 9": (13, maximum((9, 9), (1, 1), (4, 4))),
-    "yolo 13": (13, maximum((13, 13), (1, 1), (6, 6))),
-}
-
-
-def numbers(meta: TensorMeta, seed: int = 0) -> torch.Tensor:
-    """Codes from end to end, or numbers of which some are no numbers or infinite."""
-    generator = torch.Generator().manual_seed(seed)
-    if meta.dtype == "int8":
-        drawn = torch.randint(-128, 128, meta.shape, generator=generator)
-    else:
-        drawn = 40 * torch.randn(meta.shape, generator=generator)
-        chance = torch.rand(meta.shape, generator=generator)
-        drawn[chance < 0.3] = -torch.inf
-        drawn[chance < 0.02] = torch.inf
-        drawn[chance < 0.01] = torch.nan
-    return meta.empty(CPU).copy_(drawn)
-
-
-def pooled(asked: Problem, x: torch.Tensor) -> torch.Tensor:
-    """torch's, of a contiguous copy; int8, which it counts pixels in, as int32."""
-    a = asked.attrs
-    wide = x.contiguous().to(torch.int32) if x.dtype == torch.int8 else x.contiguous()
-    window = [a[n] for n in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")]
-    return torch.max_pool2d(wide, *window).to(x.dtype)
 
 
 def agrees(asked: Problem, *more: dict[str, int], seed: int = 0) -> None:
@@ -93,24 +51,6 @@ def test_what_networks_pool(case: str, dtype: str) -> None:
     for format in ("channels_last", "contiguous"):
         asked = problem("max_pool2d", (2, 9, size, size), window, dtype, format)
         agrees(asked, {"images": 1, "rows": 5}, {"images": 2, "rows": 4})
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """Any window that torch takes: larger than the image, and mostly beside it, too."""
-    shape = tuple(draw(st.integers(1, most)) for most in (3, 4, 12, 12))
-    kernel = draw(st.integers(1, 13)), draw(st.integers(1, 13))
-    window = maximum(
-        kernel,
-        (draw(st.integers(1, 6)), draw(st.integers(1, 6))),
-        (draw(st.integers(0, kernel[0] // 2)), draw(st.integers(0, kernel[1] // 2))),
-        ceil_mode=draw(st.booleans()),
-    )
-    padded = [n + 2 * p for n, p in zip(shape[2:], window["padding"], strict=True)]
-    assume(all(n >= k for n, k in zip(padded, kernel, strict=True)))
-    dtype = draw(st.sampled_from(("float32", "bfloat16", "int8")))
-    format: Format = draw(st.sampled_from(("channels_last", "contiguous")))
-    return problem("max_pool2d", shape, window, dtype, format)
 
 
 @given(problems(), st.integers(1, 3), st.integers(1, 12), st.integers(0, 2**31))

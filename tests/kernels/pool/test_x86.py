@@ -14,8 +14,8 @@ from tessella.kernels import catalog
 from tessella.kernels.pool import x86
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
-from tests.kernels.test_pool import maximum, problem
-from tests.kernels.test_pool_shifted import CPU, NETWORKS, numbers, pooled, problems
+from tests.support.problems.pools import maximum, problem
+from tests.support.problems.shifted_pools import CPU, NETWORKS, numbers, pooled, problems
 
 ROW = catalog.kernel("max_pool2d.avx512")
 HALVES = ("float16", "bfloat16")

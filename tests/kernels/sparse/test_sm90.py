@@ -28,9 +28,9 @@ from tessella.kernels.sparse.wgmma_device import Tiling, depth
 from tessella.operations.epilogue import ACTIVATIONS, Epilogue, finish, store
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
-from tests.kernels.compile_only import compile_all
-from tests.kernels.products import Case, assert_right, draw, run
-from tests.kernels.sparse_on_cpu import linear
+from tests.support.emulators.sparse_on_cpu import linear
+from tests.support.kernels.compile_only import compile_all
+from tests.support.problems.products import Case, assert_right, draw, run
 
 LAYER = Case(m=1000, n=1024, k=1536, sparsity=TWO_FOUR)
 CASES = {
@@ -236,7 +236,7 @@ def compiled() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 @pytest.fixture(scope="module")
 def compiled_kernels() -> dict[str, list[dict[str, Any]]]:
-    return compile_all("tests.kernels.test_sparse_sm90:compiled")
+    return compile_all("tests.kernels.sparse.test_sm90:compiled")
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -15,7 +15,7 @@ from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.find import find
-from tests.kernels.compile_only import compile_all
+from tests.support.kernels.compile_only import compile_all
 
 # (images, height, width, channels): odd sizes, more than one block of 2048, many channels
 SHAPES = [(1, 1, 1, 1), (2, 5, 7, 3), (3, 31, 33, 1), (2, 40, 30, 3), (1, 9, 11, 13), (0, 4, 4, 3)]
@@ -107,7 +107,7 @@ def on_hopper() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def test_compiled_for_hopper_product_and_sum_stay_apart() -> None:
-    for launches in compile_all("tests.kernels.test_image_to_tensor:on_hopper").values():
+    for launches in compile_all("tests.kernels.transform.test_image_to_tensor:on_hopper").values():
         (launch,) = launches
         assert launch["spilled_bytes"] == 0
         assert not launch["opcodes"].get("FFMA")  # it would round once where the host rounds twice

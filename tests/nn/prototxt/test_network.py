@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tessella.core.errors import UsageError
 from tessella.nn import prototxt
-from tests.nn.prototxt import texts
+from tests.support import prototxts as texts
 
 
 def built(text: str, *, classes: int, shape: tuple[int, int, int]) -> prototxt.CaffeNet:

@@ -10,7 +10,7 @@ from tessella.artifacts.checkpoint import Checkpoint, Network, Position, save_ch
 from tessella.core.errors import CorruptArtifact, UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.nn import zoo
-from tests.nn.prototxt import texts
+from tests.support import prototxts as texts
 
 
 def saved(folder: Path, network: Network, module: torch.nn.Module) -> Checkpoint:

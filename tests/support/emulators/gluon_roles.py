@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels.gluon_on_numpy import NAMES, Array, Language, Shared, play
-from tests.kernels.gluon_on_numpy import function as device_function
+from tests.support.emulators.gluon_on_numpy import NAMES, Array, Language, Shared, play
+from tests.support.emulators.gluon_on_numpy import function as device_function
 
 
 class Deadlock(AssertionError):

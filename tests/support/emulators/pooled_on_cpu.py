@@ -16,7 +16,7 @@ import torch
 from tessella.kernels.conv.hopper import pooled
 from tessella.kernels.conv.hopper.pooled_device import Stem, source
 from tessella.operations.problem import Problem
-from tests.kernels.sparse_on_cpu import COMMON, HEAD
+from tests.support.emulators.sparse_on_cpu import COMMON, HEAD
 
 _HEAD = r"""
 struct uint4 { unsigned x, y, z, w; };

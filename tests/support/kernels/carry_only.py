@@ -1,8 +1,8 @@
 """Compiling kernels for a plan and launching them from it, in a process without interpreter or GPU.
 
-``python -m tests.kernels.carry_only OUT`` writes ``OUT``: the compiled kernels, what a driver that
-only takes notes was asked to launch when nothing could be compiled any more, and the keys of
-launches that differ in one thing each.
+``python -m tests.support.kernels.carry_only OUT`` writes ``OUT``: the compiled kernels, what a
+driver that only takes notes was asked to launch when nothing could be compiled any more, and the
+keys of launches that differ in one thing each.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ANSWER = "answer "  # what else a line begins with, a case has printed
 
 
@@ -44,7 +44,7 @@ def _compiler() -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.kernels.compile_only"],
+        [sys.executable, "-m", "tests.support.kernels.compile_only"],
         env=environment,
         cwd=ROOT,
         stdin=subprocess.PIPE,

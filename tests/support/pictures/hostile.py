@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 import struct
+from pathlib import Path
 
 import cv2
 import numpy as np
 from PIL import Image
 
-from tests.core.test_preprocess import noise, png, png_of, saved, tiff
+from tests.support.pictures.encoded import noise, png, png_of, saved, tiff
 
 
 def tiff_of(width: int, height: int, *, planes: int = 1, compression: int = 1) -> bytes:
@@ -144,3 +146,10 @@ def mutated(content: bytes, seed: int) -> bytes:
         if not out:
             break
     return bytes(out)
+
+
+def peak_bytes(process: str = "self") -> int:
+    status = Path(f"/proc/{process}/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) * 1024

@@ -1,7 +1,7 @@
 """Mutated plans by the thousand: each is refused by a ``TessellaError``, or answers as before.
 
-``python -m tests.artifacts.fuzz_plans 10000 [seed]`` runs as many, in processes of limited memory,
-and prints what became of them.
+``python -m tests.support.plans.fuzz_plans 10000 [seed]`` runs as many, in processes of limited
+memory, and prints what became of them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import torch
 from tessella import runtime
 from tessella.artifacts.plan import MANIFEST, archive_of, from_bytes
 from tessella.core.errors import ArtifactError, TessellaError
-from tests.artifacts import fuzz_fields
-from tests.artifacts.subjects import KINDS, Subject, subject
+from tests.support.plans import fuzz_fields
+from tests.support.plans.subjects import KINDS, Subject, subject
 
 Members = dict[str, bytes]
 

@@ -12,7 +12,7 @@ from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.core.device import fingerprint
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.server import serve
-from tests.server.engines import LABELS, RECORD, WEIGHT
+from tests.support.engines import LABELS, RECORD, WEIGHT
 
 
 def linear_plan(*, scale: float = 1.0) -> Plan:

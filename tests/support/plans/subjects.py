@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from tessella.artifacts.receipt import Flip, Receipt
 from tessella.compiler.choices import join_in_place
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import DimRange, TensorSpec
-from tests.compiler.networks import ABOUT, build, graph_of, plan
-from tests.compiler.test_join_in_place import _for_nothing
+from tests.support.choices import for_nothing
+from tests.support.networks import ABOUT, build, graph_of, plan
 
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(1, 1, 6, 6))
 
@@ -109,7 +110,7 @@ def _small() -> Subject:
 def _joined() -> Subject:
     module = _seeded(Joined)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(join_in_place, "trials", _for_nothing)
+        patch.setattr(join_in_place, "trials", for_nothing)
         return Subject(to_bytes(build(module, IMAGE)), _normal, module)
 
 
@@ -158,3 +159,9 @@ def subject(kind: str) -> Subject:
 def good() -> Plan:
     """The plain one."""
     return from_bytes(subject("plain").content)
+
+
+def with_bucket(plan: Plan, index: int = 0, **changes: Any) -> Plan:
+    """Only this bucket, so that what is seen is not that it differs from another."""
+    bucket = replace(plan.program.buckets[index], **changes)
+    return replace(plan, program=replace(plan.program, buckets=(bucket,)))

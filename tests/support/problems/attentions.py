@@ -129,3 +129,106 @@ def run(module: Any, case: Case, device: str = "cpu", config: Mapping[str, Any] 
     right = right.clamp(*MOST.get(problem.output.dtype, (None, torch.inf)))
     allowed = tolerance * largest + part * right.abs() + step
     assert (made.double() - right).abs().le(allowed).all()  # and no NaN
+
+
+FLOAT32_LOWEST = torch.finfo(torch.float32).min
+CASES = {
+    "odd": Case(),
+    "fused heads": Case(fused=True, queries=39),
+    "one query": Case(queries=1),
+    "one of all": Case(n=1, heads=1, queries=1, keys=1),
+    "causal": Case(causal=True, keys=50),
+    "causal, more keys": Case(causal=True, queries=45, keys=100),
+    "causal, fewer keys": Case(causal=True, queries=100, keys=45),
+    "causal groups": Case(causal=True, heads=4, groups=2),
+    "padding of keys": Case(mask=(2, 1, 1, 45)),
+    "padding of keys, numbers": Case(mask=(2, 1, 1, 45), mask_dtype="float16"),
+    "all hidden by the lowest": Case(
+        mask=(2, 1, 1, 45), mask_dtype="float32", lowest=FLOAT32_LOWEST
+    ),
+    "a mask for each query": Case(mask=(50, 45)),
+    "a mask for each head": Case(mask=(1, 2, 50, 45), mask_dtype="float32"),
+    "wide values": Case(width=24, value_width=40),
+    "scaled": Case(scale=0.7),
+    "three axes": Case(batched=False),
+    "contiguous": Case(fused=True, format="contiguous"),
+    "large numbers": Case(scale=30.0),
+}
+
+BY_WINDOW = {
+    "by window": Case(n=6, mask=(3, 1, 50, 45), mask_dtype="float16"),
+    "by window and head": Case(n=6, mask=(2, 2, 50, 45), mask_dtype="float32"),
+    "by window, bool, of one tensor": Case(
+        n=8, queries=49, keys=49, fused=True, mask=(4, 1, 1, 49)
+    ),
+}
+
+IN_A_WINDOW = {name: case for name, case in CASES.items() if max(case.queries, case.keys) <= 64}
+
+CODES = {
+    "codes": Case(width=32, gamma=50.0, out="int8"),
+    "codes, many saturate": Case(width=32, gamma=300.0, out="int8"),
+    "codes, contiguous": Case(width=32, gamma=60.0, out="int8", format="contiguous"),
+    "codes, one wide head": Case(heads=1, width=32, value_width=48, gamma=40.0, out="int8"),
+    "codes, all hidden": Case(
+        width=32, mask=(2, 1, 1, 45), mask_dtype="float16", gamma=50.0, out="int8"
+    ),
+    "codes, causal": Case(
+        n=1, queries=150, keys=150, width=32, causal=True, gamma=50.0, out="int8"
+    ),
+    "codes without a factor": Case(width=32, scale=9.0, out="int8"),
+    "a factor": Case(gamma=0.25),
+}
+HOPPER = {
+    **{name: case for name, case in CASES.items() if case.width % 8 == 0},
+    "many tiles": Case(n=1, queries=300, keys=450),
+    "many tiles, causal": Case(n=1, queries=450, keys=450, causal=True),
+    "many tiles, fused": Case(n=1, queries=197, fused=True, width=64),
+    "many tiles, masked": Case(queries=197, keys=197, mask=(2, 1, 1, 197), mask_dtype="float32"),
+    "many tiles, padded": Case(
+        queries=197, keys=330, mask=(2, 1, 1, 330), mask_dtype="float16", lowest=-1e4, hidden="end"
+    ),
+    "many tiles, padded in front": Case(
+        n=1, queries=130, keys=330, mask=(1, 1, 1, 330), hidden="front"
+    ),
+    "many tiles, a gap": Case(
+        n=1,
+        queries=130,
+        keys=330,
+        mask=(1, 2, 1, 330),
+        mask_dtype="float32",
+        lowest=FLOAT32_LOWEST,
+        hidden="middle",
+    ),
+    "many tiles, nothing hidden": Case(
+        n=1, queries=130, keys=330, mask=(1, 1, 1, 330), mask_dtype="float32", hidden="none"
+    ),
+    **CODES,
+    "many tiles, codes": Case(n=1, queries=300, keys=450, width=32, gamma=150.0, out="int8"),
+}
+
+LARGE = Case(n=16, heads=9, queries=300, keys=384, width=64)
+COMPILED = {
+    "ragged": replace(LARGE, keys=197, queries=197, fused=True),
+    "causal": replace(LARGE, causal=True, dtype="bfloat16"),
+    "by key": replace(LARGE, mask=(16, 1, 1, 384), mask_dtype="float16"),
+    "by query": replace(LARGE, mask=(300, 384), mask_dtype="bool"),
+    "wide": replace(LARGE, width=128),
+    "int8": replace(LARGE, gamma=50.0, out="int8"),
+    "fp8": replace(LARGE, queries=197, keys=197, fused=True, gamma=50.0, out="float8_e4m3fn"),
+    "fp8 by key": replace(
+        LARGE, mask=(16, 1, 1, 384), mask_dtype="float16", gamma=50.0, out="float8_e4m3fn"
+    ),
+    "fp8, narrow": replace(LARGE, width=32, dtype="bfloat16", out="float8_e4m3fn"),
+    "int8, wide": replace(LARGE, width=128, causal=True, gamma=50.0, out="int8"),
+}
+WINDOW = Case(
+    n=512, heads=3, queries=49, keys=49, width=32, fused=True, mask=(64, 3, 49, 49),
+    mask_dtype="float16",
+)  # fmt: skip
+WINDOWS = {
+    "swin": WINDOW,
+    "one mask": replace(WINDOW, mask=(1, 3, 49, 49)),
+    "no mask": replace(WINDOW, mask=None, dtype="bfloat16", width=64),
+    "codes": replace(WINDOW, gamma=50.0, out="int8"),
+}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tessella.kernels import catalog
-from tests.kernels.convolutions import Case, draw, right, run
+from tests.support.problems.convolutions import Case, draw, right, run
 
 FUSED = catalog.kernel("conv2d.winograd")
 STEPS = catalog.kernel("conv2d.winograd_nonfused")

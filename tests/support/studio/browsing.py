@@ -19,10 +19,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from tests.studio.conftest import Served
+from tests.support.studio.served import Served
 
 T = TypeVar("T")
-PICTURES = Path(__file__).parents[2] / "docs" / "images"
+PICTURES = Path(__file__).parents[3] / "docs" / "images"
 MOST_PICTURE_BYTES = 300_000
 
 
@@ -196,3 +196,24 @@ def take_picture(chromium: Chrome, name: str) -> None:
     image = Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     image.save(path, optimize=True)
     assert path.stat().st_size < MOST_PICTURE_BYTES
+
+
+PAGES = (
+    "/",
+    "/data",
+    "/data?dataset=datasets/digits",
+    "/train",
+    "/train?dataset=datasets/digits&run=runs/first",
+    "/monitor",
+    "/monitor?run=runs/second",
+    "/explore",
+    "/explore?run=runs/first",
+    "/plan",
+    "/plan?plan=plans/digits.plan",
+    "/plan?source=runs/first",
+    "/plan?plan=plans/small.plan",
+    "/plan?plan=plans/small.front/0.plan",
+    "/diff?a=plans/digits.plan&b=plans/small.plan",
+    "/compare",
+    "/compare?run=runs/first&run=runs/second",
+)
