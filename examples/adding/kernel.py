@@ -21,9 +21,6 @@ ROW = Kernel(
     source="tessella",
 )
 
-# What the module tells the catalog.
-WRITES_OUT = True
-
 
 def fits(problem: Problem) -> str | None:
     x, y = problem.inputs[0], problem.output

@@ -328,7 +328,6 @@ def scratch_kernel() -> types.ModuleType:
 
         return call
 
-    module.WRITES_OUT = True
     module.fits = lambda problem: None
     module.bind = bind
     module.configs = lambda problem: ({"tile": 1}, {"tile": 2})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 from dataclasses import replace
 from typing import Any
 
@@ -245,12 +247,33 @@ def test_every_row_is_a_kernel_of_a_known_operation() -> None:
     assert len(catalog.BY_ID) == len(catalog.KERNELS)
     for row in catalog.KERNELS:
         module = row.load()
-        assert isinstance(module.WRITES_OUT, bool)
         assert callable(module.fits)
         assert callable(module.bind)
         assert row.op == "*" or row.op in OPERATIONS
         assert set(row.targets) <= {"cpu", "sm_90", "reference"}
-        assert not (row.views and module.WRITES_OUT)
+        assert not (row.views and row.writes_out)
+
+
+OPTIONAL = ("configs", "workspace_bytes", "outclassed")
+
+
+def test_no_function_of_a_kernel_is_misspelt() -> None:
+    """The catalog looks for some functions by name: one that is nearly called so is never found."""
+    for row in catalog.KERNELS:
+        for name, value in vars(row.load()).items():
+            if callable(value) and not name.startswith("_") and name not in OPTIONAL:
+                near = difflib.get_close_matches(name, OPTIONAL, 1, cutoff=0.85)
+                assert not near, f"{row.module}.{name} is not {near[0]}"
+            assert not name.isupper() or name.lower() not in CAPABILITIES, f"{row.module}.{name}"
+
+
+CAPABILITIES = {"writes_out", "sliced_out", "in_place", "gamma", "views", "overwrites"}
+
+
+def test_a_misspelt_capability_is_an_error() -> None:
+    assert {field.name for field in dataclasses.fields(catalog.Kernel)} >= CAPABILITIES
+    with pytest.raises(TypeError, match="slices_out"):
+        catalog._row("relu.new", "pointwise.unary", "cpu", source="aten", slices_out=True)
 
 
 def test_every_kernel_of_the_cpu_is_exercised() -> None:

@@ -24,11 +24,10 @@ CHANNELS_LAST = torch.channels_last
 
 def run(id: str, problem: Problem, constants: dict[int, torch.Tensor], *inputs: torch.Tensor):
     """One kernel's answer, into a poisoned buffer where it writes into one."""
-    module = catalog.kernel(id).load()
-    assert module.fits(problem) is None
-    config = module.configs(problem)[0] if hasattr(module, "configs") else {}
-    call = module.bind(problem, constants, **config)
-    if not module.WRITES_OUT:
+    row = catalog.kernel(id)
+    assert row.refusal(problem) is None
+    call = row.load().bind(problem, constants, **row.configs(problem)[0])
+    if not row.writes_out:
         return call(*inputs)
     out = problem.output.empty(CPU)
     out.fill_(77)

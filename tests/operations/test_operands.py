@@ -12,7 +12,8 @@ from tessella.operations.problem import Problem
 from tessella.operations.table import OPERATIONS
 from tessella.operations.tensor_meta import TensorMeta
 
-CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "activation": None}
+WINDOW = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+CONV = {**WINDOW, "activation": None}
 POOL = {"kernel_size": (2, 2), "pool_stride": (2, 2), "pool_padding": (0, 0),
         "pool_dilation": (1, 1), "ceil_mode": False}  # fmt: skip
 X, W, Y = (2, 8, 6, 6), (4, 8, 3, 3), (2, 4, 6, 6)
@@ -39,12 +40,8 @@ RIGHT: dict[str, tuple[list[Any], tuple[int, ...], dict[str, Any]]] = {
     ),
     "linear": ([(2, 5, 8), (4, 8), (4,), (2, 5, 4), (4,)], (2, 5, 4), {}),
     "linear_norm": ([(5, 8), (4, 8), (4,), (5, 4), (4,), (4,), (4,), ()], (5, 4), {}),
-    **{
-        f"conv2d_{kind}": (
-            [Y, second], result, {**CONV, "input_size": X, "kernel_size": (3, 3)},
-        )
-        for kind, second, result in (("dgrad", W, X), ("wgrad", X, W))
-    },
+    "conv2d_dgrad": ([Y, W], X, {**WINDOW, "input_size": X}),
+    "conv2d_wgrad": ([Y, X], W, {**WINDOW, "kernel_size": (3, 3)}),
     "matmul": ([(3, 5, 8), (3, 8, 4), (4,), (3, 5, 4), (4,)], (3, 5, 4), {}),
     "batch_norm": ([X, (8,), (8,), (8,), (8,)], X, {}),
     "group_norm": ([X, (8,), (8,)], X, {"num_groups": 2}),

@@ -102,14 +102,15 @@ def test_what_crashed_the_compiler_is_refused_and_not_compiled_here(
             return made
 
     monkeypatch.setattr(compilers, "_running", [Crashing()])
-    compilers.compile_ahead([(problem, ROW, config) for config in configs], "sm_90").wait()
+    row = replace(ROW, writes_out=False)
+    compilers.compile_ahead([(problem, row, config) for config in configs], "sm_90").wait()
     bidding = auction._Auction(problem, {}, "cpu", TimingCache(), auction.Terms(), None)
     bidding._device, bidding._target = torch.device("cuda"), "sm_90"
     called: list[Any] = []
-    module = SimpleNamespace(bind=lambda *_, **config: called.append(config), WRITES_OUT=False)
+    module = SimpleNamespace(bind=lambda *_, **config: called.append(config))
     monkeypatch.setattr(catalog.Kernel, "load", lambda _: module)
     monkeypatch.setattr(auction._Auction, "_inputs_for", lambda *_: [])
-    made = [bidding._bid(ROW, config) for config in configs]
+    made = [bidding._bid(row, config) for config in configs]
     assert called == [configs[0]]
     assert {bid.refused for bid in made[1:]} == {"crashed the compiler"}
 

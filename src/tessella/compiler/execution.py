@@ -44,7 +44,7 @@ def bound(choices: Sequence[Choice], tuner: Tuner) -> list[Bound]:
         row, value = catalog.kernel(choice.kernel), choice.node.outputs[0]
         slice = choice.slices.get(value.name)
         base = value.name if slice is None else slice.of
-        if not row.load().WRITES_OUT or base not in wholes:
+        if not row.writes_out or base not in wholes:
             return None
         if base not in memory:
             memory[base] = metas[base].empty(device)

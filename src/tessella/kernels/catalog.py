@@ -1,16 +1,12 @@
 """The catalog: which kernels exist. A static table that imports none of them; ``register`` adds a
 user's own.
 
-A kernel is a module with two functions and a flag::
+A kernel is a module with two functions::
 
     def fits(problem: Problem) -> str | None: ...        # None, or why it is refused
     def bind(problem: Problem, constants: Mapping[int, Tensor]) -> Call: ...
-    WRITES_OUT = False                                   # True: call(*inputs, out=buffer)
-    SLICED_OUT = True                                    # the result may be a slice
-    IN_PLACE = True                                      # out may be an input, which ends there
-    GAMMA = True                                         # a factor behind the activation
 
-The last three are left out where they are not so. ``bind`` packs the constants (by their position
+What else it can do stands in its row here. ``bind`` packs the constants (by their position
 among the inputs) once and returns the function that runs the kernel on the remaining inputs, in
 order. ``fits`` is cheap and does not touch a GPU. A result that is a slice has
 ``TensorMeta.strides``: its rows lie apart in a larger buffer.
@@ -45,7 +41,7 @@ Config = dict[str, Any]  # one way to run a kernel, a flat JSON object: tile siz
 
 
 class KernelModule(Protocol):
-    WRITES_OUT: bool
+    """What every kernel's module has."""
 
     def fits(self, problem: Problem) -> str | None: ...
 
@@ -66,6 +62,10 @@ class Kernel:
         source: who wrote it: ``tessella``, ``onednn``, ``mkl``, ``cudnn``, ``cublaslt``,
             ``cusparselt``, ``aten``, ``user``.
         version: raised when its code changes, so that old timings of it are not believed.
+        writes_out: it writes its result into ``out=buffer``, else it returns a new tensor.
+        sliced_out: the result may be a slice of a larger buffer.
+        in_place: ``out`` may be an input, whose numbers end there.
+        gamma: it has the factor behind an epilogue's activation.
         views: its output may share memory with its input, which must live as long.
         overwrites: the position of the input whose memory its result takes; then it needs
             ``Problem.dying`` there.
@@ -81,6 +81,10 @@ class Kernel:
     targets: tuple[str, ...]
     source: str
     version: int = 1
+    writes_out: bool = True
+    sliced_out: bool = False
+    in_place: bool = False
+    gamma: bool = False
     views: bool = False
     overwrites: int | None = None
     last_resort: bool = False
@@ -104,15 +108,14 @@ class Kernel:
         """Why it cannot carry a problem out, or None."""
         if reason := problem.misfit:
             return reason
-        module = self.load()
         sliced = any(meta.strides is not None for meta in problem.outputs)
-        if sliced and not getattr(module, "SLICED_OUT", False):
+        if sliced and not self.sliced_out:
             return "does not write into a slice of a larger buffer"
         if not is_gamma(gamma := problem.epilogue.gamma):
             return f"gamma is a number above zero that float32 holds, not {gamma!r}"
-        if gamma != 1 and not getattr(module, "GAMMA", False):
+        if gamma != 1 and not self.gamma:
             return "has no factor behind the activation (gamma)"
-        return module.fits(problem)
+        return self.load().fits(problem)
 
     def outclassed(self, problem: Problem) -> str | None:
         """What was measured against trying it on such a problem, where others fit too, or None."""
@@ -154,9 +157,9 @@ def _row(id: str, module: str, *targets: str, source: str, **flags: Any) -> Kern
     )
 
 
-def _aten(ops: str, module: str) -> tuple[Kernel, ...]:
+def _aten(ops: str, module: str, **flags: Any) -> tuple[Kernel, ...]:
     """One row ``OP.aten`` for each operation that one module runs through torch."""
-    return tuple(_row(f"{op}.aten", module, *_TORCH, source="aten") for op in ops.split())
+    return tuple(_row(f"{op}.aten", module, *_TORCH, source="aten", **flags) for op in ops.split())
 
 
 def _rows(ops: str, algorithm: str, module: str, source: str, **flags: Any) -> tuple[Kernel, ...]:
@@ -168,9 +171,17 @@ def _rows(ops: str, algorithm: str, module: str, source: str, **flags: Any) -> t
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution
-    _row("conv2d.avx512", "conv.x86", "cpu", source="tessella"),
-    _row("conv2d.avx512_sum", "conv.x86_sum", "cpu", source="tessella", views=True, overwrites=3),
-    _row("conv2d.onednn", "conv.libraries.onednn", "cpu", source="onednn"),
+    _row("conv2d.avx512", "conv.x86", "cpu", source="tessella", sliced_out=True),
+    _row(
+        "conv2d.avx512_sum",
+        "conv.x86_sum",
+        "cpu",
+        source="tessella",
+        views=True,
+        overwrites=3,
+        writes_out=False,
+    ),
+    _row("conv2d.onednn", "conv.libraries.onednn", "cpu", source="onednn", writes_out=False),
     _row(
         "conv2d.onednn_sum",
         "conv.libraries.onednn_sum",
@@ -178,10 +189,19 @@ KERNELS: tuple[Kernel, ...] = (
         source="onednn",
         views=True,
         overwrites=3,
+        writes_out=False,
     ),
-    _row("conv2d.onednn_linear", "conv.libraries.onednn_linear", "cpu", source="onednn"),
-    _row("conv2d.onednn_int8", "conv.libraries.onednn_int8", "cpu", source="onednn"),
-    _row("conv2d.cudnn", "conv.libraries.cudnn", "sm_90", source="cudnn"),
+    _row(
+        "conv2d.onednn_linear",
+        "conv.libraries.onednn_linear",
+        "cpu",
+        source="onednn",
+        writes_out=False,
+    ),
+    _row(
+        "conv2d.onednn_int8", "conv.libraries.onednn_int8", "cpu", source="onednn", writes_out=False
+    ),
+    _row("conv2d.cudnn", "conv.libraries.cudnn", "sm_90", source="cudnn", writes_out=False),
     _row("conv2d.cudnn_graph", "conv.libraries.cudnn_graph", "sm_90", source="cudnn"),
     _row(
         "conv2d.implicit_gemm.sm90",
@@ -189,22 +209,43 @@ KERNELS: tuple[Kernel, ...] = (
         "sm_90",
         source="tessella",
         version=4,
+        sliced_out=True,
+        gamma=True,
     ),
-    _row("conv2d.pointwise.sm90", "conv.hopper.pointwise", "sm_90", source="tessella", version=2),
-    _row("conv2d.direct.sm90", "conv.hopper.direct", "sm_90", source="tessella", version=2),
+    _row(
+        "conv2d.pointwise.sm90",
+        "conv.hopper.pointwise",
+        "sm_90",
+        source="tessella",
+        version=2,
+        gamma=True,
+    ),
+    _row(
+        "conv2d.direct.sm90",
+        "conv.hopper.direct",
+        "sm_90",
+        source="tessella",
+        version=2,
+        gamma=True,
+    ),
     _row(
         "conv2d_chain.back_to_back.sm90",
         "conv.hopper.chain",
         "sm_90",
         source="tessella",
         version=3,
+        writes_out=False,
     ),
-    _row("conv2d_pool.direct.sm90", "conv.hopper.pooled", "sm_90", source="tessella"),
-    *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella", version=3),
-    *_rows("conv2d conv1d conv3d", "gemm", "conv.gemm", "tessella"),
-    *_rows("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", "tessella"),
+    _row("conv2d_pool.direct.sm90", "conv.hopper.pooled", "sm_90", source="tessella", gamma=True),
+    *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella", version=3, gamma=True),
+    *_rows("conv2d conv1d conv3d", "gemm", "conv.gemm", "tessella", gamma=True),
+    *_rows("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", "tessella", gamma=True),
     *_rows(
-        "conv2d conv1d conv3d", "implicit_precomp_gemm", "conv.implicit_precomp_gemm", "tessella"
+        "conv2d conv1d conv3d",
+        "implicit_precomp_gemm",
+        "conv.implicit_precomp_gemm",
+        "tessella",
+        gamma=True,
     ),
     _row("conv2d.winograd", "conv.winograd.fused", "sm_90", source="tessella", version=2),
     _row(
@@ -212,7 +253,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _row("conv2d.fft", "conv.fourier.fft", "sm_90", source="tessella", version=2),
     _row("conv2d.fft_tiling", "conv.fourier.fft_tiling", "sm_90", source="tessella", version=2),
-    *_aten("conv1d conv2d conv3d", "conv.libraries.aten"),
+    *_aten("conv1d conv2d conv3d", "conv.libraries.aten", writes_out=False),
     # its gradients
     _row("conv2d_dgrad.implicit_gemm.sm90", "conv.hopper.dgrad", "sm_90", source="tessella"),
     _row(
@@ -223,35 +264,54 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _row("conv2d_dgrad.implicit_gemm", "conv.dgrad", "sm_90", source="tessella"),
     _row("conv2d_wgrad.implicit_gemm", "conv.wgrad", "sm_90", source="tessella"),
-    _row("conv2d_dgrad.cudnn", "conv.libraries.backward_cudnn", "sm_90", source="cudnn"),
-    _row("conv2d_wgrad.cudnn", "conv.libraries.backward_cudnn", "sm_90", source="cudnn"),
-    *_aten("conv1d_dgrad conv2d_dgrad conv3d_dgrad", "conv.libraries.backward_aten"),
-    *_aten("conv1d_wgrad conv2d_wgrad conv3d_wgrad", "conv.libraries.backward_aten"),
-    # matrix products
-    _row("linear.onednn", "gemm.onednn", "cpu", source="onednn"),
-    _row("linear.onednn_int8", "gemm.onednn_int8", "cpu", source="onednn"),
-    _row("linear.mkl", "gemm.mkl", "cpu", source="mkl"),
-    *_rows("linear matmul", "cublaslt", "gemm.cublaslt", "cublaslt"),
-    *_rows("linear matmul", "wgmma.sm90", "gemm.wgmma", "tessella", version=4),
-    *_rows("linear matmul", "skinny.sm90", "gemm.skinny_sm90", "tessella"),
-    *_rows("linear matmul", "skinny", "gemm.skinny", "tessella"),
-    *_rows("linear matmul", "tiled", "gemm.tiled", "tessella"),
-    *_rows(
-        "linear conv2d",
-        "cusparselt",
-        "sparse.cusparselt",
-        "cusparselt",
-        sparse=True,
+    _row(
+        "conv2d_dgrad.cudnn",
+        "conv.libraries.backward_cudnn",
+        "sm_90",
+        source="cudnn",
+        writes_out=False,
     ),
-    *_rows("linear conv2d", "sparse.sm90", "sparse.wgmma", "tessella", sparse=True),
-    *_rows("linear matmul", "fma.sm90", "gemm.fma_sm90", "tessella"),
+    _row(
+        "conv2d_wgrad.cudnn",
+        "conv.libraries.backward_cudnn",
+        "sm_90",
+        source="cudnn",
+        writes_out=False,
+    ),
+    *_aten(
+        "conv1d_dgrad conv2d_dgrad conv3d_dgrad", "conv.libraries.backward_aten", writes_out=False
+    ),
+    *_aten(
+        "conv1d_wgrad conv2d_wgrad conv3d_wgrad", "conv.libraries.backward_aten", writes_out=False
+    ),
+    # matrix products
+    _row("linear.onednn", "gemm.onednn", "cpu", source="onednn", writes_out=False),
+    _row("linear.onednn_int8", "gemm.onednn_int8", "cpu", source="onednn", writes_out=False),
+    _row("linear.mkl", "gemm.mkl", "cpu", source="mkl", writes_out=False),
+    *_rows("linear matmul", "cublaslt", "gemm.cublaslt", "cublaslt"),
+    *_rows("linear matmul", "wgmma.sm90", "gemm.wgmma", "tessella", version=4, gamma=True),
+    *_rows("linear matmul", "skinny.sm90", "gemm.skinny_sm90", "tessella", gamma=True),
+    *_rows("linear matmul", "skinny", "gemm.skinny", "tessella", gamma=True),
+    *_rows("linear matmul", "tiled", "gemm.tiled", "tessella", gamma=True),
+    *_rows(
+        "linear conv2d", "cusparselt", "sparse.cusparselt", "cusparselt", sparse=True, gamma=True
+    ),
+    *_rows("linear conv2d", "sparse.sm90", "sparse.wgmma", "tessella", sparse=True, gamma=True),
+    *_rows("linear matmul", "fma.sm90", "gemm.fma_sm90", "tessella", gamma=True),
     *_aten("linear matmul", "gemm.aten"),
-    _row("linear_norm.normed.sm90", "gemm.normed", "sm_90", source="tessella"),
+    _row(
+        "linear_norm.normed.sm90",
+        "gemm.normed",
+        "sm_90",
+        source="tessella",
+        writes_out=False,
+        gamma=True,
+    ),
     # the other layers
-    _row("max_pool2d.avx512", "pool.x86", "cpu", source="tessella"),
+    _row("max_pool2d.avx512", "pool.x86", "cpu", source="tessella", sliced_out=True),
     _row("max_pool2d.shifted", "pool.shifted", "cpu", source="tessella"),
-    *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten"),
-    *_aten("batch_norm layer_norm", "norm.aten"),
+    *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", writes_out=False),
+    *_aten("batch_norm layer_norm", "norm.aten", writes_out=False),
     *_aten("softmax log_softmax", "softmax.aten"),
     *_aten("mean sum", "reduce.aten"),
     _row(
@@ -260,15 +320,47 @@ KERNELS: tuple[Kernel, ...] = (
         "sm_90",
         source="tessella",
         version=3,
+        writes_out=False,
+        gamma=True,
     ),
-    _row("scaled_dot_product_attention.flash", "attention.flash", "sm_90", source="tessella"),
-    _row("scaled_dot_product_attention.windows", "attention.windows", "sm_90", source="tessella"),
-    _row("scaled_dot_product_attention.cudnn", "attention.cudnn", "sm_90", source="cudnn"),
-    *_aten("scaled_dot_product_attention", "attention.aten"),
+    _row(
+        "scaled_dot_product_attention.flash",
+        "attention.flash",
+        "sm_90",
+        source="tessella",
+        writes_out=False,
+        gamma=True,
+    ),
+    _row(
+        "scaled_dot_product_attention.windows",
+        "attention.windows",
+        "sm_90",
+        source="tessella",
+        writes_out=False,
+        gamma=True,
+    ),
+    _row(
+        "scaled_dot_product_attention.cudnn",
+        "attention.cudnn",
+        "sm_90",
+        source="cudnn",
+        writes_out=False,
+    ),
+    *_aten("scaled_dot_product_attention", "attention.aten", writes_out=False),
     # element by element
-    *_aten("relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish", "pointwise.unary"),
-    *_aten("leaky_relu elu clamp exp log sqrt rsqrt reciprocal neg abs erf", "pointwise.unary"),
-    *_aten("add sub mul div pow", "pointwise.binary"),
+    *_aten(
+        "relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish",
+        "pointwise.unary",
+        sliced_out=True,
+        in_place=True,
+    ),
+    *_aten(
+        "leaky_relu elu clamp exp log sqrt rsqrt reciprocal neg abs erf",
+        "pointwise.unary",
+        sliced_out=True,
+        in_place=True,
+    ),
+    *_aten("add sub mul div pow", "pointwise.binary", sliced_out=True, in_place=True),
     # between floating numbers and int8 or fp8
     *_rows("quantize dequantize", "tiled", "quant.tiled", "tessella", version=2),
     *_aten("quantize dequantize", "quant.aten"),
@@ -281,15 +373,24 @@ KERNELS: tuple[Kernel, ...] = (
         "pointwise.generated",
         "tessella",
         version=3,
+        sliced_out=True,
     ),
-    _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten"),
-    *_rows("pointwise", "generated_several", "pointwise.generated_several", "tessella", version=3),
+    _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten", sliced_out=True),
+    *_rows(
+        "pointwise",
+        "generated_several",
+        "pointwise.generated_several",
+        "tessella",
+        version=3,
+        writes_out=False,
+    ),
     *_rows(
         "max_pool2d avg_pool2d adaptive_avg_pool2d pointwise",
         "windows",
         "pool.windows",
         "tessella",
         version=4,
+        sliced_out=True,
     ),
     *_rows(
         "mean sum adaptive_avg_pool2d pointwise",
@@ -299,22 +400,30 @@ KERNELS: tuple[Kernel, ...] = (
         version=3,
     ),
     # moving elements
-    *_aten("to cat", "transform.copy"),
-    _row("cat.in_place", "transform.join", *_TORCH, source="aten"),
+    *_aten("to cat", "transform.copy", sliced_out=True),
+    _row("cat.in_place", "transform.join", *_TORCH, source="aten", sliced_out=True),
     _row("image_to_tensor.pointwise", "transform.image", "sm_90", source="tessella"),
     *_aten("image_to_tensor", "transform.image_aten"),
     _row("rearrange.rows", "transform.rearrange_rows", "sm_90", source="tessella"),
     _row("rearrange.tiles", "transform.rearrange_tiles", "sm_90", source="tessella"),
     *_aten("rearrange", "transform.rearrange_aten"),
-    _row("reshape.view", "transform.reshape", *_TORCH, source="aten", views=True),
-    _row("permute.view", "transform.permute", *_TORCH, source="aten", views=True),
+    _row("reshape.view", "transform.reshape", *_TORCH, source="aten", views=True, writes_out=False),
+    _row("permute.view", "transform.permute", *_TORCH, source="aten", views=True, writes_out=False),
     *(
-        _row(f"{op}.view", "transform.cut", *_TORCH, source="aten", views=True)
+        _row(
+            f"{op}.view",
+            "transform.cut",
+            *_TORCH,
+            source="aten",
+            views=True,
+            writes_out=False,
+            sliced_out=True,
+        )
         for op in ("slice", "select", "split", "expand")
     ),
     # what a user wrote, and what has no kernel of its own
-    _row("user.operator", "user.step", *_ALL, source="user"),
-    _row("fallback.aten", "fallback.aten", *_ALL, source="aten", views=True),
+    _row("user.operator", "user.step", *_ALL, source="user", writes_out=False),
+    _row("fallback.aten", "fallback.aten", *_ALL, source="aten", views=True, writes_out=False),
     Kernel(
         id="reference",
         op="*",
@@ -323,6 +432,8 @@ KERNELS: tuple[Kernel, ...] = (
         source="aten",
         views=True,
         last_resort=True,
+        writes_out=False,
+        gamma=True,
     ),
 )
 

@@ -239,7 +239,7 @@ class _Binder:
         outputs = [self._buffers[n] for n in step.outputs]
         own = [b for b in outputs if b.offset is not None or (b.slice and not row.views)]
         out = self._arena.view(own[0], self._buffers) if own else None
-        wanted = 1 if row.load().WRITES_OUT else 0
+        wanted = 1 if row.writes_out else 0
         if len(own) != wanted or (own and len(outputs) > 1) or (wanted and out is None):
             raise CorruptArtifact(
                 f"step {step.outputs[0]!r} has no place for its result", fix="build the plan again"

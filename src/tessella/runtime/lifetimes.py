@@ -73,7 +73,7 @@ def _overwritten(
     Its kernel reads an element before it writes the same one, and nothing else reads it, then or
     later: not through a view either.
     """
-    if not getattr(catalog.kernel(step.kernel).load(), "IN_PLACE", False):
+    if not catalog.kernel(step.kernel).in_place:
         return None
     made = buffers[name]
     for other in (buffers[n] for n in step.inputs if n in dying):

@@ -233,7 +233,7 @@ def compile_one(request: dict[str, Any]) -> CompiledKernels:
     problem = from_plain(Problem, request["problem"], where="a request to compile")
     row, config = catalog.kernel(request["kernel"]), request["config"]
     operands = {i: meta.empty(META) for i, meta in enumerate(problem.inputs) if meta is not None}
-    buffers = {"out": problem.output.empty(META)} if row.load().WRITES_OUT else {}
+    buffers = {"out": problem.output.empty(META)} if row.writes_out else {}
     target = request["target"]
     with (
         compiling(target),

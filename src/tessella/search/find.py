@@ -212,10 +212,10 @@ def bind(
     Args:
         out: where the result shall lie; a new tensor if left out.
     """
-    config, module = config or {}, row.load()
-    call = module.bind(problem, constants, **config)
+    config = config or {}
+    call = row.load().bind(problem, constants, **config)
     buffers = {}
-    if module.WRITES_OUT:
+    if row.writes_out:
         buffers["out"] = problem.output.empty(device) if out is None else out
     scratch = row.workspace_bytes(problem, config)
     if scratch:
@@ -452,7 +452,7 @@ class _Auction:
     def _buffers(self, row: Kernel, config: Config) -> dict[str, torch.Tensor]:
         needed = self._reserve(row, config)
         buffers = {"workspace": self._workspace[:needed]} if needed else {}
-        if row.load().WRITES_OUT:
+        if row.writes_out:
             if self._out is None:
                 self._out = self._problem.output.empty(self._device)
             buffers["out"] = self._out
@@ -514,6 +514,6 @@ class _Auction:
         return exact_answers(self._problem, self._constants, self._inputs or ())
 
     def _inspect(self, bid: _Bid) -> Inspection:
-        out = self._out if bid.row.load().WRITES_OUT else None
+        out = self._out if bid.row.writes_out else None
         sliced = out is not None and self._problem.output.strides is not None
         return inspect(bid.run_first, self._exact, out, sliced=sliced)

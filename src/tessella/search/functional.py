@@ -338,10 +338,9 @@ def check_algorithm(op: str, target: str, algorithm: str | None) -> None:
 
 def _bound(problem: Problem, trial: Trial) -> _Ready:
     row = catalog.kernel(trial.kernel)
-    module = row.load()
     return _Ready(
-        call=module.bind(problem, {}, **trial.config),
-        writes_out=module.WRITES_OUT,
+        call=row.load().bind(problem, {}, **trial.config),
+        writes_out=row.writes_out,
         workspace_bytes=row.workspace_bytes(problem, trial.config),
         library=row.source not in auction.OWN,
     )

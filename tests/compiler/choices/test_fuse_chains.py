@@ -44,13 +44,18 @@ CPU = torch.device("cpu")
 BATCH = DimRange(min=1, opt=2, max=2)
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(BATCH, 8, 6, 6))
 ROW, POOL_ROW = (
-    Kernel(id=f"{op}.scratch", op=op, module=__name__, targets=("cpu",), source="aten")
+    Kernel(
+        id=f"{op}.scratch",
+        op=op,
+        module=__name__,
+        targets=("cpu",),
+        source="aten",
+        writes_out=False,
+    )
     for op in ("conv2d_chain", "conv2d_pool")
 )
 
 # ------------------------------------------------------------------ a kernel for the CPU
-
-WRITES_OUT = False
 
 
 def fits(problem: Problem) -> str | None:

@@ -33,12 +33,15 @@ from tests.support.quantized import graph_of as quantized_graph
 
 CPU = torch.device("cpu")
 ROW = Kernel(
-    id="linear_norm.scratch", op="linear_norm", module=__name__, targets=("cpu",), source="aten"
+    id="linear_norm.scratch",
+    op="linear_norm",
+    module=__name__,
+    targets=("cpu",),
+    source="aten",
+    writes_out=False,
 )
 
 # ------------------------------------------------------------------ a kernel that never runs
-
-WRITES_OUT = False
 
 
 def fits(problem: Problem) -> str | None:

@@ -81,7 +81,7 @@ def products() -> None:
         row = catalog.kernel(name)
         config = row.configs(problem)[0]
         call = row.load().bind(problem, {1: weight, 2: bias}, **config)
-        buffers = {"out": torch.zeros(M, N, dtype=torch.float16)} if row.load().WRITES_OUT else {}
+        buffers = {"out": torch.zeros(M, N, dtype=torch.float16)} if row.writes_out else {}
         if scratch := row.workspace_bytes(problem, config):
             buffers["workspace"] = torch.zeros(scratch, dtype=torch.uint8)
         call(torch.zeros(M, K, dtype=torch.float16), **buffers)

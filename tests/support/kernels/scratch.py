@@ -11,7 +11,6 @@ from tessella.kernels.catalog import Call, Config, Kernel
 from tessella.operations.epilogue import finish_
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
 ROW = Kernel(id="linear.scratch", op="linear", module=__name__, targets=("cpu",), source="tessella")
 
 

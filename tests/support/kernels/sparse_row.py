@@ -16,7 +16,6 @@ from tessella.kernels.sparse.two_four import TWO_FOUR, compress, decompress
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 
-WRITES_OUT = True
 ID = "linear.sparse_on_cpu"
 
 

@@ -218,7 +218,7 @@ class _Program:
 def _writer_first(tried: tuple[Trial, ...]) -> tuple[Trial, ...]:
     """The trials, the fastest that writes where it is told to at their head; none without one."""
     for trial in tried:
-        if trial.refused is None and catalog.kernel(trial.kernel).load().WRITES_OUT:
+        if trial.refused is None and catalog.kernel(trial.kernel).writes_out:
             return (trial, *(t for t in tried if t is not trial))
     return ()
 

@@ -149,7 +149,7 @@ class _Memory:
                 if base not in self._storages:
                     taken = self._overwritten(index, choice) if place is None else None
                     self._storages[base] = taken or _Storage(
-                        base, self._metas[base], index, index, row.load().WRITES_OUT
+                        base, self._metas[base], index, index, row.writes_out
                     )
                 self._bases[name] = {base}
             for base in self._bases[name]:
@@ -158,7 +158,7 @@ class _Memory:
 
     def _overwritten(self, index: int, choice: Choice) -> _Storage | None:
         """An operand's storage that an element-by-element step may write its result into."""
-        if not getattr(catalog.kernel(choice.kernel).load(), "IN_PLACE", False):
+        if not catalog.kernel(choice.kernel).in_place:
             return None
         for value, meta in zip(choice.node.inputs, choice.problem.inputs, strict=True):
             storage = self._storages.get(value.name) if value is not None else None

@@ -133,7 +133,7 @@ def _within_noise(choice: Choice) -> Trial | None:
 def _may(trial: Trial, choice: Choice) -> bool:
     """No view, whose memory the other steps would have to know of; a slice is written into."""
     row = catalog.kernel(trial.kernel)
-    return not row.aliases and (not choice.slices or row.load().WRITES_OUT)
+    return not row.aliases and (not choice.slices or row.writes_out)
 
 
 def _first(trial: Trial, trials: Sequence[Trial]) -> tuple[Trial, ...]:

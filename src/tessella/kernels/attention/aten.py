@@ -12,8 +12,6 @@ from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.reference.attention import repeated
 
-WRITES_OUT = False
-
 
 def fits(problem: Problem) -> str | None:
     if set(problem.constant) - {MASK}:

@@ -10,8 +10,6 @@ from tessella.kernels.attention import aten
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False
-
 MOST_WIDE = 128  # of a head
 
 

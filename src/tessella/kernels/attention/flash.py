@@ -22,9 +22,6 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False  # with strides of its own choice, where the problem leaves it one
-GAMMA = True
-
 WIDEST = 256
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)  # finite numbers of a mask stay finite, as large as they may be

@@ -29,9 +29,6 @@ from tessella.kernels.attention.shapes import (
 from tessella.kernels.catalog import Call, Config
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False  # with strides of its own choice, where the problem leaves it one
-GAMMA = True
-
 DTYPES = ("float16", "bfloat16")
 WIDEST = 128
 ROWS = 128  # queries of a block's tile

@@ -21,9 +21,6 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False  # with strides of its own choice, where the problem leaves it one
-GAMMA = True
-
 MOST = 64  # queries, and keys
 WIDEST = 128
 PROCESSORS = 132

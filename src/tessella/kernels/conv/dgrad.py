@@ -21,8 +21,6 @@ from tessella.kernels.conv.tiles import is_wide, on_plain_units
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-
 
 def fits(problem: Problem) -> str | None:
     dy, weight = problem.inputs[:2]

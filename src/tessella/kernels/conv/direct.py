@@ -22,9 +22,6 @@ from tessella.kernels.conv.tiles import HALVES, Geometry
 from tessella.kernels.conv.tiles_device import first_input, is_inside, place, split_pixel, store
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-GAMMA = True
-
 
 def fits(problem: Problem) -> str | None:
     refused = tiles.refusal(problem, (*tiles.FLOATS, "int8"))

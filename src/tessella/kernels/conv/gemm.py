@@ -33,9 +33,6 @@ from tessella.kernels.conv.tiles_device import (
 )
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-GAMMA = True
-
 MOST_BYTES = 2**30
 ALIGNED = 256  # pixels of a part, and a multiple of every tile
 

@@ -31,9 +31,6 @@ from tessella.kernels.conv.tiles_device import (
 )
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-GAMMA = True
-
 
 def fits(problem: Problem) -> str | None:
     return tiles.refusal(problem, (*tiles.FLOATS, *tiles.FP8, "int8"))

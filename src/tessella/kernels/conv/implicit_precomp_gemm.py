@@ -33,9 +33,6 @@ from tessella.kernels.conv.tiles_device import (
 )
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-GAMMA = True
-
 MOST_TAPS = 32  # of one axis: bits of a mask
 
 

@@ -26,9 +26,6 @@ from tessella.kernels.catalog import Call, Config
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-WRITES_OUT = True
-SLICED_OUT = True
-
 LANES = 16  # float32 in a vector
 VECTOR = 64  # bytes
 WORD = 4  # bytes: one channel of float32, two of bfloat16

@@ -14,8 +14,6 @@ from tessella.kernels.conv import x86
 from tessella.kernels.conv.libraries import onednn_sum
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False  # it returns the residual
-
 configs = x86.configs
 
 

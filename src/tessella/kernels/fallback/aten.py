@@ -12,8 +12,6 @@ from tessella.operations.problem import Problem
 from tessella.operations.torch_operators.arguments import arguments
 from tessella.operations.torch_operators.operators import resolve, unfit
 
-WRITES_OUT = False
-
 
 def fits(problem: Problem) -> str | None:
     if problem.op != "fallback":

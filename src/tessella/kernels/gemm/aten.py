@@ -15,8 +15,6 @@ from tessella.kernels.gemm.shapes import FP8
 from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-
 
 def fits(problem: Problem) -> str | None:
     a, b = problem.inputs[:2]

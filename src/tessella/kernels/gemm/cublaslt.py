@@ -13,8 +13,6 @@ from tessella.kernels.gemm.shapes import FP8, operands, refusal, sizes
 from tessella.operations.epilogue import finish_, store
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-
 
 def fits(problem: Problem) -> str | None:
     refused = refusal(problem)

@@ -20,9 +20,6 @@ from tessella.kernels.epilogue.gluon_device import finish
 from tessella.kernels.gemm.shapes import operands, refusal, sizes, strides
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-GAMMA = True
-
 
 @gluon.constexpr_function
 def _copy_layout(rows, columns, warps):

@@ -12,8 +12,6 @@ from tessella.kernels.catalog import Call
 from tessella.operations.epilogue import finish_
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False
-
 
 def fits(problem: Problem) -> str | None:
     x, _, bias = (problem.meta(i) for i in range(3))

@@ -22,9 +22,6 @@ from tessella.kernels.gemm.wgmma import FP8, ROW_BYTES, SHARED_BYTES, A, B, Prod
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-WRITES_OUT = False
-GAMMA = True
-
 NORM_WEIGHT, NORM_BIAS, CODE_SCALE = 5, 6, 7
 OWN_ATTRS = ("eps", "results", "code_dtype")  # the others are the product's
 TILE = 128  # rows, and columns, of what a consumer accumulates

@@ -12,8 +12,6 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries.onednn import POST_OPS
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False
-
 
 def fits(problem: Problem) -> str | None:
     x, _, bias, residual = (problem.meta(i) for i in range(4))

@@ -23,8 +23,6 @@ from tessella.kernels.conv.libraries.onednn_int8 import (
 from tessella.operations.epilogue import finish_
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False
-
 
 def fits(problem: Problem) -> str | None:
     tensors = (problem.inputs[0], problem.output, problem.meta(3))

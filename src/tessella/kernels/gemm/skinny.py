@@ -23,9 +23,6 @@ from tessella.kernels.epilogue.triton_device import cast, finish
 from tessella.kernels.gemm.shapes import FP8, Operands, operands, refusal, sizes, strides
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-GAMMA = True
-
 MAX_ROWS = 64
 
 

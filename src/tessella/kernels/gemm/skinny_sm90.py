@@ -32,9 +32,6 @@ from tessella.kernels.gemm import skinny
 from tessella.kernels.gemm.shapes import FP8, has_epilogue, operands, sizes, strides
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-GAMMA = True
-
 
 @gluon.jit
 def _request(w, x, w_ring, x_ring, ready, n0, k0, stage, WEIGHTS: gl.constexpr, ROWS: gl.constexpr):

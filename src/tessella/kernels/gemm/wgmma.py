@@ -26,9 +26,6 @@ from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-WRITES_OUT = True
-GAMMA = True
-
 A, B, BIAS, RESIDUAL, SCALE = range(5)
 ROW_BYTES = 128  # of a tile along K: what one swizzled line of shared memory holds
 SHARED_BYTES = {1: 227 * 1024, 2: 113 * 1024}  # what a block may have, by how many are resident

@@ -10,10 +10,6 @@ import torch
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-SLICED_OUT = True
-IN_PLACE = True
-
 
 def fits(problem: Problem) -> str | None:
     return None

@@ -19,9 +19,6 @@ from tessella.kernels.pointwise.generated_device import program_kernel
 from tessella.kernels.pointwise.walk import MAX_OPERANDS, MAX_OUTPUTS, refusal, walk
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-SLICED_OUT = True
-
 MAX_TILE = 16384
 WIDEST = 16  # elements: what is known to divide the columns makes loads of up to 16 bytes
 

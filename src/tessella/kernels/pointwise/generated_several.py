@@ -12,8 +12,6 @@ from tessella.kernels.pointwise import generated
 from tessella.kernels.pointwise.walk import refusal
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False
-
 
 def fits(problem: Problem) -> str | None:
     if len(problem.outputs) == 1:

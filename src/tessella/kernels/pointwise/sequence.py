@@ -21,9 +21,6 @@ from tessella.operations.shapes import ShapeRules
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
 
-WRITES_OUT = True
-SLICED_OUT = True
-
 _UNARY = frozenset((*OUT, "leaky_relu", "elu", "clamp")) - {"gelu_tanh"}
 _BINARY = frozenset(("add", "sub", "mul", "div", "pow"))
 

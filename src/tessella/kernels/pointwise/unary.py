@@ -10,10 +10,6 @@ from tessella.kernels.catalog import Call
 from tessella.operations.epilogue import OUT
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-SLICED_OUT = True
-IN_PLACE = True
-
 aten = torch.ops.aten
 
 

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False
-
 
 def fits(problem: Problem) -> str | None:
     if not problem.inputs[0].has(problem.output.format):

@@ -24,8 +24,6 @@ from tessella.kernels.pool.spans import Level, levels, moves
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-WRITES_OUT = True
-
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
 HALVES = ("float16", "bfloat16")
 MAX_TAPS = 64  # of all levels: operations a tile

@@ -23,9 +23,6 @@ from tessella.kernels.pool.windows_device import window_kernel
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-WRITES_OUT = True
-SLICED_OUT = True
-
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
 MAX_TAPS = 128  # of a window: they are unrolled
 LARGE_TAPS = 25

@@ -23,9 +23,6 @@ from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-WRITES_OUT = True
-SLICED_OUT = True
-
 VECTOR = 64  # bytes
 TOGETHER = 4  # vectors
 MAX_BYTES = 2**31 - 1  # distances have 32 bits

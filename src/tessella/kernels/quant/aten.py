@@ -10,8 +10,6 @@ from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.reference.quant import along
 
-WRITES_OUT = True
-
 
 def fits(problem: Problem) -> str | None:
     if 1 not in problem.constant or (problem.meta(2) is not None and 2 not in problem.constant):

@@ -15,8 +15,6 @@ from tessella.kernels.epilogue.triton_device import cast, quotient
 from tessella.kernels.quant import aten
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-
 BLOCK = 4096
 FLOATS = ("float32", "float16", "bfloat16")
 SMALL = ("int8", "float8_e4m3fn")

@@ -9,8 +9,6 @@ import torch
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-
 
 def fits(problem: Problem) -> str | None:
     return None

@@ -24,8 +24,6 @@ from tessella.kernels.pool.windows_device import steps
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-WRITES_OUT = True
-
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
 TYPES = ("float32", "float16", "bfloat16")
 ALONE = {  # no steps before or after

@@ -13,8 +13,6 @@ from tessella.kernels.sparse import product
 from tessella.operations.epilogue import bias_inside, finish_, store
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-GAMMA = True
 ALGORITHMS = 6  # tried; a number that the library does not know is refused when it is run
 # With 401,408 rows it failed and left the context broken (H200, torch 2.11); less is known to work.
 MOST_ROWS = 1 << 16

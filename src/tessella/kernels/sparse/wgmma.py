@@ -25,8 +25,6 @@ from tessella.kernels.sparse.wgmma_device import KINDS, ROW_BYTES, Tiling, depth
 from tessella.kernels.user.cuda import CudaKernel, cuda
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-GAMMA = True
 TARGET = "sm_90"
 PROCESSORS = 132
 TRIED = 5  # configurations of a problem

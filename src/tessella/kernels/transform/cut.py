@@ -10,9 +10,6 @@ from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.reference import transform as reference
 
-WRITES_OUT = False
-SLICED_OUT = True
-
 
 def fits(problem: Problem) -> str | None:
     if problem.constant:

@@ -17,8 +17,6 @@ from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-
 BLOCK = 2048  # values in channels_last, else pixels: 16 for each of 128 threads
 
 

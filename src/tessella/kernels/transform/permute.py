@@ -10,8 +10,6 @@ from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import Format
 
-WRITES_OUT = False
-
 
 def fits(problem: Problem) -> str | None:
     if problem.constant:

@@ -16,8 +16,6 @@ from tessella.operations.rearrangement import Moves, moves
 from tessella.operations.reference import transform as reference
 from tessella.operations.tensor_meta import TensorMeta
 
-WRITES_OUT = True
-
 
 def fits(problem: Problem) -> str | None:
     if problem.constant:

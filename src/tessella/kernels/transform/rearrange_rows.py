@@ -21,8 +21,6 @@ from tessella.kernels.transform.rearrange_device import MOST_PLACES, numbers_on,
 from tessella.operations.problem import Problem
 from tessella.operations.rearrangement import Moves, Part, moves
 
-WRITES_OUT = True
-
 TYPES = ("float32", "int32", "float16", "bfloat16", "int16", "int8", "uint8", "float8_e4m3fn",
          "float8_e5m2")  # fmt: skip
 WIDEST = 16  # bytes

@@ -20,8 +20,6 @@ from tessella.kernels.transform.rearrange_rows import refusal
 from tessella.operations.problem import Problem
 from tessella.operations.rearrangement import Moves, moves
 
-WRITES_OUT = True
-
 LEAST = 16  # places along both sides of a tile
 LINE = 128  # bytes
 

@@ -38,9 +38,7 @@ class UserKernel(Kernel):
 
     operator: Runs
     refuses: Callable[[Problem], str | None] | None = None
-
-    WRITES_OUT = True
-    GAMMA = True  # ``fits`` refuses every attribute that the operator does not take
+    gamma: bool = True  # ``fits`` refuses every attribute that the operator does not take
 
     def load(self) -> UserKernel:
         return self

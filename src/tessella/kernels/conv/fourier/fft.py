@@ -24,7 +24,6 @@ from tessella.kernels.conv.tiles import on_plain_units
 from tessella.kernels.epilogue.triton_device import cast, finish
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
 outclassed = dft.outclassed
 LARGEST_PERIOD = 1024
 

@@ -26,7 +26,6 @@ from tessella.kernels.conv.tiles import on_plain_units
 from tessella.kernels.epilogue.triton_device import cast, finish
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
 outclassed = dft.outclassed
 LARGEST_TILE = 32
 PASS_NUMBERS = 2**27  # of one spectrum, at most: larger batches go in several passes

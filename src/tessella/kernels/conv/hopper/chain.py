@@ -41,7 +41,6 @@ from tessella.operations.problem import Problem
 
 Tensor = torch.Tensor
 
-WRITES_OUT = False  # it may have two results: they are taken from torch
 
 TYPES = ("float16", "bfloat16", "int8")
 PIXELS = 64  # of a group: the rows of one product

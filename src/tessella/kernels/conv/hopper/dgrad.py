@@ -44,8 +44,6 @@ from tessella.kernels.conv.backward import (
 )
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-
 DEPTH = 64  # channels of dy in a tile: 128 bytes, the widest swizzle
 
 

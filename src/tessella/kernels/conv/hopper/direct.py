@@ -42,9 +42,6 @@ from tessella.kernels.conv.tiles import Geometry
 from tessella.kernels.epilogue import gluon_device as epilogue_device
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-GAMMA = True
-
 AT_ONCE = gl.constexpr(12)  # chunks whose values lie in registers, four a thread each
 MOST_CHUNKS = 40  # their filters must fit the shared memory, and their code the instruction cache
 

@@ -43,9 +43,6 @@ from tessella.operations.problem import Problem
 
 Tensor = torch.Tensor
 
-WRITES_OUT = True
-GAMMA = True
-SLICED_OUT = True
 
 FLOATS = ("float16", "bfloat16", "float32")
 REGISTERS = {1: 168, 2: 128}  # of a thread at first, by blocks on a multiprocessor

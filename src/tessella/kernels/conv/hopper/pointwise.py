@@ -18,9 +18,6 @@ from tessella.kernels.catalog import Call, Config
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-WRITES_OUT = True
-GAMMA = True
-
 # What may multiply, and how many of its configurations are tried. The one that streams the weights
 # takes few pixels only; where it does, it comes first.
 BY = {

@@ -34,8 +34,6 @@ from tessella.kernels.conv.hopper.pooled_device import (
 from tessella.kernels.user.cuda import CudaKernel, cuda
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-GAMMA = True
 TARGET = "sm_90"
 PROCESSORS = 132
 TOGETHER = 3  # blocks of a multiprocessor: 168 registers a thread

@@ -47,8 +47,6 @@ from tessella.kernels.conv.backward import (
 )
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-
 
 def fits(problem: Problem) -> str | None:
     dy, x = problem.inputs[:2]

@@ -12,8 +12,6 @@ from tessella.operations.epilogue import bias_inside, finish_
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import memory_format
 
-WRITES_OUT = False
-
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 

@@ -10,8 +10,6 @@ from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import memory_format
 
-WRITES_OUT = False
-
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 

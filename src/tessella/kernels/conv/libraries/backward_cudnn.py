@@ -11,8 +11,6 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import backward_aten
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False
-
 
 def fits(problem: Problem) -> str | None:
     if problem.output.dtype == "float64":

@@ -12,8 +12,6 @@ from tessella.kernels.conv.libraries import aten
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import MEMORY_FORMATS
 
-WRITES_OUT = False
-
 
 def fits(problem: Problem) -> str | None:
     x, _, bias, residual, scale = (problem.meta(i) for i in range(5))

@@ -25,8 +25,6 @@ from tessella.kernels.catalog import Call, Config
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-WRITES_OUT = True
-
 MOST_PLANS = 8
 TYPES = {"int8": "INT8", "float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
 _submitting = threading.Lock()  # a handle has one stream at a time, and serves all engines

@@ -14,8 +14,6 @@ from tessella.kernels.catalog import Call
 from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False
-
 # our activation → (oneDNN's name, its numbers, its variant)
 POST_OPS: dict[str | None, tuple[str, list[float], str]] = {
     None: ("none", [], ""),

@@ -20,7 +20,6 @@ from tessella.kernels.catalog import Call
 from tessella.operations.epilogue import finish_
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False
 SHIFT = 128
 NARROW = 64  # 255 · 64 · 2 fits 16 bits
 PROBED = 64  # channels: oneDNN multiplies a few channels by other code, which is exact

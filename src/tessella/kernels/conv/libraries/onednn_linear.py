@@ -17,8 +17,6 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import onednn
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False
-
 
 def fits(problem: Problem) -> str | None:
     x, weight = problem.inputs[:2]

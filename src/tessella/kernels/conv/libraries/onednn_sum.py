@@ -14,8 +14,6 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import onednn
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False  # it returns the residual
-
 RESIDUAL = 3
 
 

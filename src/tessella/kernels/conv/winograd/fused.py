@@ -25,8 +25,6 @@ from tessella.kernels.conv.winograd.tiling import Tiling, refusal
 from tessella.kernels.conv.winograd.transforms import coefficients, transform
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-
 F23 = transform(2, 3)
 # each row of Bᵀ takes two inputs: (first, second), and what they are multiplied by
 _TAKES = [[(j, float(v)) for j, v in enumerate(row) if v] for row in F23.bt]

@@ -26,8 +26,6 @@ from tessella.kernels.conv.winograd.tiling import LARGEST_INT32, Tiling, refusal
 from tessella.kernels.conv.winograd.transforms import coefficients
 from tessella.operations.problem import Problem
 
-WRITES_OUT = True
-
 THREADS = 128  # of a block of the transforms; each holds one tile of one channel
 CHANNELS = 32  # depth is padded to a multiple of this
 
