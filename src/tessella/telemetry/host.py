@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -42,9 +44,8 @@ class CpuMeter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._times: list[
-            tuple[float, float]
-        ] = []  # busy and idle seconds since the start, by core
+        # busy and idle seconds since the start, by core
+        self._times: list[tuple[float, float]] = []
         self._at = -_SHORTEST_S
         self._percent: tuple[float, ...] = ()
 
@@ -65,7 +66,15 @@ class CpuMeter:
             return self._percent
 
 
-def _busy_idle(core) -> tuple[float, float]:
+class _CpuTimes(Protocol):
+    """psutil's named tuple of seconds; which kinds of time it has depends on the system."""
+
+    idle: float
+
+    def __iter__(self) -> Iterator[float]: ...
+
+
+def _busy_idle(core: _CpuTimes) -> tuple[float, float]:
     # guest time is in user time already; waiting for a disk is not work
     idle = core.idle + getattr(core, "iowait", 0.0)
     guest = getattr(core, "guest", 0.0) + getattr(core, "guest_nice", 0.0)
