@@ -193,7 +193,8 @@ def classify_over_http(plan: Path, files: list[Path], classes: int, emit: Emit) 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
     powers = np.exp(scores - scores.max(1, keepdims=True))
-    return powers / powers.sum(1, keepdims=True)
+    shares: np.ndarray = powers / powers.sum(1, keepdims=True)
+    return shares
 
 
 def _eager_probabilities(checkpoint: Checkpoint, split: Split) -> np.ndarray:

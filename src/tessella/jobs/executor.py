@@ -51,8 +51,8 @@ def run(folder: Path, command: list[str]) -> int:
         print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
         code = CANNOT_START
     else:
-        for number in pending:
-            _signal_group(child, number)
+        for early in pending:
+            _signal_group(child, early)
         code = child.wait()
     document = {"exit_code": code, "time": time.time()}
     write_atomic(folder / EXIT_FILE, json.dumps(document).encode())

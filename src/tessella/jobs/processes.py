@@ -82,9 +82,8 @@ def kill_marked(folder: Path, *, timeout_s: float = 2.0) -> None:
         except psutil.NoSuchProcess:
             continue
         killed.append(process)
-    end = (
-        time.monotonic() + timeout_s
-    )  # the kernel may be busy for them: a disk that does not answer
+    # the kernel may still be busy for them: a disk that does not answer
+    end = time.monotonic() + timeout_s
     while any(_holds_something(process) for process in killed) and time.monotonic() < end:
         time.sleep(0.01)
 
@@ -101,15 +100,20 @@ def _marked(folder: Path) -> Iterator[psutil.Process]:
 def _holds_something(process: psutil.Process) -> bool:
     """Still alive; a zombie only waits for its parent and holds neither memory nor a GPU."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return not _is_zombie(process)
     except psutil.NoSuchProcess:
         return False
 
 
+def _is_zombie(process: psutil.Process) -> bool:
+    zombie: bool = process.status() == psutil.STATUS_ZOMBIE
+    return zombie
+
+
 def _is_executor_of(process: psutil.Process, folder: Path) -> bool:
-    if process.status() == psutil.STATUS_ZOMBIE:
+    if _is_zombie(process):
         return False
-    arguments = process.cmdline()
+    arguments: list[str] = process.cmdline()
     if executor.__name__ not in arguments:
         return False
     after = arguments.index(executor.__name__) + 1

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import Exists, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, aliased
 
@@ -262,7 +262,7 @@ class Store:
             yield _row(session, job_id, lock=True)
 
 
-def _needs(*statuses: Status):
+def _needs(*statuses: Status) -> Exists:
     """SQL: the job waits for another that is in one of these."""
     needed = aliased(JobRow)
     return (

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sqlalchemy import JSON, Double, ForeignKey, Index
+from sqlalchemy import JSON, Double, ForeignKey, Index, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-from tessella.jobs.job import Job, StatusChange
+from tessella.jobs.job import Job, Kind, Status, StatusChange
 
 
 class Table(DeclarativeBase):
@@ -19,12 +19,12 @@ class JobRow(Table):
     number: Mapped[int] = mapped_column(primary_key=True)  # the order in which jobs came
     id: Mapped[str] = mapped_column(unique=True)
     name: Mapped[str]
-    kind: Mapped[str]
+    kind: Mapped[Kind] = mapped_column(String)
     argv: Mapped[list[str]]
     files: Mapped[list[str]]  # names of the input files in the folder
     folder: Mapped[str]
     gpus: Mapped[int]
-    status: Mapped[str]
+    status: Mapped[Status] = mapped_column(String)
     aborting: Mapped[bool] = mapped_column(default=False)
     resumable: Mapped[bool]
     resume_argv: Mapped[list[str]]
@@ -93,7 +93,7 @@ class StatusRow(Table):
 
     number: Mapped[int] = mapped_column(primary_key=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("job.id"), index=True)
-    status: Mapped[str]
+    status: Mapped[Status] = mapped_column(String)
     time: Mapped[float]
     text: Mapped[str]
 
