@@ -44,7 +44,7 @@ def bench(
             checkpoint = api.open_checkpoint(against)
             module = zoo.load(checkpoint, trust_code=trust_code).to(device)
         (spec,) = engine.inputs
-        plain = []
+        measured: list[tuple[int, dict[str, dict[str, float]]]] = []
         for size in sizes:
             image = torch.randn(spec.at(size), device=device)
             given = image
@@ -56,19 +56,20 @@ def bench(
                 runs["torch"] = lambda image=image: module(image)
             with torch.inference_mode():
                 timings = latency(runs, device=device, seconds=seconds)
-            plain.append({"batch": size, **{n: _row(t, size) for n, t in timings.items()}})
+            measured.append((size, {n: _row(t, size) for n, t in timings.items()}))
         rows = [
             (
-                row["batch"],
+                size,
                 row["plan"]["median_ms"],
                 row["plan"]["images_per_s"],
                 row["torch"]["median_ms"] if "torch" in row else None,
                 row["torch"]["median_ms"] / row["plan"]["median_ms"] if "torch" in row else None,
             )
-            for row in plain
+            for size, row in measured
         ]
+        plain = {"rows": [{"batch": size, **row} for size, row in measured]}
         head = ("batch", "plan ms", "images/s", "torch ms", "ratio")
-        out.result({"rows": plain}, grid(head, rows))
+        out.result(plain, grid(head, rows))
 
 
 def _row(timing: Timing, batch: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from tessella.cli.output import Events, Json, output
-from tessella.cli.parsing import parse_size
+from tessella.cli.parsing import parse_resize, parse_size
 from tessella.cli.tables import dataset_table
 from tessella.core.record import to_plain
 from tessella.data.importing import ImportSettings, import_images
@@ -56,7 +56,7 @@ def import_(
             size=parse_size(size),
             channels=channels,
             depth=depth,
-            resize=resize,
+            resize=parse_resize(resize),
             crop=None if crop is None else parse_size(crop),
             holdout=holdout,
             test=test,

@@ -67,8 +67,8 @@ def _manifests(found: Comparison) -> Group:
         if batches:
             listed = ", ".join(map(str, batches))
             rows.append((name, *((listed, "") if name.endswith("a") else ("", listed))))
-    sizes = [f"{n:,}" for n in found.weight_bytes]
-    rows.append(("weight bytes", *sizes))
+    bytes_a, bytes_b = found.weight_bytes
+    rows.append(("weight bytes", f"{bytes_a:,}", f"{bytes_b:,}"))
     counts = found.weights
     title = (
         f"weights: {counts['equal']} equal, {counts['changed']} changed,"

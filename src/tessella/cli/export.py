@@ -33,12 +33,15 @@ def export(
         if out.suffix != ".onnx":
             raise UsageError("an ONNX file ends in .onnx", seen=out, fix=f"{out.stem}.onnx")
         network = api.export(source, out, opset=opset, trust_code=trust_code)
+        inputs = [str(v) for v in network.inputs]
+        outputs = [str(v) for v in network.outputs]
+        nbytes = out.stat().st_size
         plain = {
             "onnx": str(out),
-            "nbytes": out.stat().st_size,
+            "nbytes": nbytes,
             "opset": opset,
-            "inputs": [str(v) for v in network.inputs],
-            "outputs": [str(v) for v in network.outputs],
+            "inputs": inputs,
+            "outputs": outputs,
         }
-        edges = ", ".join(plain["inputs"]) + " → " + ", ".join(plain["outputs"])
-        out_.result(plain, f"{edges}\nwrote {out} ({out.stat().st_size:,} bytes, opset {opset})")
+        edges = f"{', '.join(inputs)} → {', '.join(outputs)}"
+        out_.result(plain, f"{edges}\nwrote {out} ({nbytes:,} bytes, opset {opset})")

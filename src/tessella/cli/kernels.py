@@ -86,8 +86,8 @@ def kernels(
         if op == ATTENTION:
             arguments = {"is_causal": causal, "math": math}
         operands = _operands(op, input, weight, dtype, channels_last, bias, residual, arguments)
-        if sparse:
-            operands[1] = prune_two_four(operands[1])
+        if sparse and (second := operands[1]) is not None:
+            operands[1] = prune_two_four(second)
         report = find(
             op or "",
             *operands,
@@ -153,7 +153,7 @@ def _operands(
     channels = shape[1] if op.startswith("conv") else shape[-1]
     narrow = getattr(torch, dtype).itemsize == 1  # int8, fp8: the epilogue is in float32
     extra = TensorMeta(shape=(channels,), dtype="float32" if narrow else dtype)
-    scaled = dtype == "int8" and _is_int8(arguments)
+    scaled = dtype == out_dtype == "int8"  # an int32 result is the plain sum
     like = _meta("x".join(map(str, shape)), dtype, channels_last)
     metas = (
         first,
@@ -170,11 +170,6 @@ def _random(op: str, metas: tuple[TensorMeta | None, ...]) -> list[torch.Tensor 
     problem = Problem(op=op, inputs=metas, outputs=())
     made = iter(sample_inputs(problem, torch_device(default_target())))
     return [None if meta is None else next(made) for meta in metas]
-
-
-def _is_int8(arguments: dict[str, Any]) -> bool:
-    """An int8 result is scaled; an int32 one is the plain sum."""
-    return arguments["out_dtype"] == "int8"
 
 
 def _meta(shape: str, dtype: str, channels_last: bool) -> TensorMeta:

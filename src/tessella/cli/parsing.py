@@ -1,8 +1,11 @@
-"""How sizes and ranges are written on the command line."""
+"""How sizes, ranges and modes are written on the command line."""
 
 from __future__ import annotations
 
+from typing import get_args
+
 from tessella.core.errors import UsageError
+from tessella.core.preprocess import ResizeMode
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -13,6 +16,14 @@ def parse_size(text: str) -> tuple[int, int]:
     raise UsageError(
         "a size is one number or height x width", seen=text, fix="write 224 or 224x320"
     )
+
+
+def parse_resize(text: str) -> ResizeMode:
+    modes: tuple[ResizeMode, ...] = get_args(ResizeMode)
+    for mode in modes:
+        if mode == text:
+            return mode
+    raise UsageError("unknown resize mode", seen=text, fix="squash, crop, fill or half_crop")
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
