@@ -208,7 +208,7 @@ def front(points: Sequence[Bought], *, limit: float, metric: str) -> Options:
     room = max(0.2, 0.25 * (max(values) - min(values)))
     least, most = min(values) - room, max(values) + room
     largest = max(p.nbytes for p in points) or 1
-    series = [
+    series: list[Options] = [
         {
             "type": "scatter",
             "name": title,

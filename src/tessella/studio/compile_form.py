@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nicegui import ui
+from nicegui.element import Element
 
 from tessella.artifacts.build import ROUNDED, BuildRequest, read_batch
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target
 from tessella.studio import parts
-from tessella.studio.pages.data import field
+from tessella.studio.parts import E
 from tessella.studio.theme import text
 from tessella.studio.wanted import (
     LEAST,
@@ -53,10 +55,10 @@ class CompileForm:
         self._classes, self._homes = classes, homes
         self._datasets, self._plans, self._told = datasets, plans, on_change
         self._ready = False
-        self._source = field(
+        self._source = parts.field(
             ui.select(sources, value=source, label="Best checkpoint of", on_change=self._from)
         )
-        self._name = field(ui.input("Name", on_change=self._changed))
+        self._name = parts.field(ui.input("Name", on_change=self._changed))
         self._how = ui.toggle(
             {how: title for how, (title, _) in WAYS.items()}, value="one", on_change=self._changed
         ).props("unelevated dense no-caps spread toggle-color=teal-9 size=13px")
@@ -81,24 +83,24 @@ class CompileForm:
         self._ready = True
         self._from()
 
-    def _add(self, element, help_: str, classes: str = ""):
+    def _add(self, element: E, help_: str, classes: str = "") -> E:
         """A field with its line of help."""
-        field(element, classes)
+        parts.field(element, classes)
         element.props["hint"] = help_
         return element
 
     def _what(self) -> None:
         """What decides the precisions."""
         with parts.box("fields"):
-            self._target = field(
+            self._target = parts.field(
                 ui.select(TARGETS, value=default_target(), label="Target", on_change=self._changed)
             )
             self._precision = self._add(
                 ui.select(["fp32"], value="fp32", label="Precision", on_change=self._changed), ""
             )
             self._points = self._add(
-                ui.number("Points it may lose", value=0.3, min=0, max=99, step="any",  # type: ignore[arg-type]
-                          on_change=self._changed),
+                ui.number("Points it may lose", value=0.3, min=0, max=99,
+                          on_change=self._changed).props("step=any"),
                 "Percentage points of top-1 accuracy; 0: no answer may change.",
             )  # fmt: skip
             self._judge = self._add(
@@ -146,7 +148,7 @@ class CompileForm:
         """
         how: How = self._how.value
         limit = self._limit.value
-        settings: dict = {
+        settings: dict[str, Any] = {
             "source": self._source.value,
             "target": self._target.value,
             "precision": self._precision.value,
@@ -168,7 +170,7 @@ class CompileForm:
             self._name.props["placeholder"] = name
             self._name.update()
 
-    def _calibrated(self) -> dict:
+    def _calibrated(self) -> dict[str, Any]:
         """What calibrates; what is usual is not said."""
         if not self._calibrating.visible or not self._calibrate.value:
             return {}
@@ -229,8 +231,8 @@ class CompileForm:
         self._say(self._precision, budget if how == "budget" else PRECISIONS[value][1])
         self._precision.props["label"] = "Least exact" if how == "budget" else "Precision"
         self._say(self._method, METHODS[self._method.value])
-        for element in (self._points, self._judge):
-            element.set_visibility(how == "budget")
+        self._points.set_visibility(how == "budget")
+        self._judge.set_visibility(how == "budget")
         self._lock.set_visibility(how == "lock")
         for element in (self._target, self._precision, self._batch, self._uint8,
                         self._uint8_help, self._more):  # fmt: skip
@@ -248,7 +250,7 @@ class CompileForm:
             return plan is not None and rounds(plan)
         return how == "one" and precision in ROUNDED
 
-    def _say(self, element, help_: str) -> None:
+    def _say(self, element: Element, help_: str) -> None:
         if element.props.get("hint") != help_:
             element.props["hint"] = help_
             element.update()

@@ -6,6 +6,7 @@ every run folder and every job, whoever started it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from tessella.core.events import Event, read_events
 Point = tuple[float, float]  # epoch, value
 
 MOST_POINTS = 1500  # a series is thinned to this many when a page opens; more does not fit a screen
+SILENT_S = 90.0  # a run of no job of ours that wrote nothing for so long is not running
 RATE_WINDOW = 40  # progress events from which the remaining time is estimated
 
 
@@ -92,6 +94,16 @@ class Feed:
             return None
         (t0, n0), (t1, n1) = self._rate[0], self._rate[-1]
         return (self.total - n1) * (t1 - t0) / (n1 - n0) if n1 > n0 and t1 > t0 else None
+
+    @property
+    def status(self) -> str:
+        """The state of a run that no job of ours drives, as far as the log tells."""
+        if self.error:
+            return "failed"
+        if self.result is not None:
+            return "done"
+        active = self.last_time is not None and time.time() - self.last_time < SILENT_S
+        return "running" if active else "aborted"
 
     def latest(self, name: str) -> float | None:
         """The newest value of a metric."""

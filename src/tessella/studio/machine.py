@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nicegui import run as threads
+import asyncio
+
 from nicegui import ui
 
 from tessella.studio import parts
@@ -24,7 +25,7 @@ class Machine:
         ui.timer(INTERVAL_S, self._look)
 
     async def _look(self) -> None:
-        now = await threads.io_bound(readings, self._disk)
+        now = await asyncio.to_thread(readings, self._disk)
         for name, fraction, line in meters(now):
             if name not in self._meters:
                 with self._box:

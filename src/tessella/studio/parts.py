@@ -6,18 +6,23 @@ Text reaches the browser as text, attributes as attributes; the one place that w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from typing import TypeVar
 from urllib.parse import urlencode
 
 from nicegui import ui
 from nicegui.element import Element
+from nicegui.elements.mixins.text_element import TextElement
 from nicegui.events import GenericEventArguments
 
 from tessella.core.errors import TessellaError
 from tessella.studio.theme import text
+
+E = TypeVar("E", bound=Element)
 
 
 def card(title: str = "", hint: str = "", *, tight: bool = False) -> Element:
@@ -87,9 +92,21 @@ def refused(error: TessellaError, advice: str) -> None:
         text("p", advice).classes("muted")
 
 
-def badge(status: str) -> Element:
+def badge(status: str) -> TextElement:
     """A job's or run's state: running, done, failed, waiting, aborted."""
     return text("span", status).classes(f"badge {status}")
+
+
+def show_status(shown: TextElement, status: str) -> None:
+    """Bring a badge to another state."""
+    if shown.text != status:
+        shown.classes(remove=shown.text, add=status)
+        shown.text = status
+
+
+def field(element: E, classes: str = "") -> E:
+    """Give a form's field the look that all of them share."""
+    return element.props("outlined dense stack-label hide-bottom-space").classes(classes)
 
 
 class Command:
@@ -234,16 +251,16 @@ def drop_zone(
         with box("drop") as zone:
             text("b", title)
             text("span", hint)
-            field = ui.element("input").props('type="file"')
-            field.props.update({"accept": accept, "aria-label": title})
+            chooser = ui.element("input").props('type="file"')
+            chooser.props.update({"accept": accept, "aria-label": title})
         track = Track()
         track.box.set_visibility(False)
-    field.on("change", js_handler="(e) => studio.upload(e.target, [...e.target.files])")
+    chooser.on("change", js_handler="(e) => studio.upload(e.target, [...e.target.files])")
     zone.on("dragenter", js_handler="(e) => studio.mark(e, true)")
     zone.on("dragleave", js_handler="(e) => studio.mark(e, false)")
     zone.on("drop", js_handler="(e) => studio.mark(e, false)")
     detail = "(e) => emit(e.detail)"
-    field.on(
+    chooser.on(
         "sending",
         lambda e: track.show(
             e.args["sent"] / max(1, e.args["nbytes"]), f"{e.args['name']}: {nbytes(e.args['sent'])}"
@@ -255,12 +272,31 @@ def drop_zone(
         track.box.set_visibility(False)
         await on_sent(event.args["id"], event.args["name"])
 
-    field.on("sent", arrived, js_handler=detail)
-    field.on(
+    chooser.on("sent", arrived, js_handler=detail)
+    chooser.on(
         "unsent",
         lambda e: ui.notify(f"{e.args['name']}: {e.args['error']}", type="negative"),
         js_handler=detail,
     )
+
+
+def score(metric: str, value: float) -> str:
+    """A metric's value for people: accuracies in percent."""
+    return f"{100 * value:.2f} %" if metric.endswith(("accuracy", "top5")) else f"{value:.4g}"
+
+
+def ago(moment: float) -> str:
+    """How long ago a moment (seconds since 1970) was; nothing for 0."""
+    seconds = time.time() - moment
+    if not moment:
+        return ""
+    if seconds < 60:
+        return "just now"
+    for unit, size in (("day", 86_400), ("hour", 3600)):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'s' * (count > 1)} ago"
+    return f"{int(seconds // 60)} min ago"
 
 
 def nbytes(size: float) -> str:

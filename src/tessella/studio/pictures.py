@@ -20,6 +20,7 @@ from tessella.core.decoding import Decoder
 from tessella.core.errors import UsageError
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess, ResizeMode, centre_crop, encode
+from tessella.studio import parts
 from tessella.studio.uploads import Uploads
 from tessella.studio.workspace import Workspace, open_dataset
 
@@ -85,6 +86,12 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
         return FileResponse(path, media_type="application/json", filename=f"trace-{key[:8]}.json")
 
     return routes
+
+
+def example_address(dataset: Dataset, ref: str, split: str, index: int) -> str:
+    """The URL of an image of a dataset."""
+    stamp = dataset.info.content_hash[:12]
+    return parts.address("/pictures/example", dataset=ref, split=split, index=index, v=stamp)
 
 
 def stored_file(dataset: Dataset, split: str, index: int) -> bytes:

@@ -19,12 +19,10 @@ from tessella.core.errors import TessellaError
 from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
-from tessella.studio import parts
+from tessella.studio import parts, pictures
 from tessella.studio.desk import Desk
-from tessella.studio.pages.data import example_address
-from tessella.studio.pages.explore import best_of, number_of
 from tessella.studio.theme import text
-from tessella.studio.workspace import open_dataset
+from tessella.studio.workspace import best_checkpoint, open_dataset
 
 FLIPS = 48  # shown; the plan lists more
 LAYERS = ("conv1d", "conv2d", "conv3d", "linear", "matmul")
@@ -57,7 +55,7 @@ class Accuracy:
                 self._receipt(manifest.receipt)
             if manifest.accuracy:
                 text("p", "Measured on the checkpoint:").classes("muted small")
-                parts.stats([(n.replace("/", " "), number_of(n, v))
+                parts.stats([(n.replace("/", " "), parts.score(n, v))
                              for n, v in sorted(manifest.accuracy.items())])  # fmt: skip
             elif manifest.receipt is None:
                 text("p", "This plan carries no figures.").classes("muted")
@@ -71,7 +69,9 @@ class Accuracy:
         for found in space.runs():
             if found.item is not None and built_from.is_relative_to(found.path):
                 try:
-                    source = best_of(found.item).path if built_from == found.path else built_from
+                    source = (
+                        best_checkpoint(found.item).path if built_from == found.path else built_from
+                    )
                 except TessellaError:  # a checkpoint that is damaged is no origin
                     return None, None
                 return source, space.find_dataset(found.item.info.dataset_hash)
@@ -116,28 +116,32 @@ class Accuracy:
         """The samples with their pictures, where the dataset is at hand."""
         if not flips:
             return
-        dataset = self._data and open_dataset(self._data)
-        places = _places(dataset, flips[:FLIPS]) if dataset else {}
-        if not places:
+        if not self._thumbnails(flips[:FLIPS]):
             columns = [parts.Column(title=t) for t in ("image", "truth", "before", "plan")]
             parts.table(columns, [(f.path, f.truth, f.before, f.after) for f in flips[:FLIPS]])
-        else:
-            with parts.box("thumbs flips"):
-                for flip in flips[:FLIPS]:
-                    _flip(flip, dataset, self._desk.workspace.ref(self._data), places)
         if count > min(len(flips), FLIPS):
             text("p", f"… and {count - min(len(flips), FLIPS):,} more").classes("muted small")
 
+    def _thumbnails(self, flips: Sequence[Changed]) -> bool:
+        """Show the samples as pictures; False if none of them is at hand."""
+        if self._data is None:
+            return False
+        dataset, ref = open_dataset(self._data), self._desk.workspace.ref(self._data)
+        places = _places(dataset, flips)
+        if places:
+            with parts.box("thumbs flips"):
+                for flip in flips:
+                    _flip(flip, dataset, ref, places)
+        return bool(places)
+
     # --- the comparison -----------------------------------------------------------------
 
-    def _verify_spec(self, out: str) -> JobSpec | None:
-        """The comparison with the checkpoint, if both it and its dataset are in the workspace."""
-        if self._source is None or self._data is None:
-            return None
+    def _verification(self, source: Path, data: Path, out: str) -> JobSpec:
         space = self._desk.workspace
         target = self._plan.manifest.fingerprint.target
-        source, data = space.ref(self._source), space.ref(self._data)
-        return commands.verify(self._ref, source, data, target=target, out=out)
+        return commands.verify(
+            self._ref, space.ref(source), space.ref(data), target=target, out=out
+        )
 
     def _report_path(self) -> Path:
         stat = self._desk.workspace.path(self._ref).stat()
@@ -150,13 +154,15 @@ class Accuracy:
             if self._report_path().exists():
                 self._told(parse_json(self._report_path().read_bytes(), where="verification"))
                 return
-            spec = self._verify_spec(self._desk.workspace.ref(self._report_path()))
-            if spec is None:
+            if self._source is None or self._data is None:
                 text("p", "Its checkpoint or dataset is not in this workspace, so there is nothing "
                      "to compare with.").classes("muted small")  # fmt: skip
                 return
+            report = self._desk.workspace.ref(self._report_path())
+            spec = self._verification(self._source, self._data, report)
             parts.plain_button("Compare with the checkpoint", lambda: self._verify(spec), "balance")
-            parts.Command(commands.shown(self._verify_spec("report.json")))
+            shown = self._verification(self._source, self._data, "report.json")
+            parts.Command(commands.shown(shown))
 
     def _told(self, report: dict[str, Any]) -> None:
         text("p", "Compared with the checkpoint, sample by sample:").classes("muted small")
@@ -213,7 +219,7 @@ def _is(split: Split, flip: Changed) -> bool:
 def _flip(flip: Changed, dataset: Dataset, ref: str, places: dict[str, int]) -> None:
     with parts.box("thumb"):
         if flip.path in places:
-            source = example_address(dataset, ref, "val", places[flip.path])
+            source = pictures.example_address(dataset, ref, "val", places[flip.path])
             parts.picture(source, f"{flip.truth}: {flip.path}").props["title"] = flip.path
         text("b", flip.truth).classes("cut small")
         text("div", f"{flip.before} → {flip.after}").props["title"] = (

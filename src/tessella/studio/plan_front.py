@@ -13,7 +13,6 @@ from tessella.artifacts.plan import Plan
 from tessella.core.errors import TessellaError
 from tessella.studio import charts, parts
 from tessella.studio.desk import Desk
-from tessella.studio.pages.data import field
 from tessella.studio.plan_accuracy import interval
 from tessella.studio.theme import text
 from tessella.studio.workspace import plain_name
@@ -163,7 +162,7 @@ class _Front:
     def _save(self, here: Path) -> None:
         """A point of the front becomes a plan of its own."""
         with parts.box("row-line wrap"):
-            name = field(ui.input("Keep this plan as", value=title_of(here))).style(
+            name = parts.field(ui.input("Keep this plan as", value=title_of(here))).style(
                 "max-width:280px"
             )
             parts.plain_button("Save", lambda: self._keep(here, name.value or ""), "save")

@@ -11,6 +11,7 @@ from tessella.artifacts.plan import Plan
 from tessella.core.errors import CorruptArtifact, TessellaError
 from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
+from tessella.jobs.job import JobSpec
 from tessella.studio import parts
 from tessella.studio.desk import Desk
 from tessella.studio.theme import text
@@ -55,7 +56,7 @@ class Profile:
         key = digest([self._ref, stat.st_mtime_ns, stat.st_size, self._batch])[:24]
         return self._desk.workspace.own("traces") / f"{key}.json"
 
-    def _spec(self, trace: str):
+    def _spec(self, trace: str) -> JobSpec:
         target = self._plan.manifest.fingerprint.target
         return commands.profile(self._ref, batch=self._batch, target=target, trace=trace)
 

@@ -11,7 +11,6 @@ from tessella.jobs import commands
 from tessella.jobs.job import Job, JobSpec
 from tessella.studio import parts
 from tessella.studio.desk import Desk
-from tessella.studio.pages.data import field
 from tessella.studio.plan_front import title_of
 from tessella.studio.workspace import plain_name
 
@@ -23,7 +22,9 @@ class Service:
         self._desk, self._plan, self._ref = desk, plan, ref
         with parts.card("Serve", "Open Inference Protocol over HTTP"):
             with parts.box("row-line"):
-                self._port = field(ui.number("Port", value=8000, precision=0, min=1, max=65_535))
+                self._port = parts.field(
+                    ui.number("Port", value=8000, precision=0, min=1, max=65_535)
+                )
                 self._port.style("width:120px")
                 self._start = parts.button("Serve", self._serve, icon="cloud_upload")
                 self._stop = parts.plain_button("Stop", self._stop_serving, "stop")
@@ -58,8 +59,7 @@ class Service:
         self._state.set_visibility(job is not None)
         port = int(self._port.value or 8000)
         if job is not None:
-            self._state.classes(remove=self._state.text, add=job.status)
-            self._state.text = job.status
+            parts.show_status(self._state, job.status)
             port = int(job.argv[job.argv.index("--port") + 1])
         lines = commands.shown(self._serve_spec()), curl(self._name(), port, self._plan)
         if self._shown != str(lines):

@@ -67,8 +67,8 @@ def _settings_of(cls: type, default: Any, prefix: str) -> typing.Iterator[Settin
     hints, described = typing.get_type_hints(cls), descriptions(cls.__doc__ or "")
     for entry in dataclasses.fields(cls):
         hint, value = hints[entry.name], getattr(default, entry.name)
-        if dataclasses.is_dataclass(hint):
-            yield from _settings_of(typing.cast(type, hint), value, f"{entry.name}.")
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from _settings_of(hint, value, f"{entry.name}.")
         elif prefix + entry.name not in ELSEWHERE:
             yield Setting(
                 path=prefix + entry.name,
@@ -104,7 +104,7 @@ class RecipeForm:
 
     def __init__(self, on_change: Callable[[], None], start: dict[str, Any] | None = None) -> None:
         self._on_change = on_change
-        self._fields: dict[str, ValueElement] = {}
+        self._fields: dict[str, ValueElement[Any]] = {}
         self._settings = {s.path: s for s in settings()}
         start = start or {}
         self._touched, self._filling = set(start), False
@@ -187,16 +187,16 @@ class RecipeForm:
         return value
 
 
-def _element(hint: Any, value: Any, label: str) -> ValueElement:
+def _element(hint: Any, value: Any, label: str) -> ValueElement[Any]:
     hint_ = _without_none(hint)
     if get_origin(hint_) is Literal:
-        element: ValueElement = ui.select(list(get_args(hint_)), value=value, label=label)
+        element: ValueElement[Any] = ui.select(list(get_args(hint_)), value=value, label=label)
     elif hint_ is bool:
         return ui.switch(label, value=value)
     elif hint_ is int:
         element = ui.number(label, value=value, precision=0, step=1)
     elif hint_ is float:
-        element = ui.number(label, value=value, step="any")  # type: ignore[arg-type]
+        element = ui.number(label, value=value).props("step=any")
     elif get_origin(hint_) is tuple:
         element = ui.input(label, value=", ".join(str(v) for v in value))
     else:

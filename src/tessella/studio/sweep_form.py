@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict
 
 from nicegui import ui
-from nicegui.elements.mixins.value_element import ValueElement
 
 from tessella.studio import parts
-from tessella.studio.pages.data import field
 from tessella.studio.theme import text
 
 
@@ -31,7 +29,7 @@ class SweepForm:
         self._switch.props("dense")
         with parts.box("stack") as self._box:
             with parts.box("fields"):
-                self._networks = field(
+                self._networks = parts.field(
                     ui.select(list(networks), multiple=True, value=[], label="Networks",
                               on_change=self._changed).props("use-chips"), "wide",
                 )  # fmt: skip
@@ -41,8 +39,8 @@ class SweepForm:
             self._count = text("p", "").classes("muted small")
         self._box.set_visibility(False)
 
-    def _list(self, label: str, example: str) -> ValueElement:
-        element = field(ui.input(label, on_change=self._changed))
+    def _list(self, label: str, example: str) -> ui.input:
+        element = parts.field(ui.input(label, on_change=self._changed))
         element.props["placeholder"] = example
         element.props["hint"] = "Empty: as above."
         return element

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from tessella.core.errors import ArtifactError, TessellaError, UsageError
 Kind = Literal["dataset", "run", "plan"]
 T = TypeVar("T")
 
+MARKERS: dict[Kind, str] = {"dataset": "dataset.json", "run": "run.json"}
 MAX_DEPTH = 5
 OWN_FOLDER = ".studio"  # token, uploads, pictures, evaluations: all can be deleted
 
@@ -111,9 +112,9 @@ class Workspace:
         for folder, folders, files in os.walk(self.root):
             here = Path(folder)
             depth = len(here.relative_to(self.root).parts)
-            for kind, marker in (("dataset", "dataset.json"), ("run", "run.json")):
+            for kind, marker in MARKERS.items():
                 if marker in files:
-                    yield kind, here  # type: ignore[misc]
+                    yield kind, here
                     folders.clear()
             if front.FILE in files:  # its plans are shown with the plan that was chosen of them
                 folders.clear()
@@ -156,6 +157,17 @@ class Workspace:
 def plain_name(name: str) -> str:
     """A name for an artifact made of any text: letters, digits, dashes."""
     return "".join(c if c.isalnum() or c in "_-" else "-" for c in name).strip("-")[:60]
+
+
+def readable(found: Iterable[Found[T]]) -> dict[str, T]:
+    """The artifacts that can be read, by ref."""
+    return {f.ref: f.item for f in found if f.item is not None}
+
+
+def best_checkpoint(run: Run) -> Checkpoint:
+    """The best checkpoint of a run by validation accuracy, or the newest where none has one."""
+    scored = any("val/accuracy" in c.info.metrics for c in run.checkpoints())
+    return run.best("val/accuracy") if scored else run.latest()
 
 
 def _newest_first(found: Iterator[Found[T]]) -> list[Found[T]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from nicegui import run as threads
 from nicegui import ui
+from nicegui.events import ValueChangeEventArguments
 
 from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import TessellaError, UsageError
@@ -14,10 +15,9 @@ from tessella.jobs.job import Job
 from tessella.studio import charts, parts
 from tessella.studio.desk import Desk
 from tessella.studio.feed import Feed, Point, thin
-from tessella.studio.pages.data import field
-from tessella.studio.pages.monitor import status_of
 from tessella.studio.recipe_form import VISIBLE, flat
 from tessella.studio.theme import RESPONSE_S, frame, text
+from tessella.studio.workspace import readable
 
 LOOK_INTERVAL_S = 2.0
 LINES = 12  # on the chart: the best ones
@@ -35,8 +35,8 @@ def register(desk: Desk) -> None:
     @ui.page("/compare", response_timeout=RESPONSE_S)
     async def compare(group: str = "") -> None:
         refs = ui.context.client.request.query_params.getlist("run")
-        found = await threads.io_bound(desk.workspace.runs)
-        known = [f.ref for f in found if f.item is not None]
+        found = await asyncio.to_thread(desk.workspace.runs)
+        known = list(readable(found))
         groups = sorted({j.group for j in desk.store.jobs() if j.group})
         subtitle = "Which settings are best, run beside run."
         with frame("Compare", subtitle, desk.workspace.root, step="Monitor"):
@@ -114,7 +114,7 @@ def _chooser(known: list[str], chosen: list[str], groups: list[str], group: str)
         ui.navigate.to(f"/compare?{pairs}")
 
     with parts.card("Runs to compare"):
-        runs = field(
+        runs = parts.field(
             ui.select(list(dict.fromkeys((*known, *chosen))), multiple=True, value=chosen,
                       label="Runs").props("use-chips")
         )  # fmt: skip
@@ -154,7 +154,7 @@ class _Compare:
         """Take in what is new of every run; draw if there is any."""
         jobs = {self._desk.output_of(j): j for j in reversed(self._desk.store.jobs())}
         for member in self._members:
-            await threads.io_bound(self._refresh, member, jobs.get(member.path))
+            await asyncio.to_thread(self._refresh, member, jobs.get(member.path))
         ranked = sorted(self._members, key=_Member.rank)
         state = [(m.ref, m.status, {n: len(p) for n, p in m.feed.points.items()}) for m in ranked]
         if state != self._shown:
@@ -169,20 +169,20 @@ class _Compare:
         if job is not None:
             member.status = job.status
         elif member.recipe is not None:
-            member.status = status_of(member.feed)
+            member.status = member.feed.status
 
     def _draw(self, ranked: list[_Member]) -> None:
         active = [m for m in ranked if m.job is not None and not m.job.ended]
         self._abort.set_visibility(bool(active))
         self._numbers.clear()
         with self._numbers:
-            best = next((m for m in ranked if m.best()), None)
-            told = [("runs", str(len(ranked)))]
+            numbers = [("runs", str(len(ranked)))]
             if active:
-                told.append(("not finished", str(len(active))))
-            if best is not None:
-                told += [("best val accuracy", f"{100 * best.best()[1]:.2f} %"), ("by", best.name)]
-            parts.stats(told)
+                numbers.append(("not finished", str(len(active))))
+            if ranked and (best := ranked[0].best()) is not None:
+                accuracy = f"{100 * best[1]:.2f} %"
+                numbers += [("best val accuracy", accuracy), ("by", ranked[0].name)]
+            parts.stats(numbers)
         self._curves(ranked)
         self._table.clear()
         with self._table:
@@ -204,7 +204,7 @@ class _Compare:
         )
         self._more.set_visibility(left > 0)
 
-    def _choose(self, event) -> None:
+    def _choose(self, event: ValueChangeEventArguments[str]) -> None:
         self._metric = event.value
         self._curves(sorted(self._members, key=_Member.rank))
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from nicegui import run as threads
 from nicegui import ui
-from nicegui.elements.mixins.value_element import ValueElement
+from nicegui.events import ValueChangeEventArguments
 
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.preprocess import Preprocess, ResizeMode
 from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
-from tessella.studio import charts, parts
+from tessella.studio import charts, parts, pictures
 from tessella.studio.desk import Desk
 from tessella.studio.feed import Feed
 from tessella.studio.theme import RESPONSE_S, frame, text
@@ -41,7 +43,7 @@ def register(desk: Desk) -> None:
     async def data(
         dataset: str = "", split: str = "", label: int = -1, page: int = 1, job: str = ""
     ) -> None:
-        found = await threads.io_bound(desk.workspace.datasets)
+        found = await asyncio.to_thread(desk.workspace.datasets)
         with frame("Data", "What the network will learn from.", desk.workspace.root):
             with parts.box("split"):
                 if dataset:
@@ -129,31 +131,35 @@ class _New:
             "or drop a ZIP here", "one subfolder a class, up to 20 GB", ".zip", self._uploaded
         )
         with parts.box("fields"):
-            self._name = field(ui.input("Name", on_change=self._set("name")), "wide")
-            field(
+            self._name = parts.field(ui.input("Name", on_change=self._set("name")), "wide")
+            parts.field(
                 ui.input("Size (height × width)", value="224", on_change=self._set("size"))
             ).tooltip("224, or 224x320")
             colors = {3: "Colour (3)", 1: "Grey (1)"}
-            field(ui.select(colors, value=3, label="Channels", on_change=self._set("channels")))
+            parts.field(
+                ui.select(colors, value=3, label="Channels", on_change=self._set("channels"))
+            )
             modes = {mode: title for mode, title, _ in MODES}
-            self._resize = field(
+            self._resize = parts.field(
                 ui.select(modes, value="squash", label="Resize", on_change=self._set("resize"))
             )
-            field(
+            parts.field(
                 ui.number("Held out to validate", value=0.1, min=0, max=0.9, step=0.05,
                           on_change=self._set("holdout"))
             )  # fmt: skip
         with ui.expansion("More"), parts.box("fields"):
-            field(ui.input("Crop for the network", on_change=self._set("crop"))).tooltip(
+            parts.field(ui.input("Crop for the network", on_change=self._set("crop"))).tooltip(
                 "The network sees this part: random while training, the centre otherwise"
             )
-            field(
+            parts.field(
                 ui.number("Held out to test", value=0.0, min=0, max=0.9, step=0.05,
                           on_change=self._set("test"))
             )  # fmt: skip
             depths = {8: "8 bits", 16: "16 bits"}
-            field(ui.select(depths, value=8, label="Depth", on_change=self._set("depth")))
-            field(ui.number("Seed of the split", value=0, precision=0, on_change=self._set("seed")))
+            parts.field(ui.select(depths, value=8, label="Depth", on_change=self._set("depth")))
+            parts.field(
+                ui.number("Seed of the split", value=0, precision=0, on_change=self._set("seed"))
+            )
         self._problem = text("div", "").classes("note bad")
         parts.button("Import", self._start, icon="download_for_offline")
 
@@ -176,8 +182,8 @@ class _New:
 
     # --- what happens -------------------------------------------------------------------
 
-    def _set(self, name: str):
-        def handler(event) -> None:
+    def _set(self, name: str) -> Callable[[ValueChangeEventArguments[Any]], None]:
+        def handler(event: ValueChangeEventArguments[Any]) -> None:
             setattr(self._values, name, event.value)
             self._changed()
 
@@ -233,7 +239,7 @@ class _New:
 
     async def _find_example(self) -> None:
         folder = self._source()
-        found = await threads.io_bound(first_image, folder)
+        found = await asyncio.to_thread(first_image, folder)
         if found is not None:
             self._example = f"path:{found}"
         if not self._values.name and folder.is_dir():
@@ -246,7 +252,7 @@ class _New:
 
     async def _uploaded(self, upload: str, name: str) -> None:
         with parts.telling():
-            folder = await threads.io_bound(self._desk.uploads.images, upload)
+            folder = await asyncio.to_thread(self._desk.uploads.images, upload)
             self._values.source = str(folder)
             if not self._values.name:
                 self._name.set_value(plain_name(Path(name).stem))
@@ -287,8 +293,7 @@ class _New:
         def look() -> None:
             feed.read()
             now = self._desk.store.job(job_id)
-            state.classes(remove=state.text, add=now.status)
-            state.text = now.status
+            parts.show_status(state, now.status)
             track.show(
                 feed.fraction, f"{feed.phase or 'waiting'} · {feed.done:,} of {feed.total:,}"
             )
@@ -303,11 +308,6 @@ class _New:
 
         with section:
             timer = ui.timer(0.5, look)
-
-
-def field(element: ValueElement, classes: str = "") -> ValueElement:
-    """The form fields' common look."""
-    return element.props("outlined dense stack-label hide-bottom-space").classes(classes)
 
 
 def size_of(written: str) -> tuple[int, int]:
@@ -382,27 +382,25 @@ class _Dataset:
             )
             names = {-1: "All classes"} | dict(enumerate(info.classes))
             chooser = ui.select(names, value=self._label, with_input=len(names) > 12)
-            field(chooser).style("width:230px")
+            parts.field(chooser).style("width:230px")
             chooser.on_value_change(self._choose_label)
 
-    def _choose_split(self, event) -> None:
+    def _choose_split(self, event: ValueChangeEventArguments[str]) -> None:
         self._split, self._page = event.value, 1
         self._show()
 
-    def _choose_label(self, event) -> None:
+    def _choose_label(self, event: ValueChangeEventArguments[int | None]) -> None:
         self._label, self._page = event.value if event.value is not None else -1, 1
         self._show()
 
-    def _choose_page(self, event) -> None:
-        self._page = event.value
+    def _choose_page(self, event: ValueChangeEventArguments[int | None]) -> None:
+        self._page = event.value or 1
         self._show()
 
     def _show(self) -> None:
         """The current page of thumbnails; each is fetched by URL when it comes into view."""
         labels = self._dataset.split(self._split).labels
-        if (
-            self._label < 0
-        ):  # mixed, always in the same way: shards may hold one class after another
+        if self._label < 0:  # mixed, always alike: shards may hold one class after another
             rows = np.random.default_rng(0).permutation(len(labels)).tolist()
         else:
             rows = (labels == self._label).nonzero()[0].tolist()
@@ -415,7 +413,7 @@ class _Dataset:
                 name = self._dataset.classes[int(labels[index])]
                 with parts.box("thumb"):
                     parts.picture(
-                        example_address(self._dataset, self._ref, self._split, index), name
+                        pictures.example_address(self._dataset, self._ref, self._split, index), name
                     )
                     text("div", name).props["title"] = name
             if not len(shown):
@@ -447,12 +445,6 @@ class _Dataset:
                         parts.Column(title="other", classes="m"),
                     ]
                     parts.table(heads, info.duplicates[:200])
-
-
-def example_address(dataset: Dataset, ref: str, split: str, index: int) -> str:
-    """The URL of an image of a dataset."""
-    stamp = dataset.info.content_hash[:12]
-    return parts.address("/pictures/example", dataset=ref, split=split, index=index, v=stamp)
 
 
 def _numbers(dataset: Dataset) -> list[tuple[str, str]]:

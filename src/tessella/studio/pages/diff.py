@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from nicegui import run as threads
+import asyncio
+
 from nicegui import ui
+from nicegui.events import ValueChangeEventArguments
 
 from tessella.artifacts.comparison import BucketPair, Comparison, StepPair, compare
 from tessella.core.errors import TessellaError, UsageError
@@ -12,8 +14,8 @@ from tessella.core.spec import TensorSpec
 from tessella.jobs import commands
 from tessella.studio import parts
 from tessella.studio.desk import Desk
-from tessella.studio.pages.data import field
 from tessella.studio.theme import RESPONSE_S, frame, text
+from tessella.studio.workspace import readable
 
 MOST_LETTERS = 160  # of a manifest's value
 
@@ -26,7 +28,7 @@ def register(desk: Desk) -> None:
     @ui.page("/diff", response_timeout=RESPONSE_S)
     async def diff(a: str = "", b: str = "") -> None:
         space = desk.workspace
-        known = [f.ref for f in await threads.io_bound(space.plans) if f.item is not None]
+        known = list(readable(await asyncio.to_thread(space.plans)))
         subtitle = "What differs between two plans."
         with frame("Difference", subtitle, space.root, step="Plan"), parts.box("split"):
             with parts.box("stack"):
@@ -35,8 +37,9 @@ def register(desk: Desk) -> None:
                 try:
                     if not a or not b:
                         raise UsageError("a comparison takes two plans", seen=a or b or "none")
-                    plans = [await threads.io_bound(space.plan, ref) for ref in (a, b)]
-                    found = await threads.io_bound(compare, *plans)
+                    before = await asyncio.to_thread(space.plan, a)
+                    after = await asyncio.to_thread(space.plan, b)
+                    found = await asyncio.to_thread(compare, before, after)
                 except TessellaError as error:
                     parts.refused(error, MISSING)
                     return
@@ -52,7 +55,7 @@ def _chooser(known: list[str], a: str, b: str) -> None:
 
     with parts.card("Plans"):
         for name, title in (("a", "From (a)"), ("b", "To (b)")):
-            field(ui.select(refs, value=chosen[name] or None, label=title,
+            parts.field(ui.select(refs, value=chosen[name] or None, label=title,
                             on_change=lambda e, name=name: go(name, e.value)))  # fmt: skip
         if a and b:
             parts.plain_button(
@@ -108,9 +111,8 @@ class _Difference:
         for name, sizes in (("a", self._found.only_a), ("b", self._found.only_b)):
             if sizes:
                 listed = ", ".join(map(str, sizes))
-                rows.append(
-                    (f"batches only in {name}", *((listed, "")[:: 1 if name == "a" else -1]))
-                )
+                sides = (listed, "") if name == "a" else ("", listed)
+                rows.append((f"batches only in {name}", *sides))
         with parts.card("What they are"):
             if not rows:
                 text("p", "Nothing differs.").classes("muted")
@@ -118,11 +120,11 @@ class _Difference:
             columns = [parts.Column(title="", classes="nowrap")]
             parts.table([*columns, *(parts.Column(title=t) for t in "ab")], rows)
 
-    def _choose(self, event) -> None:
+    def _choose(self, event: ValueChangeEventArguments[int]) -> None:
         self._pair = next(p for p in self._found.buckets if p.batch == event.value)
         self._show()
 
-    def _equal_ones(self, event) -> None:
+    def _equal_ones(self, event: ValueChangeEventArguments[bool | None]) -> None:
         self._all = bool(event.value)
         self._show()
 

@@ -4,10 +4,11 @@ errs.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from nicegui import run as threads
 from nicegui import ui
 
 from tessella.artifacts.checkpoint import Checkpoint
@@ -16,14 +17,14 @@ from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError, TessellaError
 from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
-from tessella.studio import charts, parts
+from tessella.jobs.job import JobSpec
+from tessella.studio import charts, parts, pictures
 from tessella.studio.desk import Desk
 from tessella.studio.feed import Feed
 from tessella.studio.layers import Layers
-from tessella.studio.pages.data import example_address, field
 from tessella.studio.quick import ask
 from tessella.studio.theme import RESPONSE_S, frame, text
-from tessella.studio.workspace import open_dataset
+from tessella.studio.workspace import best_checkpoint, open_dataset, readable
 
 EXAMPLES = 12
 SAMPLES = 48  # shown of a cell of the confusion matrix
@@ -39,8 +40,8 @@ def register(desk: Desk) -> None:
 
 async def _page(desk: Desk, run_ref: str, checkpoint_ref: str) -> None:
     space = desk.workspace
-    found = [f for f in await threads.io_bound(space.runs) if f.item is not None]
-    runs = {f.ref: f.item for f in found if f.item is not None and _has_checkpoint(f.item)}
+    found = readable(await asyncio.to_thread(space.runs))
+    runs = {ref: run for ref, run in found.items() if _has_checkpoint(run)}
     if checkpoint_ref and not run_ref:
         run_ref = next((r for r in runs if checkpoint_ref.startswith(f"{r}/")), "")
     run_ref = run_ref or next(iter(runs), "")
@@ -57,18 +58,22 @@ async def _page(desk: Desk, run_ref: str, checkpoint_ref: str) -> None:
                 parts.button("Train a network", lambda: ui.navigate.to("/train"))
             return
         try:
-            chosen = space.checkpoint(checkpoint_ref) if checkpoint_ref else best_of(runs[run_ref])
+            if checkpoint_ref:
+                chosen = space.checkpoint(checkpoint_ref)
+            else:
+                chosen = best_checkpoint(runs[run_ref])
         except TessellaError as error:
             parts.refused(error, MISSING)
             return
         with parts.box("split"):
-            with parts.box("stack"):
-                _chooser(desk, runs, run_ref, chosen)
-                classify = _Classify(desk, chosen)
-            with parts.box("stack"):
+            left, right = parts.box("stack"), parts.box("stack")
+            with right:
                 _about(chosen)
-                classify.layers_box()
+                layers = _layers_box()
                 _Errors(desk, chosen)
+            with left:
+                _chooser(desk, runs, run_ref, chosen)
+                _Classify(desk, chosen, layers)
 
 
 def _has_checkpoint(run: Run) -> bool:
@@ -78,14 +83,8 @@ def _has_checkpoint(run: Run) -> bool:
         return False
 
 
-def best_of(run_: Run) -> Checkpoint:
-    """The best checkpoint of a run by validation accuracy, or its newest."""
-    scored = any("val/accuracy" in c.info.metrics for c in run_.checkpoints())
-    return run_.best("val/accuracy") if scored else run_.latest()
-
-
 def _chooser(desk: Desk, runs: dict[str, Run], ref: str, chosen: Checkpoint) -> None:
-    best = best_of(runs[ref]).path
+    best = best_checkpoint(runs[ref]).path
     names = {}
     for point in runs[ref].checkpoints():
         score = point.info.metrics.get("val/accuracy")
@@ -94,11 +93,11 @@ def _chooser(desk: Desk, runs: dict[str, Run], ref: str, chosen: Checkpoint) -> 
         names[desk.workspace.ref(point.path)] = label + ("  (best)" if point.path == best else "")
     with parts.card("Checkpoint"):
         shown = {r: f"{Path(r).name} ({item.recipe.network})" for r, item in runs.items()}
-        field(
+        parts.field(
             ui.select(shown, value=ref, label="Run",
                       on_change=lambda e: ui.navigate.to(parts.address("/explore", run=e.value)))
         )  # fmt: skip
-        field(
+        parts.field(
             ui.select(
                 names,
                 value=desk.workspace.ref(chosen.path),
@@ -120,24 +119,30 @@ def _about(chosen: Checkpoint) -> None:
                 ("input", shape),
                 ("classes", str(len(info.labels))),
                 ("epoch", f"{info.position.epoch:.4g}"),
-                *((n.replace("/", " "), number_of(n, v)) for n, v in sorted(info.metrics.items())),
+                *(
+                    (n.replace("/", " "), parts.score(n, v))
+                    for n, v in sorted(info.metrics.items())
+                ),
                 ("preprocessing", info.preprocess_hash[:10]),
             ]
         )
 
 
-def number_of(name: str, value: float) -> str:
-    """A metric for people."""
-    return f"{100 * value:.2f} %" if name.endswith(("accuracy", "top5")) else f"{value:.4g}"
+def _layers_box() -> ui.element:
+    """The card in which the layers appear once there is a picture."""
+    with parts.card("Layers", "weights, and activations for this picture"):
+        with parts.box("stack") as box:
+            parts.empty("No picture yet", "Drop one at the left, or click an example: you will "
+                        "see what every layer makes of it.")  # fmt: skip
+    return box
 
 
 class _Classify:
-    """A picture goes in, five answers come out, and every layer's view of it."""
+    """A picture goes in, five answers come out, and every layer's view of it into ``layers``."""
 
-    def __init__(self, desk: Desk, chosen: Checkpoint) -> None:
-        self._desk, self._checkpoint = desk, chosen
+    def __init__(self, desk: Desk, chosen: Checkpoint, layers: ui.element) -> None:
+        self._desk, self._checkpoint, self._layers = desk, chosen, layers
         self._ref = desk.workspace.ref(chosen.path)
-        self._layers: ui.element | None = None
         with parts.card("Classify a picture"):
             parts.drop_zone("Drop a picture", "or click to choose one", "image/*", self._uploaded)
             self._examples()
@@ -146,15 +151,6 @@ class _Classify:
             self._answer = ui.element("div").classes("stack")
             self._command = parts.Command()
         self._command.show(commands.shown(commands.classify(self._ref, ["PICTURE"])))
-
-    def layers_box(self) -> None:
-        """Where the layers appear; called once, where the page wants them."""
-        with parts.card("Layers", "weights, and activations for this picture"):
-            self._layers = ui.element("div").classes("stack")
-            with self._layers:
-                with parts.empty("No picture yet", "Drop one at the left, or click an example: you "
-                                 "will see what every layer makes of it."):  # fmt: skip
-                    pass
 
     def _examples(self) -> None:
         """Pictures of the validation split to click, where the dataset is still there."""
@@ -170,7 +166,7 @@ class _Classify:
             for index in dict.fromkeys(int(i) for i in picks):
                 truth = dataset.classes[dataset.split(name).labels[index]]
                 with parts.box("thumb").style("cursor:pointer") as thumb:
-                    source = example_address(dataset, ref, name, index)
+                    source = pictures.example_address(dataset, ref, name, index)
                     parts.picture(source, f"Example: {truth}").props["title"] = truth
                 thumb.on("click", lambda i=index: self._example(dataset, name, i))
 
@@ -183,8 +179,6 @@ class _Classify:
 
     async def _uploaded(self, upload: str, name: str) -> None:
         """Ask for the answers, then for the layers."""
-        if self._layers is None:
-            return
         image = self._desk.uploads.file(upload)
         self._answer.clear()
         with self._answer:
@@ -272,7 +266,7 @@ class _Errors:
                     parts.button("Measure", self._measure, icon="fact_check")
                 parts.Command(commands.shown(self._spec("evaluation.json")))
 
-    def _spec(self, out: str):
+    def _spec(self, out: str) -> JobSpec:
         if self._data is None:
             raise ArtifactError("the dataset of this checkpoint is not in the workspace")
         return commands.evaluate(self._ref, self._desk.workspace.ref(self._data), out=out)
@@ -302,7 +296,7 @@ class _Errors:
         with self._box:
             timer = ui.timer(0.7, look)
 
-    def _report(self, report: dict) -> None:
+    def _report(self, report: dict[str, Any]) -> None:
         labels, matrix = report["labels"], report["confusion"]
         parts.stats([("accuracy", f"{100 * report['accuracy']:.2f} %"),
                      ("images", f"{sum(map(sum, matrix)):,}")])  # fmt: skip
@@ -324,7 +318,7 @@ class _Errors:
             ]  # fmt: skip
             parts.table(columns, rows)
 
-    def _samples(self, report: dict, truth: int, said: int) -> None:
+    def _samples(self, report: dict[str, Any], truth: int, said: int) -> None:
         """The images of one cell, where the report says what each image was taken for."""
         labels = report["labels"]
         self._cell.clear()
@@ -344,4 +338,4 @@ class _Errors:
             with parts.box("thumbs"):
                 for index in hits[:SAMPLES]:
                     with parts.box("thumb"):
-                        parts.picture(example_address(dataset, ref, "val", int(index)))
+                        parts.picture(pictures.example_address(dataset, ref, "val", int(index)))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 
-from nicegui import run as threads
 from nicegui import ui
 
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.plan import Plan
 from tessella.artifacts.run import Run
-from tessella.core.errors import TessellaError
-from tessella.jobs.job import Job
 from tessella.studio import parts
 from tessella.studio.desk import Desk
+from tessella.studio.entries import best_accuracy, job_entry, run_entry, unreadable
 from tessella.studio.plan_front import precision_named
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found
@@ -25,9 +23,9 @@ def register(desk: Desk) -> None:
     @ui.page("/", response_timeout=RESPONSE_S)
     async def home() -> None:
         space = desk.workspace
-        datasets = await threads.io_bound(space.datasets)
-        runs = await threads.io_bound(space.runs)
-        plans = await threads.io_bound(space.plans)
+        datasets = await asyncio.to_thread(space.datasets)
+        runs = await asyncio.to_thread(space.runs)
+        plans = await asyncio.to_thread(space.plans)
         with frame("Overview", "From a folder of examples to a served network.", space.root):
             if not (datasets or runs or plans or desk.store.jobs()):
                 _first_steps()
@@ -68,7 +66,7 @@ def _datasets(found: list[Found[Dataset]]) -> None:
             for entry in found[:SHOWN]:
                 with parts.link("/data", "item", dataset=entry.ref):
                     if entry.item is None:
-                        _broken(entry)
+                        unreadable(entry)
                         continue
                     info = entry.item.info
                     count = sum(s.count for s in info.splits.values())
@@ -83,14 +81,7 @@ def _runs(found: list[Found[Run]]) -> None:
             text("p", "None yet. Train a network on the Train page.").classes("muted")
         with parts.box("list"):
             for entry in found[:SHOWN]:
-                with parts.link("/monitor", "item", run=entry.ref):
-                    if entry.item is None:
-                        _broken(entry)
-                        continue
-                    text("span", entry.path.name).classes("name cut")
-                    text("span", accuracy(entry.item)).classes("detail num")
-                    network = entry.item.recipe.network
-                    text("span", f"{network} · {ago(entry.modified)}").classes("detail cut")
+                run_entry(entry, best_accuracy(entry.item))
 
 
 def _plans(found: list[Found[Plan]]) -> None:
@@ -101,7 +92,7 @@ def _plans(found: list[Found[Plan]]) -> None:
             for entry in found[:SHOWN]:
                 with parts.link("/plan", "item", plan=entry.ref):
                     if entry.item is None:
-                        _broken(entry)
+                        unreadable(entry)
                         continue
                     manifest = entry.item.manifest
                     text("span", entry.path.stem).classes("name cut")
@@ -110,16 +101,10 @@ def _plans(found: list[Found[Plan]]) -> None:
                     text("span", line).classes("detail cut")
 
 
-def _broken(entry: Found) -> None:
-    text("span", entry.ref).classes("name cut")
-    text("span", "cannot be read").classes("detail")
-    text("span", entry.problem or "").classes("detail cut")
-
-
 def _jobs(desk: Desk) -> None:
     with parts.card("Jobs", "newest first") as section:
         rows = ui.column().classes("list").style("gap:0;align-items:stretch")
-    shown: list[tuple] = []
+    shown: list[tuple[str, str, bool]] = []
 
     def refresh() -> None:
         jobs = desk.store.jobs()[:20]
@@ -131,41 +116,7 @@ def _jobs(desk: Desk) -> None:
         rows.clear()
         with rows:
             for job in jobs:
-                job_item(job)
+                job_entry(job)
 
     refresh()
     ui.timer(2.0, refresh)
-
-
-def job_item(job: Job) -> None:
-    """A job in a list: name, state, command."""
-    with parts.link("/monitor", "item", job=job.id):
-        text("span", job.name).classes("name cut")
-        parts.badge(job.status)
-        text("span", job.command).classes("detail cut mono")
-        text("span", ago(job.finished or job.started or job.created)).classes("detail nowrap")
-
-
-def accuracy(run: Run | None) -> str:
-    """The best validation accuracy of a run so far, for people."""
-    try:
-        found = [] if run is None else run.checkpoints()
-    except TessellaError:
-        return "damaged"
-    scores = [c.info.metrics.get("val/accuracy") for c in found]
-    best = max((s for s in scores if s is not None), default=None)
-    return "" if best is None else f"{100 * best:.2f} %"
-
-
-def ago(moment: float) -> str:
-    """How long ago a moment (seconds since 1970) was."""
-    seconds = time.time() - moment
-    if not moment:
-        return ""
-    if seconds < 60:
-        return "just now"
-    for unit, size in (("day", 86_400), ("hour", 3600)):
-        if seconds >= size:
-            count = int(seconds // size)
-            return f"{count} {unit}{'s' * (count > 1)} ago"
-    return f"{int(seconds // 60)} min ago"

@@ -7,11 +7,12 @@ up too.
 
 from __future__ import annotations
 
-import time
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from nicegui import run as threads
 from nicegui import ui
 
 from tessella.artifacts.run import Run
@@ -21,16 +22,14 @@ from tessella.jobs import commands
 from tessella.jobs.job import Job
 from tessella.studio import charts, parts
 from tessella.studio.desk import Desk
+from tessella.studio.entries import best_accuracy, job_entry, run_entry
 from tessella.studio.feed import Feed, Point, tail, thin
 from tessella.studio.machine import Machine
-from tessella.studio.pages.home import accuracy, ago, job_item
 from tessella.studio.theme import RESPONSE_S, frame, text
-from tessella.studio.workspace import Found
 
 LOOK_INTERVAL_S = 1.0
 SIDE_INTERVAL_S = 3.0
 MISSING = "Choose a run at the left, or train one: a run is a folder with a run.json."
-SILENT_S = 90.0  # a run of no job of ours that wrote nothing for so long is not running
 
 # Which curve a metric belongs to, by the end of its name.
 CURVES = (("Loss", "loss"), ("Accuracy", "accuracy"), ("Learning rate", "lr"))
@@ -44,7 +43,7 @@ def register(desk: Desk) -> None:
 
 async def _page(desk: Desk, ref: str, job_id: str) -> None:
     space = desk.workspace
-    runs = await threads.io_bound(space.runs)
+    runs = await asyncio.to_thread(space.runs)
     job, problem = None, None
     try:
         job = desk.store.job(job_id) if job_id else None
@@ -90,16 +89,16 @@ def _side(desk: Desk, ref: str) -> None:
     shown: list[object] = [None, None]
 
     async def refresh() -> None:
-        found = await threads.io_bound(
-            lambda: [(f, accuracy(f.item)) for f in desk.workspace.runs()]
+        found = await asyncio.to_thread(
+            lambda: [(f, best_accuracy(f.item)) for f in desk.workspace.runs()]
         )
-        lines = [(f.ref, score, f.problem, ago(f.modified)) for f, score in found]
+        lines = [(f.ref, score, f.problem, parts.ago(f.modified)) for f, score in found]
         if lines != shown[0]:
             shown[0] = lines
             listed.clear()
             with listed:
                 for entry, score in found:
-                    _run_item(entry, score, here=entry.ref == ref)
+                    run_entry(entry, score, here=entry.ref == ref)
                 if not found:
                     text("p", "None in this workspace.").classes("muted small")
         others = [j for j in desk.store.jobs() if j.kind != "train" or not j.ended][:12]
@@ -110,21 +109,9 @@ def _side(desk: Desk, ref: str) -> None:
             jobs_list.clear()
             with jobs_list:
                 for other in others:
-                    job_item(other)
+                    job_entry(other)
 
     ui.timer(SIDE_INTERVAL_S, refresh)
-
-
-def _run_item(entry: Found[Run], score: str, *, here: bool) -> None:
-    with parts.link("/monitor", f"item {'here' * here}", run=entry.ref):
-        text("span", entry.path.name).classes("name cut")
-        if entry.item is None:
-            text("span", "cannot be read").classes("detail")
-            text("span", entry.problem or "").classes("detail cut")
-            return
-        text("span", score).classes("detail num")
-        line = f"{entry.item.recipe.network} · {ago(entry.modified)}"
-        text("span", line).classes("detail cut")
 
 
 async def _watch_run(desk: Desk, path: Path) -> None:
@@ -134,7 +121,7 @@ async def _watch_run(desk: Desk, path: Path) -> None:
         return
     info = Run(path)
     feed = Feed(path / "events.jsonl")
-    await threads.io_bound(feed.read)
+    await asyncio.to_thread(feed.read)
     head = _Head(desk, path.name, path)
     curves = _Curves(feed)
     with parts.box("duo"):
@@ -149,7 +136,7 @@ async def _watch_run(desk: Desk, path: Path) -> None:
                 )
 
     async def look(first: bool = False) -> None:
-        news = await threads.io_bound(feed.read)
+        news = await asyncio.to_thread(feed.read)
         curves.add(news.points, restarted=news.restarted)
         job = desk.job_for(path)
         head.show(feed, job)
@@ -184,7 +171,7 @@ async def _watch_job(desk: Desk, job: Job) -> None:
         parts.Command(job.command)
 
     async def look() -> None:
-        await threads.io_bound(feed.read)
+        await asyncio.to_thread(feed.read)
         head.show(feed, desk.store.job(job.id))
         log.show()
 
@@ -217,10 +204,8 @@ class _Head:
 
     def show(self, feed: Feed, job: Job | None) -> None:
         self._job = job
-        status = job.status if job is not None else status_of(feed)
-        if self._badge.text != status:
-            self._badge.classes(remove=self._badge.text, add=status)
-            self._badge.text = status
+        status = job.status if job is not None else feed.status
+        parts.show_status(self._badge, status)
         running = status in ("running", "waiting")
         self._abort.set_visibility(job is not None and running and not job.aborting)
         stopped = status in ("failed", "aborted") or (status == "done" and job is None)
@@ -328,13 +313,13 @@ class _Curves:
 class _Log:
     """The end of what the command printed."""
 
-    def __init__(self, path: object) -> None:
+    def __init__(self, path: Callable[[], Path | None]) -> None:
         self._path = path
         with parts.card("Log"):
             self._text = text("pre", "").classes("log")
 
     def show(self) -> None:
-        path = self._path()  # type: ignore[operator]
+        path = self._path()
         content = tail(path) if path is not None else ""
         shown = content or "This run was not started as a job here; its log is in its terminal."
         if self._text.text != shown:
@@ -347,16 +332,6 @@ class _Log:
 def _log_path(desk: Desk, path: Path) -> Path | None:
     job = desk.job_for(path)
     return None if job is None else job.log_path
-
-
-def status_of(feed: Feed) -> str:
-    """The state of a run that no job of ours drives, from what its log says."""
-    if feed.error:
-        return "failed"
-    if feed.result is not None:
-        return "done"
-    active = feed.last_time is not None and time.time() - feed.last_time < SILENT_S
-    return "running" if active else "aborted"
 
 
 def _progress_line(feed: Feed, status: str) -> str:
@@ -394,7 +369,7 @@ def _numbers(feed: Feed) -> list[tuple[str, str]]:
     return out
 
 
-def _flat(plain: dict, prefix: str = "") -> list[tuple[str, object]]:
+def _flat(plain: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = []
     for key, value in plain.items():
         if isinstance(value, dict):

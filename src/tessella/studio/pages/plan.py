@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
-from nicegui import run as threads
 from nicegui import ui
+from nicegui.events import ValueChangeEventArguments
 
+from tessella.artifacts.build import BuildRequest
 from tessella.artifacts.plan import Candidate, Plan
 from tessella.artifacts.program import Bucket
 from tessella.core.errors import TessellaError
@@ -17,13 +20,12 @@ from tessella.studio import parts
 from tessella.studio.compile_form import CompileForm
 from tessella.studio.desk import Desk
 from tessella.studio.feed import Feed
-from tessella.studio.pages.data import field
 from tessella.studio.plan_accuracy import Accuracy, show_layers
 from tessella.studio.plan_front import precision_named, rebuilt, show_front, title_of
 from tessella.studio.plan_profile import Profile
 from tessella.studio.plan_service import Service
 from tessella.studio.theme import RESPONSE_S, frame, text
-from tessella.studio.workspace import Found
+from tessella.studio.workspace import Found, readable
 
 MISSING = (
     "Choose a plan at the left, or compile a run: a damaged plan is built again by its command."
@@ -33,12 +35,12 @@ MISSING = (
 def register(desk: Desk) -> None:
     @ui.page("/plan", response_timeout=RESPONSE_S)
     async def plan(plan: str = "", source: str = "", job: str = "") -> None:
-        found = await threads.io_bound(desk.workspace.plans)
+        found = await asyncio.to_thread(desk.workspace.plans)
         if not plan and not source and not job:
             plan = next((f.ref for f in found if f.item is not None), "")
         opened: Plan | TessellaError | None = None
         try:  # before the page: what waits while it is made goes out as far as it is made
-            opened = await threads.io_bound(desk.workspace.plan, plan) if plan else None
+            opened = await asyncio.to_thread(desk.workspace.plan, plan) if plan else None
         except TessellaError as error:
             opened = error
         with frame("Plan", "The network as one file, tuned for this machine.", desk.workspace.root):
@@ -57,10 +59,9 @@ def register(desk: Desk) -> None:
                     elif opened is not None:
                         _Plan(desk, opened, plan, found)
                     elif not job:
-                        with parts.empty("No plan yet" if not found else "Choose a plan",
-                                         "Compile a run at the left: the network is fused, laid "
-                                         "out, and every kernel chosen by measuring."):  # fmt: skip
-                            pass
+                        parts.empty("No plan yet" if not found else "Choose a plan",
+                                    "Compile a run at the left: the network is fused, laid out, "
+                                    "and every kernel chosen by measuring.")  # fmt: skip
 
 
 def _list(found: list[Found[Plan]], here: str) -> None:
@@ -87,30 +88,30 @@ class _Compile:
     def __init__(self, desk: Desk, source: str, plans: list[Found[Plan]]) -> None:
         self._desk = desk
         self._form: CompileForm | None = None
-        runs = {f.ref: f for f in desk.workspace.runs() if f.item is not None}
+        runs = readable(desk.workspace.runs())
         names = {
-            r: f"{f.path.name} ({f.item.recipe.network})"
-            for r, f in runs.items()
-            if f.item and any((f.path / "checkpoints").glob("step-*/checkpoint.json"))
+            ref: f"{run.path.name} ({run.recipe.network})"
+            for ref, run in runs.items()
+            if any((run.path / "checkpoints").glob("step-*/checkpoint.json"))
         }
         with parts.card("Compile"):
             if not names:
                 text("p", "Train a network first: a plan is made of a checkpoint.").classes("muted")
                 return
-            infos = {r: f.item.info for r, f in runs.items() if f.item}
-            datasets = {f.ref: f.item for f in desk.workspace.datasets() if f.item is not None}
+            datasets = readable(desk.workspace.datasets())
             by_hash = {d.info.content_hash: ref for ref, d in datasets.items()}
-            self._form = CompileForm(
+            form = CompileForm(
                 names,
                 next((r for r in names if Path(source).is_relative_to(r)), next(iter(names))),
-                classes={r: i.labels for r, i in infos.items()},
-                homes={r: by_hash.get(i.dataset_hash) for r, i in infos.items()},
+                classes={ref: run.info.labels for ref, run in runs.items()},
+                homes={ref: by_hash.get(run.info.dataset_hash) for ref, run in runs.items()},
                 datasets=datasets,
-                plans={f.ref: f.item for f in plans if f.item is not None},
+                plans=readable(plans),
                 on_change=self._changed,
             )
+            self._form = form
             self._problem = text("div", "").classes("note bad")
-            parts.button("Compile", self._start, icon="bolt")
+            parts.button("Compile", lambda: self._start(form.request), icon="bolt")
             self._command = parts.Command()
         self._changed()
 
@@ -138,9 +139,9 @@ class _Compile:
         self._problem.text = problem
         self._problem.set_visibility(bool(problem))
 
-    def _start(self) -> None:
+    def _start(self, ask: Callable[[], BuildRequest]) -> None:
         with parts.telling():
-            request = self._form.request()
+            request = ask()
             self._desk.workspace.new_path("plan", Path(request.out or "").stem)
             self._watch(self._desk.store.submit(commands.compile_plan(request)))
             ui.run_javascript("window.scrollTo({top: 0})")  # to where the progress is
@@ -237,7 +238,7 @@ class _Plan:
                 modules = ", ".join(sorted(set(manifest.imports.values())))
                 parts.note(f"It needs operators of your own: import {modules} before it is loaded.")
 
-    def _choose(self, event) -> None:
+    def _choose(self, event: ValueChangeEventArguments[int]) -> None:
         self._bucket = next(b for b in self._plan.program.buckets if b.batch == event.value)
         self._show_steps()
         self._profile.show(self._bucket.batch)
@@ -289,7 +290,6 @@ class _Plan:
         if not names:
             return
         first = next((n for n in names if len(tried[n]) > 1), next(iter(names)))
-        box = None
 
         def show(step: str) -> None:
             rows, marked = _rows(tried[step])
@@ -312,7 +312,7 @@ class _Plan:
 
         with parts.box("row-line wrap"):
             text("h2", "Why this kernel").classes("grow")
-            field(
+            parts.field(
                 ui.select(names, value=first, label="Step",
                           on_change=lambda e: show(e.value))
             ).style("width:min(420px,100%)")  # fmt: skip
@@ -325,7 +325,7 @@ class _Plan:
             if not others:
                 text("p", "There is no other plan.").classes("muted small")
                 return
-            other = field(ui.select(others, value=others[0], label="Plan"))
+            other = parts.field(ui.select(others, value=others[0], label="Plan"))
 
             def go() -> None:
                 ui.navigate.to(parts.address("/diff", a=other.value, b=self._ref))

@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 import datetime
 from pathlib import Path
-from typing import Any
 
-from nicegui import run as threads
 from nicegui import ui
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Recipe
+from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.record import digest
 from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import charts, parts
 from tessella.studio.desk import Desk
-from tessella.studio.pages.data import field
 from tessella.studio.quick import ask
 from tessella.studio.recipe_form import RecipeForm, flat
 from tessella.studio.sweep_form import SweepForm
 from tessella.studio.theme import RESPONSE_S, frame, text
-from tessella.studio.workspace import plain_name
+from tessella.studio.workspace import plain_name, readable
 
 # Shown until the command line has answered with its own list; DIGITS' users look for these first.
 STANDARD = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152")
@@ -35,26 +32,22 @@ MISSING = "Choose another on the Data page, or open Train from the steps above."
 def register(desk: Desk) -> None:
     @ui.page("/train", response_timeout=RESPONSE_S)
     async def train(dataset: str = "", run: str = "") -> None:
-        datasets = [
-            f for f in await threads.io_bound(desk.workspace.datasets) if f.item is not None
-        ]
-        runs = [f for f in await threads.io_bound(desk.workspace.runs) if f.item is not None]
+        datasets = readable(await asyncio.to_thread(desk.workspace.datasets))
+        runs = readable(await asyncio.to_thread(desk.workspace.runs))
         with frame("Train", "A network, a recipe, a run.", desk.workspace.root):
             if not datasets:
                 with parts.empty("There is no dataset yet", "A network learns from a dataset."):
                     parts.button("Import images", lambda: ui.navigate.to("/data"))
                 return
-            known = {f.ref: f.item for f in datasets if f.item is not None}
-            like = {f.ref: f for f in runs}
             try:  # what is asked for and not there is told, never another taken in its place
-                if dataset and dataset not in known:
+                if dataset and dataset not in datasets:
                     desk.workspace.dataset(dataset)
-                if run and run not in like:
+                if run and run not in runs:
                     desk.workspace.run(run)
             except TessellaError as error:
                 parts.refused(error, MISSING)
                 return
-            _Train(desk, known, like, dataset or next(iter(known)), run)
+            _Train(desk, datasets, runs, dataset or next(iter(datasets)), run)
 
 
 class _Train:
@@ -62,13 +55,13 @@ class _Train:
         self,
         desk: Desk,
         datasets: dict[str, Dataset],
-        runs: dict[str, Any],
+        runs: dict[str, Run],
         dataset: str,
         like: str,
     ) -> None:
         self._desk, self._datasets, self._runs = desk, datasets, runs
-        start = runs[like].item.recipe if like in runs else None
-        self._drawing: asyncio.Task | None = None
+        start = runs[like].recipe if like in runs else None
+        self._drawing: asyncio.Task[None] | None = None
         self._ready = False
         with parts.box("split"):
             with parts.box("stack"):
@@ -102,28 +95,28 @@ class _Train:
 
     def _choosers(self, dataset: str, start: Recipe | None) -> None:
         names = {ref: d.info.name for ref, d in self._datasets.items()}
-        self._dataset = field(
+        self._dataset = parts.field(
             ui.select(names, value=dataset, label="Dataset", on_change=self._dataset_changed)
         )
         self._source = ui.toggle(SOURCES, value="standard", on_change=self._source_changed).props(
             "unelevated dense no-caps spread toggle-color=teal-9 size=13px"
         )
         value = start.network if start and start.network in STANDARD else "lenet"
-        self._standard = field(
+        self._standard = parts.field(
             ui.select(list(STANDARD), value=value, label="Network", on_change=self._network_changed)
         )
-        self._timm = field(ui.input("Model of timm", on_change=self._network_changed))
+        self._timm = parts.field(ui.input("Model of timm", on_change=self._network_changed))
         self._timm.props('placeholder="efficientnet_b0"')
         previous = {
-            ref: f"{Path(ref).name} ({f.item.recipe.network})" for ref, f in self._runs.items()
+            ref: f"{Path(ref).name} ({run.recipe.network})" for ref, run in self._runs.items()
         }
-        self._previous = field(
+        self._previous = parts.field(
             ui.select(previous, label="Continue from the best checkpoint of",
                       on_change=self._network_changed)
         )  # fmt: skip
-        self._own = field(ui.input("File", on_change=self._network_changed))
+        self._own = parts.field(ui.input("File", on_change=self._network_changed))
         self._own.props('placeholder="net.py:Net or net.prototxt"')
-        self._name = field(ui.input("Name of the run", value=self._free_name()))
+        self._name = parts.field(ui.input("Name of the run", value=self._free_name()))
         self._name.on_value_change(self._changed)
         self._show_source()
 
@@ -136,8 +129,8 @@ class _Train:
         if source == "file":
             return (self._own.value or "").strip()
         if source == "run" and self._previous.value:
-            return self._runs[self._previous.value].item.recipe.network
-        return self._standard.value
+            return self._runs[self._previous.value].recipe.network
+        return str(self._standard.value)
 
     def _recipe(self) -> Recipe:
         network = self._network()
@@ -148,7 +141,7 @@ class _Train:
         return self._form.recipe(network=network, dataset=self._dataset.value, init=init)
 
     def _best(self, ref: str) -> str:
-        return self._desk.workspace.ref(self._runs[ref].item.best().path)
+        return self._desk.workspace.ref(self._runs[ref].best().path)
 
     def _free_name(self) -> str:
         return datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S")
@@ -175,8 +168,8 @@ class _Train:
         self._file.text = specs[0].files.get("recipe.json", "")
         self._file_box.set_visibility(bool(specs[0].files))
         self._sweep.count(len(specs))
-        several = f"Start {len(specs)} trainings" if len(specs) > 1 else "Start training"
-        self._start_button.text = several
+        several = len(specs) > 1
+        self._start_button.text = f"Start {len(specs)} trainings" if several else "Start training"
         points = [
             (round(t * recipe.epochs, 4), float(f"{rate:.5g}"))
             for t, rate in recipe.policy.curve(recipe.solver.lr)

@@ -1,0 +1,50 @@
+"""Entries of lists that more than one page shows: a run, a job, an artifact that cannot be read."""
+
+from __future__ import annotations
+
+from tessella.artifacts.run import Run
+from tessella.core.errors import TessellaError
+from tessella.jobs.job import Job
+from tessella.studio import parts
+from tessella.studio.theme import text
+from tessella.studio.workspace import Found, T
+
+
+def run_entry(entry: Found[Run], score: str, *, here: bool = False) -> None:
+    """A run: its name and score, its network and age; ``here`` marks the one that is open."""
+    with parts.link("/monitor", f"item {'here' * here}", run=entry.ref):
+        if entry.item is None:
+            unreadable(entry)
+            return
+        text("span", entry.path.name).classes("name cut")
+        text("span", score).classes("detail num")
+        line = f"{entry.item.recipe.network} · {parts.ago(entry.modified)}"
+        text("span", line).classes("detail cut")
+
+
+def job_entry(job: Job) -> None:
+    """A job: its name, state, command and age."""
+    with parts.link("/monitor", "item", job=job.id):
+        text("span", job.name).classes("name cut")
+        parts.badge(job.status)
+        text("span", job.command).classes("detail cut mono")
+        moment = job.finished or job.started or job.created
+        text("span", parts.ago(moment)).classes("detail nowrap")
+
+
+def unreadable(entry: Found[T]) -> None:
+    """The texts of an artifact that cannot be read, and why."""
+    text("span", entry.ref).classes("name cut")
+    text("span", "cannot be read").classes("detail")
+    text("span", entry.problem or "").classes("detail cut")
+
+
+def best_accuracy(run: Run | None) -> str:
+    """The best validation accuracy of a run so far, for people."""
+    try:
+        found = [] if run is None else run.checkpoints()
+    except TessellaError:
+        return "damaged"
+    scores = [c.info.metrics.get("val/accuracy") for c in found]
+    best = max((s for s in scores if s is not None), default=None)
+    return "" if best is None else f"{100 * best:.2f} %"
