@@ -20,7 +20,8 @@ from tests.support.studio.browsing import (
     traffic,
     until,
 )
-from tests.support.studio.made import HOSTILE, make_run
+from tests.studio.test_pages import PAGES
+from tests.studio.workspaces import HOSTILE, make_run
 
 pytestmark = pytest.mark.browser
 

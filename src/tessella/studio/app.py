@@ -1,7 +1,7 @@
-"""The studio: FastAPI as the program, NiceGUI mounted on it as its face, no engine inside.
+"""The studio: a FastAPI application with NiceGUI pages mounted on it, and no engine inside.
 
-Pages read artifacts and the job store; every piece of work is a command, run as a job or (when it
-is quick) as a subprocess. So a restart of the studio loses nothing and a training never waits for
+Pages read artifacts and the job store. Every piece of work is a command, run as a job or, when it
+is quick, as a subprocess. So a restart of the studio loses nothing, and a training never waits for
 a page.
 """
 
@@ -27,7 +27,7 @@ from tessella.core.errors import TessellaError, UsageError
 from tessella.jobs.scheduler import Scheduler
 from tessella.jobs.store import Store
 from tessella.studio import parts, pictures, uploads
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.guard import Guard, read_or_make_token
 from tessella.studio.pages import compare, data, diff, explore, home, monitor, plan, train
 from tessella.studio.theme import STATIC, frame
@@ -39,16 +39,18 @@ PAGES = (home, data, train, monitor, compare, explore, plan, diff)
 log = logging.getLogger("tessella.studio")
 
 
-def create_app(desk: Desk, *, token: str, host: str = "127.0.0.1", port: int = 8080) -> ASGIApp:
+def create_app(
+    context: Context, *, token: str, host: str = "127.0.0.1", port: int = 8080
+) -> ASGIApp:
     """The studio as an ASGI application, guarded. NiceGUI allows one a process."""
     app = FastAPI(title="Tessella studio", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(TessellaError, _tell)
-    app.include_router(uploads.router(desk.uploads))
-    app.include_router(pictures.router(desk.workspace, desk.uploads))
+    app.add_exception_handler(TessellaError, _error_response)
+    app.include_router(uploads.router(context.uploads))
+    app.include_router(pictures.router(context.workspace, context.uploads))
     app.mount("/static", StaticFiles(directory=STATIC))
     for page in PAGES:
-        page.register(desk)
-    nicegui.app.on_page_exception(lambda error: _page_of(error, desk.workspace.root))
+        page.register(context)
+    nicegui.app.on_page_exception(lambda error: _show_error(error, context.workspace.root))
     ui.run_with(
         app,
         title="Tessella",
@@ -90,12 +92,12 @@ def studio(
     port = listening.getsockname()[1]
     secret = token or read_or_make_token(space.own() / "token")
     store = Store(space.root / "jobs.db")
-    desk = Desk(workspace=space, store=store, uploads=Uploads(space))
-    app = create_app(desk, token=secret, host=host, port=port)
+    context = Context(workspace=space, store=store, uploads=Uploads(space))
+    app = create_app(context, token=secret, host=host, port=port)
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={secret}"
 
-    def tell() -> None:
+    def announce() -> None:
         if ready is not None:
             ready(address)
         else:
@@ -104,10 +106,10 @@ def studio(
             webbrowser.open(address)
 
     running = Scheduler(store, space.root) if scheduler else None
-    # NiceGUI looks at every object of the process, and some of torch's warn when looked at.
+    # NiceGUI inspects every object of the process, and some of torch's warn when inspected.
     warnings.filterwarnings("ignore", category=FutureWarning, module="nicegui")
     server = _Server(uvicorn.Config(app, log_level="warning", access_log=False))
-    server.on_ready = tell
+    server.on_ready = announce
     if running is not None:
         running.start()
     try:
@@ -119,7 +121,7 @@ def studio(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that says when it answers."""
+    """uvicorn with a callback for the moment from which it answers."""
 
     on_ready: Callable[[], None]
 
@@ -130,7 +132,7 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, so that a taken port is told before anything else starts."""
+    """A listening socket, made first: a taken port is an error before anything else starts."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with contextlib.ExitStack() as on_failure:
@@ -147,13 +149,13 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-async def _tell(request: Request, error: Exception) -> JSONResponse:
-    """An error of ours as JSON, for scripts and for ``studio.js``."""
+async def _error_response(request: Request, error: Exception) -> JSONResponse:
+    """An error that we raised as JSON, for scripts and for ``studio.js``."""
     return JSONResponse({"error": str(error)}, status_code=400)
 
 
-def _page_of(error: Exception, root: Path) -> None:
-    """The page that is shown when one cannot be built: what is wrong and where to go on."""
+def _show_error(error: Exception, root: Path) -> None:
+    """Show a page in place of one that could not be built: what is wrong and where to go on."""
     if not isinstance(error, TessellaError):
         log.exception("a page could not be built", exc_info=error)
     with frame("Not found", "This page could not be shown.", root):

@@ -1,4 +1,4 @@
-"""Options for ECharts: colours and axes that read well on light and dark alike.
+"""Options for ECharts, with colours and axes that read well on light and dark pages.
 
 A series that grows is never sent twice: ``append`` sends the new points only (see
 ``static/studio.js``).
@@ -130,7 +130,7 @@ def histogram(counts: Sequence[float], edges: Sequence[float], color: str = COLO
 
 
 def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Options:
-    """A heat map: rows are the truth (top to bottom), columns what the network said."""
+    """A heat map: rows are the true classes, columns the network's answers."""
     names = [shorten(n) for n in labels]
     cells = [[c, r, n] for r, row in enumerate(matrix) for c, n in enumerate(row)]
     share = [sum(row) or 1 for row in matrix]
@@ -189,8 +189,8 @@ LARGEST, SMALLEST = 34.0, 8.0  # diameter of the point with the most bytes, and 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bought:
-    """A plan in ``front``: what it costs; ``low`` and ``high``: where its metric lies (95 %)."""
+class FrontPoint:
+    """A plan in a Pareto front; its metric lies between ``low`` and ``high`` (95 %)."""
 
     name: str
     line: str
@@ -202,8 +202,8 @@ class Bought:
     kind: Kind
 
 
-def front(points: Sequence[Bought], *, limit: float, metric: str) -> Options:
-    """The metric (percent) against time, memory as area; ``limit``: what the budget allows."""
+def pareto_front(points: Sequence[FrontPoint], *, limit: float, metric: str) -> Options:
+    """The metric (percent) over time, memory as area; ``limit``: the least metric allowed."""
     values = [limit, *(p.percent for p in points)]
     room = max(0.2, 0.25 * (max(values) - min(values)))
     least, most = min(values) - room, max(values) + room
@@ -267,7 +267,7 @@ def append(chart: ui.echart, additions: Sequence[tuple[int, list[Point]]]) -> st
 
 
 def replace(chart: ui.echart, series: Sequence[list[Point]]) -> None:
-    """Draw a chart's series anew."""
+    """Replace all points of a chart's series."""
     ui.run_javascript(f"studio.replace({chart.id},{json.dumps(series, separators=(',', ':'))})")
 
 

@@ -1,4 +1,4 @@
-"""The form that makes a plan: fields for what can be asked, and only those that apply."""
+"""The form for a compilation; it shows only the fields that apply."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target
 from tessella.studio import parts
-from tessella.studio.parts import E
-from tessella.studio.theme import text
-from tessella.studio.wanted import (
+from tessella.studio.compile_request import (
     LEAST,
     METHODS,
     PRECISIONS,
@@ -25,20 +23,22 @@ from tessella.studio.wanted import (
     USUAL_SAMPLES,
     WAYS,
     How,
+    describe_followed,
     followed,
-    followed_words,
     requested,
     rounds,
 )
+from tessella.studio.parts import E
+from tessella.studio.theme import text
 
 
 class CompileForm:
-    """The fields. ``on_change`` is called after each change, when ``request`` may be asked for.
+    """The fields. ``on_change`` is called after each change; ``request`` gives the outcome.
 
     Args:
-        sources: runs with a checkpoint, by ref, as they are shown.
-        classes: each run's classes; homes: the dataset that it was trained on, where it is there.
-        datasets, plans: what could calibrate, judge or be followed, by ref.
+        sources: titles of the runs that have a checkpoint, by ref.
+        classes: each run's classes. homes: the dataset that a run was trained on, if it is there.
+        datasets: those that can calibrate or judge, by ref. plans: those to follow, by ref.
     """
 
     def __init__(
@@ -53,18 +53,20 @@ class CompileForm:
         on_change: Callable[[], None],
     ) -> None:
         self._classes, self._homes = classes, homes
-        self._datasets, self._plans, self._told = datasets, plans, on_change
+        self._datasets, self._plans, self._on_change = datasets, plans, on_change
         self._ready = False
         self._source = parts.field(
-            ui.select(sources, value=source, label="Best checkpoint of", on_change=self._from)
+            ui.select(
+                sources, value=source, label="Best checkpoint of", on_change=self._run_changed
+            )
         )
         self._name = parts.field(ui.input("Name", on_change=self._changed))
         self._how = ui.toggle(
             {how: title for how, (title, _) in WAYS.items()}, value="one", on_change=self._changed
         ).props("unelevated dense no-caps spread toggle-color=teal-9 size=13px")
         self._how_help = text("p", "").classes("muted small")
-        self._what()
-        self._calibration()
+        self._precision_fields()
+        self._calibration_fields()
         with parts.box("fields"):
             self._batch = self._add(
                 ui.input("Batch: least, usual, most", value="1, 8, 32", on_change=self._changed),
@@ -81,7 +83,7 @@ class CompileForm:
                 "What was measured is kept: building again goes on there.",
             )
         self._ready = True
-        self._from()
+        self._run_changed()
 
     def _add(self, element: E, help_: str, classes: str = "") -> E:
         """A field with its line of help."""
@@ -89,8 +91,7 @@ class CompileForm:
         element.props["hint"] = help_
         return element
 
-    def _what(self) -> None:
-        """What decides the precisions."""
+    def _precision_fields(self) -> None:
         with parts.box("fields"):
             self._target = parts.field(
                 ui.select(TARGETS, value=default_target(), label="Target", on_change=self._changed)
@@ -115,7 +116,7 @@ class CompileForm:
                 "wide",
             )  # fmt: skip
 
-    def _calibration(self) -> None:
+    def _calibration_fields(self) -> None:
         with parts.box("fields") as self._calibrating:
             self._calibrate = self._add(
                 ui.select({}, label="Calibrated with", on_change=self._dataset_changed),
@@ -138,13 +139,13 @@ class CompileForm:
                 "wide",
             )  # fmt: skip
 
-    # --- what it says -------------------------------------------------------------------
+    # --- the request -------------------------------------------------------------------
 
     def request(self) -> BuildRequest:
-        """What is asked for now.
+        """The request that the fields describe.
 
         Raises:
-            UsageError: something is missing, or cannot be.
+            UsageError: a setting is missing or impossible.
         """
         how: How = self._how.value
         limit = self._limit.value
@@ -158,20 +159,20 @@ class CompileForm:
             "data": self._judge.value,
             "lock": self._lock.value,
             "time_limit_s": None if limit in (None, "") else float(limit),
-            **self._calibrated(),
+            **self._calibration(),
         }
         if how == "lock" and self._lock.value:
             settings |= followed(self._plans[self._lock.value])
         return requested(how, (self._name.value or "").strip(), **settings)
 
     def suggest(self, name: str) -> None:
-        """Show the name that a plan gets if none is typed."""
+        """Show the name that the plan gets if nobody types one."""
         if self._name.props.get("placeholder") != name:
             self._name.props["placeholder"] = name
             self._name.update()
 
-    def _calibrated(self) -> dict[str, Any]:
-        """What calibrates; what is usual is not said."""
+    def _calibration(self) -> dict[str, Any]:
+        """The settings of a calibration that differ from the usual ones."""
         if not self._calibrating.visible or not self._calibrate.value:
             return {}
         samples, method, split = self._samples.value, self._method.value, self._split.value
@@ -183,10 +184,10 @@ class CompileForm:
             "calibration_method": None if method == USUAL_METHOD else method,
         }
 
-    # --- what applies -------------------------------------------------------------------
+    # --- fields that apply -------------------------------------------------------------------
 
-    def _from(self) -> None:
-        """Another checkpoint: the datasets that suit it."""
+    def _run_changed(self) -> None:
+        """Offer the datasets that suit the chosen run."""
         if not self._ready:
             return
         self._ready = False
@@ -213,7 +214,7 @@ class CompileForm:
         self._changed()
 
     def _changed(self) -> None:
-        """Show what applies, say what it means, and tell the page."""
+        """Show the fields that apply with their help, then call ``on_change``."""
         if not self._ready:
             return
         self._ready = False  # a field that is changed here must not come back
@@ -228,9 +229,9 @@ class CompileForm:
         if self._precision.options != shown or self._precision.value != value:
             self._precision.set_options(shown, value=value)
         budget = "The least exact that a layer may get."
-        self._say(self._precision, budget if how == "budget" else PRECISIONS[value][1])
+        self._hint(self._precision, budget if how == "budget" else PRECISIONS[value][1])
         self._precision.props["label"] = "Least exact" if how == "budget" else "Precision"
-        self._say(self._method, METHODS[self._method.value])
+        self._hint(self._method, METHODS[self._method.value])
         self._points.set_visibility(how == "budget")
         self._judge.set_visibility(how == "budget")
         self._lock.set_visibility(how == "lock")
@@ -239,18 +240,17 @@ class CompileForm:
             element.set_visibility(how != "lock")
         self._calibrating.set_visibility(self._calibrates(how, value))
         self._ready = True
-        self._told()
+        self._on_change()
 
     def _calibrates(self, how: How, precision: str) -> bool:
         if how == "lock":
             plan = self._plans.get(self._lock.value or "")
             if plan is not None:
-                had = followed_words(plan)
-                self._say(self._lock, had)
+                self._hint(self._lock, describe_followed(plan))
             return plan is not None and rounds(plan)
         return how == "one" and precision in ROUNDED
 
-    def _say(self, element: Element, help_: str) -> None:
+    def _hint(self, element: Element, help_: str) -> None:
         if element.props.get("hint") != help_:
             element.props["hint"] = help_
             element.update()

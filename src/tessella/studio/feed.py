@@ -1,7 +1,7 @@
-"""What an ``events.jsonl`` has told so far, and what it tells anew: a tail, for pages that watch.
+"""Follows an event log: the points, progress and warnings so far, and those that were appended.
 
-A feed remembers its offset, so a look costs what was appended since the last one. It works for
-every run folder and every job, whoever started it.
+A feed remembers its offset in ``events.jsonl``, so a read costs only what was appended since the
+last one. It works for every run folder and every job, whoever started it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RATE_WINDOW = 40  # progress events from which the remaining time is estimated
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What one look brought.
+    """The events that one read brought.
 
     Attributes:
         points: new points by metric.
@@ -97,7 +97,7 @@ class Feed:
 
     @property
     def status(self) -> str:
-        """The state of a run that no job of ours drives, as far as the log tells."""
+        """The state of a run that no job of ours drives, judged by its log."""
         if self.error:
             return "failed"
         if self.result is not None:
@@ -118,7 +118,7 @@ class Feed:
                 new.setdefault(name, []).append(point)
 
     def _begin(self, event: Event) -> bool:
-        """A new stage. A resumed run repeats the steps after its checkpoint: forget those."""
+        """Begin a stage. A resumed run repeats steps: forget the points after its checkpoint."""
         self.phase = event.text or event.name
         self.done, self.total, self.error, self.result = 0, 0, "", None
         self._rate.clear()
@@ -138,7 +138,7 @@ class Feed:
 
 
 def thin(points: list[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most ``most`` points with the shape of all: of each stretch the lowest and the highest."""
+    """At most ``most`` points that keep the curve's shape: the extremes of each stretch."""
     if len(points) <= most:
         return list(points)
     stretch = len(points) / (most // 2)

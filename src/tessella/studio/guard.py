@@ -1,5 +1,4 @@
-"""The studio's door: nothing passes, page, picture or socket, without the token of the first
-start.
+"""Access to the studio: no page, picture or socket is answered without the token.
 
 The token comes once in the URL and then lives in a cookie that other sites can neither read nor
 send. A foreign ``Host`` (DNS rebinding) and a foreign ``Origin`` (cross-site requests and
@@ -84,7 +83,7 @@ class Guard:
             await send({"type": "websocket.close", "code": 4401})
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Why not to pass, as the answer to send; None lets the request through."""
+        """The response to a request that may not pass; None lets it pass."""
         headers = Headers(scope=scope)
         if not self._known_host(headers.get("host", "")):
             return _page(403, "This host name is not known here", "Open the studio by 127.0.0.1.")
@@ -155,7 +154,7 @@ def _is_address(name: str) -> bool:
 
 
 def _with_headers(send: Send) -> Send:
-    """Add what keeps pages out of caches, frames and other sites' hands."""
+    """Add the headers that keep pages out of caches, frames and other sites."""
 
     async def wrapped(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -170,7 +169,7 @@ def _with_headers(send: Send) -> Send:
 
 
 def _page(status: int, title: str, text: str) -> HTMLResponse:
-    """A page of its own, for those who may not load ours. ``text`` is our own HTML."""
+    """A page without scripts, for a client that may not load ours. ``text`` is trusted HTML."""
     return HTMLResponse(
         f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title>"
         "<style>:root{color-scheme:light dark}body{font:16px/1.6 system-ui,sans-serif;"

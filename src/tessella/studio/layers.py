@@ -1,6 +1,4 @@
-"""The layers of a network, one at a time: pictures, statistics and histograms of weights and
-outputs.
-"""
+"""The layers of a network: pictures, statistics and histograms of weights and outputs."""
 
 from __future__ import annotations
 

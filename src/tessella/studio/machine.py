@@ -22,9 +22,9 @@ class Machine:
         self._meters: dict[str, _Meter] = {}
         with parts.card("Machine", tight=True):
             self._box = ui.element("div").classes("meters")
-        ui.timer(INTERVAL_S, self._look)
+        ui.timer(INTERVAL_S, self._refresh)
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         now = await asyncio.to_thread(readings, self._disk)
         for name, fraction, line in meters(now):
             if name not in self._meters:
@@ -48,7 +48,7 @@ class _Meter:
 
 
 def meters(now: Readings) -> list[tuple[str, float, str]]:
-    """(name, fraction, text) of everything that this machine tells."""
+    """(name, fraction, text) of every reading of this machine."""
     host = now.host
     out = [
         ("Processors", host.cpu_percent / 100, f"{host.cpu_percent:.0f} %"),
@@ -65,12 +65,12 @@ def meters(now: Readings) -> list[tuple[str, float, str]]:
 
 def _gpu(gpu: Gpu) -> list[tuple[str, float, str]]:
     name = f"GPU {gpu.index}"
-    told = [
+    shown = [
         "" if gpu.utilization is None else f"{gpu.utilization:.0f} %",
         "" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} °C",
         "" if gpu.power_w is None else f"{gpu.power_w:.0f} W",
     ]
-    out = [(name, (gpu.utilization or 0.0) / 100, " · ".join(t for t in told if t))]
+    out = [(name, (gpu.utilization or 0.0) / 100, " · ".join(s for s in shown if s))]
     if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
         used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
         out.append(

@@ -1,4 +1,4 @@
-"""The parts that pages are made of: cards, empty states, numbers, commands, tables, pictures.
+"""The parts of pages: cards, empty states, numbers, commands, tables, pictures, form fields.
 
 Text reaches the browser as text, attributes as attributes; the one place that writes HTML,
 ``table``, escapes every cell. So a class may be called ``<img onerror=…>``.
@@ -26,7 +26,7 @@ E = TypeVar("E", bound=Element)
 
 
 def card(title: str = "", hint: str = "", *, tight: bool = False) -> Element:
-    """A surface with an optional heading; used as ``with card(…):``, like all of these."""
+    """A surface with an optional heading; used as ``with card(…):``, like the other parts."""
     section = ui.element("section").classes("card tight" if tight else "card")
     if title:
         with section, box("card-head"):
@@ -61,7 +61,7 @@ def picture(source: str, alt: str = "") -> Element:
 
 
 def empty(title: str, advice: str) -> Element:
-    """What a place says that has nothing to show yet, and what to do about it."""
+    """The text of a place that has nothing to show yet, and what to do about it."""
     area = box("empty")
     with area:
         text("h2", title)
@@ -84,11 +84,11 @@ def note(content: str, kind: str = "") -> None:
 
 
 def refused(error: TessellaError, advice: str) -> None:
-    """What a page shows in place of something that is not there or cannot be read; it is a 404."""
+    """Show why an artifact is missing or cannot be read; the page becomes a 404."""
     ui.context.client.status_code = 404
     with card("What went wrong"):
-        said = str(error)
-        note(said[:1].upper() + said[1:], "bad")
+        message = str(error)
+        note(message[:1].upper() + message[1:], "bad")
         text("p", advice).classes("muted")
 
 
@@ -129,7 +129,7 @@ class Command:
 
 
 def button(label: str, on_click: Callable[..., object], *, icon: str | None = None) -> ui.button:
-    """The one thing that a form does."""
+    """The main button of a form; there is one."""
     return (
         ui.button(label, on_click=on_click, icon=icon, color=None)
         .props("unelevated")
@@ -138,13 +138,12 @@ def button(label: str, on_click: Callable[..., object], *, icon: str | None = No
 
 
 def plain_button(label: str, on_click: Callable[..., object], icon: str | None = None) -> ui.button:
-    """Any other button."""
     return ui.button(label, on_click=on_click, icon=icon, color=None).props("flat").classes("plain")
 
 
 @contextmanager
-def telling() -> Iterator[None]:
-    """Shows an error of ours to the user instead of only logging it."""
+def errors_shown() -> Iterator[None]:
+    """Show an error that we raise to the user instead of only logging it."""
     try:
         yield
     except TessellaError as error:
@@ -230,7 +229,7 @@ class Track:
             self._text = text("span", "").classes("muted small num")
 
     def show(self, fraction: float, line: str) -> None:
-        """Fill the bar to ``fraction`` (0 to 1) and say ``line``."""
+        """Fill the bar to ``fraction`` (0 to 1) and write ``line`` under it."""
         self.box.set_visibility(True)
         width = f"width:{100 * min(1.0, max(0.0, fraction)):.1f}%"
         if width != self._width:

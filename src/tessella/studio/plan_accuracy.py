@@ -1,4 +1,4 @@
-"""What a plan's precisions cost: its receipt, the samples whose answer changed, each layer."""
+"""The accuracy of a plan: its receipt, the samples whose answer changed, each layer's precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import parts, pictures
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.theme import text
 from tessella.studio.workspace import best_checkpoint, open_dataset
 
@@ -31,10 +31,8 @@ NAMES = {dtype: name for name, dtype in reversed(PRECISIONS.items())}  # fp32 be
 
 
 @dataclass(frozen=True, kw_only=True)
-class Changed:
-    """A sample whose answer changed, as it is shown: ``before`` and ``after`` with what is known
-    of their probabilities.
-    """
+class ChangedAnswer:
+    """A sample whose answer changed; ``before`` and ``after`` may have their probabilities."""
 
     path: str
     truth: str
@@ -44,10 +42,10 @@ class Changed:
 
 
 class Accuracy:
-    """The card: what the checkpoint had, what a budget's search found, and a comparison."""
+    """The card: the budget's receipt, the checkpoint's metrics, and a comparison of the two."""
 
-    def __init__(self, desk: Desk, plan: Plan, ref: str) -> None:
-        self._desk, self._plan, self._ref = desk, plan, ref
+    def __init__(self, context: Context, plan: Plan, ref: str) -> None:
+        self._context, self._plan, self._ref = context, plan, ref
         self._source, self._data = self._origin()
         manifest = plan.manifest
         with parts.card("Accuracy"):
@@ -64,7 +62,7 @@ class Accuracy:
 
     def _origin(self) -> tuple[Path | None, Path | None]:
         """The checkpoint that the plan was built from and its dataset, where they are here."""
-        space = self._desk.workspace
+        space = self._context.workspace
         built_from = space.root / self._plan.manifest.built_from
         for found in space.runs():
             if found.item is not None and built_from.is_relative_to(found.path):
@@ -77,7 +75,7 @@ class Accuracy:
                 return source, space.find_dataset(found.item.info.dataset_hash)
         return None, None
 
-    # --- what the plan says -------------------------------------------------------------
+    # --- the receipt -------------------------------------------------------------
 
     def _receipt(self, receipt: Receipt) -> None:
         parts.stats(
@@ -100,7 +98,7 @@ class Accuracy:
                  f"p = {receipt.p_value:.2g} (McNemar).").classes("muted small")  # fmt: skip
         self._flips(
             [
-                Changed(
+                ChangedAnswer(
                     path=f.path,
                     truth=f.label,
                     before=f"{f.before} {100 * f.probability_before:.0f} %",
@@ -112,7 +110,7 @@ class Accuracy:
             receipt.flipped,
         )
 
-    def _flips(self, flips: Sequence[Changed], count: int) -> None:
+    def _flips(self, flips: Sequence[ChangedAnswer], count: int) -> None:
         """The samples with their pictures, where the dataset is at hand."""
         if not flips:
             return
@@ -122,11 +120,11 @@ class Accuracy:
         if count > min(len(flips), FLIPS):
             text("p", f"… and {count - min(len(flips), FLIPS):,} more").classes("muted small")
 
-    def _thumbnails(self, flips: Sequence[Changed]) -> bool:
+    def _thumbnails(self, flips: Sequence[ChangedAnswer]) -> bool:
         """Show the samples as pictures; False if none of them is at hand."""
         if self._data is None:
             return False
-        dataset, ref = open_dataset(self._data), self._desk.workspace.ref(self._data)
+        dataset, ref = open_dataset(self._data), self._context.workspace.ref(self._data)
         places = _places(dataset, flips)
         if places:
             with parts.box("thumbs flips"):
@@ -136,35 +134,37 @@ class Accuracy:
 
     # --- the comparison -----------------------------------------------------------------
 
-    def _verification(self, source: Path, data: Path, out: str) -> JobSpec:
-        space = self._desk.workspace
+    def _comparison(self, source: Path, data: Path, out: str) -> JobSpec:
+        space = self._context.workspace
         target = self._plan.manifest.fingerprint.target
         return commands.verify(
             self._ref, space.ref(source), space.ref(data), target=target, out=out
         )
 
     def _report_path(self) -> Path:
-        stat = self._desk.workspace.path(self._ref).stat()
+        stat = self._context.workspace.path(self._ref).stat()
         key = digest([self._ref, stat.st_mtime_ns, stat.st_size])[:24]
-        return self._desk.workspace.own("verifications") / f"{key}.json"
+        return self._context.workspace.own("verifications") / f"{key}.json"
 
     def _show_report(self) -> None:
         self._report.clear()
         with self._report:
             if self._report_path().exists():
-                self._told(parse_json(self._report_path().read_bytes(), where="verification"))
+                self._show_comparison(
+                    parse_json(self._report_path().read_bytes(), where="verification")
+                )
                 return
             if self._source is None or self._data is None:
                 text("p", "Its checkpoint or dataset is not in this workspace, so there is nothing "
                      "to compare with.").classes("muted small")  # fmt: skip
                 return
-            report = self._desk.workspace.ref(self._report_path())
-            spec = self._verification(self._source, self._data, report)
+            report = self._context.workspace.ref(self._report_path())
+            spec = self._comparison(self._source, self._data, report)
             parts.plain_button("Compare with the checkpoint", lambda: self._verify(spec), "balance")
-            shown = self._verification(self._source, self._data, "report.json")
+            shown = self._comparison(self._source, self._data, "report.json")
             parts.Command(commands.shown(shown))
 
-    def _told(self, report: dict[str, Any]) -> None:
+    def _show_comparison(self, report: dict[str, Any]) -> None:
         text("p", "Compared with the checkpoint, sample by sample:").classes("muted small")
         parts.stats([
             ("accuracy of the plan", f"{100 * report['plan_accuracy']:.2f} %"),
@@ -172,21 +172,21 @@ class Accuracy:
             ("largest difference", f"{report['max_abs_diff']:.2g}"),
         ])  # fmt: skip
         flips = [
-            Changed(path=f["path"], truth=f["truth"], before=f["checkpoint"], after=f["plan"])
+            ChangedAnswer(path=f["path"], truth=f["truth"], before=f["checkpoint"], after=f["plan"])
             for f in report["flips"]
         ]
         self._flips(flips, len(flips))
 
     def _verify(self, spec: JobSpec) -> None:
-        with parts.telling():
-            job = self._desk.store.submit(spec)
+        with parts.errors_shown():
+            job = self._context.store.submit(spec)
             self._report.clear()
             with self._report:
                 text("p", "Comparing, sample by sample …").classes("muted small")
-                timer = ui.timer(0.7, lambda: look())
+                timer = ui.timer(0.7, lambda: refresh())
 
-        def look() -> None:
-            now = self._desk.store.job(job.id)
+        def refresh() -> None:
+            now = self._context.store.job(job.id)
             if now.ended:
                 timer.cancel()
                 self._show_report()
@@ -200,8 +200,8 @@ def interval(receipt: Receipt) -> str:
     return f"{receipt.low:.2f} … {receipt.high:.2f}".replace("-", "−")
 
 
-def _places(dataset: Dataset, flips: Sequence[Changed]) -> dict[str, int]:
-    """Where the samples lie in the validation split, by path; what is not there is left out."""
+def _places(dataset: Dataset, flips: Sequence[ChangedAnswer]) -> dict[str, int]:
+    """The samples' indices in the validation split, by path; those not there are left out."""
     if "val" not in dataset.info.splits:
         return {}
     split = dataset.split("val")
@@ -211,12 +211,12 @@ def _places(dataset: Dataset, flips: Sequence[Changed]) -> dict[str, int]:
     return known
 
 
-def _is(split: Split, flip: Changed) -> bool:
+def _is(split: Split, flip: ChangedAnswer) -> bool:
     index = flip.index or 0
     return 0 <= index < len(split) and split[index].path == flip.path
 
 
-def _flip(flip: Changed, dataset: Dataset, ref: str, places: dict[str, int]) -> None:
+def _flip(flip: ChangedAnswer, dataset: Dataset, ref: str, places: dict[str, int]) -> None:
     with parts.box("thumb"):
         if flip.path in places:
             source = pictures.example_address(dataset, ref, "val", places[flip.path])
@@ -231,7 +231,7 @@ def _flip(flip: Changed, dataset: Dataset, ref: str, places: dict[str, int]) -> 
 
 
 def show_layers(plan: Plan, bucket: Bucket) -> None:
-    """The card that says in which precision each layer works, and what rounding does to it."""
+    """The card with each layer's precision and its signal-to-noise ratio."""
     found = [(s, precision_of(plan, bucket, s)) for s in bucket.steps if s.op in LAYERS]
     if not found:
         return
@@ -259,7 +259,7 @@ def _layer(step: Step, precision: str, snr: dict[str, float]) -> tuple[parts.Cel
 
 
 def precision_of(plan: Plan, bucket: Bucket, step: Step) -> str:
-    """What a layer multiplies: the element type that it reads, by the precisions' names."""
+    """The precision in which a layer multiplies: that of the values which it reads."""
     types = {b.name: b.dtype for b in bucket.buffers}
     types |= {s.name: s.dtype for s in plan.manifest.inputs}
     types |= {n: str(t.dtype).removeprefix("torch.") for n, t in plan.weights.items()}

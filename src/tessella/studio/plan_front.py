@@ -1,4 +1,4 @@
-"""What a search under a budget found: a chart and a table of plans, each of which can be opened."""
+"""The Pareto front of a budget's search: a chart and a table of plans that can be opened."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tessella.artifacts.front import FrontInfo, FrontPoint, read_front
 from tessella.artifacts.plan import Plan
 from tessella.core.errors import TessellaError
 from tessella.studio import charts, parts
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.plan_accuracy import interval
 from tessella.studio.theme import text
 from tessella.studio.workspace import plain_name
 
 
 def front_of(plan: Path) -> Path | None:
-    """The folder of the front that a plan is of, or was chosen from."""
+    """The folder of the Pareto front that a plan belongs to, or was chosen from."""
     for folder in (plan.parent, plan.with_suffix(".front")):
         if (folder / fronts.FILE).is_file():
             return folder
@@ -27,39 +27,39 @@ def front_of(plan: Path) -> Path | None:
 
 
 def precision_named(plan: Plan) -> str:
-    """The precision of all layers, or that each has its own."""
+    """The precision of all layers, or "by layer" where each has its own."""
     return "by layer" if plan.manifest.precisions else plan.manifest.precision
 
 
 def title_of(plan: Path) -> str:
-    """What a plan is called; one of a front by the search and its place in it."""
+    """A plan's title: its name, or the name of the Pareto front with the plan's place in it."""
     of_front = plan.parent.suffix == ".front"
     return f"{plan.parent.stem}-{plan.stem}" if of_front else plan.stem
 
 
 def rebuilt(plan: Path, command: str) -> str:
-    """The command that builds a plan again; a front's manifest has that of the chosen one."""
+    """The command that builds a plan again; a front's manifests have that of the chosen plan."""
     of_front = plan.parent.suffix == ".front" and plan.stem.isdigit()
     if of_front and not command.startswith("tessella "):  # Python: a network in memory
         return f"{command}; of its table the plan {plan.stem}"
     return f"{command} --point {plan.stem}" if of_front else command
 
 
-def show_front(desk: Desk, path: Path) -> None:
-    """The card, if the plan at ``path`` comes from a search."""
+def show_front(context: Context, path: Path) -> None:
+    """The card of the Pareto front, if the plan at ``path`` comes from a budget's search."""
     folder = front_of(path)
     if folder is None:
         return
     with parts.card("What precision buys", "plans of which none is better than another in all"):
         try:
-            _Front(desk, folder, read_front(folder), path)
+            _Front(context, folder, read_front(folder), path)
         except TessellaError as error:
             parts.note(str(error), "bad")
 
 
 class _Front:
-    def __init__(self, desk: Desk, folder: Path, info: FrontInfo, here: Path) -> None:
-        self._desk, self._folder, self._info = desk, folder, info
+    def __init__(self, context: Context, folder: Path, info: FrontInfo, here: Path) -> None:
+        self._context, self._folder, self._info = context, folder, info
         self._points = [(str(i), p) for i, p in enumerate(info.points)]
         if info.exact.plan not in [p.plan for _, p in self._points]:
             self._points.append(("fp32", info.exact))
@@ -99,9 +99,9 @@ class _Front:
     def _chart(self) -> None:
         before = 100 * self._info.exact.receipt.after
         chart = ui.echart(
-            charts.front(
+            charts.pareto_front(
                 [
-                    charts.Bought(
+                    charts.FrontPoint(
                         name=name,
                         line=f"{name}: {p.time_us:,.0f} µs, {100 * p.receipt.after:.2f} %, "
                         f"{parts.nbytes(p.nbytes)}, {_mixed(p)}",
@@ -131,7 +131,7 @@ class _Front:
             ui.navigate.to(self._address(known[name]))
 
     def _address(self, point: FrontPoint) -> str:
-        ref = self._desk.workspace.ref(self._folder / point.plan)
+        ref = self._context.workspace.ref(self._folder / point.plan)
         return parts.address("/plan", plan=ref)
 
     def _table(self) -> None:
@@ -160,7 +160,7 @@ class _Front:
         parts.table(columns, rows, [p.plan == self._here for _, p in self._points])
 
     def _save(self, here: Path) -> None:
-        """A point of the front becomes a plan of its own."""
+        """The field and button that save a point of the front as a plan of its own."""
         with parts.box("row-line wrap"):
             name = parts.field(ui.input("Keep this plan as", value=title_of(here))).style(
                 "max-width:280px"
@@ -168,10 +168,10 @@ class _Front:
             parts.plain_button("Save", lambda: self._keep(here, name.value or ""), "save")
 
     def _keep(self, here: Path, name: str) -> None:
-        with parts.telling():
-            target = self._desk.workspace.new_path("plan", plain_name(name))
+        with parts.errors_shown():
+            target = self._context.workspace.new_path("plan", plain_name(name))
             write_atomic(target, here.read_bytes())
-            ui.navigate.to(parts.address("/plan", plan=self._desk.workspace.ref(target)))
+            ui.navigate.to(parts.address("/plan", plan=self._context.workspace.ref(target)))
 
 
 def _mixed(point: FrontPoint) -> str:

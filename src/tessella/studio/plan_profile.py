@@ -1,4 +1,4 @@
-"""Where a plan's time goes: each step beside what the machine's limits allow."""
+"""The profile of a plan: the time of each step beside what the machine's limits allow."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import parts
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.theme import text
 
-STEPS = 1  # the thread of a trace that has the steps; the others say what would be possible
+STEPS = 1  # the thread of a trace with the steps; the other threads hold what would be possible
 
 
 class Profile:
-    """The card: a button that measures, then the trace that ``tessella profile`` wrote."""
+    """The card: a button that measures, then the trace that ``tessella profile`` has written."""
 
-    def __init__(self, desk: Desk, plan: Plan, ref: str) -> None:
-        self._desk, self._plan, self._ref = desk, plan, ref
+    def __init__(self, context: Context, plan: Plan, ref: str) -> None:
+        self._context, self._plan, self._ref = context, plan, ref
         self._batch = plan.program.buckets[-1].batch
         with parts.card("Where the time goes"):
             self._box = ui.element("div").classes("stack")
         self.show(self._batch)
 
     def show(self, batch: int) -> None:
-        """The profile at this batch size, or what makes one."""
+        """Show the profile at this batch size, or the button that measures it."""
         self._batch = batch
         self._box.clear()
         with self._box:
             path = self._path()
             if path.is_file():
                 try:
-                    _told(trace_of(path))
+                    _show_trace(trace_of(path))
                 except TessellaError as error:
                     parts.note(str(error), "bad")
                 with parts.box("row-line wrap"):
@@ -52,9 +52,9 @@ class Profile:
             parts.Command(commands.shown(self._spec("trace.json")))
 
     def _path(self) -> Path:
-        stat = self._desk.workspace.path(self._ref).stat()
+        stat = self._context.workspace.path(self._ref).stat()
         key = digest([self._ref, stat.st_mtime_ns, stat.st_size, self._batch])[:24]
-        return self._desk.workspace.own("traces") / f"{key}.json"
+        return self._context.workspace.own("traces") / f"{key}.json"
 
     def _spec(self, trace: str) -> JobSpec:
         target = self._plan.manifest.fingerprint.target
@@ -62,16 +62,16 @@ class Profile:
 
     def _measure(self) -> None:
         batch = self._batch
-        with parts.telling():
-            spec = self._spec(self._desk.workspace.ref(self._path()))
-            job = self._desk.store.submit(spec)
+        with parts.errors_shown():
+            spec = self._spec(self._context.workspace.ref(self._path()))
+            job = self._context.store.submit(spec)
             self._box.clear()
             with self._box:
                 text("p", f"Measuring each step at batch {batch} …").classes("muted")
-                timer = ui.timer(0.7, lambda: look())
+                timer = ui.timer(0.7, lambda: refresh())
 
-        def look() -> None:
-            now = self._desk.store.job(job.id)
+        def refresh() -> None:
+            now = self._context.store.job(job.id)
             if not now.ended:
                 return
             timer.cancel()
@@ -83,10 +83,10 @@ class Profile:
 
 
 def trace_of(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a trace says of the whole program, and of each step.
+    """The numbers of the whole program and of each step in a trace file.
 
     Raises:
-        CorruptArtifact: it is no trace of ours.
+        CorruptArtifact: the file is no trace of a plan.
     """
     read = parse_json(path.read_bytes(), where=path.name)
     try:
@@ -114,7 +114,7 @@ def trace_of(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return whole, steps
 
 
-def _told(trace: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
+def _show_trace(trace: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     whole, steps = trace
     total = sum(s["time_us"] for s in steps) or 1e-3
     limit = sum(min(s["limit_us"], s["time_us"]) for s in steps)

@@ -10,16 +10,16 @@ from tessella.artifacts.plan import Plan
 from tessella.jobs import commands
 from tessella.jobs.job import Job, JobSpec
 from tessella.studio import parts
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.plan_front import title_of
 from tessella.studio.workspace import plain_name
 
 
 class Service:
-    """The card; it follows the job that serves the plan, whoever started it."""
+    """The card; it shows the job that serves the plan, whoever started that job."""
 
-    def __init__(self, desk: Desk, plan: Plan, ref: str) -> None:
-        self._desk, self._plan, self._ref = desk, plan, ref
+    def __init__(self, context: Context, plan: Plan, ref: str) -> None:
+        self._context, self._plan, self._ref = context, plan, ref
         with parts.card("Serve", "Open Inference Protocol over HTTP"):
             with parts.box("row-line"):
                 self._port = parts.field(
@@ -47,7 +47,7 @@ class Service:
         """The job that serves this plan now."""
         ending = f"={self._ref}"
         return next(
-            (j for j in self._desk.store.jobs()
+            (j for j in self._context.store.jobs()
              if j.kind == "serve" and not j.ended and any(a.endswith(ending) for a in j.argv)),
             None,
         )  # fmt: skip
@@ -68,15 +68,15 @@ class Service:
             self._curl.show(lines[1])
 
     def _serve(self) -> None:
-        with parts.telling():
-            self._desk.store.submit(self._serve_spec())
+        with parts.errors_shown():
+            self._context.store.submit(self._serve_spec())
         self._refresh()
 
     def _stop_serving(self) -> None:
         job = self._serving()
         if job is not None:
-            with parts.telling():
-                self._desk.store.abort(job.id)
+            with parts.errors_shown():
+                self._context.store.abort(job.id)
 
 
 def curl(name: str, port: int, plan: Plan) -> str:

@@ -1,7 +1,6 @@
-"""Quick questions to the engines, asked through the command line: the studio itself loads none.
+"""Short commands whose JSON answer a page waits for: the studio itself loads no engine.
 
-An answer comes as the verb's ``--json``. What takes longer than a person waits for is a job
-instead.
+Work that takes longer than a person waits is a job instead.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class NoAnswer(TessellaError):
 
 
 async def ask(arguments: Sequence[str], *, folder: Path, timeout_s: float = TIMEOUT_S) -> Any:
-    """Run ``tessella ARGUMENTS`` in ``folder``, return its JSON answer.
+    """Run ``tessella ARGUMENTS --json`` in ``folder`` and return the answer.
 
     Raises:
-        NoAnswer: the command failed, with its own words; or it took too long.
+        NoAnswer: the command failed, with its own message, or it took too long.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -59,10 +58,10 @@ async def ask(arguments: Sequence[str], *, folder: Path, timeout_s: float = TIME
 
 
 def _failure(arguments: Sequence[str], out: bytes, err: bytes) -> NoAnswer:
-    """The error that the command told: as JSON if it did so, its last line otherwise."""
+    """The command's error: from its JSON if it printed one, its last line otherwise."""
     with contextlib.suppress(ValueError, AttributeError):
-        told = json.loads(out)
-        return NoAnswer(told["wrong"], seen=told.get("seen"), fix=told.get("fix"))
+        error = json.loads(out)
+        return NoAnswer(error["wrong"], seen=error.get("seen"), fix=error.get("fix"))
     lines = [line for line in err.decode("utf-8", "replace").splitlines() if line.strip()]
     last = lines[-1].strip() if lines else "no message"
     return NoAnswer(f"tessella {' '.join(arguments[:2])} failed", seen=last[:300])

@@ -1,6 +1,6 @@
-"""A form made of ``Recipe``: a field a setting, of the kind that its type asks for.
+"""A form generated from ``Recipe``: a field for each setting, of the kind that its type needs.
 
-A new setting in the recipe appears here by itself, under *More*, with the recipe's own description.
+A new setting of the recipe appears under *More* by itself, with the description in its docstring.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.record import from_plain, to_plain
 from tessella.studio import parts
 
-# In sight, in this order, with the words that people use; the rest is under "More".
+# Shown first, in this order, with the words that people use; the rest is under "More".
 VISIBLE = {
     "epochs": "Epochs",
     "batch_size": "Batch size",
@@ -79,7 +79,7 @@ def _settings_of(cls: type, default: Any, prefix: str) -> typing.Iterator[Settin
 
 
 def descriptions(docstring: str) -> dict[str, str]:
-    """What a docstring's ``Attributes`` say of each field."""
+    """The description of each field in the ``Attributes`` of a docstring."""
     _, _, block = docstring.partition("Attributes:")
     out: dict[str, str] = {}
     names: list[str] = []
@@ -119,10 +119,10 @@ class RecipeForm:
         self._show_policy()
 
     def recipe(self, *, network: str, dataset: str, init: str = "random") -> Recipe:
-        """What the form says, checked, with the defaults where it has not been touched.
+        """The recipe that the form describes, checked; untouched fields have their defaults.
 
         Args:
-            init: as in ``Recipe``, where the form says nothing else.
+            init: as in ``Recipe``, unless the form has another than ``random``.
 
         Raises:
             UsageError: a value is missing or out of range.
@@ -142,7 +142,7 @@ class RecipeForm:
             raise UsageError(error.wrong, seen=error.seen, fix="correct the setting") from error
 
     def show(self, recipe: Recipe) -> None:
-        """Bring the fields that nobody has touched to what ``recipe`` says."""
+        """Show ``recipe`` in the fields that nobody has touched."""
         self._filling = True
         for path, value in flat(recipe).items():
             if path in self._fields and path not in self._touched and path != "init":

@@ -1,4 +1,4 @@
-"""A sweep: several values of a few settings, and how many trainings that makes."""
+"""The form of a sweep: several values of a few settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tessella.studio.theme import text
 
 
 class Values(TypedDict):
-    """What ``commands.sweep`` takes."""
+    """Keyword arguments of ``commands.sweep``."""
 
     networks: Sequence[str]
     lr: str
@@ -50,7 +50,7 @@ class SweepForm:
         return bool(self._switch.value)
 
     def values(self) -> Values:
-        """The lists as typed; an empty one leaves its setting to the recipe."""
+        """The lists as typed; an empty list leaves its setting to the recipe."""
         return Values(
             networks=tuple(self._networks.value or ()),
             lr=self._lr.value or "",
@@ -66,8 +66,8 @@ class SweepForm:
             else "One training: give two values or more of something."
         )
 
-    def know(self, networks: Mapping[str, str]) -> None:
-        """Offer all networks that the command line knows."""
+    def offer(self, networks: Mapping[str, str]) -> None:
+        """Offer these networks: titles by name."""
         self._networks.set_options(dict(networks), value=self._networks.value)
 
     def _changed(self) -> None:

@@ -1,6 +1,4 @@
-"""The frame around every page: header with the five steps, the theme, and where the workspace
-lies.
-"""
+"""The frame around every page: the header with the five steps, the workspace and the theme."""
 
 from __future__ import annotations
 

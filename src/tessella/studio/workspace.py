@@ -50,7 +50,7 @@ class Workspace:
     # --- names --------------------------------------------------------------------------
 
     def own(self, *parts: str) -> Path:
-        """A folder for the studio's own files, made if it is not there."""
+        """A folder for the studio's own files; created if missing."""
         path = self.root.joinpath(OWN_FOLDER, *parts)
         path.mkdir(parents=True, exist_ok=True)
         return path

@@ -1,4 +1,4 @@
-"""Compare: several runs on one chart and in one table, the best first; also while they run."""
+"""The Compare page: several runs on one chart and in one table, the best first."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import TessellaError, UsageError
 from tessella.jobs.job import Job
 from tessella.studio import charts, parts
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.feed import Feed, Point, thin
 from tessella.studio.recipe_form import VISIBLE, flat
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import readable
 
-LOOK_INTERVAL_S = 2.0
+POLL_INTERVAL_S = 2.0
 LINES = 12  # on the chart: the best ones
 POINTS = 400  # of each
 METRICS = {
@@ -31,18 +31,18 @@ METRICS = {
 MISSING = "Choose runs at the left, or start a sweep on the Train page."
 
 
-def register(desk: Desk) -> None:
+def register(context: Context) -> None:
     @ui.page("/compare", response_timeout=RESPONSE_S)
     async def compare(group: str = "") -> None:
         refs = ui.context.client.request.query_params.getlist("run")
-        found = await asyncio.to_thread(desk.workspace.runs)
+        found = await asyncio.to_thread(context.workspace.runs)
         known = list(readable(found))
-        groups = sorted({j.group for j in desk.store.jobs() if j.group})
+        groups = sorted({j.group for j in context.store.jobs() if j.group})
         subtitle = "Which settings are best, run beside run."
-        with frame("Compare", subtitle, desk.workspace.root, step="Monitor"):
+        with frame("Compare", subtitle, context.workspace.root, step="Monitor"):
             with parts.box("split"):
                 try:
-                    members = _members(desk, group, refs)
+                    members = _members(context, group, refs)
                 except TessellaError as error:
                     with parts.box("stack"):
                         _chooser(known, [], groups, group)
@@ -56,14 +56,14 @@ def register(desk: Desk) -> None:
                         with parts.empty("Nothing to compare yet", MISSING):
                             parts.button("Train a network", lambda: ui.navigate.to("/train"))
                         return
-                    page = _Compare(desk, members, group)
-                    await page.look()
-                    ui.timer(LOOK_INTERVAL_S, page.look, immediate=False)
+                    page = _Compare(context, members, group)
+                    await page.refresh()
+                    ui.timer(POLL_INTERVAL_S, page.refresh, immediate=False)
 
 
 @dataclass(kw_only=True)
 class _Member:
-    """One of the runs; ``recipe`` once it has begun."""
+    """One of the compared runs; ``recipe`` is None until the run has begun."""
 
     ref: str
     path: Path
@@ -82,24 +82,24 @@ class _Member:
         return max(points, key=lambda p: (p[1], -p[0])) if points else None
 
     def rank(self) -> tuple[float, float, str]:
-        """The best first; without validation, the lowest loss."""
+        """Sorts the best run first; without validation, the one with the lowest loss."""
         best, loss = self.best(), self.feed.latest("loss")
         return (-best[1] if best else 1.0, float("inf") if loss is None else loss, self.name)
 
 
-def _members(desk: Desk, group: str, refs: list[str]) -> list[_Member]:
+def _members(context: Context, group: str, refs: list[str]) -> list[_Member]:
     """The runs of a sweep, and those named.
 
     Raises:
         UsageError: no such sweep. ArtifactError: no such run, or a damaged one.
     """
-    jobs = [j for j in desk.store.jobs() if j.group == group] if group else []
+    jobs = [j for j in context.store.jobs() if j.group == group] if group else []
     if group and not jobs:
         raise UsageError("there is no sweep of this name", seen=group)
-    outs = [desk.workspace.ref(out) for j in jobs if (out := desk.output_of(j)) is not None]
+    outs = [context.workspace.ref(out) for j in jobs if (out := context.output_of(j)) is not None]
     members = []
     for ref in dict.fromkeys((*sorted(outs), *refs)):
-        path = desk.workspace.path(ref)
+        path = context.workspace.path(ref)
         member = _Member(ref=ref, path=path, feed=Feed(path / "events.jsonl"))
         if (path / "run.json").exists() or ref not in outs:
             member.recipe = Run(path).recipe
@@ -127,10 +127,10 @@ def _chooser(known: list[str], chosen: list[str], groups: list[str], group: str)
 
 
 class _Compare:
-    """Chart and table, drawn anew when there is news."""
+    """Chart and table, drawn again when a run has new points or another state."""
 
-    def __init__(self, desk: Desk, members: list[_Member], group: str) -> None:
-        self._desk, self._members = desk, members
+    def __init__(self, context: Context, members: list[_Member], group: str) -> None:
+        self._context, self._members = context, members
         self._metric = "val/accuracy"
         self._shown: object = None
         with parts.card():
@@ -150,18 +150,18 @@ class _Compare:
         with parts.card("Best first"):
             self._table = ui.element("div").classes("stack")
 
-    async def look(self) -> None:
-        """Take in what is new of every run; draw if there is any."""
-        jobs = {self._desk.output_of(j): j for j in reversed(self._desk.store.jobs())}
+    async def refresh(self) -> None:
+        """Read what every run has appended to its log; draw if anything changed."""
+        jobs = {self._context.output_of(j): j for j in reversed(self._context.store.jobs())}
         for member in self._members:
-            await asyncio.to_thread(self._refresh, member, jobs.get(member.path))
+            await asyncio.to_thread(self._read, member, jobs.get(member.path))
         ranked = sorted(self._members, key=_Member.rank)
         state = [(m.ref, m.status, {n: len(p) for n, p in m.feed.points.items()}) for m in ranked]
         if state != self._shown:
             self._shown = state
             self._draw(ranked)
 
-    def _refresh(self, member: _Member, job: Job | None) -> None:
+    def _read(self, member: _Member, job: Job | None) -> None:
         if member.recipe is None and (member.path / "run.json").exists():
             member.recipe = Run(member.path).recipe
         member.job = job
@@ -209,15 +209,15 @@ class _Compare:
         self._curves(sorted(self._members, key=_Member.rank))
 
     def _abort_all(self) -> None:
-        with parts.telling():
+        with parts.errors_shown():
             for member in self._members:
                 if member.job is not None and not member.job.ended:
-                    self._desk.store.abort(member.job.id)
+                    self._context.store.abort(member.job.id)
             ui.notify("Stopping. The last checkpoints stay.")
 
 
 def _table(ranked: list[_Member]) -> None:
-    """What each run reached; of the settings, those that are not the same everywhere."""
+    """A row for each run: what it reached, and the settings in which the runs differ."""
     known = {m.ref: flat(m.recipe) for m in ranked if m.recipe is not None}
     names = list(dict.fromkeys(name for plain in known.values() for name in plain))
     differ = [n for n in names if len({repr(plain.get(n)) for plain in known.values()}) > 1]

@@ -1,4 +1,4 @@
-"""Data: from a folder or an upload to a dataset, and what is in it before anything is trained."""
+"""The Data page: import a folder or an upload as a dataset, and look into a dataset."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tessella.core.preprocess import Preprocess, ResizeMode
 from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import charts, parts, pictures
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.feed import Feed
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found, plain_name
@@ -28,7 +28,7 @@ from tessella.studio.workspace import Found, plain_name
 PAGE_SIZE = 60
 MISSING = "Choose a dataset at the left, or import the images again."
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".gif")
-LOOK_AT_MOST = 20_000  # directory entries, in search of an example image
+MOST_ENTRIES = 20_000  # directory entries, in search of an example image
 
 MODES: tuple[tuple[ResizeMode, str, str], ...] = (
     ("squash", "Squash", "Fills the size; the shape changes."),
@@ -38,25 +38,25 @@ MODES: tuple[tuple[ResizeMode, str, str], ...] = (
 )
 
 
-def register(desk: Desk) -> None:
+def register(context: Context) -> None:
     @ui.page("/data", response_timeout=RESPONSE_S)
     async def data(
         dataset: str = "", split: str = "", label: int = -1, page: int = 1, job: str = ""
     ) -> None:
-        found = await asyncio.to_thread(desk.workspace.datasets)
-        with frame("Data", "What the network will learn from.", desk.workspace.root):
+        found = await asyncio.to_thread(context.workspace.datasets)
+        with frame("Data", "What the network will learn from.", context.workspace.root):
             with parts.box("split"):
                 if dataset:
                     with parts.box("stack"):
                         _list(found, dataset)
                     with parts.box("stack"):
                         try:
-                            opened = desk.workspace.dataset(dataset)
-                            _Dataset(desk, opened, dataset, split, label, page)
+                            opened = context.workspace.dataset(dataset)
+                            _Dataset(context, opened, dataset, split, label, page)
                         except TessellaError as error:
                             parts.refused(error, MISSING)
                     return
-                _New(desk, found, job)
+                _New(context, found, job)
 
 
 def _list(found: list[Found[Dataset]], here: str) -> None:
@@ -84,7 +84,7 @@ def _list(found: list[Found[Dataset]], here: str) -> None:
 
 @dataclass
 class _Settings:
-    """What the form holds; the fields' values are written here as the user types."""
+    """The form's values, written here as the user types."""
 
     source: str = ""
     upload: str = ""
@@ -102,8 +102,8 @@ class _Settings:
 class _New:
     """The import form, with the four resize modes beside it."""
 
-    def __init__(self, desk: Desk, found: list[Found[Dataset]], job: str) -> None:
-        self._desk, self._values = desk, _Settings()
+    def __init__(self, context: Context, found: list[Found[Dataset]], job: str) -> None:
+        self._context, self._values = context, _Settings()
         self._example = ""
         with parts.box("stack"):
             with parts.card("New dataset"):
@@ -190,7 +190,7 @@ class _New:
         return handler
 
     def _changed(self) -> None:
-        """Show the command and the four pictures for what the form says now."""
+        """Show the command and the four pictures for the form's present values."""
         values = self._values
         try:
             spec = self._spec(values.source or "FOLDER", f"datasets/{values.name or 'NAME'}")
@@ -251,8 +251,8 @@ class _New:
         self._changed()
 
     async def _uploaded(self, upload: str, name: str) -> None:
-        with parts.telling():
-            folder = await asyncio.to_thread(self._desk.uploads.images, upload)
+        with parts.errors_shown():
+            folder = await asyncio.to_thread(self._context.uploads.images, upload)
             self._values.source = str(folder)
             if not self._values.name:
                 self._name.set_value(plain_name(Path(name).stem))
@@ -260,12 +260,12 @@ class _New:
             ui.notify("The ZIP is here. Press Import.", type="positive")
 
     def _source(self) -> Path:
-        """What the form says; a relative path starts at the workspace, where jobs run."""
+        """The folder in the form; a relative path starts at the workspace, where jobs run."""
         typed = self._values.source.strip()
-        return self._desk.workspace.root / Path(typed or "/nonexistent").expanduser()
+        return self._context.workspace.root / Path(typed or "/nonexistent").expanduser()
 
     def _start(self) -> None:
-        with parts.telling():
+        with parts.errors_shown():
             source = self._source()
             if not self._values.source.strip() or not source.exists():
                 raise UsageError(
@@ -274,14 +274,14 @@ class _New:
                     fix="give the folder that holds one subfolder a class, or upload a ZIP",
                 )
             name = self._values.name.strip() or plain_name(source.name)
-            out = self._desk.workspace.new_path("dataset", name)
-            workspace = self._desk.workspace
+            out = self._context.workspace.new_path("dataset", name)
+            workspace = self._context.workspace
             spec = self._spec(workspace.ref(source.resolve()), workspace.ref(out))
-            self._watch(self._desk.store.submit(spec).id)
+            self._watch(self._context.store.submit(spec).id)
 
     def _watch(self, job_id: str) -> None:
-        """Live progress of an import; goes to the dataset when it is there."""
-        job = self._desk.store.job(job_id)
+        """Show an import's progress; open the dataset when it is there."""
+        job = self._context.store.job(job_id)
         feed = Feed(job.events_path)
         self._progress.clear()
         with self._progress, parts.card(job.name) as section:
@@ -290,9 +290,9 @@ class _New:
             problem = text("div", "").classes("note bad")
         problem.set_visibility(False)
 
-        def look() -> None:
+        def refresh() -> None:
             feed.read()
-            now = self._desk.store.job(job_id)
+            now = self._context.store.job(job_id)
             parts.show_status(state, now.status)
             track.show(
                 feed.fraction, f"{feed.phase or 'waiting'} · {feed.done:,} of {feed.total:,}"
@@ -307,7 +307,7 @@ class _New:
                 problem.set_visibility(True)
 
         with section:
-            timer = ui.timer(0.5, look)
+            timer = ui.timer(0.5, refresh)
 
 
 def size_of(written: str) -> tuple[int, int]:
@@ -329,11 +329,11 @@ def first_image(folder: Path) -> Path | None:
     seen = 0
     for here, folders, files in os.walk(folder):
         folders.sort()
-        for file in sorted(files)[:LOOK_AT_MOST]:
+        for file in sorted(files)[:MOST_ENTRIES]:
             seen += 1
             if file.lower().endswith(IMAGE_SUFFIXES):
                 return Path(here) / file
-        if seen > LOOK_AT_MOST:
+        if seen > MOST_ENTRIES:
             return None
     return None
 
@@ -342,10 +342,10 @@ def first_image(folder: Path) -> Path | None:
 
 
 class _Dataset:
-    """What is in a dataset: counts, notes, classes, images."""
+    """A dataset's counts, notes, classes and images."""
 
     def __init__(
-        self, desk: Desk, dataset: Dataset, ref: str, split: str, label: int, page: int
+        self, context: Context, dataset: Dataset, ref: str, split: str, label: int, page: int
     ) -> None:
         self._dataset, self._ref = dataset, ref
         info = dataset.info
@@ -370,7 +370,7 @@ class _Dataset:
         self._show()
         self._problems()
         with parts.card("How to do the same"):
-            parts.Command(_command(dataset, desk.workspace.ref(dataset.path)))
+            parts.Command(_command(dataset, context.workspace.ref(dataset.path)))
 
     def _controls(self) -> None:
         info = self._dataset.info
@@ -463,7 +463,7 @@ def _numbers(dataset: Dataset) -> list[tuple[str, str]]:
 
 
 def _command(dataset: Dataset, out: str) -> str:
-    """The import that makes this dataset, as far as the dataset tells."""
+    """The import that makes this dataset, as far as its description tells."""
     info = dataset.info
     total = sum(s.count for s in info.splits.values()) or 1
     share = {n: round(s.count / total, 3) for n, s in info.splits.items()}

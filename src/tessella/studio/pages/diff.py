@@ -1,4 +1,4 @@
-"""Two plans side by side: what they are, their steps, times and memory."""
+"""The Difference page: two plans side by side, with their steps, times and memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tessella.core.record import canonical_json, from_plain
 from tessella.core.spec import TensorSpec
 from tessella.jobs import commands
 from tessella.studio import parts
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import readable
 
 MOST_LETTERS = 160  # of a manifest's value
 
 MISSING = "Choose two plans at the left; plans are made on the Plan page."
-# What the manifest's words mean to a person; the others are shown as they are.
+# The manifest's fields in words for people; the others are shown as they are.
 ABOUT = {"rebuild": "command", "built_from": "built from", "snr_db": "signal to noise"}
 
 
-def register(desk: Desk) -> None:
+def register(context: Context) -> None:
     @ui.page("/diff", response_timeout=RESPONSE_S)
     async def diff(a: str = "", b: str = "") -> None:
-        space = desk.workspace
+        space = context.workspace
         known = list(readable(await asyncio.to_thread(space.plans)))
         subtitle = "What differs between two plans."
         with frame("Difference", subtitle, space.root, step="Plan"), parts.box("split"):
@@ -166,7 +166,7 @@ def _both(a: str, b: str) -> str:
 
 
 def _step(pair: StepPair, slowest: float) -> tuple[parts.Cell, ...]:
-    """A row: both sides of a step; bars are times in b."""
+    """A row of the table: a step in both plans; the bar is the time in b."""
     kernels = [side.kernel for side in (pair.a, pair.b) if side is not None]
     before = pair.a.time_us if pair.a is not None else None
     after = pair.b.time_us if pair.b is not None else None
@@ -182,7 +182,7 @@ def _step(pair: StepPair, slowest: float) -> tuple[parts.Cell, ...]:
 
 
 def _what(pair: StepPair) -> str:
-    """The fields that differ; of what a step makes, both."""
+    """The fields in which a step differs; of outputs both names."""
     if pair.a is None or pair.b is None:
         return ", ".join(side.outputs[0] for side in (pair.a, pair.b) if side is not None)
     words = [name for name in pair.differs if name != "outputs"]
@@ -192,10 +192,10 @@ def _what(pair: StepPair) -> str:
 
 
 def _named(name: str) -> str:
-    """A manifest's word for people; of a word in a word, what it is of."""
+    """A manifest's field in words for people: ``snr_db.conv1`` as "signal to noise: conv1"."""
     first, _, rest = name.partition(".")
-    told = ABOUT.get(first, first.replace("_", " "))
-    return f"{told}: {rest}" if rest else told
+    title = ABOUT.get(first, first.replace("_", " "))
+    return f"{title}: {rest}" if rest else title
 
 
 def _value(value: object) -> str:

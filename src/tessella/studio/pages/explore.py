@@ -1,6 +1,4 @@
-"""Explore: what a trained network says of a picture, what each layer makes of it, and where it
-errs.
-"""
+"""The Explore page: a network's answer to a picture, the output of each layer, its errors."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import charts, parts, pictures
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.feed import Feed
 from tessella.studio.layers import Layers
 from tessella.studio.quick import ask
@@ -32,14 +30,14 @@ LAYERS_TIMEOUT_S = 300.0
 MISSING = "Open another run from Monitor; a damaged checkpoint can be deleted, older ones stay."
 
 
-def register(desk: Desk) -> None:
+def register(context: Context) -> None:
     @ui.page("/explore", response_timeout=RESPONSE_S)
     async def explore(run: str = "", checkpoint: str = "") -> None:
-        await _page(desk, run, checkpoint)
+        await _page(context, run, checkpoint)
 
 
-async def _page(desk: Desk, run_ref: str, checkpoint_ref: str) -> None:
-    space = desk.workspace
+async def _page(context: Context, run_ref: str, checkpoint_ref: str) -> None:
+    space = context.workspace
     found = readable(await asyncio.to_thread(space.runs))
     runs = {ref: run for ref, run in found.items() if _has_checkpoint(run)}
     if checkpoint_ref and not run_ref:
@@ -70,27 +68,29 @@ async def _page(desk: Desk, run_ref: str, checkpoint_ref: str) -> None:
             with right:
                 _about(chosen)
                 layers = _layers_box()
-                _Errors(desk, chosen)
+                _Errors(context, chosen)
             with left:
-                _chooser(desk, runs, run_ref, chosen)
-                _Classify(desk, chosen, layers)
+                _chooser(context, runs, run_ref, chosen)
+                _Classify(context, chosen, layers)
 
 
 def _has_checkpoint(run: Run) -> bool:
     try:
         return bool(run.checkpoints())
-    except TessellaError:  # damaged: told when it is asked for, never chosen by itself
+    except TessellaError:  # damaged: an error where it is asked for, never a default
         return False
 
 
-def _chooser(desk: Desk, runs: dict[str, Run], ref: str, chosen: Checkpoint) -> None:
+def _chooser(context: Context, runs: dict[str, Run], ref: str, chosen: Checkpoint) -> None:
     best = best_checkpoint(runs[ref]).path
     names = {}
     for point in runs[ref].checkpoints():
         score = point.info.metrics.get("val/accuracy")
         label = f"epoch {point.info.position.epoch:.4g}"
         label += "" if score is None else f", {100 * score:.2f} %"
-        names[desk.workspace.ref(point.path)] = label + ("  (best)" if point.path == best else "")
+        names[context.workspace.ref(point.path)] = label + (
+            "  (best)" if point.path == best else ""
+        )
     with parts.card("Checkpoint"):
         shown = {r: f"{Path(r).name} ({item.recipe.network})" for r, item in runs.items()}
         parts.field(
@@ -100,7 +100,7 @@ def _chooser(desk: Desk, runs: dict[str, Run], ref: str, chosen: Checkpoint) -> 
         parts.field(
             ui.select(
                 names,
-                value=desk.workspace.ref(chosen.path),
+                value=context.workspace.ref(chosen.path),
                 label="Checkpoint",
                 on_change=lambda e: ui.navigate.to(
                     parts.address("/explore", run=ref, checkpoint=e.value)
@@ -138,11 +138,11 @@ def _layers_box() -> ui.element:
 
 
 class _Classify:
-    """A picture goes in, five answers come out, and every layer's view of it into ``layers``."""
+    """Classifies a picture: the five best answers here, every layer's output into ``layers``."""
 
-    def __init__(self, desk: Desk, chosen: Checkpoint, layers: ui.element) -> None:
-        self._desk, self._checkpoint, self._layers = desk, chosen, layers
-        self._ref = desk.workspace.ref(chosen.path)
+    def __init__(self, context: Context, chosen: Checkpoint, layers: ui.element) -> None:
+        self._context, self._checkpoint, self._layers = context, chosen, layers
+        self._ref = context.workspace.ref(chosen.path)
         with parts.card("Classify a picture"):
             parts.drop_zone("Drop a picture", "or click to choose one", "image/*", self._uploaded)
             self._examples()
@@ -154,14 +154,14 @@ class _Classify:
 
     def _examples(self) -> None:
         """Pictures of the validation split to click, where the dataset is still there."""
-        path = self._desk.workspace.find_dataset(self._checkpoint.info.dataset_hash)
+        path = self._context.workspace.find_dataset(self._checkpoint.info.dataset_hash)
         if path is None:
             return
         dataset = open_dataset(path)
         name = "val" if "val" in dataset.info.splits else next(iter(dataset.info.splits))
         count = len(dataset.split(name))
         picks = np.linspace(0, count - 1, min(EXAMPLES, count)).astype(int)
-        ref = self._desk.workspace.ref(path)
+        ref = self._context.workspace.ref(path)
         with parts.box("thumbs").style("grid-template-columns:repeat(6,minmax(0,1fr));gap:8px"):
             for index in dict.fromkeys(int(i) for i in picks):
                 truth = dataset.classes[dataset.split(name).labels[index]]
@@ -172,14 +172,14 @@ class _Classify:
 
     async def _example(self, dataset: Dataset, split: str, index: int) -> None:
         content = dataset.split(split)[index].content
-        with parts.telling():
-            upload = self._desk.uploads.begin(f"{split} {index}", len(content))
-            self._desk.uploads.add(upload, 0, content)
+        with parts.errors_shown():
+            upload = self._context.uploads.begin(f"{split} {index}", len(content))
+            self._context.uploads.add(upload, 0, content)
             await self._uploaded(upload, f"{split} {index}")
 
     async def _uploaded(self, upload: str, name: str) -> None:
         """Ask for the answers, then for the layers."""
-        image = self._desk.uploads.file(upload)
+        image = self._context.uploads.file(upload)
         self._answer.clear()
         with self._answer:
             parts.picture(f"/pictures/upload/{upload}", name).style(
@@ -189,7 +189,7 @@ class _Classify:
         self._command.show(commands.shown(commands.classify(self._ref, [name])))
         try:
             argv = self._argv(commands.classify(self._ref, [image]).argv)
-            told = await ask(argv, folder=self._desk.workspace.root)
+            answer = await ask(argv, folder=self._context.workspace.root)
         except TessellaError as error:
             waiting.text = ""
             with self._answer:
@@ -197,19 +197,19 @@ class _Classify:
             return
         waiting.delete()
         with self._answer:
-            _answers([(t["label"], t["score"]) for t in told["images"][0]["top"]])
+            _answers([(t["label"], t["score"]) for t in answer["images"][0]["top"]])
         await self._show_layers(image)
 
     async def _show_layers(self, image: Path) -> None:
         key = digest([self._ref, image.parent.name])[:24]
-        folder = self._desk.workspace.own("layers", key)
+        folder = self._context.workspace.own("layers", key)
         self._layers.clear()
         with self._layers:
             text("p", "Looking into every layer …").classes("muted small")
         problem = None
         try:
             argv = self._argv(commands.show_layers(self._ref, image, out=folder).argv)
-            space = self._desk.workspace.root
+            space = self._context.workspace.root
             await ask(argv, folder=space, timeout_s=LAYERS_TIMEOUT_S)
             layers = parse_json((folder / "layers.json").read_bytes(), where="layers.json")
         except (TessellaError, OSError) as error:
@@ -241,14 +241,14 @@ def _answers(top: list[tuple[str, float]]) -> None:
 
 
 class _Errors:
-    """Confusion matrix, precision and recall of the validation split; measured by a job, once."""
+    """Confusion matrix, precision and recall on the validation split, measured once by a job."""
 
-    def __init__(self, desk: Desk, chosen: Checkpoint) -> None:
-        self._desk, self._checkpoint = desk, chosen
-        self._ref = desk.workspace.ref(chosen.path)
-        self._data = desk.workspace.find_dataset(chosen.info.dataset_hash)
+    def __init__(self, context: Context, chosen: Checkpoint) -> None:
+        self._context, self._checkpoint = context, chosen
+        self._ref = context.workspace.ref(chosen.path)
+        self._data = context.workspace.find_dataset(chosen.info.dataset_hash)
         key = digest([self._ref, chosen.info.files["model.safetensors"].sha256])[:24]
-        self._file = desk.workspace.own("evaluations") / f"{key}.json"
+        self._file = context.workspace.own("evaluations") / f"{key}.json"
         with parts.card("Where it errs", "on the validation split"):
             self._box = ui.element("div").classes("stack")
         self._show()
@@ -269,11 +269,11 @@ class _Errors:
     def _spec(self, out: str) -> JobSpec:
         if self._data is None:
             raise ArtifactError("the dataset of this checkpoint is not in the workspace")
-        return commands.evaluate(self._ref, self._desk.workspace.ref(self._data), out=out)
+        return commands.evaluate(self._ref, self._context.workspace.ref(self._data), out=out)
 
     def _measure(self) -> None:
-        with parts.telling():
-            job = self._desk.store.submit(self._spec(self._desk.workspace.ref(self._file)))
+        with parts.errors_shown():
+            job = self._context.store.submit(self._spec(self._context.workspace.ref(self._file)))
         self._box.clear()
         with self._box:
             track = parts.Track()
@@ -281,9 +281,9 @@ class _Errors:
 
         feed = Feed(job.events_path)
 
-        def look() -> None:
+        def refresh() -> None:
             feed.read()
-            now = self._desk.store.job(job.id)
+            now = self._context.store.job(job.id)
             line = f"{feed.done:,} of {feed.total:,} images" if feed.total else now.status
             track.show(feed.fraction, line)
             if now.ended:
@@ -294,7 +294,7 @@ class _Errors:
                         parts.note(now.error or "The evaluation was stopped.", "bad")
 
         with self._box:
-            timer = ui.timer(0.7, look)
+            timer = ui.timer(0.7, refresh)
 
     def _report(self, report: dict[str, Any]) -> None:
         labels, matrix = report["labels"], report["confusion"]
@@ -318,23 +318,23 @@ class _Errors:
             ]  # fmt: skip
             parts.table(columns, rows)
 
-    def _samples(self, report: dict[str, Any], truth: int, said: int) -> None:
-        """The images of one cell, where the report says what each image was taken for."""
+    def _samples(self, report: dict[str, Any], truth: int, answer: int) -> None:
+        """The images of one cell of the confusion matrix, if the report has all predictions."""
         labels = report["labels"]
         self._cell.clear()
         with self._cell:
             text(
                 "h2",
-                f"{labels[truth]} taken for {labels[said]}: {report['confusion'][truth][said]}",
+                f"{labels[truth]} taken for {labels[answer]}: {report['confusion'][truth][answer]}",
             )
             predictions = report.get("predictions")
             if not predictions or self._data is None:
                 text("p", "This report does not say which images these are.").classes("muted small")
                 return
             dataset = open_dataset(self._data)
-            ref = self._desk.workspace.ref(self._data)
+            ref = self._context.workspace.ref(self._data)
             split = dataset.split("val")
-            hits = np.flatnonzero((split.labels == truth) & (np.asarray(predictions) == said))
+            hits = np.flatnonzero((split.labels == truth) & (np.asarray(predictions) == answer))
             with parts.box("thumbs"):
                 for index in hits[:SAMPLES]:
                     with parts.box("thumb"):

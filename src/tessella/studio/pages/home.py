@@ -1,4 +1,4 @@
-"""The overview: what the workspace holds, what is running, and what to do first."""
+"""The overview page: the workspace's datasets, runs, plans and jobs, and what to do first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.plan import Plan
 from tessella.artifacts.run import Run
 from tessella.studio import parts
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.entries import best_accuracy, job_entry, run_entry, unreadable
 from tessella.studio.plan_front import precision_named
 from tessella.studio.theme import RESPONSE_S, frame, text
@@ -19,22 +19,22 @@ from tessella.studio.workspace import Found
 SHOWN = 8  # of each kind; the pages list all
 
 
-def register(desk: Desk) -> None:
+def register(context: Context) -> None:
     @ui.page("/", response_timeout=RESPONSE_S)
     async def home() -> None:
-        space = desk.workspace
+        space = context.workspace
         datasets = await asyncio.to_thread(space.datasets)
         runs = await asyncio.to_thread(space.runs)
         plans = await asyncio.to_thread(space.plans)
         with frame("Overview", "From a folder of examples to a served network.", space.root):
-            if not (datasets or runs or plans or desk.store.jobs()):
+            if not (datasets or runs or plans or context.store.jobs()):
                 _first_steps()
                 return
             with parts.box("trio"):
                 _datasets(datasets)
                 _runs(runs)
                 _plans(plans)
-            _jobs(desk)
+            _jobs(context)
 
 
 def _first_steps() -> None:
@@ -101,13 +101,13 @@ def _plans(found: list[Found[Plan]]) -> None:
                     text("span", line).classes("detail cut")
 
 
-def _jobs(desk: Desk) -> None:
+def _jobs(context: Context) -> None:
     with parts.card("Jobs", "newest first") as section:
         rows = ui.column().classes("list").style("gap:0;align-items:stretch")
     shown: list[tuple[str, str, bool]] = []
 
     def refresh() -> None:
-        jobs = desk.store.jobs()[:20]
+        jobs = context.store.jobs()[:20]
         section.set_visibility(bool(jobs))
         state = [(j.id, j.status, j.aborting) for j in jobs]
         if state == shown:

@@ -1,8 +1,7 @@
-"""Monitor: a run while it runs (and afterwards): curves, progress, machine, log, abort and
-resume.
+"""The Monitor page: a run's curves, progress, machine and log, while it runs and afterwards.
 
-It follows ``events.jsonl`` of any run folder or job, so runs that were started in a terminal show
-up too.
+The page follows ``events.jsonl`` of any run folder or job, so it also shows runs that were started
+in a terminal.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from tessella.core.record import to_plain
 from tessella.jobs import commands
 from tessella.jobs.job import Job
 from tessella.studio import charts, parts
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.entries import best_accuracy, job_entry, run_entry
 from tessella.studio.feed import Feed, Point, tail, thin
 from tessella.studio.machine import Machine
 from tessella.studio.theme import RESPONSE_S, frame, text
 
-LOOK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 SIDE_INTERVAL_S = 3.0
 MISSING = "Choose a run at the left, or train one: a run is a folder with a run.json."
 
@@ -35,21 +34,21 @@ MISSING = "Choose a run at the left, or train one: a run is a folder with a run.
 CURVES = (("Loss", "loss"), ("Accuracy", "accuracy"), ("Learning rate", "lr"))
 
 
-def register(desk: Desk) -> None:
+def register(context: Context) -> None:
     @ui.page("/monitor", response_timeout=RESPONSE_S)
     async def monitor(run: str = "", job: str = "") -> None:
-        await _page(desk, run, job)
+        await _page(context, run, job)
 
 
-async def _page(desk: Desk, ref: str, job_id: str) -> None:
-    space = desk.workspace
+async def _page(context: Context, ref: str, job_id: str) -> None:
+    space = context.workspace
     runs = await asyncio.to_thread(space.runs)
     job, problem = None, None
     try:
-        job = desk.store.job(job_id) if job_id else None
+        job = context.store.job(job_id) if job_id else None
     except TessellaError as error:
         problem = error
-    if job is not None and job.kind == "train" and (out := desk.output_of(job)) is not None:
+    if job is not None and job.kind == "train" and (out := context.output_of(job)) is not None:
         ref = space.ref(out)
     if not ref and not job_id and runs:
         ref = next((f.ref for f in runs if f.item is not None), "")
@@ -60,26 +59,26 @@ async def _page(desk: Desk, ref: str, job_id: str) -> None:
                 try:
                     if problem is not None:
                         raise problem
-                    await _main(desk, ref, job)
+                    await _main(context, ref, job)
                 except TessellaError as error:
                     parts.refused(error, MISSING)
-            with side:  # its timers: with the first one, the page goes out as far as it is made
-                _side(desk, ref)
+            with side:  # last, since NiceGUI sends the page when the first timer starts
+                _side(context, ref)
 
 
-async def _main(desk: Desk, ref: str, job: Job | None) -> None:
+async def _main(context: Context, ref: str, job: Job | None) -> None:
     if ref:
-        await _watch_run(desk, desk.workspace.path(ref))
+        await _watch_run(context, context.workspace.path(ref))
     elif job is not None:
-        await _watch_job(desk, job)
+        await _watch_job(context, job)
     else:
         with parts.empty("Nothing to watch yet", "Start a training; it appears here."):
             parts.button("Train a network", lambda: ui.navigate.to("/train"))
 
 
-def _side(desk: Desk, ref: str) -> None:
-    """The machine, and everything that could be watched instead; kept fresh."""
-    Machine(str(desk.workspace.root))
+def _side(context: Context, ref: str) -> None:
+    """The machine, and the other runs and jobs; refreshed while the page is open."""
+    Machine(str(context.workspace.root))
     with parts.card("Runs", tight=True):
         with parts.link("/compare", "small"):
             text("span", "Compare runs")
@@ -90,7 +89,7 @@ def _side(desk: Desk, ref: str) -> None:
 
     async def refresh() -> None:
         found = await asyncio.to_thread(
-            lambda: [(f, best_accuracy(f.item)) for f in desk.workspace.runs()]
+            lambda: [(f, best_accuracy(f.item)) for f in context.workspace.runs()]
         )
         lines = [(f.ref, score, f.problem, parts.ago(f.modified)) for f, score in found]
         if lines != shown[0]:
@@ -101,7 +100,7 @@ def _side(desk: Desk, ref: str) -> None:
                     run_entry(entry, score, here=entry.ref == ref)
                 if not found:
                     text("p", "None in this workspace.").classes("muted small")
-        others = [j for j in desk.store.jobs() if j.kind != "train" or not j.ended][:12]
+        others = [j for j in context.store.jobs() if j.kind != "train" or not j.ended][:12]
         states = [(j.id, j.status, j.aborting) for j in others]
         if states != shown[1]:
             shown[1] = states
@@ -114,20 +113,20 @@ def _side(desk: Desk, ref: str) -> None:
     ui.timer(SIDE_INTERVAL_S, refresh)
 
 
-async def _watch_run(desk: Desk, path: Path) -> None:
+async def _watch_run(context: Context, path: Path) -> None:
     """Curves and state of the run at ``path``, updated as its log grows."""
     if not (path / "run.json").exists():
-        await _wait_for(desk, path)
+        await _wait_for(context, path)
         return
     info = Run(path)
     feed = Feed(path / "events.jsonl")
     await asyncio.to_thread(feed.read)
-    head = _Head(desk, path.name, path)
+    head = _Head(context, path.name, path)
     curves = _Curves(feed)
     with parts.box("duo"):
-        log = _Log(lambda: _log_path(desk, path))
+        log = _Log(lambda: _log_path(context, path))
         with parts.card("How to do the same"):
-            parts.Command(commands.shown(commands.train(info.recipe, desk.workspace.ref(path))))
+            parts.Command(commands.shown(commands.train(info.recipe, context.workspace.ref(path))))
             with ui.expansion("The whole recipe"):
                 recipe = to_plain(info.recipe)
                 parts.table(
@@ -135,55 +134,55 @@ async def _watch_run(desk: Desk, path: Path) -> None:
                     [(k, str(v)) for k, v in _flat(recipe)],
                 )
 
-    async def look(first: bool = False) -> None:
+    async def refresh(first: bool = False) -> None:
         news = await asyncio.to_thread(feed.read)
         curves.add(news.points, restarted=news.restarted)
-        job = desk.job_for(path)
+        job = context.job_for(path)
         head.show(feed, job)
         if news.points or first:
             head.numbers(_numbers(feed))
         log.show()
 
-    await look(first=True)
-    ui.timer(LOOK_INTERVAL_S, look, immediate=False)
+    await refresh(first=True)
+    ui.timer(POLL_INTERVAL_S, refresh, immediate=False)
 
 
-async def _wait_for(desk: Desk, path: Path) -> None:
-    """A run whose job has not begun it yet: its job is shown until it does."""
-    job = desk.job_for(path)
+async def _wait_for(context: Context, path: Path) -> None:
+    """Show the job of a run that has not begun yet; go to the run when it has."""
+    job = context.job_for(path)
     if job is None:
-        raise ArtifactError("there is no run here", seen=desk.workspace.ref(path))
-    await _watch_job(desk, job)
+        raise ArtifactError("there is no run here", seen=context.workspace.ref(path))
+    await _watch_job(context, job)
 
     def begun() -> None:
         if (path / "run.json").exists():
-            ui.navigate.to(parts.address("/monitor", run=desk.workspace.ref(path)))
+            ui.navigate.to(parts.address("/monitor", run=context.workspace.ref(path)))
 
-    ui.timer(LOOK_INTERVAL_S, begun)
+    ui.timer(POLL_INTERVAL_S, begun)
 
 
-async def _watch_job(desk: Desk, job: Job) -> None:
+async def _watch_job(context: Context, job: Job) -> None:
     """State, progress and log of a job that is not a training."""
     feed = Feed(job.events_path)
-    head = _Head(desk, job.name, None)
+    head = _Head(context, job.name, None)
     log = _Log(lambda: job.log_path)
     with parts.card("How to do the same"):
         parts.Command(job.command)
 
-    async def look() -> None:
+    async def refresh() -> None:
         await asyncio.to_thread(feed.read)
-        head.show(feed, desk.store.job(job.id))
+        head.show(feed, context.store.job(job.id))
         log.show()
 
-    await look()
-    ui.timer(LOOK_INTERVAL_S, look, immediate=False)
+    await refresh()
+    ui.timer(POLL_INTERVAL_S, refresh, immediate=False)
 
 
 class _Head:
     """Name, state, progress, and the buttons that this state allows."""
 
-    def __init__(self, desk: Desk, name: str, path: Path | None) -> None:
-        self._desk, self._path = desk, path
+    def __init__(self, context: Context, name: str, path: Path | None) -> None:
+        self._context, self._path = context, path
         self._job: Job | None = None
         with parts.card():
             with parts.box("row-line"):
@@ -193,8 +192,8 @@ class _Head:
                 self._abort = parts.plain_button("Abort", self._on_abort, "stop")
                 self._resume = parts.plain_button("Resume", self._on_resume, "play_arrow")
                 if path is not None:
-                    explore = parts.address("/explore", run=desk.workspace.ref(path))
-                    compiling = parts.address("/plan", source=desk.workspace.ref(path))
+                    explore = parts.address("/explore", run=context.workspace.ref(path))
+                    compiling = parts.address("/plan", source=context.workspace.ref(path))
                     parts.plain_button("Explore", lambda: ui.navigate.to(explore), "visibility")
                     parts.plain_button("Compile", lambda: ui.navigate.to(compiling), "bolt")
             self._track = parts.Track()
@@ -233,21 +232,23 @@ class _Head:
 
     def _on_abort(self) -> None:
         if self._job is not None:
-            with parts.telling():
-                self._desk.store.abort(self._job.id)
+            with parts.errors_shown():
+                self._context.store.abort(self._job.id)
                 ui.notify("Stopping. The last checkpoint stays.")
 
     def _on_resume(self) -> None:
-        with parts.telling():
+        with parts.errors_shown():
             if self._job is not None:
-                self._desk.store.resume(self._job.id)
+                self._context.store.resume(self._job.id)
             elif self._path is not None:
-                spec = commands.train(Run(self._path).recipe, self._desk.workspace.ref(self._path))
-                self._desk.store.submit(replace(spec, argv=(*spec.argv, *spec.resume_argv)))
+                spec = commands.train(
+                    Run(self._path).recipe, self._context.workspace.ref(self._path)
+                )
+                self._context.store.submit(replace(spec, argv=(*spec.argv, *spec.resume_argv)))
 
 
 class _Curves:
-    """One chart a kind of metric; series that appear later make their chart anew, once."""
+    """One chart for each kind of metric, drawn again only when a series appears."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -311,7 +312,7 @@ class _Curves:
 
 
 class _Log:
-    """The end of what the command printed."""
+    """The end of the command's output."""
 
     def __init__(self, path: Callable[[], Path | None]) -> None:
         self._path = path
@@ -329,8 +330,8 @@ class _Log:
             )
 
 
-def _log_path(desk: Desk, path: Path) -> Path | None:
-    job = desk.job_for(path)
+def _log_path(context: Context, path: Path) -> Path | None:
+    job = context.job_for(path)
     return None if job is None else job.log_path
 
 

@@ -1,4 +1,4 @@
-"""Plan: compile a checkpoint, see which kernels were chosen and why, what it costs, serve it."""
+"""The Plan page: compile a checkpoint, see its kernels, times, accuracy and memory, serve it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tessella.jobs import commands
 from tessella.jobs.job import Job
 from tessella.studio import parts
 from tessella.studio.compile_form import CompileForm
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.feed import Feed
 from tessella.studio.plan_accuracy import Accuracy, show_layers
 from tessella.studio.plan_front import precision_named, rebuilt, show_front, title_of
@@ -32,22 +32,24 @@ MISSING = (
 )
 
 
-def register(desk: Desk) -> None:
+def register(context: Context) -> None:
     @ui.page("/plan", response_timeout=RESPONSE_S)
     async def plan(plan: str = "", source: str = "", job: str = "") -> None:
-        found = await asyncio.to_thread(desk.workspace.plans)
+        found = await asyncio.to_thread(context.workspace.plans)
         if not plan and not source and not job:
             plan = next((f.ref for f in found if f.item is not None), "")
         opened: Plan | TessellaError | None = None
-        try:  # before the page: what waits while it is made goes out as far as it is made
-            opened = await asyncio.to_thread(desk.workspace.plan, plan) if plan else None
+        try:  # before the frame: NiceGUI sends an unfinished page where the first await is
+            opened = await asyncio.to_thread(context.workspace.plan, plan) if plan else None
         except TessellaError as error:
             opened = error
-        with frame("Plan", "The network as one file, tuned for this machine.", desk.workspace.root):
+        with frame(
+            "Plan", "The network as one file, tuned for this machine.", context.workspace.root
+        ):
             with parts.box("split"):
                 with parts.box("stack"):
                     made_of = opened.manifest.built_from if isinstance(opened, Plan) else ""
-                    form = _Compile(desk, source or made_of, found)
+                    form = _Compile(context, source or made_of, found)
                     _list(found, plan)
                 with parts.box("stack"):
                     try:
@@ -57,7 +59,7 @@ def register(desk: Desk) -> None:
                     if isinstance(opened, TessellaError):
                         parts.refused(opened, MISSING)
                     elif opened is not None:
-                        _Plan(desk, opened, plan, found)
+                        _Plan(context, opened, plan, found)
                     elif not job:
                         parts.empty("No plan yet" if not found else "Choose a plan",
                                     "Compile a run at the left: the network is fused, laid out, "
@@ -85,10 +87,10 @@ def _list(found: list[Found[Plan]], here: str) -> None:
 class _Compile:
     """The form that makes a plan, its command, and the progress of what was started."""
 
-    def __init__(self, desk: Desk, source: str, plans: list[Found[Plan]]) -> None:
-        self._desk = desk
+    def __init__(self, context: Context, source: str, plans: list[Found[Plan]]) -> None:
+        self._context = context
         self._form: CompileForm | None = None
-        runs = readable(desk.workspace.runs())
+        runs = readable(context.workspace.runs())
         names = {
             ref: f"{run.path.name} ({run.recipe.network})"
             for ref, run in runs.items()
@@ -98,7 +100,7 @@ class _Compile:
             if not names:
                 text("p", "Train a network first: a plan is made of a checkpoint.").classes("muted")
                 return
-            datasets = readable(desk.workspace.datasets())
+            datasets = readable(context.workspace.datasets())
             by_hash = {d.info.content_hash: ref for ref, d in datasets.items()}
             form = CompileForm(
                 names,
@@ -124,10 +126,10 @@ class _Compile:
         self._box = ui.element("div").classes("stack")
         self._box.set_visibility(False)
         if job:
-            self._watch(self._desk.store.job(job))
+            self._watch(self._context.store.job(job))
 
     def _changed(self) -> None:
-        if self._form is None:  # it is being made
+        if self._form is None:  # still in the constructor
             return
         problem = ""
         try:
@@ -140,15 +142,15 @@ class _Compile:
         self._problem.set_visibility(bool(problem))
 
     def _start(self, ask: Callable[[], BuildRequest]) -> None:
-        with parts.telling():
+        with parts.errors_shown():
             request = ask()
-            self._desk.workspace.new_path("plan", Path(request.out or "").stem)
-            self._watch(self._desk.store.submit(commands.compile_plan(request)))
+            self._context.workspace.new_path("plan", Path(request.out or "").stem)
+            self._watch(self._context.store.submit(commands.compile_plan(request)))
             ui.run_javascript("window.scrollTo({top: 0})")  # to where the progress is
 
     def _stop(self, job: Job) -> None:
-        with parts.telling():
-            self._desk.store.abort(job.id)
+        with parts.errors_shown():
+            self._context.store.abort(job.id)
 
     def _watch(self, job: Job) -> None:
         feed = Feed(job.events_path)
@@ -160,9 +162,9 @@ class _Compile:
             stop = parts.plain_button("Stop", lambda: self._stop(job), "stop")
         problem.set_visibility(False)
 
-        def look() -> None:
+        def refresh() -> None:
             feed.read()
-            now = self._desk.store.job(job.id)
+            now = self._context.store.job(job.id)
             line = feed.phase or now.status
             track.show(
                 feed.fraction, f"{line} · {feed.done} of {feed.total}" if feed.total else line
@@ -178,17 +180,17 @@ class _Compile:
                 problem.set_visibility(True)
 
         with self._box:
-            timer = ui.timer(0.5, look)
+            timer = ui.timer(0.5, refresh)
 
 
 class _Plan:
-    """One plan: numbers, the search that it comes from, steps, why each kernel, what it costs."""
+    """One plan: its numbers, the budget's search, the steps, why each kernel was chosen."""
 
-    def __init__(self, desk: Desk, plan: Plan, ref: str, plans: list[Found[Plan]]) -> None:
-        self._desk, self._plan, self._ref = desk, plan, ref
+    def __init__(self, context: Context, plan: Plan, ref: str, plans: list[Found[Plan]]) -> None:
+        self._context, self._plan, self._ref = context, plan, ref
         self._bucket = plan.program.buckets[-1]
         self._head()
-        show_front(desk, desk.workspace.path(ref))
+        show_front(context, context.workspace.path(ref))
         with parts.card() as _:
             with parts.box("row-line wrap"):
                 text("h2", "Steps").classes("grow")
@@ -198,21 +200,21 @@ class _Plan:
                 )
             self._steps = ui.element("div").classes("stack")
         self._show_steps()
-        self._profile = Profile(desk, plan, ref)
+        self._profile = Profile(context, plan, ref)
         with parts.box("duo"):
             with parts.box("stack"):
-                Accuracy(desk, plan, ref)
+                Accuracy(context, plan, ref)
                 _memory(plan)
             with parts.box("stack"):
                 show_layers(plan, self._bucket)
-                Service(desk, plan, ref)
+                Service(context, plan, ref)
                 self._difference([f.ref for f in plans if f.item is not None and f.ref != ref])
         with parts.card("How to do the same"):
-            parts.Command(rebuilt(desk.workspace.path(ref), plan.manifest.rebuild))
+            parts.Command(rebuilt(context.workspace.path(ref), plan.manifest.rebuild))
 
     def _head(self) -> None:
         plan, manifest = self._plan, self._plan.manifest
-        path = self._desk.workspace.path(self._ref)
+        path = self._context.workspace.path(self._ref)
         weights = sum(t.numel() * t.element_size() for t in plan.weights.values())
         numbers = [
             ("target", manifest.fingerprint.target),
@@ -227,8 +229,8 @@ class _Plan:
         if manifest.fingerprint.target.startswith("sm_"):
             code = sum(map(len, plan.compiled.cubins.values()))
             count = len(plan.compiled.kernels)
-            said = f"{parts.nbytes(code)}, {count} kernels" if count else "none"
-            numbers.append(("machine code carried", said))
+            carried = f"{parts.nbytes(code)}, {count} kernels" if count else "none"
+            numbers.append(("machine code carried", carried))
         with parts.card():
             text("h2", title_of(path)).style("font-size:19px")
             parts.stats(numbers)
@@ -307,8 +309,8 @@ class _Plan:
                     marked,
                 )
                 if config:
-                    said = ", ".join(f"{k} {v}" for k, v in sorted(config.items()))
-                    text("p", f"Configuration of the chosen one: {said}").classes("muted small")
+                    listed = ", ".join(f"{k} {v}" for k, v in sorted(config.items()))
+                    text("p", f"Configuration of the chosen one: {listed}").classes("muted small")
 
         with parts.box("row-line wrap"):
             text("h2", "Why this kernel").classes("grow")
@@ -320,7 +322,7 @@ class _Plan:
         show(first)
 
     def _difference(self, others: list[str]) -> None:
-        """Leads to the comparison with another plan."""
+        """A card that leads to the comparison with another plan."""
         with parts.card("Compare with another plan", "steps, times, memory"):
             if not others:
                 text("p", "There is no other plan.").classes("muted small")
@@ -334,7 +336,7 @@ class _Plan:
 
 
 def _memory(plan: Plan) -> None:
-    """What the values take at each batch size, beside the least that they can."""
+    """The memory of the values at each batch size, beside the least possible."""
     with parts.card("Memory", "values, beside the weights"):
         columns = [parts.Column(title="batch", classes="r"), parts.Column(title="held")]
         columns += [parts.Column(title=t, classes="r") for t in ("least", "×")]
@@ -353,7 +355,7 @@ def _memory(plan: Plan) -> None:
 
 
 def total_time(plan: Plan, bucket: Bucket) -> str:
-    """The measured times of a bucket's steps, together."""
+    """The sum of the measured times of a bucket's steps."""
     times = [c.time_us for c in plan.tuning if c.chosen and c.batch == bucket.batch and c.time_us]
     if not times:
         return "not measured"

@@ -1,4 +1,4 @@
-"""Train: choose a network, see it drawn, shape the learning rate, start."""
+"""The Train page: choose a network, see its drawing, shape the learning rate, start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tessella.core.record import digest
 from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import charts, parts
-from tessella.studio.desk import Desk
+from tessella.studio.context import Context
 from tessella.studio.quick import ask
 from tessella.studio.recipe_form import RecipeForm, flat
 from tessella.studio.sweep_form import SweepForm
@@ -29,37 +29,37 @@ DRAW_AFTER_S = 0.5  # of no typing
 MISSING = "Choose another on the Data page, or open Train from the steps above."
 
 
-def register(desk: Desk) -> None:
+def register(context: Context) -> None:
     @ui.page("/train", response_timeout=RESPONSE_S)
     async def train(dataset: str = "", run: str = "") -> None:
-        datasets = readable(await asyncio.to_thread(desk.workspace.datasets))
-        runs = readable(await asyncio.to_thread(desk.workspace.runs))
-        with frame("Train", "A network, a recipe, a run.", desk.workspace.root):
+        datasets = readable(await asyncio.to_thread(context.workspace.datasets))
+        runs = readable(await asyncio.to_thread(context.workspace.runs))
+        with frame("Train", "A network, a recipe, a run.", context.workspace.root):
             if not datasets:
                 with parts.empty("There is no dataset yet", "A network learns from a dataset."):
                     parts.button("Import images", lambda: ui.navigate.to("/data"))
                 return
-            try:  # what is asked for and not there is told, never another taken in its place
+            try:  # what is asked for and missing is an error: no other takes its place
                 if dataset and dataset not in datasets:
-                    desk.workspace.dataset(dataset)
+                    context.workspace.dataset(dataset)
                 if run and run not in runs:
-                    desk.workspace.run(run)
+                    context.workspace.run(run)
             except TessellaError as error:
                 parts.refused(error, MISSING)
                 return
-            _Train(desk, datasets, runs, dataset or next(iter(datasets)), run)
+            _Train(context, datasets, runs, dataset or next(iter(datasets)), run)
 
 
 class _Train:
     def __init__(
         self,
-        desk: Desk,
+        context: Context,
         datasets: dict[str, Dataset],
         runs: dict[str, Run],
         dataset: str,
         like: str,
     ) -> None:
-        self._desk, self._datasets, self._runs = desk, datasets, runs
+        self._context, self._datasets, self._runs = context, datasets, runs
         start = runs[like].recipe if like in runs else None
         self._drawing: asyncio.Task[None] | None = None
         self._ready = False
@@ -120,7 +120,7 @@ class _Train:
         self._name.on_value_change(self._changed)
         self._show_source()
 
-    # --- what the form says -------------------------------------------------------------
+    # --- the form's values -------------------------------------------------------------
 
     def _network(self) -> str:
         source = self._source.value
@@ -141,7 +141,7 @@ class _Train:
         return self._form.recipe(network=network, dataset=self._dataset.value, init=init)
 
     def _best(self, ref: str) -> str:
-        return self._desk.workspace.ref(self._runs[ref].best().path)
+        return self._context.workspace.ref(self._runs[ref].best().path)
 
     def _free_name(self) -> str:
         return datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S")
@@ -204,7 +204,7 @@ class _Train:
         self._drawing = asyncio.create_task(self._draw())
 
     async def _draw(self) -> None:
-        """Ask the command line for the network's picture; drawn once for each network and size."""
+        """Let the command line draw the network, once for each network and size."""
         await asyncio.sleep(DRAW_AFTER_S)
         network, dataset = self._network(), self._datasets[self._dataset.value]
         channels, height, width = dataset.preprocess.input_shape
@@ -215,7 +215,7 @@ class _Train:
             self._show_drawing(None, "Name a network to see it drawn.")
             return
         key = digest([network, len(dataset.classes), channels, height, width])[:24]
-        target = self._desk.workspace.own("networks", key) / "network.svg"
+        target = self._context.workspace.own("networks", key) / "network.svg"
         own = self._source.value == "file"
         if not target.exists() or own:
             self._show_drawing(None, "Drawing …")
@@ -227,7 +227,7 @@ class _Train:
                     size=(height, width),
                     svg=target,
                 )
-                await ask(spec.argv, folder=self._desk.workspace.root)
+                await ask(spec.argv, folder=self._context.workspace.root)
             except TessellaError as error:
                 self._show_drawing(None, str(error))
                 return
@@ -245,13 +245,13 @@ class _Train:
     async def _learn_names(self) -> None:
         """Replace the short list of networks by all that the zoo has."""
         try:
-            told = await ask(commands.show_networks().argv, folder=self._desk.workspace.root)
+            answer = await ask(commands.show_networks().argv, folder=self._context.workspace.root)
         except TessellaError as error:
             ui.notify(str(error), type="warning")
             return
-        names = {n["name"]: n["title"] or n["name"] for n in told["networks"]}
+        names = {n["name"]: n["title"] or n["name"] for n in answer["networks"]}
         self._standard.set_options(names, value=self._standard.value)
-        self._sweep.know(names)
+        self._sweep.offer(names)
 
     def _specs(self, recipe: Recipe, name: str) -> tuple[JobSpec, ...]:
         """The trainings: one, or those of the sweep."""
@@ -261,14 +261,14 @@ class _Train:
         return commands.sweep(recipe, ref, group=name, **self._sweep.values())
 
     def _start(self) -> None:
-        with parts.telling():
+        with parts.errors_shown():
             name = plain_name(self._name.value or "")
-            self._desk.workspace.new_path("run", name)
+            self._context.workspace.new_path("run", name)
             specs = self._specs(self._recipe(), name)
             for spec in specs:  # all names are free, or nothing starts
-                self._desk.workspace.new_path("run", spec.name)
+                self._context.workspace.new_path("run", spec.name)
             for spec in specs:
-                self._desk.store.submit(spec)
+                self._context.store.submit(spec)
             if self._sweep.on:
                 ui.navigate.to(parts.address("/compare", group=name))
             else:

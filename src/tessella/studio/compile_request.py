@@ -1,4 +1,4 @@
-"""What the plan page's form offers, and the request that its fields come to."""
+"""The choices of the plan page's form, and the build request that its fields amount to."""
 
 from __future__ import annotations
 
@@ -43,40 +43,40 @@ METHODS = {
     "percentile": "All but the largest 0.01 % of the values.",
     "min-max": "The largest value that was seen.",
 }
-USUAL_METHOD, USUAL_SAMPLES = "mse", 512  # the command's own: not said
+USUAL_METHOD, USUAL_SAMPLES = "mse", 512  # the command's defaults, left out of it
 CACHE = ".studio/timings.jsonl"  # of builds with a time limit
-# What another way than the chosen one asks for.
+# Settings that a way of choosing precisions does not use.
 UNUSED: dict[How, tuple[str, ...]] = {
     "one": ("budget", "data", "lock"), "budget": ("lock",), "lock": ("budget", "data"),
 }  # fmt: skip
 
 
 def requested(how: How, name: str, **settings: Any) -> BuildRequest:
-    """What the form says, as the request whose command builds the plan.
+    """The request whose command builds the plan that the form describes.
 
     Args:
         how: one precision, a budget, or a plan to follow.
-        name: of the plan; the empty one becomes one that says what the plan is.
-        settings: fields of the request; those of another way are left out.
+        name: of the plan; if empty, made of the source and the precision.
+        settings: fields of the request; those that ``how`` does not use are left out.
 
     Raises:
-        UsageError: something is missing, or cannot be.
+        UsageError: a setting is missing or impossible.
     """
-    said = {k: v for k, v in settings.items() if v is not None and k not in UNUSED[how]}
-    if how == "budget" and "budget" not in said:
+    chosen = {k: v for k, v in settings.items() if v is not None and k not in UNUSED[how]}
+    if how == "budget" and "budget" not in chosen:
         raise UsageError("a budget is points that may be lost", seen="none", fix="give some")
-    if how == "lock" and "lock" not in said:
+    if how == "lock" and "lock" not in chosen:
         raise UsageError("there is no plan to follow", fix="choose one, or another way")
-    said["out"] = f"plans/{named(how, name, said)}.plan"
+    chosen["out"] = f"plans/{named(how, name, chosen)}.plan"
     if how == "budget":
-        said["front"] = said["out"].removesuffix(".plan") + ".front"
-    if "time_limit_s" in said:
-        said["cache"] = CACHE
-    return BuildRequest(**said)
+        chosen["front"] = chosen["out"].removesuffix(".plan") + ".front"
+    if "time_limit_s" in chosen:
+        chosen["cache"] = CACHE
+    return BuildRequest(**chosen)
 
 
 def named(how: How, name: str, settings: Mapping[str, Any]) -> str:
-    """The name that was typed, or one that says what the plan is."""
+    """The typed name, or one made of the source and the precision."""
     if name:
         return plain_name(name)
     ending = {"budget": "-budget", "lock": "-again"}.get(how, "")
@@ -86,7 +86,7 @@ def named(how: How, name: str, settings: Mapping[str, Any]) -> str:
 
 
 def followed(plan: Plan) -> dict[str, object]:
-    """What a plan that is followed decides of a request, besides its kernels."""
+    """The settings of a request that following a plan decides, besides the kernels."""
     manifest = plan.manifest
     judged = manifest.receipt is not None
     first = manifest.inputs[0]
@@ -94,7 +94,7 @@ def followed(plan: Plan) -> dict[str, object]:
     sizes = (span.min,) if span.min == span.max else (span.min, span.opt, span.max)
     return {
         "target": manifest.fingerprint.target,
-        # a plan that a budget chose says itself which layer has which precision
+        # the lock of a plan that a budget chose holds the precision of each layer
         "precision": "fp32" if judged else manifest.precision,
         "precisions": None if judged else dict(manifest.precisions) or None,
         "batch": sizes,
@@ -109,8 +109,8 @@ def rounds(plan: Plan) -> bool:
     return bool(used & set(ROUNDED))
 
 
-def followed_words(plan: Plan) -> str:
-    """What a plan that is followed decides, in a line."""
+def describe_followed(plan: Plan) -> str:
+    """The settings that following a plan decides, in a line for people."""
     manifest = plan.manifest
     batch = manifest.inputs[0].batch
     kinds = "a precision for each layer" if manifest.receipt else manifest.precision

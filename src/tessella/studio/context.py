@@ -1,4 +1,4 @@
-"""What every page works with: the workspace, the job queue, the uploads."""
+"""The context of every page: the workspace, the job queue and the uploads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tessella.studio.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Desk:
+class Context:
     workspace: Workspace
     store: Store
     uploads: Uploads
 
     def output_of(self, job: Job) -> Path | None:
-        """What a job writes: the value of its ``--out``; commands run in the workspace."""
+        """The artifact that a job writes: its ``--out``, which starts at the workspace."""
         if "--out" not in job.argv[:-1]:
             return None
         return self.workspace.root / job.argv[job.argv.index("--out") + 1]

@@ -15,12 +15,12 @@ from tessella.compiler.samples import COUNT
 from tessella.core.dtype import PRECISIONS as KNOWN
 from tessella.core.errors import UsageError
 from tessella.jobs import commands
-from tessella.studio import wanted
+from tessella.studio import compile_request
+from tessella.studio.compile_request import followed, requested, rounds
 from tessella.studio.plan_front import rebuilt
 from tessella.studio.plan_profile import trace_of
-from tessella.studio.wanted import followed, requested, rounds
-from tests.support.cli import context
-from tests.support.studio.made import make_plan, make_receipt
+from tests.cli.reading import context
+from tests.studio.workspaces import make_plan, make_receipt
 
 ONE = {"source": "runs/a b"}
 INT8 = {**ONE, "precision": "int8", "calibration": "data/x"}
@@ -70,11 +70,11 @@ def test_what_cannot_be_is_said_before_anything_starts(how, settings, words):
 
 
 def test_what_is_offered_is_what_the_compiler_takes():
-    assert set(wanted.PRECISIONS) == set(KNOWN)
-    assert set(wanted.METHODS) == set(KNOWN_METHODS)
-    assert (wanted.USUAL_METHOD, wanted.USUAL_SAMPLES) == (METHOD, COUNT)
-    assert set(wanted.LEAST) == set(OFFERED) == set(wanted.TARGETS)
-    for target, names in wanted.LEAST.items():
+    assert set(compile_request.PRECISIONS) == set(KNOWN)
+    assert set(compile_request.METHODS) == set(KNOWN_METHODS)
+    assert (compile_request.USUAL_METHOD, compile_request.USUAL_SAMPLES) == (METHOD, COUNT)
+    assert set(compile_request.LEAST) == set(OFFERED) == set(compile_request.TARGETS)
+    for target, names in compile_request.LEAST.items():
         assert all(offered(target, name) for name in names)
 
 
