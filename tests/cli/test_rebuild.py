@@ -126,15 +126,17 @@ def test_a_file_that_makes_no_module_is_a_users_mistake(odd: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "said"),
+    ("module", "command"),
     [
         ("my.kernels", "tessella --import my.kernels compile lenet --out lenet.plan"),
         ("tessella_user_0123", "tessella compile lenet --out lenet.plan"),  # the source's own file
         ("__main__", "tessella.compile('lenet', "),  # nothing that a command could import
     ],
 )
-def test_a_plan_with_kernels_of_a_users_own_names_their_module(module: str, said: str) -> None:
+def test_a_plan_with_kernels_of_a_users_own_names_their_module(module: str, command: str) -> None:
     settings = {"source": "lenet", "batch": 1, "target": "reference"}
     plan = ts.compile(**settings)
     needing = replace(plan, manifest=replace(plan.manifest, imports={"my::op": module}))
-    assert requests.asked(**settings).said(needing).manifest.rebuild.startswith(said)
+    assert (
+        requests.compile_call(**settings).with_imports(needing).manifest.rebuild.startswith(command)
+    )

@@ -11,7 +11,7 @@ import torch
 
 from tessella import compiler, graph, runtime
 from tessella.api import locks, requests
-from tessella.api.requests import Asked
+from tessella.api.requests import CompileCall
 from tessella.api.samples import (
     Batches,
     CalibrationData,
@@ -82,8 +82,8 @@ def compile(
             ``BuildStopped``; the next one with the same ``cache`` goes on there.
         trust_code: let a checkpoint of a user's own Python network run the code that it brings.
     """
-    asked = requests.asked(**{k: v for k, v in locals().items() if k != "emit"})
-    return _compiled(asked, emit) if budget is None else _searched(asked, emit).plan
+    call = requests.compile_call(**{k: v for k, v in locals().items() if k != "emit"})
+    return _compile(call, emit) if budget is None else _search(call, emit).plan
 
 
 def pareto(
@@ -104,7 +104,8 @@ def pareto(
     trust_code: bool = False,
     emit: Emit = silent,
 ) -> compiler.Front:
-    """What precision buys: plans of which none is worse than another in accuracy, time and memory.
+    """The Pareto front of a network: plans of which none is worse than another in accuracy, time and
+    memory.
 
     >>> front = pareto("runs/flowers", data="datasets/flowers", budget=0.3)
     >>> print(front)
@@ -122,24 +123,24 @@ def pareto(
         calibration: as for ``compile``; by default a dataset's training split, else a part of
             ``data`` that does not judge.
     """
-    asked = requests.asked(**{k: v for k, v in locals().items() if k != "emit"})
-    return _searched(asked, emit)
+    call = requests.compile_call(**{k: v for k, v in locals().items() if k != "emit"})
+    return _search(call, emit)
 
 
 def build(request: BuildRequest, *, emit: Emit = silent) -> tuple[Plan, compiler.Front | None]:
-    """Do what a request says and write what it names: the plan, and a budget's table and picture.
+    """Build the plan of a request; write it, and a budget's table and chart, to the paths in it.
 
     Returns:
-        The plan, and with a budget all that were found.
+        The plan, and with a budget the Pareto front that was found.
 
     Raises:
         UsageError: the table has no point of that number.
     """
-    asked = requests.asked(**requests.keywords(request))
+    call = requests.compile_call(**requests.keywords(request))
     if request.budget is None:
-        plan, front = _compiled(asked, emit), None
+        plan, front = _compile(call, emit), None
     else:
-        front = _searched(asked, emit)
+        front = _search(call, emit)
         plan = front.plan if request.point is None else _point(front, request)
         if request.chart is not None:
             write_atomic(Path(request.chart), compiler.budget.svg(front).encode())
@@ -151,7 +152,7 @@ def build(request: BuildRequest, *, emit: Emit = silent) -> tuple[Plan, compiler
 
 
 def _point(front: compiler.Front, request: BuildRequest) -> Plan:
-    """Another plan of the table than the chosen one; its command says which."""
+    """The plan of the front that the request numbers; its command has that number."""
     point = request.point or 0
     if point >= len(front):
         raise UsageError(
@@ -162,42 +163,42 @@ def _point(front: compiler.Front, request: BuildRequest) -> Plan:
     return replace(plan, manifest=replace(plan.manifest, rebuild=rebuild))
 
 
-def _compiled(asked: Asked, emit: Emit) -> Plan:
-    """One plan, in the precisions that were asked for, or that a budget chose for its lock."""
-    request, given = asked.request, asked.given
-    network = _opened(asked, emit)
-    chosen = locks.chosen_by_budget(given["lock"])
+def _compile(call: CompileCall, emit: Emit) -> Plan:
+    """One plan, in the requested precisions or those that a budget chose for the lock's plan."""
+    request, arguments = call.request, call.arguments
+    network = _open(call, emit)
+    chosen = locks.chosen_by_budget(arguments["lock"])
     if chosen is not None and request.precision == "fp32" and not request.precisions:
         known = chosen.manifest
         request = replace(request, precision=known.precision, precisions=dict(known.precisions))
-        asked = replace(asked, request=request)
+        call = replace(call, request=request)
     target = request.target or default_target()
-    wanted = {request.precision, *map(plain_precision, (request.precisions or {}).values())}
-    wanted &= set(compiler.KINDS)
-    calibration = given["calibration"] if wanted or chosen else None
+    kinds = {request.precision, *map(plain_precision, (request.precisions or {}).values())}
+    kinds &= set(compiler.KINDS)
+    calibration = arguments["calibration"] if kinds or chosen else None
     plan = compiler.compile_graph(
         network.graph,
         target=target,
         batch=request.span,
         precision=request.precision,
         precisions=request.precisions,
-        calibration=_scales(network, calibration, target, sorted(wanted), emit),
+        calibration=_calibration(network, calibration, target, sorted(kinds), emit),
         input=request.input,
-        samples=given.get("samples"),
-        about=network.about(asked.rebuild()),
-        measuring=_measuring(asked),
+        samples=arguments.get("samples"),
+        about=network.about(call.rebuild()),
+        measuring=_measuring(call),
         emit=emit,
     )
-    plan = asked.said(_carrying(plan, emit))
+    plan = call.with_imports(_with_machine_code(plan, emit))
     return plan if chosen is None else locks.as_judged(plan, chosen)
 
 
-def _searched(asked: Asked, emit: Emit) -> compiler.Front:
-    """The plans that a budget's search finds."""
-    request, given = asked.request, asked.given
+def _search(call: CompileCall, emit: Emit) -> compiler.Front:
+    """The Pareto front that a search within a budget finds."""
+    request, arguments = call.request, call.arguments
     target = request.target or default_target()
-    network = _opened(asked, emit)
-    data, calibration = given["data"], given["calibration"]
+    network = _open(call, emit)
+    data, calibration = arguments["data"], arguments["calibration"]
     if isinstance(data, str | Path):
         data = Dataset(data)
     if calibration is None and isinstance(data, Dataset) and "train" in data.info.splits:
@@ -209,24 +210,24 @@ def _searched(asked: Asked, emit: Emit) -> compiler.Front:
         target=target,
         batch=request.span,
         data=judging(network, data),
-        run=_running,
+        run=_predictor,
         feed=partial(_as_pixels, record=record)
         if request.input == "uint8" and record
         else lambda batch: batch,
-        finish=lambda plan: asked.said(_carrying(plan, emit)),
-        budget=given["budget"],
-        metric=given.get("metric", compiler.budget.top1),
+        finish=lambda plan: call.with_imports(_with_machine_code(plan, emit)),
+        budget=arguments["budget"],
+        metric=arguments.get("metric", compiler.budget.top1),
         least=request.precision,
-        calibration=_scales(network, calibration, target, kinds, emit),
+        calibration=_calibration(network, calibration, target, kinds, emit),
         input=request.input,
-        about=network.about(asked.rebuild()),
-        measuring=_measuring(asked),
+        about=network.about(call.rebuild()),
+        measuring=_measuring(call),
         emit=emit,
     )
 
 
-def _opened(asked: Asked, emit: Emit) -> Opened:
-    request, source = asked.request, asked.given["source"]
+def _open(call: CompileCall, emit: Emit) -> Opened:
+    request, source = call.request, call.arguments["source"]
     if not isinstance(source, torch.nn.Module) and is_network(str(source)):
         emit(phase("network", f"{source} is as its code makes it: nothing is loaded into it"))
     return opened(
@@ -238,8 +239,8 @@ def _opened(asked: Asked, emit: Emit) -> Opened:
     )
 
 
-def _measuring(asked: Asked) -> compiler.Measuring:
-    request, lock = asked.request, asked.given.get("lock")
+def _measuring(call: CompileCall) -> compiler.Measuring:
+    request, lock = call.request, call.arguments.get("lock")
     return compiler.Measuring(
         cache=None if request.cache is None else Path(request.cache),
         lock=None if lock is None else locks.lines_of(lock),
@@ -257,7 +258,7 @@ def calibrate(
     preprocess: Preprocess | None = None,
     trust_code: bool = False,
 ) -> compiler.Calibration:
-    """What int8 and fp8 need to know of a network's values, from a user's data.
+    """The range of a network's values on a user's data, as int8 and fp8 need it.
 
     >>> calibrate("runs/flowers", "datasets/flowers").save("flowers.calibration")
 
@@ -283,7 +284,7 @@ def explain(
     preprocess: Preprocess | None = None,
     trust_code: bool = False,
 ) -> tuple[compiler.PassRecord, ...]:
-    """What ``compile`` does to a network's graph before it measures kernels, pass by pass.
+    """The passes of ``compile`` on a network's graph, up to where kernels are measured.
 
     Args: as for ``compile``.
     """
@@ -324,7 +325,7 @@ def export(
     return network
 
 
-def _scales(
+def _calibration(
     network: Opened,
     data: CalibrationData | None,
     target: str,
@@ -337,7 +338,7 @@ def _scales(
     return calibrated(network, data, target, kinds=kinds)
 
 
-def _carrying(plan: Plan, emit: Emit) -> Plan:
+def _with_machine_code(plan: Plan, emit: Emit) -> Plan:
     """The plan with its kernels' machine code."""
     plan, left_out = runtime.carry(plan)
     for kernel, reason in left_out.items():
@@ -345,7 +346,7 @@ def _carrying(plan: Plan, emit: Emit) -> Plan:
     return plan
 
 
-def _running(plan: Plan) -> compiler.budget.Predict:
+def _predictor(plan: Plan) -> compiler.budget.Predict:
     engine = runtime.load(plan)
     return lambda batch: engine(**batch)
 

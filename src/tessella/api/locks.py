@@ -1,4 +1,4 @@
-"""What decided an earlier plan, and what was found out about it."""
+"""Locks: the measurements that decided an earlier plan, and the receipt of that plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tessella.core.errors import UsageError
 
 
 def lines_of(lock: Plan | str | Path) -> str:
-    """What decided a plan, from the plan, its file, or a file with these lines alone."""
+    """The lines of a lock, from a plan, its file, or a file with these lines alone."""
     if isinstance(lock, Plan):
         return lock.lock
     if not Path(lock).is_file():
@@ -29,7 +29,7 @@ def chosen_by_budget(lock: Plan | str | Path | None) -> Plan | None:
 
 
 def as_judged(plan: Plan, judged: Plan) -> Plan:
-    """The plan with another one's receipt, if they are the same: what was found out holds."""
+    """The plan with the receipt of ``judged``, if the two are otherwise equal byte for byte."""
     known = judged.manifest
     manifest = replace(plan.manifest, receipt=known.receipt, rebuild=known.rebuild)
     same = replace(plan, manifest=manifest)

@@ -43,7 +43,7 @@ def open_model(path: str | Path, *, compiled: bool = True) -> Model:
 def predictor(
     model: Model, *, trust_code: bool = False
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], Preprocess, tuple[str, ...]]:
-    """How a model predicts, how its inputs are made, and what its outputs are called."""
+    """A model as a function of images, with its preprocessing record and its labels."""
     if isinstance(model, Checkpoint):
         info = model.info
         return eager_predictor(model, trust_code=trust_code), info.preprocess, info.labels
@@ -61,7 +61,8 @@ def eager_predictor(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """The checkpoint's network in plain torch, on the GPU where there is one; scores on the CPU.
 
-    It is a reference: float32 products are IEEE, where torch would let cuDNN round them to TF32.
+    The scores are a reference: float32 products are IEEE, where torch would let cuDNN round them
+    to TF32.
     """
     device = torch_device(default_target())
     module = zoo.load(checkpoint, trust_code=trust_code).to(device)

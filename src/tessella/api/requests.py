@@ -1,4 +1,4 @@
-"""What ``compile`` and ``pareto`` are asked for: a record of what can be said, and the objects."""
+"""The arguments of ``compile`` and ``pareto`` as a build request, and requests as arguments."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ FIELDS = frozenset(f.name for f in fields(BuildRequest))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A request, and the settings as they were given, some of which no text can say."""
+class CompileCall:
+    """A call of ``compile`` or ``pareto``: its request, and the arguments, some of them objects."""
 
     request: BuildRequest
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
     def rebuild(self, plan: Plan | None = None) -> str:
-        """How a plan is built again, by a command where there is one.
+        """The command that builds a plan again, or a line of Python where no command can.
 
         Args:
-            plan: what it turned out to need; modules that define kernels are then named.
+            plan: the plan that was built; the modules that define its kernels are then named.
         """
         request = self.request
         modules = sorted(set(plan.manifest.imports.values())) if plan is not None else []
         # a file of the user's that is the source itself defines them again
         modules = [m for m in modules if not m.startswith("tessella_user_")]
         imports = tuple("<__main__>" if m == "__main__" else m for m in modules)
-        objects = [n for n in ("samples", "metric") if self.given.get(n) not in (None, top1)]
+        objects = [n for n in ("samples", "metric") if self.arguments.get(n) not in (None, top1)]
         return replace(request, imports=imports).rebuild(*objects)
 
-    def said(self, plan: Plan) -> Plan:
+    def with_imports(self, plan: Plan) -> Plan:
         """The plan, with the modules that it needs in the command that builds it again."""
         if not plan.manifest.imports:
             return plan
         return replace(plan, manifest=replace(plan.manifest, rebuild=self.rebuild(plan)))
 
 
-def asked(**given: Any) -> Asked:
+def compile_call(**arguments: Any) -> CompileCall:
     """The settings of ``compile`` or ``pareto``, checked before a network is opened.
 
     Raises:
-        UsageError, ArtifactError: what is asked for cannot be, or is not there.
+        UsageError, ArtifactError: a setting is impossible, or a file is missing.
     """
-    texts = {name: _said(name, value) for name, value in given.items() if name in FIELDS}
-    calibration = given.get("calibration")
+    texts = {name: _recorded(name, value) for name, value in arguments.items() if name in FIELDS}
+    calibration = arguments.get("calibration")
     if isinstance(calibration, CalibrationSet):
         texts["calibration"] = str(calibration.dataset)
         for name in ("split", "samples", "method"):
@@ -67,9 +67,10 @@ def asked(**given: Any) -> Asked:
                 texts[f"calibration_{name}"] = value
     request = BuildRequest(**texts)
     request.require_files()
-    if request.budget is not None and given.get("samples"):
+    if request.budget is not None and arguments.get("samples"):
         raise UsageError("a budget is judged by labelled data", fix="leave out samples")
-    return Asked(request=replace(request, target=request.target or default_target()), given=given)
+    request = replace(request, target=request.target or default_target())
+    return CompileCall(request=request, arguments=arguments)
 
 
 def keywords(request: BuildRequest) -> dict[str, Any]:
@@ -84,8 +85,8 @@ def keywords(request: BuildRequest) -> dict[str, Any]:
     return {**given, "inputs": given["inputs"] or None}
 
 
-def _said(name: str, value: Any) -> Any:
-    """A setting as the record has it; what no text can say as its name in angle brackets."""
+def _recorded(name: str, value: Any) -> Any:
+    """A setting as the request holds it; an object as its name in angle brackets."""
     if name == "batch":
         span: DimRange = batch_range(value)
         return (span.min,) if span.min == span.max else (span.min, span.opt, span.max)

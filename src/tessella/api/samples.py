@@ -24,7 +24,7 @@ JudgingData = compiler.Labelled | Data
 def calibrated(
     network: Opened, data: CalibrationData, target: str, **settings: Any
 ) -> compiler.Calibration:
-    """The calibration in ``data``, or one that is made with it on the target's device."""
+    """The calibration that ``data`` is, or one that is computed from it on the target's device."""
     if isinstance(data, compiler.Calibration):
         return data
     if isinstance(data, str | Path) and Path(data).is_file():

@@ -1,4 +1,4 @@
-"""What people compile, as a graph: a checkpoint, a run, a module, an ONNX file."""
+"""Sources of a compilation, captured as graphs: a checkpoint, a run, a module, an ONNX file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Source = Checkpoint | Run | torch.nn.Module | str | Path
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A captured network, its name, and what a plan of it should know besides."""
+    """A captured network, its name, and the facts of it that a plan records."""
 
     graph: graph.Graph
     name: str
@@ -33,7 +33,7 @@ class Opened:
     accuracy: Mapping[str, float] = field(default_factory=dict)
 
     def about(self, rebuild: str) -> compiler.About:
-        """What a plan says of itself; ``rebuild`` is the command that builds it elsewhere."""
+        """The facts that a plan records; ``rebuild`` is the command that builds it again."""
         return compiler.About(
             built_from=self.name,
             rebuild=rebuild,

@@ -1,7 +1,8 @@
 """The commands behind the studio's forms: from records to a ``JobSpec`` whose argv is the CLI's.
 
-One builder a verb. The same argv is run by the scheduler and shown to people (``shown``), so what a
-page does can always be typed. Paths and names come from people: none can be taken for an option.
+There is one function for each verb. The scheduler runs the same argv that people see (``shown``),
+so whatever a page does can be typed. Paths and names come from people: none can be taken for an
+option.
 """
 
 from __future__ import annotations
@@ -110,10 +111,10 @@ def sweep(
     batch_size: str = "",
     seeds: str = "",
 ) -> tuple[JobSpec, ...]:
-    """One training for each combination; what is left out stays as the recipe has it.
+    """One training for each combination of the values; other settings are the recipe's.
 
     Args:
-        out: each goes into a folder beside it, whose name ends in the settings that vary.
+        out: each run's folder lies beside this one, its name ends in the settings that vary.
         lr, batch_size, seeds: comma lists, such as ``"0.1, 0.01"``.
 
     Raises:
@@ -268,7 +269,7 @@ def serve(plans: Mapping[str, PathLike], *, port: int = 8000, gpus: int = 0) -> 
 
 
 def _by_options(recipe: Recipe) -> Recipe:
-    """What the CLI makes of the options alone."""
+    """The recipe that the CLI makes of the options alone."""
     given = Recipe(
         network=recipe.network,
         dataset=recipe.dataset,

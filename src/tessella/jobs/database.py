@@ -1,4 +1,4 @@
-"""The database under the store: opened, migrated to the newest schema, its errors in our words."""
+"""The database of the store: opened, migrated to the newest schema, its errors as ``JobError``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Database:
     """
 
     def __init__(self, url: str) -> None:
-        with self._told():
+        with self._errors_translated():
             self._engine = create_engine(url)
             self.name = self._engine.url.render_as_string(hide_password=True)
             if self._engine.dialect.name == "sqlite":
@@ -41,14 +41,18 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        with self._told(), Session(self._engine) as session:
+        with self._errors_translated(), Session(self._engine) as session:
             yield session
 
     @contextmanager
     def write(self) -> Iterator[Session]:
         """A transaction that commits at the end, or leaves nothing behind."""
         writing = self._engine.execution_options(writes=True)
-        with self._told(), Session(writing, expire_on_commit=False) as session, session.begin():
+        with (
+            self._errors_translated(),
+            Session(writing, expire_on_commit=False) as session,
+            session.begin(),
+        ):
             yield session
 
     def migrate(self, revision: str) -> None:
@@ -57,7 +61,7 @@ class Database:
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
         config.set_main_option("path_separator", "os")
         writing = self._engine.execution_options(writes=True)
-        with self._told(), writing.begin() as connection:
+        with self._errors_translated(), writing.begin() as connection:
             config.attributes["connection"] = connection
             try:
                 if revision == "base":
@@ -81,8 +85,8 @@ class Database:
             raise _damaged(self.name, found)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Whatever the database says is wrong, as a ``JobError``."""
+    def _errors_translated(self) -> Iterator[None]:
+        """Raise an error of the database as a ``JobError``."""
         try:
             yield
         except IntegrityError:
@@ -117,7 +121,7 @@ def _damaged(name: str, seen: object) -> JobError:
 
 
 def _prepare_sqlite(engine: Engine) -> None:
-    """Readers beside one writer, foreign keys, and transactions that begin where we say."""
+    """Set up WAL, foreign keys, and transactions that begin with an explicit BEGIN."""
 
     @event.listens_for(engine, "connect")
     def connected(connection: sqlite3.Connection, record: object) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tessella.artifacts.files import write_atomic
 
-# In the environment of everything that a job starts, however deep and in whatever session: by it
-# what a dead command left behind is found. Its value is the job's folder.
+# An environment variable of every process that a job starts, however deep and in whatever session;
+# it identifies what a dead command left behind. Its value is the job's folder.
 MARK = "TESSELLA_JOB"
 
 EXIT_FILE = "exit.json"

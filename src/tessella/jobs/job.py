@@ -1,4 +1,4 @@
-"""What a job is: the record that asks for one and the record that shows one."""
+"""The records of a job: the request that submits one, and the state of one in the store."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class JobSpec:
 
     Attributes:
         name: for people.
-        kind: what it does; decides where the studio shows it.
+        kind: the verb's kind of work; it decides where the studio shows the job.
         argv: arguments of ``tessella``, the verb first. ``{job}/…`` means the job's own folder.
         files: small input files by plain name, written into the job's folder before it can start.
-        gpus: how many GPUs it leases, each exclusively. 0: it sees none.
-        depends_on: ids of jobs that must be done before; if one fails or is aborted, so is this.
+        gpus: how many GPUs the job leases, each exclusively. With 0 the job sees none.
+        depends_on: ids of jobs that must be done before. If one fails or is aborted, this job does
+            not start and ends in the same state.
         resumable: start again after a kill from outside (a crash, a reboot), three times in all.
-        resume_argv: appended to ``argv`` when it starts again.
-        priority: higher first; equal ones in the order in which they came.
+        resume_argv: appended to ``argv`` when the job starts again.
+        priority: higher first; jobs of equal priority in the order of submission.
         group: jobs that belong together, such as a sweep.
     """
 
@@ -66,7 +67,7 @@ class JobSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StatusChange:
-    """A job went into ``status`` at ``time`` (seconds since 1970); ``text`` may say why."""
+    """A change into ``status`` at ``time`` (seconds since 1970); ``text`` may have the reason."""
 
     status: Status
     time: float
@@ -75,17 +76,17 @@ class StatusChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job as the store knew it when it was asked. Times are seconds since 1970.
+    """A job as it was in the store when the record was read. Times are seconds since 1970.
 
     Attributes:
         id: when it was submitted, and six random digits: ``20261121-103045-5f3a9c``.
-        leased: indices of the GPUs that it holds now.
-        pid: its executor's process, while it runs.
+        leased: indices of the GPUs that the job holds now.
+        pid: the process of the job's executor, while the job runs.
         aborting: an abort was asked for and the process has not ended yet.
         continues: the next start appends ``resume_argv``.
-        attempts: how often it was started since it was submitted (or resumed by hand).
+        attempts: how often the job was started since it was submitted (or resumed by hand).
         error: what went wrong, for people.
-        trashed: when it was deleted; its folder stays.
+        trashed: when the job was deleted; its folder stays.
     """
 
     id: str
@@ -120,12 +121,12 @@ class Job:
 
     @property
     def events_path(self) -> Path:
-        """Where the command appends its events; ``core.events.read_events`` reads them."""
+        """The file of the command's events, for ``core.events.read_events``."""
         return Path(self.folder) / "events.jsonl"
 
     @property
     def log_path(self) -> Path:
-        """Everything that the command printed."""
+        """The file of everything that the command printed."""
         return Path(self.folder) / "output.log"
 
     @property

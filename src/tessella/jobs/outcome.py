@@ -1,4 +1,4 @@
-"""What came of a job's command: the exit code that its executor wrote, and what to tell people."""
+"""The outcome of a job's command: the exit code that its executor wrote, and the error's text."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ KILLED = (
 
 
 def exit_code(folder: Path) -> int | None:
-    """The command's exit code (negative: its signal); None if nobody lived to write it."""
+    """The command's exit code (negative: its signal); None if the executor died, too."""
     path = folder / EXIT_FILE
     return int(json.loads(path.read_text())["exit_code"]) if path.exists() else None
 
 
 def error_text(job: Job, code: int) -> str:
     """Why a job failed: its last ``error`` event, or else the end of what it printed."""
-    said = _last_error_event(job) or _log_tail(job.log_path) or "it printed nothing"
+    message = _last_error_event(job) or _log_tail(job.log_path) or "it printed nothing"
     if code < 0:
         name = _SIGNAL_NAMES.get(-code, f"signal {-code}")
         hint = " (as the system does when memory runs out)" if name == "SIGKILL" else ""
-        return f"killed by {name}{hint}; the last it said: {said}"
+        return f"killed by {name}{hint}; the last it said: {message}"
     if code == CANNOT_START:
-        return f"the command could not be started: {said}"
-    return said
+        return f"the command could not be started: {message}"
+    return message
 
 
 def _last_error_event(job: Job) -> str | None:
-    """Of this attempt only: the file goes on from one attempt to the next."""
+    """The last error of this attempt; the file also has the events of earlier attempts."""
     try:
         events, _ = read_events(job.events_path)
     except CorruptArtifact:  # the command's output will have to do

@@ -59,10 +59,10 @@ def start(folder: Path, command: list[str], *, cwd: Path, environment: dict[str,
 
 
 def adopt(folder: Path) -> Executor | None:
-    """The executor that works on ``folder``, if one is alive, whoever started it.
+    """The living executor of the job in ``folder``, whoever started it, or None.
 
-    Its command line names the job's folder, as no other process's does. Unlike a process number and
-    a start time this holds through a change of the clock, and a crash before they were saved.
+    No other process has the job's folder in its command line. Unlike a process id and a start time,
+    this survives a change of the clock, and a crash before they were saved.
     """
     for process in psutil.process_iter():
         try:
@@ -74,7 +74,7 @@ def adopt(folder: Path) -> Executor | None:
 
 
 def kill_marked(folder: Path, *, timeout_s: float = 2.0) -> None:
-    """SIGKILL everything that the job's command started, and wait until it holds nothing more."""
+    """SIGKILL all processes that the job's command started, and wait until they hold nothing."""
     killed = []
     for process in _marked(folder):
         try:
@@ -98,7 +98,7 @@ def _marked(folder: Path) -> Iterator[psutil.Process]:
 
 
 def _holds_something(process: psutil.Process) -> bool:
-    """Still alive; a zombie only waits for its parent and holds neither memory nor a GPU."""
+    """Whether the process lives; a zombie holds neither memory nor a GPU."""
     try:
         return not _is_zombie(process)
     except psutil.NoSuchProcess:

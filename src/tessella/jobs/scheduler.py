@@ -1,9 +1,10 @@
-"""The scheduler: gives waiting jobs a place, watches the running ones, and survives its own death.
+"""The scheduler: starts waiting jobs, watches running ones, and can be killed at any time.
 
-Order: by priority, then as they came. A job that asks for GPUs and cannot have them yet keeps every
-free GPU for itself: no later job takes one, so a four-GPU job cannot starve behind small ones. Jobs
-without GPUs take CPU slots and overtake freely. ``serve`` jobs run until they are stopped, so they
-take no CPU slot. On a machine without GPUs, jobs that ask for some run on CPU slots.
+Order: by priority, then by submission. A job that asks for GPUs and cannot have them yet keeps
+every free GPU for itself: no later job takes one, so a four-GPU job cannot starve behind small
+ones. Jobs without GPUs take CPU slots and overtake freely. ``serve`` jobs run until they are
+stopped, so they take no CPU slot. On a machine without GPUs, jobs that ask for some run on CPU
+slots.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Scheduler:
         cpu_slots: how many jobs without a GPU run at a time.
         program: what ``argv`` is appended to; this Python's ``tessella`` by default.
         grace_s: seconds from an abort's SIGTERM to its SIGKILL.
-        interval_s: seconds between looks at the queue.
+        interval_s: seconds from one look at the queue to the next.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Scheduler:
         self.grace_s = grace_s
         self.interval_s = interval_s
         self._executors: dict[str, Executor] = {}
-        self._deadlines: dict[str, float] = {}  # when a job that was told to end will be killed
+        self._deadlines: dict[str, float] = {}  # when an aborted job will be killed
         self._lock: TextIO | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -96,7 +97,7 @@ class Scheduler:
             self._free_lock()
 
     def step(self) -> None:
-        """Look once: settle what ended, end what is to be aborted, start what has a place."""
+        """Go through the queue once: settle ended jobs, end aborted ones, start waiting ones."""
         self._take_lock()
         for job in self.store.jobs(status="running"):
             self._watch(job)
@@ -142,7 +143,7 @@ class Scheduler:
             self._end(job, executor)
 
     def _end(self, job: Job, executor: Executor) -> None:
-        """Bring an aborted job nearer its end: ask, then kill the command, then its executor."""
+        """End an aborted job by stages: SIGTERM, then kill the command, then its executor."""
         now = time.monotonic()
         deadline = self._deadlines.get(job.id)
         if deadline is None:
@@ -160,7 +161,7 @@ class Scheduler:
         # what a command leaves behind would hold a free GPU, or write beside a restart
         processes.kill_marked(folder)
         code = outcome.exit_code(folder)
-        aborting = self.store.job(job.id).aborting  # asked again: it may be news
+        aborting = self.store.job(job.id).aborting  # read again: it may have changed
         if aborting:
             self.store.settle(job.id, "aborted", exit_code=code)
         elif code == 0:

@@ -1,7 +1,7 @@
-"""The job store: what was asked for, what runs, what came of it.
+"""The job store: every job with its command, its state and its outcome.
 
 Every method is one short transaction. The studio and the CLI submit, list, abort and delete; the
-scheduler claims, attaches and settles. They may be different processes: all they share is this.
+scheduler claims, attaches and settles. They may be different processes, which share the store only.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Store:
     def close(self) -> None:
         self.database.close()
 
-    # What people ask for
+    # For people
 
     def submit(self, spec: JobSpec) -> Job:
-        """Put a job into the queue; ``JobError`` if it depends on a job that is not there."""
+        """Put a job into the queue; ``JobError`` if it depends on an unknown job."""
         job_id = _new_id()
         folder = self.folder / job_id
         folder.mkdir()
@@ -91,8 +91,8 @@ class Store:
             JobRow.trashed.is_not(None) if trashed else JobRow.trashed.is_(None),
         )
         if status is not None:
-            wanted = (status,) if isinstance(status, str) else tuple(status)
-            query = query.where(JobRow.status.in_(wanted))
+            statuses = (status,) if isinstance(status, str) else tuple(status)
+            query = query.where(JobRow.status.in_(statuses))
         if kind is not None:
             query = query.where(JobRow.kind == kind)
         if group is not None:
@@ -158,7 +158,7 @@ class Store:
         notes: str | None = None,
         priority: int | None = None,
     ) -> Job:
-        """Change what people wrote about a job, or its place in the queue."""
+        """Change a job's name, its notes, or its place in the queue."""
         with self._changed(job_id) as row:
             if name is not None:
                 if not name.strip() or len(name) > 200:
@@ -184,10 +184,10 @@ class Store:
             row.trashed = None
             return row.record()
 
-    # What the scheduler does
+    # For the scheduler
 
     def ready(self) -> list[Job]:
-        """Waiting jobs that need nothing but a place, in the order in which they may start."""
+        """Waiting jobs whose dependencies are done, in the order in which they may start."""
         query = (
             select(JobRow)
             .where(JobRow.status == "waiting", ~_needs("waiting", "running", "failed", "aborted"))
@@ -202,9 +202,9 @@ class Store:
             return {lease.gpu: lease.job_id for lease in session.scalars(select(LeaseRow))}
 
     def claim(self, job_id: str, gpus: Sequence[int] = ()) -> Job | None:
-        """Set a waiting job running and lease it these GPUs, or neither.
+        """Set a waiting job running and lease these GPUs to it, both or neither.
 
-        None if the job no longer waits or another job holds one of the GPUs.
+        Returns None if the job no longer waits or another job holds one of the GPUs.
         """
         try:
             with self.database.write() as session:
@@ -222,14 +222,14 @@ class Store:
             return None
 
     def attach(self, job_id: str, pid: int) -> None:
-        """Note the process that a running job was given."""
+        """Note the process id of a running job's executor."""
         with self._changed(job_id) as row:
             row.pid = pid
 
     def settle(
         self, job_id: str, status: Status, *, exit_code: int | None = None, error: str | None = None
     ) -> None:
-        """What came of a job (``waiting``: killed from outside, it will go on). Frees its GPUs."""
+        """End an attempt and free its GPUs; a job in ``waiting`` was killed and starts again."""
         with self._changed(job_id) as row:
             row.leases = []
             row.pid = None
@@ -263,7 +263,7 @@ class Store:
 
 
 def _needs(*statuses: Status) -> Exists:
-    """SQL: the job waits for another that is in one of these."""
+    """SQL: the job depends on a job that is in one of these states."""
     needed = aliased(JobRow)
     return (
         select(NeedRow.number)

@@ -99,7 +99,7 @@ class StatusRow(Table):
 
 
 class NeedRow(Table):
-    """A job waits for another."""
+    """A job depends on another."""
 
     __tablename__ = "need"
 
