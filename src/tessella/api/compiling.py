@@ -104,8 +104,8 @@ def pareto(
     trust_code: bool = False,
     emit: Emit = silent,
 ) -> compiler.Front:
-    """The Pareto front of a network: plans of which none is worse than another in accuracy, time and
-    memory.
+    """The Pareto front of a network: no plan of it is worse than another in accuracy,
+    time and memory.
 
     >>> front = pareto("runs/flowers", data="datasets/flowers", budget=0.3)
     >>> print(front)

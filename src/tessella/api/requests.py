@@ -53,7 +53,7 @@ class CompileCall:
 
 
 def compile_call(**arguments: Any) -> CompileCall:
-    """The settings of ``compile`` or ``pareto``, checked before a network is opened.
+    """The call with these arguments, checked before a network is opened.
 
     Raises:
         UsageError, ArtifactError: a setting is impossible, or a file is missing.

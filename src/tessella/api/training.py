@@ -58,7 +58,7 @@ def train(
 
 
 def _merged(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` wins, setting by setting in nested records, too."""
+    """``settings`` with those of ``over`` in their place, one by one also in nested records."""
     nested = {
         name: {**settings[name], **value}
         for name, value in over.items()

@@ -1,6 +1,6 @@
 """The command line: one file a verb, each parses its arguments, calls the API and prints.
 
-Only the verb that is asked for is imported, so that ``tessella --help`` needs neither torch nor
+Only the verb in ``sys.argv`` is imported, so that ``tessella --help`` needs neither torch nor
 NumPy.
 """
 
@@ -46,16 +46,16 @@ def main() -> None:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    asked = _asked(sys.argv[1:])
+    chosen = _verb(sys.argv[1:])
     for name, summary in VERBS.items():
-        if name == asked:
+        if name == chosen:
             importlib.import_module(f"tessella.cli.{name}").register(app)
         else:
             app.command(name, help=summary)(_not_loaded)
     app()
 
 
-def _asked(arguments: list[str]) -> str | None:
+def _verb(arguments: list[str]) -> str | None:
     """The verb: the first word that is neither an option nor what ``--import`` takes."""
     words = iter(arguments)
     for word in words:
@@ -66,8 +66,8 @@ def _asked(arguments: list[str]) -> str | None:
     return None
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         print(f"tessella {VERSION}")
         raise typer.Exit
 
@@ -89,4 +89,4 @@ def _options(
 
 
 def _not_loaded() -> None:
-    """Stands in for a verb that was not asked for, so that ``--help`` lists it."""
+    """Stands in for a verb that is not imported, so that ``--help`` lists it."""

@@ -38,7 +38,7 @@ def diff(
     """
     with output(json_only=json) as out:
         found = compare(load_plan(a), load_plan(b))
-        shown = _asked(found, batch)
+        shown = _bucket(found, batch)
         plain = {"a": str(a), "b": str(b), "same": found.same, **to_plain(found)}
         parts: list[Text | Group] = [_manifests(found)]
         if found.buckets:
@@ -48,7 +48,7 @@ def diff(
         out.result(plain, Group(*parts))
 
 
-def _asked(found: Comparison, batch: int | None) -> BucketPair | None:
+def _bucket(found: Comparison, batch: int | None) -> BucketPair | None:
     both = {bucket.batch: bucket for bucket in found.buckets}
     if batch is None:
         return both[max(both)] if both else None
@@ -109,7 +109,7 @@ def _steps(pair: BucketPair, all_steps: bool) -> Group:
 
 
 def _what(step: StepPair) -> str:
-    """The fields that differ; of small ones the two values."""
+    """The fields in which a step differs; of outputs and configuration both values."""
     if step.a is None or step.b is None:
         return ", ".join(side.outputs[0] for side in (step.a, step.b) if side is not None)
     words = []

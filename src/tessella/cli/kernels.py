@@ -135,10 +135,10 @@ def _operands(
     residual: bool,
     arguments: dict[str, Any],
 ) -> list[torch.Tensor | None]:
-    """Random tensors of the asked shapes, on this machine's target."""
+    """Random tensors of the requested shapes, on this machine's target."""
     if op not in PROBLEMS or op.endswith("grad"):
-        asked = [name for name in PROBLEMS if not name.endswith("grad")]
-        raise UsageError("cannot search this operation", seen=op, fix=f"use {', '.join(asked)}")
+        known = [name for name in PROBLEMS if not name.endswith("grad")]
+        raise UsageError("cannot search this operation", seen=op, fix=f"use {', '.join(known)}")
     if weight is None:
         raise UsageError(
             "a search needs two shapes", seen="no --weight", fix="add --weight KxCxRxS"
@@ -168,8 +168,8 @@ def _operands(
 def _random(op: str, metas: tuple[TensorMeta | None, ...]) -> list[torch.Tensor | None]:
     """Random tensors for the operands of an operation."""
     problem = Problem(op=op, inputs=metas, outputs=())
-    made = iter(sample_inputs(problem, torch_device(default_target())))
-    return [None if meta is None else next(made) for meta in metas]
+    tensors = iter(sample_inputs(problem, torch_device(default_target())))
+    return [None if meta is None else next(tensors) for meta in metas]
 
 
 def _meta(shape: str, dtype: str, channels_last: bool) -> TensorMeta:

@@ -1,4 +1,4 @@
-"""What a verb prints: bars on a terminal, plain lines elsewhere, JSON where it is asked for."""
+"""The output of a verb: bars on a terminal, plain lines elsewhere, JSON with ``--json``."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PLAIN_WIDTH = 10_000
 
 
 class Output:
-    """Where a verb's events and its result go.
+    """The destinations of a verb's events and of its result.
 
     Results go to standard output, everything that happens on the way to standard error.
     """
 
     def __init__(self, *, json_only: bool, events: Path | None) -> None:
         self.json_only = json_only
-        self._told_error = ""
+        self._printed_error = ""
         self._log = None if events is None else EventLog(events)
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._bars: Progress | None = None
@@ -45,7 +45,7 @@ class Output:
         self._last_line: dict[str, float] = {}
 
     def emit(self, event: Event) -> None:
-        """Take one event: write it to the log, show it to the person."""
+        """Write an event to the log and show it to the person."""
         if self._log is not None:
             self._log(event)
         if self.json_only:
@@ -61,7 +61,7 @@ class Output:
         elif event.kind == "warning":
             self.note(f"warning: {event.text}", style="yellow")
         elif event.kind == "error":
-            self._told_error = event.text
+            self._printed_error = event.text
             self.note(f"error: {event.text}", style="red")
 
     def note(self, text: str, style: str = "") -> None:
@@ -98,14 +98,14 @@ class Output:
         self._bars, self._tasks = None, {}
 
     def result(self, plain: Any, text: str | Group | None = None) -> None:
-        """The outcome: ``plain`` as JSON where asked for, ``text`` for people otherwise."""
+        """Print the outcome: ``plain`` with ``--json``, ``text`` for people otherwise."""
         self.close_bars()
         if self._log is not None and isinstance(plain, dict):
             self._log(Event(kind="result", values={k: v for k, v in plain.items() if _small(v)}))
         if self.json_only:
             print(json.dumps(plain, indent=1, ensure_ascii=False))
         elif isinstance(text, Group):
-            # Where no one looks on there is no edge to wrap at: a row is a line, for grep and awk.
+            # Outside of a terminal nothing wraps: a row is a line, for grep and awk.
             width = None if sys.stdout.isatty() else PLAIN_WIDTH
             Console(highlight=False, width=width).print(text)
         elif text is not None:
@@ -117,7 +117,7 @@ class Output:
             self._log(Event(kind="error", text=str(error), values=error.to_json()))
         if self.json_only:
             print(json.dumps(error.to_json(), ensure_ascii=False))
-        if str(error) != self._told_error:  # training tells its failure as an event, too
+        if str(error) != self._printed_error:  # training emits its failure as an event, too
             self._console.print(Text(f"error: {error}", style="red"))
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ def _small(value: object) -> bool:
 def output(
     *, json_only: bool = False, events: Path | None = None, stopped: str = "stopped"
 ) -> Iterator[Output]:
-    """The frame of a verb: errors that we raise become one line and an exit code.
+    """The frame of a verb: an error that we raise becomes one line and an exit code.
 
     Args:
         stopped: what a person reads after Ctrl-C.

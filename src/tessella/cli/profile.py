@@ -1,4 +1,4 @@
-"""``tessella profile``: where a plan's time goes, and how much less the machine would allow."""
+"""``tessella profile``: the time of each step of a plan, beside what the machine allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tessella quickstart``: the whole way on real digits, and a table of what came out."""
+"""``tessella quickstart``: the whole way on real digits, and a table of the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tessella show``: what lies in a path, which networks there are, what a network's layers see."""
+"""``tessella show``: an artifact, the known networks, a network, its passes, or its layers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _given(name: str | None, expected: str) -> str:
 
 
 def _path(out: Output, path: Path) -> None:
-    """Whatever artifact lies there, by the file that makes it one."""
+    """Describe the artifact at ``path``, whose kind its files tell."""
     if path.is_file():
         plan = load_plan(path)
         out.result({"plan": str(path), **to_plain(plan.manifest)}, str(plan))
@@ -165,7 +165,7 @@ def _built(
 def _explained(
     what: str, classes: int, channels: int | None, size: str | None, precision: str, trust: bool
 ) -> tuple[PassRecord, ...]:
-    """The passes on whatever ``what`` names: a checkpoint, a run, an ONNX file, else a network."""
+    """The passes on the path in ``what``, or on the network of that name."""
     path = Path(what)
     if path.is_dir() or path.suffix == ".onnx" or (path.is_file() and path.suffix == ".plan"):
         return api.explain(path, precision=precision, trust_code=trust)
@@ -176,7 +176,7 @@ def _explained(
 
 
 def _passes(out: Output, records: tuple[PassRecord, ...], texts: bool, title: str) -> None:
-    """A row a pass; with ``texts`` also the lines of the graph that it changed."""
+    """A row for each pass; with ``texts`` also the lines of the graph that the pass changed."""
     rows = [(r.name, r.rewrites, r.nodes_before, r.nodes_after, r.why) for r in records]
     table = grid(("pass", "rewrites", "nodes", "after", "why"), rows, title=title)
     diffs = [Text(r.diff) for r in records if texts and r.diff]

@@ -14,7 +14,7 @@ MAX_CLASSES = 50
 
 
 def dataset_table(dataset: Dataset) -> Group:
-    """Classes and their counts in each split, then what a person should know."""
+    """Classes and their counts in each split, then notes, skipped files and duplicates."""
     info = dataset.info
     record = info.preprocess
     splits = list(info.splits)
@@ -29,14 +29,14 @@ def dataset_table(dataset: Dataset) -> Group:
         f"{info.name}: {len(info.classes)} classes, {record.height}×{record.width}×"
         f"{record.channels}, {record.depth} bit, {record.resize}"
     )
-    told = [Text(f"note: {note}") for note in info.notes]
+    notes = [Text(f"note: {note}") for note in info.notes]
     if info.skipped_count:
-        told.append(Text(f"{info.skipped_count:,} files were skipped:"))
-        told += [Text(f"  {s.path}: {s.reason}") for s in info.skipped[:10]]
+        notes.append(Text(f"{info.skipped_count:,} files were skipped:"))
+        notes += [Text(f"  {s.path}: {s.reason}") for s in info.skipped[:10]]
     if info.duplicate_count:
-        told.append(Text(f"{info.duplicate_count:,} images lie in two splits:"))
-        told += [Text(f"  {a} = {b}") for a, b in info.duplicates[:10]]
-    return Group(grid(("class", *splits), rows, title=title), *told)
+        notes.append(Text(f"{info.duplicate_count:,} images lie in two splits:"))
+        notes += [Text(f"  {a} = {b}") for a, b in info.duplicates[:10]]
+    return Group(grid(("class", *splits), rows, title=title), *notes)
 
 
 def run_table(run: Run) -> Group:
@@ -52,7 +52,7 @@ def run_table(run: Run) -> Group:
 
 
 def checkpoint_table(checkpoint: Checkpoint) -> Group:
-    """What a checkpoint is and how its inputs are made."""
+    """A checkpoint's network, preprocessing, position and metrics."""
     info = checkpoint.info
     record = info.preprocess
     rows = [

@@ -105,7 +105,7 @@ class Scheduler:
         self._start_ready()
 
     def _take_lock(self) -> None:
-        """The kernel frees the lock when this process dies, however it dies."""
+        """Lock the queue; the kernel frees the lock when this process dies, however it dies."""
         if self._lock is not None:
             return
         path = self.store.folder / "scheduler.lock"

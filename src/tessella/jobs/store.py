@@ -197,12 +197,12 @@ class Store:
             return [row.record() for row in session.scalars(query)]
 
     def leases(self) -> dict[int, str]:
-        """Which job holds which GPU."""
+        """The id of the job that holds a GPU, by the GPU's index."""
         with self.database.read() as session:
             return {lease.gpu: lease.job_id for lease in session.scalars(select(LeaseRow))}
 
     def claim(self, job_id: str, gpus: Sequence[int] = ()) -> Job | None:
-        """Set a waiting job running and lease these GPUs to it, both or neither.
+        """Set a waiting job running and lease these GPUs to it, in one transaction.
 
         Returns None if the job no longer waits or another job holds one of the GPUs.
         """

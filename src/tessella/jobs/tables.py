@@ -87,7 +87,7 @@ class JobRow(Table):
 
 
 class StatusRow(Table):
-    """A job's status changed."""
+    """A change of a job's status."""
 
     __tablename__ = "status_change"
 
@@ -99,7 +99,7 @@ class StatusRow(Table):
 
 
 class NeedRow(Table):
-    """A job depends on another."""
+    """A dependency of a job on another."""
 
     __tablename__ = "need"
 
@@ -109,7 +109,7 @@ class NeedRow(Table):
 
 
 class LeaseRow(Table):
-    """A running job holds a GPU. The primary key is what makes a lease exclusive."""
+    """A GPU that a running job holds; the primary key makes the lease exclusive."""
 
     __tablename__ = "gpu_lease"
 

@@ -1,4 +1,4 @@
-"""What goes back to a client: a status, a body and headers; errors as ``{"error": text}``."""
+"""Responses to a client: a status, a body and headers; errors as ``{"error": text}``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def json_answer(document: Any, status: int = 200) -> Answer:
 
 
 def error_answer(error: Exception) -> Answer:
-    """The answer to a request that raised; what is not of our tree is logged and not told."""
+    """The answer to a request that raised; an error outside of our tree goes into the log only."""
     status = status_of(error)
     if not isinstance(error, TessellaError):
         log.error("a request failed", exc_info=error)
@@ -48,7 +48,7 @@ def error_answer(error: Exception) -> Answer:
 
 
 def status_of(error: Exception) -> int:
-    """400 for what the client sent, 500 for what lies here, else what the error says."""
+    """400 for what the client sent, 500 for a fault of this machine, or a ``ServeError``'s own."""
     if isinstance(error, ServeError):
         return error.status
     return 400 if isinstance(error, UsageError | InputError | DataError) else 500

@@ -1,4 +1,4 @@
-"""The server as an ASGI application: the door, the inference routes, then FastAPI for the rest.
+"""The server as an ASGI application: access, the inference routes, then FastAPI for the rest.
 
 The inference routes are plain functions of a request, since a framework costs more than a small
 network. Bodies are read within limits, and only a checked model name ever names a file.

@@ -61,7 +61,7 @@ class Batcher:
         self._runner: asyncio.Task[None] | None = None
 
     async def infer(self, arrays: Arrays) -> Arrays:
-        """The engine's outputs for these inputs, computed alone or among others.
+        """The engine's outputs for these inputs, computed alone or in a batch with other requests.
 
         Raises:
             ServeError: 503, too many requests wait.
@@ -106,7 +106,7 @@ class Batcher:
             self._runner = None
 
     async def _wait_for_company(self) -> None:
-        """Until the batch is full or the first has waited ``max_delay_us``."""
+        """Wait until the batch is full or the first request has waited ``max_delay_us``."""
         deadline_ns = self._waiting[0].since_ns + self._max_delay_ns
         while sum(i.batch for i in self._waiting) < self._max_batch:
             remaining_ns = deadline_ns - time.perf_counter_ns()
@@ -118,7 +118,7 @@ class Batcher:
                     await self._arrived.wait()
 
     def _take(self) -> list[_Waiting]:
-        """The first who waits and those behind it that can join; the cancelled are dropped."""
+        """The first waiting request and those behind that can join; drops cancelled requests."""
         items: list[_Waiting] = []
         samples = 0
         while self._waiting:
@@ -141,12 +141,12 @@ class Batcher:
         loop = asyncio.get_running_loop()
         try:
             answers, spent = await loop.run_in_executor(self._thread, self._compute, work)
-        except Exception as error:  # whatever an engine raises belongs to the request, not to us
+        except Exception as error:  # an engine's error is the request's answer
             if len(items) == 1:
                 if not items[0].answer.done():
                     items[0].answer.set_exception(error)
                 return
-            for item in items:  # one of them spoiled it: let each stand for itself
+            for item in items:  # one of them may have caused it: run each alone
                 if not item.answer.done():
                     await self._execute([item])
             return
@@ -158,7 +158,7 @@ class Batcher:
                 item.answer.set_result(answer)
 
     def _compute(self, work: list[Arrays]) -> tuple[list[Arrays], Computation]:
-        """In the engine's thread: join, run, split."""
+        """Join the inputs, run the engine and split the outputs, in the engine's thread."""
         begin_ns = time.perf_counter_ns()
         joined = {name: _join([arrays[name] for arrays in work]) for name in work[0]}
         joined_ns = time.perf_counter_ns()
@@ -173,7 +173,7 @@ class Batcher:
 
 
 def _join(parts: list[np.ndarray]) -> np.ndarray:
-    """One writable, aligned array: what came from a body may lie anywhere in it, read-only."""
+    """One writable, aligned array: an array from a body may be unaligned and read-only."""
     if len(parts) > 1:
         return np.concatenate(parts)
     return np.require(parts[0], requirements=["C", "A", "W"])

@@ -1,4 +1,4 @@
-"""Bodies in and out: read and decompressed within the limits, compressed if asked."""
+"""Request and response bodies: read and decompressed within limits, compressed on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Disconnected(Exception):
 
 
 class BodyReader:
-    """Reads bodies and counts what all of them hold together."""
+    """Reads bodies, and limits the bytes that all of them hold together."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -89,7 +89,7 @@ class BodyReader:
 
 
 class _Account:
-    """What one request holds."""
+    """The bytes that one request holds."""
 
     def __init__(self, reader: BodyReader) -> None:
         self._reader = reader

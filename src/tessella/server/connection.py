@@ -18,7 +18,7 @@ Timer = asyncio.TimerHandle
 
 
 class Connection(HttpToolsProtocol):
-    """Closes on a head that is larger or slower than ``limits`` allow."""
+    """Closes itself on a head that is larger or slower than ``limits`` allow."""
 
     limits = Limits()
 

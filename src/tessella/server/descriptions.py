@@ -1,4 +1,4 @@
-"""What the server says about itself and its models, in the words of Triton's configuration."""
+"""Descriptions of the server and its models, in the words of Triton's configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _shape(spec: TensorSpec) -> list[int]:
 
 
 def model_config(model: Model) -> dict[str, Any]:
-    """The configuration in Triton's fields; what has none there is in ``parameters``."""
+    """The configuration in Triton's fields; facts without a field are in ``parameters``."""
     manifest = model.engine.manifest
     facts = {
         "plan_hash": model.plan_hash,

@@ -1,4 +1,4 @@
-"""The server's door: which requests are let in at all.
+"""Access to the server: which requests are answered at all.
 
 A foreign ``Host`` is DNS rebinding, a foreign ``Origin`` another site's page using the browser of
 someone who may reach this server; both are refused with or without a token.
@@ -97,7 +97,7 @@ class Guard:
 
 
 def _host_of(origin: bytes) -> str:
-    """Host and port of an origin; empty for ``null`` and for what is none."""
+    """Host and port of an origin; empty for ``null`` and for an invalid origin."""
     try:
         return urlsplit(origin.decode("latin-1")).netloc.lower()
     except ValueError:

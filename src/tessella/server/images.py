@@ -42,10 +42,10 @@ def as_encoded_images(data: Any, shape: tuple[int, ...], *, name: str) -> list[b
 
 
 class ImageDecoder:
-    """Decodes in threads of its own, so that a large picture holds up nobody.
+    """Decodes images in threads of its own, so that a large picture delays no other request.
 
-    Plain pictures have the threads to themselves: those that need a process with a budget are
-    waited for in others, and may all run until their time is over.
+    Plain pictures have threads to themselves. Pictures that need a process with a budget are
+    waited for in other threads, and may all run until their time is over.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -97,7 +97,7 @@ class ImageDecoder:
 
 
 async def files_of_form(content_type: str, body: bytes | bytearray) -> list[bytes]:
-    """The uploaded files of a multipart body, in order; names and other fields are not looked at.
+    """The uploaded files of a multipart body, in order; names and other fields are ignored.
 
     Raises:
         InputError: not a well-formed multipart body, or no file in it.

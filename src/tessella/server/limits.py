@@ -9,7 +9,7 @@ from tessella.core.decoding import DEFAULT_BUDGET, Budget
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a server takes before it says no.
+    """The limits beyond which a server refuses a request.
 
     Attributes:
         body_bytes: largest body, before and after decompression, and largest input tensor.

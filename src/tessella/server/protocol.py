@@ -1,8 +1,8 @@
 """The Open Inference Protocol's infer request and response, with Triton's binary tensors.
 
 A body is JSON, or JSON and then the raw bytes of the tensors that name a ``binary_data_size``; the
-header ``Inference-Header-Content-Length`` says where the JSON ends. Nothing a client says is
-believed: sizes, shapes and names are checked against the body and the model's signature.
+header ``Inference-Header-Content-Length`` is the length of the JSON. Sizes, shapes and names from a
+client are checked against the body and the model's signature.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tessella.server.tensors import (
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What requests to a model are checked against.
+    """The inputs and outputs of a model, against which requests are checked.
 
     Attributes:
         image_input: the input that also takes encoded images, if the plan has a record.
@@ -73,7 +73,7 @@ def signature(
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedOutput:
-    """An output as the client wants it; ``classification`` is how many of the best classes."""
+    """An output as the client wants it; ``classification`` is the number of best classes."""
 
     name: str
     binary: bool
@@ -370,7 +370,7 @@ def _parse_raw(content: memoryview, model: Signature, limits: Limits) -> InferRe
 
 @dataclass(frozen=True, kw_only=True)
 class InferResponse:
-    """A body, and where its JSON ends if binary tensors follow it."""
+    """A body, and the length of its JSON if binary tensors follow."""
 
     body: bytes
     json_bytes: int | None
@@ -384,10 +384,10 @@ def build_infer(
     name: str,
     version: str,
 ) -> InferResponse:
-    """The answer in the form that the request asked for."""
+    """The response in the form that the request wants: JSON, or JSON and binary tensors."""
     entries, parts = [], []
-    for wanted in request.outputs:
-        entry, part = _build_output(wanted, outputs[wanted.name], model)
+    for requested in request.outputs:
+        entry, part = _build_output(requested, outputs[requested.name], model)
         entries.append(entry)
         if part is not None:
             parts.append(part)
@@ -404,20 +404,20 @@ def build_infer(
 
 
 def _build_output(
-    wanted: RequestedOutput, array: np.ndarray, model: Signature
+    requested: RequestedOutput, array: np.ndarray, model: Signature
 ) -> tuple[dict[str, Any], bytes | None]:
-    element = dtype(model.outputs[wanted.name].dtype)
-    entry: dict[str, Any] = {"name": wanted.name}
-    if wanted.classification is not None:
-        rows = ranked(array, wanted.classification, model.labels)
+    element = dtype(model.outputs[requested.name].dtype)
+    entry: dict[str, Any] = {"name": requested.name}
+    if requested.classification is not None:
+        rows = ranked(array, requested.classification, model.labels)
         strings = [s for row in rows for s in row]
         entry |= {"datatype": "BYTES", "shape": [len(rows), len(rows[0])]}
-        if not wanted.binary:
+        if not requested.binary:
             return entry | {"data": strings}, None
         part = strings_to_binary([s.encode() for s in strings])
     else:
         entry |= {"datatype": element.wire, "shape": list(array.shape)}
-        if not wanted.binary:
-            return entry | {"data": to_json(array, name=wanted.name)}, None
+        if not requested.binary:
+            return entry | {"data": to_json(array, name=requested.name)}, None
         part = to_binary(array, element)
     return entry | {"parameters": {"binary_data_size": len(part)}}, part

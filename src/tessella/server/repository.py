@@ -1,7 +1,7 @@
 """The repository: models by name, which of them are loaded, and why the others are not.
 
-A model's version is always "1": a name stands for one plan, and loading it again replaces it. Which
-plan that is says ``plan_hash`` in the model's configuration.
+A model's version is always "1": a name stands for one plan, and loading it again replaces the plan.
+``plan_hash`` in the model's configuration identifies the plan.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _RESERVED = (".", "..", "stats")  # /v2/models/stats is a route
 
 
 def check_name(name: str) -> str:
-    """The name, if it can be a model's; it is the only part of a request that may name a file.
+    """The name, checked: the only part of a request that may name a file.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: no model can have this name.
     """
     if not _NAME.fullmatch(name) or name in _RESERVED:
         raise UsageError(
@@ -53,7 +53,7 @@ def check_name(name: str) -> str:
 
 
 def on_numpy(engine: Engine) -> Callable[..., Mapping[str, np.ndarray]]:
-    """The engine as a function of NumPy arrays, also where NumPy lacks an element type of it."""
+    """The engine as a function of NumPy arrays, also with element types that NumPy lacks."""
     if all(dtype(s.dtype).numpy is not None for s in (*engine.inputs, *engine.outputs)):
         return engine
     types = {s.name: dtype(s.dtype) for s in engine.inputs}
@@ -66,7 +66,7 @@ def on_numpy(engine: Engine) -> Callable[..., Mapping[str, np.ndarray]]:
 
 
 class Model:
-    """A loaded engine at work, with the requests that use it."""
+    """A loaded engine with its batcher; counts the requests that use it."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Model:
 
 @dataclass(eq=False)
 class _Entry:
-    """A name of the repository. ``statistics`` outlive the engines that a name has had."""
+    """A name of the repository; ``statistics`` go on when another engine is loaded."""
 
     path: Path
     model: Model | None = None
@@ -134,8 +134,8 @@ class Repository:
         models: the plans that may be served, by name.
         folder: a folder whose ``NAME.plan`` may be loaded too, while the server runs.
         max_delay_us: see ``Batcher``.
-        open_engine: what makes an engine of a plan's path; by default, plans with operators of
-            torch run first in a child process.
+        open_engine: opens a plan's path as an engine; by default, plans with operators of torch run
+            first in a child process.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Repository:
             entry.state, entry.reason = "UNAVAILABLE", "unloaded"
 
     async def close(self) -> None:
-        """Unload all."""
+        """Unload all models."""
         await asyncio.gather(*(self.unload(name) for name in self._entries))
 
     def get(self, name: str, version: str | None = None) -> Model:
@@ -235,16 +235,16 @@ class Repository:
 
     @property
     def models(self) -> list[Model]:
-        """The loaded ones."""
+        """The loaded models."""
         return [e.model for e in self._entries.values() if e.model is not None]
 
     @property
     def statistics(self) -> dict[str, Statistics]:
-        """By name, of all models that were ever loaded."""
+        """Statistics by name, of all models that were ever loaded."""
         return {name: e.statistics for name, e in self._entries.items()}
 
     def index(self, *, ready: bool = False) -> list[dict[str, Any]]:
-        """Name, version, state and reason of all models, or of the ready ones."""
+        """Name, version, state and reason of all models, or of the ready models only."""
         known = {
             name: {"name": name, "version": MODEL_VERSION, "state": e.state, "reason": e.reason}
             for name, e in self._entries.items()

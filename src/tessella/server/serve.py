@@ -151,7 +151,7 @@ class _UvicornServer(uvicorn.Server):
 def _prepare(
     repository: Repository, *, host: str, port: int, token: str | None, limits: Limits
 ) -> _UvicornServer:
-    """Check the settings, take the port, load the models: whatever can fail, before it starts."""
+    """Check the settings, take the port and load the models: all that can fail before the start."""
     guard = Guard(host=host, token=token)
     listener = _bind(host, port)
     try:
@@ -176,7 +176,7 @@ def _prepare(
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: who connects now is refused, not kept waiting."""
+    """A bound socket that does not listen yet: a client is refused now instead of kept waiting."""
     try:
         if not 0 <= port < 1 << 16:  # getaddrinfo would take it modulo 65,536
             raise OverflowError("a port is a number from 0 to 65535")

@@ -1,6 +1,6 @@
-"""What a model has done since it was first loaded: the counts behind ``/stats`` and ``/metrics``.
+"""The statistics of a model since it was first loaded, for ``/stats`` and ``/metrics``.
 
-All of it is written on the event loop, so it needs no lock.
+All numbers are written on the event loop, so they need no lock.
 """
 
 from __future__ import annotations

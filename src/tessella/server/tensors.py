@@ -1,6 +1,6 @@
 """Tensors on the wire, raw little-endian bytes or JSON numbers, to NumPy arrays and back.
 
-Whatever a client says about a tensor is checked against what it sent before any array is made.
+The declared shape and type of a tensor are checked against its bytes before any array is made.
 Element types that NumPy lacks (BF16, FP8) are float32 on the NumPy side.
 """
 

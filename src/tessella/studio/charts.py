@@ -93,7 +93,7 @@ def lines(
 
 
 def bars(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]]) -> Options:
-    """Stacked bars over names, a colour a series: how many images each class has in each split."""
+    """Stacked bars over names, a colour for each series, such as images of each class by split."""
     zoom = len(names) > 60
     options = _frame() | {
         "legend": {"show": len(series) > 1, "top": 0, "right": 0, "icon": "roundRect",

@@ -33,7 +33,7 @@ from tessella.studio.theme import text
 
 
 class CompileForm:
-    """The fields. ``on_change`` is called after each change; ``request`` gives the outcome.
+    """The fields of a build request. ``on_change`` is called after each change.
 
     Args:
         sources: titles of the runs that have a checkpoint, by ref.

@@ -103,7 +103,7 @@ def followed(plan: Plan) -> dict[str, object]:
 
 
 def rounds(plan: Plan) -> bool:
-    """Whether building this plan again takes a calibration."""
+    """Whether building the plan again needs a calibration."""
     manifest = plan.manifest
     used = {manifest.precision, *map(plain_precision, manifest.precisions.values())}
     return bool(used & set(ROUNDED))

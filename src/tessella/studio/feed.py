@@ -62,7 +62,7 @@ class Feed:
         self._rate: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
 
     def read(self) -> News:
-        """Take in what was appended since the last call."""
+        """Read the events that were appended since the last call."""
         events, self._offset = read_events(self.path, self._offset)
         new: dict[str, list[Point]] = {}
         restarted = False
@@ -151,7 +151,7 @@ def thin(points: list[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 def tail(path: Path, nbytes: int = 16_000) -> str:
-    """The end of a log, whole lines."""
+    """The last whole lines of a log."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:

@@ -57,7 +57,7 @@ def read_or_make_token(path: Path) -> str:
 
 
 class Guard:
-    """ASGI middleware that lets a request pass if it knows the token and comes from our own pages.
+    """ASGI middleware that passes requests which know the token and come from our own pages.
 
     Args:
         token: the secret; the cookie holds only a keyed hash of it.

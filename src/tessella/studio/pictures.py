@@ -49,7 +49,7 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
     def resize(
         source: str, height: int, width: int, mode: ResizeMode, channels: int = 3, crop: str = ""
     ) -> Response:
-        """What an import would store of ``source`` (``upload:ID`` or ``path:FILE``)."""
+        """The image that an import would store of ``source`` (``upload:ID`` or ``path:FILE``)."""
         if not (0 < height <= MAX_PREVIEW and 0 < width <= MAX_PREVIEW):
             raise UsageError("the preview shows sizes up to 2048", seen=f"{height}×{width}")
         record = Preprocess(
@@ -131,7 +131,7 @@ def _read(path: Path) -> bytes:
 
 
 def _sides(crop: str) -> tuple[int, int] | None:
-    """``28`` or ``24x28`` as (height, width); None where nothing is written."""
+    """``28`` or ``24x28`` as (height, width); None for an empty text."""
     if not crop:
         return None
     if not re.fullmatch("[0-9]{1,4}(x[0-9]{1,4})?", crop):
@@ -141,7 +141,7 @@ def _sides(crop: str) -> tuple[int, int] | None:
 
 
 def _png(pixels: Pixels, headers: dict[str, str] | None = None) -> Response:
-    """HWC 8-bit as PNG; of many channels the first three are shown, of two the first."""
+    """8-bit pixels (HWC) as PNG: one channel or three, the first of those that there are."""
     if pixels.shape[2] not in (1, 3):
         pixels = pixels[:, :, :3] if pixels.shape[2] > 3 else pixels[:, :, :1]
     content = encode(np.ascontiguousarray(pixels))

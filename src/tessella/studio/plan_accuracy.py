@@ -61,7 +61,7 @@ class Accuracy:
         self._show_report()
 
     def _origin(self) -> tuple[Path | None, Path | None]:
-        """The checkpoint that the plan was built from and its dataset, where they are here."""
+        """The checkpoint that the plan was built from, and its dataset; None if not in here."""
         space = self._context.workspace
         built_from = space.root / self._plan.manifest.built_from
         for found in space.runs():
@@ -196,7 +196,7 @@ class Accuracy:
 
 
 def interval(receipt: Receipt) -> str:
-    """Where the loss lies with 95 % confidence, in points."""
+    """The 95 % confidence interval of the loss, in points."""
     return f"{receipt.low:.2f} … {receipt.high:.2f}".replace("-", "−")
 
 

@@ -37,7 +37,7 @@ class Uploads:
         self._root = workspace.own("uploads")
 
     def begin(self, name: str, nbytes: int) -> str:
-        """Announce a file; returns the id under which its chunks are sent."""
+        """Announce a file; returns the id for sending the chunks."""
         if not 0 < nbytes <= MAX_FILE_BYTES:
             raise UsageError(
                 f"an upload has 1 to {MAX_FILE_BYTES:,} bytes",
@@ -81,7 +81,7 @@ class Uploads:
         return content
 
     def name(self, upload: str) -> str:
-        """What the browser called it, for people."""
+        """The file's name in the browser, for people."""
         folder = self._folder(upload)
         return str(json.loads((folder / "about.json").read_text())["name"])
 
@@ -162,12 +162,12 @@ def _unpack_member(opened: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Pat
 
 
 def _is_litter(name: str) -> bool:
-    """What file managers leave in ZIPs."""
+    """Whether a member is one of the files that file managers add to ZIPs."""
     return name.startswith("__MACOSX/") or name.rsplit("/", 1)[-1] in (".DS_Store", "Thumbs.db")
 
 
 def _single_root(folder: Path) -> Path:
-    """Where the class folders are: inside the one folder that many ZIPs wrap around them."""
+    """The folder with the class folders: many ZIPs wrap one more folder around them."""
     while len(inside := list(folder.iterdir())) == 1 and inside[0].is_dir():
         if not any(p.is_dir() for p in inside[0].iterdir()):
             break

@@ -1,1 +1,1 @@
-"""What the GPUs and the host are doing: readings as records, and as text for Prometheus."""
+"""Readings of GPUs and host, as records and as text for Prometheus."""

@@ -1,4 +1,4 @@
-"""What each NVIDIA GPU is doing, read through NVML. No driver: no GPUs. A missing reading: None.
+"""Readings of NVIDIA GPUs through NVML. Without a driver there are no GPUs.
 
 Nothing here makes a CUDA context, so a process that only watches takes no GPU memory.
 """
@@ -28,7 +28,7 @@ THROTTLE_REASONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GpuProcess:
-    """A process that computes on a GPU; ``memory_bytes`` is None where the driver does not tell."""
+    """A process that computes on a GPU; ``memory_bytes`` is None if the driver does not know it."""
 
     pid: int
     memory_bytes: int | None
@@ -36,7 +36,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU at one moment; None: this GPU or driver does not tell.
+    """One GPU at one moment; a reading that this GPU or driver does not have is None.
 
     Attributes:
         index: NVML's, in the order of the PCI bus.
@@ -44,7 +44,7 @@ class Gpu:
         memory_utilization: share in which memory was read or written, in percent.
         memory_reserved_bytes: kept by the driver; total = used + free + reserved.
         energy_mj: since the driver was loaded, in millijoules.
-        throttle: why the clocks are lower than they could be, in words; empty: they are not.
+        throttle: why the clocks are lower than they could be, in words; empty if they are not.
     """
 
     index: int
@@ -96,7 +96,7 @@ def visible_gpus() -> tuple[int, ...]:
 
 
 def _is_uuid(entry: str, uuid: str | None) -> bool:
-    """CUDA takes any beginning of a UUID that is long enough to be one GPU's."""
+    """Whether ``entry`` is a beginning of the UUID; CUDA takes any that identifies one GPU."""
     return entry.startswith("GPU-") and uuid is not None and uuid.startswith(entry)
 
 
@@ -111,7 +111,7 @@ def _start(library: Any) -> str | None:
 
 
 def _try(read: Callable[..., Any], *arguments: Any) -> Any:
-    """What NVML answers, or None where this GPU or driver cannot say."""
+    """The answer of a function of NVML, or None if this GPU or driver has none."""
     try:
         return read(*arguments)
     except nvml.NVMLError:
@@ -148,7 +148,7 @@ def _read(index: int) -> Gpu:
 
 
 def _text(value: str | bytes | None) -> str | None:
-    """Older bindings answer in bytes."""
+    """The text of an answer: older bindings give bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 

@@ -1,4 +1,4 @@
-"""What the host is doing: processors, memory, disk."""
+"""Readings of the host: processors, memory, disk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Protocol
 
 import psutil
 
-# Two askers in quick succession (a page and Prometheus) share one reading: over a few clock ticks
-# (10 ms each) the share of busy ones says nothing.
+# Two callers in quick succession (a page and Prometheus) share one reading: over a few clock ticks
+# (10 ms each) the share of busy ones means nothing.
 _SHORTEST_S = 0.5
 
 
@@ -82,7 +82,7 @@ def _busy_idle(core: _CpuTimes) -> tuple[float, float]:
 
 
 def _share(busy: float, idle: float) -> float:
-    """Percent; the kernel's counters may step back a little."""
+    """The busy share in percent; the kernel's counters may step back a little."""
     busy, idle = max(0.0, busy), max(0.0, idle)
     return 100.0 * busy / (busy + idle) if busy + idle else 0.0
 

@@ -45,7 +45,7 @@ class TelemetryCollector(Collector):
     """Reads host and GPUs whenever the registry that it is registered in is scraped.
 
     Args:
-        disk: a path on the file system whose free space is told.
+        disk: a path on the file system whose free space is a metric.
     """
 
     def __init__(self, disk: str | Path = "/") -> None:

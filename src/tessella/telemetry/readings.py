@@ -1,4 +1,4 @@
-"""Host and GPUs at one moment: what the monitor page and ``doctor`` show."""
+"""Readings of host and GPUs at one moment, for the studio and ``tessella doctor``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tessella.telemetry.host import Host, host
 
 @dataclass(frozen=True, kw_only=True)
 class Readings:
-    """``time`` in seconds since 1970; ``gpus`` is empty without an NVIDIA driver."""
+    """Host and GPUs at ``time`` (seconds since 1970); no GPUs without an NVIDIA driver."""
 
     time: float
     host: Host

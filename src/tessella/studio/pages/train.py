@@ -91,7 +91,7 @@ class _Train:
         self._ready = True
         self._changed()
         self._redraw()
-        ui.timer(0.1, self._learn_names, once=True)
+        ui.timer(0.1, self._load_names, once=True)
 
     def _choosers(self, dataset: str, start: Recipe | None) -> None:
         names = {ref: d.info.name for ref, d in self._datasets.items()}
@@ -242,8 +242,8 @@ class _Train:
                 with parts.box("network-box"):
                     parts.picture(source, "The network's layers, drawn")
 
-    async def _learn_names(self) -> None:
-        """Replace the short list of networks by all that the zoo has."""
+    async def _load_names(self) -> None:
+        """Replace the short list of networks by all of the zoo."""
         try:
             answer = await ask(commands.show_networks().argv, folder=self._context.workspace.root)
         except TessellaError as error:
