@@ -24,7 +24,8 @@ LAYERS = [line.split(" | ") for line in CONTRACTS[0]["layers"]]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 FORBIDDEN = {
     source.partition(".")[2]: {room.partition(".")[2] for room in contract["forbidden_modules"]}
-    for contract in CONTRACTS[1:]
+    for contract in CONTRACTS
+    if contract["type"] == "forbidden"
     for source in contract["source_modules"]
 }
 TESTS = Path(__file__).parent

@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 from urllib.parse import quote
 
 from nicegui import ui
 
 from tessella.studio import charts, parts
 from tessella.studio.theme import text
+
+
+class Statistics(TypedDict):
+    """Statistics of a tensor's finite values; ``histogram`` counts equal parts of min to max."""
+
+    min: float
+    max: float
+    mean: float
+    std: float
+    histogram: list[int]
+    not_finite: int
+
+
+class Layer(TypedDict):
+    """A layer; its pictures are names of PNG files."""
+
+    name: str
+    type: str
+    output_shape: list[int]
+    parameters: int
+    activation: Statistics | None
+    weights: dict[str, Statistics]
+    activation_picture: str | None
+    weight_picture: str | None
+
+
+class LayerReport(TypedDict):
+    """The JSON that ``tessella show layers`` writes, as far as it is shown."""
+
+    parameters: int
+    layers: list[Layer]
 
 
 class Layers:
@@ -19,8 +50,8 @@ class Layers:
         pictures: the URL under which its PNG files are.
     """
 
-    def __init__(self, report: dict[str, Any], pictures: str) -> None:
-        self._layers: list[dict[str, Any]] = report["layers"]
+    def __init__(self, report: LayerReport, pictures: str) -> None:
+        self._layers = report["layers"]
         self._pictures = pictures
         count = f"{len(self._layers)} layers, {report['parameters']:,} parameters"
         text("p", count).classes("muted small num")
@@ -30,7 +61,7 @@ class Layers:
             self._detail = ui.element("div").classes("stack")
         self._choose(0)
 
-    def _item(self, index: int, layer: dict[str, Any]) -> ui.element:
+    def _item(self, index: int, layer: Layer) -> ui.element:
         with ui.element("button").classes("item") as item:
             item.props["type"] = "button"
             text("span", layer["name"]).classes("name cut")
@@ -54,28 +85,31 @@ class Layers:
             with parts.box("layer"):
                 with ui.element("figure"):
                     text("b", "Activations")
-                    self._picture(layer, "activation_picture", "Activations")
+                    self._picture(layer["activation_picture"], f"Activations of {layer['name']}")
                     if layer["activation"] is None:
                         text("figcaption", "This layer gives no tensor.")
                     else:
                         _statistics(layer["activation"], charts.COLORS[0])
                 with ui.element("figure"):
                     text("b", "Weights")
-                    self._picture(layer, "weight_picture", "Weights")
+                    self._picture(layer["weight_picture"], f"Weights of {layer['name']}")
                     if not layer["weights"]:
                         text("figcaption", "This layer learns nothing.")
                     for name, numbers in layer["weights"].items():
                         text("span", name).classes("mono small")
                         _statistics(numbers, charts.COLORS[1])
 
-    def _picture(self, layer: dict[str, Any], key: str, title: str) -> None:
-        if layer[key]:
-            parts.picture(f"{self._pictures}/{quote(layer[key])}", f"{title} of {layer['name']}")
+    def _picture(self, name: str | None, title: str) -> None:
+        if name:
+            parts.picture(f"{self._pictures}/{quote(name)}", title)
 
 
-def _statistics(numbers: dict[str, Any], color: str) -> None:
+def _statistics(numbers: Statistics, color: str) -> None:
     """Mean, deviation, range and histogram of one tensor."""
-    line = " · ".join(f"{n} {numbers[n]:.4g}" for n in ("mean", "std", "min", "max"))
+    line = (
+        f"mean {numbers['mean']:.4g} · std {numbers['std']:.4g}"
+        f" · min {numbers['min']:.4g} · max {numbers['max']:.4g}"
+    )
     if numbers["not_finite"]:
         line += f" · {numbers['not_finite']:,} not finite"
     text("figcaption", line)
@@ -84,6 +118,6 @@ def _statistics(numbers: dict[str, Any], color: str) -> None:
     ui.echart(charts.histogram(counts, edges, color)).style("height:110px")
 
 
-def _shape(layer: dict[str, Any]) -> str:
+def _shape(layer: Layer) -> str:
     """The output's shape without the batch."""
     return " × ".join(str(n) for n in layer["output_shape"][1:]) or "1"

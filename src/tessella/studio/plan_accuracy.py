@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from nicegui import ui
 
@@ -39,6 +39,25 @@ class ChangedAnswer:
     before: str
     after: str
     index: int | None = None
+
+
+class Flip(TypedDict):
+    """A sample for which checkpoint and plan disagree: its file and the labels."""
+
+    path: str
+    truth: str
+    checkpoint: str
+    plan: str
+
+
+class Verification(TypedDict):
+    """The JSON that ``tessella verify --out`` writes, as far as it is shown."""
+
+    samples: int
+    plan_accuracy: float
+    agreement: float
+    max_abs_diff: float
+    flips: list[Flip]
 
 
 class Accuracy:
@@ -164,7 +183,7 @@ class Accuracy:
             shown = self._comparison(self._source, self._data, "report.json")
             parts.Command(commands.shown(shown))
 
-    def _show_comparison(self, report: dict[str, Any]) -> None:
+    def _show_comparison(self, report: Verification) -> None:
         text("p", "Compared with the checkpoint, sample by sample:").classes("muted small")
         parts.stats([
             ("accuracy of the plan", f"{100 * report['plan_accuracy']:.2f} %"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nicegui import ui
 
@@ -17,6 +17,34 @@ from tessella.studio.context import Context
 from tessella.studio.theme import text
 
 STEPS = 1  # the thread of a trace with the steps; the other threads hold what would be possible
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """A step in a trace: its time in the whole program and alone, and the machine's limit.
+
+    Attributes:
+        flops: None for a step that does not calculate with floats. of_peak: their share of the
+            machine's peak, 0 to 1.
+        bound: what limits the step, in words.
+    """
+
+    name: str
+    kernel: str
+    time_us: float
+    alone_us: float
+    limit_us: float
+    nbytes: int
+    flops: float | None
+    bound: str
+    of_peak: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    batch: int
+    whole_us: float
+    steps: list[TracedStep]
 
 
 class Profile:
@@ -82,46 +110,47 @@ class Profile:
                     parts.note(now.error or "The measurement was stopped.", "bad")
 
 
-def trace_of(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The numbers of the whole program and of each step in a trace file.
+def trace_of(path: Path) -> Trace:
+    """The numbers in a trace file.
 
     Raises:
         CorruptArtifact: the file is no trace of a plan.
     """
     read = parse_json(path.read_bytes(), where=path.name)
     try:
-        whole = {"batch": int(read["otherData"]["batch"]),
-                 "whole_us": float(read["otherData"]["whole_program_us"])}  # fmt: skip
-        steps = [
-            {
-                "name": str(e["name"]),
-                "kernel": str(e["args"]["kernel"]),
-                "time_us": float(e["dur"]),
-                "alone_us": float(e["args"]["alone_us"]),
-                "limit_us": float(e["args"]["limit_us"]),
-                "nbytes": int(e["args"]["bytes"]),
-                "flops": e["args"]["flops"],
-                "bound": str(e["args"]["bound"]),
-                "of_peak": e["args"]["share_of_peak"],
-            }
-            for e in read["traceEvents"]
-            if e["ph"] == "X" and e["tid"] == STEPS
-        ]
+        return Trace(
+            batch=int(read["otherData"]["batch"]),
+            whole_us=float(read["otherData"]["whole_program_us"]),
+            steps=[
+                TracedStep(
+                    name=str(e["name"]),
+                    kernel=str(e["args"]["kernel"]),
+                    time_us=float(e["dur"]),
+                    alone_us=float(e["args"]["alone_us"]),
+                    limit_us=float(e["args"]["limit_us"]),
+                    nbytes=int(e["args"]["bytes"]),
+                    flops=e["args"]["flops"],
+                    bound=str(e["args"]["bound"]),
+                    of_peak=e["args"]["share_of_peak"],
+                )
+                for e in read["traceEvents"]
+                if e["ph"] == "X" and e["tid"] == STEPS
+            ],
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptArtifact(
             "this is not a trace of a plan", seen=f"{path.name}: {error!r}", fix="measure again"
         ) from error
-    return whole, steps
 
 
-def _show_trace(trace: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
-    whole, steps = trace
-    total = sum(s["time_us"] for s in steps) or 1e-3
-    limit = sum(min(s["limit_us"], s["time_us"]) for s in steps)
-    longest = max((s["time_us"] for s in steps), default=1.0) or 1e-3
+def _show_trace(trace: Trace) -> None:
+    steps = trace.steps
+    total = sum(s.time_us for s in steps) or 1e-3
+    limit = sum(min(s.limit_us, s.time_us) for s in steps)
+    longest = max((s.time_us for s in steps), default=1.0) or 1e-3
     parts.stats(
         [
-            (f"whole program, batch {whole['batch']}", f"{whole['whole_us']:,.1f} µs"),
+            (f"whole program, batch {trace.batch}", f"{trace.whole_us:,.1f} µs"),
             ("its steps", f"{total:,.1f} µs"),
             ("what the machine allows", f"{limit:,.1f} µs"),
             ("reached", f"{100 * limit / total:.0f} %"),
@@ -138,16 +167,16 @@ def _show_trace(trace: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     columns += [parts.Column(title="limited by")]
     rows: list[tuple[parts.Cell, ...]] = []
     for index, step in enumerate(steps):
-        time_us = max(step["time_us"], 1e-3)
+        time_us = max(step.time_us, 1e-3)
         rows.append((
-            str(index), step["name"], step["kernel"],
-            parts.Bar(fraction=time_us / longest, inner=step["limit_us"] / longest,
-                      text=f"{step['time_us']:,.1f} µs"),
+            str(index), step.name, step.kernel,
+            parts.Bar(fraction=time_us / longest, inner=step.limit_us / longest,
+                      text=f"{step.time_us:,.1f} µs"),
             f"{100 * time_us / total:.1f} %",
-            f"{step['alone_us']:,.1f} µs",
-            f"{step['nbytes'] / time_us / 1e3:,.1f}",
-            "" if step["flops"] is None else f"{step['flops'] / time_us / 1e3:,.1f}",
-            "" if step["of_peak"] is None else f"{100 * step['of_peak']:.0f} %",
-            step["bound"],
+            f"{step.alone_us:,.1f} µs",
+            f"{step.nbytes / time_us / 1e3:,.1f}",
+            "" if step.flops is None else f"{step.flops / time_us / 1e3:,.1f}",
+            "" if step.of_peak is None else f"{100 * step.of_peak:.0f} %",
+            step.bound,
         ))  # fmt: skip
     parts.table(columns, rows)

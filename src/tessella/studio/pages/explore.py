@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 from nicegui import ui
@@ -237,6 +237,28 @@ def _answers(top: list[tuple[str, float]]) -> None:
                     ui.element("div").style(f"width:{100 * score:.1f}%")
 
 
+class ClassFigures(TypedDict):
+    label: str
+    precision: float
+    recall: float
+    f1: float
+    support: int
+
+
+class Evaluation(TypedDict):
+    """The JSON that ``tessella run --data … --out`` writes, as far as it is shown.
+
+    ``confusion`` counts images by true class and answer; ``predictions`` has the answer to each
+    image of the split, and older files lack it.
+    """
+
+    accuracy: float
+    labels: list[str]
+    confusion: list[list[int]]
+    per_class: list[ClassFigures]
+    predictions: NotRequired[list[int]]
+
+
 # --- where it errs ---------------------------------------------------------------------
 
 
@@ -296,7 +318,7 @@ class _Errors:
         with self._box:
             timer = ui.timer(0.7, refresh)
 
-    def _report(self, report: dict[str, Any]) -> None:
+    def _report(self, report: Evaluation) -> None:
         labels, matrix = report["labels"], report["confusion"]
         parts.stats([("accuracy", f"{100 * report['accuracy']:.2f} %"),
                      ("images", f"{sum(map(sum, matrix)):,}")])  # fmt: skip
@@ -318,7 +340,7 @@ class _Errors:
             ]  # fmt: skip
             parts.table(columns, rows)
 
-    def _samples(self, report: dict[str, Any], truth: int, answer: int) -> None:
+    def _samples(self, report: Evaluation, truth: int, answer: int) -> None:
         """The images of one cell of the confusion matrix, if the report has all predictions."""
         labels = report["labels"]
         self._cell.clear()
