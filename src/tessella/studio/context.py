@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from nicegui import ui
 
 from tessella.jobs.job import Job
 from tessella.jobs.store import Store
@@ -22,6 +25,20 @@ class Context:
         if "--out" not in job.argv[:-1]:
             return None
         return self.workspace.root / job.argv[job.argv.index("--out") + 1]
+
+    def follow(self, job: Job, refresh: Callable[[Job], None], *, interval_s: float = 0.7) -> None:
+        """Call ``refresh`` with the job's present state at intervals, the last time when it ended.
+
+        The calls also end with the element around this one.
+        """
+
+        def poll() -> None:
+            now = self.store.job(job.id)
+            if now.ended:
+                timer.cancel()
+            refresh(now)
+
+        timer = ui.timer(interval_s, poll)
 
     def job_for(self, path: Path) -> Job | None:
         """The newest job that writes (or wrote) the artifact at ``path``."""

@@ -18,7 +18,7 @@ from tessella.core.dtype import PRECISIONS
 from tessella.core.errors import TessellaError
 from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
-from tessella.jobs.job import JobSpec
+from tessella.jobs.job import Job, JobSpec
 from tessella.studio import parts, pictures
 from tessella.studio.context import Context
 from tessella.studio.theme import text
@@ -202,16 +202,14 @@ class Accuracy:
             self._report.clear()
             with self._report:
                 text("p", "Comparing, sample by sample …").classes("muted small")
-                timer = ui.timer(0.7, lambda: refresh())
+                self._context.follow(job, self._show_end)
 
-        def refresh() -> None:
-            now = self._context.store.job(job.id)
-            if now.ended:
-                timer.cancel()
-                self._show_report()
-                if now.status != "done":
-                    with self._report:
-                        parts.note(now.error or "The comparison was stopped.", "bad")
+    def _show_end(self, now: Job) -> None:
+        if now.ended:
+            self._show_report()
+            if now.status != "done":
+                with self._report:
+                    parts.note(now.error or "The comparison was stopped.", "bad")
 
 
 def interval(receipt: Receipt) -> str:

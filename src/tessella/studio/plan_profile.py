@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from nicegui import ui
@@ -11,7 +12,7 @@ from tessella.artifacts.plan import Plan
 from tessella.core.errors import CorruptArtifact, TessellaError
 from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
-from tessella.jobs.job import JobSpec
+from tessella.jobs.job import Job, JobSpec
 from tessella.studio import parts
 from tessella.studio.context import Context
 from tessella.studio.theme import text
@@ -96,13 +97,10 @@ class Profile:
             self._box.clear()
             with self._box:
                 text("p", f"Measuring each step at batch {batch} …").classes("muted")
-                timer = ui.timer(0.7, lambda: refresh())
+                self._context.follow(job, partial(self._show_end, batch))
 
-        def refresh() -> None:
-            now = self._context.store.job(job.id)
-            if not now.ended:
-                return
-            timer.cancel()
+    def _show_end(self, batch: int, now: Job) -> None:
+        if now.ended:
             if batch == self._batch:
                 self.show(batch)
             if now.status != "done":

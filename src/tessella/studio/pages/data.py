@@ -18,7 +18,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.preprocess import Preprocess, ResizeMode
 from tessella.jobs import commands
-from tessella.jobs.job import JobSpec
+from tessella.jobs.job import Job, JobSpec
 from tessella.studio import charts, parts, pictures
 from tessella.studio.context import Context
 from tessella.studio.feed import Feed
@@ -290,24 +290,21 @@ class _New:
             problem = text("div", "").classes("note bad")
         problem.set_visibility(False)
 
-        def refresh() -> None:
+        def refresh(now: Job) -> None:
             feed.read()
-            now = self._context.store.job(job_id)
             parts.show_status(state, now.status)
             track.show(
                 feed.fraction, f"{feed.phase or 'waiting'} · {feed.done:,} of {feed.total:,}"
             )
             if now.status == "done":
-                timer.cancel()
                 ref = job.argv[job.argv.index("--out") + 1]
                 ui.navigate.to(parts.address("/data", dataset=ref))
             elif now.ended:
-                timer.cancel()
                 problem.text = feed.error or now.error or "The import was stopped."
                 problem.set_visibility(True)
 
         with section:
-            timer = ui.timer(0.5, refresh)
+            self._context.follow(job, refresh, interval_s=0.5)
 
 
 def size_of(written: str) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError, TessellaError
 from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
-from tessella.jobs.job import JobSpec
+from tessella.jobs.job import Job, JobSpec
 from tessella.studio import charts, parts, pictures
 from tessella.studio.context import Context
 from tessella.studio.feed import Feed
@@ -303,20 +303,18 @@ class _Errors:
 
         feed = Feed(job.events_path)
 
-        def refresh() -> None:
+        def refresh(now: Job) -> None:
             feed.read()
-            now = self._context.store.job(job.id)
             line = f"{feed.done:,} of {feed.total:,} images" if feed.total else now.status
             track.show(feed.fraction, line)
             if now.ended:
-                timer.cancel()
                 self._show()
                 if now.status != "done":
                     with self._box:
                         parts.note(now.error or "The evaluation was stopped.", "bad")
 
         with self._box:
-            timer = ui.timer(0.7, refresh)
+            self._context.follow(job, refresh)
 
     def _report(self, report: Evaluation) -> None:
         labels, matrix = report["labels"], report["confusion"]

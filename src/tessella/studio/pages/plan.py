@@ -162,25 +162,22 @@ class _Compile:
             stop = parts.plain_button("Stop", lambda: self._stop(job), "stop")
         problem.set_visibility(False)
 
-        def refresh() -> None:
+        def refresh(now: Job) -> None:
             feed.read()
-            now = self._context.store.job(job.id)
             line = feed.phase or now.status
             track.show(
                 feed.fraction, f"{line} · {feed.done} of {feed.total}" if feed.total else line
             )
             if now.status == "done":
-                timer.cancel()
                 ref = job.argv[job.argv.index("--out") + 1]
                 ui.navigate.to(parts.address("/plan", plan=ref))
             elif now.ended:
-                timer.cancel()
                 stop.set_visibility(False)
                 problem.text = feed.error or now.error or "The compilation was stopped."
                 problem.set_visibility(True)
 
         with self._box:
-            timer = ui.timer(0.5, refresh)
+            self._context.follow(job, refresh, interval_s=0.5)
 
 
 class _Plan:
