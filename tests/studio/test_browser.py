@@ -26,7 +26,7 @@ from tests.studio.workspaces import HOSTILE, make_run
 pytestmark = pytest.mark.browser
 
 SIZES = ((1366, 768), (2560, 1440))
-MOST_BYTES_A_LOOK = 2_500
+MOST_BYTES_A_POLL = 2_500
 
 
 def test_every_page_fits_asks_only_this_machine_and_runs_no_name(studio, chromium):
@@ -97,7 +97,7 @@ def test_a_run_from_a_terminal_grows_by_its_new_points_only(studio, chromium):
         return sum(f.count("10.00") for f in carried) >= 4
 
     until(arrived, what="the new points in the traffic")
-    assert max(len(f) for f in carried) < MOST_BYTES_A_LOOK
+    assert max(len(f) for f in carried) < MOST_BYTES_A_POLL
     log.close()
 
 

@@ -6,6 +6,7 @@ Text reaches the browser as text, attributes as attributes; the one place that w
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from nicegui.element import Element
 from nicegui.elements.mixins.text_element import TextElement
 from nicegui.events import GenericEventArguments
 
-from tessella.core.errors import TessellaError
+from tessella.core.errors import TessellaError, UsageError
 from tessella.studio.theme import text
 
 E = TypeVar("E", bound=Element)
@@ -296,6 +297,20 @@ def ago(moment: float) -> str:
             count = int(seconds // size)
             return f"{count} {unit}{'s' * (count > 1)} ago"
     return f"{int(seconds // 60)} min ago"
+
+
+def size_of(written: str) -> tuple[int, int]:
+    """``224`` or ``224x320`` as (height, width).
+
+    Raises:
+        UsageError: it is neither.
+    """
+    numbers = [n.strip() for n in written.lower().replace("×", "x").split("x")]
+    if len(numbers) in (1, 2) and all(
+        re.fullmatch("[0-9]{1,5}", n) and 0 < int(n) <= 16_384 for n in numbers
+    ):
+        return int(numbers[0]), int(numbers[-1])
+    raise UsageError("a size is one number or height x width", seen=written[:40], fix="224x320")
 
 
 def nbytes(size: float) -> str:

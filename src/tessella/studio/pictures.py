@@ -52,9 +52,8 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
         """The image that an import would store of ``source`` (``upload:ID`` or ``path:FILE``)."""
         if not (0 < height <= MAX_PREVIEW and 0 < width <= MAX_PREVIEW):
             raise UsageError("the preview shows sizes up to 2048", seen=f"{height}×{width}")
-        record = Preprocess(
-            height=height, width=width, channels=channels, resize=mode, crop=_sides(crop)
-        )
+        sides = parts.size_of(crop) if crop else None
+        record = Preprocess(height=height, width=width, channels=channels, resize=mode, crop=sides)
         content = _read(source_path(source, uploads))
         return _png(centre_crop(decoder(content, record, name="the example"), record))
 
@@ -128,16 +127,6 @@ def _read(path: Path) -> bytes:
         )
     with path.open("rb") as file:  # one of /proc says that it is empty, and never ends
         return file.read(MAX_FILE_BYTES)
-
-
-def _sides(crop: str) -> tuple[int, int] | None:
-    """``28`` or ``24x28`` as (height, width); None for an empty text."""
-    if not crop:
-        return None
-    if not re.fullmatch("[0-9]{1,4}(x[0-9]{1,4})?", crop):
-        raise UsageError("a crop is one number or height x width", seen=crop[:40], fix="24x28")
-    numbers = [int(n) for n in crop.split("x")]
-    return numbers[0], numbers[-1]
 
 
 def _png(pixels: Pixels, headers: dict[str, str] | None = None) -> Response:

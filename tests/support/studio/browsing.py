@@ -43,15 +43,15 @@ def alive(chromium: Chrome) -> None:
     until(lambda: chromium.find_elements(By.CSS_SELECTOR, "main.page"))
 
 
-def until(look: Callable[[], T], seconds: float = 20.0, what: str = "it") -> T:
-    """Wait until ``look`` returns something true; return that.
+def until(condition: Callable[[], T], seconds: float = 20.0, what: str = "it") -> T:
+    """Wait until ``condition`` returns something true; return that.
 
-    What was drawn anew while it was looked at is looked at again.
+    An element that was drawn again in the meantime is asked for once more.
     """
     end, problem = time.monotonic() + seconds, ""
     while time.monotonic() < end:
         try:
-            if found := look():
+            if found := condition():
                 return found
         except (StaleElementReferenceException, JavascriptException) as error:
             problem = f": {error.msg}"

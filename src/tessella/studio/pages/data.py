@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +205,7 @@ class _New:
             shown.set_visibility(bool(self._example))
 
     def _preview_address(self, mode: str) -> str:
-        height, width = size_of(self._values.size)
+        height, width = parts.size_of(self._values.size)
         query: dict[str, str | int] = {
             "source": self._example,
             "height": height,
@@ -218,8 +217,8 @@ class _New:
 
     def _spec(self, source: str, out: str) -> JobSpec:
         values = self._values
-        height, width = size_of(values.size)
-        crop = size_of(values.crop) if values.crop.strip() else None
+        height, width = parts.size_of(values.size)
+        crop = parts.size_of(values.crop) if values.crop.strip() else None
         return commands.import_images(
             source,
             out,
@@ -305,20 +304,6 @@ class _New:
 
         with section:
             self._context.follow(job, refresh, interval_s=0.5)
-
-
-def size_of(written: str) -> tuple[int, int]:
-    """``224`` or ``224x320`` as (height, width).
-
-    Raises:
-        UsageError: it is neither.
-    """
-    numbers = [n.strip() for n in written.lower().replace("×", "x").split("x")]
-    if len(numbers) in (1, 2) and all(
-        re.fullmatch("[0-9]{1,5}", n) and 0 < int(n) <= 16_384 for n in numbers
-    ):
-        return int(numbers[0]), int(numbers[-1])
-    raise UsageError("a size is one number or height x width", seen=written, fix="224 or 224x320")
 
 
 def first_image(folder: Path) -> Path | None:
