@@ -170,6 +170,7 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
         (("compile", "nowhere", "--out", "."), 2, "a plan is a file"),
         (("data", "import", "nowhere", "--out", "x"), 3, "To do"),
         (("data", "import", ".", "--out", "x", "--size", "12xy"), 2, "write 224 or 224x320"),
+        (("data", "import", ".", "--out", "x", "--resize", "stretch"), 2, "fill or half_crop"),
         (("train", "no_such_net", "nowhere", "--out", "x"), 4, "no dataset here"),
         (("show", "network", "resnet51"), 2, "resnet50"),
         (("train", "lenet", "nowhere", "--out", "x", "--epoch", "3"), 2, "--epochs"),

@@ -85,7 +85,7 @@ def _list(found: list[Found[Plan]], here: str) -> None:
 
 
 class _Compile:
-    """The form that makes a plan, its command, and the progress of what was started."""
+    """The form of a compilation, its command, and the progress of the job."""
 
     def __init__(self, context: Context, source: str, plans: list[Found[Plan]]) -> None:
         self._context = context
@@ -118,7 +118,7 @@ class _Compile:
         self._changed()
 
     def progress_box(self, job: str) -> None:
-        """Where a compilation shows its progress.
+        """Add the box in which a compilation shows its progress, at this place of the page.
 
         Raises:
             JobError: there is no such job.
