@@ -28,7 +28,7 @@ BUDGET = {**ONE, "budget": 0.3, "data": "data/x"}
 
 
 @pytest.mark.parametrize(
-    ("how", "name", "settings", "made"),
+    ("how", "name", "settings", "expected"),
     [
         ("one", "", ONE, {"out": "plans/a-b.plan"}),
         ("one", "x y", {**ONE, "batch": (4,)}, {"out": "plans/x-y.plan", "batch": (4,)}),
@@ -44,9 +44,9 @@ BUDGET = {**ONE, "budget": 0.3, "data": "data/x"}
         ("one", "", {**ONE, "time_limit_s": 90.0}, {"cache": ".studio/timings.jsonl"}),
     ],
 )  # fmt: skip
-def test_a_choice_becomes_a_request_that_the_command_line_reads(how, name, settings, made):
+def test_a_choice_becomes_a_request_that_the_command_line_reads(how, name, settings, expected):
     request = requested(how, name, **settings)
-    assert {field: getattr(request, field) for field in made} == made
+    assert {field: getattr(request, field) for field in expected} == expected
     spec = commands.compile_plan(request)
     assert compile_verb.requested(context(spec.argv)) == request
     assert commands.shown(spec) == request.command()
