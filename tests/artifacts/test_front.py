@@ -6,7 +6,7 @@ import pytest
 
 from tessella.artifacts.front import FILE, read_front
 from tessella.core.errors import ArtifactError
-from tests.studio.workspaces import make_front
+from tests.support.studio.workspaces import make_front
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
-from tests.studio.workspaces import make_workspace
+from tests.support.studio.served import Served, serve, stop
+from tests.support.studio.workspaces import make_workspace
 
 # Everything that Chromium would fetch by itself is off, and no name resolves but this machine's.
 FLAGS = (

@@ -20,8 +20,7 @@ from tests.support.studio.browsing import (
     traffic,
     until,
 )
-from tests.studio.test_pages import PAGES
-from tests.studio.workspaces import HOSTILE, make_run
+from tests.support.studio.workspaces import HOSTILE, make_run
 
 pytestmark = pytest.mark.browser
 

@@ -19,8 +19,8 @@ from tessella.studio import compile_request
 from tessella.studio.compile_request import followed, requested, rounds
 from tessella.studio.plan_front import rebuilt
 from tessella.studio.plan_profile import trace_of
-from tests.cli.reading import context
-from tests.studio.workspaces import make_plan, make_receipt
+from tests.support.cli import context
+from tests.support.studio.workspaces import make_plan, make_receipt
 
 ONE = {"source": "runs/a b"}
 INT8 = {**ONE, "precision": "int8", "calibration": "data/x"}

@@ -17,7 +17,7 @@ from tests.support.studio.browsing import (
     shown,
     until,
 )
-from tests.studio.workspaces import CLASSES, make_run
+from tests.support.studio.workspaces import CLASSES, make_run
 
 pytestmark = pytest.mark.browser
 

@@ -12,29 +12,10 @@ from PIL import Image
 
 from tessella.artifacts.dataset import Dataset
 from tessella.core.preprocess import Preprocess, decode, fit, read_pixels
-from tests.core.hostile_pictures import tiff_of
-from tests.core.test_preprocess import png, saved
-from tests.studio.workspaces import HOSTILE, make_dataset, make_front, make_run
-
-PAGES = (
-    "/",
-    "/data",
-    "/data?dataset=datasets/digits",
-    "/train",
-    "/train?dataset=datasets/digits&run=runs/first",
-    "/monitor",
-    "/monitor?run=runs/second",
-    "/explore",
-    "/explore?run=runs/first",
-    "/plan",
-    "/plan?plan=plans/digits.plan",
-    "/plan?source=runs/first",
-    "/plan?plan=plans/small.plan",
-    "/plan?plan=plans/small.front/0.plan",
-    "/diff?a=plans/digits.plan&b=plans/small.plan",
-    "/compare",
-    "/compare?run=runs/first&run=runs/second",
-)
+from tests.support.pictures.encoded import png, saved
+from tests.support.pictures.hostile import tiff_of
+from tests.support.studio.browsing import PAGES
+from tests.support.studio.workspaces import HOSTILE, make_dataset, make_front, make_run
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -2,7 +2,7 @@ import pytest
 
 from tessella.core.errors import UsageError
 from tessella.studio.workspace import Workspace
-from tests.studio.workspaces import make_dataset, make_workspace
+from tests.support.studio.workspaces import make_dataset, make_workspace
 
 
 @pytest.fixture(scope="module")
