@@ -123,9 +123,11 @@ class Operation:
         if len(inputs) > len(self.operands):
             raise TypeError(f"{self.name} takes {', '.join(self.operands)}")
         for prefix in self.epilogues:
-            parts = {n: tensors.pop(prefix + n, None) for n in epilogue.TENSORS}
-            parts |= {n: given.pop(prefix + n) for n in epilogue.NUMBERS if prefix + n in given}
-            given[f"{prefix}epilogue"] = Epilogue(**parts)
+            bias, residual, scale = (tensors.pop(prefix + n, None) for n in epilogue.TENSORS)
+            numbers = {n: given.pop(prefix + n) for n in epilogue.NUMBERS if prefix + n in given}
+            given[f"{prefix}epilogue"] = Epilogue(
+                bias=bias, residual=residual, scale=scale, **numbers
+            )
         return list(tensors.values()), given
 
     def misfit(

@@ -96,9 +96,11 @@ class Problem:
     @functools.cached_property
     def epilogue(self) -> Epilogue[TensorMeta]:
         """What is done to the product before it is stored; an empty one for other operations."""
-        names = (*self.operation.operands, *self.operation.attributes, *self.operation.defaults)
-        tensors = {name: self.get(name) for name in TENSORS if name in self.operation.operands}
-        return Epilogue(**tensors, **{name: self.attr(name) for name in NUMBERS if name in names})
+        row = self.operation
+        bias, residual, scale = (self.get(n) if n in row.operands else None for n in TENSORS)
+        known = {*row.attributes, *row.defaults}
+        numbers: dict[str, Any] = {n: self.attr(n) for n in NUMBERS if n in known}
+        return Epilogue(bias=bias, residual=residual, scale=scale, **numbers)
 
     @property
     def constants(self) -> tuple[str, ...]:

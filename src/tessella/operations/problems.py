@@ -92,7 +92,8 @@ def conv2d_chain(first: Problem, second: Problem, *, keep: bool = True) -> Probl
     operands = {name: first.get(name) for name in first.operation.operands}
     operands |= {f"next_{name}": second.get(name) for name in named}
     known = (*first.constants, *(f"next_{name}" for name in second.constants))
-    attrs = {name: first.attrs[name] for name in ("activation", "beta") if name in first.attrs}
+    shared = ("activation", "beta")
+    attrs: dict[str, Any] = {name: first.attrs[name] for name in shared if name in first.attrs}
     if first["input"].dtype == "int8":
         attrs |= {"dtype": first.output.dtype, "next_dtype": second.output.dtype}
     return Problem(
@@ -365,7 +366,7 @@ def _given(epilogue: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(
             "unknown argument of a product", seen=sorted(unknown), fix=f"use {', '.join(DEFAULT)}"
         )
-    factors = {name: epilogue[name] for name in ("alpha", "beta") if name in epilogue}
+    factors: dict[str, Any] = {n: epilogue[n] for n in ("alpha", "beta") if n in epilogue}
     if not all(map(isfinite, factors.values())):
         raise UsageError(
             "alpha and beta are finite", seen=factors, fix="change the one that is not"
@@ -456,7 +457,7 @@ def attention(
         UsageError: shapes that do not go together.
     """
     inputs = _trimmed(query, key, value, attn_mask)
-    attrs = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    attrs: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     attrs |= _given({"gamma": gamma})
     if out_dtype not in (None, query.dtype):
         attrs["dtype"] = out_dtype
@@ -500,7 +501,7 @@ def _spatial_axes(x: TensorMeta, weight: TensorMeta) -> int:
 def _window(
     axes: int, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
 ) -> dict[str, Any]:
-    window = {
+    window: dict[str, Any] = {
         "stride": _sizes(stride, axes, "stride"),
         "padding": _sizes(padding, axes, "padding"),
         "dilation": _sizes(dilation, axes, "dilation"),

@@ -122,7 +122,9 @@ def _convolution(axes: int) -> Callable[..., Tensor | None]:
     ) -> Tensor | None:  # fmt: skip
         steps, edges = _sizes(stride, axes, 1), _sizes(padding, axes, 0)
         spread, apart = _sizes(dilation, axes, 1), _sizes(groups, 1, 1)
-        if None in (steps, edges, spread, apart) or not _floats(x, w, bias):
+        if steps is None or edges is None or spread is None or apart is None:
+            return None
+        if not _floats(x, w, bias):
             return None
         if x.dim() != axes + 2 or w.dim() != axes + 2 or x.shape[1] != w.shape[1] * groups:
             return None
@@ -142,8 +144,9 @@ def _window(
     """What a window of two axes makes of [N, C, H, W]."""
     size, edges = _sizes(kernel_size, 2, 1), _sizes(padding, 2, 0)
     steps, spread = _sizes(stride, 2, 1), _sizes(dilation, 2, 1)
-    known = None not in (size, edges, steps, spread) and isinstance(ceil, bool)
-    if not known or not _floats(x) or x.dim() != 4:
+    if size is None or edges is None or steps is None or spread is None:
+        return None
+    if not isinstance(ceil, bool) or not _floats(x) or x.dim() != 4:
         return None
     if any(2 * p > k for p, k in zip(edges, size, strict=True)):
         return None

@@ -23,7 +23,7 @@ from tessella.operations.operation import (
     shown,
     vectors,
 )
-from tessella.operations.reference.pool import max_pool2d
+from tessella.operations.reference.pool import Sizes, max_pool2d
 
 Tensor = torch.Tensor
 Added = Epilogue[torch.Tensor]
@@ -86,10 +86,10 @@ def conv2d_chain(
 
 def conv2d_pool(
     *inputs: Tensor,
-    kernel_size: Sequence[int],
-    pool_stride: Sequence[int],
-    pool_padding: Sequence[int],
-    pool_dilation: Sequence[int],
+    kernel_size: Sizes,
+    pool_stride: Sizes,
+    pool_padding: Sizes,
+    pool_dilation: Sizes,
     ceil_mode: bool,
     **attrs: Any,
 ) -> Tensor:
@@ -159,10 +159,11 @@ def _weight_gradient(
     """dy [N, K, …], x [N, C, …] → dw [K, C / groups, *kernel_size]."""
     shape = (dy.shape[1], x.shape[1] // groups, *kernel_size)
     weight = x.new_empty(shape)
-    return torch.ops.aten.convolution_backward(
+    made: Tensor = torch.ops.aten.convolution_backward(
         dy, x, weight, None, stride, padding, dilation, False, [0] * len(kernel_size), groups,
         [False, True, False],
     )[1]  # fmt: skip
+    return made
 
 
 def _convolved(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:

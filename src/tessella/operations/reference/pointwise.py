@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from tessella.operations.operation import row
+from tessella.operations.operation import Operation, row
 from tessella.operations.pointwise_program import Data, evaluate, parse
 from tessella.operations.reference import elementwise, norm, pool, quant, reduce, softmax, transform
 
 Tensor = torch.Tensor
 
 _MODULES = (elementwise, norm, pool, quant, reduce, softmax, transform)
-_CALLED = {row.name: row for module in _MODULES for row in module.ROWS}
+_CALLED: dict[str, Operation] = {row.name: row for module in _MODULES for row in module.ROWS}
 
 
 def pointwise(

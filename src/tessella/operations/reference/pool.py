@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
 from tessella.operations.operation import row
 
 Tensor = torch.Tensor
+Sizes = tuple[int, ...] | list[int]
 
 
 def max_pool2d(
     input: Tensor,
     *,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    kernel_size: Sizes,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
     ceil_mode: bool,
 ) -> Tensor:
-    settings = (kernel_size, stride, padding, dilation, ceil_mode)
-    if input.dtype == torch.int8:  # which torch pools on no GPU; float16 holds each of them
-        return F.max_pool2d(input.half(), *settings).to(torch.int8)
-    return F.max_pool2d(input, *settings)
+    x = input.half() if input.dtype == torch.int8 else input
+    made = F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
+    # int8 is pooled on no GPU; float16 holds each of its numbers
+    return made if x is input else made.to(torch.int8)
 
 
 def avg_pool2d(
     input: Tensor,
     *,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
+    kernel_size: Sizes,
+    stride: Sizes,
+    padding: Sizes,
     ceil_mode: bool,
     count_include_pad: bool,
     divisor_override: int | None,
@@ -42,8 +41,9 @@ def avg_pool2d(
     )
 
 
-def adaptive_avg_pool2d(input: Tensor, *, output_size: Sequence[int]) -> Tensor:
-    return F.adaptive_avg_pool2d(input, list(output_size))
+def adaptive_avg_pool2d(input: Tensor, *, output_size: Sizes) -> Tensor:
+    height, width = output_size
+    return F.adaptive_avg_pool2d(input, (height, width))
 
 
 ROWS = (

@@ -75,7 +75,8 @@ def split(input: Tensor, *, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...
 
 def slice(input: Tensor, *, dim: int, start: int, end: int | None, step: int) -> Tensor:
     """Elements start, start + step, … before ``end`` (None: to the end of the axis)."""
-    return torch.ops.aten.slice.Tensor(input, dim, start, end, step)
+    made: Tensor = torch.ops.aten.slice.Tensor(input, dim, start, end, step)
+    return made
 
 
 def select(input: Tensor, *, dim: int, index: int) -> Tensor:

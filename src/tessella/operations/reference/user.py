@@ -9,7 +9,7 @@ import torch
 
 from tessella.operations.operation import row
 from tessella.operations.torch_operators.arguments import arguments
-from tessella.operations.user_operators import Tensors, named
+from tessella.operations.user_operators import Tensors, as_tuple, named
 
 
 def user(*inputs: torch.Tensor, target: str, args: Sequence[Any]) -> Tensors:
@@ -20,7 +20,7 @@ def user(*inputs: torch.Tensor, target: str, args: Sequence[Any]) -> Tensors:
         return operator.empty(*filled)
     assert operator.reference is not None  # the graph's author made sure
     made = operator.reference(*filled)
-    return made.contiguous() if isinstance(made, torch.Tensor) else [t.contiguous() for t in made]
+    return tuple(tensor.contiguous() for tensor in as_tuple(made))
 
 
 ROWS = (row(user, "", "target args", variadic=True, many=True),)

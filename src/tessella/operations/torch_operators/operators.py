@@ -98,7 +98,9 @@ def _operator(target: str) -> torch._ops.OpOverload:
 
 @functools.cache
 def _find(target: str) -> torch._ops.OpOverload | None:
-    namespace, name, overload = _TARGET.fullmatch(target).groups()
+    if (named := _TARGET.fullmatch(target)) is None:
+        return None
+    namespace, name, overload = named.groups()
     if namespace == "torchvision":
         importlib.import_module("torchvision")  # importing it registers its operators
     packet = getattr(getattr(torch.ops, namespace), name, None)
