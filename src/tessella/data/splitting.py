@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,8 +24,8 @@ def hold_out(
     """
     splits = np.full(len(labels), TRAIN, np.int8)
     counts = np.bincount(labels) if len(labels) else np.zeros(0, np.int64)
-    val_counts = _apportion(counts, counts * val, np.maximum(counts - 1, 0))
-    test_counts = _apportion(counts, counts * test, np.maximum(counts - 1 - val_counts, 0))
+    val_counts = _apportion(counts * val, np.maximum(counts - 1, 0))
+    test_counts = _apportion(counts * test, np.maximum(counts - 1 - val_counts, 0))
     members = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
     for label, rows in enumerate(members):
         order = rows[_generator(seed, label).permutation(len(rows))]
@@ -38,14 +40,14 @@ def _generator(seed: int, label: int) -> np.random.Generator:
 
 
 def _apportion(
-    counts: npt.NDArray[np.int64], wanted: npt.NDArray[np.float64], limit: npt.NDArray[np.int64]
+    shares: npt.NDArray[np.floating[Any]], limit: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Whole numbers near ``wanted`` whose sum is the rounded sum: the largest remainders go up."""
-    given = np.minimum(np.floor(wanted + 1e-9).astype(np.int64), limit)
-    total = int(np.floor(wanted.sum() + 0.5))
-    if wanted.sum() > 0:
+    """Whole numbers near ``shares`` whose sum is the rounded sum: the largest remainders go up."""
+    given: npt.NDArray[np.int64] = np.minimum(np.floor(shares + 1e-9).astype(np.int64), limit)
+    total = int(np.floor(shares.sum() + 0.5))
+    if shares.sum() > 0:
         total = max(1, total)
-    remainders = np.where(given < limit, wanted - given, -1.0)
+    remainders = np.where(given < limit, shares - given, -1.0)
     for label in np.argsort(-remainders, kind="stable")[: max(0, total - int(given.sum()))]:
         given[label] += remainders[label] >= 0
     return given

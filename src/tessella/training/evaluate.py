@@ -148,7 +148,7 @@ def measure(
     bad_N = ~np.isfinite(scores_NK).all(axis=1)
     if bad_N.any():
         raise TrainError(
-            f"the network gives a score that is no number for {int(bad_N.sum())} of {len(bad_N)} "
+            f"the network gives a score that is no number for {int(bad_N.sum())} of {bad_N.size} "
             f"images of the {split.name} split",
             seen=f"first for {split[int(bad_N.argmax())].path}",
             fix="use precision fp32 or bf16, or train with a lower learning rate",

@@ -146,8 +146,7 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
             if running:
                 time.sleep(_POLL_S)
     finally:
-        process.stdin.close()
-        process.wait()
+        process.communicate()  # closes the pipe, and waits
     if process.returncode != 0:
         raise _failure(out, process.returncode)
 
@@ -157,7 +156,7 @@ def _failure(out: Path, code: int) -> TessellaError:
     path = out / ERROR_FILE
     if path.exists():
         plain = json.loads(path.read_bytes())
-        kind = getattr(errors, plain["error"])
+        kind: type[TessellaError] = getattr(errors, plain["error"])
         return kind(plain["wrong"], seen=plain["seen"], fix=plain["fix"])
     lines = (out / LOG_FILE).read_text(errors="replace").splitlines()
     return TrainError(

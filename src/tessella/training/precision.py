@@ -54,6 +54,6 @@ class MixedPrecision:
 
     def update(self, loss: Tensor, optimizer: optim.Optimizer) -> None:
         """One backward pass of ``loss`` and one step of ``optimizer``."""
-        self.scaler.scale(loss).backward()
+        torch.autograd.backward(self.scaler.scale(loss))
         self.scaler.step(optimizer)
         self.scaler.update()

@@ -19,7 +19,7 @@ CHANNELS = 16  # input channels that tensor cores take at once: a layer must hav
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def sparse_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+def sparse_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """The weights that become sparse, by name: of linear layers and convolutions of one group.
 
     Raises:

@@ -52,7 +52,7 @@ class Trainer:
         on_gpu = world.device.type == "cuda"
         self._layout = torch.channels_last if on_gpu else torch.contiguous_format
         module = convert(module, backend=recipe.backend)
-        self.module = module.to(world.device, memory_format=self._layout)
+        self.module = module.to(world.device).to(memory_format=self._layout)
         if recipe.sparsity == "2:4" and start is None:
             sparsity.prune(self.module)
         self._parallel = world.wrap(self.module)
@@ -93,7 +93,7 @@ class Trainer:
         """Logits float32 N×K of images N×C×H×W, in evaluation mode."""
         self.module.eval()
         with torch.inference_mode(), self.mixed.autocast():
-            logits = self.module(self._move(images)).float()
+            logits: Tensor = self.module(self._move(images)).float()
         self.module.train()
         return logits
 
