@@ -142,20 +142,24 @@ def write_views(module: nn.Module, x: Tensor, folder: Path) -> LayerReport:
     """
     views: list[LayerView] = []
 
+    def picture(file: Path, tensor: Any) -> str | None:
+        if not isinstance(tensor, Tensor) or not tensor.numel():
+            return None
+        write_png(tensor, file)
+        return file.name
+
     def fill(temporary: Path) -> None:
         def write(layer: nn.Module, output: Any, view: LayerView) -> None:
             index = len(views)
             weight = getattr(layer, "weight", None)
-            shown = {
-                "activation": output[0] if isinstance(output, Tensor) and output.ndim else None,
-                "weight": weight if isinstance(weight, Tensor) else None,
-            }
-            for kind, tensor in shown.items():
-                if tensor is not None and tensor.numel():
-                    file = f"{index:04d}-{kind}.png"
-                    write_png(tensor, temporary / file)
-                    view = replace(view, **{f"{kind}_picture": file})
-            views.append(view)
+            first = output[0] if isinstance(output, Tensor) and output.ndim else None
+            views.append(
+                replace(
+                    view,
+                    activation_picture=picture(temporary / f"{index:04d}-activation.png", first),
+                    weight_picture=picture(temporary / f"{index:04d}-weight.png", weight),
+                )
+            )
 
         _observe(module, x, write)
         (temporary / "layers.json").write_bytes(to_document("layers", VERSION, report()))

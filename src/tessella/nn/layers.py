@@ -76,14 +76,16 @@ def conv2d(input: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -
     """
     tensors = _autocast(input, weight, bias)
     with _no_autocast(input):
-        return _Conv2d.apply(*tensors, window, _math(input, torch.backends.cudnn.conv))
+        output: Tensor = _Conv2d.apply(*tensors, window, _math(input, torch.backends.cudnn.conv))
+    return output
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """input [..., K] times weight [N, K] transposed, plus bias; gradients and autocast likewise."""
     tensors = _autocast(input, weight, bias)
     with _no_autocast(input):
-        return _Linear.apply(*tensors, _math(input, torch.backends.cuda.matmul))
+        output: Tensor = _Linear.apply(*tensors, _math(input, torch.backends.cuda.matmul))
+    return output
 
 
 class _Conv2d(torch.autograd.Function):
@@ -139,12 +141,12 @@ def _runs_here(input: Tensor) -> bool:
     return input.dtype in DTYPES and not torch.compiler.is_compiling()
 
 
-def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    device = tensors[0].device.type
+def _autocast(input: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+    device = input.device.type
     if not torch.is_autocast_enabled(device):
-        return list(tensors)
+        return [input, *others]
     dtype = torch.get_autocast_dtype(device)
-    return [None if t is None else t.to(dtype) for t in tensors]
+    return [None if t is None else t.to(dtype) for t in (input, *others)]
 
 
 def _no_autocast(input: Tensor) -> AbstractContextManager[Any]:

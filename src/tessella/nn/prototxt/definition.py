@@ -129,7 +129,7 @@ def _layer(message: Message, *, v1: bool) -> Layer:
         word = message.take("type", Word, default=Word(""))
         if word not in V1_TYPES:
             raise message.error("the type is not supported", seen=word, fix="use a newer type")
-        kind = V1_TYPES[word]
+        kind: str | None = V1_TYPES[word]
     else:
         kind = message.take("type", str)
     if not name or not kind:

@@ -37,23 +37,26 @@ def outputs(layer: Layer, settings: Message) -> int:
     return count
 
 
-def _sides(settings: Message, name: str, default: int, *, plain: str | None = None) -> list[int]:
+def _sides(
+    settings: Message, name: str, default: int, *, plain: str | None = None
+) -> tuple[int, int]:
     """Height and width of a setting: ``name: 3``, twice ``name``, or ``name_h`` and ``name_w``."""
     plain = plain or name
     both = settings.take_all(plain, int)
-    sides = [settings.take(f"{name}_{side}", int) for side in "hw"]
-    if sides != [None, None]:
-        if both or None in sides:
-            raise settings.error(f"{name}_h and {name}_w go together and exclude {plain}")
-        return sides
+    height, width = (settings.take(f"{name}_{side}", int) for side in "hw")
+    if height is not None and width is not None and not both:
+        return height, width
+    if height is not None or width is not None:
+        raise settings.error(f"{name}_h and {name}_w go together and exclude {plain}")
     if len(both) > 2:
         raise settings.error(f"{plain} has more than two values", seen=both)
-    return (both or [default]) * (2 if len(both) < 2 else 1)
+    height, width = both if len(both) == 2 else (both or [default]) * 2
+    return height, width
 
 
-def _require_axis(settings: Message, wanted: int) -> None:
-    if (axis := settings.take("axis", int, default=wanted)) != wanted:
-        raise settings.error("this axis is not supported", seen=axis, fix=f"use axis {wanted}")
+def _require_axis(settings: Message, supported: int) -> None:
+    if (axis := settings.take("axis", int, default=supported)) != supported:
+        raise settings.error("this axis is not supported", seen=axis, fix=f"use axis {supported}")
 
 
 def _fill(
@@ -87,7 +90,7 @@ def _fill(
     filler.finish("value", "std", "mean", "min", "max")
 
 
-def _fill_both(settings: Message, module: nn.Module) -> None:
+def _fill_both(settings: Message, module: nn.Conv2d | nn.Linear) -> None:
     _fill(settings, "weight_filler", module.weight, default="xavier")
     if module.bias is not None:
         _fill(settings, "bias_filler", module.bias, default="constant")
@@ -97,14 +100,15 @@ def _fill_both(settings: Message, module: nn.Module) -> None:
 def convolution(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
     kernel = _sides(settings, "kernel", 0, plain="kernel_size")
     stride, pad = _sides(settings, "stride", 1), _sides(settings, "pad", 0)
-    dilation = (settings.take_all("dilation", int) or [1]) * 2
+    dilations = (settings.take_all("dilation", int) or [1]) * 2
+    dilation = (dilations[0], dilations[1])
     group = settings.take("group", int, default=1)
     _require_axis(settings, 1)
     count, channels = outputs(layer, settings), shapes[0][1]
     if min(kernel + stride + dilation) < 1 or min(pad) < 0:
         raise layer.message.error(
             "kernel, stride and dilation are at least 1, pad at least 0",
-            seen=f"kernel {kernel}, stride {stride}, dilation {dilation[:2]}, pad {pad}",
+            seen=f"kernel {kernel}, stride {stride}, dilation {dilation}, pad {pad}",
         )
     if group < 1 or count % group or channels % group:
         raise layer.message.error(
@@ -114,10 +118,10 @@ def convolution(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
     module = nn.Conv2d(
         channels,
         count,
-        tuple(kernel),
-        stride=tuple(stride),
-        padding=tuple(pad),
-        dilation=tuple(dilation[:2]),
+        kernel,
+        stride=stride,
+        padding=pad,
+        dilation=dilation,
         groups=group,
         bias=settings.take("bias_term", bool, default=True),
     )
@@ -158,7 +162,7 @@ def pooling(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
             fix="use a larger input size, or global_pooling: true",
         )
     make = nn.MaxPool2d if kind == "MAX" else nn.AvgPool2d
-    return make(tuple(kernel), tuple(stride), tuple(pad), ceil_mode=ceil)
+    return make(kernel, stride, pad, ceil_mode=ceil)
 
 
 def lrn(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:

@@ -30,7 +30,7 @@ class BatchNorm(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            step = int(self.num_batches_tracked) + 1
+            step = self.get_buffer("num_batches_tracked").item() + 1
             kept = self.fraction
             self.momentum = (1 - kept) / (1 - kept**step) if kept < 1 else 1 / step
         return super().forward(x)
@@ -45,6 +45,9 @@ class Scale(nn.Module):
     Computed as a batch norm of mean 0 and variance 1, so that the compiler folds it into the
     convolution before it, and mixed precision keeps the input's type.
     """
+
+    zero: Tensor
+    variance: Tensor
 
     def __init__(self, channels: int, *, bias: bool) -> None:
         super().__init__()

@@ -226,7 +226,7 @@ def _output_shape(module: nn.Module, layer: Layer, inputs: list[torch.Size]) -> 
     xs = tuple(torch.empty(shape, device="meta") for shape in inputs)
     module.eval()
     try:
-        shape = torch.func.functional_call(module, weights, xs).shape
+        shape: torch.Size = torch.func.functional_call(module, weights, xs).shape
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise layer.message.error(
             "the layer cannot take its input",

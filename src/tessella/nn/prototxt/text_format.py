@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from tessella.core.errors import UsageError
+
+T = TypeVar("T")
 
 MAX_DEPTH = 32  # Caffe nets nest four deep; deeper is an attack on the recursion
 
@@ -66,12 +68,18 @@ class Message:
     def __contains__(self, name: str) -> bool:
         return any(e.name == name for e in self.entries)
 
-    def take_all(self, name: str, kind: type) -> list[Any]:
+    def take_all(self, name: str, kind: type[T]) -> list[T]:
         """Every value of a repeated field, as ``int``, ``float``, ``str`` or ``bool``."""
         self.taken.add(name)
         return [self._typed(e, kind) for e in self.entries if e.name == name]
 
-    def take(self, name: str, kind: type, default: Any = None) -> Any:
+    @overload
+    def take(self, name: str, kind: type[T], default: T) -> T: ...
+
+    @overload
+    def take(self, name: str, kind: type[T]) -> T | None: ...
+
+    def take(self, name: str, kind: type[T], default: T | None = None) -> T | None:
         """The value of a field, the last one where it is given twice, or ``default``."""
         values = self.take_all(name, kind)
         return values[-1] if values else default
@@ -117,15 +125,15 @@ class Message:
     def error(self, wrong: str, *, seen: object = None, fix: str | None = None) -> UsageError:
         return UsageError(f"{self.owner} (line {self.line}): {wrong}", seen=seen, fix=fix)
 
-    def _typed(self, entry: Entry, kind: type) -> Any:
+    def _typed(self, entry: Entry, kind: type[T]) -> T:
         value = entry.value
         if kind is bool and value in ("true", "false") and isinstance(value, Word):
-            return value == "true"
-        if kind is bool and value in (0, 1) and isinstance(value, int):
-            return bool(value)
-        if kind is float and isinstance(value, int):
-            return float(value)
-        if type(value) is kind:
+            value = value == "true"
+        elif kind is bool and value in (0, 1) and isinstance(value, int):
+            value = bool(value)
+        elif kind is float and isinstance(value, int):
+            value = float(value)
+        if isinstance(value, kind) and type(value) is kind:
             return value
         raise UsageError(
             f"{self.owner}: {entry.name} is not {_NAMES[kind]}",

@@ -17,7 +17,7 @@ class LeNet(nn.Module):
 
     def __init__(self, *, classes: int, channels: int, height: int, width: int) -> None:
         super().__init__()
-        padding = tuple(2 if size < UNPADDED_SIZE else 0 for size in (height, width))
+        padding = _padding(height), _padding(width)
         pooled = [_pooled_size(_pooled_size(s, p), p) for s, p in zip((height, width), padding)]
         self.conv1 = nn.Conv2d(channels, 20, 5, padding=padding)
         self.pool1 = nn.MaxPool2d(2, ceil_mode=True)
@@ -29,12 +29,17 @@ class LeNet(nn.Module):
         self.fc2 = nn.Linear(500, classes)
         for layer in (self.conv1, self.conv2, self.fc1, self.fc2):
             nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")  # Caffe's "xavier"
-            nn.init.zeros_(layer.bias)
+            nn.init.zeros_(layer.get_parameter("bias"))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool1(self.conv1(x))
         x = self.pool2(self.conv2(x))
-        return self.fc2(self.relu(self.fc1(self.flatten(x))))
+        logits: Tensor = self.fc2(self.relu(self.fc1(self.flatten(x))))
+        return logits
+
+
+def _padding(size: int) -> int:
+    return 2 if size < UNPADDED_SIZE else 0
 
 
 def _pooled_size(size: int, padding: int) -> int:

@@ -93,17 +93,24 @@ def build(
 
 def _replace_first(module: nn.Module, architecture: Architecture, channels: int) -> None:
     old = module.get_submodule(architecture.first)
+    assert isinstance(old, nn.Conv2d)
+    assert isinstance(old.padding, tuple)
     new = nn.Conv2d(
         channels,
         old.out_channels,
-        old.kernel_size,
-        stride=old.stride,
-        padding=old.padding,
+        _pair(old.kernel_size),
+        stride=_pair(old.stride),
+        padding=_pair(old.padding),
         bias=old.bias is not None,
     )
     architecture.initialize(new)
     parent, _, attribute = architecture.first.rpartition(".")
     setattr(module.get_submodule(parent), attribute, new)
+
+
+def _pair(sides: tuple[int, ...]) -> tuple[int, int]:
+    height, width = sides
+    return height, width
 
 
 # --- published weights --------------------------------------------------------------------------

@@ -21,7 +21,8 @@ def names() -> list[str]:
     """Every network of timm."""
     import timm
 
-    return timm.list_models()
+    known: list[str] = timm.list_models()
+    return known
 
 
 def require_known(name: str) -> None:
@@ -72,14 +73,14 @@ def build(
             seen=", ".join(bad),
             fix="leave it out; classes, channels, size and pretrained have arguments of their own",
         )
-    wanted = {"num_classes": classes, "in_chans": channels, "pretrained": pretrained, **options}
+    arguments = {"num_classes": classes, "in_chans": channels, "pretrained": pretrained, **options}
     try:
         try:
-            return timm.create_model(name, **wanted, img_size=(height, width))
+            module: nn.Module = timm.create_model(name, **arguments, img_size=(height, width))
         except TypeError as error:
             if "'img_size'" not in str(error):
                 raise
-            return timm.create_model(name, **wanted)  # convolutional: takes any size
+            module = timm.create_model(name, **arguments)  # convolutional: takes any size
     except (OSError, httpx.HTTPError) as error:
         raise UsageError(
             f"the pretrained weights of timm/{name} could not be fetched",
@@ -92,6 +93,7 @@ def build(
             seen=f"{_first_line(error)} (input {channels}×{height}×{width}, options {options})",
             fix="change the input size or the options",
         ) from error
+    return module
 
 
 def _first_line(error: Exception) -> str:

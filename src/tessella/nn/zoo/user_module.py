@@ -16,12 +16,14 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from tessella.artifacts.checkpoint import Network
 from tessella.core.errors import UsageError
+
+T = TypeVar("T")
 
 
 def split_name(name: str) -> tuple[Path, str]:
@@ -63,6 +65,7 @@ def call(network: Network) -> nn.Module:
     path, name = split_name(network.name)
     module = _run(path, network.source or "")
     function = vars(module).get(name)
+    made: object
     if isinstance(function, types.FunctionType):
         made = _called(function, network)
     else:
@@ -76,7 +79,7 @@ def call(network: Network) -> nn.Module:
     return made
 
 
-def _called(maker: Callable[..., Any], network: Network) -> Any:
+def _called(maker: Callable[..., T], network: Network) -> T:
     arguments = _arguments(maker, network)
     try:
         return maker(**arguments)
