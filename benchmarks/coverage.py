@@ -124,7 +124,8 @@ def torchvision_networks() -> Iterator[Network]:
             extra |= {"init_weights": False, "aux_logits": False}
 
         def build(name: str = name, extra: dict[str, Any] = extra) -> torch.nn.Module:
-            return torchvision.models.get_model(name, weights=None, **extra)
+            network: torch.nn.Module = torchvision.models.get_model(name, weights=None, **extra)
+            return network
 
         yield _images(name, "torchvision", build, size)
 
@@ -133,7 +134,8 @@ def timm_networks() -> Iterator[Network]:
     for family, (name, size) in FAMILIES.items():
 
         def build(name: str = name) -> torch.nn.Module:
-            return timm.create_model(name, pretrained=False)
+            network: torch.nn.Module = timm.create_model(name, pretrained=False)
+            return network
 
         yield _images(name, f"timm, {family}", build, size)
 
@@ -170,7 +172,8 @@ class Logits(torch.nn.Module):
         self.names = names
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.model(**dict(zip(self.names, inputs, strict=True))).logits
+        logits: torch.Tensor = self.model(**dict(zip(self.names, inputs, strict=True))).logits
+        return logits
 
 
 def _images(name: str, source: str, build: Callable[[], torch.nn.Module], size: int) -> Network:

@@ -229,10 +229,11 @@ def torch_compile(module: torch.nn.Module, inputs: Tensors, precision: str) -> R
 
 
 def _onnx(module: torch.nn.Module, inputs: Tensors) -> bytes:
-    buffer = io.BytesIO()
     names = [f"input_{i}" for i in range(len(inputs))]
-    torch.onnx.export(module, inputs, buffer, dynamo=False, input_names=names)
-    return buffer.getvalue()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "network.onnx")
+        torch.onnx.export(module, inputs, path, dynamo=False, input_names=names)
+        return path.read_bytes()
 
 
 def _arrays(inputs: Tensors) -> list[np.ndarray]:

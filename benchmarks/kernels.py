@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import FAMILIES
-from benchmarks.cases.case import TARGET, Case, Peer, drawn, drawn_constants
+from benchmarks.cases.case import TARGET, Case, Peer, drawn, drawn_constants, operand
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella.core.device import torch_device
 from tessella.core.dtype import Math
@@ -93,8 +93,9 @@ def _compiled(cases: Sequence[Case], seconds: float) -> Iterator[Sequence[Bid] |
 def _weights(problem: Problem) -> Tensors:
     """As many as drive each other out of the L2."""
     l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
-    count = max(8, math.ceil(2 * l2_bytes / problem.inputs[1].nbytes))
-    return [drawn(problem.inputs[1]) for _ in range(count)]
+    weight = operand(problem, 1)
+    count = max(8, math.ceil(2 * l2_bytes / weight.nbytes))
+    return [drawn(weight) for _ in range(count)]
 
 
 def _row(
@@ -103,7 +104,9 @@ def _row(
     problem, device = case.problem, torch_device(TARGET)
     inputs = sample_inputs(problem, device)
     constants = drawn_constants(case.problem)
-    row = {"family": case.family, "name": case.name, "op": problem.op, "shapes": _shapes(problem)}
+    row: dict[str, Any] = {
+        "family": case.family, "name": case.name, "op": problem.op, "shapes": _shapes(problem)
+    }  # fmt: skip
     try:
         trials = auction.find(
             problem,

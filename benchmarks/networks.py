@@ -93,7 +93,9 @@ class _Encoder(torch.nn.Module):
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
 
 
 OTHERS: dict[str, Callable[[int], Workload]] = {"vit_b_16": _vit_b_16, "bert_large": _bert_large}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -20,6 +21,7 @@ from tessella.core.preprocess import encode
 from tessella.data.importing import ImportSettings
 
 Pixels = npt.NDArray[np.uint8]
+Field = npt.NDArray[np.floating[Any]]  # a number a pixel
 Random = np.random.Generator
 
 SIDE = 64
@@ -95,7 +97,8 @@ def _turned(mask: Pixels, random: Random) -> Pixels:
     turn = turn @ np.array([[1, shear], [0, 1]])
     middle = np.full(2, SIDE / 2)
     shift = middle - turn @ middle + random.uniform(-SIDE / 14, SIDE / 14, 2)
-    return cv2.warpAffine(mask, np.column_stack([turn, shift]), (SIDE, SIDE))
+    turned: Pixels = cv2.warpAffine(mask, np.column_stack([turn, shift]), (SIDE, SIDE))
+    return turned
 
 
 TEXTURES = (
@@ -110,42 +113,45 @@ def texture(label: int, random: Random) -> Pixels:
     y, x = np.mgrid[:SIDE, :SIDE].astype(np.float64)
     u = x * np.cos(angle) + y * np.sin(angle) + phase[0]
     v = y * np.cos(angle) - x * np.sin(angle) + phase[1]
-    value = _pattern(TEXTURES[label], u, v, random)
+    value: Field = _pattern(TEXTURES[label], u, v, random)
     low, high = np.percentile(value, [2, 98])
     value = ((value - low) / (high - low + 1e-9)).clip(0, 1)[:, :, None]
     ground, ink = random.uniform(30, 225, (2, 3))
-    mixed = ground * (1 - value) + ink * value
+    mixed: Field = ground * (1 - value) + ink * value
     return (mixed + random.normal(0, 18, mixed.shape)).clip(0, 255).astype(np.uint8)
 
 
-def _pattern(
-    name: str, u: npt.NDArray[np.float64], v: npt.NDArray[np.float64], random: Random
-) -> npt.NDArray[np.float64]:
+def _pattern(name: str, u: Field, v: Field, random: Random) -> Field:
     period = random.uniform(6, 10)
+    value: Field
     if name.startswith("grating"):
         period *= 2 if name == "grating coarse" else 1
-        wave = np.sin(2 * np.pi * u / period)
-        return wave + np.sin(2 * np.pi * v / period) if name == "grating crossed" else wave
-    if name == "checks":
-        return ((u // period + v // period) % 2).astype(np.float64)
-    if name == "rings":
-        return np.sin(2 * np.pi * np.hypot(u - u.mean(), v - v.mean()) / period)
-    if name == "dots":
-        return (np.hypot(u % period - period / 2, v % period - period / 2) < period / 4) * 1.0
-    if name == "bricks":
+        value = np.sin(2 * np.pi * u / period)
+        if name == "grating crossed":
+            value = value + np.sin(2 * np.pi * v / period)
+    elif name == "checks":
+        value = ((u // period + v // period) % 2).astype(np.float64)
+    elif name == "rings":
+        value = np.sin(2 * np.pi * np.hypot(u - u.mean(), v - v.mean()) / period)
+    elif name == "dots":
+        value = (np.hypot(u % period - period / 2, v % period - period / 2) < period / 4) * 1.0
+    elif name == "bricks":
         row = v // period
-        return ((v % period < 1.5) | ((u + row % 2 * period) % (2 * period) < 1.5)) * 1.0
-    if name in ("cells", "patches"):
+        value = ((v % period < 1.5) | ((u + row % 2 * period) % (2 * period) < 1.5)) * 1.0
+    elif name in ("cells", "patches"):
         seeds = random.uniform(0, SIDE, (random.integers(20, 50), 2))
         y, x = np.mgrid[:SIDE, :SIDE]
         distance = np.hypot(x[..., None] - seeds[:, 0], y[..., None] - seeds[:, 1])
         if name == "cells":
-            return np.sort(distance, -1)[..., 0]
-        return random.uniform(0, 1, len(seeds))[distance.argmin(-1)]
-    slope = {"noise white": 0.0, "noise pink": 1.0, "noise brown": 2.0}[name]
-    frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(SIDE), np.fft.fftfreq(SIDE)))
-    spectrum = np.fft.fft2(random.normal(size=(SIDE, SIDE)))
-    return np.fft.ifft2(spectrum / np.maximum(frequency, 1 / SIDE) ** slope).real
+            value = np.sort(distance, -1)[..., 0]
+        else:
+            value = random.uniform(0, 1, len(seeds))[distance.argmin(-1)]
+    else:
+        slope = {"noise white": 0.0, "noise pink": 1.0, "noise brown": 2.0}[name]
+        frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(SIDE), np.fft.fftfreq(SIDE)))
+        spectrum = np.fft.fft2(random.normal(size=(SIDE, SIDE)))
+        value = np.fft.ifft2(spectrum / np.maximum(frequency, 1 / SIDE) ** slope).real
+    return value
 
 
 def write(

@@ -26,6 +26,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.build import Builder
 from tessella.graph.check import check
 from tessella.graph.graph import Graph, Value
+from tessella.graph.value import Dim, shape_at
 
 SIZES = (1_000, 10_000)
 MOST_SECONDS, MOST_GROWTH = 20.0, 12.0
@@ -52,8 +53,8 @@ def main() -> int:
                 print("  ", large["slowest"])
     if args.out is not None:
         args.out.write_text(json.dumps(document("cpu", rows), indent=1) + "\n")
-    large = [row for row in rows if "growth" in row]
-    too_slow = [r for r in large if r["seconds"] > MOST_SECONDS or r["growth"] > MOST_GROWTH]
+    grown = [row for row in rows if "growth" in row]
+    too_slow = [r for r in grown if r["seconds"] > MOST_SECONDS or r["growth"] > MOST_GROWTH]
     return int(bool(too_slow))
 
 
@@ -94,14 +95,16 @@ def graph_of(kind: str, nodes: int) -> Graph:
     return build.finish([x], ["y"])
 
 
-def _weight(build: Builder, *shape: int) -> Value:
-    return build.constant("weight", torch.randn(shape) / 8)
+def _weight(build: Builder, *shape: int | Dim) -> Value:
+    return build.constant("weight", torch.randn(shape_at(shape, 1)) / 8)
 
 
-def _conv(build: Builder, x: Value, **attrs: Any) -> Value:
-    weight = _weight(build, CHANNELS, int(x.shape[1]), 1, 1)
-    plain = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
-    return build.one("conv2d", [x, weight, None], **(plain | attrs))
+WINDOW: dict[str, Any] = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+
+
+def _conv(build: Builder, x: Value) -> Value:
+    weight = _weight(build, CHANNELS, x.shape[1], 1, 1)
+    return build.one("conv2d", [x, weight, None], **WINDOW)
 
 
 def _residual(build: Builder, x: Value) -> Value:
@@ -174,15 +177,16 @@ def _rounded(build: Builder, x: Value) -> Value:
     """A file's own int8: rounded before each layer, and a pooling between."""
     scale = build.constant("scale", torch.tensor(0.05))
     zero = build.constant("zero", torch.tensor(0, dtype=torch.int8))
-    codes = build.constant("codes", torch.randint(-127, 128, (CHANNELS, CHANNELS, 1, 1),
-                                                  dtype=torch.int8))  # fmt: skip
+    numbers = torch.randint(-127, 128, (CHANNELS, CHANNELS, 1, 1), dtype=torch.int8)
+    quantized = build.constant("quantized", numbers)
     y = build.one("quantize", [x, scale, zero], axis=0, dtype="int8")
     y = build.one("dequantize", [y, scale, zero], axis=0, dtype="float32")
-    weight = build.one("dequantize", [codes, scale, None], axis=0, dtype="float32")
-    geometry = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
-    y = build.one("relu", [build.one("conv2d", [y, weight, None], **geometry)])
-    geometry = {"kernel_size": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
-    return build.one("max_pool2d", [y], ceil_mode=False, **geometry)
+    weight = build.one("dequantize", [quantized, scale, None], axis=0, dtype="float32")
+    y = build.one("relu", [build.one("conv2d", [y, weight, None], **WINDOW)])
+    return build.one(
+        "max_pool2d", [y], kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1),
+        ceil_mode=False,
+    )  # fmt: skip
 
 
 IMAGE, WORDS = (CHANNELS, 8, 8), (8, CHANNELS)

@@ -47,6 +47,7 @@ CHOSEN = (
 )
 Run = Mapping[str, Any]  # one measurement: command, date, device, rows
 Row = Mapping[str, Any]
+Key = tuple[str, str, int]  # network, precision, batch
 
 INTRODUCTION = """\
 # Benchmarks
@@ -109,18 +110,18 @@ def _chosen(machine: str, network: str, precision: str, batch: int) -> tuple[obj
 
 def _plans(runs: Sequence[Run]) -> Iterator[str]:
     """A table of the newest states, one of earlier states, and where each row comes from."""
-    seen: set[tuple[object, ...]] = set()
-    newest: list[tuple[object, ...]] = []
-    earlier: list[tuple[object, ...]] = []
+    newest: dict[Key, Sequence[object]] = {}
+    earlier: list[Sequence[object]] = []
     for number, run in enumerate(runs, 1):
         for row in run["rows"]:
-            (earlier if _key(row) in seen else newest).append(_plan_line(row, number))
-            seen.add(_key(row))
+            line = _plan_line(row, number)
+            if newest.setdefault(_key(row), line) is not line:
+                earlier.append(line)
     head = (
         "network", "precision", "batch", "plan", "samples/s", "peers", "ratio", "set-up", "load",
         "steps", "error", "run",
     )  # fmt: skip
-    yield markdown(head, sorted(newest, key=lambda line: line[:3])) + "\n"
+    yield markdown(head, [newest[key] for key in sorted(newest)]) + "\n"
     if earlier:
         yield "Earlier states, kept because another peer stood beside them:\n"
         yield markdown(head, earlier) + "\n"
@@ -138,7 +139,7 @@ def _plan_line(row: Row, run: int) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _key(row: Row) -> tuple[object, ...]:
+def _key(row: Row) -> Key:
     return row["network"], row["precision"], row["batch"]
 
 
@@ -149,7 +150,9 @@ def _ms(row: Row, name: str) -> str:
 def _peers(row: Row) -> str:
     """The peers, the fastest first."""
     times = {n: t["median_ms"] for n, t in row["times"].items() if n != "plan"}
-    return ", ".join(f"{n.replace('_', ' ')} {_ms(row, n)}" for n in sorted(times, key=times.get))  # type: ignore[arg-type]
+    return ", ".join(
+        f"{n.replace('_', ' ')} {_ms(row, n)}" for n in sorted(times, key=times.__getitem__)
+    )
 
 
 def _optional(value: object, form: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,9 +53,11 @@ def forward() -> Iterator[Case]:
 
 
 def _attention_peer(backend: str, causal: bool) -> Peer:
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> Any:
-        operands = (q, k, v, *(repeated(m, q) for m in mask))
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        added = None if mask is None else repeated(mask, q)
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            return F.scaled_dot_product_attention(*operands, is_causal=causal)
+            return F.scaled_dot_product_attention(q, k, v, added, is_causal=causal)
 
     return attend

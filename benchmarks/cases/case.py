@@ -63,14 +63,21 @@ def best(
 
 def drawn_constants(problem: Problem) -> dict[int, torch.Tensor]:
     """Weights and vectors as layers have them: int8's scales bring its sums into range."""
-    made = {i: drawn(problem.inputs[i]) for i in problem.constant}
+    made = {i: drawn(operand(problem, i)) for i in problem.constant}
     if problem.attr("sparsity") == TWO_FOUR:
         made[WEIGHT] = prune_two_four(made[WEIGHT])
     for weight, scale in ((WEIGHT, SCALE), (NEXT_WEIGHT, NEXT_SCALE)):  # the latter of chains
         if scale in made:
-            products = math.prod(problem.inputs[weight].shape[1:])
+            products = math.prod(operand(problem, weight).shape[1:])
             made[scale] = made[scale].abs() * (40 / (73 * 73 * products**0.5))
     return made
+
+
+def operand(problem: Problem, position: int) -> TensorMeta:
+    """An operand that the problem has."""
+    found = problem.meta(position)
+    assert found is not None
+    return found
 
 
 def drawn(meta: TensorMeta) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,15 @@ from tessella.operations import problems
 from tessella.operations.tensor_meta import TensorMeta, memory_format
 
 Layer = tuple[int, int, int, int, int, int]  # C, H, K, R, stride, padding
+
+
+class Window(TypedDict):
+    """How a filter moves over an image."""
+
+    stride: int
+    padding: int
+
+
 NHWC = ("implicit_gemm", "pointwise")  # the other algorithms are far behind at these sizes
 NETWORKS = ("resnet50", "vgg16", "googlenet")
 
@@ -25,7 +35,7 @@ def layers(name: str) -> list[Layer]:
 
     def note(module: torch.nn.Conv2d, inputs: tuple[torch.Tensor, ...], _: object) -> None:
         _, channels, height, _ = inputs[0].shape
-        window = (module.kernel_size[0], module.stride[0], module.padding[0])
+        window = (module.kernel_size[0], module.stride[0], int(module.padding[0]))
         if channels > 3:
             found[(channels, height, module.out_channels, *window)] = None
 
@@ -36,6 +46,10 @@ def layers(name: str) -> list[Layer]:
                 module.register_forward_hook(note)
         net(torch.empty(1, 3, 224, 224))
     return list(found)
+
+
+def _window(layer: Layer) -> Window:
+    return {"stride": layer[4], "padding": layer[5]}
 
 
 def _title(n: int, layer: Layer) -> str:
@@ -54,7 +68,7 @@ def forward(n: int, fused: bool) -> Iterator[Case]:
     for name in NETWORKS:
         for layer in layers(name):
             x, w, out = _operands(n, layer, "float16")
-            window = {"stride": layer[4], "padding": layer[5]}
+            window = _window(layer)
             if not fused:
                 yield Case(
                     family=f"conv fp16 N={n}",
@@ -115,13 +129,13 @@ def _grouped(
     """Weights are constants, as in a plan: they are packed once."""
     x = meta("float16", 128, c, size, size, last=True)
     w = meta("float16", c, c // groups, taps, taps, last=True)
-    window = {"stride": stride, "padding": taps // 2, "groups": groups}
+    window: Window = {"stride": stride, "padding": taps // 2}
     weight = drawn(w)
     return Case(
         family=family,
         name=f"{_title(128, (c, size, c, taps, stride, taps // 2))} in {groups}",
-        problem=problems.conv(x, w, constant=(1,), **window),
-        peers={"cudnn": lambda x: F.conv2d(x, weight, **window)},
+        problem=problems.conv(x, w, groups=groups, constant=(1,), **window),
+        peers={"cudnn": lambda x: F.conv2d(x, weight, groups=groups, **window)},
         algorithms=algorithms,
     )
 
@@ -130,7 +144,7 @@ def stem() -> Iterator[Case]:
     for n in (1, 128):
         for layer in ((3, 224, 64, 7, 2, 3), (3, 224, 64, 3, 1, 1), (3, 224, 64, 11, 4, 2)):
             x, w, _ = _operands(n, layer, "float16")
-            window = {"stride": layer[4], "padding": layer[5]}
+            window = _window(layer)
             yield Case(
                 family="conv stem Ci=3",
                 name=_title(n, layer),
@@ -150,37 +164,36 @@ def backward() -> Iterator[Case]:
         for layer in layers(name):
             x, w, out = _operands(128, layer, "float16")
             dy = meta("float16", *out, last=True)
-            window = {"stride": layer[4], "padding": layer[5]}
-            arguments = ([layer[4]] * 2, [layer[5]] * 2, [1, 1], False, [0, 0], 1)
-
-            def dgrad(dy, w, arguments=arguments, shape=x.shape):  # type: ignore[no-untyped-def]
-                x = torch.empty(
-                    shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last
-                )
-                return torch.ops.aten.convolution_backward(
-                    dy, x, w, None, *arguments, [True, False, False]
-                )[0]
-
-            def wgrad(dy, x, arguments=arguments, shape=w.shape):  # type: ignore[no-untyped-def]
-                w = torch.empty(
-                    shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last
-                )
-                return torch.ops.aten.convolution_backward(
-                    dy, x, w, None, *arguments, [False, True, False]
-                )[1]
-
+            window = _window(layer)
             yield Case(
                 family="conv dgrad fp16",
                 name=f"{name} {_title(128, layer)}",
                 problem=problems.conv_dgrad(dy, w, x.shape, **window),
-                peers={"cudnn": dgrad},
+                peers={"cudnn": _gradient_peer(layer, x.shape, of_weight=False)},
             )
             yield Case(
                 family="conv wgrad fp16",
                 name=f"{name} {_title(128, layer)}",
                 problem=problems.conv_wgrad(dy, x, w.shape[2:], **window),
-                peers={"cudnn": wgrad},
+                peers={"cudnn": _gradient_peer(layer, w.shape, of_weight=True)},
             )
+
+
+def _gradient_peer(layer: Layer, shape: tuple[int, ...], *, of_weight: bool) -> Peer:
+    """cuDNN's gradient of a layer's weight or input, which has this shape."""
+    window = ([layer[4]] * 2, [layer[5]] * 2, [1, 1], False, [0, 0], 1)
+
+    def gradient(dy: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(
+            shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last
+        )
+        x, w = (other, made) if of_weight else (made, other)
+        gradients: tuple[torch.Tensor, ...] = torch.ops.aten.convolution_backward(
+            dy, x, w, None, *window, [not of_weight, of_weight, False]
+        )
+        return gradients[int(of_weight)]
+
+    return gradient
 
 
 def int8() -> Iterator[Case]:
@@ -190,11 +203,11 @@ def int8() -> Iterator[Case]:
     """
     for layer in layers("resnet50"):
         x, w, out = _operands(128, layer, "int8")
-        window = {"stride": layer[4], "padding": layer[5]}
+        window = _window(layer)
         vector = meta("float32", out[1])
         widens = layer[3:5] == (1, 1) and out[1] == 4 * layer[0]
         residual = meta("int8", *out, last=True) if widens else None
-        half = {
+        in_fp16 = {
             name: torch.randn(meta.shape, device="cuda")
             .half()
             .to(memory_format=memory_format(meta.format, 4))
@@ -206,7 +219,9 @@ def int8() -> Iterator[Case]:
             activation="relu", out_dtype="int8", constant=(1, 2, 4), **window,
         )  # fmt: skip
         peers: dict[str, Mapping[str, Peer]] = {
-            "cuDNN fp16": {"cudnn": lambda *_, conv=conv, half=half: conv(half["x"], half["w"])}
+            "cuDNN fp16": {
+                "cudnn": lambda *_, conv=conv, x=in_fp16["x"], w=in_fp16["w"]: conv(x, w)
+            }
         }
         if importlib.util.find_spec("cudnn"):  # its graph interface is a package of its own
             peers["cuDNN int8"] = {"cudnn": best(problem, ("cudnn_graph",))}
@@ -228,14 +243,11 @@ def _cudnn_layer(layer: Layer, adds: bool) -> Peer:
     residual = meta("float16", *out, last=True) if adds else None
     problem = problems.conv(
         x, w, meta("float16", out[1]), residual,
-        activation="relu", constant=(1, 2), stride=layer[4], padding=layer[5],
+        activation="relu", constant=(1, 2), **_window(layer),
     )  # fmt: skip
     run = best(problem, ("cudnn", "cudnn_graph"))
     operands = [drawn(meta) for meta in (x, residual) if meta]
     return lambda *_: run(*operands)
-
-
-# channels of x, of the wide result, of the next block's first convolution; pixels
 
 
 # Quadro GV100, published 2020: FP32, N=1, C=K=128, 128×128, NCHW
@@ -254,7 +266,7 @@ PUBLISHED_MS = {
 def published() -> Iterator[Case]:
     for taps in PUBLISHED_MS:
         x, w = meta("float32", 1, 128, 128, 128), meta("float32", 128, 128, taps, taps)
-        window = {"stride": 1, "padding": taps // 2}
+        window: Window = {"stride": 1, "padding": taps // 2}
         yield Case(
             family="conv FP32 N=1 128@128",
             name=f"{taps}x{taps}",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from benchmarks.cases.case import Case, Peer, best, drawn, meta
+from benchmarks.cases.case import Case, Peer, best, drawn, meta, operand
 from tessella.kernels.sparse.two_four import TWO_FOUR
 from tessella.operations import problems
 
@@ -114,7 +114,7 @@ def sparse(dtype: str) -> Iterator[Case]:
     for m, n, k in GEMMS:
         problem = problems.linear(meta(dtype, m, k), meta(dtype, n, k), constant=(1,))
         problem = replace(problem, attrs={**problem.attrs, "sparsity": TWO_FOUR})
-        weight = drawn(problem.inputs[1])
+        weight = drawn(operand(problem, 1))
         yield Case(
             family=f"gemm 2:4 {dtype}",
             name=f"{m}x{n}x{k}",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from benchmarks.cases.case import Case, Peer, best, drawn, meta
+from benchmarks.cases.case import Case, Peer, best, drawn, meta, operand
 from benchmarks.cases.conv import NHWC
 from tessella.operations import problems
 from tessella.operations.problem import Problem
@@ -24,16 +24,19 @@ CHAINS = (
 def chain(n: int, dtype: str) -> Iterator[Case]:
     """ResNet-50: a block's last convolution with its residual, and the first of the next block."""
     for c, k, out, size in CHAINS:
-        kind = {"dtype": dtype, "scaled": dtype == "int8"}
-        first = _layer(n, c, k, size, residual=True, **kind)
-        second = _layer(n, k, out, size, residual=False, **kind)
-        halves = [_layer(n, *ends, size, dtype="float16") for ends in ((c, k), (k, out))]
+        int8 = dtype == "int8"
+        first = _layer(n, c, k, size, dtype=dtype, residual=True, scaled=int8)
+        second = _layer(n, k, out, size, dtype=dtype, scaled=int8)
+        in_fp16 = [_layer(n, *ends, size, dtype="float16") for ends in ((c, k), (k, out))]
         yield Case(
             family=f"chain {dtype} N={n}",
             name=f"N{n} {c}->{k}->{out} 1x1@{size}",
             problem=problems.conv2d_chain(first, second),
             algorithms=("back_to_back",),
-            peers={"ours apart": _apart(first, second), "cudnn fp16 + add + relu": _cudnn(*halves)},
+            peers={
+                "ours apart": _apart(first, second),
+                "cudnn fp16 + add + relu": _cudnn(*in_fp16),
+            },
         )
 
 
@@ -117,8 +120,8 @@ def _apart(first: Problem, second: Problem, algorithms: tuple[str, ...] = NHWC) 
 
 def _cudnn(first: Problem, second: Problem) -> Peer:
     """cuDNN's convolutions in FP16 and what goes on element by element, on operands of its own."""
-    x, w, r = (drawn(meta) for meta in (*first.inputs[:2], first.output))
-    v = drawn(second.inputs[1])
+    x, w, v = (drawn(operand(p, i)) for p, i in ((first, 0), (first, 1), (second, 1)))
+    r = drawn(first.output)
     b, d = (torch.randn(len(t), device="cuda").half() for t in (w, v))
 
     def run(*_: torch.Tensor) -> torch.Tensor:
