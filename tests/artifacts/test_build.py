@@ -9,16 +9,15 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import get_args
 
 import pytest
 import typer
 
 from tessella import api
 from tessella.api.requests import keywords
-from tessella.artifacts.build import METHODS, NETWORKS, TARGETS, BuildRequest, Input, read_batch
+from tessella.artifacts.build import METHODS, NETWORKS, TARGETS, BuildRequest, read_batch
 from tessella.cli import compile as compile_verb
-from tessella.compiler import histogram, pipeline
+from tessella.compiler import histogram
 from tessella.core.device import torch_device
 from tessella.core.errors import UsageError, WrongDevice
 from tessella.core.preprocess import Preprocess
@@ -99,7 +98,6 @@ def test_shorter_and_older_spellings() -> None:
 def test_the_lists_are_those_of_the_compiler_and_the_zoo() -> None:
     assert tuple(zoo.names()) == NETWORKS
     assert set(histogram.METHODS) == set(METHODS)
-    assert get_args(pipeline.Input) == get_args(Input)
     for target in TARGETS:
         with suppress(WrongDevice):  # an unknown one is a UsageError
             torch_device(target)

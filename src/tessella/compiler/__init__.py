@@ -1,11 +1,11 @@
 """The compiler: from a graph to a plan."""
 
+from tessella.artifacts.build import Input
 from tessella.compiler import budget
 from tessella.compiler.budget import Front, Labelled
 from tessella.compiler.calibration import DTYPES as KINDS
 from tessella.compiler.calibration import METHOD, Calibration, load_calibration
 from tessella.compiler.explanation import PassRecord, explain
-from tessella.compiler.passes import Input
 from tessella.compiler.pipeline import calibrate, compile_graph, layers
 from tessella.compiler.settings import About, Measuring
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from tessella.artifacts.build import Input
 from tessella.compiler.calibration import Calibration
 from tessella.compiler.choices.variants import layouts_to_try, with_layout, with_siblings
-from tessella.compiler.passes import Input, Request, by_name, steps
+from tessella.compiler.passes import Request, by_name, steps
 from tessella.compiler.pipeline import require_precision
 from tessella.compiler.rewrites.assign_layout import Layout
 from tessella.core.preprocess import Preprocess

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from tessella.artifacts.build import Input
 from tessella.compiler import precision as precision_of
 from tessella.compiler.calibration import Calibration
 from tessella.compiler.choices import (
@@ -55,8 +56,6 @@ from tessella.core.preprocess import Preprocess
 from tessella.graph.check import check
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
-
-Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tessella.artifacts.build import Input
 from tessella.artifacts.plan import Candidate, Manifest, Plan
 from tessella.artifacts.program import Bucket, Program
 from tessella.compiler import calibration as calibrating
@@ -16,7 +17,7 @@ from tessella.compiler.calibration import Calibration
 from tessella.compiler.choices import choose_kernels, plan_memory
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.choices.variants import fastest, with_siblings
-from tessella.compiler.passes import Input, Request, narrows, of_stage, run, steps
+from tessella.compiler.passes import Request, narrows, of_stage, run, steps
 from tessella.compiler.precision import most_harmed
 from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.compiler.settings import About, Measuring

@@ -41,12 +41,6 @@ class CalibrationSet:
         if self.samples < 1:
             raise UsageError("a calibration needs samples", seen=self.samples, fix="give 1 or more")
 
-    def __str__(self) -> str:
-        """As ``tessella compile --calibrate`` takes it."""
-        options = {"split": "train", "samples": COUNT, "method": METHOD}
-        given = ((n, getattr(self, n)) for n, usual in options.items() if getattr(self, n) != usual)
-        return " ".join([str(self.dataset), *(f"--calibrate-{n} {value}" for n, value in given)])
-
 
 def of_split(
     split: Split,
