@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from tessella.collectives.topology import links
 from tessella.telemetry.gpus import driver_version, gpus
+from tessella.telemetry.links import gpu_links
 from tessella.telemetry.prometheus import prometheus_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -59,4 +59,4 @@ def test_work_is_seen():
 
 def test_links_between_gpus():
     count = len(gpus())
-    assert len(links()) == count * (count - 1) // 2
+    assert len(gpu_links()) == count * (count - 1) // 2

@@ -11,11 +11,11 @@ import torch
 import typer
 
 from tessella.cli.output import Json, grid, output
-from tessella.collectives import topology
-from tessella.collectives.cost import ring_all_reduce_us
 from tessella.core.device import default_target, fingerprint
 from tessella.core.record import to_plain
 from tessella.telemetry import readings
+from tessella.telemetry.links import Link, gpu_links
+from tessella.telemetry.ring_costs import ring_all_reduce_us
 
 LIBRARIES = (
     "torch", "torchvision", "triton", "timm", "onnx", "safetensors", "pyarrow", "numpy", "pillow",
@@ -41,7 +41,7 @@ def doctor(json: Json = False) -> None:
         free_gb = shutil.disk_usage(Path.cwd()).free / 1e9
         versions = {name: _version(name) for name in LIBRARIES}
         now = readings.readings(Path.cwd())
-        links = topology.links()
+        links = gpu_links()
         advice = _advice(target, free_gb, versions)
         plain = {
             "target": target,
@@ -66,12 +66,12 @@ def doctor(json: Json = False) -> None:
         out.result(plain, grid(("", ""), rows))
 
 
-def _path(link: topology.Link) -> str:
+def _path(link: Link) -> str:
     return f"{link.nvlinks} NVLinks" if link.nvlinks else f"PCIe, {link.pcie or 'unknown path'}"
 
 
-def _prediction(links: tuple[topology.Link, ...], gpus: int) -> list[str]:
-    """The least time to sum ResNet-50's gradients, where all GPUs are joined by NVLinks."""
+def _prediction(links: tuple[Link, ...], gpus: int) -> list[str]:
+    """What summing ResNet-50's gradients must take at least, where all GPUs have NVLinks."""
     slowest = min((link.nvlinks for link in links), default=0) * NVLINK4_BYTES_PER_S
     if not slowest:
         return []

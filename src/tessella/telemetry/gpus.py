@@ -71,7 +71,7 @@ def gpus() -> tuple[Gpu, ...]:
     """Every GPU of the machine; empty without an NVIDIA driver."""
     if driver_version() is None:
         return ()
-    count = _try(nvml.nvmlDeviceGetCount) or 0
+    count = ask(nvml.nvmlDeviceGetCount) or 0
     return tuple(_read(index) for index in range(count))
 
 
@@ -105,13 +105,13 @@ def _start(library: Any) -> str | None:
     """Open NVML once a process (opening takes longer than reading); the driver's version."""
     try:
         library.nvmlInit()
-        return _text(library.nvmlSystemGetDriverVersion())
+        return text(library.nvmlSystemGetDriverVersion())
     except library.NVMLError:
         return None
 
 
-def _try(read: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer of a function of NVML, or None if this GPU or driver has none."""
+def ask(read: Callable[..., Any], *arguments: Any) -> Any:
+    """What NVML answers, or None where this GPU or driver cannot say."""
     try:
         return read(*arguments)
     except nvml.NVMLError:
@@ -119,36 +119,36 @@ def _try(read: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _read(index: int) -> Gpu:
-    handle = _try(nvml.nvmlDeviceGetHandleByIndex, index)
+    handle = ask(nvml.nvmlDeviceGetHandleByIndex, index)
     if handle is None:
         return Gpu(index=index)
-    memory = _try(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
-    rates = _try(nvml.nvmlDeviceGetUtilizationRates, handle)
-    pci = _try(nvml.nvmlDeviceGetPciInfo, handle)
+    memory = ask(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
+    rates = ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+    pci = ask(nvml.nvmlDeviceGetPciInfo, handle)
     return Gpu(
         index=index,
-        uuid=_text(_try(nvml.nvmlDeviceGetUUID, handle)),
-        name=_text(_try(nvml.nvmlDeviceGetName, handle)),
-        pci_bus_id=None if pci is None else _text(pci.busId),
+        uuid=text(ask(nvml.nvmlDeviceGetUUID, handle)),
+        name=text(ask(nvml.nvmlDeviceGetName, handle)),
+        pci_bus_id=None if pci is None else text(pci.busId),
         utilization=None if rates is None else float(rates.gpu),
         memory_utilization=None if rates is None else float(rates.memory),
         memory_total_bytes=None if memory is None else memory.total,
         memory_used_bytes=None if memory is None else memory.used,
         memory_free_bytes=None if memory is None else memory.free,
         memory_reserved_bytes=None if memory is None else memory.reserved,
-        temperature_c=_try(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        power_w=_watts(_try(nvml.nvmlDeviceGetPowerUsage, handle)),
-        power_limit_w=_watts(_try(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
-        energy_mj=_try(nvml.nvmlDeviceGetTotalEnergyConsumption, handle),
-        sm_clock_mhz=_try(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-        memory_clock_mhz=_try(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
-        throttle=_throttle(_try(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)),
-        processes=_processes(_try(nvml.nvmlDeviceGetComputeRunningProcesses, handle)),
+        temperature_c=ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        power_w=_watts(ask(nvml.nvmlDeviceGetPowerUsage, handle)),
+        power_limit_w=_watts(ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+        energy_mj=ask(nvml.nvmlDeviceGetTotalEnergyConsumption, handle),
+        sm_clock_mhz=ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        memory_clock_mhz=ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
+        throttle=_throttle(ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)),
+        processes=_processes(ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle)),
     )
 
 
-def _text(value: str | bytes | None) -> str | None:
-    """The text of an answer: older bindings give bytes."""
+def text(value: str | bytes | None) -> str | None:
+    """Older bindings answer in bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 

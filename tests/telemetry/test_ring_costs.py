@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tessella.collectives.cost import ring_all_reduce_us, ring_broadcast_us
 from tessella.core.errors import UsageError
+from tessella.telemetry.ring_costs import ring_all_reduce_us, ring_broadcast_us
 
 B = 50e9  # bytes a second over each link
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from tessella.collectives import topology
-from tessella.collectives.topology import Link, links
+from tessella.telemetry import links
+from tessella.telemetry.links import Link, gpu_links
 
 
 class FakeNvml:
@@ -63,7 +63,7 @@ class FakeNvml:
 def machine(monkeypatch):
     def machine(ends, levels):
         fake = FakeNvml(ends, levels)
-        monkeypatch.setattr(topology, "nvml", fake)
+        monkeypatch.setattr(links, "nvml", fake)
         return fake
 
     return machine
@@ -71,7 +71,7 @@ def machine(monkeypatch):
 
 def test_all_to_all_through_switches(machine):
     fake = machine([["switch"] * 18, ["switch"] * 18, ["switch"] * 16 + [None] * 2], {(0, 1): 50})
-    assert links() == (
+    assert gpu_links() == (
         Link(first=0, second=1, nvlinks=18, pcie="across NUMA nodes"),
         Link(first=0, second=2, nvlinks=16, pcie=None),
         Link(first=1, second=2, nvlinks=16, pcie=None),
@@ -81,7 +81,7 @@ def test_all_to_all_through_switches(machine):
 
 def test_direct_links_and_pcie(machine):
     machine([[1, 1, 2, None], [0, 0], [0]], {(0, 1): 10, (0, 2): 30, (1, 2): 50})
-    assert links() == (
+    assert gpu_links() == (
         Link(first=0, second=1, nvlinks=2, pcie="one PCIe switch"),
         Link(first=0, second=2, nvlinks=1, pcie="one host bridge"),
         Link(first=1, second=2, nvlinks=0, pcie="across NUMA nodes"),
@@ -90,10 +90,10 @@ def test_direct_links_and_pcie(machine):
 
 def test_one_gpu_or_no_driver(machine, monkeypatch):
     machine([["switch"]], {})
-    assert links() == ()
+    assert gpu_links() == ()
 
     def no_driver():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
-    monkeypatch.setattr(topology.nvml, "nvmlInit", no_driver, raising=False)
-    assert links() == ()
+    monkeypatch.setattr(links.nvml, "nvmlInit", no_driver, raising=False)
+    assert gpu_links() == ()

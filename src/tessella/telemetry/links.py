@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import pynvml
+
+from tessella.telemetry.gpus import ask, text
 
 nvml = pynvml  # looked up at each call: tests put a simulated driver here
 
@@ -37,7 +38,7 @@ class Link:
     pcie: str | None
 
 
-def links() -> tuple[Link, ...]:
+def gpu_links() -> tuple[Link, ...]:
     """Every pair of GPUs on this machine; empty with fewer than two GPUs or no NVIDIA driver."""
     try:
         nvml.nvmlInit()
@@ -59,48 +60,36 @@ def links() -> tuple[Link, ...]:
         nvml.nvmlShutdown()
 
 
+Ends = list[str | None]
 _SWITCH = "switch"
 
 
-def _nvlink_ends(handle: Any) -> list[str]:
+def _nvlink_ends(handle: Any) -> Ends:
     """What is at the other end of each active NVLink: a switch, or a device's PCI bus id."""
     ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        if _try(nvml.nvmlDeviceGetNvLinkState, handle, link) != nvml.NVML_FEATURE_ENABLED:
+        if ask(nvml.nvmlDeviceGetNvLinkState, handle, link) != nvml.NVML_FEATURE_ENABLED:
             continue
-        kind = _try(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
-        remote = _try(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+        kind = ask(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+        remote = ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
         if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
             ends.append(_SWITCH)
         elif remote is not None:
-            ends.append(_text(remote.busId))
+            ends.append(text(remote.busId))
     return ends
 
 
-def _between(first: list[str], second: list[str], second_bus: str | None) -> int:
+def _between(first: Ends, second: Ends, second_bus: str | None) -> int:
     """Direct links, or where both hang on NVSwitch as many as the one with fewer has."""
     direct = first.count(second_bus) if second_bus is not None else 0
     return direct or min(first.count(_SWITCH), second.count(_SWITCH))
 
 
 def _pcie(first: Any, second: Any) -> str | None:
-    level = _try(nvml.nvmlDeviceGetTopologyCommonAncestor, first, second)
+    level = ask(nvml.nvmlDeviceGetTopologyCommonAncestor, first, second)
     return PCIE_PATHS.get(level)
 
 
 def _bus(handle: Any) -> str | None:
-    info = _try(nvml.nvmlDeviceGetPciInfo, handle)
-    return None if info is None else _text(info.busId)
-
-
-def _text(value: str | bytes) -> str:
-    """Older bindings answer in bytes."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-
-def _try(read: Callable[..., Any], *arguments: Any) -> Any:
-    """What NVML answers, or None where this GPU or driver cannot say."""
-    try:
-        return read(*arguments)
-    except nvml.NVMLError:
-        return None
+    info = ask(nvml.nvmlDeviceGetPciInfo, handle)
+    return None if info is None else text(info.busId)

@@ -1,1 +1,0 @@
-"""Collectives over several GPUs: how they are linked and what a transfer must cost at least."""
