@@ -21,10 +21,9 @@ from benchmarks.cases.case import meta
 from benchmarks.cases.conv import layers
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella.kernels import catalog
-from tessella.operations import problems
-from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta
-from tessella.search import find as auction
+from tessella.operations import build as problems
+from tessella.operations.problem import Problem, TensorMeta
+from tessella.search import find as search
 from tessella.search.find import OWN, Terms
 from tessella.search.inputs import sample_inputs
 
@@ -42,8 +41,8 @@ def main() -> None:
             for family, name, problem in (*_convolutions(batch, dtype), *_pools(batch, dtype)):
                 row = _row(family, name, problem, args.seconds)
                 rows.append(row)
-                told = row.get("ratio") or row["refused"]
-                print(f"{family:36} {name:34} {row['times_us']} {told}", flush=True)
+                outcome = row.get("ratio") or row["refused"]
+                print(f"{family:36} {name:34} {row['times_us']} {outcome}", flush=True)
     write(args.out, document("cpu", rows))
     print(markdown(*summary(rows)))
     print(f"wrote {args.out}")
@@ -93,7 +92,7 @@ def _row(family: str, name: str, problem: Problem, seconds: float) -> dict[str, 
     if problem.op == "max_pool2d":
         inputs = [x.abs() for x in inputs]
     terms = Terms(budget_s=seconds)
-    trials = auction.find(problem, constants, target="cpu", terms=terms, inputs=inputs)
+    trials = search.find(problem, constants, target="cpu", terms=terms, inputs=inputs)
     ran = [t for t in trials if t.refused is None and t.time_us is not None]
     ours = [t for t in ran if catalog.kernel(t.kernel).source in OWN]
     theirs = [t for t in ran if catalog.kernel(t.kernel).source not in OWN]

@@ -270,20 +270,20 @@ def run(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[d
     """Rows as they come; nothing new begins after ``--seconds``."""
     names = list(Cell.__dataclass_fields__)
     known = {tuple(row[n] for n in names) for row in rows}
-    wanted = [c for c in cells(arguments) if tuple(asdict(c)[n] for n in names) not in known]
-    for cell in wanted:  # drawn here, once
+    remaining = [c for c in cells(arguments) if tuple(asdict(c)[n] for n in names) not in known]
+    for cell in remaining:  # drawn here, once
         dataset(arguments.cache, cell.pictures, cell.images)
     end = time.monotonic() + arguments.seconds
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, spawn) as pool:
         pending: set[Future[dict[str, Any]]] = set()
-        while pending or wanted:
-            while wanted and len(pending) < arguments.processes and time.monotonic() < end:
-                cell = wanted.pop(0)
+        while pending or remaining:
+            while remaining and len(pending) < arguments.processes and time.monotonic() < end:
+                cell = remaining.pop(0)
                 pending.add(pool.submit(measured, cell, arguments.cache, arguments.threads))
-            if time.monotonic() >= end and wanted:
-                print(f"{len(wanted)} trainings left out: the time is over")
-                wanted.clear()
+            if time.monotonic() >= end and remaining:
+                print(f"{len(remaining)} trainings left out: the time is over")
+                remaining.clear()
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
             for future in done:
                 yield future.result()
@@ -298,13 +298,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for (name, images, network, batch, epochs, recipe), found in groups.items():
         scores = [row["accuracy"] for row in found]
-        told = f"{network}, batch {batch}, {epochs:g} epochs"
+        setting = f"{network}, batch {batch}, {epochs:g} epochs"
         losses = [row["train_loss"] for row in found if row["train_loss"] is not None]
         each = " ".join(f"{100 * score:.1f}" for score in scores)
         loss = f"{mean(losses):.2f}" if losses else "-"
         seconds = f"{mean(row['seconds'] for row in found):.1f}"
         average = f"{100 * mean(scores):.1f}"
-        lines.append((f"{name} {images}", told, recipe, average, each, loss, seconds))
+        lines.append((f"{name} {images}", setting, recipe, average, each, loss, seconds))
     lines.sort(key=lambda line: (line[0], line[1], -float(line[3])))
     return markdown(HEAD, lines)
 

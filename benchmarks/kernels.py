@@ -24,7 +24,8 @@ from tessella.core.errors import CompileError
 from tessella.core.record import to_plain
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
-from tessella.search import find as auction
+from tessella.operations.work import flops, nbytes
+from tessella.search import find as search
 from tessella.search.find import OWN, Bid, Looks, Terms
 from tessella.search.inputs import sample_inputs
 from tessella.search.limits import Limits, measured
@@ -43,8 +44,8 @@ def main() -> None:
     ceilings = measured(TARGET, torch.cuda.get_device_name())
     rows: list[dict[str, Any]] = []
     written = time.monotonic()
-    wanted = set(args.families.split(",")) if args.families else set(FAMILIES)
-    for name in (name for name in FAMILIES if name in wanted):
+    selected = set(args.families.split(",")) if args.families else set(FAMILIES)
+    for name in (name for name in FAMILIES if name in selected):
         cases = list(FAMILIES[name]())
         for case, near in zip(cases, _compiled(cases, args.seconds), strict=True):
             row = _row(case, near, ceilings, args.seconds)
@@ -108,7 +109,7 @@ def _row(
         "family": case.family, "name": case.name, "op": problem.op, "shapes": _shapes(problem)
     }  # fmt: skip
     try:
-        trials = auction.find(
+        trials = search.find(
             problem,
             constants,
             target=TARGET,
@@ -163,7 +164,7 @@ def _ours(
 ) -> Run:
     """The kernel that won, once for each set of constants."""
     row, device = catalog.kernel(best.kernel), torch_device(TARGET)
-    bound = [auction.bind(row, problem, each, device, best.config) for each in constants]
+    bound = [search.bind(row, problem, each, device, best.config) for each in constants]
     buffers = bound[0][1]
     return lambda: [call(*inputs, **buffers) for call, _ in bound]
 

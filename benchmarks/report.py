@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 def document(target: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The rows under the machine, the versions and the command that made them."""
     return {
-        "command": " ".join(["python -m", _module(), *_told(sys.argv[1:])]),
+        "command": " ".join(["python -m", _module(), *_without_paths(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "python": sys.version.split()[0],
         "torch_threads": torch.get_num_threads(),
@@ -34,7 +34,7 @@ def document(target: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _told(arguments: Sequence[str]) -> list[str]:
+def _without_paths(arguments: Sequence[str]) -> list[str]:
     """Without the paths of the machine: where the file and the cache lay does not matter."""
     parser = argparse.ArgumentParser(add_help=False)
     for option in ("--out", "--cache"):

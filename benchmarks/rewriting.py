@@ -38,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--passes", action="store_true", help="tell the slowest passes")
+    parser.add_argument("--passes", action="store_true", help="print the slowest passes")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -47,8 +47,8 @@ def main() -> int:
             small, large = (measured(kind, n, target, precision) for n in SIZES)
             growth = round(large["seconds"] / small["seconds"], 1)
             rows += [small, large | {"growth": growth}]
-            told = ", ".join(f"{r['seconds']} s for {r['nodes']} nodes" for r in (small, large))
-            print(f"{kind}, {target} {precision}: {told}: {growth} times", flush=True)
+            times = ", ".join(f"{r['seconds']} s for {r['nodes']} nodes" for r in (small, large))
+            print(f"{kind}, {target} {precision}: {times}: {growth} times", flush=True)
             if args.passes:
                 print("  ", large["slowest"])
     if args.out is not None:

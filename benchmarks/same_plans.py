@@ -39,15 +39,15 @@ def main() -> int:
         begun = time.monotonic()
         path = args.folder / f"{name}-{args.target}.json.gz"
         if args.verb == "record":
-            told = _told(_plan(name, args, lock=None))
-            path.write_bytes(gzip.compress(json.dumps(told).encode(), mtime=0))
-            said = f"{len(told['steps'])} steps recorded"
+            content = _content(_plan(name, args, lock=None))
+            path.write_bytes(gzip.compress(json.dumps(content).encode(), mtime=0))
+            outcome = f"{len(content['steps'])} steps recorded"
         else:
             before = json.loads(gzip.decompress(path.read_bytes()))
-            differs = _differences(before, _told(_plan(name, args, lock=before["lock"])))
+            differs = _differences(before, _content(_plan(name, args, lock=before["lock"])))
             wrong += bool(differs)
-            said = "the same plan" if not differs else "\n  ".join(["differs", *differs])
-        print(f"{name} on {args.target}: {said} ({time.monotonic() - begun:.1f} s)", flush=True)
+            outcome = "the same plan" if not differs else "\n  ".join(["differs", *differs])
+        print(f"{name} on {args.target}: {outcome} ({time.monotonic() - begun:.1f} s)", flush=True)
     return int(wrong > 0)
 
 
@@ -78,7 +78,7 @@ def _plan(name: str, args: argparse.Namespace, lock: str | None) -> Plan:
     )  # fmt: skip
 
 
-def _told(plan: Plan) -> dict[str, Any]:
+def _content(plan: Plan) -> dict[str, Any]:
     """All of a plan that a change of the house must not change, the tensors by their hashes."""
     steps = [json.loads(canonical_json(s)) for b in plan.program.buckets for s in b.steps]
     buffers = [json.loads(canonical_json(b.buffers)) for b in plan.program.buckets]

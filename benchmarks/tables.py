@@ -94,7 +94,7 @@ def with_results(readme: str) -> str:
 def results() -> str:
     """The README's table."""
     head = ("machine", "network", "precision", "batch", "plan", "peers", "ratio")
-    return markdown(head, [_chosen(*wanted) for wanted in CHOSEN])
+    return markdown(head, [_chosen(*selection) for selection in CHOSEN])
 
 
 def _chosen(machine: str, network: str, precision: str, batch: int) -> tuple[object, ...]:
@@ -208,8 +208,8 @@ def _family(name: str, rows: Sequence[Row]) -> tuple[object, ...]:
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     peers = dict.fromkeys(peer for row in rows for peer in row.get("times_us", {}))
     beside = ", ".join(peer for peer in peers if peer != "ours")
-    told = (f"{value:.2f}" for value in (mean, min(ratios), max(ratios)))
-    return name, len(ratios), *told, len(rows) - len(ratios), beside
+    numbers = (f"{value:.2f}" for value in (mean, min(ratios), max(ratios)))
+    return name, len(ratios), *numbers, len(rows) - len(ratios), beside
 
 
 def _published() -> Iterator[str]:

@@ -13,9 +13,8 @@ from tessella.core.device import torch_device
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper.chain import NEXT_SCALE, NEXT_WEIGHT, SCALE, WEIGHT
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
-from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta, memory_format
-from tessella.search import find as auction
+from tessella.operations.problem import Problem, TensorMeta, memory_format
+from tessella.search import find as search
 from tessella.search.find import Terms
 
 TARGET = "sm_90"
@@ -55,9 +54,9 @@ def best(
     """The fastest of some candidates of the auction, on operands as the auction asks for."""
     constants = drawn_constants(problem)
     terms = Terms(algorithms=algorithms, sources=sources, budget_s=0.02)
-    best = auction.find(problem, constants, target=TARGET, terms=terms)[0]
+    best = search.find(problem, constants, target=TARGET, terms=terms)[0]
     row, device = catalog.kernel(best.kernel), torch_device(TARGET)
-    call, buffers = auction.bind(row, problem, constants, device, best.config)
+    call, buffers = search.bind(row, problem, constants, device, best.config)
     return lambda *inputs: call(*inputs, **buffers)
 
 

@@ -12,7 +12,7 @@ from benchmarks.cases.case import Case, Peer, best, drawn, meta, operand
 from benchmarks.cases.conv import NHWC
 from tessella.operations import problems
 from tessella.operations.problem import Problem
-from tessella.search import find as auction
+from tessella.search import find as search
 
 # channels of x, of the wide result, of the next block's first convolution; pixels
 CHAINS = (
@@ -114,7 +114,7 @@ def _layer(
 
 def _apart(first: Problem, second: Problem, algorithms: tuple[str, ...] = NHWC) -> Peer:
     """Both steps one after the other, each by the best of our kernels."""
-    calls = [best(problem, algorithms, auction.OWN) for problem in (first, second)]
+    calls = [best(problem, algorithms, search.OWN) for problem in (first, second)]
     return lambda *inputs: calls[1](calls[0](*inputs))
 
 

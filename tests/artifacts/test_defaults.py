@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tessella.artifacts.defaults import RANDOM, completed, defaults, family, told
+from tessella.artifacts.defaults import RANDOM, completed, defaults, describe_defaults, family
 from tessella.artifacts.run import Augment, Recipe, Solver
 from tessella.core.policies import Policy
 from tessella.core.record import to_plain
@@ -63,12 +63,12 @@ def test_a_whole_recipe_is_left_alone():
     recipe = replace(BARE, solver=Solver(name="rmsprop", lr=0.5), augment=Augment(flip=True))
     assert completed(recipe, vars(recipe)) == recipe
     assert completed(recipe, to_plain(recipe)) == recipe
-    assert told(recipe, vars(recipe)) is None
+    assert describe_defaults(recipe, vars(recipe)) is None
 
 
 def test_people_are_told_what_was_chosen():
-    line = told(completed(BARE, {}), {})
+    line = describe_defaults(completed(BARE, {}), {})
     assert line is not None
     assert line.startswith("adamw 0.0015, weight decay 0.05, onecycle after 30 % warm-up, label")
     assert "sgd" not in line
-    assert "adamw" not in str(told(BARE, {"solver": {"name": "adamw", "lr": 0.1}}))
+    assert "adamw" not in str(describe_defaults(BARE, {"solver": {"name": "adamw", "lr": 0.1}}))

@@ -33,7 +33,7 @@ def test_a_run_that_learns_is_left_alone(train, val):
 def test_guessing_is_told():
     note = told(0.06, 0.05)
     assert note is not None
-    assert "learned nothing: 5 % of the images are told right, guessing tells 5 %" in note
+    assert "learned nothing: 5 % of the images are classified correctly, guessing gets 5 %" in note
     assert "lr=0.00015" in note
     assert told(0.06, None) is not None
 
@@ -49,7 +49,7 @@ def test_a_rate_far_from_the_default_is_named_first(times, side):
 def test_learning_by_heart_is_told_and_the_solver_named():
     note = told(0.45, 0.08, SGD)  # as SGD 0.01 ends on the glyphs
     assert note is not None
-    assert "learns images by heart. Try the default solver (adamw, lr=0.0015)" in note
+    assert "the network overfits. Try the default solver (adamw, lr=0.0015)" in note
     assert "no more than guessing" in note
     assert "augmentation" in str(told(0.9, 0.4))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.defaults import completed, told
+from tessella.artifacts.defaults import completed, describe_defaults
 from tessella.artifacts.run import Recipe, Run
 from tessella.artifacts.settings import spelled_out
 from tessella.core.errors import ArtifactError, UsageError
@@ -49,7 +49,7 @@ def train(
         recipe = recipe_from(_merged(to_plain(Run(out).recipe), given))
     else:
         recipe = completed(recipe_from(given), given)
-        if line := told(recipe, given):
+        if line := describe_defaults(recipe, given):
             emit(phase("recipe", line))
     if out is None:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -24,9 +24,9 @@ Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
 ROUNDED = ("int8", "fp8")  # what needs a calibration
 METHODS = ("min-max", "percentile", "entropy", "mse")
 NETWORKS = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152")
-ALWAYS = ("target", "precision", "batch")  # said although they are the usual ones
+ALWAYS_WRITTEN = ("target", "precision", "batch")  # said although they are the usual ones
 # How a build is made and where its results go: another plan does not come of it.
-BESIDE = ("out", "cache", "lock", "time_limit_s", "chart", "front")
+NOT_REBUILT = ("out", "cache", "lock", "time_limit_s", "chart", "front")
 
 
 def option(help: str, *spellings: str, default: Any = None) -> Any:
@@ -104,10 +104,10 @@ class BuildRequest:
     def __post_init__(self) -> None:
         if not self.source.strip():
             raise UsageError("a source has a name", seen=repr(self.source), fix="name a checkpoint")
-        _one_of(self.target, (*TARGETS, None), "unknown target")
-        _one_of(self.precision, tuple(PRECISIONS), "unknown precision")
-        _one_of(self.input, get_args(Input), "unknown kind of input")
-        _one_of(self.calibration_method, (*METHODS, None), "unknown method of calibration")
+        _require_one_of(self.target, (*TARGETS, None), "unknown target")
+        _require_one_of(self.precision, tuple(PRECISIONS), "unknown precision")
+        _require_one_of(self.input, get_args(Input), "unknown kind of input")
+        _require_one_of(self.calibration_method, (*METHODS, None), "unknown method of calibration")
         span_of(self.batch)
         for name, precision in (self.precisions or {}).items():
             if plain_precision(precision) not in PRECISIONS or precision.startswith("tf32"):
@@ -129,7 +129,7 @@ class BuildRequest:
         """What a budget needs, what it takes over, and what belongs to it."""
         if self.budget is None:
             lonely = ("data", "chart", "front", "point")
-            if given := [spelled(n) for n in lonely if getattr(self, n) is not None]:
+            if given := [option_name(n) for n in lonely if getattr(self, n) is not None]:
                 raise UsageError("this belongs to --budget", seen=", ".join(given), fix="give it")
             return
         if not 0 <= self.budget < 100:
@@ -191,31 +191,33 @@ class BuildRequest:
             given = getattr(self, name)
             if given is not None and not in_memory(given) and not Path(given).exists():
                 raise ArtifactError(
-                    "there is no dataset here", seen=f"{spelled(name)} {given}", fix="give its path"
+                    "there is no dataset here",
+                    seen=f"{option_name(name)} {given}",
+                    fix="give its path",
                 )
         if self.lock is not None and not in_memory(self.lock) and not Path(self.lock).is_file():
             raise UsageError("there is no lock here", seen=self.lock, fix="give a plan or its lock")
         if Path(self.calibration or "").is_file():
             self._refuse_details(f"the saved calibration {self.calibration}")
 
-    def _said(self) -> dict[str, Any]:
+    def _given(self) -> dict[str, Any]:
         """The fields that are not as usual, and those that are always said."""
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
         return {
             name: value
             for name, (value, usual) in values.items()
-            if value is not None and (value != usual or name in ALWAYS)
+            if value is not None and (value != usual or name in ALWAYS_WRITTEN)
         }
 
     def argv(self) -> list[str]:
         """The words of the command, without ``tessella``."""
         words = [word for module in self.imports for word in ("--import", module)]
         words += ["compile", f"./{self.source}" if self.source[0] == "-" else self.source]
-        for name, value in self._said().items():
+        for name, value in self._given().items():
             if name in ("source", "imports"):
                 continue
-            written = WRITTEN.get(name, _one)(value)
-            option = spelled(name)
+            written = FORMATTERS.get(name, _one)(value)
+            option = option_name(name)
             words += [option] if value is True else [w for t in written for w in (option, t)]
         return words
 
@@ -229,7 +231,7 @@ class BuildRequest:
         Args:
             objects: settings that only Python knows (``samples``, ``metric``).
         """
-        beside: dict[str, Any] = dict.fromkeys(BESIDE)
+        beside: dict[str, Any] = dict.fromkeys(NOT_REBUILT)
         again = replace(self, **beside)
         texts = (self.source, self.calibration or "", self.data or "", *self.imports)
         if objects or any(map(in_memory, texts)):
@@ -238,7 +240,7 @@ class BuildRequest:
 
     def _python(self, objects: Sequence[str]) -> str:
         """The call of Python; its comment says which names the reader has to give a meaning."""
-        values = self._said()
+        values = self._given()
         texts = {n: n if in_memory(v) else repr(v) for n, v in values.items()}
         details = {n: texts.pop(f"calibration_{n}", None) for n in ("split", "samples", "method")}
         if any(details.values()):
@@ -267,10 +269,10 @@ def read_options(given: Mapping[str, Any]) -> BuildRequest:
     for name in ("source", "calibration", "data"):
         if in_memory(said.get(name)):  # a file of such a name
             said[name] = f"./{said[name]}"
-    return BuildRequest(**{n: READ[n](v) if n in READ else v for n, v in said.items()})
+    return BuildRequest(**{n: PARSERS[n](v) if n in PARSERS else v for n, v in said.items()})
 
 
-def spelled(name: str) -> str:
+def option_name(name: str) -> str:
     """The option of a field."""
     return "--" + name.replace("_", "-")
 
@@ -355,14 +357,14 @@ def _one(value: Any) -> list[str]:
     return [f"{value:g}" if short else str(value)]
 
 
-READ: dict[str, Callable[[Any], Any]] = {
+PARSERS: dict[str, Callable[[Any], Any]] = {
     "batch": read_batch,
     "precisions": _read_precisions,
     "inputs": lambda texts: tuple(map(_read_input, texts)),
     "preprocess": _read_preprocess,
     "imports": tuple,
 }
-WRITTEN: dict[str, Callable[[Any], list[str]]] = {
+FORMATTERS: dict[str, Callable[[Any], list[str]]] = {
     "batch": lambda sizes: [",".join(map(str, sizes))],
     "precisions": lambda given: [f"{name}={precision}" for name, precision in given.items()],
     "inputs": lambda specs: [f"{s.name}:{s.dtype}:{'x'.join(map(str, s.shape))}" for s in specs],
@@ -370,7 +372,7 @@ WRITTEN: dict[str, Callable[[Any], list[str]]] = {
 }
 
 
-def _one_of(value: str | None, known: tuple[str | None, ...], wrong: str) -> None:
+def _require_one_of(value: str | None, known: tuple[str | None, ...], wrong: str) -> None:
     if value not in known:
         names = ", ".join(k for k in known if k is not None)
         raise UsageError(wrong, seen=value, fix=f"use one of {names}")

@@ -155,7 +155,7 @@ def _fields_of(given: Any) -> tuple[str, ...]:
     return tuple(given) if isinstance(given, Mapping) else tuple(f.name for f in fields(given))
 
 
-def told(recipe: Recipe, given: Mapping[str, Any]) -> str | None:
+def describe_defaults(recipe: Recipe, given: Mapping[str, Any]) -> str | None:
     """One line for people: the settings that were left to the defaults; None where none was."""
     solver, policy = recipe.solver, recipe.policy
     by_hand = {name: _fields_of(given.get(name)) for name in GROUPS}

@@ -69,7 +69,7 @@ class Step:
         inputs: names of buffers or constants, in the operation's order; None where one is left out.
         outputs: names of buffers.
         attrs: the operation's attributes, JSON values.
-        config: the kernel's configuration (tile sizes and the like), as it won the auction.
+        config: the kernel's configuration (tile sizes and the like), as the search chose it.
         workspace: the buffer that is scratch memory for this step only, if the kernel needs one.
         frees: buffers that are not read again after this step.
         layer: the module path that it came from (``layer1.0.conv1``), for people.
@@ -144,7 +144,7 @@ def wrong(
         or _names(program, bucket, specs, weights)
         or _steps(program, bucket, weights)
         or _programs(bucket)
-        or _another_network(program.buckets[0], bucket)
+        or _difference(program.buckets[0], bucket)
     )
 
 
@@ -346,7 +346,7 @@ def _is_instruction(data: Any) -> bool:
     )
 
 
-def alike(one: Bucket, other: Bucket) -> bool:
+def same_computation(one: Bucket, other: Bucket) -> bool:
     """Whether both have the same steps, with equal attributes, shapes aside: these follow the batch
     and are checked against what the step makes. Else a self-test of one batch size says nothing of
     the other.
@@ -379,7 +379,7 @@ _FOLLOW_BATCH = frozenset({"shape", "size", "sizes", "start", "end", "input_size
 PAIRS = frozenset({"conv2d_chain", "conv2d_pool", "linear_norm"})
 
 
-def _another_network(one: Bucket, other: Bucket) -> str | None:
+def _difference(one: Bucket, other: Bucket) -> str | None:
     """Why two batch sizes do not compute the same, or None.
 
     What one of them has in pairs and the other as single steps is left to the self-test, which then

@@ -57,10 +57,10 @@ def _meant(name: str, group: str) -> str:
     """The setting that a wrong name means, as it has to be written."""
     written = {f: f"{g}={{{f!r}: …}}" for g in NESTED for f in NESTED[g] if f != "name"}
     written |= {name: name for name in ("lr", *FIELDS)}
-    wanted = name.lower().strip("-").replace("-", "_")
-    wanted = SYNONYMS.get(wanted, wanted)
-    if group and (near := difflib.get_close_matches(wanted, NESTED[group], n=1)):
+    plain = name.lower().strip("-").replace("-", "_")
+    plain = SYNONYMS.get(plain, plain)
+    if group and (near := difflib.get_close_matches(plain, NESTED[group], n=1)):
         return f"use {near[0]!r}"
-    if near := difflib.get_close_matches(wanted, written, n=1):
+    if near := difflib.get_close_matches(plain, written, n=1):
         return f"use {written[near[0]]}"
     return f"use one of {', '.join(NESTED[group] if group else FIELDS)}"

@@ -15,7 +15,7 @@ import typer
 from typer import Argument, Option
 
 from tessella import api
-from tessella.artifacts.build import READ, BuildRequest, read_options, spelled
+from tessella.artifacts.build import PARSERS, BuildRequest, option_name, read_options
 from tessella.cli.output import Events, Json, output
 
 REPEATED = ("precisions", "inputs")
@@ -75,10 +75,10 @@ def _parameters() -> list[inspect.Parameter]:
             continue
         help_, spellings = known.metadata["help"], known.metadata.get("spellings", ())
         kind, usual = hints[known.name], known.default
-        if known.name in READ:
+        if known.name in PARSERS:
             kind = list[str] | None if known.name in REPEATED else str | None
             usual = None
-        how = Option(spelled(known.name), *spellings, help=help_)
+        how = Option(option_name(known.name), *spellings, help=help_)
         if known.name == "source":
             how = Argument(help=help_)
         if typing.get_origin(kind) is typing.Literal:

@@ -174,12 +174,12 @@ class _Process:
         order = {"record": None if record is None else _text_of(record), "name": name}
         self._connection.send_bytes(json.dumps(order).encode())
         self._connection.send_bytes(content)
-        told = json.loads(self._connection.recv_bytes(1 << 20))
-        if "wrong" in told:
-            raise DataError(told["wrong"], seen=told["seen"], fix=told["fix"])
-        if told["dtype"] not in ("uint8", "uint16") or math.prod(told["shape"]) > MAX_SAMPLES:
+        reply = json.loads(self._connection.recv_bytes(1 << 20))
+        if "wrong" in reply:
+            raise DataError(reply["wrong"], seen=reply["seen"], fix=reply["fix"])
+        if reply["dtype"] not in ("uint8", "uint16") or math.prod(reply["shape"]) > MAX_SAMPLES:
             raise EOFError("no pixels")  # it decodes foreign bytes: not even it is believed
-        out = np.empty(told["shape"], told["dtype"])
+        out = np.empty(reply["shape"], reply["dtype"])
         self._connection.recv_bytes_into(out.data.cast("B"))
         return out
 
@@ -238,10 +238,10 @@ def _serve_one(connection: Connection, budget: Budget) -> None:
     most = _virtual_bytes() + budget.nbytes
     resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
     signal.setitimer(signal.ITIMER_REAL, budget.seconds)  # unhandled: it ends the process
-    told, pixels = _answer(content, order["record"], order["name"], budget)
+    reply, pixels = _answer(content, order["record"], order["name"], budget)
     signal.setitimer(signal.ITIMER_REAL, 0)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-    connection.send_bytes(json.dumps(told).encode())
+    connection.send_bytes(json.dumps(reply).encode())
     if pixels is not None:
         connection.send_bytes(pixels.data.cast("B"))
 

@@ -76,8 +76,9 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
             parse_float=finite,
         )
         _require_shallow(data)
-        halves = b"\\ud" in text.lower() if isinstance(text, bytes) else "\\ud" in text.lower()
-        if halves:  # of characters: alone they could not be written
+        lower = text.lower()
+        if b"\\ud" in lower if isinstance(lower, bytes) else "\\ud" in lower:
+            # a surrogate without its partner cannot be written as UTF-8
             json.dumps(data, ensure_ascii=False).encode()
         return data
     except (ValueError, RecursionError) as error:

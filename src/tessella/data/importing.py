@@ -243,7 +243,7 @@ def _write_pictures(
     tally = _Tally(moments=Moments(settings.channels))
     for file in listing.skipped:
         tally.skip(file)
-    total, told = len(listing.sources), 0.0
+    total, reported = len(listing.sources), 0.0
     workers = settings.workers or len(os.sched_getaffinity(0))
     pictures = read_all(listing.sources, settings.record(), workers=workers)
     for number, picture in enumerate(pictures):
@@ -257,8 +257,8 @@ def _write_pictures(
                 tally.moments.add(picture.count, picture.sums, picture.squares)
         else:
             tally.skip(picture)
-        if time.monotonic() - told > PROGRESS_SECONDS or number + 1 == total:
-            told = time.monotonic()
+        if time.monotonic() - reported > PROGRESS_SECONDS or number + 1 == total:
+            reported = time.monotonic()
             emit(progress("import", number + 1, total))
     return tally
 

@@ -90,17 +90,17 @@ def _in_classes(found: Found, classes: tuple[str, ...], where: Path) -> list[Sou
 
 def fingerprint(listing: Listing, settings_hash: str) -> str:
     """SHA-256 over an import's settings and its files' paths, labels, splits, sizes and times."""
-    told = sha256(settings_hash.encode())
+    hashed = sha256(settings_hash.encode())
     for name in listing.classes:
-        told.update(f"{name}\n".encode())
+        hashed.update(f"{name}\n".encode())
     for source, split in zip(listing.sources, listing.splits, strict=True):
         try:
             status = os.stat(source.file)
             state = f"{status.st_size} {status.st_mtime_ns}"
         except (OSError, ValueError):
             state = "unreadable"
-        told.update(f"{source.path}\t{source.label}\t{split}\t{state}\n".encode())
-    return told.hexdigest()
+        hashed.update(f"{source.path}\t{source.label}\t{split}\t{state}\n".encode())
+    return hashed.hexdigest()
 
 
 SPLIT_NAMES = {TRAIN: "train", VAL: "val", TEST: "test"}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tessella.artifacts.plan import Manifest, Plan, load_plan
-from tessella.artifacts.program import Bucket, Buffer, alike
+from tessella.artifacts.program import Bucket, Buffer, same_computation
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, InputError, UsageError
@@ -100,7 +100,7 @@ class Engine:
         require(manifest.imports)
         self.buckets = tuple(b.batch for b in plan.program.buckets)
         first, *others = plan.program.buckets
-        self._differ = not all(alike(first, other) for other in others)
+        self._differ = not all(same_computation(first, other) for other in others)
         self._covers = covers(_costs_us(plan))
         self._lock = threading.Lock()
         takes = compiled and bool(plan.compiled.kernels)

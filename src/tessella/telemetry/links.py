@@ -66,7 +66,7 @@ _SWITCH = "switch"
 
 def _nvlink_ends(handle: Any) -> Ends:
     """What is at the other end of each active NVLink: a switch, or a device's PCI bus id."""
-    ends = []
+    ends: Ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         if ask(nvml.nvmlDeviceGetNvLinkState, handle, link) != nvml.NVML_FEATURE_ENABLED:
             continue

@@ -10,7 +10,10 @@ from tessella.artifacts.run import Recipe
 
 SIGMAS = 3.0  # beyond what guessing scatters by: then something has been learned
 FAR = 3.0  # times the default rate, or a third of it: worth naming first
-GAP, SHARE = 0.3, 0.6  # validation so far below training, and less than this share of it: by heart
+GAP, SHARE = (
+    0.3,
+    0.6,
+)  # validation so far below training, and below this share of it: overfitted
 
 
 def diagnosis(
@@ -31,16 +34,16 @@ def diagnosis(
     guessed = _guessing(recipe, train_counts)
     learns = train > _beyond(guessed, seen)
     if val_counts is None:
-        return None if learns else _nothing(recipe, train, guessed, train_counts)
+        return None if learns else _learned_nothing(recipe, train, guessed, train_counts)
     val, blind = measured["val/accuracy"], _guessing(recipe, val_counts)
     luck = _beyond(blind, sum(val_counts))
     if val > luck:
-        return _by_heart(recipe, train, val) if val < min(train - GAP, SHARE * train) else None
+        return _overfits(recipe, train, val) if val < min(train - GAP, SHARE * train) else None
     if learns and luck >= 1.0:  # so few images that even all of them right prove nothing
         return None
     if learns and train - val > GAP / 2:
-        return _by_heart(recipe, train, val, blind)
-    return _nothing(recipe, val, blind, train_counts)
+        return _overfits(recipe, train, val, blind)
+    return _learned_nothing(recipe, val, blind, train_counts)
 
 
 def _guessing(recipe: Recipe, counts: Sequence[int]) -> float:
@@ -54,7 +57,7 @@ def _beyond(guessed: float, images: int) -> float:
     return guessed + SIGMAS * math.sqrt(guessed * (1 - guessed) / images)
 
 
-def _by_heart(recipe: Recipe, train: float, val: float, guessed: float | None = None) -> str:
+def _overfits(recipe: Recipe, train: float, val: float, guessed: float | None = None) -> str:
     usual, fixes = _usual_rate(recipe), ["augmentation (rotation, scale, color)", "more images"]
     if recipe.solver.name in ("sgd", "nesterov") or not _near(recipe, usual):
         fixes.insert(0, f"the default solver ({_usual(recipe)})")
@@ -63,13 +66,12 @@ def _by_heart(recipe: Recipe, train: float, val: float, guessed: float | None = 
     no_more = "" if guessed is None else f", no more than guessing ({_percent(guessed)})"
     doubt = "" if guessed is None else "; and check that the labels belong to the images"
     return (
-        f"{_percent(train)} of the training images are told right and {_percent(val)} of the "
-        f"validation images{no_more}: the network learns images by heart. Try {_any_of(fixes)}"
-        f"{doubt}"
+        f"{_percent(train)} of the training images are classified correctly and {_percent(val)} "
+        f"of the validation images{no_more}: the network overfits. Try {_any_of(fixes)}{doubt}"
     )
 
 
-def _nothing(recipe: Recipe, seen: float, guessed: float, counts: Sequence[int]) -> str:
+def _learned_nothing(recipe: Recipe, seen: float, guessed: float, counts: Sequence[int]) -> str:
     rate, usual = recipe.solver.lr, _usual_rate(recipe)
     if _near(recipe, usual):
         fixes = [f"lr={rate / 10:g}", f"lr={rate * 10:g}", "more epochs"]
@@ -83,8 +85,8 @@ def _nothing(recipe: Recipe, seen: float, guessed: float, counts: Sequence[int])
     if max(counts) > 1.5 * sum(counts) / len(counts) and recipe.class_weights == "none":
         fix += "; class_weights='balanced' evens out the classes"
     return (
-        f"the network has learned nothing: {_percent(seen)} of the images are told right, "
-        f"guessing tells {_percent(guessed)}. {fix}"
+        f"the network has learned nothing: {_percent(seen)} of the images are classified "
+        f"correctly, guessing gets {_percent(guessed)}. {fix}"
     )
 
 

@@ -260,19 +260,19 @@ class Training:
 
     def _open(self) -> None:
         """Tell how the training begins, and what a person should know before it does."""
-        tell, recipe = self._journal, self._recipe
-        tell(phase("train", f"{recipe.network}, {self._schedule.total} steps"))
-        tell(progress("train", self._standing.step, self._schedule.total))
+        emit, recipe = self._journal, self._recipe
+        emit(phase("train", f"{recipe.network}, {self._schedule.total} steps"))
+        emit(progress("train", self._standing.step, self._schedule.total))
         if kept := self._trainer.kept:
             text = f"{len(kept)} weights start at random: they do not fit those of {recipe.init}"
-            tell(Event(kind="warning", text=text, values=kept))
+            emit(Event(kind="warning", text=text, values=kept))
         if recipe.sparsity != "none":
             count = len(sparse_weights(self._trainer.module))
-            tell(phase("sparsity", f"{recipe.sparsity} in the weights of {count} layers"))
+            emit(phase("sparsity", f"{recipe.sparsity} in the weights of {count} layers"))
         if not self._validates:
-            tell(warning("the dataset has no validation split: no accuracy, no best checkpoint"))
+            emit(warning("the dataset has no validation split: no accuracy, no best checkpoint"))
         if recipe.precision == "fp16" and self._world.device.type == "cpu":
-            tell(warning("fp16 on a CPU is emulated and slow: bf16 or fp32 train faster here"))
+            emit(warning("fp16 on a CPU is emulated and slow: bf16 or fp32 train faster here"))
 
     def _close(self) -> None:
         standing, total = self._standing, self._schedule.total

@@ -73,7 +73,7 @@ class Trainer:
         """One step after ``done`` finished ones.
 
         Returns:
-            This process's loss, and the share of its images that were told right, on its device.
+            Loss and accuracy over this process's images, on its device.
 
         Raises:
             OutOfMemory: with the batch size that a smaller step was seen to run with.

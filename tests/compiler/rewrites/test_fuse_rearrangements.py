@@ -17,7 +17,7 @@ from torchvision import models
 
 from tessella import runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
-from tessella.artifacts.program import alike
+from tessella.artifacts.program import same_computation
 from tessella.compiler.passes import of_stage, request_for, run
 from tessella.compiler.pipeline import optimized
 from tessella.compiler.precision import assign
@@ -389,7 +389,7 @@ def test_a_plan_answers_like_the_network(precision: str, off: float) -> None:
 
 def test_one_self_test_speaks_for_all_batch_sizes() -> None:
     first, *others = windows()[1].program.buckets
-    assert all(alike(first, other) for other in others)
+    assert all(same_computation(first, other) for other in others)
 
 
 @pytest.mark.parametrize("changes", [

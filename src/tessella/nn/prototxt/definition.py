@@ -89,12 +89,12 @@ class Net:
 
 def _fits(rule: Message, state: State) -> bool:
     phase = rule.choose("phase", state.phase, ("TRAIN", "TEST"))
-    wanted, unwanted = rule.take_all("stage", str), rule.take_all("not_stage", str)
+    required, excluded = rule.take_all("stage", str), rule.take_all("not_stage", str)
     rule.finish("min_level", "max_level")
     return (
         phase == state.phase
-        and all(stage in state.stages for stage in wanted)
-        and not any(stage in state.stages for stage in unwanted)
+        and all(stage in state.stages for stage in required)
+        and not any(stage in state.stages for stage in excluded)
     )
 
 

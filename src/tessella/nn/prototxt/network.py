@@ -169,10 +169,10 @@ def _logits(steps: list[Step], losses: list[Step], state: State) -> str:
 
 
 def _needed(steps: list[Step], logits: str) -> list[Step]:
-    wanted, needed = {logits}, []
+    live, needed = {logits}, []
     for step in reversed(steps):
-        if wanted.intersection(step.outputs):
-            wanted.update(step.inputs)
+        if live.intersection(step.outputs):
+            live.update(step.inputs)
             needed.append(step)
     return needed[::-1]
 
