@@ -146,6 +146,13 @@ def test_the_table_for_people() -> None:
     assert "memory: 128 bytes (128 of them the arena), 1.00 × the 128 that live at once" in text
 
 
+def test_the_table_names_the_batch_and_once_each_layer_in_another_precision() -> None:
+    text = str(replace(GOOD, manifest=replace(GOOD.manifest, precisions={"fc": "fp32"})))
+    batch = GOOD.program.buckets[-1].batch
+    assert text.splitlines()[1] == f"batch {batch}:"
+    assert text.count("fc fp32") == 1
+
+
 # --- damage -------------------------------------------------------------------------------------
 
 

@@ -48,11 +48,11 @@ class Candidate:
     """A line of ``tuning.jsonl``: one kernel tried for one step.
 
     Attributes:
-        time_us: median, None if the kernel was refused.
+        time_us: median time, None if the kernel was refused.
         spread_us: half the distance between the quartiles.
-        refused: why it was not measured or not taken.
-        workspace_bytes: scratch memory that it needs.
-        program_us: the whole program's time with it, where that decided between two close ones.
+        refused: why the kernel was not measured or not chosen.
+        workspace_bytes: scratch memory of the kernel.
+        program_us: time of the whole program with this kernel, where that settled a close call.
     """
 
     batch: int
@@ -68,16 +68,17 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """``manifest.json``: what the plan is, for which device, and what it may be trusted with.
+    """``manifest.json``: device, inputs, outputs and origin of the plan, and its members' hashes.
 
     Attributes:
-        imports: operators and kernels of a user's own that it needs → the modules that define them.
-            A plan never brings their code, and loading imports nothing.
-        precisions: of single operations, where it is not ``precision``: what it was built with.
-            Behind one ``+2:4`` stands where the operation's weight was made sparse.
-        snr_db: of layers in int8 or fp8, by module path: the power of a layer's product over that
-            of the error which rounding what it reads makes, in the calibration.
-        receipt: what these cost in accuracy, where that was judged.
+        imports: for each user-defined operator or kernel in the plan the module that defines it. A
+            plan never brings such code, and loading a plan imports nothing.
+        precisions: precisions of single operations that differ from ``precision``, with ``+2:4``
+            appended where the operation's weight was made sparse.
+        snr_db: signal-to-noise ratio of each layer in int8 or fp8, by module path: the power of the
+            layer's product over the power of the error that rounding its operands causes, as
+            measured in the calibration.
+        receipt: the accuracy that these precisions cost, where it was measured.
     """
 
     fingerprint: Fingerprint
@@ -104,12 +105,13 @@ class Plan:
     """A plan in memory.
 
     Attributes:
-        weights: constants by name, packed for their kernels where these want it.
+        weights: constants by name, packed where their kernels require it.
         golden: ``input.NAME`` and ``output.NAME`` tensors for the self-test on load; samples that
             are repeated up to the smallest batch.
         graph: the optimized graph as text, for people.
-        lock: the trials that decided it, as JSON lines: the same ones give the same plan again.
-        compiled: what its steps launch on a GPU, so that loading it compiles nothing.
+        lock: the measurements that decided the plan, as JSON lines: a build with this lock makes
+            the same plan.
+        compiled: machine code of the steps' GPU kernels, so that loading the plan compiles nothing.
     """
 
     manifest: Manifest
@@ -157,7 +159,7 @@ def to_bytes(plan: Plan) -> bytes:
 
 
 def archive_of(members: Mapping[str, bytes]) -> bytes:
-    """The ZIP of these members, in their order."""
+    """The bytes of a ZIP with these members, in their order."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for name, content in members.items():
@@ -322,9 +324,9 @@ def _compiled(manifest: Manifest, members: Mapping[str, bytes], where: str) -> C
 def _check_program(
     manifest: Manifest, program: Program, weights: Mapping[str, torch.Tensor], where: str
 ) -> None:
-    """Straight-line and bounded: what the program says of itself fits together.
+    """Check that the program is a straight line within bounds and agrees with the manifest.
 
-    What only the kernels know (shapes, which steps make views) is checked when they are bound.
+    Shapes and views, which only kernels know, are checked when the kernels are bound.
     """
 
     def wrong(batch: int, what: str) -> CorruptArtifact:
@@ -359,7 +361,7 @@ def _check_program(
 
 
 def _check_imports(manifest: Manifest, program: Program, where: str) -> None:
-    """Only what the steps run is asked of the user, in words that are names."""
+    """Check that every import names a module, and is needed by a step."""
     steps = [step for bucket in program.buckets for step in bucket.steps]
     run = {str(s.attrs.get("target")) if s.op == "user" else s.kernel for s in steps}
     for name, module in manifest.imports.items():
@@ -394,14 +396,14 @@ def table(plan: Plan) -> str:
     named = f"batch {bucket.batch}:"
     closing = [memory, *_close_calls(plan, bucket.batch)]
     if manifest.precisions:
-        named = ", ".join(f"{name} {kind}" for name, kind in manifest.precisions.items())
-        closing.append(f"layers in another precision: {named}")
+        layers = ", ".join(f"{name} {kind}" for name, kind in manifest.precisions.items())
+        closing.append(f"layers in another precision: {layers}")
     closing += [] if manifest.receipt is None else [str(manifest.receipt)]
     return "\n".join([_title(plan), named, *(line.rstrip() for line in lines), *closing])
 
 
 def _title(plan: Plan) -> str:
-    """What the plan is, in a line."""
+    """One line: source, device, precision and batch sizes of the plan."""
     manifest, buckets = plan.manifest, plan.program.buckets
     device = manifest.fingerprint
     return (
@@ -415,7 +417,7 @@ def _weight_bytes(plan: Plan) -> int:
 
 
 def _close_calls(plan: Plan, batch: int) -> list[str]:
-    """The steps of a bucket whose kernel the whole program decided, a line each."""
+    """One line for each step of a bucket whose kernel was chosen by timing the whole program."""
     raced: dict[str, list[Candidate]] = {}
     for candidate in plan.tuning:
         if candidate.batch == batch and candidate.program_us is not None:
