@@ -1,7 +1,7 @@
-"""A compile request as one record: what command line, Python, jobs and a plan's ``rebuild`` say.
+"""A compile request as one record, for the command line, Python, jobs and a plan's ``rebuild``.
 
-Each field is an option of ``tessella compile``, and its name is the one that Python uses. What the
-fields say together is checked here, before torch is imported or a file is opened.
+Each field is an option of ``tessella compile`` and a keyword argument of ``tessella.compile``. The
+record checks that the fields go together, before torch is imported or a file is opened.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
 ROUNDED = ("int8", "fp8")  # what needs a calibration
 METHODS = ("min-max", "percentile", "entropy", "mse")
 NETWORKS = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152")
-ALWAYS_WRITTEN = ("target", "precision", "batch")  # said although they are the usual ones
-# How a build is made and where its results go: another plan does not come of it.
+ALWAYS_WRITTEN = ("target", "precision", "batch")  # even where they have their default
+# Fields that say how a build runs and where its results go; they do not change the plan.
 NOT_REBUILT = ("out", "cache", "lock", "time_limit_s", "chart", "front")
 
 
 def option(help: str, *spellings: str, default: Any = None) -> Any:
-    """A field with the help of its option, and what else this may be called."""
+    """A field with its option's help text and further spellings."""
     return field(default=default, metadata={"help": help, "spellings": spellings})
 
 
@@ -126,7 +126,7 @@ class BuildRequest:
         self._require_calibration()
 
     def _require_budget(self) -> None:
-        """What a budget needs, what it takes over, and what belongs to it."""
+        """Check the fields that a budget needs, and refuse those that a budget replaces."""
         if self.budget is None:
             lonely = ("data", "chart", "front", "point")
             if given := [option_name(n) for n in lonely if getattr(self, n) is not None]:
@@ -161,7 +161,7 @@ class BuildRequest:
             self._refuse_details("no calibration")
 
     def _refuse_details(self, seen: str) -> None:
-        """Which images of a dataset calibrate, and how, is no question without one."""
+        """Refuse a split, samples or a method of calibration where no dataset calibrates."""
         details = (self.calibration_split, self.calibration_samples, self.calibration_method)
         if any(d is not None for d in details):
             raise UsageError(
@@ -176,10 +176,10 @@ class BuildRequest:
         return span_of(self.batch)
 
     def require_files(self) -> None:
-        """Look whether what the request names is there, before anything is loaded.
+        """Check that the files that the request names exist, before anything is loaded.
 
         Raises:
-            UsageError, ArtifactError: it is not.
+            UsageError, ArtifactError: a file is missing, or is of the wrong kind.
         """
         if self.out is not None and Path(self.out).is_dir():
             raise UsageError(
@@ -201,7 +201,7 @@ class BuildRequest:
             self._refuse_details(f"the saved calibration {self.calibration}")
 
     def _given(self) -> dict[str, Any]:
-        """The fields that are not as usual, and those that are always said."""
+        """The fields that differ from their defaults, and those of ``ALWAYS_WRITTEN``."""
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
         return {
             name: value
@@ -210,7 +210,7 @@ class BuildRequest:
         }
 
     def argv(self) -> list[str]:
-        """The words of the command, without ``tessella``."""
+        """The arguments of the command, without ``tessella``."""
         words = [word for module in self.imports for word in ("--import", module)]
         words += ["compile", f"./{self.source}" if self.source[0] == "-" else self.source]
         for name, value in self._given().items():
@@ -239,7 +239,7 @@ class BuildRequest:
         return replace(again, out=plan_name(self.source) + ".plan").command()
 
     def _python(self, objects: Sequence[str]) -> str:
-        """The call of Python; its comment says which names the reader has to give a meaning."""
+        """The call in Python, with a comment that lists the names that the reader has to define."""
         values = self._given()
         texts = {n: n if in_memory(v) else repr(v) for n, v in values.items()}
         details = {n: texts.pop(f"calibration_{n}", None) for n in ("split", "samples", "method")}
@@ -259,7 +259,7 @@ class BuildRequest:
 
 
 def read_options(given: Mapping[str, Any]) -> BuildRequest:
-    """The request that options say: texts where the command line has texts.
+    """The request that the options of the command line, as texts, describe.
 
     Raises:
         UsageError: a text that cannot be read, or a request that cannot be.
@@ -291,13 +291,17 @@ def is_network(source: str) -> bool:
 
 
 def plan_name(source: str) -> str:
-    """What a plan of a source is called: the last part of its name."""
+    """The name for a plan of a source: the last part of the source's name."""
     name = source.rpartition(":")[2] if ".py:" in source else source
     return Path(name).name.removesuffix(".onnx").removesuffix(".prototxt") or "network"
 
 
 def span_of(sizes: Sequence[int], text: str = "") -> DimRange:
-    """One size, or the smallest, the usual and the largest, as a range; ``text``: as written."""
+    """A batch of one size, or of the smallest, usual and largest size, as a range.
+
+    Args:
+        text: the sizes as the user wrote them, for the error.
+    """
     if len(sizes) not in (1, 3) or list(sizes) != sorted(sizes) or sizes[0] < 1:
         raise UsageError(
             "a batch is one size, or the smallest, the usual and the largest",
@@ -308,7 +312,7 @@ def span_of(sizes: Sequence[int], text: str = "") -> DimRange:
 
 
 def read_batch(text: str) -> tuple[int, ...]:
-    """``"8"`` or ``"1, 8, 32"`` as sizes; a ``UsageError`` where these are none."""
+    """The sizes in ``"8"`` or ``"1, 8, 32"``; raises ``UsageError`` for any other text."""
     numbers = [n.strip() for n in text.split(",")]
     sizes = [int(n) for n in numbers if re.fullmatch("[0-9]{1,9}", n)]
     span_of(sizes if len(sizes) == len(numbers) else (), text)
@@ -316,7 +320,7 @@ def read_batch(text: str) -> tuple[int, ...]:
 
 
 def _read_precisions(texts: Iterable[str]) -> dict[str, str]:
-    """``NAME=PRECISION``, each, as a mapping."""
+    """Texts ``NAME=PRECISION`` as a mapping."""
     for text in texts:
         if "=" not in text:
             raise UsageError("a layer's precision is NAME=PRECISION", seen=text, fix="fc=fp32")
@@ -324,7 +328,7 @@ def _read_precisions(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _read_input(text: str) -> TensorSpec:
-    """``image:float32:1x3x224x224``; a size may be ``least..usual..most``."""
+    """The input in ``image:float32:1x3x224x224``; a size may be ``least..usual..most``."""
     name, dtype, shape = ["", "", "", *text.rsplit(":", 2)][-3:]
     sizes = [re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9})\.\.(\d{1,9}))?", s) for s in shape.split("x")]
     if not name or not all(sizes):
@@ -339,7 +343,7 @@ def _read_input(text: str) -> TensorSpec:
 
 
 def _read_preprocess(text: str) -> Preprocess:
-    """The record in a JSON text, or in a file."""
+    """The preprocessing record in a JSON text, or in a file of that name."""
     try:
         if not text.lstrip().startswith("{"):
             text = Path(text).read_text(encoding="utf-8")

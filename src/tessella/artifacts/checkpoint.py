@@ -33,12 +33,12 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Which network, as ``nn.zoo.build`` takes it.
+    """The description of a network that ``nn.zoo.build`` takes.
 
     Attributes:
         name: a zoo name (``resnet50``), ``timm/NAME``, ``file.py:Class``, or ``net.prototxt``.
         classes: number of outputs.
-        channels, height, width: of the input.
+        channels, height, width: size of the input.
         options: further keyword arguments of the network, JSON scalars.
         source: the text of the user's own file (Python or prototxt), so that the checkpoint is
             whole.
@@ -55,7 +55,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where in training the checkpoint stands: finished steps, and epochs as a fraction."""
+    """How far training had come: finished steps, and epochs as a fraction."""
 
     step: int
     epoch: float
@@ -96,7 +96,7 @@ class Checkpoint:
         return self._tensors("model.safetensors")
 
     def training_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Tensors and JSON values that the trainer saved to go on (see ``train.state``)."""
+        """Tensors and JSON values for resuming the training (see ``training.state``)."""
         values = self._checked("training_state/state.json").read_bytes()
         return (
             self._tensors("training_state/tensors.safetensors"),
@@ -171,5 +171,5 @@ def save_checkpoint(
 
 
 def _plain_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """On the CPU, contiguous and without shared storage, as safetensors want them."""
+    """The tensors on the CPU, contiguous and without shared storage, as safetensors requires."""
     return {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}

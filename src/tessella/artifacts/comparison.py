@@ -1,6 +1,6 @@
-"""Two plans side by side: what differs in what they are, in their steps, times and memory.
+"""Two plans side by side: how their manifests, steps, times and memory differ.
 
-Reads the plans only: the times are those of the tuning records, nothing runs here.
+Nothing runs here: the times are those that the plans' tuning records hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Change = Literal["same", "changed", "added", "removed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A field of the manifests that is not equal; ``name`` is its path, None: not there."""
+    """A field of the manifests that differs; ``name`` is the field's path, None a missing field."""
 
     name: str
     a: Any
@@ -32,10 +32,10 @@ class StepView:
     """One plan's side of a step.
 
     Attributes:
-        kernel: with the operator where that is torch's or the user's own.
+        kernel: the kernel's id, with the operator where that is torch's or the user's own.
         inputs: names of values and constants.
         outputs: element type, shape and format of each value that it makes.
-        time_us: median of its kernel when it was tuned; None where nothing was measured.
+        time_us: median time of the kernel in tuning; None where nothing was measured.
     """
 
     op: str
@@ -52,7 +52,7 @@ class StepPair:
     """A step of one plan and the step of the other that makes the same value.
 
     Attributes:
-        name: of its first output, in ``b`` where ``b`` has it.
+        name: the step's first output, in ``b`` where ``b`` has the step.
         differs: fields of ``StepView`` that are not equal, time aside.
         ratio: time in ``b`` over time in ``a``: below 1, ``b`` is faster.
     """
@@ -68,10 +68,10 @@ class StepPair:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPair:
-    """Both programs for one batch size; pairs are (a, b).
+    """Both plans' programs for one batch size; every tuple holds a's value, then b's.
 
     Attributes:
-        steps: in ``b``'s order, removed ones where they stood in ``a``.
+        steps: in ``b``'s order; removed steps stand where they stood in ``a``.
         total_us: sum of the steps' times; None where one of them was not measured.
         ratio: ``b`` over ``a`` of the total.
     """
@@ -89,13 +89,13 @@ class BucketPair:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two plans; pairs are (a, b).
+    """What differs between two plans; every tuple holds a's value, then b's.
 
     Attributes:
-        differences: of the manifests.
+        differences: fields of the manifests that differ.
         buckets: for the batch sizes that both have; ``only_a``, ``only_b``: the others.
-        weight_bytes: of all constants.
-        weights: how many constants are equal, bit for bit; how many are not; only in a; only in b.
+        weight_bytes: size of all constants.
+        weights: how many constants are equal bit for bit, differ, are only in a, are only in b.
     """
 
     differences: tuple[Difference, ...]
@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Nothing of what is compared differs but, perhaps, times that were measured."""
+        """Whether nothing differs, except for measured times."""
         steps = all(b.count("same") == len(b.steps) for b in self.buckets)
         memory = all(
             b.arena_bytes[0] == b.arena_bytes[1] and b.peak_bytes[0] == b.peak_bytes[1]
@@ -121,8 +121,8 @@ class Comparison:
 def compare(a: Plan, b: Plan) -> Comparison:
     """What differs between two plans.
 
-    Steps are matched by layer and the value that they make; what is left by layer and operation, in
-    order (a step that took in its activation makes another value); what is left then by the value.
+    Steps are matched by their layer and output first; the remaining ones by layer and operation, in
+    order (a step that an activation was fused into has another output); the rest by their output.
     """
     first = {bucket.batch: bucket for bucket in a.program.buckets}
     second = {bucket.batch: bucket for bucket in b.program.buckets}
@@ -149,7 +149,7 @@ def _differences(a: Plan, b: Plan) -> tuple[Difference, ...]:
 
 
 def _manifest(plan: Plan) -> dict[str, Any]:
-    """The manifest without hashes of the members, and without the libraries told twice."""
+    """The manifest without the members' hashes, and with each library listed once."""
     plain: dict[str, Any] = to_plain(plan.manifest)
     del plain["members"]
     libraries = plan.manifest.fingerprint.libraries
@@ -169,7 +169,7 @@ def _flat(plain: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _times(plan: Plan, batch: int) -> dict[str, float | None]:
-    """The chosen kernels' times at one batch size, by the step's first output."""
+    """Times of the chosen kernels at one batch size, by the first output of their steps."""
     return {c.step: c.time_us for c in plan.tuning if c.chosen and c.batch == batch}
 
 
@@ -228,9 +228,9 @@ def _view(bucket: Bucket, step: Step, times: dict[str, float | None]) -> StepVie
 
 
 def _matched(a: tuple[Step, ...], b: tuple[Step, ...]) -> dict[int, int]:
-    """Index in ``b`` → index in ``a``; see ``compare``.
+    """The step of ``a``, by index, for each step of ``b`` that has one; see ``compare``.
 
-    The value's name alone comes last: ``conv2d.1`` is another layer in another network.
+    The output's name alone decides last: ``conv2d.1`` is another layer in another network.
     """
     keys: tuple[Callable[[Step], tuple[str, ...] | None], ...] = (
         lambda step: (step.layer, step.outputs[0]),

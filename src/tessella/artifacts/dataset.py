@@ -77,7 +77,7 @@ class DatasetInfo:
 
     @property
     def total_counts(self) -> list[int]:
-        """Images of each class over all splits."""
+        """Number of images of each class over all splits."""
         return [
             sum(s.class_counts[c] for s in self.splits.values()) for c in range(len(self.classes))
         ]
@@ -206,7 +206,7 @@ SCHEMA = pa.schema(
 
 
 def _schema_for(classes: tuple[str, ...]) -> pa.Schema:
-    """The schema with the metadata from which Hugging Face ``datasets`` rebuild their features."""
+    """The Arrow schema with the metadata that Hugging Face ``datasets`` reads features from."""
     features = {
         "image": {"_type": "Image"},
         "label": {"_type": "ClassLabel", "names": list(classes)},
@@ -296,7 +296,7 @@ class SplitWriter:
 
 
 def write_info(folder: Path, info: DatasetInfo) -> None:
-    """Write ``dataset.json``: the last file of a dataset, without which it does not exist."""
+    """Write ``dataset.json`` last: a folder without this file is no dataset."""
     if not info.classes:
         raise DataError("a dataset needs at least one class")
     (folder / "dataset.json").write_bytes(to_document("dataset", VERSION, info))

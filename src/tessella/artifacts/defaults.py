@@ -1,7 +1,7 @@
-"""What a training takes where its user sets nothing: solver, rate, policy, label smoothing.
+"""Default settings of a training: solver, learning rate, policy, label smoothing.
 
-One row a family of networks and a kind of start, with the measurement that chose it; all of them
-are in ``benchmarks/results/defaults.json``. The table lies beside ``Recipe`` as the command line,
+Each family of networks and kind of start has a row, chosen by a measurement; all measurements are
+in ``benchmarks/results/defaults.json``. The table lies beside ``Recipe`` as the command line,
 the API and the studio's form all read it. A run's ``run.json`` holds what was chosen, in full.
 """
 
@@ -38,7 +38,7 @@ _TRANSFORMER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The best AdamW for a family: rate for batches of ``BATCH``, share of steps to warm up."""
+    """The best settings of AdamW for a family, with batches of ``BATCH`` images."""
 
     lr: float
     weight_decay: float
@@ -80,7 +80,7 @@ OTHERS: dict[SolverName, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """The settings of one training that nobody has set."""
+    """The settings of a training that its user has not set."""
 
     solver: Solver
     policy: Policy
@@ -89,7 +89,7 @@ class Defaults:
 
 
 def family(network: str) -> Family:
-    """The family of a network, told from its name: no module is built for it."""
+    """The family that a network's name indicates; no module is built."""
     name = network.lower()
     patterns: dict[Family, str] = {
         "lenet": "lenet", "plain": _PLAIN, "convnext": _CONVNEXT, "transformer": _TRANSFORMER
@@ -126,10 +126,11 @@ def defaults(
 
 
 def completed(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
-    """The recipe with the default wherever ``given``, what its user has set, says nothing.
+    """The recipe with defaults in place of the fields that its user has not set.
 
     Args:
-        given: by field of ``Recipe``; one of the records in ``GROUPS`` may be a part, as a mapping.
+        given: the user's settings, by field of ``Recipe``; a record of ``GROUPS`` may be a mapping
+            of some of its fields.
     """
     set_by_hand = {name: _fields_of(given.get(name)) for name in GROUPS}
     usual = defaults(
@@ -149,14 +150,14 @@ def completed(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
 
 
 def _fields_of(given: Any) -> tuple[str, ...]:
-    """The fields that a part of a recipe sets: all of a record, the keys of a mapping."""
+    """Names of the fields that a record (all of them) or a mapping (its keys) sets."""
     if given is None:
         return ()
     return tuple(given) if isinstance(given, Mapping) else tuple(f.name for f in fields(given))
 
 
 def describe_defaults(recipe: Recipe, given: Mapping[str, Any]) -> str | None:
-    """One line for people: the settings that were left to the defaults; None where none was."""
+    """One line that lists the settings left to the defaults, or None where all were set."""
     solver, policy = recipe.solver, recipe.policy
     by_hand = {name: _fields_of(given.get(name)) for name in GROUPS}
     said = []

@@ -1,4 +1,4 @@
-"""How our files reach the disk and come back: atomically, durably, and checked."""
+"""Reading and writing artifacts: atomic and durable writes, checked reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A file that a manifest vouches for."""
+    """Hash and size of a file, as a manifest lists them."""
 
     sha256: str
     nbytes: int
@@ -37,7 +37,7 @@ def member(path: Path) -> Member:
 
 
 def check_member(path: Path, expected: Member, *, deep: bool = True) -> None:
-    """Raise ``CorruptArtifact`` unless the file has the size (if ``deep``: the bytes) it had."""
+    """Raise ``CorruptArtifact`` unless a file has the listed size and, if ``deep``, the hash."""
     size = path.stat().st_size if path.is_file() else None
     if size is None:
         raise CorruptArtifact("a file is missing", seen=path, fix="restore it or make it again")
@@ -64,7 +64,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write beside and rename: after a crash the file is the old one or the new one, never half."""
+    """Write a temporary file and rename it: a crash leaves the old file or the new one, whole."""
     temporary = _beside(path, "tmp")
     with _write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder artifact: ``fill`` writes it beside, every file is fsync'd, then it is renamed.
+    """Make a folder: ``fill`` writes a temporary one, which is synced to disk, then renamed.
 
     An existing folder of that name is replaced only when the new one is complete, and put back if
     that fails.
@@ -125,13 +125,13 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _beside(path: Path, ending: str) -> Path:
-    """A hidden name in the same folder that no other process or thread uses."""
+    """A hidden path in the same folder that no other process or thread uses."""
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.{ending}")
 
 
 @contextmanager
 def _write_errors(path: Path) -> Iterator[None]:
-    """What the system says when it cannot write, as an ``ArtifactError`` that names ``path``."""
+    """Turn an ``OSError`` into an ``ArtifactError`` that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -149,7 +149,7 @@ def to_document(kind: str, version: int, record: Any) -> bytes:
 
 
 def from_document(content: bytes, cls: type[R], *, kind: str, version: int, where: str) -> R:
-    """The record in a document; refuses other kinds and versions that this code does not read."""
+    """The record in a document; refuses another kind and unknown versions."""
     data = parse_json(content, where=where)
     if not isinstance(data, dict) or data.get("kind") != f"tessella.{kind}":
         raise CorruptArtifact(
@@ -168,7 +168,7 @@ def from_document(content: bytes, cls: type[R], *, kind: str, version: int, wher
 
 
 def read_document(path: Path, cls: type[R], *, kind: str, version: int) -> R:
-    """``from_document`` of a file; a missing one is an ``ArtifactError`` that names the path."""
+    """The record in a file; a missing file is an ``ArtifactError`` that names the path."""
     if not path.is_file():
         raise ArtifactError(f"there is no {kind} here", seen=path, fix=f"give the path of a {kind}")
     return from_document(path.read_bytes(), cls, kind=kind, version=version, where=str(path))

@@ -1,6 +1,7 @@
-"""front/: what a search under a budget found: plans of which none is better than another in all.
+"""front/: the Pareto front that a search under a budget found, a folder of plans.
 
-``front.json`` says what each of them costs; the plans lie beside it.
+No plan of the front is better than another one in every respect. ``front.json`` says what each
+plan costs; the plans lie beside it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class FrontPoint:
     """A plan of the front.
 
     Attributes:
-        plan: its file, in the front's folder.
+        plan: name of the plan's file in the front's folder.
         layers: how many layers are in each precision, the commonest first.
         time_us: of the whole plan, from the call to the answer, at the usual batch size.
-        nbytes: what it holds while it runs: constants and, at the largest batch, values.
+        nbytes: memory of the running plan: constants and, at the largest batch, values.
     """
 
     plan: str
@@ -45,14 +46,14 @@ class FrontInfo:
     """``front.json``.
 
     Attributes:
-        points: the fastest first.
-        chosen: the place of the fastest one within the budget.
-        exact: the float32 plan, which all are compared with.
+        points: the plans, the fastest first.
+        chosen: index of the fastest plan within the budget.
+        exact: the float32 plan, with which all others are compared.
         batch: the usual batch size, at which times were measured.
         budget: percentage points of the metric that a plan may lose.
-        resolution: the points that a plan which changes no answer may still lose, for all that the
-            samples can tell (95 %).
-        evaluations: how often the whole network was judged on the way.
+        resolution: the loss, in percentage points, that these samples cannot exclude with 95 %
+            confidence even for a plan that changes no answer.
+        evaluations: how often the search judged a whole network.
         refused: what was no choice, and why.
     """
 
@@ -85,9 +86,9 @@ def write_front(folder: Path, info: FrontInfo, plans: Mapping[str, Plan]) -> Non
 
 
 def read_front(folder: Path) -> FrontInfo:
-    """What ``front.json`` says; the plans are not looked at.
+    """The record in ``front.json``; the plans are not read.
 
     Raises:
-        ArtifactError: there is none, or it is damaged.
+        ArtifactError: the file is missing or damaged.
     """
     return read_document(folder / FILE, FrontInfo, kind="front", version=VERSION)

@@ -1,7 +1,7 @@
-"""A plan's program as data: buffers, steps and buckets, and what makes one impossible.
+"""A plan's program as data: buffers, steps and buckets, and the checks that need no kernel.
 
-Straight-line steps over named buffers. ``wrong`` says why a program that came from a file cannot be
-one, as far as it can be told without its kernels.
+A program is a straight line of steps over named buffers. ``wrong`` says why a program from a file
+cannot run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Format = Literal["contiguous", "channels_last", "strided"]
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Where a buffer lies in another, dense one: from ``start`` on ``axis``, as far as it reaches.
+    """The place of a buffer in another, dense buffer ``of``: from ``start`` on along ``axis``.
 
-    So the parts of a concatenation are written where it wants them.
+    Parts of a concatenation are such slices: kernels write them into the whole directly.
     """
 
     of: str
@@ -44,11 +44,11 @@ class Buffer:
     """A value of the program.
 
     Attributes:
-        shape: concrete, for the bucket's batch.
-        format: memory format; strides follow from it, except from ``strided``: a view with any.
-        offset: byte offset in the arena, or None if the kernel that makes it allocates it.
-        slice: the part of another buffer that it is, if it has no memory of its own; its strides
-            are then known.
+        shape: concrete shape, for the bucket's batch.
+        format: memory format, which gives the strides; ``strided`` is a view with any strides.
+        offset: byte offset in the arena, or None if a kernel allocates the buffer.
+        slice: the place in another buffer, for a buffer without memory of its own; the strides are
+            then those of the other buffer.
     """
 
     name: str
@@ -65,14 +65,14 @@ class Step:
 
     Attributes:
         kernel: id in ``kernels.catalog``, for example ``conv2d.onednn``.
-        op: the operation it carries out, for example ``conv2d``.
+        op: the operation, for example ``conv2d``.
         inputs: names of buffers or constants, in the operation's order; None where one is left out.
         outputs: names of buffers.
         attrs: the operation's attributes, JSON values.
         config: the kernel's configuration (tile sizes and the like), as the search chose it.
         workspace: the buffer that is scratch memory for this step only, if the kernel needs one.
         frees: buffers that are not read again after this step.
-        layer: the module path that it came from (``layer1.0.conv1``), for people.
+        layer: path of the module that the step came from (``layer1.0.conv1``), for people.
     """
 
     kernel: str
@@ -87,7 +87,7 @@ class Step:
 
     @property
     def title(self) -> str:
-        """The kernel, for people; also what it runs where its name does not say that."""
+        """The kernel for people, with the operators that the kernel's name does not say."""
         if self.op == "pointwise":
             return f"{self.kernel} {', '.join(i[0] for i in self.attrs['program'])}"
         by_name = self.op in ("fallback", "user")
@@ -100,8 +100,8 @@ class Bucket:
 
     Attributes:
         arena_bytes: size of the arena that the buffers with an offset share.
-        held_bytes: the arena, and the most that kernels hold besides in tensors they make.
-        peak_bytes: the most that all live buffers take together; no way to lay them out holds less.
+        held_bytes: the arena, and the most that kernels hold besides in tensors of their own.
+        peak_bytes: the most that all live buffers take together, a lower bound for every layout.
     """
 
     batch: int
@@ -113,7 +113,7 @@ class Bucket:
 
     @property
     def packing(self) -> float:
-        """What the buffers hold, over the least that they can; 1.0 is perfect."""
+        """Memory of the buffers over its lower bound; 1.0 is perfect."""
         return self.held_bytes / self.peak_bytes if self.peak_bytes else 1.0
 
 
@@ -135,7 +135,7 @@ def wrong(
     """Why one bucket of a program cannot be run, or None.
 
     Args:
-        specs: of the program's inputs and outputs.
+        specs: descriptions of the program's inputs and outputs.
         weights: the constants by name.
     """
     return (
@@ -149,7 +149,7 @@ def wrong(
 
 
 def _sizes(bucket: Bucket) -> str | None:
-    """Why the arena or a buffer has no size that can be, or None."""
+    """Why the size of the arena or of a buffer is impossible, or None."""
     if not 1 <= bucket.batch <= MAX_BATCH or not 0 <= bucket.arena_bytes <= MAX_ARENA_BYTES:
         return f"an arena of {bucket.arena_bytes} bytes, batches to {MAX_BATCH} can be"
     for buffer in bucket.buffers:
@@ -173,7 +173,7 @@ def _sizes(bucket: Bucket) -> str | None:
 
 
 def _slices(bucket: Bucket) -> str | None:
-    """Why a buffer cannot be the slice that it is said to be, or None."""
+    """Why a buffer's slice of another buffer is impossible, or None."""
     buffers = {b.name: b for b in bucket.buffers}
     for buffer in bucket.buffers:
         if (place := buffer.slice) is None:
@@ -197,7 +197,7 @@ def _slices(bucket: Bucket) -> str | None:
 
 
 def inner_bytes(whole: Buffer, axis: int) -> int:
-    """Bytes from one place of an axis to the next, in a dense buffer."""
+    """Bytes from one index of an axis to the next, in a dense buffer."""
     order = list(range(len(whole.shape)))
     if whole.format == "channels_last":
         order.append(order.pop(1))
@@ -208,11 +208,11 @@ def inner_bytes(whole: Buffer, axis: int) -> int:
 def in_place(
     slices: Mapping[str, Slice], output: str, axis: int, parts: Sequence[tuple[str | None, int]]
 ) -> tuple[int, ...]:
-    """Which parts of a concatenation lie where it wants them, by position.
+    """Positions of the parts of a concatenation that lie in its output already.
 
     Args:
-        slices: of the buffers that are slices.
-        parts: name and size on the axis, in order.
+        slices: the slice of each buffer that is one, by name.
+        parts: name of each part and its size on the axis, in order.
     """
     base = slices.get(output, Slice(of=output, axis=axis, start=0))
     found, start = [], base.start
@@ -229,8 +229,9 @@ def dying(
     """For each step, the positions of the inputs whose memory nothing needs afterwards.
 
     Args:
-        steps: names of inputs and outputs, and whether the ones may be read through the others.
-        lasting: names whose memory must stay as it is: inputs, outputs, constants, slices.
+        steps: names of inputs and outputs, and whether outputs may be views of inputs.
+        lasting: names whose memory must never be overwritten: the program's inputs and outputs,
+            constants, slices.
     """
     family: dict[str, str] = {}
 
@@ -261,7 +262,7 @@ def _names(
     specs: Sequence[TensorSpec],
     weights: Mapping[str, torch.Tensor],
 ) -> str | None:
-    """Why a name does not mean one thing, or None."""
+    """Why a name is missing or ambiguous, or None."""
     buffers = {b.name: b for b in bucket.buffers}
     inputs = set(program.inputs)
     if len(buffers) != len(bucket.buffers) or (set(buffers) | inputs) & set(weights):
@@ -313,8 +314,9 @@ def _steps(program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]
 
 
 def _programs(bucket: Bucket) -> str | None:
-    """Why a step names no operator, or its program is no list of instructions, or None; kernels
-    look at what these say.
+    """Why a step names no operator, or its program is no list of instructions, or None.
+
+    Kernels check what the operator and the instructions say.
     """
     for step in bucket.steps:
         if step.op in ("fallback", "user") and not _is_call(step.attrs):
@@ -328,7 +330,7 @@ def _programs(bucket: Bucket) -> str | None:
 
 
 def _is_call(attrs: Mapping[str, Any]) -> bool:
-    """Whether these name an operator and its arguments; of a user's own all are in order."""
+    """Whether attributes name an operator and its arguments."""
     return (
         isinstance(attrs.get("target"), str)
         and isinstance(attrs.get("args"), list)
@@ -347,9 +349,10 @@ def _is_instruction(data: Any) -> bool:
 
 
 def same_computation(one: Bucket, other: Bucket) -> bool:
-    """Whether both have the same steps, with equal attributes, shapes aside: these follow the batch
-    and are checked against what the step makes. Else a self-test of one batch size says nothing of
-    the other.
+    """Whether two buckets have the same steps with equal attributes, apart from shapes.
+
+    Shapes follow the batch and are checked against the outputs. A self-test of one batch size says
+    nothing of a bucket with another computation.
     """
     return len(one.steps) == len(other.steps) and all(
         a.op == b.op
@@ -359,7 +362,7 @@ def same_computation(one: Bucket, other: Bucket) -> bool:
 
 
 def _same_but_shapes(one: Step, other: Step) -> bool:
-    """Whether two steps of an operation differ in what their inputs and outputs leave no choice."""
+    """Whether steps of one operation differ only in shapes that inputs and outputs decide."""
     if one.op != "rearrange":
         return one.op in ("reshape", "expand")
     rest = ({k: v for k, v in s.attrs.items() if k not in ("shape", "sizes")} for s in (one, other))
@@ -380,10 +383,10 @@ PAIRS = frozenset({"conv2d_chain", "conv2d_pool", "linear_norm"})
 
 
 def _difference(one: Bucket, other: Bucket) -> str | None:
-    """Why two batch sizes do not compute the same, or None.
+    """Why the buckets of two batch sizes do not compute the same, or None.
 
-    What one of them has in pairs and the other as single steps is left to the self-test, which then
-    runs every size.
+    Two steps that only one of the buckets has as a pair (``PAIRS``) are left to the self-test,
+    which then runs every batch size.
     """
     (count, pairs), (counted, others) = map(_layers, (one, other))
     if count != counted:
@@ -409,13 +412,13 @@ def _difference(one: Bucket, other: Bucket) -> str | None:
 
 
 def _layers(bucket: Bucket) -> tuple[int, frozenset[str]]:
-    """How many steps there would be without pairs; and the pairs, by what they make."""
+    """The number of steps if pairs were split, and the first outputs of the pairs."""
     pairs = frozenset(s.outputs[0] for s in bucket.steps if s.op in PAIRS)
     return len(bucket.steps) + len(pairs), pairs
 
 
 def _shifted(x: Any, y: Any, batches: int) -> bool:
-    """Whether two attributes differ only in integers that grow by whole steps with the batch."""
+    """Whether attributes differ only in integers that grow by a whole number for each sample."""
     if isinstance(x, list) and isinstance(y, list):
         return len(x) == len(y) and all(_shifted(a, b, batches) for a, b in zip(x, y, strict=True))
     if type(x) is int and type(y) is int:

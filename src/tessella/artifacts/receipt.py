@@ -1,4 +1,4 @@
-"""receipt: what a plan's precisions cost in accuracy, on which samples; a part of its manifest."""
+"""receipt: how much accuracy a plan's precisions cost, measured on samples; part of a manifest."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ SHOWN = 20  # that are printed with a plan
 
 @dataclass(frozen=True, kw_only=True)
 class Flip:
-    """A sample whose answer is another one than in float32.
+    """A sample that the plan classifies otherwise than float32 does.
 
     Attributes:
-        index: its place in the data; path: of its file, empty where it has none.
-        label, before, after: what is right, what float32 answers, what the plan answers.
-        probability_before, probability: of these two answers, softmax of the scores.
+        index: position of the sample in the data.
+        path: the sample's file, empty where there is none.
+        label, before, after: the true class, the class by float32, the class by the plan.
+        probability_before, probability: softmax probabilities of ``before`` and ``after``.
     """
 
     index: int
@@ -40,14 +41,14 @@ class Receipt:
     """A plan judged by labelled samples that it was not calibrated with, beside the float32 plan.
 
     Attributes:
-        metric: its name; higher is better.
-        samples: how many judged it.
+        metric: name of the metric; higher is better.
+        samples: number of samples.
         before, after: the metric of the float32 plan, and of this one.
-        loss: percentage points below float32; low, high: where it lies with 95 % confidence.
-        p_value: how likely right answers are lost and won this unevenly by chance alone (McNemar's
+        loss: percentage points below float32; ``low`` to ``high`` is the 95 % confidence interval.
+        p_value: probability that chance alone loses and wins right answers this unevenly (McNemar's
             exact test); None for metrics that do not count answers.
-        budget: the points that it was allowed to lose.
-        flipped: answers that changed; flips: the first ``MAX_FLIPS`` of them.
+        budget: percentage points that the plan was allowed to lose.
+        flipped: number of answers that changed; ``flips``: the first ``MAX_FLIPS`` of them.
     """
 
     metric: str

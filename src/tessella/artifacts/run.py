@@ -27,7 +27,7 @@ Backend = Literal["torch", "tessella"]
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
-    """Which optimizer, with the settings that people change."""
+    """An optimizer with the settings that people change."""
 
     name: SolverName = "nesterov"
     lr: float = 0.01
@@ -144,7 +144,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What ``run.json`` says: the recipe, and what it was applied to."""
+    """The content of ``run.json``: the recipe, and the network and dataset of the run."""
 
     recipe: Recipe
     network: Network

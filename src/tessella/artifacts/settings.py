@@ -31,10 +31,10 @@ SYNONYMS = {
 
 
 def spelled_out(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings whose short forms (``lr``, a solver's or policy's name alone) are records' fields.
+    """The settings with short forms (``lr``, a solver's or policy's name alone) as recipe fields.
 
     Raises:
-        UsageError: a setting that no recipe has, with the one that was meant.
+        UsageError: a recipe has no such setting; the error names the most similar one.
     """
     out = {name: to_plain(value) for name, value in settings.items()}
     for group in ("solver", "policy"):
@@ -54,7 +54,7 @@ def spelled_out(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meant(name: str, group: str) -> str:
-    """The setting that a wrong name means, as it has to be written."""
+    """Advice for an unknown name: the most similar setting, as it has to be written."""
     written = {f: f"{g}={{{f!r}: …}}" for g in NESTED for f in NESTED[g] if f != "name"}
     written |= {name: name for name in ("lr", *FIELDS)}
     plain = name.lower().strip("-").replace("-", "_")

@@ -1,4 +1,4 @@
-"""Compiled kernels as data: the machine code, and for each what a launch has to know about it.
+"""Compiled kernels as data: the machine code, and what the launch of each kernel has to know.
 
 A plan carries them, so that loading it compiles nothing. Machine code is stored once for all
 launches that share it, under its hash.
@@ -28,7 +28,7 @@ Type = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How TMA moves tiles of a tensor.
+    """How a GPU's Tensor Memory Accelerator (TMA) moves tiles of a tensor.
 
     Attributes:
         element: the driver's number of the element type; ``element_bytes``: its size.
@@ -44,12 +44,13 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One argument of the function that machine code wants.
+    """One argument that a launch passes to the machine code; other arguments were compiled in.
 
     Attributes:
-        place: its number among the function's arguments, and inside of tuples the numbers there;
-            what is left out was compiled in.
-        tiles: of a ``tensor``, which stands for its map, its shape and its strides.
+        place: the argument's index in the function's signature, followed by an index for each tuple
+            around the argument.
+        tiles: how a ``tensor`` is tiled; such an argument stands for the tensor's TMA descriptor,
+            its shape and its strides.
     """
 
     place: tuple[int, ...]
@@ -63,10 +64,11 @@ class CompiledKernel:
 
     Attributes:
         key: what a launch asks for: equal keys, equal machine code (``device.ahead_of_time.key``).
-        name: of the function in the cubin.
+        name: the function's name in the cubin.
         cubin: SHA-256 of the machine code.
-        parameters: None where whoever launches it knows them (CUDA C++).
-        threads, shared_bytes: of a block; shared memory that is asked for at the launch.
+        parameters: None where the calling code knows the arguments (CUDA C++).
+        threads: threads of a block.
+        shared_bytes: dynamic shared memory of a block.
         cooperative: all blocks are resident at once, and may wait for each other.
         dependent: it may start before the kernel before it has ended.
         scratch_bytes: memory of a block that the launch has to find.
@@ -118,7 +120,7 @@ class CompiledKernels:
 
 
 def _wrong(kernel: CompiledKernel) -> str | None:
-    """Why a launch cannot be as a kernel says, or None."""
+    """Why the launch that a kernel's record describes is impossible, or None."""
     if not kernel.name.isidentifier() or len(kernel.name) > 1000:
         return "no name of a function"
     if not 1 <= kernel.threads <= MAX_THREADS:

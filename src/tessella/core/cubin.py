@@ -68,12 +68,12 @@ class _Section:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """The section's size in the file."""
         return 0 if self.type in (0, _NO_BYTES) else self.fields[5]
 
     @property
     def is_written(self) -> bool:
-        """Whether it says where the kernel was built, and no GPU needs it."""
+        """Whether the section only says where the kernel was built, which no GPU needs."""
         name = self.name
         for prefix in (".rela", ".rel"):
             name = name.removeprefix(prefix)
@@ -81,7 +81,7 @@ class _Section:
 
 
 def wrong(cubin: bytes, name: str, architecture: int) -> str | None:
-    """Why a file is not machine code with a kernel ``name``, or None. It may be anything.
+    """Why untrusted bytes are not machine code with a kernel ``name``, or None.
 
     Args:
         architecture: 90 for ``sm_90``.
@@ -108,9 +108,11 @@ def wrong(cubin: bytes, name: str, architecture: int) -> str | None:
 
 
 def _known_kinds(architecture: int) -> set[tuple[bytes, int, int]]:
-    """What compilers write into the header about the code: ident from its third byte, version,
-    flags. Those of CUDA 12, then of 13, each with and without what only one architecture has; CUDA
-    13 writes two kinds of either. So say 3,500 kernels; a driver may crash on others.
+    """The headers that compilers write: identification from its third byte on, version, flags.
+
+    First those of CUDA 12, then those of CUDA 13, each with and without the features of a single
+    architecture; CUDA 13 writes two kinds of both. The list was taken from 3,500 kernels; a driver
+    may crash on any other header.
     """
     old, new = (bytes([1, *abi, *bytes(7)]) for abi in ((0x33, 7), (0x41, 8)))
     return {
@@ -120,7 +122,7 @@ def _known_kinds(architecture: int) -> set[tuple[bytes, int, int]]:
 
 
 def _wrong_section(cubin: bytes, section: _Section, sections: list[_Section]) -> str | None:
-    """Why what a section says leads out of the file, or None."""
+    """Why a section's offsets lead out of the file, or None."""
     link, info, entry = section.fields[6], section.fields[7], section.fields[9]
     content = cubin[section.offset :][: section.nbytes]
     if not content:
@@ -149,14 +151,14 @@ def _wrong_section(cubin: bytes, section: _Section, sections: list[_Section]) ->
 
 
 def _is_inside(sections: list[_Section], number: int, start: int, nbytes: int) -> bool:
-    """Whether bytes lie in a section; 0 is none, and from 0xff00 on numbers mean something else."""
+    """Whether bytes lie in a section; true for 0 and from 0xff00 on, which name no section."""
     if number == 0 or number >= _RESERVED:
         return True
     return number < len(sections) and start + nbytes <= sections[number].fields[5]
 
 
 def _are_attributes(content: bytes) -> bool:
-    """Whether entries of four bytes, some with more behind, fill a section."""
+    """Whether a section consists of whole attributes: four bytes each, some followed by a value."""
     at = 0
     while at + 4 <= len(content):
         form, _, size = struct.unpack_from("<BBH", content, at)
@@ -213,7 +215,7 @@ def stripped(cubin: bytes) -> bytes:
 def _parts(
     sections: list[_Section], segments: list[tuple[int, ...]], header: _Header
 ) -> list[tuple[int, int]]:
-    """What is kept, first byte and end: what is loaded as one, and sections that are not loaded."""
+    """First byte and end of each part to keep: segments, and sections outside of segments."""
     loaded = [
         (s[2], s[2] + s[5]) for s in segments if s[0] != _SELF and s[5] and s[2] != header.segments
     ]

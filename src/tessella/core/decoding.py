@@ -44,11 +44,11 @@ _READY = b"ready"
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What decoding one picture may take.
+    """The limits for decoding one picture.
 
     Attributes:
-        pixels: most that its header may promise.
-        nbytes: address space of its decoder beyond the file itself. 2²⁶ pixels take 0.7 GB of it in
+        pixels: the most pixels that the header may promise.
+        nbytes: address space of the decoder beyond the file itself. 2²⁶ pixels take 0.7 GB of it in
             every format but WebP, whose decoder takes twice as much.
         seconds: by the clock. 2²⁶ pixels take 1.5 s as JPEG, 3 s as PNG or TIFF with LZW.
     """
@@ -76,7 +76,7 @@ class Decoder:
         self._is_closed = False
 
     def __call__(self, content: bytes, record: Preprocess | None, *, name: str) -> Pixels:
-        """HWC as the record's dataset would store it; without a record its own size at 8 bits.
+        """The picture, HWC: as a dataset with ``record`` stores it, or in its own size at 8 bits.
 
         Raises:
             DataError: not an image that can be decoded, or not within the budget.
@@ -86,11 +86,11 @@ class Decoder:
         return self.decode_apart(content, record, name=name)
 
     def decode_here(self, content: bytes, record: Preprocess | None, *, name: str) -> Pixels:
-        """In the calling thread, for what ``is_plain``."""
+        """Decode in the calling thread, which is safe for a file that ``is_plain``."""
         return _decode(content, record, name, self.budget.pixels)
 
     def decode_apart(self, content: bytes, record: Preprocess | None, *, name: str) -> Pixels:
-        """In a process with the budget."""
+        """Decode in a process with the budget's limits."""
         with self._slots:
             process = self._take()
             try:
@@ -107,7 +107,7 @@ class Decoder:
         return pixels
 
     def close(self) -> None:
-        """End the processes that wait; one that works is ended when it is done."""
+        """End the idle processes now, and every busy process when its picture is decoded."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -170,7 +170,12 @@ class _Process:
             ) from error
 
     def decode(self, content: bytes, record: Preprocess | None, name: str) -> Pixels:
-        """Raises ``DataError`` if it says why not, ``EOFError`` or ``OSError`` if it has ended."""
+        """Decode in this process.
+
+        Raises:
+            DataError: the process says why the picture cannot be decoded.
+            EOFError, OSError: the process has ended.
+        """
         order = {"record": None if record is None else _text_of(record), "name": name}
         self._connection.send_bytes(json.dumps(order).encode())
         self._connection.send_bytes(content)
@@ -216,7 +221,7 @@ _text_of = functools.lru_cache(maxsize=64)(canonical_json)
 
 
 def main() -> None:
-    """Decode what comes until nobody is left to ask."""
+    """Decode one picture after another until the parent closes the connection."""
     connection = Connection(int(sys.argv[1]))
     most_pixels, nbytes, seconds = int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     import cv2  # before the limit and the first alarm

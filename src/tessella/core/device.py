@@ -23,7 +23,7 @@ class Fingerprint:
         name: the marketing name.
         units: cores that may be used, or streaming multiprocessors.
         memory_bytes: device memory (0 on a CPU, where it does not decide).
-        libraries: versions of what the kernels come from.
+        libraries: versions of the libraries that kernels come from.
     """
 
     target: str
@@ -61,7 +61,7 @@ def default_target() -> str:
 
 
 def torch_device(target: str) -> torch.device:
-    """Where the tensors of a target live."""
+    """The torch device that holds a target's tensors."""
     if target in ("reference", "cpu"):
         return torch.device("cpu")
     if target == "sm_90":

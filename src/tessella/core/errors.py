@@ -96,7 +96,7 @@ class UnboundInput(CompileError):
     """A model's shapes depend on the value of one of its inputs.
 
     Args:
-        input: which.
+        input: the input's name.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a long piece of work tells while it runs: one event a line, appended, never rewritten.
+"""Events that a long piece of work reports: one event a line, appended, never rewritten.
 
 Every engine takes ``emit``, a function of one ``Event``. The CLI turns events into progress bars,
 a run writes them to ``events.jsonl``, and the studio reads them there.
@@ -45,7 +45,7 @@ Emit = Callable[[Event], None]
 
 
 def silent(event: Event) -> None:
-    """An ``emit`` for nobody."""
+    """An ``emit`` that drops every event."""
 
 
 def phase(name: str, text: str = "") -> Event:
@@ -121,7 +121,7 @@ def _parse(content: bytes, path: Path) -> Iterator[Event]:
 
 
 def both(*targets: Emit) -> Emit:
-    """An ``emit`` that tells several."""
+    """An ``emit`` that passes each event on to all of ``targets``."""
 
     def emit(event: Event) -> None:
         for target in targets:

@@ -1,4 +1,4 @@
-"""Pictures whose cost their header tells: those that may be decoded beside everything else.
+"""Pictures whose header bounds what decoding costs: those that may be decoded in any thread.
 
 Decoding is bounded by the pixels alone where every byte of a file is looked at once: a JPEG of one
 scan or a few, a PNG without chunks that unfold, a BMP without compression. The walk here is strict
@@ -31,7 +31,7 @@ _EXIF_BYTES = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8)  # of a value of each type
 
 
 def is_plain(content: bytes, record: Preprocess | None = None) -> bool:
-    """Whether decoding a file and fitting it to ``record`` takes little, whatever its bytes are."""
+    """Whether decoding and fitting to ``record`` costs little, whatever the file's bytes are."""
     if len(content) > PLAIN_BYTES:
         return False
     try:
@@ -57,7 +57,7 @@ def _bmp_sides(content: bytes) -> tuple[int, int] | None:
 
 
 def _jpeg_sides(content: bytes) -> tuple[int, int] | None:
-    """Height and width, if the head is in order and the scans are few."""
+    """Height and width of a JPEG whose header is in order and whose scans are few, else None."""
     place, frame, exif = 2, None, False
     while place < HEAD_BYTES:
         marker, nbytes = struct.unpack_from(">HH", content, place)
@@ -91,7 +91,7 @@ def _sides_of_scans(
 
 
 def _is_sound_exif(block: bytes) -> bool:
-    """Whether the tags' data lie in the block, all beside each other.
+    """Whether the data of all EXIF tags lie inside of the block, without overlap.
 
     Pillow copies every tag's data (before 12, 64 KB for each of 5,000 tags that share them) and
     warns of each that lies outside.
@@ -113,7 +113,7 @@ def _is_sound_exif(block: bytes) -> bool:
 
 
 def _png_sides(content: bytes) -> tuple[int, int] | None:
-    """Height and width, if no chunk is one that unfolds or is parsed further."""
+    """Height and width of a PNG without chunks that decoders unpack or parse, else None."""
     width, height = struct.unpack_from(">II", content, 16)
     place = 8 + 12 + 13
     if content[8:16] != b"\0\0\0\x0dIHDR" or content[24] > 8:  # OpenCV reads 16 bits, and prints

@@ -10,14 +10,14 @@ _CPU_MESSAGES = ("DefaultCPUAllocator: can't allocate", "not enough memory: you 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether something failed for want of memory."""
+    """Whether an error means that memory ran out."""
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(m in str(error) for m in _CPU_MESSAGES)
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a device could still give, about."""
+    """About how many bytes a device has free."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached

@@ -83,7 +83,7 @@ def out_of_memory(name: str, content: bytes) -> DataError:
 
 
 def _check_sides(sides: tuple[int, ...], name: str, most: int, most_pixels: int) -> None:
-    """Refuse sides whose product is 0 or more than ``most``, or one that alone is too long."""
+    """Refuse sides whose product is 0 or above ``most``, and a side that is too long."""
     shape = "×".join(map(str, sides))
     if not sides or min(sides) < 1:  # the product is 0, however long the other side is
         raise DataError(f"{name} has no pixels", seen=shape, fix="copy the file again")
@@ -118,7 +118,7 @@ def _read_opened(image: Image.Image, content: bytes, name: str, most_pixels: int
 
 
 def _pixels_of(image: Image.Image, name: str) -> Pixels:
-    """What Pillow has decoded as HWC."""
+    """The pixels that Pillow has decoded, as HWC."""
     if image.mode.startswith("I;16"):
         return np.asarray(image, dtype=np.uint16)[:, :, None]
     if image.mode in ("I", "F"):
@@ -151,7 +151,7 @@ def _from_bgr(pixels: Pixels) -> Pixels:
 
 
 def _upright(pixels: Pixels, orientation: int) -> Pixels:
-    """Turned as the EXIF (and TIFF) orientation 1 to 8 says."""
+    """The pixels turned as an EXIF (or TIFF) orientation, 1 to 8, says."""
     if orientation in (5, 6, 7, 8):  # stored on its side: mirror along the diagonal first
         pixels = pixels.swapaxes(0, 1)
     if orientation in (3, 4, 7, 8):
@@ -178,7 +178,7 @@ def _pillow_keeps_all(image: TiffImagePlugin.TiffImageFile) -> bool:
 
 
 def _read_tiff(content: bytes, name: str, most_pixels: int) -> Pixels:
-    """Any number of planes: interleaved, planar, or as pages of one size."""
+    """The pixels of a TIFF with any number of planes: interleaved, planar or pages of one size."""
     import tifffile
 
     try:

@@ -90,7 +90,7 @@ def _steps_done(p: Policy, t: float) -> int:
 
 
 def _cycle(p: Policy, t: float, start: float, middle: float, end: float) -> float:
-    """Half a cosine from ``start`` to ``middle`` at the end of the warm-up, another to ``end``."""
+    """Half a cosine from ``start`` to ``middle`` in the warm-up, then another one to ``end``."""
     rises = t < p.warmup
     part = t / p.warmup if rises else (t - p.warmup) / (1.0 - p.warmup)
     a, b = (start, middle) if rises else (middle, end)

@@ -113,12 +113,12 @@ class Preprocess:
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of what the network receives."""
+        """Channels, height and width of the network's input."""
         return (self.channels, *(self.crop or (self.height, self.width)))
 
     @property
     def pixel_shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of what ``pixels`` makes."""
+        """Height, width and channels of the array that ``pixels`` returns."""
         channels, height, width = self.input_shape
         return (height, width, channels)
 
@@ -176,7 +176,7 @@ def decode(
 
 
 def to_channels(pixels: Pixels, record: Preprocess, *, name: str = "image") -> Pixels:
-    """HWC with the record's number of channels."""
+    """The pixels, HWC, with the record's number of channels."""
     have, want = pixels.shape[2], record.channels
     if have == want:
         return pixels
@@ -193,7 +193,7 @@ def to_channels(pixels: Pixels, record: Preprocess, *, name: str = "image") -> P
 
 
 def to_depth(pixels: Pixels, depth: int) -> Pixels:
-    """HWC at 8 or 16 bits a sample; full scale maps to full scale."""
+    """The pixels, HWC, at 8 or 16 bits a sample; full scale maps to full scale."""
     if depth == 8 and pixels.dtype == np.uint16:
         return _by_rows(
             lambda rows: np.rint(rows * np.float32(1 / 257)),
@@ -211,7 +211,7 @@ def _luma(pixels: Pixels) -> npt.NDArray[np.uint32]:
 
 
 def _by_rows(change: Callable[[Pixels], npt.NDArray[Any]], pixels: Pixels, out: Pixels) -> Pixels:
-    """``change`` in bands: its wide intermediates are a megabyte or a few, not a picture's."""
+    """Apply ``change`` to bands of rows, so that its float intermediates take few megabytes."""
     band = max(1, BAND_SAMPLES // (pixels.shape[1] * pixels.shape[2]))
     for top in range(0, len(pixels), band):
         out[top : top + band] = change(pixels[top : top + band])
@@ -302,7 +302,7 @@ def normalize(pixels: Pixels, record: Preprocess) -> npt.NDArray[np.float32]:
 
 
 def gain_and_offset(record: Preprocess) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """``a`` and ``b`` of ``normalize``, one of each a channel."""
+    """The factors ``a`` and the summands ``b`` of ``normalize``, one of each for every channel."""
     std = np.asarray(record.std, np.float64)
     gain = (1.0 / (full_scale(record.depth) * std)).astype(np.float32)
     return gain, (-np.asarray(record.mean, np.float64) / std).astype(np.float32)

@@ -6,11 +6,11 @@ MAX_PAIRS = 1000
 
 
 class Duplicates:
-    """Told of every image once; remembers 16 bytes of hash and one number an image.
+    """A collection of all images' hashes; keeps 16 bytes and one number an image.
 
     Attributes:
-        count: images whose pixels an image of another split has, too.
-        pairs: the first ``MAX_PAIRS`` of them, as numbers of images: the earlier, the later.
+        count: number of images that equal an image of another split.
+        pairs: the first ``MAX_PAIRS`` such images: number of the earlier one and of the later one.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Duplicates:
         self._first: dict[bytes, tuple[int, int]] = {}
 
     def add(self, digest: bytes, split: int, number: int) -> None:
-        """Args: the hash of the pixels, the split, and the image's number."""
+        """Add an image by the hash of its pixels; ``number`` identifies it in ``pairs``."""
         first_split, first = self._first.setdefault(digest, (split, number))
         if first_split != split:
             self.count += 1

@@ -54,7 +54,7 @@ class ImportSettings:
         image_root: what a list's paths are relative to; the list's folder if None.
         seed: decides which images are held out.
         name: of the dataset; the source's if None.
-        workers: threads that read images; one a core if None. Decides nothing else.
+        workers: threads that read images; one a core if None. The dataset does not depend on it.
     """
 
     size: int | tuple[int, int] = 256
@@ -181,7 +181,7 @@ def _list(source: Path, settings: ImportSettings) -> Listing:
 
 
 def _settings_hash(settings: ImportSettings) -> str:
-    """Of what decides the dataset's content; the listing tells the rest."""
+    """Hash of the settings that decide the dataset's content; ``fingerprint`` adds the files."""
     return digest(settings.record())
 
 
@@ -190,7 +190,7 @@ def _name(source: Path, settings: ImportSettings) -> str:
 
 
 def _file_name(name: str) -> str:
-    """A name as a file may be called: letters, digits, dot, dash and underscore."""
+    """The name with all but letters, digits, dot, dash and underscore replaced."""
     return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "images"
 
 
@@ -199,7 +199,7 @@ def _file_name(name: str) -> str:
 
 @dataclass
 class _Tally:
-    """What is learnt on the way through the pictures."""
+    """Counts and sums that are collected while the pictures are read."""
 
     moments: Moments
     duplicates: Duplicates = field(default_factory=Duplicates)
@@ -290,7 +290,7 @@ def _describe(
     hashes: dict[str, str],
     tally: _Tally,
 ) -> DatasetInfo:
-    """``hashes``: of each split's rows."""
+    """The ``dataset.json`` record; ``hashes`` are those of each split's rows."""
     mean, std = tally.moments.mean_std(full_scale(settings.depth))
     splits = {name: split for name, split in splits.items() if split.count}
     rows = "\n".join(f"{name} {value}" for name, value in hashes.items() if name in splits)

@@ -77,7 +77,7 @@ def list_images(
 
 
 def _in_classes(found: Found, classes: tuple[str, ...], where: Path) -> list[Source]:
-    """The sources with their labels as numbers of ``classes``."""
+    """The sources with their labels as indices into ``classes``."""
     if unknown := sorted(set(found.classes) - set(classes)):
         raise DataError(
             "the held-out images have a class that training has not",

@@ -126,7 +126,7 @@ def _change(
 def _ahead(
     load: Callable[[Indices], Batch], slices: list[Indices], workers: int
 ) -> Iterator[Batch]:
-    """``map(load, slices)`` by threads, in order, at most ``workers`` + 1 batches ahead."""
+    """``map(load, slices)`` in threads, in order, at most ``workers`` + 1 batches ahead."""
     pending: deque[Future[Batch]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="loading") as pool:
         try:

@@ -12,7 +12,7 @@ _EXACT_ROWS = 1 << 20  # so many squares of 16 bits add up to less than 2**53: f
 
 
 class Moments:
-    """Sums of samples and of their squares, as integers that cannot overflow or lose a digit."""
+    """Sums of samples and of their squares, as integers without overflow or rounding."""
 
     def __init__(self, channels: int) -> None:
         self._count = 0
@@ -20,7 +20,7 @@ class Moments:
         self._squares = [0] * channels
 
     def add(self, count: int, sums: list[int], squares: list[int]) -> None:
-        """Take what ``sums_of`` said of one image."""
+        """Add the result of ``sums_of`` for one image."""
         self._count += count
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
         self._squares = [a + b for a, b in zip(self._squares, squares, strict=True)]
@@ -37,7 +37,7 @@ class Moments:
 
 
 def sums_of(pixels: Pixels) -> tuple[int, list[int], list[int]]:
-    """Of HWC integers: samples a channel, and each channel's sum and sum of squares."""
+    """Samples a channel, and each channel's sum and sum of squares, of HWC integers."""
     flat = pixels.reshape(-1, pixels.shape[2])
     sums, squares = [0] * flat.shape[1], [0] * flat.shape[1]
     for channel in range(flat.shape[1]):

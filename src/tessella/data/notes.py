@@ -1,4 +1,4 @@
-"""What a person should know of a dataset before training on it."""
+"""Notes about a dataset's problems, for a person who is about to train on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def notes_on(
     Args:
         std: the measured standard deviation of each channel.
         skipped, duplicates: how many files are bad, and how many images lie in two splits.
-        already: notes on what was found, which go last.
+        already: notes of the listing, which go last.
     """
     counts = splits["train"].class_counts
     notes = []

@@ -37,7 +37,7 @@ class Picture:
 
     Attributes:
         content: lossless file bytes in the record's size.
-        digest: 16 bytes that tell its pixels from all others.
+        digest: 16 bytes of a hash of the pixels.
         count, sums, squares: see ``moments.sums_of``.
     """
 
@@ -83,7 +83,7 @@ def _read_chunk(
 
 
 def read(source: Source, record: Preprocess, decoder: Decoder) -> Picture | SkippedFile:
-    """One file, decoded, fitted and encoded; of a bad file a ``SkippedFile`` with the reason."""
+    """One file decoded, fitted and encoded, or a ``SkippedFile`` with the reason."""
     try:
         nbytes = os.stat(source.file).st_size
         if nbytes > MAX_FILE_BYTES:

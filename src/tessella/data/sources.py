@@ -22,7 +22,7 @@ SUFFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file: how to open it, how it is called in the dataset, and its class."""
+    """One image file: path to open, name in the dataset, and class."""
 
     file: str
     path: str
@@ -31,7 +31,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a folder or a list holds, in an order that does not depend on the file system."""
+    """The images of a folder or a list, in an order independent of the file system."""
 
     classes: tuple[str, ...]
     sources: tuple[Source, ...]
@@ -130,7 +130,7 @@ class _Walk:
         self._links: list[tuple[str, str]] = []
 
     def enter(self, folder: str, below: str) -> None:
-        """Take all that lies in ``folder`` and its real subfolders."""
+        """Collect the images in ``folder`` and its real subfolders; note links for later."""
         pending = [(folder, below)]
         while pending:
             folder, below = pending.pop()
