@@ -1,4 +1,4 @@
-"""What a network does, layer by layer: a table before training, activations and weights after it.
+"""A network layer by layer: a table before training, activations and weights after it.
 
 ``write_views`` leaves a folder for the studio, which shows it without holding a network.
 """
@@ -28,11 +28,11 @@ BINS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Of the finite values of a tensor.
+    """Statistics over the finite values of a tensor.
 
     Attributes:
         histogram: counts in 20 equal parts of min to max (all in the first if these are equal).
-        not_finite: how many values are NaN or infinite; they are in no other number here.
+        not_finite: how many values are NaN or infinite; no other field counts them.
     """
 
     min: float
@@ -48,13 +48,13 @@ class LayerView:
     """One layer at work.
 
     Attributes:
-        name: its path in the network.
-        call: 1, or more for a layer that works several times in one pass.
-        type: its class.
-        output_shape: with the batch.
-        parameters: how many numbers it learns.
-        activation: statistics of its output over the whole batch; None if that is no tensor.
-        weights: statistics of each of its parameters, by name.
+        name: path of the layer in the network.
+        call: 1, or more for a further call of the same layer in one pass.
+        type: class of the layer.
+        output_shape: shape of the output, batch included.
+        parameters: number of trainable values.
+        activation: statistics of the output over the whole batch; None for another than a tensor.
+        weights: statistics of each parameter, by name.
         activation_picture, weight_picture: PNG files beside ``layers.json``; the activation is
             that of the first example.
     """
@@ -72,7 +72,7 @@ class LayerView:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """What ``layers.json`` says: the layers in the order in which they work."""
+    """The content of ``layers.json``: the layers in the order in which they run."""
 
     input_shape: tuple[int, ...]
     parameters: int
@@ -92,8 +92,8 @@ class SummaryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A network as a table. Totals also count what belongs to no row: a transformer's position
-    embedding, products between layers."""
+    """A network as a table. Its totals include parameters and products outside of the leaf layers,
+    such as a transformer's position embedding."""
 
     input_shape: tuple[int, ...]
     parameters: int
@@ -128,7 +128,7 @@ def statistics(tensor: Tensor) -> Statistics:
 
 
 def layers(module: nn.Module, x: Tensor) -> list[LayerView]:
-    """Run a batch ``[N, …]`` and describe every leaf layer, in the order in which they work."""
+    """Run a batch ``[N, …]`` and describe every leaf layer, in the order in which they run."""
     views: list[LayerView] = []
     _observe(module, x, lambda layer, output, view: views.append(view))
     return views
@@ -269,7 +269,7 @@ def _run(
 
 @contextmanager
 def _evaluation(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards each layer's own mode again."""
+    """Set evaluation mode, and restore each layer's own mode afterwards."""
     modes = {layer: layer.training for layer in module.modules()}
     module.eval()
     try:

@@ -1,4 +1,4 @@
-"""Layers over our kernels with gradients: what ``backend="tessella"`` trains on.
+"""Layers that run our kernels, with gradients: the training backend ``"tessella"``.
 
 ``Conv2d`` and ``Linear`` are torch's modules with another forward pass: same parameters, same names
 in the state dict, so a checkpoint does not know which of the two trained it. Forward, the input's
@@ -70,9 +70,9 @@ def convert(module: nn.Module, *, backend: Backend = "tessella") -> nn.Module:
 
 
 def conv2d(input: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
-    """Convolution [N, C, H, W] with weight [K, C / groups, R, S], with gradients.
+    """Convolution of [N, C, H, W] with weight [K, C / groups, R, S], with gradients.
 
-    Under autocast in its element type, as torch does it.
+    Under autocast the convolution runs in autocast's element type, as torch's does.
     """
     tensors = _autocast(input, weight, bias)
     with _no_autocast(input):
@@ -81,7 +81,7 @@ def conv2d(input: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """input [..., K] times weight [N, K] transposed, plus bias; gradients and autocast likewise."""
+    """Product of input [..., K] and weight [N, K] transposed, plus bias; see ``conv2d``."""
     tensors = _autocast(input, weight, bias)
     with _no_autocast(input):
         output: Tensor = _Linear.apply(*tensors, _math(input, torch.backends.cuda.matmul))
@@ -137,7 +137,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _runs_here(input: Tensor) -> bool:
-    """Not while torch traces: a graph shall hold torch's operator, which the compiler knows."""
+    """Whether our kernels run; not while torch traces, as a graph must hold torch's operators."""
     return input.dtype in DTYPES and not torch.compiler.is_compiling()
 
 
@@ -150,18 +150,18 @@ def _autocast(input: Tensor, *others: Tensor | None) -> list[Tensor | None]:
 
 
 def _no_autocast(input: Tensor) -> AbstractContextManager[Any]:
-    """Around a kernel: one that sums in float32 by torch's functions shall go on doing so."""
+    """Autocast off around a kernel, which may use torch's functions for sums in float32."""
     device = input.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IS
 
 
 def _math(input: Tensor, setting: Any) -> Math:
-    """How torch is told to round float32 products on a GPU; on the CPU it does not round them."""
+    """Torch's setting for rounding float32 products on a GPU; ``ieee`` on the CPU."""
     return "tf32" if input.is_cuda and setting.fp32_precision == "tf32" else "ieee"
 
 
 def _like(grad: Tensor, input: Tensor) -> Tensor:
-    """The gradient in the input's memory format: kernels want both the same."""
+    """The gradient in the input's memory format, as kernels require."""
     if input.is_contiguous():
         return grad.contiguous()
     return grad.contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""A tensor as a picture: each channel, kernel or matrix a tile of a heat map."""
+"""Pictures of tensors: heat maps with a tile for each channel, kernel or matrix."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ PALETTE: npt.NDArray[np.uint8] = np.concatenate(
 def picture(tensor: Tensor) -> npt.NDArray[np.uint8]:
     """A tensor as RGB pixels ``[height, width, 3]``, at most 512×512.
 
-    The 1st percentile of the values is darkest, the 99th brightest; what is not finite is magenta.
-    What does not fit is left out from the end.
+    The 1st percentile of the values is darkest, the 99th brightest; NaN and infinite values are
+    magenta. Tiles at the end that do not fit are left out.
 
     Args:
         tensor: ``[O, 3, kh, kw]`` weights become O tiles in colour; ``[O, I, kh, kw]`` a grid of
@@ -53,8 +53,8 @@ def picture(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def write_png(tensor: Tensor, path: Path) -> None:
-    """``picture`` as a PNG. A heat map is stored by its palette: half the bytes of RGB, and for
-    ResNet-50 0.7 s instead of 10 s."""
+    """Write ``picture`` as a PNG. A heat map is stored with a palette: it takes half the bytes of RGB
+    and for ResNet-50 0.7 s instead of 10 s."""
     canvas = _draw(tensor)
     image = Image.fromarray(canvas)
     if canvas.ndim == 2:
@@ -74,7 +74,7 @@ def _draw(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def _tiles(values: Tensor) -> tuple[Tensor, int]:
-    """The tiles ``[T, H, W, 1 or 3]`` that fit, and how many stand in a row."""
+    """The tiles ``[T, H, W, 1 or 3]`` that fit, and how many of them make a row."""
     if values.ndim <= 1:
         side = math.ceil(math.sqrt(values.numel()))
         padding = values.new_full((side * side - values.numel(),), float(values.nanmean()))
@@ -91,7 +91,7 @@ def _tiles(values: Tensor) -> tuple[Tensor, int]:
 
 
 def _arranged(tiles_THWC: Tensor) -> tuple[Tensor, int]:
-    """As many tiles as fit, in rows that make the whole nearly square."""
+    """The tiles that fit, and the length of a row for which the picture is nearly square."""
     count, height, width = tiles_THWC.shape[:3]
     columns = round(math.sqrt(count * height / width)) or 1
     columns = min(columns, count, _most(width))
@@ -100,12 +100,12 @@ def _arranged(tiles_THWC: Tensor) -> tuple[Tensor, int]:
 
 
 def _most(side: int) -> int:
-    """How many tiles of this side can stand beside each other."""
+    """How many tiles with this side fit beside each other."""
     return (MAX_PX + 1) // (min(side, SMALLEST_TILE_PX) + 1)
 
 
 def _resize(tiles_THWC: Tensor, rows: int, columns: int, gap_px: int) -> Tensor:
-    """Small tiles grow by a whole factor, large ones shrink by averaging."""
+    """The tiles enlarged by a whole factor if small, or averaged down if large."""
     height, width = tiles_THWC.shape[1:3]
     room_h, room_w = ((MAX_PX + gap_px) // n - gap_px for n in (rows, columns))
     scale = min(room_h / height, room_w / width)

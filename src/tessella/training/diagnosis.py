@@ -23,7 +23,7 @@ def diagnosis(
     train_counts: Sequence[int],
     val_counts: Sequence[int] | None,
 ) -> str | None:
-    """A note for people where a network has learned nothing that holds for other images, or None.
+    """A note for people where a network does no better than guessing or overfits, else None.
 
     Args:
         measured: ``train/accuracy`` and, with a validation split, ``val/accuracy``, at the end.
@@ -47,7 +47,7 @@ def diagnosis(
 
 
 def _guessing(recipe: Recipe, counts: Sequence[int]) -> float:
-    """Accuracy of always the most frequent class; of any class where the loss weighs them alike."""
+    """Accuracy of guessing: the most frequent class, or any class where weights are balanced."""
     if recipe.class_weights == "balanced":
         return 1 / len(counts)
     return max(counts) / sum(counts)

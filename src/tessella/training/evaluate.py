@@ -1,4 +1,4 @@
-"""How good a network is on a split: one measure for training, for a checkpoint and for a plan."""
+"""A network's accuracy on a split, measured alike for a training, a checkpoint and a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Outputs = Literal["logits", "probabilities"]
 
 @dataclass(frozen=True, kw_only=True)
 class ClassReport:
-    """One class. What has no denominator is 0: so is the precision of a class never predicted."""
+    """The measures of one class; 0 where one is undefined, as the precision without predictions."""
 
     label: str
     precision: float
@@ -34,7 +34,7 @@ class ClassReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What was measured on a split of N images and K classes.
+    """The measures on a split of N images and K classes.
 
     Attributes:
         count: N.
@@ -42,7 +42,7 @@ class Evaluation:
         loss: mean cross entropy, without class weights.
         confusion: K rows (true class) of K counts (predicted class).
         classes: precision, recall, F1 and support of each class.
-        scores: float32 N×K, what the network gave, in the split's order.
+        scores: float32 N×K, the network's outputs in the split's order.
         predictions: int64 N, the class with the highest score (the first of equal ones).
     """
 
@@ -77,7 +77,7 @@ def evaluate(
     Args:
         predict: images float32 N×C×H×W on the CPU to outputs N×K, on any device.
         labels: the K class names.
-        outputs: what ``predict`` gives: ``logits``, or ``probabilities`` that sum to 1.
+        outputs: whether ``predict`` returns ``logits`` or ``probabilities`` that sum to 1.
         workers: processes that load images.
 
     Raises:

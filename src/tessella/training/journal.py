@@ -1,4 +1,4 @@
-"""Where a training tells what happens: ``events.jsonl``, TensorBoard's files, and the caller."""
+"""The outputs of a training's events: ``events.jsonl``, TensorBoard's files, and the caller."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tessella.core.events import Emit, Event, EventLog
 
 
 class Journal:
-    """An ``emit`` of rank 0. A run is told once: the other processes' journals are shut.
+    """An ``emit`` that writes each event once: only rank 0's journal is open.
 
     Args:
-        folder: the run's.
-        after_step: on resume, the step gone on from: TensorBoard hides what was written after it.
-        emit: the caller's.
+        folder: the run's folder.
+        after_step: on resume, the step of the checkpoint; TensorBoard hides the steps after it that
+            an earlier process wrote.
+        emit: the caller's ``emit``.
         open: False for all ranks but 0.
     """
 
@@ -44,7 +45,7 @@ class Journal:
         self._emit(event)
 
     def sync(self) -> None:
-        """Make what was told durable, before a checkpoint that stands on it."""
+        """Write all events to disk durably, before a checkpoint that depends on them."""
         if self._open:
             self._log.sync()
             self._board.flush()

@@ -1,4 +1,4 @@
-"""Training: a recipe becomes a run. The story is ``train`` and, in each process, ``train_run``.
+"""Training makes a run of a recipe: ``train`` and, in each process, ``train_run``.
 
 A step is a function of (recipe, step): its batch, its learning rate and its random numbers. So a
 run that was killed goes on from its last checkpoint as if nothing had happened.
@@ -46,7 +46,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silen
         out: the run's folder, which must not hold a run yet, unless ``resume``.
         resume: go on from the newest complete checkpoint (from the start where there is none). On a
             CPU the loss curve is identical, bit for bit, to that of an uninterrupted training.
-        emit: told of every phase, metric and warning, besides ``events.jsonl``.
+        emit: called with every phase, metric and warning, which ``events.jsonl`` gets, too.
 
     Raises:
         UsageError, DataError: see ``prepare.begin``.
@@ -86,7 +86,7 @@ def _tell_failure(run: Run, error: TessellaError, emit: Emit) -> None:
 
 
 def train_run(run: Run, world: World, *, resumed: bool, emit: Emit) -> None:
-    """This process's part in the training of a run that has begun. Rank 0 tells and saves."""
+    """This process's part in the training of a run; rank 0 emits events and saves checkpoints."""
     dataset = Dataset(run.recipe.dataset)
     saved = run.checkpoints() if resumed else []
     with arithmetic(run.recipe.precision):
@@ -107,7 +107,7 @@ def train_run(run: Run, world: World, *, resumed: bool, emit: Emit) -> None:
 
 
 class Training:
-    """The story of one process: steps, and what falls due between them."""
+    """The training in one process: steps, and the validations and checkpoints between them."""
 
     def __init__(
         self, run: Run, dataset: Dataset, trainer: Trainer, world: World, journal: Journal
@@ -148,7 +148,7 @@ class Training:
             self._snapshot()
 
     def _batches(self) -> Iterator[Batch]:
-        """This process's slices of the batches from here on, epoch after epoch, without end."""
+        """This process's slices of the coming batches, epoch after epoch, without end."""
         epoch, start = divmod(self._standing.step, self._schedule.steps_per_epoch)
         while True:
             yield from batches(
@@ -167,9 +167,9 @@ class Training:
             epoch, start = epoch + 1, 0
 
     def _validate(self) -> bool:
-        """Measure the network as it is, and tell whether it is the most accurate so far.
+        """Measure the network, and return whether its accuracy is the highest so far.
 
-        All processes share the work and learn the same numbers.
+        The processes share the work, and all get the same numbers.
         """
         standing, info, improved = self._standing, self._run.info, False
         self._meter.flush()
@@ -202,7 +202,7 @@ class Training:
         return improved
 
     def _warn(self, values: dict[str, float]) -> None:
-        """Say at the end where nothing is learned: before it, a network may be a late learner."""
+        """Warn at the end where nothing was learned; earlier a network may just be slow."""
         if not self._finished():
             return
         splits = self._dataset.info.splits
@@ -259,7 +259,7 @@ class Training:
         ).path
 
     def _open(self) -> None:
-        """Tell how the training begins, and what a person should know before it does."""
+        """Emit the start of the training, and warnings that a person should see before it."""
         emit, recipe = self._journal, self._recipe
         emit(phase("train", f"{recipe.network}, {self._schedule.total} steps"))
         emit(progress("train", self._standing.step, self._schedule.total))

@@ -1,4 +1,4 @@
-"""The classification loss, class weights, and what to say when a loss is no number."""
+"""The classification loss, class weights, and the error for a loss that is not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Out of memory: find a batch size that fits by running smaller ones, and say so."""
+"""Out of memory: find a batch size that fits by running smaller ones, and name it in the error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tessella.core.memory import is_out_of_memory
 
 
 def largest_that_runs(step: Callable[[int], None], failed: int) -> int | None:
-    """The first of failed/2, failed/4, … images that ``step`` runs with; None if there is none."""
+    """The largest of failed/2, failed/4, … images that ``step`` runs with, or None."""
     batch = failed // 2
     while batch >= 1:
         gc.collect()
@@ -42,8 +42,8 @@ def out_of_memory(
     """The error with settings that fit.
 
     Args:
-        seen: what the allocator said; its first line is kept.
-        batch_size, fits: images a step over all processes: what failed, and what was seen to run.
+        seen: the allocator's message, of which the error keeps the first line.
+        batch_size, fits: images a step over all processes, that failed and that ran.
     """
     if fits is None:
         fix = "use smaller images, a smaller network, or precision bf16: one image does not fit"

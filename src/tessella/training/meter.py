@@ -1,4 +1,4 @@
-"""The curves as they grow: one metric a step, without waiting for the GPU at each."""
+"""The loss curve: one metric a step, without waiting for the GPU at each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPORT_S = 1.0
 
 
 class Meter:
-    """Collects losses and tells them; the reported loss is the mean over all processes."""
+    """Collects losses and emits them as metrics, averaged over all processes."""
 
     def __init__(self, schedule: Schedule, world: World, standing: Standing, emit: Emit) -> None:
         self._schedule, self._world, self._standing, self._emit = schedule, world, standing, emit
@@ -28,17 +28,17 @@ class Meter:
         self.start_clock()
 
     def start_clock(self) -> None:
-        """Count speed from here: what came before was no training."""
+        """Start measuring speed; the time before was not spent on training."""
         self._since, self._steps = time.perf_counter(), 0
 
     def add(self, step: int, rate: float, measured: Tensor) -> None:
-        """Loss and accuracy of this process at ``step``; they may still be computed."""
+        """Add this process's loss and accuracy at ``step``, which may still be in computation."""
         self._pending.append((step, rate, measured))
         if len(self._pending) >= self._group:
             self.flush()
 
     def flush(self) -> None:
-        """Tell everything that was added.
+        """Emit the metrics of all steps that were added.
 
         Raises:
             TrainError: a loss is NaN or infinite.

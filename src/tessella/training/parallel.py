@@ -1,4 +1,4 @@
-"""Training on several processes: what they share, and how torchrun starts them.
+"""Training in several processes: their communication, and their start by torchrun.
 
 Every process trains the same network on its slice of each batch; DistributedDataParallel averages
 the gradients over NCCL, or over gloo where there is no GPU. Rank 0 writes the run. Batch
@@ -58,13 +58,13 @@ class World:
         return values
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Give every process rank 0's buffers (running statistics), those that checkpoints hold."""
+        """Give every process rank 0's buffers (running statistics), which checkpoints hold."""
         if self.size > 1:
             for buffer in module.buffers():
                 dist.broadcast(buffer, 0)
 
     def join_rows(self, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Rows that each process has of its own images, and zeros elsewhere, put together."""
+        """The sum of arrays in which each process has its own images' rows, and zeros elsewhere."""
         if self.size == 1:
             return rows
         joined = torch.from_numpy(rows).to(self.device)
@@ -73,7 +73,7 @@ class World:
 
 
 def alone() -> World:
-    """One process: on the GPU where there is one."""
+    """The world of a single process, on the GPU where there is one."""
     return World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -116,7 +116,7 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
     end is here: when this process ends, however it ends, so do they.
 
     Raises:
-        TessellaError: what a worker raised, or that one ended without saying why.
+        TessellaError: a worker raised it, or ended without an error of its own.
     """
     events = out / "events.jsonl"
     EventLog(events).close()  # cuts the line that a killed worker did not finish
@@ -152,7 +152,7 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
 
 
 def _failure(out: Path, code: int) -> TessellaError:
-    """The error that ended the training: the first worker's that failed."""
+    """The error of the first worker that failed."""
     path = out / ERROR_FILE
     if path.exists():
         plain = json.loads(path.read_bytes())

@@ -18,7 +18,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @contextmanager
 def arithmetic(precision: Precision) -> Iterator[None]:
-    """Process-wide settings of a training, put back afterwards.
+    """Set torch's process-wide arithmetic for a training, and restore it afterwards.
 
     TF32 is on in ``tf32`` only: in ``fp32`` products are IEEE. cuDNN measures its algorithms for
     the shapes at hand, which is fast and lets two runs on a GPU differ in the last bits.

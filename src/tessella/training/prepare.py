@@ -18,10 +18,10 @@ from tessella.training.state import sweep_unfinished
 
 
 def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
-    """The run in ``out``, new or to go on with, and whether it goes on.
+    """The run in ``out``, new or to be resumed, and whether it is resumed.
 
-    With ``resume``, a folder without a run is begun anew: a training may be killed that early. A
-    run that failed before its first checkpoint is replaced: there is nothing in it to lose.
+    With ``resume``, a folder without a run gets a new one, since a training may be killed that
+    early. A run that failed before its first checkpoint is replaced: it holds nothing to lose.
 
     Raises:
         UsageError: the folder holds a run (without ``resume``), or one of another recipe; or the
@@ -44,7 +44,7 @@ def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
 
 
 def _remove(out: Path) -> None:
-    """What a run that failed at once left: its recipe, its log, its charts."""
+    """Remove the recipe, the events and the charts of a run that failed before a checkpoint."""
     for name in ("run.json", "events.jsonl", "error.json", "workers.log"):
         (out / name).unlink(missing_ok=True)
     for name in ("checkpoints", "tensorboard"):
@@ -95,12 +95,12 @@ def _check_splits(dataset: Dataset, recipe: Recipe) -> None:
 
 
 def validates(dataset: Dataset) -> bool:
-    """Whether there are images to validate on."""
+    """Whether the dataset has images to validate on."""
     return "val" in dataset.info.splits and dataset.info.splits["val"].count > 0
 
 
 def _require_same(before: RunInfo, now: RunInfo, out: Path) -> None:
-    """Going on exactly means going on with the same: refuse anything else, naming it."""
+    """Refuse to resume a run with another recipe or dataset; the error names the differences."""
     old, new = _decisive(before), _decisive(now)
     changed = [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in new if old.get(k) != new[k]]
     if changed:
@@ -112,7 +112,7 @@ def _require_same(before: RunInfo, now: RunInfo, out: Path) -> None:
 
 
 def _decisive(info: RunInfo) -> dict[str, Any]:
-    """What decides the run. A dataset may move: its hash counts, not its path."""
+    """The settings that decide the run. A dataset counts by its hash, as its folder may move."""
     recipe = to_plain(info.recipe)
     del recipe["dataset"]
     return {

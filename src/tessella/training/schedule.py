@@ -1,4 +1,4 @@
-"""When things happen in a training: its steps, their learning rates, validations and checkpoints.
+"""The schedule of a training: steps, learning rates, validations and checkpoints.
 
 Pure functions of the recipe and the size of the training split: a resumed run decides the same.
 """
@@ -15,7 +15,7 @@ _HAIR = 1e-9  # what a product of fractions may miss a whole number by
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A recipe in steps. A step is counted when it is finished: the first one ends at step 1."""
+    """A recipe's schedule in steps, counted from 1: ``step`` is the number of finished steps."""
 
     recipe: Recipe
     steps_per_epoch: int

@@ -24,7 +24,7 @@ _OPTIMIZERS: dict[str, Callable[[Any, Solver], optim.Optimizer]] = {
 
 
 def optimizer_for(module: nn.Module, solver: Solver) -> optim.Optimizer:
-    """The optimizer over the parameters of ``module`` that want a gradient.
+    """The optimizer over the parameters of ``module`` that require a gradient.
 
     Weight decay applies to weights only: biases and the scales and shifts of normalizations (every
     parameter of one dimension) have none. In ``adamw`` it is decoupled, elsewhere it joins the

@@ -1,4 +1,4 @@
-"""2:4 sparse training: weights are pruned once, and what is zero then stays zero at every step.
+"""2:4 sparse training: weights are pruned once, and pruned weights stay zero at every step.
 
 Recipe (Mishra et al. 2021): train a network dense, prune it by magnitude, train it again with the
 same settings. No mask is kept: a weight that is zero is held, so that a resumed training goes on
@@ -20,10 +20,10 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def sparse_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights that become sparse, by name: of linear layers and convolutions of one group.
+    """The weights that become sparse, by name: those of linear layers and ungrouped convolutions.
 
     Raises:
-        TrainError: there are none.
+        TrainError: the network has none.
     """
     found = {
         f"{name}.weight".removeprefix("."): layer.weight
@@ -49,10 +49,10 @@ def prune(module: nn.Module) -> None:
 
 
 def hold(module: nn.Module, optimizer: optim.Optimizer) -> None:
-    """From now on the optimizer leaves zeros of the sparse weights zero, its own state included.
+    """Make the optimizer keep the zeros of the sparse weights at zero, in its own state, too.
 
-    Their gradients are cleared before a step, so that momentum gathers nothing there; what a step
-    may do nevertheless is undone after it.
+    Before a step the gradients of these zeros are cleared, so that momentum does not accumulate
+    there; after the step the zeros are restored.
     """
     weights = tuple(sparse_weights(module).values())
     zeros: list[torch.Tensor] = []

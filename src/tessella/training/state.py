@@ -27,13 +27,13 @@ ACCURACY = "val/accuracy"  # what a better checkpoint has more of
 
 @dataclass(kw_only=True)
 class Standing:
-    """Where a training stands.
+    """The progress of a training.
 
     Attributes:
         step: finished steps.
         best_accuracy: the highest validation accuracy so far.
-        stale: validations since then.
-        loss_sum, accuracy_sum, loss_count: of the steps since the last validation.
+        stale: validations since the best one.
+        loss_sum, accuracy_sum, loss_count: sums over the steps since the last validation.
     """
 
     step: int = 0
@@ -52,7 +52,7 @@ class _Saved:
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Start the random numbers (dropout's, for one) of a step anew, a stream for each process."""
+    """Seed the random numbers (such as dropout's) of a step, with a stream for each process."""
     text = f"{seed}/{step}/{rank}".encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
     # The generators themselves: torch.manual_seed takes 0.1 ms to look for every kind of device.
@@ -84,7 +84,7 @@ def pack(
 def unpack(
     checkpoint: Checkpoint, module: nn.Module, optimizer: optim.Optimizer, mixed: MixedPrecision
 ) -> Standing:
-    """Bring module, optimizer and scaler to where the checkpoint left them.
+    """Restore module, optimizer and scaler from a checkpoint.
 
     Raises:
         CorruptArtifact: the checkpoint holds no training state, or one of another network.
@@ -125,13 +125,13 @@ def prune(run: Run, *, keep_last: int) -> None:
 
 
 def sweep_unfinished(checkpoints: Path) -> None:
-    """Remove what a killed process left of a checkpoint that it was writing or removing."""
+    """Remove the rests of checkpoints that a killed process was writing or removing."""
     for path in checkpoints.glob(".step-*"):
         shutil.rmtree(path)
 
 
 def _remove(checkpoint: Path) -> None:
-    """Renamed first: a kill half way must not leave a folder that looks complete."""
+    """Rename and remove a folder: a kill in between leaves none that looks complete."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.old")
     os.replace(checkpoint, hidden)
     shutil.rmtree(hidden)

@@ -1,4 +1,4 @@
-"""A network in training on this process's device: it takes a step, predicts, can be restored."""
+"""A network in training on this process's device: steps, predictions, restored state."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Trainer:
     Args:
         info: the run.
         class_counts: training images of each class.
-        start: the checkpoint to go on from; without one the recipe's ``init`` decides.
+        start: the checkpoint to resume from; without one the recipe's ``init`` decides.
 
     Attributes:
-        module: without the wrapper of data-parallel training.
-        standing: where ``start`` was, or at the beginning.
+        module: the network, without the wrapper of data-parallel training.
+        standing: progress of the checkpoint ``start``, or of a new training.
         kept: weights that ``init`` did not set, with the reason (``zoo.init_from``).
     """
 
@@ -109,12 +109,12 @@ class Trainer:
         return torch.stack([loss.detach(), right])
 
     def _move(self, tensor: Tensor) -> Tensor:
-        """To the device, without waiting where memory is page-locked; images in its layout."""
+        """The tensor on the device, images in its layout; asynchronous from page-locked memory."""
         tensor = tensor.to(self._world.device, non_blocking=True)
         return tensor.contiguous(memory_format=self._layout) if tensor.ndim == 4 else tensor
 
     def _out_of_memory(self, seen: str, failed: int) -> OutOfMemory:
-        """Find what fits with a trainer of its own, in the memory that this one gives up."""
+        """The error with a batch size that fits, tried out after this trainer is freed."""
         world, info = self._world, self._info
         del self.module, self._parallel, self.optimizer
         fits = largest_that_runs(self._trial, failed)
@@ -126,7 +126,7 @@ class Trainer:
         )
 
     def _trial(self, batch: int) -> None:
-        """One step of a fresh, lone trainer with ``batch`` images a process."""
+        """One step of a new single-process trainer with ``batch`` images."""
         alone = World(device=self._world.device)
         trainer = Trainer(self._info, self._class_counts, alone)
         images = torch.zeros(batch, *self._info.preprocess.input_shape)

@@ -44,13 +44,13 @@ def main() -> int:
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of the pipe that standard input is: it comes with the parent's end."""
+    """Exit when standard input closes, a pipe whose other end the parent process holds."""
     os.read(0, 1)
     os._exit(1)
 
 
 def _report(out: Path, error: TessellaError) -> None:
-    """Write the error for the parent. Only the first counts: it makes the others fail too."""
+    """Write the error for the parent; only the first one, as it makes the other workers fail."""
     draft = out / f".{ERROR_FILE}.{os.getpid()}"
     draft.write_text(json.dumps(error.to_json()))
     try:

@@ -1,7 +1,6 @@
 """Caffe's network text: read (``layers``, to draw it) and built as a torch module (``build``).
 
-What lies outside a network's function is not taken over: data layers, losses, learning-rate
-multipliers.
+Data layers, losses and learning-rate multipliers are ignored.
 """
 
 from tessella.nn.prototxt.definition import LayerSummary, input_shape, layers

@@ -27,7 +27,7 @@ DEFAULT_INPUT = "data"
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What include and exclude rules ask for."""
+    """The phase and the stages that include and exclude rules refer to."""
 
     phase: str
     stages: tuple[str, ...]
@@ -43,11 +43,11 @@ class LayerSummary:
     """One layer for a drawing.
 
     Attributes:
-        name, type: as in the text; older type names are given by their newer ones.
-        bottoms, tops: the blobs that it reads and writes.
-        parameters: its settings as written, lists joined by commas.
-        phases: ``TRAIN``, ``TEST`` or both: when it is part of the net.
-        line: where it begins in the text.
+        name, type: as in the text; an older type name is replaced by the newer one.
+        bottoms, tops: the blobs that the layer reads and writes.
+        parameters: the settings as written, lists joined by commas.
+        phases: phases in which the layer exists: ``TRAIN``, ``TEST`` or both.
+        line: the layer's first line in the text.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Layer:
         return f"layer {self.name!r} (line {self.message.line})"
 
     def exists_in(self, state: State) -> bool:
-        """Caffe's rule: one include rule must fit, if there are any; no exclude rule may."""
+        """Whether the layer exists: one of its include rules fits, if any, and no exclude rule."""
         include = self.message.messages("include")
         exclude = self.message.messages("exclude")
         included = not include or any(_fits(rule, state) for rule in include)
@@ -99,7 +99,7 @@ def _fits(rule: Message, state: State) -> bool:
 
 
 def read(text: str) -> Net:
-    """The net of a text; raises ``UsageError`` with the line of what is wrong."""
+    """The net that a text defines; raises ``UsageError`` with the line of a mistake."""
     message = parse(text)
     layers = tuple(
         _layer(m, v1=name == "layers")
@@ -148,7 +148,7 @@ def _image_shape(dims: list[int]) -> tuple[int, int, int] | None:
 
 
 def _data_shape(layers: tuple[Layer, ...]) -> tuple[int, int, int] | None:
-    """From the first Input layer, or three channels of the crop that a data layer makes."""
+    """The image's shape by the first Input layer, or three channels of a data layer's crop."""
     for layer in layers:
         if layer.type == "Input":
             for shape in layer.message.message("input_param").messages("shape"):
@@ -160,7 +160,7 @@ def _data_shape(layers: tuple[Layer, ...]) -> tuple[int, int, int] | None:
 
 
 def input_shape(text: str) -> tuple[int, int, int] | None:
-    """Channels, height and width that a text declares for its image, if it does."""
+    """Channels, height and width that a text declares for its image, or None."""
     return read(text).shape
 
 

@@ -1,4 +1,4 @@
-"""One function a Caffe layer type: from its settings and its inputs' shapes to a torch module."""
+"""A function for each Caffe layer type that makes a torch module of settings and input shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Make = Callable[[Layer, Message, Shapes], nn.Module]
 
 
 def outputs(layer: Layer, settings: Message) -> int:
-    """``num_output``, which every layer with weights needs, the classifier aside."""
+    """``num_output``, which every layer with weights needs, except for the classifier."""
     count = settings.take("num_output", int)
     if count is None or count < 1:
         raise layer.message.error(
@@ -62,8 +62,11 @@ def _require_axis(settings: Message, supported: int) -> None:
 def _fill(
     settings: Message, name: str, tensor: Tensor, *, default: str, value: float = 0.0
 ) -> None:
-    """Initialize as a filler says. Without one, weights get Caffe's "xavier", not its zeros: a text
-    for deployment leaves the fillers out, and zeros would never learn."""
+    """Initialize a tensor as its filler says.
+
+    Without a filler, weights get Caffe's "xavier" and not Caffe's zeros, which would never learn: a
+    text for deployment leaves the fillers out.
+    """
     filler = settings.message(name)
     kind = filler.take("type", str, default=default)
     if tensor.ndim > 1:

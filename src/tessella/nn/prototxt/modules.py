@@ -26,7 +26,7 @@ class BatchNorm(nn.BatchNorm2d):
         self.fraction = fraction
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Any rank will do."""
+        """Accept any rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -86,7 +86,7 @@ class Power(nn.Module):
 
 
 class Concat(nn.Module):
-    """Inputs one after the other along ``axis``."""
+    """The concatenation of the inputs along ``axis``."""
 
     def __init__(self, axis: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Concat(nn.Module):
 
 
 class Sum(nn.Module):
-    """Inputs of one shape, added, each times its coefficient."""
+    """The sum of inputs of one shape, each times a coefficient."""
 
     def __init__(self, coefficients: list[float]) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Sum(nn.Module):
 
 
 class Product(nn.Module):
-    """Inputs of one shape, multiplied."""
+    """The product of inputs of one shape, element by element."""
 
     def forward(self, *xs: Tensor) -> Tensor:
         total = xs[0]
@@ -132,7 +132,7 @@ class Maximum(nn.Module):
 
 
 class Reshape(nn.Module):
-    """To ``dims``: 0 keeps the input's size, −1 is what remains."""
+    """Reshapes to ``dims``, where 0 keeps the input's size and −1 is inferred."""
 
     def __init__(self, dims: list[int]) -> None:
         super().__init__()

@@ -30,10 +30,10 @@ IMAGE = "image"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One layer at work. Values are blobs at one moment: an in-place layer makes a new one.
+    """One layer of a phase. Its inputs and outputs are values: an in-place layer makes a new one.
 
     Attributes:
-        key: of the module in ``CaffeNet.layers``.
+        key: key of the module in ``CaffeNet.layers``.
         frees: values that no later step reads.
     """
 
@@ -46,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The steps of one phase, and which value the logits are."""
+    """The steps of one phase, and the name of the logits."""
 
     steps: tuple[Step, ...]
     logits: str
@@ -152,7 +152,7 @@ def _plan(net: Net, state: State, keys: dict[int, str]) -> Plan:
 
 
 def _logits(steps: list[Step], losses: list[Step], state: State) -> str:
-    """What the last softmax loss reads, or the last softmax at the end, or the last value made."""
+    """The input of the last softmax loss, else of a final softmax, else the last value."""
     read_by_layers = {name for step in steps for name in step.inputs}
     ends = [s for s in steps if not read_by_layers.intersection(s.outputs)]
     scored = [s.inputs[0] for s in losses if s.layer.type in LOSSES[:2]]
@@ -178,7 +178,7 @@ def _needed(steps: list[Step], logits: str) -> list[Step]:
 
 
 def _with_frees(steps: list[Step], logits: str) -> tuple[Step, ...]:
-    """Note after each step what no later one reads, so that activations do not pile up."""
+    """The steps with the values that each of them frees, so that activations do not pile up."""
     kept, freeing = {logits}, []
     for step in reversed(steps):
         frees = [v for v in dict.fromkeys(step.inputs + step.outputs) if v not in kept]
@@ -188,7 +188,7 @@ def _with_frees(steps: list[Step], logits: str) -> tuple[Step, ...]:
 
 
 def _keyed(step: Step, keys: dict[int, str]) -> Step:
-    """Name the step's module after its layer, once for both phases, as attributes may be called."""
+    """The step with its module's key: the layer's name as an identifier, one for both phases."""
     identity = id(step.layer)
     if identity not in keys:
         name = re.sub(r"\W", "_", step.layer.name)
@@ -218,7 +218,7 @@ def _make_modules(
 
 
 def _output_shape(module: nn.Module, layer: Layer, inputs: list[torch.Size]) -> torch.Size:
-    """By running the module on tensors without memory."""
+    """The output's shape, from running the module on the meta device."""
     weights = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in (*module.named_parameters(), *module.named_buffers())

@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass(kw_only=True)
 class Message:
-    """A message's fields in order. ``owner`` is how errors call what it belongs to."""
+    """A message's fields in order; ``owner`` is the name of the layer or network for errors."""
 
     line: int
     entries: list[Entry] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Message:
         return str(value)
 
     def messages(self, name: str) -> list[Message]:
-        """Every message of a repeated field."""
+        """All messages of a repeated field."""
         self.taken.add(name)
         found = [e for e in self.entries if e.name == name]
         for entry in found:
@@ -143,7 +143,7 @@ class Message:
 
 
 def parse(text: str) -> Message:
-    """The message that a text is; raises ``UsageError`` with the line of the first mistake."""
+    """The message in a text; raises ``UsageError`` with the line of the first mistake."""
     return _Parser(_tokens(text)).message(Token(kind="mark", text="", line=1), depth=0)
 
 
@@ -187,7 +187,7 @@ class _Parser:
         return found
 
     def message(self, opening: Token, *, depth: int) -> Message:
-        """Fields up to the mark that closes ``opening``, or to the end of the text."""
+        """The fields up to the mark that closes ``opening``, or to the end of the text."""
         if depth > MAX_DEPTH:
             raise _syntax(f"more than {MAX_DEPTH} nested messages", opening.text, opening.line)
         message = Message(line=opening.line)

@@ -29,7 +29,7 @@ def network(
     size: int | tuple[int, int] | None = None,
     options: dict[str, Scalar] | None = None,
 ) -> Network:
-    """The record of a network; what is not given takes the network's usual value.
+    """The record of a network; missing arguments take the network's usual values.
 
     Args:
         name: a standard name (``names()``), ``timm/NAME``, ``file.py:Class`` or ``net.prototxt``;
@@ -109,7 +109,7 @@ def untrained(
     may take ``classes``, ``channels``, ``height``, ``width`` and ``size``.
 
     Args:
-        shape: of one input, without the batch; that of an image tells channels and size.
+        shape: shape of one input without the batch; of an image: channels, height, width.
 
     Returns:
         The module, and the shape of the image that it usually takes.
@@ -165,7 +165,7 @@ def _read_source(name: str) -> str | None:
 
 
 def _usual_input(name: str, source: str | None) -> tuple[int, int, int]:
-    """Channels, height and width where the user gives none."""
+    """Channels, height and width of a network where the user gives none."""
     kind = _kind(name)
     if kind == "timm":
         timm_network.require_known(name.removeprefix(TIMM))
@@ -210,7 +210,7 @@ def _check_standard(network: Network) -> None:
 
 
 def _check_output(module: nn.Module, network: Network) -> None:
-    """Run one black input through a module that we have not written: it must return logits."""
+    """Check that a module from outside returns logits for one black input."""
     first = next(module.parameters(), None)
     x = torch.zeros(1, network.channels, network.height, network.width)
     x = x if first is None else x.to(first.device)

@@ -1,4 +1,4 @@
-"""The standard networks as a table: what a person reads about them before choosing one."""
+"""The table of the standard networks, for a person who chooses one."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def names() -> tuple[str, ...]:
 
 
 def describe(name: str) -> Description:
-    """What is known of a standard network; raises ``UsageError`` with the known names."""
+    """The description of a standard network; raises ``UsageError`` with the known names."""
     if name not in STANDARD:
         raise UsageError(
             "only the standard networks have a description",

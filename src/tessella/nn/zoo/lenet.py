@@ -43,5 +43,5 @@ def _padding(size: int) -> int:
 
 
 def _pooled_size(size: int, padding: int) -> int:
-    """After a 5×5 convolution and a 2×2 pooling that, as Caffe's, rounds up."""
+    """The size after a 5×5 convolution and a 2×2 pooling that rounds up, as Caffe does."""
     return (size + 2 * padding - 4 + 1) // 2

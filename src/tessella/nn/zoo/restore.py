@@ -1,4 +1,4 @@
-"""Weights from a checkpoint into a module: all of them, or those that fit, to go on from."""
+"""Copying weights from a checkpoint into a module: all of them, or those that fit."""
 
 from __future__ import annotations
 

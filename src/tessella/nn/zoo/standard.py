@@ -78,7 +78,7 @@ def build(
     """The network with fresh weights, or with torchvision's, the head aside where classes differ.
 
     Raises:
-        UsageError: pretrained weights are wanted and cannot be fetched.
+        UsageError: the pretrained weights cannot be fetched.
     """
     from torchvision import models
 
@@ -139,7 +139,7 @@ def _load_published(module: nn.Module, architecture: Architecture, name: str) ->
 
 
 def fetch(weights: Any, name: str) -> Weights:
-    """torchvision's weights, from its cache or its server, without unpickling code."""
+    """Torchvision's weights from its cache or server, loaded without unpickling code."""
     try:
         return dict(weights.get_state_dict(progress=False, check_hash=True, weights_only=True))
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:

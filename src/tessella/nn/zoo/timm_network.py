@@ -1,6 +1,6 @@
 """``timm/NAME``: any network of the timm library.
 
-timm is imported when one is asked for: it takes as long as torch itself, and most do without.
+The import of timm takes as long as torch's, so it happens when a network of timm is built.
 """
 
 from __future__ import annotations

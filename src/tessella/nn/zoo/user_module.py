@@ -57,7 +57,7 @@ def build(network: Network, *, trust_code: bool) -> nn.Module:
 
 
 def call(network: Network) -> nn.Module:
-    """What a class or a function of a file makes, which a user, and no checkpoint, has named.
+    """The module that a class or function of a file makes; only for a file that the user named.
 
     Raises:
         UsageError: the file does not run, or makes no torch module.
@@ -103,7 +103,7 @@ def _require_same_text(path: Path, source: str) -> None:
 
 
 def _run(path: Path, source: str) -> types.ModuleType:
-    """The file as a module of its own, registered so that dataclasses and tracebacks find it."""
+    """Run the file as a Python module, registered so that dataclasses and tracebacks find it."""
     module = types.ModuleType(f"tessella_user_{hashlib.sha256(source.encode()).hexdigest()[:16]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
