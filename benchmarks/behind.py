@@ -1,4 +1,4 @@
-"""How far behind the fastest each kernel was, over all problems of timing caches.
+"""The distance of each kernel from the fastest one, over all problems of timing caches.
 
 ``python -m benchmarks.behind CACHE...`` reads caches that builds have filled (``--cache`` of
 ``tessella compile`` or ``benchmarks.engine``). It measures nothing. What ``outclassed`` says in a
@@ -44,7 +44,7 @@ def beside(lines: Iterable[str], peer: str) -> list[dict[str, Any]]:
     """Our fastest kernel beside a library's, problem by problem; ratios above 1 are ours.
 
     Args:
-        lines: of timing caches; of the same problem and kernel the last one counts.
+        lines: lines of timing caches; the last one of a problem and kernel counts.
         peer: the library's kernel.
     """
     rows = []
@@ -60,10 +60,10 @@ def beside(lines: Iterable[str], peer: str) -> list[dict[str, Any]]:
 
 
 def behind(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """By kernel: in how many problems it ran, and its time over the fastest one's.
+    """By kernel, the number of problems that it ran for, and its time over the fastest one's.
 
     Args:
-        lines: of timing caches; of the same problem and kernel the last one counts.
+        lines: lines of timing caches; the last one of a problem and kernel counts.
     """
     ratios: dict[str, list[float]] = defaultdict(list)
     for found in _times(lines).values():

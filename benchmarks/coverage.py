@@ -39,7 +39,7 @@ HEAD = ("network", "source", "agrees", "error", "eager's error", "steps", "fallb
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """How to make one, and what it takes: element type and shape of each input, batch 1."""
+    """A network to compile, with element type and shape of each input at batch 1."""
 
     name: str
     source: str
@@ -141,7 +141,7 @@ def timm_networks() -> Iterator[Network]:
 
 
 def transformers_networks() -> Iterator[Network]:
-    """With the layers of the base model, fewer of them; nothing where it is not installed."""
+    """Base models of transformers with fewer layers; none where it is not installed."""
     try:
         import transformers as hf
     except ImportError:
@@ -186,7 +186,7 @@ def networks() -> list[Network]:
 
 
 def measure(network: Network, target: str) -> dict[str, Any]:
-    """One row: what the plan is made of, and how near it comes.
+    """One row: the kinds of the plan's steps, and the distance of its answers from float64.
 
     A deep network of random weights may be chaotic, as no trained one is: then its normalizations
     are given small factors, with which each block changes less.
@@ -204,7 +204,7 @@ def measure(network: Network, target: str) -> dict[str, Any]:
 def answers(
     module: torch.nn.Module, inputs: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eager's, and those in float64, which the module has from then on."""
+    """The answers of eager PyTorch and those in float64; the module stays in float64."""
     with torch.inference_mode():
         eager = module(*inputs.values())
         module.double()
@@ -252,10 +252,10 @@ def _compared(
 
 
 def alive(module: torch.nn.Module, network: Network, factor: float = 1.0) -> torch.nn.Module:
-    """In evaluation mode, with batch norms that know their inputs, as after training.
+    """The module in evaluation mode, with statistics in its batch norms, as after training.
 
-    A fresh one lets the signal of a deep network fade, and then everything would agree; so do
-    matrices of zeros, and the factors near zero with which some scale their residual branches.
+    With initial statistics the signal of a deep network fades, and then everything would agree. The
+    same holds for matrices of zeros and for residual branches with factors near zero.
     """
     for parameter in module.parameters():
         largest = parameter.detach().abs().max()
@@ -279,7 +279,7 @@ def alive(module: torch.nn.Module, network: Network, factor: float = 1.0) -> tor
 
 
 def feeds(network: Network, batch: int) -> dict[str, torch.Tensor]:
-    """Random images or words, all of these attended to."""
+    """Random images or tokens, with a mask that hides none."""
     generator = torch.Generator().manual_seed(batch)
     made = {}
     for name, (dtype, (_, *shape)) in network.inputs.items():

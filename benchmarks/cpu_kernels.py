@@ -67,7 +67,7 @@ def _convolutions(batch: int, dtype: str) -> Iterator[tuple[str, str, Problem]]:
 
 
 def _pools(batch: int, dtype: str) -> Iterator[tuple[str, str, Problem]]:
-    """Behind a ReLU, as they are in these networks."""
+    """Max poolings of a ReLU's output, as in these networks."""
     for channels, size, stride, padding in POOLS:
         x = meta(dtype, batch, channels, size, size, last=True)
         made = math.ceil((size + 2 * padding - 3) / stride) + 1
@@ -112,7 +112,7 @@ def _row(family: str, name: str, problem: Problem, seconds: float) -> dict[str, 
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[object]]]:
-    """A line each family."""
+    """A table with a line for each family."""
     lines: list[list[object]] = []
     for family in dict.fromkeys(row["family"] for row in rows):
         ratios = [row["ratio"] for row in rows if row["family"] == family and "ratio" in row]

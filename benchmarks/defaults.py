@@ -84,7 +84,7 @@ class Cell:
 
 
 def dataset(folder: Path, name: str, images: int) -> Dataset:
-    """The imported set of ``images`` pictures; made once."""
+    """The imported set of ``images`` pictures, which is made at the first call."""
     made = folder / f"{name}-{images}"
     if not (made / "dataset").exists():
         SETS[name].write(made / "pictures", images)
@@ -93,12 +93,12 @@ def dataset(folder: Path, name: str, images: int) -> Dataset:
 
 
 def options(network: str, size: int) -> dict[str, Any] | None:
-    """A transformer for 16×16 patches of 224 pixels gets as many of small ones: 7×7 or 8×8."""
+    """Options of a network: a transformer gets smaller patches, for 7×7 or 8×8 of them."""
     return {"patch_size": size // 8 if size % 7 else size // 7} if "vit_" in network else None
 
 
 class Batches:
-    """The batches of one training after the other, on the device; those of ``KEPT`` are kept."""
+    """Batches on the device; those of the ``KEPT`` latest datasets and seeds are kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -177,7 +177,7 @@ def _module(cell: Cell, data: Dataset) -> nn.Module:
 def _optimizer(
     cell: Cell, module: nn.Module, total: int
 ) -> tuple[optim.Optimizer, optim.lr_scheduler.LRScheduler]:
-    """As people write them: one group of parameters, torch's own schedules."""
+    """Optimizer and schedule as people write them: one parameter group, torch's own schedules."""
     name, rate, schedule, _ = cell.words
     optimizer: optim.Optimizer
     if name == "adamw":
@@ -198,7 +198,7 @@ def _optimizer(
 
 
 def ours(cell: Cell, data: Dataset) -> dict[str, Any]:
-    """The cell by ``ts.train``, whose defaults decide all that the cell does not."""
+    """The cell trained by ``ts.train``, with its defaults for everything else."""
     _, _, rate = cell.recipe.partition("-")
     since = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -230,7 +230,7 @@ _source: dict[str, Batches] = {}
 
 
 def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any]:
-    """One row, in a process of the pool."""
+    """One row, measured in a process of the pool."""
     torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = _source.setdefault("here", Batches(device))
@@ -248,7 +248,7 @@ def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any]:
 
 
 def cells(arguments: argparse.Namespace) -> list[Cell]:
-    """All that is asked for, a seed after the other: what the time cuts off are repetitions."""
+    """All selected trainings, seed by seed, so that a time limit only cuts off repetitions."""
     return [
         Cell(
             pictures=name,
@@ -267,7 +267,7 @@ def cells(arguments: argparse.Namespace) -> list[Cell]:
 
 
 def run(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows as they come; nothing new begins after ``--seconds``."""
+    """New rows, as trainings end; none begins after ``--seconds``."""
     names = list(Cell.__dataclass_fields__)
     known = {tuple(row[n] for n in names) for row in rows}
     remaining = [c for c in cells(arguments) if tuple(asdict(c)[n] for n in names) not in known]
@@ -290,7 +290,7 @@ def run(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[d
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Means over the seeds, the best recipe of each set and network first."""
+    """A table of means over the seeds, the best recipe of each set and network first."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         key = (row["pictures"], row["images"], row["network"], row["batch_size"], row["epochs"])

@@ -77,7 +77,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def default_peers(target: str) -> list[str]:
-    """What a plan is compared with where the user does not say."""
+    """The peers of a plan where the user names none."""
     if target != "cpu":
         return ["eager_nhwc", "torch_compile"]
     native = shutil.which("g++") or shutil.which("clang++")
@@ -179,7 +179,7 @@ def _error(
     work: Workload,
     inputs: tuple[torch.Tensor, ...],
 ) -> float:
-    """Largest difference from float32 eager over the largest value, on what was timed."""
+    """Largest difference from eager float32 over the largest value, on the timed inputs."""
     with torch.inference_mode():
         right = work.module.to(inputs[0].device)(*inputs).float()
         (made,) = engine(**fed).values()
@@ -203,7 +203,7 @@ def _cast(module: torch.nn.Module, inputs: Tensors, precision: str) -> tuple[Any
 
 
 def _last(inputs: Tensors) -> Tensors:
-    """Images in channels_last."""
+    """The inputs with images in channels_last."""
     layout = torch.channels_last
     return tuple(x.to(memory_format=layout) if x.dim() == 4 else x for x in inputs)
 
@@ -273,7 +273,7 @@ def openvino(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run:
 
 
 def _graphed(module: torch.nn.Module, inputs: Tensors) -> Run:
-    """Eager on a CPU; on a GPU replayed from a CUDA graph, the fastest that eager can be."""
+    """Eager on a CPU; on a GPU a replayed CUDA graph, the fastest that eager can be."""
     if not inputs[0].is_cuda:
         return lambda: module(*inputs)
     stream = torch.cuda.Stream()
@@ -289,7 +289,7 @@ def _graphed(module: torch.nn.Module, inputs: Tensors) -> Run:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, *alive: object) -> None:
-    """Replay; the graph reads the memory of weights and input, so they must live as long."""
+    """Replay the graph, which reads the memory of weights and inputs: both must stay alive."""
     graph.replay()
 
 

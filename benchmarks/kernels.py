@@ -69,7 +69,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _terms(case: Case, seconds: float) -> Terms:
-    """Ours race; in the published table every algorithm is at its best, however far behind."""
+    """Search limits: in the published table every algorithm is searched, however slow it is."""
     return Terms(
         sources=OWN,
         algorithms=case.algorithms,
@@ -80,7 +80,7 @@ def _terms(case: Case, seconds: float) -> Terms:
 
 
 def _compiled(cases: Sequence[Case], seconds: float) -> Iterator[Sequence[Bid] | None]:
-    """What each auction of a family will run, when it is compiled; later ones compile meanwhile."""
+    """The compiled candidates of each case in turn, while those of later cases compile."""
     looks = Looks(
         {case.problem.key: (case.problem, drawn_constants(case.problem)) for case in cases},
         target=TARGET,
@@ -92,7 +92,7 @@ def _compiled(cases: Sequence[Case], seconds: float) -> Iterator[Sequence[Bid] |
 
 
 def _weights(problem: Problem) -> Tensors:
-    """As many as drive each other out of the L2."""
+    """Copies of the weight, as many as drive each other out of the L2 cache."""
     l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
     weight = operand(problem, 1)
     count = max(8, math.ceil(2 * l2_bytes / weight.nbytes))
@@ -145,7 +145,7 @@ def _row(
 
 
 def _algorithm(trial: Trial, published_ms: Mapping[str, float]) -> dict[str, Any]:
-    """A trial of ours, short."""
+    """A trial of one of our kernels in a few fields."""
     inspection = trial.inspection
     published = published_ms.get(catalog.kernel(trial.kernel).algorithm)
     faster = published and trial.time_us and round(published * 1e3 / trial.time_us, 2)
@@ -162,7 +162,7 @@ def _algorithm(trial: Trial, published_ms: Mapping[str, float]) -> dict[str, Any
 def _ours(
     best: Trial, problem: Problem, inputs: Tensors, constants: Sequence[Mapping[int, torch.Tensor]]
 ) -> Run:
-    """The kernel that won, once for each set of constants."""
+    """A run of the fastest kernel, once for each set of constants."""
     row, device = catalog.kernel(best.kernel), torch_device(TARGET)
     bound = [search.bind(row, problem, each, device, best.config) for each in constants]
     buffers = bound[0][1]
@@ -170,7 +170,7 @@ def _ours(
 
 
 def _warmed(peer: Peer, inputs: Tensors, weights: Tensors, math: Math) -> Run:
-    """The peer on these operands, after the runs in which it searches and allocates."""
+    """A run of the peer on these operands, after warm-up runs that search and allocate."""
     operands = [(*inputs, weight) for weight in weights] or [tuple(inputs)]
     with torch.inference_mode(), _math(math):
         for _ in range(3):
@@ -179,7 +179,7 @@ def _warmed(peer: Peer, inputs: Tensors, weights: Tensors, math: Math) -> Run:
 
 
 class _math:
-    """float32 products of the libraries rounded as asked; cuDNN's search stays on."""
+    """Set how libraries round float32 products; cuDNN's search stays on."""
 
     def __init__(self, math: Math) -> None:
         self.math = math
@@ -208,7 +208,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    """A line a family: the geometric mean of its ratios, the worst, and how many were refused."""
+    """A table with mean ratio, worst ratio and number of refused cases for each family."""
     head = (
         "family",
         "shapes",
@@ -235,7 +235,7 @@ def summary(rows: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[obj
 
 
 def published(rows: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    """Each algorithm beside its published time."""
+    """A table of each algorithm's time beside the published one."""
     head = ("filter", "kernel", "ms", "GV100 ms", "times faster", "workspace MB", "error")
     lines: list[tuple[object, ...]] = [
         (row["name"], a["kernel"], f"{a['time_us'] / 1e3:.3f}", a.get("published_ms", ""),

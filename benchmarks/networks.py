@@ -1,4 +1,4 @@
-"""The networks that are timed whole, with random weights: speed does not depend on them."""
+"""Networks that are timed whole, with random weights, on which speed does not depend."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TOKENS = 384  # of a sequence
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A network and what it takes, by position, at one batch size."""
+    """A network with its inputs, by position, at one batch size."""
 
     name: str
     module: torch.nn.Module
     inputs: tuple[TensorSpec, ...]
 
     def sample(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Random images, words from the vocabulary, and a mask that hides nothing."""
+        """Random images, random tokens, and a mask that hides none."""
         return tuple(_sample(spec, device) for spec in self.inputs)
 
 
@@ -40,7 +40,7 @@ def workload(name: str, batch: int) -> Workload:
 
 
 def _tamed(module: torch.nn.Module) -> torch.nn.Module:
-    """With residual blocks that add less: the values of 50 random ones leave float16."""
+    """The network with scaled residual blocks: values of 50 random ones overflow float16."""
     for block in module.modules():
         if isinstance(norm := getattr(block, "bn3", None), torch.nn.BatchNorm2d):
             torch.nn.init.constant_(norm.weight, 0.2)
@@ -65,7 +65,7 @@ def _torchvision(name: str, batch: int) -> Workload:
 
 
 def _normalize(module: torch.nn.Module, images: torch.Tensor) -> None:
-    """Batch norms that know these images: without, a deep network's values leave float16."""
+    """Give batch norms the statistics of these images, so that no value overflows float16."""
     for layer in module.modules():
         if isinstance(layer, torch.nn.BatchNorm2d):
             layer.momentum = 1.0
@@ -102,7 +102,7 @@ OTHERS: dict[str, Callable[[int], Workload]] = {"vit_b_16": _vit_b_16, "bert_lar
 
 
 def _image(batch: int, *shape: int) -> TensorSpec:
-    """Captured for any batch up to this one, as ``tessella compile`` does it."""
+    """An image input for any batch up to this one, as in ``tessella compile``."""
     sizes = DimRange(min=1, opt=batch, max=batch)
     return TensorSpec(name="image", dtype="float32", shape=(sizes, *shape))
 

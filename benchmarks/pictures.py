@@ -37,7 +37,7 @@ STROKES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """A set: how to write so many pictures into a folder, how many it has, how it is imported."""
+    """A set: a function that writes pictures into a folder, their number, import settings."""
 
     write: Callable[[Path, int], None]
     count: int
@@ -75,7 +75,7 @@ def _clutter(picture: Pixels, random: Random) -> None:
 
 
 def _character(character: str, random: Random) -> Pixels:
-    """White on black in the middle of SIDE×SIDE: a stroke font, or Pillow's outlines."""
+    """A white character on black, SIDE×SIDE, in a stroke font or Pillow's outline font."""
     mask = np.zeros((SIDE, SIDE), np.uint8)
     if random.random() < 0.7:
         font, scale = int(random.choice(STROKES)), random.uniform(1.3, 1.85)
@@ -91,7 +91,7 @@ def _character(character: str, random: Random) -> Pixels:
 
 
 def _turned(mask: Pixels, random: Random) -> Pixels:
-    """Rotated by at most 10°, sheared, shifted by at most a fourteenth."""
+    """The mask rotated by at most 10°, sheared, and shifted by at most a fourteenth."""
     angle, shear = np.deg2rad(random.uniform(-10, 10)), random.uniform(-0.12, 0.12)
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     turn = turn @ np.array([[1, shear], [0, 1]])

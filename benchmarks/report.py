@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def document(target: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The rows under the machine, the versions and the command that made them."""
+    """The document of the rows with machine, library versions and command."""
     return {
         "command": " ".join(["python -m", _module(), *_without_paths(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
@@ -35,7 +35,7 @@ def document(target: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _without_paths(arguments: Sequence[str]) -> list[str]:
-    """Without the paths of the machine: where the file and the cache lay does not matter."""
+    """The command's arguments without paths of this machine."""
     parser = argparse.ArgumentParser(add_help=False)
     for option in ("--out", "--cache"):
         parser.add_argument(option)
@@ -48,7 +48,7 @@ def _module() -> str:
 
 
 def _gpu_state() -> dict[str, str]:
-    """Clock, power and temperature just after the measurement."""
+    """Clock, power and temperature of the GPU just after the measurement."""
     fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "driver_version")
     answer = subprocess.run(
         ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],

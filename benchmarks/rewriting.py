@@ -1,9 +1,9 @@
-"""How long the passes take on large graphs, and how that grows:
+"""The time of the passes on large graphs, and its growth with the graph:
 ``python -m benchmarks.rewriting --out benchmarks/results/rewriting.json``.
 
 Graphs of 1,000 and 10,000 nodes go through every rewrite (with the check after each), their
-siblings are fused and a layout is assigned. Nothing is measured but that; the seconds are of the
-processor, on one core.
+siblings are fused and a layout is assigned. No kernel is measured; the seconds are processor time
+on one core.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _residual(build: Builder, x: Value) -> Value:
 
 
 def _elements(build: Builder, x: Value) -> Value:
-    """What no layer takes: a long chain of small operations, with a reader from the side."""
+    """Pointwise operations that no layer can fuse, one of which is read twice."""
     y = build.one("sigmoid", [build.one("mul", [x, None], scalar=0.5)])
     return build.one("tanh", [build.one("add", [y, x], alpha=1)])
 
@@ -136,7 +136,7 @@ def _dense(build: Builder, x: Value) -> Value:
 
 
 def _views(build: Builder, x: Value) -> Value:
-    """Reshapes and permutes around a layer by row, as exporters write them."""
+    """Reshapes and permutes around a linear layer, as exporters write them."""
     width = x.shape[2]
     y = build.one("reshape", [x], shape=(*x.shape[:2], 4, width // 4))
     y = build.one("permute", [y], dims=(0, 2, 1, 3))
@@ -174,7 +174,7 @@ def _attention(build: Builder, x: Value) -> Value:
 
 
 def _rounded(build: Builder, x: Value) -> Value:
-    """A file's own int8: rounded before each layer, and a pooling between."""
+    """An ONNX file's own int8: quantized before each layer, with a pooling between."""
     scale = build.constant("scale", torch.tensor(0.05))
     zero = build.constant("zero", torch.tensor(0, dtype=torch.int8))
     numbers = torch.randint(-127, 128, (CHANNELS, CHANNELS, 1, 1), dtype=torch.int8)

@@ -1,5 +1,5 @@
-"""Whether a change of the house changes a plan: ``python -m benchmarks.same_plans record FOLDER``
-before it, ``… check FOLDER`` after it, on one machine.
+"""Whether a change of the code changes a plan: ``python -m benchmarks.same_plans record FOLDER``
+before the change, ``… check FOLDER`` after it, on one machine.
 
 Each network is compiled once and its lock is kept; a check compiles it again by that lock, so that
 nothing is measured, and compares the steps, the kernels with their configurations, the constants
@@ -79,7 +79,7 @@ def _plan(name: str, args: argparse.Namespace, lock: str | None) -> Plan:
 
 
 def _content(plan: Plan) -> dict[str, Any]:
-    """All of a plan that a change of the house must not change, the tensors by their hashes."""
+    """All of a plan that refactoring must not change, the tensors by their hashes."""
     steps = [json.loads(canonical_json(s)) for b in plan.program.buckets for s in b.steps]
     buffers = [json.loads(canonical_json(b.buffers)) for b in plan.program.buckets]
     return {
@@ -97,7 +97,7 @@ def _hash(tensor: torch.Tensor) -> str:
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What is another, a line each; the first few of many."""
+    """The first few differences, a line for each."""
     found = [f"{part} differ" for part in ("buffers", "lock") if before[part] != after[part]]
     for part in ("weights", "golden"):
         names = sorted({*before[part], *after[part]})

@@ -148,7 +148,7 @@ def _ms(row: Row, name: str) -> str:
 
 
 def _peers(row: Row) -> str:
-    """The peers, the fastest first."""
+    """The peers with their times, the fastest first."""
     times = {n: t["median_ms"] for n, t in row["times"].items() if n != "plan"}
     return ", ".join(
         f"{n.replace('_', ' ')} {_ms(row, n)}" for n in sorted(times, key=times.__getitem__)
@@ -283,7 +283,7 @@ def _runs(name: str) -> Sequence[Run]:
 
 
 def _origin(run: Run) -> str:
-    """Where the numbers of a run come from."""
+    """Command, date and machine of a run."""
     device = run["device"]
     versions = ", ".join(f"{name} {version}" for name, version in device["libraries"].items())
     about = f" {run['about'][:1].upper()}{run['about'][1:]}." if run.get("about") else ""

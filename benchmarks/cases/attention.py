@@ -1,4 +1,4 @@
-"""Attention beside torch's ways to do it."""
+"""Attention beside the backends of torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ATTENTIONS: dict[str, tuple[int, int, int, int, bool, tuple[int, ...] | None]] =
 
 
 def forward() -> Iterator[Case]:
-    """Heads as layers leave them: those of a token lie side by side."""
+    """Attention on heads in the layout of a linear layer: a token's heads lie side by side."""
     for name, (n, heads, tokens, width, causal, mask) in ATTENTIONS.items():
         operand = TensorMeta(
             shape=(n, heads, tokens, width),

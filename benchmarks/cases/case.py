@@ -1,4 +1,4 @@
-"""One problem of the kernels' benchmark, and numbers to run it on."""
+"""One problem of the kernels' benchmark, and random operands for it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Peer = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One problem with what it is compared with.
+    """One problem with its peers.
 
     Attributes:
-        peers: by name, functions of the problem's operands. The ratio is against the fastest.
-        others: timed too, without a part in the ratio.
-        algorithms: those of ours that may win; None for all.
-        chained: the weight is constant, and the time is that of one of many such products after
-            another, each with its own weight, as layers follow each other; none is in the L2.
-        published_ms: by algorithm, on a Quadro GV100.
+        peers: functions of the problem's operands, by name. The ratio is against the fastest.
+        others: further functions that are timed, but do not count in the ratio.
+        algorithms: our algorithms that may win; None for all.
+        chained: whether to time a sequence of products with constant weights, as consecutive
+            layers have them, so that no weight is in the L2 cache.
+        published_ms: published times by algorithm, on a Quadro GV100.
     """
 
     family: str
@@ -51,7 +51,7 @@ def meta(dtype: str, *shape: int, last: bool = False) -> TensorMeta:
 def best(
     problem: Problem, algorithms: tuple[str, ...], sources: tuple[str, ...] | None = None
 ) -> Peer:
-    """The fastest of some candidates of the auction, on operands as the auction asks for."""
+    """The fastest kernel that the search finds among some algorithms and sources."""
     constants = drawn_constants(problem)
     terms = Terms(algorithms=algorithms, sources=sources, budget_s=0.02)
     best = search.find(problem, constants, target=TARGET, terms=terms)[0]
@@ -61,7 +61,7 @@ def best(
 
 
 def drawn_constants(problem: Problem) -> dict[int, torch.Tensor]:
-    """Weights and vectors as layers have them: int8's scales bring its sums into range."""
+    """Random weights and vectors; scales bring the sums of int8 products into its range."""
     made = {i: drawn(operand(problem, i)) for i in problem.constant}
     if problem.attr("sparsity") == TWO_FOUR:
         made[WEIGHT] = prune_two_four(made[WEIGHT])
@@ -80,7 +80,7 @@ def operand(problem: Problem, position: int) -> TensorMeta:
 
 
 def drawn(meta: TensorMeta) -> torch.Tensor:
-    """Normal numbers, int8 over its range (a deviation of 73), that lie as the problem says."""
+    """Random numbers in the problem's layout: normal, or uniform in int8 (a deviation of 73)."""
     device, dtype = torch_device(TARGET), getattr(torch, meta.dtype)
     if dtype == torch.int8:
         made = torch.randint(-127, 128, meta.shape, dtype=dtype, device=device)

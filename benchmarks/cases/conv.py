@@ -18,7 +18,7 @@ Layer = tuple[int, int, int, int, int, int]  # C, H, K, R, stride, padding
 
 
 class Window(TypedDict):
-    """How a filter moves over an image."""
+    """Stride and padding of a convolution."""
 
     stride: int
     padding: int
@@ -199,7 +199,7 @@ def _gradient_peer(layer: Layer, shape: tuple[int, ...], *, of_weight: bool) -> 
 def int8() -> Iterator[Case]:
     """INT8 with everything fused, beside the same layer in FP16 by cuDNN.
 
-    A residual where a bottleneck adds one: behind the 1×1 layer with four times the channels.
+    A bottleneck's last layer, which is 1×1 with four times the channels, has a residual.
     """
     for layer in layers("resnet50"):
         x, w, out = _operands(128, layer, "int8")

@@ -20,7 +20,7 @@ GEMMS = (
 
 
 def plain(dtype: str) -> Iterator[Case]:
-    """x [M, K] times weight [N, K] transposed, as a layer has it."""
+    """Product of x [M, K] and weight [N, K] transposed, as in a linear layer."""
     for m, n, k in GEMMS:
         yield Case(
             family=f"gemm {dtype}",

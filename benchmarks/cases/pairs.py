@@ -1,4 +1,4 @@
-"""Two steps as one kernel, beside the same steps one after the other."""
+"""Two steps fused into one kernel, beside the same steps one after the other."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ NORMED = {
 
 
 def normed(dtype: str) -> Iterator[Case]:
-    """A layer with its residual, and the layer norm of what it makes."""
+    """A linear layer with a residual, and the layer norm of its output."""
     eight = dtype != "float16"
     for name, (m, n, k, keep) in NORMED.items():
         vector = meta("float32", n)
@@ -113,13 +113,13 @@ def _layer(
 
 
 def _apart(first: Problem, second: Problem, algorithms: tuple[str, ...] = NHWC) -> Peer:
-    """Both steps one after the other, each by the best of our kernels."""
+    """A run of both steps one after the other, each by our fastest kernel."""
     calls = [best(problem, algorithms, search.OWN) for problem in (first, second)]
     return lambda *inputs: calls[1](calls[0](*inputs))
 
 
 def _cudnn(first: Problem, second: Problem) -> Peer:
-    """cuDNN's convolutions in FP16 and what goes on element by element, on operands of its own."""
+    """A run of cuDNN's FP16 convolutions and separate pointwise operations, on own operands."""
     x, w, v = (drawn(operand(p, i)) for p, i in ((first, 0), (first, 1), (second, 1)))
     r = drawn(first.output)
     b, d = (torch.randn(len(t), device="cuda").half() for t in (w, v))

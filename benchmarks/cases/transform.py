@@ -1,4 +1,4 @@
-"""Rearrangements beside torch's own copies, by themselves and rolled before or after."""
+"""Rearrangements, alone and with a roll before or after, beside torch's copies."""
 
 from __future__ import annotations
 
