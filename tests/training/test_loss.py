@@ -7,8 +7,8 @@ from sklearn.utils.class_weight import compute_class_weight
 
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import DataError
-from tessella.training.loss import balanced_weights, check_labels, classification_loss, no_number
-from tests.support.training import recipe
+from tessella.training.loss import balanced_weights, check_labels, classification_loss, not_finite
+from tests.training.examples import recipe
 
 
 def test_balanced_weights_are_scikit_learns():
@@ -62,6 +62,6 @@ def test_labels_out_of_range(dataset):
 
 
 def test_divergence_says_where_and_what_to_do():
-    text = str(no_number(float("nan"), 17, 0.25, recipe("data", precision="fp16")))
+    text = str(not_finite(float("nan"), 17, 0.25, recipe("data", precision="fp16")))
     for part in ("nan at step 17", "learning rate 0.25", "lr=0.001", "precision fp32", "warmup"):
         assert part in text

@@ -19,8 +19,8 @@ from tessella.core.preprocess import Preprocess, encode
 from tessella.kernels.sparse.two_four import is_two_four
 from tessella.training.loop import train
 from tessella.training.solver import optimizer_for
-from tessella.training.sparsity import hold, prune, sparse_weights
-from tests.support.training import curve
+from tessella.training.sparsity import keep_zeros, prune, sparse_weights
+from tests.training.examples import curve
 
 NETWORK = """
 from torch import nn
@@ -135,7 +135,7 @@ def test_every_optimizer_leaves_zeros_zero(name: str) -> None:
     module = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Conv1d(16, 4, 1), nn.Flatten())
     prune(module)
     optimizer = optimizer_for(module, Solver(name=name, lr=0.1, momentum=0.9, weight_decay=0.1))
-    hold(module, optimizer)
+    keep_zeros(module, optimizer)
     zeros = {n: w == 0 for n, w in sparse_weights(module).items()}
     assert set(zeros) == {"0.weight", "2.weight"}
     before = module[0].weight.detach().clone()

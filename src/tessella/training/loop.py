@@ -98,7 +98,7 @@ def train_run(run: Run, world: World, *, resumed: bool, emit: Emit) -> None:
         )
         journal = Journal(
             run.path,
-            after_step=trainer.standing.step if resumed else None,
+            after_step=trainer.state.step if resumed else None,
             emit=emit,
             open=world.rank == 0,
         )
@@ -114,12 +114,12 @@ class Training:
     ) -> None:
         self._run, self._recipe, self._dataset = run, run.recipe, dataset
         self._trainer, self._world, self._journal = trainer, world, journal
-        self._standing = trainer.standing
+        self._state = trainer.state
         self._schedule = Schedule(
             recipe=run.recipe,
             steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
         )
-        self._meter = Meter(self._schedule, world, self._standing, journal)
+        self._meter = Meter(self._schedule, world, self._state, journal)
         self._validates = validates(dataset)
         self._measured: dict[str, float] = {}  # at this very step: what a checkpoint may claim
 
@@ -134,22 +134,22 @@ class Training:
         self._close()
 
     def _step(self, batch: Batch) -> None:
-        standing, schedule = self._standing, self._schedule
-        done, rate = standing.step, schedule.rate(standing.step)
+        state, schedule = self._state, self._schedule
+        done, rate = state.step, schedule.rate(state.step)
         measured = self._trainer.step(
             batch.images, batch.labels, done=done, rate=rate, momentum=schedule.momentum(done)
         )
-        standing.step += 1
+        state.step += 1
         self._measured = {}
-        self._meter.add(standing.step, rate, measured)
-        improved = schedule.validates(standing.step) and self._validate()
+        self._meter.add(state.step, rate, measured)
+        improved = schedule.validates(state.step) and self._validate()
         # The best is saved whatever the interval: a checkpoint claims only what it measured itself.
-        if schedule.snapshots(standing.step) or improved or self._finished():
+        if schedule.snapshots(state.step) or improved or self._finished():
             self._snapshot()
 
     def _batches(self) -> Iterator[Batch]:
         """This process's slices of the coming batches, epoch after epoch, without end."""
-        epoch, start = divmod(self._standing.step, self._schedule.steps_per_epoch)
+        epoch, start = divmod(self._state.step, self._schedule.steps_per_epoch)
         while True:
             yield from batches(
                 self._dataset.train,
@@ -171,14 +171,14 @@ class Training:
 
         The processes share the work, and all get the same numbers.
         """
-        standing, info, improved = self._standing, self._run.info, False
+        state, info, improved = self._state, self._run.info, False
         self._meter.flush()
-        count = max(1, standing.loss_count)
+        count = max(1, state.loss_count)
         values = {
-            "train/loss": standing.loss_sum / count,
-            "train/accuracy": standing.accuracy_sum / count,
+            "train/loss": state.loss_sum / count,
+            "train/accuracy": state.accuracy_sum / count,
         }
-        standing.loss_sum, standing.accuracy_sum, standing.loss_count = 0.0, 0.0, 0
+        state.loss_sum, state.accuracy_sum, state.loss_count = 0.0, 0.0, 0
         if self._validates:
             self._world.share_buffers(self._trainer.module)
             scores_NK = predict_split(
@@ -196,7 +196,7 @@ class Training:
             values |= {ACCURACY: result.accuracy, "val/loss": result.loss}
             improved = self._improves(result.accuracy)
         self._measured = values
-        self._journal(metric(standing.step, self._schedule.epoch_at(standing.step), **values))
+        self._journal(metric(state.step, self._schedule.epoch_at(state.step), **values))
         self._warn(values)
         self._meter.start_clock()
         return improved
@@ -216,19 +216,19 @@ class Training:
             self._journal(warning(note))
 
     def _improves(self, accuracy: float) -> bool:
-        standing = self._standing
-        if standing.best_accuracy is None or accuracy > standing.best_accuracy:
-            standing.best_accuracy, standing.stale = accuracy, 0
+        state = self._state
+        if state.best_accuracy is None or accuracy > state.best_accuracy:
+            state.best_accuracy, state.stale = accuracy, 0
             return True
-        standing.stale += 1
+        state.stale += 1
         return False
 
     def _finished(self) -> bool:
-        return self._standing.step >= self._schedule.total or self._out_of_patience()
+        return self._state.step >= self._schedule.total or self._out_of_patience()
 
     def _out_of_patience(self) -> bool:
         patience = self._recipe.patience
-        return patience is not None and self._standing.stale >= patience
+        return patience is not None and self._state.stale >= patience
 
     def _snapshot(self) -> None:
         """Save a checkpoint, then remove the old ones: there is always a complete one."""
@@ -241,9 +241,9 @@ class Training:
         self._meter.start_clock()
 
     def _save(self) -> Path:
-        info, step = self._run.info, self._standing.step
+        info, step = self._run.info, self._state.step
         trainer = self._trainer
-        tensors, values = pack(trainer.module, trainer.optimizer, trainer.mixed, self._standing)
+        tensors, values = pack(trainer.module, trainer.optimizer, trainer.mixed, self._state)
         return save_checkpoint(
             self._run.path / "checkpoints" / f"step-{step:08d}",
             network=info.network,
@@ -262,7 +262,7 @@ class Training:
         """Emit the start of the training, and warnings that a person should see before it."""
         emit, recipe = self._journal, self._recipe
         emit(phase("train", f"{recipe.network}, {self._schedule.total} steps"))
-        emit(progress("train", self._standing.step, self._schedule.total))
+        emit(progress("train", self._state.step, self._schedule.total))
         if kept := self._trainer.kept:
             text = f"{len(kept)} weights start at random: they do not fit those of {recipe.init}"
             emit(Event(kind="warning", text=text, values=kept))
@@ -275,9 +275,9 @@ class Training:
             emit(warning("fp16 on a CPU is emulated and slow: bf16 or fp32 train faster here"))
 
     def _close(self) -> None:
-        standing, total = self._standing, self._schedule.total
-        values: dict[str, float | bool] = {"steps": standing.step, "early": standing.step < total}
-        if standing.best_accuracy is not None:
-            values["best_accuracy"] = standing.best_accuracy
-        self._journal(progress("train", standing.step, total))
+        state, total = self._state, self._schedule.total
+        values: dict[str, float | bool] = {"steps": state.step, "early": state.step < total}
+        if state.best_accuracy is not None:
+            values["best_accuracy"] = state.best_accuracy
+        self._journal(progress("train", state.step, total))
         self._journal(Event(kind="result", name="train", values=values))

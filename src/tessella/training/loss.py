@@ -53,7 +53,7 @@ def check_labels(split: Split, classes: int) -> None:
         )
 
 
-def no_number(loss: float, step: int, rate: float, recipe: Recipe) -> TrainError:
+def not_finite(loss: float, step: int, rate: float, recipe: Recipe) -> TrainError:
     """The error for a loss that is NaN or infinite at ``step``."""
     fixes = [f"lower the learning rate (for example lr={recipe.solver.lr / 10:g})"]
     if recipe.precision != "fp32":

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tessella.core.events import Emit, metric, progress
-from tessella.training.loss import no_number
+from tessella.training.loss import not_finite
 from tessella.training.parallel import World
 from tessella.training.schedule import Schedule
-from tessella.training.state import Standing
+from tessella.training.state import TrainState
 
 _GROUP = 16  # losses fetched from a GPU together: reading one waits for its step
 _REPORT_S = 1.0
@@ -21,8 +21,8 @@ _REPORT_S = 1.0
 class Meter:
     """Collects losses and emits them as metrics, averaged over all processes."""
 
-    def __init__(self, schedule: Schedule, world: World, standing: Standing, emit: Emit) -> None:
-        self._schedule, self._world, self._standing, self._emit = schedule, world, standing, emit
+    def __init__(self, schedule: Schedule, world: World, state: TrainState, emit: Emit) -> None:
+        self._schedule, self._world, self._state, self._emit = schedule, world, state, emit
         self._group = _GROUP if world.device.type == "cuda" else 1
         self._pending: list[tuple[int, float, Tensor]] = []
         self.start_clock()
@@ -48,11 +48,11 @@ class Meter:
         measured = self._world.mean(torch.stack([pair for *_, pair in self._pending])).tolist()
         for (step, rate, _), (loss, accuracy) in zip(self._pending, measured, strict=True):
             if not math.isfinite(loss):
-                raise no_number(loss, step, rate, self._schedule.recipe)
+                raise not_finite(loss, step, rate, self._schedule.recipe)
             self._emit(metric(step, self._schedule.epoch_at(step), loss=loss, lr=rate))
-            self._standing.loss_sum += loss
-            self._standing.accuracy_sum += accuracy
-            self._standing.loss_count += 1
+            self._state.loss_sum += loss
+            self._state.accuracy_sum += accuracy
+            self._state.loss_count += 1
         self._steps += len(self._pending)
         step = self._pending[-1][0]
         self._pending.clear()

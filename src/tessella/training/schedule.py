@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tessella.artifacts.run import Recipe
 
-_HAIR = 1e-9  # what a product of fractions may miss a whole number by
+_ROUNDING = 1e-9  # what a product of fractions may miss a whole number by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Schedule:
     @property
     def total(self) -> int:
         """Steps of the whole training, at least one."""
-        return max(1, math.ceil(self.recipe.epochs * self.steps_per_epoch - _HAIR))
+        return max(1, math.ceil(self.recipe.epochs * self.steps_per_epoch - _ROUNDING))
 
     def epoch_at(self, step: int) -> float:
         return step / self.steps_per_epoch
@@ -45,4 +45,4 @@ class Schedule:
     def _crosses(self, step: int, epochs: float) -> bool:
         """Whether a multiple of ``epochs`` lies in the step that ends at ``step``."""
         period = epochs * self.steps_per_epoch
-        return math.floor(step / period + _HAIR) > math.floor((step - 1) / period + _HAIR)
+        return math.floor(step / period + _ROUNDING) > math.floor((step - 1) / period + _ROUNDING)

@@ -48,7 +48,7 @@ def prune(module: nn.Module) -> None:
         weight.copy_(prune_two_four(weight))
 
 
-def hold(module: nn.Module, optimizer: optim.Optimizer) -> None:
+def keep_zeros(module: nn.Module, optimizer: optim.Optimizer) -> None:
     """Make the optimizer keep the zeros of the sparse weights at zero, in its own state, too.
 
     Before a step the gradients of these zeros are cleared, so that momentum does not accumulate

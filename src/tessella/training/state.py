@@ -1,6 +1,6 @@
 """What a checkpoint holds beyond the weights, so that a resumed training goes on exactly.
 
-That is the optimizer's tensors, the loss scale and the ``Standing``. The data, the learning rate
+That is the optimizer's tensors, the loss scale and the ``TrainState``. The data, the learning rate
 and the random numbers of a step are functions of the recipe and the step: there is nothing to save.
 """
 
@@ -26,7 +26,7 @@ ACCURACY = "val/accuracy"  # what a better checkpoint has more of
 
 
 @dataclass(kw_only=True)
-class Standing:
+class TrainState:
     """The progress of a training.
 
     Attributes:
@@ -46,7 +46,7 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
-    standing: Standing
+    standing: TrainState
     scaler: dict[str, int | float]
     scalars: dict[str, int | float | bool | None]
 
@@ -63,7 +63,7 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 
 
 def pack(
-    module: nn.Module, optimizer: optim.Optimizer, mixed: MixedPrecision, standing: Standing
+    module: nn.Module, optimizer: optim.Optimizer, mixed: MixedPrecision, state: TrainState
 ) -> tuple[dict[str, Tensor], bytes]:
     """``state_tensors`` and ``state_values`` of ``save_checkpoint``.
 
@@ -77,13 +77,13 @@ def pack(
                 tensors[f"{name}/{key}"] = value
             else:
                 scalars[f"{name}/{key}"] = value
-    saved = _Saved(standing=standing, scaler=mixed.scaler.state_dict(), scalars=scalars)
+    saved = _Saved(standing=state, scaler=mixed.scaler.state_dict(), scalars=scalars)
     return tensors, json.dumps(to_plain(saved)).encode()
 
 
 def unpack(
     checkpoint: Checkpoint, module: nn.Module, optimizer: optim.Optimizer, mixed: MixedPrecision
-) -> Standing:
+) -> TrainState:
     """Restore module, optimizer and scaler from a checkpoint.
 
     Raises:

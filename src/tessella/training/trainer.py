@@ -16,7 +16,7 @@ from tessella.training.memory import largest_that_runs, out_of_memory
 from tessella.training.parallel import World
 from tessella.training.precision import MixedPrecision
 from tessella.training.solver import optimizer_for, set_rate
-from tessella.training.state import Standing, seed_step, unpack
+from tessella.training.state import TrainState, seed_step, unpack
 
 
 class Trainer:
@@ -29,7 +29,7 @@ class Trainer:
 
     Attributes:
         module: the network, without the wrapper of data-parallel training.
-        standing: progress of the checkpoint ``start``, or of a new training.
+        state: progress of the checkpoint ``start``, or of a new training.
         kept: weights that ``init`` did not set, with the reason (``zoo.init_from``).
     """
 
@@ -58,14 +58,14 @@ class Trainer:
         self._parallel = world.wrap(self.module)
         self.optimizer = optimizer_for(self.module, recipe.solver)
         if recipe.sparsity == "2:4":
-            sparsity.hold(self.module, self.optimizer)
+            sparsity.keep_zeros(self.module, self.optimizer)
         self.mixed = MixedPrecision(recipe.precision, world.device)
         self._weights_K = None
         if recipe.class_weights == "balanced":
             self._weights_K = balanced_weights(class_counts).to(world.device)
-        self.standing = Standing()
+        self.state = TrainState()
         if start is not None:
-            self.standing = unpack(start, self.module, self.optimizer, self.mixed)
+            self.state = unpack(start, self.module, self.optimizer, self.mixed)
 
     def step(
         self, images: Tensor, labels: Tensor, *, done: int, rate: float, momentum: float
