@@ -21,8 +21,9 @@ from benchmarks.cases.case import meta
 from benchmarks.cases.conv import layers
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella.kernels import catalog
-from tessella.operations import build as problems
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations import problems
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import find as search
 from tessella.search.find import OWN, Terms
 from tessella.search.inputs import sample_inputs

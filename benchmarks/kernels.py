@@ -24,7 +24,6 @@ from tessella.core.errors import CompileError
 from tessella.core.record import to_plain
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
-from tessella.operations.work import flops, nbytes
 from tessella.search import find as search
 from tessella.search.find import OWN, Bid, Looks, Terms
 from tessella.search.inputs import sample_inputs

@@ -13,7 +13,8 @@ from tessella.core.device import torch_device
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper.chain import NEXT_SCALE, NEXT_WEIGHT, SCALE, WEIGHT
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
-from tessella.operations.problem import Problem, TensorMeta, memory_format
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta, memory_format
 from tessella.search import find as search
 from tessella.search.find import Terms
 

@@ -8,7 +8,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import DataError
 from tessella.training.loss import balanced_weights, check_labels, classification_loss, not_finite
-from tests.training.examples import recipe
+from tests.support.training import recipe
 
 
 def test_balanced_weights_are_scikit_learns():

@@ -20,7 +20,7 @@ from tessella.kernels.sparse.two_four import is_two_four
 from tessella.training.loop import train
 from tessella.training.solver import optimizer_for
 from tessella.training.sparsity import keep_zeros, prune, sparse_weights
-from tests.training.examples import curve
+from tests.support.training import curve
 
 NETWORK = """
 from torch import nn

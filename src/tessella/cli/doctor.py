@@ -71,7 +71,7 @@ def _path(link: Link) -> str:
 
 
 def _prediction(links: tuple[Link, ...], gpus: int) -> list[str]:
-    """What summing ResNet-50's gradients must take at least, where all GPUs have NVLinks."""
+    """The least time to sum ResNet-50's gradients, where all GPUs are joined by NVLinks."""
     slowest = min((link.nvlinks for link in links), default=0) * NVLINK4_BYTES_PER_S
     if not slowest:
         return []

@@ -111,7 +111,7 @@ def _start(library: Any) -> str | None:
 
 
 def ask(read: Callable[..., Any], *arguments: Any) -> Any:
-    """What NVML answers, or None where this GPU or driver cannot say."""
+    """The answer of a function of NVML, or None if this GPU or driver has none."""
     try:
         return read(*arguments)
     except nvml.NVMLError:
@@ -148,7 +148,7 @@ def _read(index: int) -> Gpu:
 
 
 def text(value: str | bytes | None) -> str | None:
-    """Older bindings answer in bytes."""
+    """The text of an answer: older bindings give bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
