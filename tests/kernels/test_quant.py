@@ -13,10 +13,11 @@ from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta, meta_of
 from tests.support.problems.codes import SCALES, every_code, like
 
-pytestmark = pytest.mark.instructions
-
-# lanes beyond the edge compute with zeros, which NumPy, but no GPU, remarks on
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.instructions,
+    # lanes beyond the edge compute with zeros, which NumPy, but no GPU, remarks on
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 CPU = torch.device("cpu")
 CHANNELS_LAST = torch.channels_last
