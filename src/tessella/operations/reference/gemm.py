@@ -183,7 +183,7 @@ ROWS = (
             "transpose_b": False,
             "fast_accumulation": False,
         },
-        hints=HINTS,
+        hints="fast_accumulation",
         epilogues=("",),
         rule=_matmul,
         flops=_products,
