@@ -7,13 +7,18 @@ result that is made element by element takes the place of an operand that nobody
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tessella.artifacts.program import ALIGNMENT, Bucket, Buffer, Step
 from tessella.compiler.choices.choose_kernels import Choice
+from tessella.execution import liveness
+from tessella.execution.liveness import Use
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
 from tessella.operations.tensor_meta import TensorMeta
@@ -32,15 +37,17 @@ class _Storage:
     in_arena: bool
     offset: int | None = None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return -(-self.meta.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def apply(graph: Graph, choices: Sequence[Choice], batch: int) -> Bucket:
     """The straight-line program of one bucket."""
-    last_read = _last_reads(graph, choices)
-    memory = _Memory(graph, choices, last_read)
+    uses = [_use(graph, choice) for choice in choices]
+    outputs = [v.name for v in graph.outputs]
+    frees = liveness.ended(uses, outputs)
+    memory = _Memory(choices, outputs, liveness.last_memory_uses(uses, outputs))
     storages = memory.storages()
     arena_bytes = place([s for s in storages if s.in_arena])
     buffers = tuple(
@@ -68,7 +75,7 @@ def apply(graph: Graph, choices: Sequence[Choice], batch: int) -> Bucket:
             attrs=choice.node.attrs,
             config=choice.config,
             workspace=_workspace(choice) if choice.workspace_bytes else None,
-            frees=tuple(sorted(name for name, last in last_read.items() if last == index)),
+            frees=tuple(sorted(frees[index])),
             layer=choice.node.layer,
         )
         for index, choice in enumerate(choices)
@@ -88,29 +95,28 @@ def _workspace(choice: Choice) -> str:
     return choice.node.outputs[0].name + WORKSPACE
 
 
-def _last_reads(graph: Graph, choices: Sequence[Choice]) -> dict[str, int]:
-    """The last step that reads each value (or makes it); the graph's outputs outlive all steps."""
-    last = {
-        value.name: index
-        for index, choice in enumerate(choices)
-        for value in (*choice.node.inputs, *choice.node.outputs)
-        if value is not None and value not in graph.constants
-    }
-    return last | {v.name: len(choices) for v in graph.outputs}
+def _use(graph: Graph, choice: Choice) -> Use[str]:
+    """What a step reads, but for constants, and writes."""
+    return Use(
+        [v.name for v in choice.node.inputs if v is not None and v not in graph.constants],
+        [v.name for v in choice.node.outputs],
+        aliases=catalog.kernel(choice.kernel).views,
+    )
 
 
 class _Memory:
     """Which storage each value lies in, views and slices included."""
 
-    def __init__(self, graph: Graph, choices: Sequence[Choice], last_read: dict[str, int]) -> None:
-        self._last_read = last_read
+    def __init__(
+        self, choices: Sequence[Choice], outputs: Sequence[str], until: dict[str, int]
+    ) -> None:
+        self._until = until  # the last step that needs each value's memory
         self._metas = {
             value.name: meta
             for choice in choices
             for value, meta in zip(choice.node.outputs, choice.problem.outputs, strict=True)
         }
         self._storages: dict[str, _Storage] = {}  # by the name of a value that is neither
-        self._bases: dict[str, set[str]] = {}  # value → the storages that its memory may belong to
         wholes = {place.of for choice in choices for place in choice.slices.values()}
         viewed = {
             v.name
@@ -119,7 +125,7 @@ class _Memory:
             for v in choice.node.inputs
             if v is not None
         }
-        self._lasting = wholes | viewed | {v.name for v in graph.outputs}
+        self._lasting = wholes | viewed | set(outputs)
         for index, choice in enumerate(choices):
             self._add(index, choice)
 
@@ -138,23 +144,16 @@ class _Memory:
             name = _workspace(choice)
             meta = TensorMeta(shape=(choice.workspace_bytes,), dtype="uint8")
             self._storages[name] = _Storage(name, meta, index, index, True)
-        read = [v.name for v in choice.node.inputs if v is not None and v.name in self._bases]
-        for value in choice.node.outputs:
-            name = value.name
-            if row.views:
-                self._bases[name] = set().union(*(self._bases[n] for n in read))
-            else:
-                place = choice.slices.get(name)
-                base = name if place is None else place.of
-                if base not in self._storages:
-                    taken = self._overwritten(index, choice) if place is None else None
-                    self._storages[base] = taken or _Storage(
-                        base, self._metas[base], index, index, row.writes_out
-                    )
-                self._bases[name] = {base}
-            for base in self._bases[name]:
-                storage = self._storages[base]
-                storage.last = max(storage.last, self._last_read[name])
+        for value in choice.node.outputs if not row.views else ():
+            place = choice.slices.get(value.name)
+            base = value.name if place is None else place.of
+            if base not in self._storages:
+                taken = self._overwritten(index, choice) if place is None else None
+                self._storages[base] = taken or _Storage(
+                    base, self._metas[base], index, index, row.load().WRITES_OUT
+                )
+            storage = self._storages[base]
+            storage.last = max(storage.last, self._until[value.name])
 
     def _overwritten(self, index: int, choice: Choice) -> _Storage | None:
         """An operand's storage that an element-by-element step may write its result into."""
@@ -198,24 +197,47 @@ def place(storages: Sequence[_Storage]) -> int:
 
 def _place_in(storages: Sequence[_Storage]) -> int:
     """Offsets in the order given, each in the tightest gap; returns the arena's size."""
-    placed: list[_Storage] = []
+    placed = _Placed()
+    nbytes = 0
     for storage in storages:
-        neighbours = sorted(
-            (p for p in placed if p.first <= storage.last and storage.first <= p.last),
-            key=lambda p: p.offset,
-        )
         end, gaps = 0, []
-        for neighbour in neighbours:
-            if neighbour.offset - end >= storage.nbytes:
-                gaps.append((neighbour.offset - end, end))
-            end = max(end, neighbour.offset + neighbour.nbytes)
+        for offset, _, neighbour in sorted(placed.living_with(storage)):
+            if offset - end >= storage.nbytes:
+                gaps.append((offset - end, end))
+            end = max(end, offset + neighbour.nbytes)
         storage.offset = min(gaps)[1] if gaps else end
-        placed.append(storage)
-    return max((s.offset + s.nbytes for s in placed), default=0)
+        placed.add(storage)
+        nbytes = max(nbytes, storage.offset + storage.nbytes)
+    return nbytes
+
+
+class _Placed:
+    """Storages that have their places, by how long they live (in powers of two) and since when: so
+    those that live at the same time as another are found without a look at all.
+    """
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+        self._by_length: dict[int, list[tuple[int, int, _Storage]]] = {}
+
+    def add(self, storage: _Storage) -> None:
+        group = self._by_length.setdefault((storage.last - storage.first).bit_length(), [])
+        insort(group, (storage.first, next(self._count), storage))
+
+    def living_with(self, storage: _Storage) -> Iterator[tuple[int, int, _Storage]]:
+        """Each with its offset and its number in the order of places."""
+        for bits, group in self._by_length.items():
+            since = bisect_left(group, (storage.first - (1 << bits) + 1,))
+            until = bisect_right(group, (storage.last, math.inf))
+            for _, number, other in group[since:until]:
+                if other.last >= storage.first:
+                    yield other.offset, number, other
 
 
 def _peak_bytes(storages: Sequence[_Storage], steps: int) -> int:
     """The most that is live during any step."""
-    return max(
-        (sum(s.nbytes for s in storages if s.first <= i <= s.last) for i in range(steps)), default=0
-    )
+    changes = [0] * (steps + 1)
+    for storage in storages:
+        changes[min(storage.first, steps)] += storage.nbytes
+        changes[min(storage.last + 1, steps)] -= storage.nbytes
+    return max(itertools.accumulate(changes[:steps]), default=0)
