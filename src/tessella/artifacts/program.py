@@ -7,7 +7,7 @@ cannot run.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -221,39 +221,6 @@ def in_place(
             found.append(position)
         start += size
     return tuple(found)
-
-
-def dying(
-    steps: Sequence[tuple[Sequence[str | None], Sequence[str], bool]], lasting: Collection[str]
-) -> list[tuple[int, ...]]:
-    """For each step, the positions of the inputs whose memory nothing needs afterwards.
-
-    Args:
-        steps: names of inputs and outputs, and whether outputs may be views of inputs.
-        lasting: names whose memory must never be overwritten: the program's inputs and outputs,
-            constants, slices.
-    """
-    family: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while family.setdefault(name, name) != name:
-            name = family[name]
-        return name
-
-    for inputs, outputs, aliases in steps:
-        names = [n for n in inputs if n is not None]
-        for name in (*outputs, *names) if aliases else ():
-            family[root(name)] = root(outputs[0])
-    last: dict[str, int] = {}
-    for index, (inputs, outputs, _) in enumerate(steps):
-        last |= {root(n): index for n in (*inputs, *outputs) if n is not None}
-    last |= {root(n): len(steps) for n in lasting}
-    found = []
-    for index, (inputs, _, _) in enumerate(steps):
-        roots = [None if n is None else root(n) for n in inputs]
-        ends = (r is not None and last[r] == index and roots.count(r) == 1 for r in roots)
-        found.append(tuple(i for i, end in enumerate(ends) if end))
-    return found
 
 
 def _names(

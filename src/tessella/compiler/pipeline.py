@@ -123,8 +123,11 @@ def compile_graph(
             concrete = lowered.at_batch(size)
             choices = _chosen(concrete, formats, tuner, emit, size)
             for left in reversed(range(WRONG_KERNELS)):
+                bucket = plan_memory.apply(concrete, choices, size)
                 try:
-                    verify.check(choices, concrete, rounded, wanted.at(size), tuner, loosest)
+                    verify.check(
+                        choices, bucket, concrete, rounded, wanted.at(size), tuner, loosest
+                    )
                     break
                 except verify.WrongKernel as wrong:
                     if not left or wrong.choice.kernel == "reference":
@@ -132,7 +135,7 @@ def compile_graph(
                     emit(phase("verify", f"{wrong.wrong}, {wrong.seen}: the next best is taken"))
                     tuner.refuse(wrong.choice, wrong.reason)
                     choices = _chosen(concrete, formats, tuner, emit, size)
-            buckets.append(plan_memory.apply(concrete, choices, size))
+            buckets.append(bucket)
             tuning += _candidates(choices, size)
     manifest = Manifest(
         fingerprint=device,

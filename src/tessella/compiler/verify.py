@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tessella.artifacts.program import Bucket
 from tessella.compiler.choices.choose_kernels import Choice, Tuner, constants_of
 from tessella.compiler.execution import bound
 from tessella.core.device import torch_device
 from tessella.core.errors import CompileError
 from tessella.core.events import Emit, phase
 from tessella.device.float32_math import float32_math
+from tessella.execution.bucket import BoundBucket
 from tessella.graph.graph import Dim, Graph
 from tessella.graph.interpret import interpret
 from tessella.search.inspection import deviates, exact_answers
@@ -294,6 +296,7 @@ def _changed_answers(made: Tensors, before: Tensors) -> list[str]:
 
 def check(
     choices: Sequence[Choice],
+    bucket: Bucket,
     graph: Graph,
     reference: Graph,
     wanted: Expected,
@@ -303,6 +306,7 @@ def check(
     """Run one bucket's steps and compare its outputs with the right answers.
 
     Args:
+        choices: the bucket's.
         graph: the compiled graph at the bucket's batch size.
         reference: the optimized graph before its precision was lowered, for naming the wrong step.
         wanted: inputs and answers of the bucket's batch size.
@@ -311,14 +315,18 @@ def check(
         WrongKernel: an output is out of tolerance, and one step's kernel is by itself.
         CompileError: an output is out of tolerance; names the first step that deviates.
     """
-    made = _run(choices, wanted.inputs, tuner)
+    steps = bound(graph, bucket, tuner)
+    inputs = [wanted.inputs[v.name].to(torch_device(tuner.target)) for v in graph.inputs]
+    with torch.inference_mode(), float32_math(tuner.math):
+        outputs = steps(inputs)
     wrong = [
         f"output {v.name!r}: {reason}"
-        for v in graph.outputs
-        if (reason := _deviation(made[v.name], wanted.outputs[v.name], wanted, precision))
+        for v, made in zip(graph.outputs, outputs, strict=True)
+        if (reason := _deviation(made, wanted.outputs[v.name], wanted, precision))
     ]
     if not wrong:
         return
+    made = _every_value(steps, graph, inputs, tuner)
     if culprit := _wrong_kernel(choices, made, tuner):
         raise WrongKernel(*culprit)
     where = _first_wrong_step(choices, made, reference, wanted, precision, tuner.target)
@@ -372,15 +380,15 @@ def _overflows(made: torch.Tensor, exact: torch.Tensor) -> bool:
     return bool(exact[exact.isfinite()].abs().gt(torch.finfo(made.dtype).max).any())
 
 
-def _run(choices: Sequence[Choice], inputs: Tensors, tuner: Tuner) -> Tensors:
-    """Every value of the bucket by name; none is freed or overwritten."""
-    device = torch_device(tuner.target)
-    live = {n: t.to(device) for n, t in inputs.items()}
+def _every_value(
+    steps: BoundBucket, graph: Graph, inputs: Sequence[torch.Tensor], tuner: Tuner
+) -> Tensors:
+    """What a run makes and reads, by name: as it was then, overwritten later or not."""
+    made = {v.name: tensor for v, tensor in zip(graph.inputs, inputs, strict=True)}
     with torch.inference_mode(), float32_math(tuner.math):
-        for step in bound(choices, tuner):
-            made = step.run(*[live[v.name] for v in step.reads])
-            live.update((v.name, t) for v, t in zip(step.node.outputs, made, strict=True))
-    return live
+        for bound_step, tensors in steps.stepwise(inputs):
+            made |= zip(bound_step.step.outputs, (t.clone() for t in tensors), strict=True)
+    return made
 
 
 def _first_wrong_step(

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from tessella.core.errors import InputError
+from tessella.execution import liveness
+from tessella.execution.liveness import Use
 from tessella.graph.graph import Dim, Graph, Node, Value, shape_at
 from tessella.operations.table import operation
 
@@ -40,7 +42,8 @@ def interpret(
     attrs_of = [
         n.attrs if upcast is None else _upcast_attrs(n.attrs, upcast) for n in concrete.nodes
     ]
-    frees = _last_uses(graph)
+    uses = [Use(node.inputs, node.outputs) for node in graph.nodes]
+    frees = liveness.ended(uses, (*graph.outputs, *graph.constants))
     for index, (node, attrs) in enumerate(zip(graph.nodes, attrs_of, strict=True)):
         tensors = [
             None
@@ -87,18 +90,6 @@ def _batch(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> int:
                 fix=f"give {value}",
             )
     return batch
-
-
-def _last_uses(graph: Graph) -> list[list[Value]]:
-    """For each node, the values that nothing reads after it."""
-    last = {
-        v: i for i, n in enumerate(graph.nodes) for v in (*n.inputs, *n.outputs) if v is not None
-    }
-    frees: list[list[Value]] = [[] for _ in graph.nodes]
-    for value, index in last.items():
-        if value not in graph.outputs and value not in graph.constants:
-            frees[index].append(value)
-    return frees
 
 
 def _cast(tensor: torch.Tensor, upcast: torch.dtype | None) -> torch.Tensor:

@@ -24,10 +24,12 @@ from tessella.core.memory import free_bytes, is_out_of_memory
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.device.ahead_of_time import Carried, carrying, collecting, workshop
-from tessella.operations.tensor_meta import TensorMeta
+from tessella.execution.arena import Arena, require_memory
+from tessella.execution.bucket import BoundBucket
+from tessella.execution.steps import first_line
+from tessella.operations.problem import TensorMeta
 from tessella.operations.user_operators import require
-from tessella.runtime.arena import Arena, require_memory
-from tessella.runtime.bucket import BoundBucket, first_line
+from tessella.runtime import lifetimes
 from tessella.runtime.cover import covers
 from tessella.runtime.graphs import GraphedBucket
 from tessella.runtime.host_memory import keep_freed_memory
@@ -125,17 +127,16 @@ class Engine:
             for meta in (*self._input_metas(bucket), *map(_buffer_meta, bucket.buffers)):
                 require_memory(meta.nbytes, self.device)
         weights = {n: t.to(self.device) for n, t in plan.weights.items()}
-        constants = {n: _meta(t) for n, t in weights.items()}
         arena = Arena(max(b.arena_bytes for b in plan.program.buckets), self.device)
         pool = torch.cuda.graph_pool_handle() if self._turns else None
         ready: dict[int, BoundBucket | GraphedBucket] = {}
         # the largest first: the smaller graphs then fit into memory that it left in the pool
         for bucket in sorted(plan.program.buckets, key=lambda b: -b.batch):
             inputs = self._input_metas(bucket)
-            metas = {**constants, **dict(zip(plan.program.inputs, inputs, strict=True))}
             bound = BoundBucket(
-                plan.program, bucket, weights, metas, target=target, math=math, arena=arena
+                plan.program, bucket, weights, inputs, target=target, math=math, arena=arena
             )
+            lifetimes.check(plan.program, bucket, [step.problem for step in bound.steps])
             if pool is None or self._turns is None:
                 ready[bucket.batch] = bound
                 continue
@@ -451,7 +452,3 @@ def _costs_us(plan: Plan) -> dict[int, float | None]:
 
 def _buffer_meta(buffer: Buffer) -> TensorMeta:
     return TensorMeta(shape=buffer.shape, dtype=buffer.dtype)
-
-
-def _meta(tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))

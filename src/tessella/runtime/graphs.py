@@ -1,21 +1,19 @@
-"""CUDA graphs: a bucket captured once and replayed, so that launching costs one call."""
+"""A bucket as a CUDA graph, which reads an input where its caller has it, if that is proved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from tessella.core.dtype import Math
-from tessella.device.cuda_graphs import GRAPH_LOCK
-from tessella.device.driver import cuda_driver
 from tessella.device.float32_math import float32_math
 from tessella.device.graph_parameters import Addresses, Parameters
-from tessella.device.streams import capturing
-from tessella.operations.tensor_meta import TensorMeta
-from tessella.runtime.bucket import BoundBucket
+from tessella.execution.bucket import BoundBucket
+from tessella.execution.capture import Captured
+from tessella.operations.problem import TensorMeta
 
-WARM_UP_RUNS = 2  # cuDNN and cuBLAS make their handles and workspaces before a capture
 ALIGNMENT = 16  # of an input that is read where it is, as kernels were compiled for
 
 
@@ -42,12 +40,9 @@ class GraphedBucket:
         with torch.inference_mode(False):  # else they could not be written outside of that mode
             self.inputs = [meta.empty(device).zero_() for meta in inputs]
         with torch.inference_mode(), float32_math(math):
-            for _ in range(WARM_UP_RUNS):
-                bound(self.inputs)
-            with capturing(pool=pool, stream=stream) as self._graph:
-                self._outputs = bound(self.inputs)
-        self._executable = self._graph.raw_cuda_graph_exec()
-        parameters = Parameters(cuda_driver(), self._graph.raw_cuda_graph())
+            run = partial(bound, self.inputs)
+            self._graph = Captured(run, pool=pool, stream=stream)
+        parameters = self._graph.parameters()
         self._places = [self._proved(static, parameters) for static in self.inputs]
         torch.cuda.current_stream().synchronize()  # its first call may come in another stream
 
@@ -68,22 +63,14 @@ class GraphedBucket:
             else:
                 other.uniform_(-1, 1, generator=drawn)
             static.copy_(other)
-            self._launch()
-            right = [tensor.clone() for tensor in self._outputs]
-            static.copy_(255 - other) if static.dtype == torch.uint8 else static.fill_(torch.nan)
-            self._launch((places, other))
-            same = all(_same(a, b) for a, b in zip(self._outputs, right, strict=True))
-            static.zero_()
-            self._launch((places, static))
-        return places if same else None
-
-    def _launch(self, *reads: tuple[Addresses | None, torch.Tensor]) -> None:
-        """Replay, from now on with these inputs."""
-        with GRAPH_LOCK:
-            for places, tensor in reads:
-                if places is not None:
-                    places.point(self._executable, tensor.data_ptr())
             self._graph.replay()
+            right = [tensor.clone() for tensor in self._graph.results]
+            static.copy_(255 - other) if static.dtype == torch.uint8 else static.fill_(torch.nan)
+            self._graph.replay((places, other.data_ptr()))
+            same = all(_same(a, b) for a, b in zip(self._graph.results, right, strict=True))
+            static.zero_()
+            self._graph.replay((places, static.data_ptr()))
+        return places if same else None
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Replay on inputs of at most ``batch`` samples; fewer are padded with zeros."""
@@ -91,16 +78,17 @@ class GraphedBucket:
         for static, tensor, places in zip(self.inputs, inputs, self._places, strict=True):
             count = len(tensor)
             if places is not None and self._readable(tensor, static):
-                reads.append((places, tensor))
+                reads.append((places, tensor.data_ptr()))
                 continue
             if count == self.batch:
                 static.copy_(tensor, non_blocking=True)
             else:
                 static[:count].copy_(tensor, non_blocking=True)
                 static[count:].zero_()
-            reads.append((places, static))
-        self._launch(*reads)
-        return self._outputs
+            if places is not None:
+                reads.append((places, static.data_ptr()))
+        self._graph.replay(*reads)
+        return self._graph.results
 
     def _readable(self, tensor: torch.Tensor, static: torch.Tensor) -> bool:
         """Whether kernels that were compiled for ``static`` can read ``tensor`` in its place."""

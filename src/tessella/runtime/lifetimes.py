@@ -1,5 +1,8 @@
 """Lifetimes: no two values of a program that are needed at the same time share memory.
 
+A checker of what a planner decided: it finds out by itself until when a value is needed, and shares
+no code with ``execution.liveness``, so that no error is on both sides.
+
 Slices of one buffer are its family: they live in its memory, from the first that is written to the
 last that is read, and among themselves they must not overwrite each other either.
 """

@@ -18,9 +18,11 @@ import torch
 from tessella.core.spec import TensorSpec
 from tessella.device.ahead_of_time import carrying
 from tessella.device.float32_math import float32_math
+from tessella.execution.bucket import BoundBucket
+from tessella.execution.steps import BoundStep
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
-from tessella.runtime.bucket import BoundBucket, BoundStep
+from tessella.operations.work import flops, nbytes
 from tessella.runtime.engine import Engine
 from tessella.search.inputs import sample_inputs
 from tessella.search.limits import Limits, limits

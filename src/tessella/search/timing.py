@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tessella.device.cuda_graphs import GRAPH_LOCK
-from tessella.device.streams import capturing
+from tessella.execution.capture import Captured
 
 Run = Callable[[], object]
 
@@ -135,19 +134,21 @@ def _cuda_sampler(run: Run, device: torch.device) -> Sampler:
         tuple(torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
         for _ in range(repeats)
     ]
+
+    def calls() -> None:
+        for begin, end in events:
+            flushed.zero_()
+            begin.record()
+            run()
+            end.record()
+
     torch.cuda.synchronize()
     with warnings.catch_warnings():  # a view launches nothing
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-        with capturing() as graph:
-            for begin, end in events:
-                flushed.zero_()
-                begin.record()
-                run()
-                end.record()
+        captured = Captured(calls, warm_up_runs=0)
 
     def sample() -> list[float]:
-        with GRAPH_LOCK:
-            graph.replay()
+        captured.replay()
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) * 1e-3 for begin, end in events]
 

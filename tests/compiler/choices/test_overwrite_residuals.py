@@ -12,10 +12,10 @@ from torch import nn
 
 from tessella import runtime
 from tessella.artifacts.plan import Plan
-from tessella.artifacts.program import dying
 from tessella.compiler.choices import variants
 from tessella.core.errors import ArtifactError
 from tessella.core.spec import TensorSpec
+from tessella.execution.liveness import Use, dying
 from tessella.kernels.conv.libraries import onednn_sum
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -143,5 +143,5 @@ def test_which_operands_die() -> None:
         (("d", "d"), ("e",), False),  # twice: no place to write to
         (("e", "c2"), ("out",), False),
     ]
-    found = dying(steps, {"image", "w", "out", "c2"})
+    found = dying([Use(*step) for step in steps], {"image", "w", "out", "c2"})
     assert found == [(), (), (), (0, 1), (), (0,)]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tessella.artifacts.program import dying
 from tessella.compiler.choices.choose_kernels import Choice, Tuner, trials
 from tessella.core.events import Emit, silent
+from tessella.execution import liveness
+from tessella.execution.liveness import Use
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
 
@@ -21,16 +22,16 @@ def apply(
     """The choices for a graph with concrete shapes; steps that may overwrite are asked again."""
     slices = {n for c in choices for name, s in c.slices.items() for n in (name, s.of)}
     lasting = {v.name for v in (*graph.inputs, *graph.outputs, *graph.constants)} | slices
-    steps = [
-        (
-            tuple(None if v is None else v.name for v in c.node.inputs),
-            tuple(v.name for v in c.node.outputs),
-            catalog.kernel(c.kernel).aliases,
+    uses = [
+        Use(
+            [None if v is None else v.name for v in c.node.inputs],
+            [v.name for v in c.node.outputs],
+            aliases=catalog.kernel(c.kernel).aliases,
         )
         for c in choices
     ]
     changed = list(choices)
-    for index, ends in enumerate(dying(steps, lasting)):
+    for index, ends in enumerate(liveness.dying(uses, lasting)):
         choice = choices[index]
         rows = catalog.candidates(choice.node.op, tuner.target)
         taken = {row.overwrites for row in rows} & set(ends)

@@ -11,13 +11,13 @@ from functools import partial
 
 import torch
 
+from tessella.compiler.choices import plan_memory
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.execution import bound
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.record import digest
-from tessella.device.cuda_graphs import GRAPH_LOCK
 from tessella.device.float32_math import float32_math
-from tessella.device.streams import capturing
+from tessella.execution.capture import Captured
 from tessella.graph.graph import Graph, Value
 from tessella.search.timing import latency
 from tessella.search.tuning import Trial
@@ -25,8 +25,9 @@ from tessella.search.tuning import Trial
 Programs = Sequence[tuple[Graph, Sequence[Choice]]]
 
 SECONDS = 50.0  # of measuring, for each second that one step may take: a program has many steps
-VERSION = 4  # of the timings; raised when what is measured changes
-WARM_UP_RUNS = 2  # cuDNN and cuBLAS make their handles and workspaces before a capture
+# Of the timings. Programs once ran without an arena: those times may still be believed, as all that
+# are compared come from one race.
+VERSION = 4
 
 
 def times_us(programs: Programs, tuner: Tuner, *, seconds: float | None = None) -> list[float]:
@@ -59,31 +60,12 @@ def times_us(programs: Programs, tuner: Tuner, *, seconds: float | None = None) 
     return [timings[name].time_us for name in names]
 
 
-def _run(graph: Graph, choices: Sequence[Choice], tuner: Tuner) -> Callable[[], None]:
-    """All steps; what nothing reads any more is let go. On a GPU a graph, as in a plan."""
+def _run(graph: Graph, choices: Sequence[Choice], tuner: Tuner) -> Callable[[], object]:
+    """The program as a plan will have it: in an arena, and on a GPU as a CUDA graph."""
     device = torch_device(tuner.target)
-    slots = {value: i for i, value in enumerate(graph.values())}
-    live: list[torch.Tensor | None] = [None] * len(slots)
-    for value in graph.inputs:
-        live[slots[value]] = sample(value, device)
-    last = {v: i for i, c in enumerate(choices) for v in (*c.node.inputs, *c.node.outputs)}
-    keep = {None, *graph.inputs, *graph.outputs}
-    steps = []
-    for index, step in enumerate(bound(choices, tuner)):
-        reads = [slots[v] for v in step.reads]
-        writes = [slots[v] for v in step.node.outputs]
-        ends = {*step.node.inputs, *step.node.outputs} - keep
-        drops = [slots[v] for v in ends if v and last[v] == index]
-        steps.append((step.run, reads, writes, drops))
-
-    def run() -> None:
-        for call, reads, writes, drops in steps:
-            for slot, tensor in zip(writes, call(*[live[i] for i in reads]), strict=True):
-                live[slot] = tensor
-            for slot in drops:
-                live[slot] = None
-
-    return run if device.type == "cpu" else _captured(run)
+    bucket = plan_memory.apply(graph, choices, 1)  # any batch: only a plan's reader asks for it
+    run = partial(bound(graph, bucket, tuner), [sample(v, device) for v in graph.inputs])
+    return run if device.type == "cpu" else Captured(run).replay
 
 
 def sample(value: Value, device: torch.device) -> torch.Tensor:
@@ -97,19 +79,3 @@ def sample(value: Value, device: torch.device) -> torch.Tensor:
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=dtype, generator=generator, device=device)
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _captured(run: Callable[[], None]) -> Callable[[], None]:
-    """A run as one CUDA graph."""
-    for _ in range(WARM_UP_RUNS):
-        run()
-    with capturing() as graph:
-        run()
-    return partial(_replay, graph, run)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, kept: Callable[[], None]) -> None:
-    """Replay; ``kept`` is what was captured: a graph holds none of the weights and buffers that it
-    reads and writes, and without it they were freed (ResNet-50: "illegal memory access")."""
-    with GRAPH_LOCK:
-        graph.replay()

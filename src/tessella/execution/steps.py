@@ -1,28 +1,27 @@
-"""A bucket made ready to run: every step bound to its kernel, every name a slot number."""
+"""Steps bound to kernels, constants and memory; what a plan says of them is not believed."""
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tessella.artifacts.program import Bucket, Program, Slice, Step, dying, in_place
+from tessella.artifacts.program import Bucket, Program, Step, in_place
 from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, CompileError, CorruptArtifact
 from tessella.core.memory import is_out_of_memory
 from tessella.core.record import canonical_json
+from tessella.execution import liveness
+from tessella.execution.arena import Arena
+from tessella.execution.liveness import Use
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call
-from tessella.operations import shapes
-from tessella.operations.problem import Problem
-from tessella.operations.table import OPERATIONS
-from tessella.operations.tensor_meta import TensorMeta
-from tessella.runtime import lifetimes
-from tessella.runtime.arena import Arena
+from tessella.operations import operands, shapes
+from tessella.operations.operation import OPS
+from tessella.operations.problem import Problem, TensorMeta
 
 Slots = list[Any]  # tensors; None where nothing lives
 
@@ -37,14 +36,11 @@ class BoundStep:
     out: torch.Tensor | None
 
 
-class BoundBucket:
-    """The program of one batch size. Not safe for two threads at once: the arena is shared.
+class Binder:
+    """What all steps of a bucket are bound with.
 
-    Attributes:
-        strides: by name, of views of which the plan does not tell them; known after the first run.
-
-    Raises:
-        ArtifactError: the plan names a kernel that is not here, or that cannot run here.
+    Args:
+        inputs: by name, what the program's inputs are.
     """
 
     def __init__(
@@ -52,135 +48,33 @@ class BoundBucket:
         program: Program,
         bucket: Bucket,
         weights: Mapping[str, torch.Tensor],
-        metas: Mapping[str, TensorMeta],
+        inputs: Mapping[str, TensorMeta],
         *,
         target: str,
         math: Math,
         arena: Arena,
     ) -> None:
-        self.batch = bucket.batch
-        buffers = {b.name: b for b in bucket.buffers}
-        names = [*program.inputs, *buffers]
-        slot_of = {name: i for i, name in enumerate(names)}
-        self._slots: Slots = [None] * len(names)
-        self._inputs = [slot_of[n] for n in program.inputs]
-        self._outputs = [slot_of[n] for n in program.outputs]
-        self.steps: list[BoundStep] = []
-        self.strides: dict[str, tuple[int, ...]] = {}
-        self._writes: list[list[int]] = []
-        self._runs: list[tuple[Callable[[Slots], None], tuple[int, ...]]] = []
-        self._slices = {
-            slot_of[b.name]: (slot_of[b.slice.of], b.slice)
-            for b in bucket.buffers
-            if b.slice is not None
-        }
-        binder = _Binder(bucket, weights, metas, arena, target, math)
-        placed: set[str] = set()
-        for step, ends in zip(bucket.steps, _dying(program, bucket, weights), strict=True):
-            bound = binder.bind(step, ends)
-            reads = [slot_of[n] for n in step.inputs if n is not None and n not in weights]
-            writes = [slot_of[n] for n in step.outputs]
-            if bound.out is not None:
-                self._slots[writes[0]] = bound.out
-                placed.add(step.outputs[0])
-            drops = tuple(slot_of[n] for n in step.frees if n not in placed)
-            self._writes.append(writes)
-            self._runs.append((_runner(bound.call, reads, writes, bound.out), drops))
-            self.steps.append(bound)
-        lifetimes.check(program, bucket, [step.problem for step in self.steps])
-        self._checked = False
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the steps. Results may lie in the arena or alias an input: copy them at once.
-
-        Raises:
-            CorruptArtifact: in the first run, a step made another tensor than the plan says.
-        """
-        if not self._checked:
-            return self._first_run(inputs)
-        slots = self._slots
-        for slot, tensor in zip(self._inputs, inputs, strict=True):
-            slots[slot] = tensor
-        for run, drops in self._runs:
-            run(slots)
-            for slot in drops:
-                slots[slot] = None
-        return [slots[slot] for slot in self._outputs]
-
-    def step_times_s(self, inputs: Sequence[torch.Tensor]) -> list[float]:
-        """One run, each step by the host's clock: on a CPU what it takes among the others."""
-        slots, times = self._slots, []
-        for slot, tensor in zip(self._inputs, inputs, strict=True):
-            slots[slot] = tensor
-        for run, drops in self._runs:
-            begin = time.perf_counter()
-            run(slots)
-            for slot in drops:
-                slots[slot] = None
-            times.append(time.perf_counter() - begin)
-        return times
-
-    def _first_run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the steps one by one: the kernels behind each were bound to what the plan says."""
-        slots = list(self._slots)
-        for slot, tensor in zip(self._inputs, inputs, strict=True):
-            slots[slot] = tensor
-        for (run, drops), step, writes in zip(self._runs, self.steps, self._writes, strict=True):
-            run(slots)
-            places = [self._slices.get(slot) for slot in writes]
-            for slot, meta, place in zip(writes, step.problem.outputs, places, strict=True):
-                if not meta.matches(slots[slot]) or not _lies_there(slots, slot, place):
-                    made = slots[slot]
-                    raise CorruptArtifact(
-                        f"step {step.step.outputs[0]!r} makes another tensor than the plan says",
-                        seen=f"{made.dtype} {tuple(made.shape)} strides {made.stride()}, "
-                        f"not {meta}",
-                        fix="build the plan again",
-                    )
-            for name, slot, meta in zip(
-                step.step.outputs, writes, step.problem.outputs, strict=True
-            ):
-                if meta.format == "strided":
-                    self.strides[name] = slots[slot].stride()
-            for slot in drops:
-                slots[slot] = None
-        self._checked = True
-        return [slots[slot] for slot in self._outputs]
-
-
-def _lies_there(slots: Slots, slot: int, place: tuple[int, Slice] | None) -> bool:
-    """Whether a view is the slice that the plan says, where it can be seen."""
-    if place is None or (whole := slots[place[0]]) is None:
-        return True
-    size = slots[slot].shape[place[1].axis]
-    right = whole.narrow(place[1].axis, place[1].start, size)
-    return bool(slots[slot].data_ptr() == right.data_ptr())
-
-
-class _Binder:
-    """What all steps of a bucket are bound with."""
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        weights: Mapping[str, torch.Tensor],
-        metas: Mapping[str, TensorMeta],
-        arena: Arena,
-        target: str,
-        math: Math,
-    ) -> None:
-        self._weights, self._arena, self._target, self._math = weights, arena, target, math
+        self._program, self._bucket, self._weights = program, bucket, weights
+        self._target, self._math, self._arena = target, math, arena
         self._buffers = {b.name: b for b in bucket.buffers}
         self._slices = {b.name: b.slice for b in bucket.buffers if b.slice is not None}
-        self._metas = {**metas, **buffer_metas(bucket)}
+        self._metas = {
+            **{name: _meta(tensor) for name, tensor in weights.items()},
+            **inputs,
+            **buffer_metas(bucket),
+        }
 
-    def bind(self, step: Step, ends: tuple[int, ...]) -> BoundStep:
-        """The step's kernel, checked and bound to its constants and its place.
+    def steps(self) -> Iterator[BoundStep]:
+        """Each step with its kernel, checked and bound to its constants and its place."""
+        for step, ends in zip(self._bucket.steps, self._dying(), strict=True):
+            yield self._bind(step, ends)
 
-        Args:
-            ends: positions of inputs whose memory the step may take.
-        """
-        constants = {i: self._weights[n] for i, n in enumerate(step.inputs) if n in self._weights}
+    def _bind(self, step: Step, ends: tuple[int, ...]) -> BoundStep:
+        constants = {
+            i: self._weights[n]
+            for i, n in enumerate(step.inputs)
+            if n is not None and n in self._weights
+        }
         problem = self._problem(step, tuple(constants), ends)
         try:
             _require_shapes(step, problem)
@@ -214,6 +108,21 @@ class _Binder:
                 fix="build the plan again with this version of Tessella",
             ) from error
         return BoundStep(step=step, problem=problem, call=call, out=out)
+
+    def _dying(self) -> list[tuple[int, ...]]:
+        """For each step, the input whose memory its kernel may take: the plan is not asked."""
+        slices = {n for name, place in self._slices.items() for n in (name, place.of)}
+        rows = [_row(step) for step in self._bucket.steps]
+        uses = [
+            Use(step.inputs, step.outputs, aliases=row is None or row.aliases)
+            for step, row in zip(self._bucket.steps, rows, strict=True)
+        ]
+        program = self._program
+        lasting = {*program.inputs, *program.outputs, *self._weights, *slices}
+        return [
+            (row.overwrites,) if row is not None and row.overwrites in ends else ()
+            for row, ends in zip(rows, liveness.dying(uses, lasting), strict=True)
+        ]
 
     def _problem(self, step: Step, constant: tuple[int, ...], ends: tuple[int, ...]) -> Problem:
         metas = self._metas
@@ -260,23 +169,6 @@ class _Binder:
         return scratch if needed else None
 
 
-def _dying(
-    program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]
-) -> list[tuple[int, ...]]:
-    """For each step, the input whose memory its kernel may take: the plan is not asked."""
-    slices = {n for b in bucket.buffers if b.slice for n in (b.name, b.slice.of)}
-    rows = [_row(step) for step in bucket.steps]
-    steps = [
-        (s.inputs, s.outputs, row is None or row.aliases)
-        for s, row in zip(bucket.steps, rows, strict=True)
-    ]
-    found = dying(steps, {*program.inputs, *program.outputs, *weights, *slices})
-    return [
-        (row.overwrites,) if row is not None and row.overwrites in ends else ()
-        for row, ends in zip(rows, found, strict=True)
-    ]
-
-
 def _row(step: Step) -> catalog.Kernel | None:
     """The step's kernel; None if there is no such, which is told when it is bound."""
     try:
@@ -305,6 +197,10 @@ def buffer_metas(bucket: Bucket) -> dict[str, TensorMeta]:
     return metas
 
 
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+
 def _require_shapes(step: Step, problem: Problem) -> None:
     """Refuse a step whose operation does not make what the plan says, found without numbers.
 
@@ -324,7 +220,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _runner(
+def runner(
     call: Call, reads: list[int], writes: list[int], out: torch.Tensor | None
 ) -> Callable[[Slots], None]:
     """The step as a function of the slots; common shapes are spelled out, 0.1 µs faster."""

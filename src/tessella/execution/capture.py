@@ -1,0 +1,61 @@
+"""CUDA graphs: what a function launches, recorded once and replayed, so that it costs one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Generic, TypeVar
+
+import torch
+
+from tessella.device.cuda_graphs import GRAPH_LOCK
+from tessella.device.driver import cuda_driver
+from tessella.device.graph_parameters import Addresses, Parameters
+from tessella.device.streams import capturing
+
+WARM_UP_RUNS = 2  # cuDNN and cuBLAS make their handles and workspaces before a capture
+
+Results = TypeVar("Results")
+
+
+class Captured(Generic[Results]):
+    """A function as a CUDA graph.
+
+    The function is kept: a graph holds none of the weights and buffers that it reads and writes,
+    and without it they were freed (ResNet-50: "illegal memory access").
+
+    Args:
+        pool, stream: as of ``capturing``.
+
+    Attributes:
+        results: what the function returned: each replay writes them anew.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], Results],
+        *,
+        warm_up_runs: int = WARM_UP_RUNS,
+        pool: tuple[int, int] | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self._run = run
+        for _ in range(warm_up_runs):
+            run()
+        with capturing(pool=pool, stream=stream) as self._graph:
+            self.results = run()
+
+    def replay(self, *reads: tuple[Addresses, int]) -> None:
+        """Launch the graph, which reads from these addresses, now and later."""
+        with GRAPH_LOCK:
+            for places, address in reads:
+                places.point(self._executable, address)
+            self._graph.replay()
+
+    def parameters(self) -> Parameters:
+        """What the graph's kernels are launched with."""
+        return Parameters(cuda_driver(), self._graph.raw_cuda_graph())
+
+    @cached_property
+    def _executable(self) -> int:
+        return self._graph.raw_cuda_graph_exec()
