@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 
 import torch
 
 from tessella.artifacts.program import Buffer
-from tessella.core.errors import ArtifactError
 
 
 class Arena:
-    """``nbytes`` of memory on a device; all buckets of an engine share it, one runs at a time.
-
-    Raises:
-        ArtifactError: the device does not have as much.
-    """
+    """``nbytes`` of memory on a device; all buckets of an engine share it, one runs at a time."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        require_memory(nbytes, device)
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def view(self, buffer: Buffer, buffers: Mapping[str, Buffer]) -> torch.Tensor | None:
@@ -39,18 +32,3 @@ class Arena:
             n, c, *sizes = buffer.shape
             return flat.view(n, *sizes, c).movedim(-1, 1)
         return flat.view(buffer.shape)
-
-
-def require_memory(nbytes: int, device: torch.device) -> None:
-    """Raise ``ArtifactError`` if a device has less memory than a plan asks for in one piece."""
-    has = (
-        torch.cuda.get_device_properties(device).total_memory
-        if device.type == "cuda"
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
-    if nbytes > has:
-        raise ArtifactError(
-            "the plan needs more memory than there is",
-            seen=f"{nbytes:,} bytes in one piece, {has:,} on {device}",
-            fix="build it for smaller batches",
-        )

@@ -4,6 +4,7 @@ its kernels: it checks, binds and tests.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from tessella.core.memory import free_bytes, is_out_of_memory
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.device.ahead_of_time import Carried, carrying, collecting, workshop
-from tessella.execution.arena import Arena, require_memory
+from tessella.execution.arena import Arena
 from tessella.execution.bucket import BoundBucket
 from tessella.execution.steps import first_line
 from tessella.operations.problem import TensorMeta
@@ -124,8 +125,9 @@ class Engine:
     def _bind(self, plan: Plan, target: str) -> dict[int, BoundBucket | GraphedBucket]:
         math: Math = "tf32" if self._turns and plan.manifest.precision == "tf32" else "ieee"
         for bucket in plan.program.buckets:
+            _require_memory(bucket.arena_bytes, self.device)
             for meta in (*self._input_metas(bucket), *map(_buffer_meta, bucket.buffers)):
-                require_memory(meta.nbytes, self.device)
+                _require_memory(meta.nbytes, self.device)
         weights = {n: t.to(self.device) for n, t in plan.weights.items()}
         arena = Arena(max(b.arena_bytes for b in plan.program.buckets), self.device)
         pool = torch.cuda.graph_pool_handle() if self._turns else None
@@ -418,6 +420,21 @@ def _enough_memory(plan: Plan, device: torch.device) -> Iterator[None]:
             if fits is not None and fits < max(needs)
             else "free memory there, or build it in a narrower precision",
         ) from error
+
+
+def _require_memory(nbytes: int, device: torch.device) -> None:
+    """Raise ``ArtifactError`` if a device has less memory than a plan asks for in one piece."""
+    has = (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    if nbytes > has:
+        raise ArtifactError(
+            "the plan needs more memory than there is",
+            seen=f"{nbytes:,} bytes in one piece, {has:,} on {device}",
+            fix="build it for smaller batches",
+        )
 
 
 def _repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,0 +1,78 @@
+"""The compiler races and checks what the runtime will run: the same steps in the same arena."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tessella.compiler import verify
+from tessella.compiler.choices import choose_kernels, overwrite_residuals, plan_memory, race
+from tessella.compiler.choices.choose_kernels import Choice, Tuner
+from tessella.compiler.choices.variants import with_layout
+from tessella.core.errors import CompileError
+from tessella.core.events import silent
+from tessella.core.spec import TensorSpec
+from tessella.execution.bucket import BoundBucket
+from tessella.graph.build import Builder
+from tessella.graph.graph import Graph
+from tessella.graph.interpret import interpret
+from tessella.search.tuning import TimingCache
+from tests.compiler.networks import captured
+
+
+def chosen(graph: Graph) -> tuple[Graph, list[Choice], Tuner]:
+    graph, formats = with_layout(graph, "channels_last")
+    tuner = Tuner(
+        target="cpu",
+        math="ieee",
+        constants={v.name: t for v, t in graph.constants.items()},
+        cache=TimingCache(),
+        budget_s=0.0,
+    )
+    choices = choose_kernels.apply(graph, formats, tuner, silent, "")
+    return graph, overwrite_residuals.apply(graph, choices, tuner), tuner
+
+
+def test_a_race_runs_in_the_arena_of_the_plan() -> None:
+    graph, choices, tuner = chosen(captured("vit").at_batch(2))
+    run = race._run(graph, choices, tuner)
+    (answer,) = run()
+    x = race.sample(graph.inputs[0], torch.device("cpu"))
+    (right,) = interpret(graph, {graph.inputs[0].name: x}, upcast=torch.float64).values()
+    torch.testing.assert_close(answer.double(), right, rtol=1e-4, atol=1e-4)
+    bound = run.func
+    assert isinstance(bound, BoundBucket)
+    bucket = plan_memory.apply(graph, choices, 2)
+    arenas = {s.out.untyped_storage().data_ptr() for s in bound.steps if s.out is not None}
+    sizes = {s.out.untyped_storage().nbytes() for s in bound.steps if s.out is not None}
+    assert (len(arenas), sizes) == (1, {bucket.arena_bytes})
+
+
+def sums_in_place() -> tuple[Graph, list[Choice], Tuner]:
+    """A convolution that adds to its residual where that lies."""
+    build = Builder("sums")
+    x = build.input(TensorSpec(name="x", dtype="float32", shape=(1, 8, 6, 6)), dynamic=False)
+    weight = build.constant("weight", torch.randn(8, 8, 1, 1) / 8)
+    window = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    residual = build.one("exp", [x])
+    graph = build.finish([build.one("conv2d", [x, weight, None, residual], **window)], ["y"])
+    graph, choices, tuner = chosen(graph)
+    (index,) = (i for i, c in enumerate(choices) if c.node.op == "conv2d")
+    trials = choices[index].trials
+    first = next(t for t in trials if t.kernel == "conv2d.onednn_sum" and t.refused is None)
+    choices[index] = replace(choices[index], trials=(first, *(t for t in trials if t is not first)))
+    return graph, choices, tuner
+
+
+@pytest.mark.instructions
+def test_a_kernel_that_overwrites_its_residual_is_not_blamed_for_it() -> None:
+    graph, choices, tuner = sums_in_place()
+    bucket = plan_memory.apply(graph, choices, 1)
+    wanted = verify.expected(graph, 1, 1, target="cpu")
+    verify.check(choices, bucket, graph, graph, wanted, tuner, "fp32")
+    wrong = replace(wanted, outputs={"y": wanted.outputs["y"] + 1})
+    with pytest.raises(CompileError, match="does not compute what the network computes") as told:
+        verify.check(choices, bucket, graph, graph, wrong, tuner, "fp32")
+    assert not isinstance(told.value, verify.WrongKernel)
