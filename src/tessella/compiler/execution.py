@@ -8,6 +8,7 @@ from tessella.core.device import torch_device
 from tessella.execution.arena import Arena
 from tessella.execution.bucket import BoundBucket
 from tessella.graph.graph import Graph
+from tessella.graph.value import shape_at
 from tessella.operations.problem import TensorMeta
 
 
@@ -18,7 +19,9 @@ def bound(graph: Graph, bucket: Bucket, tuner: Tuner) -> BoundBucket:
         outputs=tuple(v.name for v in graph.outputs),
         buckets=(bucket,),
     )
-    inputs = [TensorMeta(shape=tuple(int(d) for d in v.shape), dtype=v.dtype) for v in graph.inputs]
+    inputs = [
+        TensorMeta(shape=shape_at(v.shape, bucket.batch), dtype=v.dtype) for v in graph.inputs
+    ]
     return BoundBucket(
         program,
         bucket,

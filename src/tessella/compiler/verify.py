@@ -21,6 +21,7 @@ from tessella.device.float32_math import float32_math
 from tessella.execution.bucket import BoundBucket
 from tessella.graph.graph import Dim, Graph
 from tessella.graph.interpret import interpret
+from tessella.graph.value import shape_at
 from tessella.search.inspection import deviates, exact_answers
 
 Tensors = dict[str, torch.Tensor]
@@ -250,7 +251,7 @@ def _random_inputs(graph: Graph, batch: int) -> Tensors:
     concrete = graph.at_batch(batch)
     images = {n.inputs[0] for n in concrete.nodes if n.op == "image_to_tensor"}
     for value in concrete.inputs:
-        shape, dtype = tuple(int(d) for d in value.shape), getattr(torch, value.dtype)
+        shape, dtype = shape_at(value.shape, batch), getattr(torch, value.dtype)
         if value in images:
             inputs[value.name] = torch.randint(0, 256, shape, generator=generator, dtype=dtype)
         elif dtype.is_floating_point:

@@ -114,5 +114,5 @@ def _floats(dtype: Any) -> bool:
     """Whether it may be computed in a wider type: fp8 is what a value is rounded to on purpose."""
     if not isinstance(dtype, str):
         return False
-    kind = getattr(torch, dtype)
+    kind: torch.dtype = getattr(torch, dtype)
     return kind.is_floating_point and kind.itemsize > 1

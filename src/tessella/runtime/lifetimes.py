@@ -60,8 +60,8 @@ def check(program: Program, bucket: Bucket, problems: Sequence[Problem]) -> None
                 families[base].make(index, step, problem, name)
             if base not in started:
                 started.add(base)
-                dying = {n for n in step.inputs if until.get(str(n)) == index} - viewed
-                over = _overwritten(step, name, dying, buffers)
+                dying = {n for n in step.inputs if n is not None and until.get(n) == index}
+                over = _overwritten(step, name, dying - viewed, buffers)
                 arena.add(index, buffers[base], until[base], over)
         if step.workspace is not None:
             arena.add(index, buffers[step.workspace], index, None)
@@ -69,7 +69,7 @@ def check(program: Program, bucket: Bucket, problems: Sequence[Problem]) -> None
 
 
 def _overwritten(
-    step: Step, name: str, dying: set[str | None], buffers: Mapping[str, Buffer]
+    step: Step, name: str, dying: set[str], buffers: Mapping[str, Buffer]
 ) -> str | None:
     """The input whose memory the step may take for its result, or None.
 
@@ -79,7 +79,7 @@ def _overwritten(
     if not catalog.kernel(step.kernel).in_place:
         return None
     made = buffers[name]
-    for other in (buffers[n] for n in step.inputs if n in dying):
+    for other in (buffers[n] for n in step.inputs if n is not None and n in dying):
         alike = (other.offset, other.shape, other.dtype, other.format, other.slice) == (
             made.offset, made.shape, made.dtype, made.format, made.slice
         )  # fmt: skip
@@ -150,7 +150,7 @@ class _Family:
             return [here]
         axis, start, copied = problem.attrs["dim"], here[1], []
         for position, meta in enumerate(problem.inputs):
-            end = start + meta.shape[axis]
+            end = start + (0 if meta is None else meta.shape[axis])
             if position not in problem.in_place:
                 copied.append((axis, start, end))
             start = end

@@ -196,7 +196,7 @@ def _time(
 ) -> tuple[Timing, bool]:
     """A step's time, and whether it moves anything: a reshape of a permuted view does."""
     names = bound.step.inputs
-    known = {i: strides[name] for i, name in enumerate(names) if name in strides}
+    known = {i: strides[name] for i, name in enumerate(names) if name and name in strides}
     inputs = sample_inputs(bound.problem, device, known)
     # a buffer of its own, as the arena may be in use; a slice with the gaps of its tensor
     out = {} if bound.out is None else {"out": bound.problem.output.empty(device)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -160,10 +160,10 @@ class _Memory:
         if not catalog.kernel(choice.kernel).in_place:
             return None
         for value, meta in zip(choice.node.inputs, choice.problem.inputs, strict=True):
-            storage = self._storages.get(value.name) if value is not None else None
-            if storage is None or value.name in self._lasting or meta != choice.problem.output:
+            if value is None or value.name in self._lasting or meta != choice.problem.output:
                 continue
-            if storage.in_arena and storage.last == index:
+            storage = self._storages.get(value.name)
+            if storage is not None and storage.in_arena and storage.last == index:
                 return storage
         return None
 
@@ -197,41 +197,42 @@ def place(storages: Sequence[_Storage]) -> int:
 
 def _place_in(storages: Sequence[_Storage]) -> int:
     """Offsets in the order given, each in the tightest gap; returns the arena's size."""
-    placed = _Placed()
-    nbytes = 0
+    placed, nbytes = _Placed(), 0
     for storage in storages:
         end, gaps = 0, []
-        for offset, _, neighbour in sorted(placed.living_with(storage)):
+        for offset, _, its_end in sorted(placed.living_with(storage)):
             if offset - end >= storage.nbytes:
                 gaps.append((offset - end, end))
-            end = max(end, offset + neighbour.nbytes)
-        storage.offset = min(gaps)[1] if gaps else end
-        placed.add(storage)
-        nbytes = max(nbytes, storage.offset + storage.nbytes)
+            end = max(end, its_end)
+        storage.offset = offset = min(gaps)[1] if gaps else end
+        placed.add(storage, offset)
+        nbytes = max(nbytes, offset + storage.nbytes)
     return nbytes
 
 
 class _Placed:
-    """Storages that have their places, by how long they live (in powers of two) and since when: so
-    those that live at the same time as another are found without a look at all.
+    """Places that are taken, by how long (in powers of two) and since when: those that are taken at
+    the same time as another are found without a look at all.
     """
 
     def __init__(self) -> None:
         self._count = itertools.count()
-        self._by_length: dict[int, list[tuple[int, int, _Storage]]] = {}
+        # first step, number in the order of places, last step, offset, end
+        self._by_length: dict[int, list[tuple[int, int, int, int, int]]] = {}
 
-    def add(self, storage: _Storage) -> None:
+    def add(self, storage: _Storage, offset: int) -> None:
         group = self._by_length.setdefault((storage.last - storage.first).bit_length(), [])
-        insort(group, (storage.first, next(self._count), storage))
+        number, end = next(self._count), offset + storage.nbytes
+        insort(group, (storage.first, number, storage.last, offset, end))
 
-    def living_with(self, storage: _Storage) -> Iterator[tuple[int, int, _Storage]]:
-        """Each with its offset and its number in the order of places."""
+    def living_with(self, storage: _Storage) -> Iterator[tuple[int, int, int]]:
+        """The offset, number and end of each."""
         for bits, group in self._by_length.items():
             since = bisect_left(group, (storage.first - (1 << bits) + 1,))
-            until = bisect_right(group, (storage.last, math.inf))
-            for _, number, other in group[since:until]:
-                if other.last >= storage.first:
-                    yield other.offset, number, other
+            until = bisect_left(group, (storage.last + 1,))
+            for _, number, last, offset, end in group[since:until]:
+                if last >= storage.first:
+                    yield offset, number, end
 
 
 def _peak_bytes(storages: Sequence[_Storage], steps: int) -> int:

@@ -19,6 +19,7 @@ from tessella.core.record import digest
 from tessella.device.float32_math import float32_math
 from tessella.execution.capture import Captured
 from tessella.graph.graph import Graph, Value
+from tessella.graph.value import shape_at
 from tessella.search.timing import latency
 from tessella.search.tuning import Trial
 
@@ -72,7 +73,7 @@ def sample(value: Value, device: torch.device) -> torch.Tensor:
     """An input of concrete shape that is no easier than a real one: a GPU is faster on zeros, which
     draw less power. Whole numbers other than bytes are 0: they may be places in a table.
     """
-    shape, dtype = tuple(int(d) for d in value.shape), getattr(torch, value.dtype)
+    shape, dtype = shape_at(value.shape, 1), getattr(torch, value.dtype)
     generator = torch.Generator(device).manual_seed(0)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
