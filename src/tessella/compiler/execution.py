@@ -7,6 +7,7 @@ from tessella.compiler.choices.choose_kernels import Tuner
 from tessella.core.device import torch_device
 from tessella.execution.arena import Arena
 from tessella.execution.bucket import BoundBucket
+from tessella.execution.steps import Binder
 from tessella.graph.graph import Graph
 from tessella.graph.value import shape_at
 from tessella.operations.problem import TensorMeta
@@ -22,12 +23,13 @@ def bound(graph: Graph, bucket: Bucket, tuner: Tuner) -> BoundBucket:
     inputs = [
         TensorMeta(shape=shape_at(v.shape, bucket.batch), dtype=v.dtype) for v in graph.inputs
     ]
-    return BoundBucket(
-        program,
-        bucket,
-        {v.name: tuner.constants[v.name] for v in graph.constants},
-        inputs,
+    binder = Binder(
+        program=program,
+        bucket=bucket,
+        weights={v.name: tuner.constants[v.name] for v in graph.constants},
+        inputs=inputs,
         target=tuner.target,
         math=tuner.math,
         arena=Arena(bucket.arena_bytes, torch_device(tuner.target)),
     )
+    return BoundBucket(binder)

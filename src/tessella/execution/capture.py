@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -29,6 +28,7 @@ class Captured(Generic[Results]):
 
     Attributes:
         results: what the function returned: each replay writes them anew.
+        parameters: what the graph's kernels are launched with.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class Captured(Generic[Results]):
             run()
         with capturing(pool=pool, stream=stream) as self._graph:
             self.results = run()
+        self._executable = self._graph.raw_cuda_graph_exec()
+        self.parameters = Parameters(cuda_driver(), self._graph.raw_cuda_graph())
 
     def replay(self, *reads: tuple[Addresses, int]) -> None:
         """Launch the graph, which reads from these addresses, now and later."""
@@ -51,11 +53,3 @@ class Captured(Generic[Results]):
             for places, address in reads:
                 places.point(self._executable, address)
             self._graph.replay()
-
-    def parameters(self) -> Parameters:
-        """What the graph's kernels are launched with."""
-        return Parameters(cuda_driver(), self._graph.raw_cuda_graph())
-
-    @cached_property
-    def _executable(self) -> int:
-        return self._graph.raw_cuda_graph_exec()

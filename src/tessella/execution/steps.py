@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from tessella.artifacts.program import Bucket, Program, Step, in_place
+from tessella.artifacts.program import Bucket, Buffer, Program, Slice, Step, in_place
 from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, CompileError, CorruptArtifact
 from tessella.core.memory import is_out_of_memory
@@ -36,50 +37,53 @@ class BoundStep:
     out: torch.Tensor | None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Binder:
-    """What all steps of a bucket are bound with.
+    """What the steps of a bucket are bound with.
 
-    Args:
-        inputs: by name, what the program's inputs are.
+    Attributes:
+        weights: the constants by name, on the target's device.
+        inputs: what each of the program's inputs is at this batch size.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        bucket: Bucket,
-        weights: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, TensorMeta],
-        *,
-        target: str,
-        math: Math,
-        arena: Arena,
-    ) -> None:
-        self._program, self._bucket, self._weights = program, bucket, weights
-        self._target, self._math, self._arena = target, math, arena
-        self._buffers = {b.name: b for b in bucket.buffers}
-        self._slices = {b.name: b.slice for b in bucket.buffers if b.slice is not None}
-        self._metas = {
-            **{name: _meta(tensor) for name, tensor in weights.items()},
-            **inputs,
-            **buffer_metas(bucket),
-        }
+    program: Program
+    bucket: Bucket
+    weights: Mapping[str, torch.Tensor]
+    inputs: Sequence[TensorMeta]
+    target: str
+    math: Math
+    arena: Arena
+
+    @cached_property
+    def _buffers(self) -> dict[str, Buffer]:
+        return {b.name: b for b in self.bucket.buffers}
+
+    @cached_property
+    def _slices(self) -> dict[str, Slice]:
+        return {b.name: b.slice for b in self.bucket.buffers if b.slice is not None}
+
+    @cached_property
+    def _metas(self) -> dict[str, TensorMeta]:
+        inputs = dict(zip(self.program.inputs, self.inputs, strict=True))
+        weights = {name: _meta(tensor) for name, tensor in self.weights.items()}
+        return {**weights, **inputs, **buffer_metas(self.bucket)}
 
     def steps(self) -> Iterator[BoundStep]:
         """Each step with its kernel, checked and bound to its constants and its place."""
-        for step, ends in zip(self._bucket.steps, self._dying(), strict=True):
+        for step, ends in zip(self.bucket.steps, self._dying(), strict=True):
             yield self._bind(step, ends)
 
     def _bind(self, step: Step, ends: tuple[int, ...]) -> BoundStep:
         constants = {
-            i: self._weights[n]
+            i: self.weights[n]
             for i, n in enumerate(step.inputs)
-            if n is not None and n in self._weights
+            if n is not None and n in self.weights
         }
         problem = self._problem(step, tuple(constants), ends)
         try:
             _require_shapes(step, problem)
             row = catalog.kernel(step.kernel)
-            here = row.op in (step.op, "*") and self._target in row.targets
+            here = row.op in (step.op, "*") and self.target in row.targets
             if reason := row.refusal(problem) if here else "of another target":
                 raise ArtifactError(
                     f"kernel {step.kernel} cannot run step {step.outputs[0]!r} here",
@@ -112,13 +116,12 @@ class Binder:
     def _dying(self) -> list[tuple[int, ...]]:
         """For each step, the input whose memory its kernel may take: the plan is not asked."""
         slices = {n for name, place in self._slices.items() for n in (name, place.of)}
-        rows = [_row(step) for step in self._bucket.steps]
+        rows = [_row(step) for step in self.bucket.steps]
         uses = [
             Use(step.inputs, step.outputs, aliases=row is None or row.aliases)
-            for step, row in zip(self._bucket.steps, rows, strict=True)
+            for step, row in zip(self.bucket.steps, rows, strict=True)
         ]
-        program = self._program
-        lasting = {*program.inputs, *program.outputs, *self._weights, *slices}
+        lasting = {*self.program.inputs, *self.program.outputs, *self.weights, *slices}
         return [
             (row.overwrites,) if row is not None and row.overwrites in ends else ()
             for row, ends in zip(rows, liveness.dying(uses, lasting), strict=True)
@@ -140,15 +143,15 @@ class Binder:
             constant=constant,
             in_place=ready,
             dying=ends,
-            math=self._math,
+            math=self.math,
         )
 
     def _place(self, step: Step, row: catalog.Kernel) -> torch.Tensor | None:
         """Where the step's kernel writes its result; None if it makes a tensor itself."""
         outputs = [self._buffers[n] for n in step.outputs]
         own = [b for b in outputs if b.offset is not None or (b.slice and not row.views)]
-        out = self._arena.view(own[0], self._buffers) if own else None
-        wanted = 1 if row.writes_out else 0
+        out = self.arena.view(own[0], self._buffers) if own else None
+        wanted = 1 if row.load().WRITES_OUT else 0
         if len(own) != wanted or (own and len(outputs) > 1) or (wanted and out is None):
             raise CorruptArtifact(
                 f"step {step.outputs[0]!r} has no place for its result", fix="build the plan again"
@@ -159,7 +162,7 @@ class Binder:
         """The step's workspace, if its kernel needs one."""
         scratch = None
         if step.workspace is not None:
-            scratch = self._arena.view(self._buffers[step.workspace], self._buffers)
+            scratch = self.arena.view(self._buffers[step.workspace], self._buffers)
         if needed > (scratch.nbytes if scratch is not None else 0):
             raise CorruptArtifact(
                 f"step {step.outputs[0]!r} has too little workspace",

@@ -27,7 +27,7 @@ from tessella.core.spec import TensorSpec
 from tessella.device.ahead_of_time import Carried, carrying, collecting, workshop
 from tessella.execution.arena import Arena
 from tessella.execution.bucket import BoundBucket
-from tessella.execution.steps import first_line
+from tessella.execution.steps import Binder, first_line
 from tessella.operations.problem import TensorMeta
 from tessella.operations.user_operators import require
 from tessella.runtime import lifetimes
@@ -135,9 +135,16 @@ class Engine:
         # the largest first: the smaller graphs then fit into memory that it left in the pool
         for bucket in sorted(plan.program.buckets, key=lambda b: -b.batch):
             inputs = self._input_metas(bucket)
-            bound = BoundBucket(
-                plan.program, bucket, weights, inputs, target=target, math=math, arena=arena
+            binder = Binder(
+                program=plan.program,
+                bucket=bucket,
+                weights=weights,
+                inputs=inputs,
+                target=target,
+                math=math,
+                arena=arena,
             )
+            bound = BoundBucket(binder)
             lifetimes.check(plan.program, bucket, [step.problem for step in bound.steps])
             if pool is None or self._turns is None:
                 ready[bucket.batch] = bound

@@ -9,7 +9,7 @@ import torch
 
 from tessella.core.dtype import Math
 from tessella.device.float32_math import float32_math
-from tessella.device.graph_parameters import Addresses, Parameters
+from tessella.device.graph_parameters import Addresses
 from tessella.execution.bucket import BoundBucket
 from tessella.execution.capture import Captured
 from tessella.operations.problem import TensorMeta
@@ -42,17 +42,16 @@ class GraphedBucket:
         with torch.inference_mode(), float32_math(math):
             run = partial(bound, self.inputs)
             self._graph = Captured(run, pool=pool, stream=stream)
-        parameters = self._graph.parameters()
-        self._places = [self._proved(static, parameters) for static in self.inputs]
+        self._places = [self._proved(static) for static in self.inputs]
         torch.cuda.current_stream().synchronize()  # its first call may come in another stream
 
-    def _proved(self, static: torch.Tensor, parameters: Parameters) -> Addresses | None:
+    def _proved(self, static: torch.Tensor) -> Addresses | None:
         """Where the graph holds an input's address, if it answers the same from another place
         while there is rubbish in the first; None for indices, as not all numbers are such.
         """
         if static.dtype != torch.uint8 and not static.is_floating_point():
             return None
-        places = parameters.find(static.data_ptr(), static.nbytes)
+        places = self._graph.parameters.find(static.data_ptr(), static.nbytes)
         if places is None:
             return None
         with torch.inference_mode(False):

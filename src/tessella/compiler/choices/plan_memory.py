@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,8 +47,8 @@ def apply(graph: Graph, choices: Sequence[Choice], batch: int) -> Bucket:
     uses = [_use(graph, choice) for choice in choices]
     outputs = [v.name for v in graph.outputs]
     frees = liveness.ended(uses, outputs)
-    memory = _Memory(choices, outputs, liveness.last_memory_uses(uses, outputs))
-    storages = memory.storages()
+    by_name = _storages(choices, outputs, liveness.last_memory_uses(uses, outputs))
+    storages = list({id(s): s for s in by_name.values()}.values())
     arena_bytes = place([s for s in storages if s.in_arena])
     buffers = tuple(
         Buffer(
@@ -56,7 +56,7 @@ def apply(graph: Graph, choices: Sequence[Choice], batch: int) -> Bucket:
             dtype=meta.dtype,
             shape=meta.shape,
             format=meta.format,
-            offset=memory.offset(value.name),
+            offset=by_name[value.name].offset if value.name in by_name else None,
             slice=choice.slices.get(value.name),
         )
         for choice in choices
@@ -104,68 +104,53 @@ def _use(graph: Graph, choice: Choice) -> Use[str]:
     )
 
 
-class _Memory:
-    """Which storage each value lies in, views and slices included."""
+def _storages(
+    choices: Sequence[Choice], outputs: Sequence[str], until: dict[str, int]
+) -> dict[str, _Storage]:
+    """What steps write into and work in, by the name of a value that is no view and no slice.
 
-    def __init__(
-        self, choices: Sequence[Choice], outputs: Sequence[str], until: dict[str, int]
-    ) -> None:
-        self._until = until  # the last step that needs each value's memory
-        self._metas = {
-            value.name: meta
-            for choice in choices
-            for value, meta in zip(choice.node.outputs, choice.problem.outputs, strict=True)
-        }
-        self._storages: dict[str, _Storage] = {}  # by the name of a value that is neither
-        wholes = {place.of for choice in choices for place in choice.slices.values()}
-        viewed = {
-            v.name
-            for choice in choices
-            if catalog.kernel(choice.kernel).views
-            for v in choice.node.inputs
-            if v is not None
-        }
-        self._lasting = wholes | viewed | set(outputs)
-        for index, choice in enumerate(choices):
-            self._add(index, choice)
-
-    def storages(self) -> list[_Storage]:
-        """Each once, in the order of their first steps."""
-        return list({id(s): s for s in self._storages.values()}.values())
-
-    def offset(self, name: str) -> int | None:
-        """Where the value lies in the arena; None if it has no place of its own there."""
-        return self._storages[name].offset if name in self._storages else None
-
-    def _add(self, index: int, choice: Choice) -> None:
-        """What the step makes, and works in."""
+    Args:
+        until: the last step that needs each value's memory.
+    """
+    metas = {
+        value.name: meta
+        for choice in choices
+        for value, meta in zip(choice.node.outputs, choice.problem.outputs, strict=True)
+    }
+    wholes = {place.of for choice in choices for place in choice.slices.values()}
+    views = [c for c in choices if catalog.kernel(c.kernel).views]
+    lasting = wholes.union(outputs, (v.name for c in views for v in c.node.inputs if v is not None))
+    storages: dict[str, _Storage] = {}
+    for index, choice in enumerate(choices):
         row = catalog.kernel(choice.kernel)
         if choice.workspace_bytes:
             name = _workspace(choice)
             meta = TensorMeta(shape=(choice.workspace_bytes,), dtype="uint8")
-            self._storages[name] = _Storage(name, meta, index, index, True)
+            storages[name] = _Storage(name, meta, index, index, True)
         for value in choice.node.outputs if not row.views else ():
             place = choice.slices.get(value.name)
             base = value.name if place is None else place.of
-            if base not in self._storages:
-                taken = self._overwritten(index, choice) if place is None else None
-                self._storages[base] = taken or _Storage(
-                    base, self._metas[base], index, index, row.load().WRITES_OUT
-                )
-            storage = self._storages[base]
-            storage.last = max(storage.last, self._until[value.name])
+            if base not in storages:
+                taken = _overwritten(index, choice, storages, lasting) if place is None else None
+                new = _Storage(base, metas[base], index, index, row.load().WRITES_OUT)
+                storages[base] = taken or new
+            storages[base].last = max(storages[base].last, until[value.name])
+    return storages
 
-    def _overwritten(self, index: int, choice: Choice) -> _Storage | None:
-        """An operand's storage that an element-by-element step may write its result into."""
-        if not catalog.kernel(choice.kernel).in_place:
-            return None
-        for value, meta in zip(choice.node.inputs, choice.problem.inputs, strict=True):
-            if value is None or value.name in self._lasting or meta != choice.problem.output:
-                continue
-            storage = self._storages.get(value.name)
-            if storage is not None and storage.in_arena and storage.last == index:
-                return storage
+
+def _overwritten(
+    index: int, choice: Choice, storages: Mapping[str, _Storage], lasting: Collection[str]
+) -> _Storage | None:
+    """An operand's storage that an element-by-element step may write its result into."""
+    if not getattr(catalog.kernel(choice.kernel).load(), "IN_PLACE", False):
         return None
+    for value, meta in zip(choice.node.inputs, choice.problem.inputs, strict=True):
+        if value is None or value.name in lasting or meta != choice.problem.output:
+            continue
+        storage = storages.get(value.name)
+        if storage is not None and storage.in_arena and storage.last == index:
+            return storage
+    return None
 
 
 # In which order storages get their places. No order is best for all networks: of twelve of
