@@ -10,7 +10,7 @@ from tessella.execution.bucket import BoundBucket
 from tessella.execution.steps import Binder
 from tessella.graph.graph import Graph
 from tessella.graph.value import shape_at
-from tessella.operations.problem import TensorMeta
+from tessella.operations.tensor_meta import TensorMeta
 
 
 def bound(graph: Graph, bucket: Bucket, tuner: Tuner) -> BoundBucket:

@@ -20,9 +20,10 @@ from tessella.execution.arena import Arena
 from tessella.execution.liveness import Use
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call
-from tessella.operations import operands, shapes
-from tessella.operations.operation import OPS
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations import shapes
+from tessella.operations.problem import Problem
+from tessella.operations.table import OPERATIONS
+from tessella.operations.tensor_meta import TensorMeta
 
 Slots = list[Any]  # tensors; None where nothing lives
 
@@ -151,7 +152,7 @@ class Binder:
         outputs = [self._buffers[n] for n in step.outputs]
         own = [b for b in outputs if b.offset is not None or (b.slice and not row.views)]
         out = self.arena.view(own[0], self._buffers) if own else None
-        wanted = 1 if row.load().WRITES_OUT else 0
+        wanted = 1 if row.writes_out else 0
         if len(own) != wanted or (own and len(outputs) > 1) or (wanted and out is None):
             raise CorruptArtifact(
                 f"step {step.outputs[0]!r} has no place for its result", fix="build the plan again"

@@ -28,7 +28,7 @@ from tessella.device.ahead_of_time import Carried, carrying, collecting, worksho
 from tessella.execution.arena import Arena
 from tessella.execution.bucket import BoundBucket
 from tessella.execution.steps import Binder, first_line
-from tessella.operations.problem import TensorMeta
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.operations.user_operators import require
 from tessella.runtime import lifetimes
 from tessella.runtime.cover import covers

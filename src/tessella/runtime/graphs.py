@@ -12,7 +12,7 @@ from tessella.device.float32_math import float32_math
 from tessella.device.graph_parameters import Addresses
 from tessella.execution.bucket import BoundBucket
 from tessella.execution.capture import Captured
-from tessella.operations.problem import TensorMeta
+from tessella.operations.tensor_meta import TensorMeta
 
 ALIGNMENT = 16  # of an input that is read where it is, as kernels were compiled for
 

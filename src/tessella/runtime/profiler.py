@@ -23,7 +23,6 @@ from tessella.execution.bucket import BoundBucket
 from tessella.execution.steps import BoundStep
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
-from tessella.operations.work import flops, nbytes
 from tessella.runtime.engine import Engine
 from tessella.search.inputs import sample_inputs
 from tessella.search.limits import Limits, limits

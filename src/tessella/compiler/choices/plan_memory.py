@@ -132,7 +132,7 @@ def _storages(
             base = value.name if place is None else place.of
             if base not in storages:
                 taken = _overwritten(index, choice, storages, lasting) if place is None else None
-                new = _Storage(base, metas[base], index, index, row.load().WRITES_OUT)
+                new = _Storage(base, metas[base], index, index, row.writes_out)
                 storages[base] = taken or new
             storages[base].last = max(storages[base].last, until[value.name])
     return storages
@@ -142,7 +142,7 @@ def _overwritten(
     index: int, choice: Choice, storages: Mapping[str, _Storage], lasting: Collection[str]
 ) -> _Storage | None:
     """An operand's storage that an element-by-element step may write its result into."""
-    if not getattr(catalog.kernel(choice.kernel).load(), "IN_PLACE", False):
+    if not catalog.kernel(choice.kernel).in_place:
         return None
     for value, meta in zip(choice.node.inputs, choice.problem.inputs, strict=True):
         if value is None or value.name in lasting or meta != choice.problem.output:
