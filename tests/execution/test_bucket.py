@@ -19,7 +19,7 @@ from tessella.graph.build import Builder
 from tessella.graph.graph import Graph
 from tessella.graph.interpret import interpret
 from tessella.search.tuning import TimingCache
-from tests.compiler.networks import captured
+from tests.support.networks import captured
 
 
 def chosen(graph: Graph) -> tuple[Graph, list[Choice], Tuner]:
