@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from tessella.core.errors import UsageError
+from tessella.device.machine import HOPPER, multiprocessors
 from tessella.device.occupancy import occupancy
 
 
@@ -50,3 +54,17 @@ def test_limits_of_hopper(threads, registers, shared_bytes, blocks, limited_by):
 def test_a_block_that_does_not_fit(threads, registers, shared_bytes):
     with pytest.raises(UsageError, match="cannot hold one"):
         occupancy(threads=threads, registers=registers, shared_bytes=shared_bytes)
+
+
+def test_multiprocessors_are_those_of_the_gpu_that_is_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(multi_processor_count=114)  # an H100 for PCIe
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert multiprocessors.__wrapped__() == 114
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert multiprocessors.__wrapped__() == HOPPER.multiprocessors == 132
+
+
+def test_shared_memory_of_hopper():
+    """CUDA C++ Programming Guide: 228 KB of a multiprocessor, of which each block loses one."""
+    assert [HOPPER.shared_bytes_of_block(n) for n in (1, 2)] == [227 << 10, 113 << 10]

@@ -41,6 +41,10 @@ DTYPES: dict[str, DType] = {
     )
 }
 
+FLOATS = ("float32", "float16", "bfloat16")  # what kernels read, round and sum in float32
+SIXTEEN_BIT = ("float16", "bfloat16")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+
 BY_WIRE: dict[str, DType] = {d.wire: d for d in DTYPES.values()}
 
 # What a user writes as ``precision=``, and the element type of the activations it means: for int8

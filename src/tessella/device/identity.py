@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from tessella.core.record import digest
-
-ALIGNMENT = 16  # of addresses and of numbers: what Triton compiles other code for
+from tessella.device.machine import ALIGNMENT
 
 
 class _Unknown(Exception):

@@ -1,8 +1,7 @@
 """Occupancy: how many blocks of a kernel one multiprocessor holds at a time.
 
-The rules and the numbers are those of the CUDA occupancy calculator (``cuda_occupancy.h`` of the
-toolkit; CUDA C++ Programming Guide, technical specifications by compute capability): warps,
-registers and shared memory are handed out in units, and the scarcest of them decides.
+The rules are those of the CUDA occupancy calculator: warps, registers and shared memory are handed
+out in units, and the scarcest of them decides.
 """
 
 from __future__ import annotations
@@ -10,28 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tessella.core.errors import UsageError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Multiprocessor:
-    """What blocks share, and in which units it is handed out."""
-
-    warps: int = 64
-    blocks: int = 32
-    threads_per_block: int = 1024
-    registers: int = 65536
-    registers_per_thread: int = 255
-    register_unit: int = 256  # registers are allocated to a warp in multiples of this
-    shared_bytes: int
-    shared_unit: int = 128
-    reserved_shared_bytes: int = 1024  # the system's share of each block
-
-
-MULTIPROCESSORS = {
-    "sm_70": Multiprocessor(shared_bytes=96 * 1024, shared_unit=256, reserved_shared_bytes=0),
-    "sm_80": Multiprocessor(shared_bytes=164 * 1024),
-    "sm_90": Multiprocessor(shared_bytes=228 * 1024),
-}
+from tessella.device.machine import ARCHITECTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +35,12 @@ def occupancy(
         threads: of a block.
         registers: of a thread.
         shared_bytes: of a block, static and dynamic, without the system's reserve.
-        target: one of ``MULTIPROCESSORS``.
+        target: one of ``ARCHITECTURES``.
 
     Raises:
         UsageError: not one such block can run there.
     """
-    unit = MULTIPROCESSORS[target]
+    unit = ARCHITECTURES[target]
     warps = _up(threads, 32) // 32
     of_warp = _up(32 * max(registers, 1), unit.register_unit)
     of_block = _up(shared_bytes + unit.reserved_shared_bytes, unit.shared_unit)
@@ -82,7 +60,7 @@ def occupancy(
             seen=f"{threads} threads of {registers} registers, {shared_bytes} bytes",
             fix=f"use up to {unit.threads_per_block} threads, {unit.registers_per_thread} registers"
             f" a thread, {unit.registers} a block, and "
-            f"{unit.shared_bytes - unit.reserved_shared_bytes} bytes of shared memory",
+            f"{unit.shared_bytes_of_block()} bytes of shared memory",
         )
     return Occupancy(
         blocks=blocks,

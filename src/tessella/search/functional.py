@@ -17,6 +17,7 @@ import torch
 from tessella.core.dtype import Math
 from tessella.core.errors import CompileError, KernelError, UsageError
 from tessella.device.float32_math import float32_math
+from tessella.device.machine import ALIGNMENT
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call
 from tessella.operations import problems
@@ -30,7 +31,6 @@ from tessella.search.tuning import CACHE_FOLDER, TimingCache, Trial
 Tensor = torch.Tensor
 
 WORKSPACE_BYTES = 2 << 30  # what a call may take beside its operands, unless asked for by name
-ALIGNMENT = 16  # bytes: the bulk copies of a Hopper GPU begin at multiples of this
 
 
 def conv2d(

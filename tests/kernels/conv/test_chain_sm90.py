@@ -108,7 +108,7 @@ def ran(
 ) -> tuple[torch.Tensor, ...]:
     """The kernel's roles in turns, on two multiprocessors."""
     monkeypatch.setattr(kernel, "launch", functools.partial(gluon_roles.run, seed=seed))
-    monkeypatch.setattr(kernel, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda: 2)
     rest = {i: t for i, t in operands.items() if i not in problem.constant}
     constants = {i: operands[i] for i in problem.constant}
     made = kernel.bind(problem, constants, **config)(*rest.values())

@@ -195,7 +195,7 @@ def test_roles_in_any_order_make_the_convolution(
     if "splits" in changes:
         structure = {key: value for key, value in structure.items() if key != "held"}
     if changes.get("splits", 1) == 1:  # blocks of a split sum have one tile each
-        monkeypatch.setattr(kernel, "MULTIPROCESSORS", 2)
+        monkeypatch.setattr(kernel, "multiprocessors", lambda: 2)
     else:
         monkeypatch.setattr(kernel, "_add_parts", _add_parts)
     for seed in range(2):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from tessella.core.errors import UsageError
 from tessella.device import launch
+from tessella.device.machine import HOPPER
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import pooled as kernel
 from tessella.operations import problems, shapes
@@ -256,7 +257,7 @@ def test_blocks_go_on_with_the_next_band() -> None:
     x, out = (meta.empty(torch.device("meta")) for meta in (problem.inputs[0], problem.output))
     with launch.preparing(), launch.watching() as launches:
         kernel.bind(problem, {1: weight, 2: bias}, rows=14)(x, out=out)
-    assert launches[0].grid == (kernel.TOGETHER * kernel.PROCESSORS, 1, 1)
+    assert launches[0].grid == (kernel.TOGETHER * HOPPER.multiprocessors, 1, 1)
 
 
 @pytest.mark.parametrize("changes", [

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tessella.core.errors import KernelError
+from tessella.device.machine import HOPPER
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
 from tessella.kernels.conv.hopper import implicit_gemm_tiles as tiles
@@ -179,7 +180,7 @@ def test_configurations_fit_the_multiprocessor(name: str, dtype: str) -> None:
         assert accumulators <= 128
         assert all(value & (value - 1) == 0 for key, value in config.items() if "tile" in key)
         count = math.prod(tiles.tile_counts(tiles.shape_of(problem), config))
-        assert config["splits"] == 1 or count * config["splits"] <= tiles.MULTIPROCESSORS
+        assert config["splits"] == 1 or count * config["splits"] <= HOPPER.multiprocessors
 
 
 def test_many_tiles_are_not_split_and_few_are() -> None:

@@ -59,7 +59,7 @@ def test_roles_in_any_order_make_the_convolution(
 ) -> None:
     """Several tiles a block, on two multiprocessors; tiles and chunks that end outside."""
     case, changes = CASES[name]
-    monkeypatch.setattr(kernel, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda: 2)
     for seed in range(2):
         monkeypatch.setattr(kernel, "launch", functools.partial(gluon_roles.run, seed=seed))
         config = {**CONFIG, **structure, **changes}

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import SIXTEEN_BIT
 from tessella.device.hopper import TensorDescriptor, descriptor
 from tessella.device.launch import launch
+from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
 from tessella.kernels.attention.flash_sm90_device import attend
 from tessella.kernels.attention.shapes import (
     CODES,
@@ -29,18 +31,18 @@ from tessella.kernels.attention.shapes import (
 from tessella.kernels.catalog import Call, Config
 from tessella.operations.problem import Problem
 
-DTYPES = ("float16", "bfloat16")
+WRITES_OUT = False  # with strides of its own choice, where the problem leaves it one
+GAMMA = True
+
 WIDEST = 128
 ROWS = 128  # queries of a block's tile
-SHARED_BYTES = 227 * 1024  # what a block may have
 SMALL_BYTES = 2048  # room for barriers, a mask by key, and the alignment of what comes before
 MOST_STAGES = 8
-MULTIPROCESSORS = 132  # where there is no GPU to ask
 LOG2_E = 1.4426950408889634
 
 
 def fits(problem: Problem) -> str | None:
-    refused = refusal(problem, DTYPES, WIDEST)
+    refused = refusal(problem, SIXTEEN_BIT, WIDEST)
     if refused:
         return refused
     made = sizes(problem)
@@ -94,7 +96,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
         if mask is not None and tile_n * max(_padded(problem)) > 128 * 64:
             continue  # what a thread holds would not fit into its registers
         k_tiles, stages = -(-made.keys // tile_n), _stages(problem, tile_n)
-        stay = tiles > 1 and k_tiles <= stages and heads >= MULTIPROCESSORS
+        stay = tiles > 1 and k_tiles <= stages and heads >= multiprocessors()
         for run in (tiles, 1) if stay else (1,):
             for ping_pong in (False,) if found and found[0].tile_n != tile_n else (True, False):
                 tiling = Tiling(tile_n=tile_n, stages=stages, run=run, ping_pong=ping_pong)
@@ -111,7 +113,8 @@ def _padded(problem: Problem) -> tuple[int, int]:
 def _stages(problem: Problem, tile_n: int) -> int:
     wide, value_wide = _padded(problem)
     none = Tiling(tile_n=tile_n, stages=0, run=1).shared_bytes(wide, value_wide)
-    return min(MOST_STAGES, (SHARED_BYTES - none) // (2 * tile_n * (wide + value_wide)))
+    room = HOPPER.shared_bytes_of_block() - none
+    return min(MOST_STAGES, room // (2 * tile_n * (wide + value_wide)))
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
@@ -135,7 +138,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         mask_strides = (0, 0, 0, 0) if o.mask is None else o.mask.stride()
         launch(
             attend,
-            (min(units, _multiprocessors()),),
+            (min(units, multiprocessors()),),
             _tiles(o.q, ROWS // 2, wide),
             _tiles(o.k, tiling.tile_n, wide),
             _tiles(o.v, tiling.tile_n, value_wide),
@@ -168,15 +171,9 @@ def _tiles(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     unit = 16 // tensor.itemsize
     axes = list(zip(tensor.shape, tensor.stride(), strict=True))[:3]
     right = all(size == 1 or (step > 0 and step % unit == 0) for size, step in axes)
-    if not right or tensor.stride(3) != 1 or tensor.data_ptr() % 16:
+    if not right or tensor.stride(3) != 1 or tensor.data_ptr() % ALIGNMENT:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     elif 1 in tensor.shape[:3]:  # an axis of one has any stride
         steps = [unit if size == 1 else step for size, step in axes]
         tensor = tensor.as_strided(tensor.shape, (*steps, 1))
     return descriptor(tensor, [1, 1, rows, columns])
-
-
-def _multiprocessors() -> int:
-    if not torch.cuda.is_available():
-        return MULTIPROCESSORS
-    return torch.cuda.get_device_properties("cuda").multi_processor_count

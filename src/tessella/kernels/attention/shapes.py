@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tessella.core.dtype import FLOATS
 from tessella.operations.problem import Problem
 from tessella.operations.shapes import broadcast
 
-FLOATS = ("float32", "float16", "bfloat16")
 CODES = ("int8", "float8_e4m3fn")  # what results may be besides what they are made of
 QUERY, KEY, VALUE, MASK = range(4)
 

@@ -14,16 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import FLOATS
 from tessella.device.launch import launch
+from tessella.device.machine import multiprocessors
 from tessella.device.overlap import await_earlier, overlapping
-from tessella.kernels.attention.shapes import FLOATS, MASK, factor, operands, refusal, result, sizes
+from tessella.kernels.attention.shapes import MASK, factor, operands, refusal, result, sizes
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
 
 MOST = 64  # queries, and keys
 WIDEST = 128
-PROCESSORS = 132
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)  # finite numbers of a mask stay finite, as large as they may be
 
@@ -110,7 +111,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     ieee = problem.inputs[0].dtype == "float32" and problem.math == "ieee"
     own = mask is not None and len(mask.shape) == 4 and mask.shape[0] > 1
     windows = made.batch // mask.shape[0] if own else made.batch
-    blocks = made.batch * made.heads // (4 * PROCESSORS)
+    blocks = made.batch * made.heads // (4 * multiprocessors())
     runs = [run for run in (16, 8, 4) if run <= min(windows, blocks)][:2]
     # two warps hold twice as much each: a wide head does not fit their registers
     narrow = max(made.width, made.value_width) <= 32

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from tessella.core.dtype import FLOATS
 from tessella.device.hopper import TensorDescriptor, gl, gluon
-from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta
+from tessella.device.machine import HOPPER
+from tessella.operations.problem import Problem, TensorMeta
 
-MULTIPROCESSORS = 132
-FLOATS = ("float32", "float16", "bfloat16")
-SHARED_BYTES = 227 * 1024 - 1024  # of a block; a kilobyte is left to barriers and alignment
+SHARED_BYTES = HOPPER.shared_bytes_of_block() - 1024  # that is left to barriers and alignment
 # a multiprocessor in one clock: products of 16-bit numbers; bytes that the L2 has been seen to give
 PRODUCTS, L2_BYTES = 2048, 40
 CACHE_BYTES = 40 * 2**20  # of the L2, less what else is in it

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from tessella.device.launch import launch
+from tessella.device.machine import HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
@@ -142,8 +143,8 @@ class Strip:
     def time(self, geometry: Geometry, size: int) -> float:
         """In clocks: of issuing instructions, of the cache, or of a warp that waits: for itself
         every second clock, and for what it loads."""
-        each = triton.cdiv(math.prod(self.grid(geometry)), tiles.MULTIPROCESSORS)
-        together = max(1, 65536 // (32 * self.warps * self.registers(geometry, size)))
+        each = triton.cdiv(math.prod(self.grid(geometry)), multiprocessors())
+        together = max(1, HOPPER.registers // (32 * self.warps * self.registers(geometry, size)))
         instructions, passes = self.instructions(geometry), self.passes(geometry, size)
         nbytes = self.nbytes(geometry, size)
 

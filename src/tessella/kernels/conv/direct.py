@@ -15,16 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import FLOATS, SIXTEEN_BIT
 from tessella.device.launch import launch
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import channelwise, tiles
-from tessella.kernels.conv.tiles import HALVES, Geometry
+from tessella.kernels.conv.tiles import Geometry
 from tessella.kernels.conv.tiles_device import first_input, is_inside, place, split_pixel, store
 from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    refused = tiles.refusal(problem, (*tiles.FLOATS, "int8"))
+    refused = tiles.refusal(problem, (*FLOATS, "int8"))
     if refused is None and problem.inputs[0].dtype == "float32" and problem.math == "tf32":
         return None  # more precise than asked for
     return refused
@@ -32,7 +33,7 @@ def fits(problem: Problem) -> str | None:
 
 def outclassed(problem: Problem) -> str | None:
     x = problem.inputs[0]
-    if problem.attrs["groups"] == 1 and x.dtype in HALVES and len(x.shape) == 4:
+    if problem.attrs["groups"] == 1 and x.dtype in SIXTEEN_BIT and len(x.shape) == 4:
         return "16 bits on plain units: 3.9 times the fastest's time at best in over 250 problems"
     return None
 

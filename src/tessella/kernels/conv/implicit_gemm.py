@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import FLOATS, FP8
 from tessella.device.overlap import await_earlier
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
@@ -33,7 +34,7 @@ from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    return tiles.refusal(problem, (*tiles.FLOATS, *tiles.FP8, "int8"))
+    return tiles.refusal(problem, (*FLOATS, *FP8, "int8"))
 
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:

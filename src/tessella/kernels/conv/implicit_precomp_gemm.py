@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import FLOATS
 from tessella.device.launch import launch
 from tessella.device.overlap import await_earlier
 from tessella.kernels.catalog import Call
@@ -37,7 +38,7 @@ MOST_TAPS = 32  # of one axis: bits of a mask
 
 
 def fits(problem: Problem) -> str | None:
-    refused = tiles.refusal(problem, (*tiles.FLOATS, "int8"))
+    refused = tiles.refusal(problem, (*FLOATS, "int8"))
     if refused is None and problem.inputs[0].format == "strided":
         return "offsets into a view of any strides may need 64 bits"
     if refused is None and max(Geometry.of(problem).filter) > MOST_TAPS:

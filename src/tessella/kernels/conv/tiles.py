@@ -18,16 +18,14 @@ from typing import Any
 import torch
 import triton
 
+from tessella.core.dtype import FLOATS, FP8
 from tessella.device.launch import launch
+from tessella.device.machine import multiprocessors
 from tessella.device.overlap import overlapping
 from tessella.device.packing import packed
 from tessella.kernels.conv.tiles_device import add_parts
 from tessella.operations.problem import Problem
 
-MULTIPROCESSORS = 132  # of the target; configurations are ordered for it
-HALVES = ("float16", "bfloat16")
-FLOATS = ("float32", *HALVES)
-FP8 = ("float8_e4m3fn", "float8_e5m2")
 OUTPUTS = (*FLOATS, *FP8, "int8", "int32")
 SPATIAL_AXES = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 LARGEST_INT32 = 2**31 - 1
@@ -216,8 +214,8 @@ def configs(problem: Problem, most: int = 8) -> tuple[dict[str, Any], ...]:
             if splits > 1 and (steps < 4 or parts * 4 > 2**28):
                 continue
             blocks = math.prod(tile.blocks(geometry, geometry.pixels))
-            rounds = _ceil(blocks, MULTIPROCESSORS * resident)
-            share = resident if blocks > MULTIPROCESSORS else 1
+            rounds = _ceil(blocks, multiprocessors() * resident)
+            share = resident if blocks > multiprocessors() else 1
             work = rounds * share * steps * depth * pixels * filters
             loading = 1 + 24 / pixels + 24 / filters
             estimates[tile] = work * loading + (splits > 1) * (2e5 + parts)

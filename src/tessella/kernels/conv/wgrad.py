@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from tessella.device.launch import launch
+from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.conv.backward import MULTIPROCESSORS, portable_refusal
+from tessella.kernels.conv.backward import portable_refusal
 from tessella.kernels.conv.tiles import is_wide, on_plain_units
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -39,7 +40,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     for high, wide, warps in tiles:
         blocks = -(-rows // high) * -(-columns // wide) * problem.attrs["groups"]
         steps = -(-pixels // 32)
-        splits = max(1, min(2 * MULTIPROCESSORS // blocks, steps // 4, 256))
+        splits = max(1, min(2 * multiprocessors() // blocks, steps // 4, 256))
         if (high < 2 * rows and wide < 2 * columns) or (high, wide) == tiles[-1][:2]:
             found.append({"rows": high, "columns": wide, "splits": splits, "warps": warps})
     return tuple(found)

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.core.dtype import FP8
 from tessella.kernels.catalog import Call
 from tessella.operations.epilogue import store
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import memory_format
 
-SMALL = ("int8", "float8_e4m3fn", "float8_e5m2")
+WRITES_OUT = False
+GAMMA = True
+SMALL = ("int8", *FP8)
 
 
 def fits(problem: Problem) -> str | None:

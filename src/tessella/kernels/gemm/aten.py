@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from tessella.core.dtype import FP8
 from tessella.kernels.catalog import Call
-from tessella.kernels.gemm.shapes import FP8
-from tessella.operations.epilogue import Epilogue, finish_
+from tessella.operations.epilogue import finish_
 from tessella.operations.problem import Problem
 
 

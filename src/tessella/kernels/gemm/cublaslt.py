@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.core.dtype import FP8
 from tessella.kernels.catalog import Call
-from tessella.kernels.gemm.shapes import FP8, operands, refusal, sizes
+from tessella.kernels.gemm.shapes import operands, refusal, sizes
 from tessella.operations.epilogue import finish_, store
 from tessella.operations.problem import Problem
 

@@ -15,6 +15,7 @@ import triton
 
 from tessella.device.hopper import barrier, commit_copies, copy_elements, gl, gluon, wait_for_copies
 from tessella.device.launch import launch
+from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.gluon_device import finish
 from tessella.kernels.gemm.shapes import operands, refusal, sizes, strides
@@ -180,7 +181,8 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
     def cost(tile: tuple[int, ...]) -> float:
         blocks = made.batch * triton.cdiv(made.m, tile[0]) * triton.cdiv(made.n, tile[1])
-        return triton.cdiv(blocks, 132) * (tile[0] * tile[1] + 16 * (tile[0] + tile[1]))
+        rounds = triton.cdiv(blocks, multiprocessors())
+        return rounds * (tile[0] * tile[1] + 16 * (tile[0] + tile[1]))
 
     return tuple(dict(zip(_KEYS, tile, strict=True)) for tile in sorted(tiles, key=cost))
 

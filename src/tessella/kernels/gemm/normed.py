@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import FLOATS, FP8, SIXTEEN_BIT
 from tessella.device.launch import launch
+from tessella.device.machine import HOPPER
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm import wgmma
 from tessella.kernels.gemm.normed_device import multiply_and_normalize
-from tessella.kernels.gemm.wgmma import FP8, ROW_BYTES, SHARED_BYTES, A, B, Product
-from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta
+from tessella.kernels.gemm.wgmma import ROW_BYTES, A, B, Product
+from tessella.operations.problem import Problem, TensorMeta
+
+WRITES_OUT = False
+GAMMA = True
 
 NORM_WEIGHT, NORM_BIAS, CODE_SCALE = 5, 6, 7
 OWN_ATTRS = ("eps", "results", "code_dtype")  # the others are the product's
@@ -31,7 +35,6 @@ MOST_TILES = 16  # of the same rows: their blocks run at the same time, and wait
 # that wait for others to start, and this many launches at a time cannot fill the GPU with them.
 LAUNCHES = 8
 SMALL_BYTES = 2048  # room for barriers, and for what layouts are converted through
-HALVES = ("float16", "bfloat16")
 BUFFER_BYTES = 2 * TILE * TILE * 2  # results of two consumers on their way out
 STAGE_BYTES = 2 * TILE * ROW_BYTES
 
@@ -40,7 +43,7 @@ def fits(problem: Problem) -> str | None:
     made = _sum(problem)
     if made is None:
         return "codes alone, of a sum without a residual"
-    if made.dtype not in HALVES:
+    if made.dtype not in SIXTEEN_BIT:
         return f"normalizes 16-bit numbers, not {made.dtype}"
     for name, meta in zip(problem.attrs["results"], problem.outputs, strict=True):
         if meta.format != "contiguous" or (name != "codes" and meta.dtype != made.dtype):
@@ -60,7 +63,7 @@ def fits(problem: Problem) -> str | None:
         meta = problem.meta(i)
         if i not in problem.constant:
             return "the norm's weight and bias are constants"
-        if meta is None or meta.shape != (product.n,) or meta.dtype not in wgmma.FLOATS:
+        if meta is None or meta.shape != (product.n,) or meta.dtype not in FLOATS:
             return "the norm's weight and bias are vectors of floating numbers, one a column"
     scale = problem.meta(CODE_SCALE)
     if scale is not None and scale.shape not in ((), (1,)):
@@ -92,7 +95,7 @@ def _linear(problem: Problem, made: TensorMeta) -> Problem:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """One: what two consumers can hold, and as many stages as there is room for."""
-    room = SHARED_BYTES[1] - BUFFER_BYTES - SMALL_BYTES
+    room = HOPPER.shared_bytes_of_block() - BUFFER_BYTES - SMALL_BYTES
     return ({"stages": room // STAGE_BYTES},)
 
 

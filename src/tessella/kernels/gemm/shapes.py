@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta
+from tessella.core.dtype import FLOATS, FP8
+from tessella.operations.problem import Problem, TensorMeta
 
-FP8 = ("float8_e4m3fn", "float8_e5m2")
-FLOATS = ("float32", "float16", "bfloat16")
 OUTPUTS = {
     "float32": FLOATS,
     "float16": (*FLOATS, "int8", *FP8),

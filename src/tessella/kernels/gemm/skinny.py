@@ -16,11 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import FP8
 from tessella.device.launch import launch
+from tessella.device.machine import multiprocessors
 from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast, finish
-from tessella.kernels.gemm.shapes import FP8, Operands, operands, refusal, sizes, strides
+from tessella.kernels.gemm.shapes import Operands, operands, refusal, sizes, strides
 from tessella.operations.problem import Problem
 
 MAX_ROWS = 64
@@ -142,7 +144,6 @@ def fits(problem: Problem) -> str | None:
 
 # tile_n, bytes of tile_k, warps, stages
 _TILES = ((64, 256, 4, 5), (64, 256, 4, 3), (32, 256, 4, 6), (16, 512, 4, 5))
-_SMS = 132
 
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
@@ -153,7 +154,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     for tile_n, tile_k, warps, stages in _TILES:
         tile = dict(zip(keys, (tile_n, tile_k // itemsize, warps, stages), strict=True))
         tiles, steps = triton.cdiv(made.n, tile_n), triton.cdiv(made.k, tile["tile_k"])
-        for blocks in (_SMS, 2 * _SMS):
+        for blocks in (multiprocessors(), 2 * multiprocessors()):
             config = {**tile, "splits": max(1, min(blocks // max(tiles, 1), steps))}
             if config not in found:
                 found.append(config)

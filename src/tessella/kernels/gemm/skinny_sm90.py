@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 
+from tessella.core.dtype import FP8
 from tessella.core.errors import KernelError
 from tessella.device.hopper import (
     barrier,
@@ -26,10 +27,11 @@ from tessella.device.hopper import (
     warpgroup_mma_wait,
 )
 from tessella.device.launch import launch
+from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.gemm import skinny
-from tessella.kernels.gemm.shapes import FP8, has_epilogue, operands, sizes, strides
+from tessella.kernels.gemm.shapes import has_epilogue, operands, sizes, strides
 from tessella.operations.problem import Problem
 
 
@@ -127,8 +129,7 @@ _TILES = (
     (128, 256, 5),
     (128, 128, 5),
 )
-_SMS = 132
-_SHARED_BYTES = 227 * 1024 - 1024  # all that a multiprocessor has, less what barriers take
+_SHARED_BYTES = HOPPER.shared_bytes_of_block() - 1024  # that is left to barriers
 _MOST_SPLITS = 32
 
 
@@ -141,7 +142,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
         for resident in (2, 1):
             if resident * stages * (tile_n + _rows(made.m)) * width > _SHARED_BYTES:
                 continue
-            splits = max(1, min(resident * _SMS // tiles, steps, _MOST_SPLITS))
+            splits = max(1, min(resident * multiprocessors() // tiles, steps, _MOST_SPLITS))
             tile = {"tile_n": tile_n, "tile_k": width // itemsize, "num_stages": stages}
             if {**tile, "splits": splits} not in found:
                 found.append({**tile, "splits": splits})
@@ -202,7 +203,7 @@ def bind(
 
 def _tiles(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
     """TMA's view of a matrix."""
-    if matrix.data_ptr() % 16:
+    if matrix.data_ptr() % ALIGNMENT:
         raise KernelError(
             "a tensor is not aligned to 16 bytes, as TMA wants it",
             seen=f"address {matrix.data_ptr():#x}, shape {tuple(matrix.shape)}",

@@ -14,10 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import FP8
 from tessella.device.launch import launch
+from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast, finish
-from tessella.kernels.gemm.shapes import FP8, operands, refusal, sizes, strides
+from tessella.kernels.gemm.shapes import operands, refusal, sizes, strides
 from tessella.operations.problem import Problem
 
 PROMOTE_AFTER = 128  # fp8 tensor cores keep 14 bits: products summed before float32 takes over
@@ -105,7 +107,6 @@ _TILES = ((128, 128, 128, 8, 4), (64, 128, 128, 4, 4), (64, 64, 128, 4, 4), (16,
 _UNALIGNED = ((128, 64, 64, 8, 3), (64, 64, 64, 4, 3), (16, 64, 64, 4, 3))
 _IEEE = ((128, 128, 128, 8, 3), (128, 64, 64, 4, 3), (16, 64, 128, 4, 3))
 _LIGHT = (None, "relu", "relu6")
-_SMS = 132
 
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
@@ -128,7 +129,8 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     def cost(tile: tuple[int, ...]) -> float:
         blocks = made.batch * triton.cdiv(made.m, tile[0]) * triton.cdiv(made.n, tile[1])
         # loads of both edges count beside the products
-        return triton.cdiv(blocks, _SMS) * (tile[0] * tile[1] + 64 * (tile[0] + tile[1]))
+        rounds = triton.cdiv(blocks, multiprocessors())
+        return rounds * (tile[0] * tile[1] + 64 * (tile[0] + tile[1]))
 
     keys = ("tile_m", "tile_n", "tile_k", "num_warps", "num_stages")
     itemsize = getattr(torch, dtype).itemsize

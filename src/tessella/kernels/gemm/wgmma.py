@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import FLOATS, FP8
 from tessella.core.errors import KernelError
 from tessella.device.hopper import TensorDescriptor, descriptor
 from tessella.device.launch import launch
+from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
@@ -28,13 +30,9 @@ from tessella.operations.tensor_meta import TensorMeta
 
 A, B, BIAS, RESIDUAL, SCALE = range(5)
 ROW_BYTES = 128  # of a tile along K: what one swizzled line of shared memory holds
-SHARED_BYTES = {1: 227 * 1024, 2: 113 * 1024}  # what a block may have, by how many are resident
 BARRIER_BYTES = 1024  # room for barriers, and for the alignment of what comes before them
 ADDED_ROWS = 8  # of a tile, in a block of the second kernel
-MULTIPROCESSORS = 132  # where there is no GPU to ask
 
-FLOATS = ("float32", "bfloat16", "float16")
-FP8 = ("float8_e4m3fn", "float8_e5m2")
 RESULTS = {
     "float16": (*FLOATS, "int8", *FP8),
     "bfloat16": (*FLOATS, "int8", *FP8),
@@ -303,7 +301,7 @@ def _ring(problem: Problem, tile_m: int, tile_n: int, schedule: str) -> Tiling:
     for buffers in (pieces if residual else min(2, pieces), min(2, pieces), 1):
         plain = Tiling(tile_m=tile_m, tile_n=tile_n, schedule=schedule, stages=0, buffers=buffers)
         stage_bytes = (tile_m + tile_n) * ROW_BYTES
-        most = SHARED_BYTES[plain.residents] - plain.shared_bytes()
+        most = HOPPER.shared_bytes_of_block(plain.residents) - plain.shared_bytes()
         stages = min(8, most // stage_bytes)
         if stages >= (3 if residual or schedule == "paired" else 4):
             break
@@ -523,7 +521,7 @@ def matrix_tiles(tensor: torch.Tensor, matrix: tuple[int, int], box: list[int]) 
 
 
 def _check_aligned(tensor: torch.Tensor) -> None:
-    if tensor.data_ptr() % 16:
+    if tensor.data_ptr() % ALIGNMENT:
         raise KernelError(
             "a tensor is not aligned to 16 bytes, as TMA wants it",
             seen=f"address {tensor.data_ptr():#x}, shape {tuple(tensor.shape)}",
@@ -537,12 +535,6 @@ def _turned(tensor: torch.Tensor) -> torch.Tensor:
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Itself if its rows are dense and it can be given to TMA, else a copy."""
-    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def multiprocessors() -> int:
-    if not torch.cuda.is_available():
-        return MULTIPROCESSORS
-    return torch.cuda.get_device_properties("cuda").multi_processor_count

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import FLOATS
 from tessella.core.errors import KernelError
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.pointwise_program import CODES, ROWS, Instruction, evaluate, parse
@@ -24,7 +25,6 @@ from tessella.operations.tensor_meta import TensorMeta
 Numbers = tuple[float, float, float]
 
 POWERS = (-1.0, -0.5, 0.5, 2.0, 3.0, 4.0)
-FLOATS = ("float32", "float16", "bfloat16")
 SMALL = ("int8", "float8_e4m3fn")  # what quantize makes
 LOADS = (*FLOATS, *SMALL, "uint8", "int32", "int64")
 MAX_COLUMNS = 16384  # of a row that is reduced: it lies in registers

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tessella.core.dtype import FLOATS
 from tessella.core.errors import CompileError, KernelError
 from tessella.kernels.pointwise.axes import Axes, common_axes
-from tessella.kernels.pointwise.lowering import FLOATS, SMALL, Lowered, lower
+from tessella.kernels.pointwise.lowering import SMALL, Lowered, lower
 from tessella.kernels.pointwise.single import as_program
 from tessella.operations.problem import Problem
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
+from tessella.core.dtype import SIXTEEN_BIT
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.pool.spans import Level, levels, moves
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
-HALVES = ("float16", "bfloat16")
 MAX_TAPS = 64  # of all levels: operations a tile
 MAX_TILES = 256
 TILES = (2**21, 2**20)  # bytes that one reads: of 2**19 the calls show, of 2**22 the cache's end
@@ -90,7 +90,7 @@ def bind(
     rows: int | None = None,
 ) -> Call:
     """Without a configuration all at once."""
-    as_bits = bool(problem.attr("non_negative")) and problem.output.dtype in HALVES
+    as_bits = bool(problem.attr("non_negative")) and problem.output.dtype in SIXTEEN_BIT
     dtype = torch.int16 if as_bits else getattr(torch, problem.output.dtype)
     half = _halves(problem, images, rows)[0] // dtype.itemsize
     steps = list(_steps(problem, images, rows))

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import FLOATS
 from tessella.device.launch import launch
 from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call
@@ -16,7 +17,6 @@ from tessella.kernels.quant import aten
 from tessella.operations.problem import Problem
 
 BLOCK = 4096
-FLOATS = ("float32", "float16", "bfloat16")
 SMALL = ("int8", "float8_e4m3fn")
 
 

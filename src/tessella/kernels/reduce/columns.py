@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import FLOATS
 from tessella.core.errors import CompileError, KernelError
 from tessella.device.launch import launch
 from tessella.device.overlap import await_earlier, overlapping
@@ -25,7 +26,6 @@ from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
-TYPES = ("float32", "float16", "bfloat16")
 ALONE = {  # no steps before or after
     "BEFORE": 1, "AFTER": 0, "OPS": (), "READS": (), "NUMBERS": (), "RESULT": 0,
     "OPS_AFTER": (), "READS_AFTER": (), "NUMBERS_AFTER": (), "RESULT_AFTER": 0,
@@ -40,7 +40,7 @@ def fits(problem: Problem) -> str | None:
             return str(reason)
         return None
     x, out = problem.inputs[0], problem.output
-    if x.dtype not in TYPES or out.dtype not in TYPES:
+    if x.dtype not in FLOATS or out.dtype not in FLOATS:
         return f"no sum of {x.dtype}"
     if x.format == "strided" or out.format == "strided":
         return "needs dense tensors"

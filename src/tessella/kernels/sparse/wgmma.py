@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from tessella.core.compiled import Tiles
+from tessella.core.dtype import FLOATS
 from tessella.device.driver import MAP_BYTES, cuda_driver
 from tessella.device.launch import only_compiles, record
-from tessella.device.occupancy import MULTIPROCESSORS
+from tessella.device.machine import ARCHITECTURES, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm.shapes import sizes
@@ -26,7 +27,6 @@ from tessella.kernels.user.cuda import CudaKernel, cuda
 from tessella.operations.problem import Problem
 
 TARGET = "sm_90"
-PROCESSORS = 132
 TRIED = 5  # configurations of a problem
 CHANNELS = 256  # of the largest tile: metadata are padded to it
 TILINGS = (
@@ -39,7 +39,6 @@ TILINGS = (
     Tiling(channels=64, rows=64, stages=4),
     Tiling(channels=64, rows=32, stages=6),
 )
-_VECTORS = ("float32", "float16", "bfloat16")
 _WORDS = {1: 0, 2: 1}  # the driver's numbers of elements that are only moved, by their bytes
 _SWIZZLE_128B = 3
 
@@ -53,9 +52,9 @@ def fits(problem: Problem) -> str | None:
     if problem.output.dtype not in KINDS:
         return f"does not store {problem.output.dtype}"
     bias, residual = problem.meta(2), problem.meta(3)
-    if bias is not None and bias.dtype not in _VECTORS:
-        return f"a bias of {', '.join(_VECTORS)}, not {bias.dtype}"
-    if residual is not None and residual.dtype not in (*_VECTORS, "int8"):
+    if bias is not None and bias.dtype not in FLOATS:
+        return f"a bias of {', '.join(FLOATS)}, not {bias.dtype}"
+    if residual is not None and residual.dtype not in (*FLOATS, "int8"):
         return f"does not add {residual.dtype}"
     return None
 
@@ -67,8 +66,8 @@ def configs(problem: Problem) -> tuple[Config, ...]:
         """About how long: waves of blocks, by what a block multiplies and loads."""
         blocks = math.ceil(made.n / tiling.channels) * math.ceil(made.m / tiling.rows)
         one = tiling.channels * tiling.rows + 32 * (tiling.channels + 2 * tiling.rows)
-        together = MULTIPROCESSORS[TARGET].shared_bytes // tiling.shared_bytes(1)
-        return math.ceil(blocks / (PROCESSORS * together)) * together * one
+        together = ARCHITECTURES[TARGET].shared_bytes // tiling.shared_bytes(1)
+        return math.ceil(blocks / (multiprocessors() * together)) * together * one
 
     best = sorted(TILINGS, key=work)[:TRIED]
     return tuple({"channels": t.channels, "rows": t.rows, "stages": t.stages} for t in best)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import FLOATS
 from tessella.device.launch import launch
 from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call
@@ -54,7 +55,7 @@ def fits(problem: Problem) -> str | None:
         return "takes no constants"
     if x.dtype != "uint8" or x.format != "contiguous":
         return f"takes dense uint8, not {x.format} {x.dtype}"
-    if out.dtype not in ("float32", "float16", "bfloat16"):
+    if out.dtype not in FLOATS:
         return f"makes floating numbers of 16 and 32 bits, not {out.dtype}"
     if x.shape[0] > 65535 or x.nbytes // max(1, x.shape[0]) >= 1 << 31:
         return "more than 65,535 images, or one of 2 GB"

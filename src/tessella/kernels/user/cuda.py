@@ -23,10 +23,10 @@ from tessella.core.record import digest
 from tessella.device.ahead_of_time import carried, collected
 from tessella.device.driver import cuda_driver
 from tessella.device.launch import Launched, resource_usage
-from tessella.device.occupancy import MULTIPROCESSORS
+from tessella.device.machine import ARCHITECTURES
 
 # what a cubin's count of shared memory holds for the system
-SYSTEM_SHARED_BYTES = {name: m.reserved_shared_bytes for name, m in MULTIPROCESSORS.items()}
+SYSTEM_SHARED_BYTES = {name: m.reserved_shared_bytes for name, m in ARCHITECTURES.items()}
 
 # parameter types of a kernel, as they stand in its source → what the driver is handed
 _NUMBERS: dict[str, Any] = {

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tessella.device.launch import Launched, Resources
-from tessella.device.occupancy import MULTIPROCESSORS, Occupancy, occupancy
+from tessella.device.machine import ARCHITECTURES
+from tessella.device.occupancy import Occupancy, occupancy
 
 Where = Literal["gpu", "interpreter", "reference", "compiled"]
 
@@ -67,7 +68,7 @@ def report(
     if used.threads > math.prod(block):  # specialized warps come on top
         block = (used.threads,)
     held = None
-    if target in MULTIPROCESSORS:
+    if target in ARCHITECTURES:
         held = occupancy(
             threads=used.threads,
             registers=used.registers,

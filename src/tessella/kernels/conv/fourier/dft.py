@@ -22,20 +22,19 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import FLOATS, SIXTEEN_BIT
 from tessella.device.launch import launch
 from tessella.kernels.conv import tiles
 from tessella.operations.problem import Problem
 
-INPUTS = ("float32", "float16", "bfloat16")
-
 
 def refusal(problem: Problem) -> str | None:
     """What neither algorithm takes."""
-    refused = tiles.refusal(problem, INPUTS)
+    refused = tiles.refusal(problem, FLOATS)
     if refused is not None:
         return refused
-    if problem.output.dtype not in INPUTS:
-        return f"makes {', '.join(INPUTS)}, not {problem.output.dtype}"
+    if problem.output.dtype not in FLOATS:
+        return f"makes {', '.join(FLOATS)}, not {problem.output.dtype}"
     if len(problem.output.shape) != 4:
         return "two spatial axes only"
     if problem.attrs["groups"] != 1:
@@ -46,7 +45,7 @@ def refusal(problem: Problem) -> str | None:
 def outclassed(problem: Problem) -> str | None:
     """Small filters leave little to save, and tensor cores multiply 16 bits ten times as fast."""
     x, weight = problem.inputs[:2]
-    if x.dtype in tiles.HALVES and max(weight.shape[2:]) <= 7:
+    if x.dtype in SIXTEEN_BIT and max(weight.shape[2:]) <= 7:
         return "16 bits, filters up to 7×7: 2.2 times the fastest's time at best in 252 problems"
     return None
 

@@ -33,6 +33,7 @@ import torch
 
 from tessella.device.hopper import descriptor
 from tessella.device.launch import launch
+from tessella.device.machine import HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper.chain_device import convolve_twice
@@ -46,8 +47,7 @@ TYPES = ("float16", "bfloat16", "int8")
 PIXELS = 64  # of a group: the rows of one product
 MOST_SUMS = 256  # channels of the result: half of a group's registers
 PIECE = 64  # channels of the result that are finished at a time
-MULTIPROCESSORS = 132
-SHARED_BYTES = 232448 - 2048  # of a block, less what barriers and the compiler take
+SHARED_BYTES = HOPPER.shared_bytes_of_block() - 2048  # what barriers and the compiler take
 MOST_SLOTS = 8
 MAX_CONFIGS, OF_GROUPS = 8, 4  # in all, and of as many groups
 # channels of a chunk and of the result that a group's registers hold the sums of
@@ -201,7 +201,7 @@ def _estimate(shape: Shape, config: Mapping[str, Any], reads: bool, keeps: bool)
     first = 3000 + (0 if streamed else chunks * stage / 47)
     tiles = -(-shape.pixels // rows)
     tile += 0.1 * streamed / 47  # of two that are bound by the same, what reads less
-    return first + tile * -(-tiles // MULTIPROCESSORS)
+    return first + tile * -(-tiles // multiprocessors())
 
 
 def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Call:
@@ -292,7 +292,7 @@ def _run(
     beta = problem.epilogue.beta
     launch(
         convolve_twice,
-        (min(tiles, MULTIPROCESSORS),),
+        (min(tiles, multiprocessors()),),
         descriptor(pixels, [PIXELS, shape.wide_in]),
         descriptor(weight, [chunk, shape.wide_in]),
         descriptor(next_weight, [shape.wide_out, chunk]),

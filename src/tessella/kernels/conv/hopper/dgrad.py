@@ -28,11 +28,11 @@ from tessella.device.hopper import (
     warpgroup_mma_wait,
 )
 from tessella.device.launch import launch
+from tessella.device.machine import multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.backward import (
     L2_BYTES,
-    MULTIPROCESSORS,
     PRODUCTS,
     SHARED_BYTES,
     Box,
@@ -139,7 +139,7 @@ def _clocks(geometry: Geometry, box: Box, columns: int, resident: int) -> float:
     steps = math.prod(taps) * -(-geometry.filters // DEPTH)
     step = max(pixels * columns * DEPTH / PRODUCTS, 2 * DEPTH * (pixels + columns) / L2_BYTES)
     ending = 2 * pixels * columns / L2_BYTES
-    rounds = -(-tiles // (MULTIPROCESSORS * resident)) * resident
+    rounds = -(-tiles // (multiprocessors() * resident)) * resident
     return rounds * (steps * step + ending + 300)
 
 
@@ -191,7 +191,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     total = classes * blocks * math.prod(across)
     tiles = (blocks, across[2], across[1], across[0], total)
     options = {} if config["warps"] == 8 else {"maxnreg": 128}
-    grid = min(total, MULTIPROCESSORS * (1 if config["warps"] == 8 else 2))
+    grid = min(total, multiprocessors() * (1 if config["warps"] == 8 else 2))
     weight_shape = (geometry.filters, R * S, geometry.channels)
 
     def call(

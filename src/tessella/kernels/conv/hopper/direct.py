@@ -35,6 +35,7 @@ from tessella.device.hopper import (
     warpgroup_mma_wait,
 )
 from tessella.device.launch import launch
+from tessella.device.machine import ALIGNMENT, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
@@ -143,7 +144,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     columns = triton.cdiv(geometry.filters, filters)
     pixels = 16 * warps
     count = triton.cdiv(geometry.pixels, pixels)
-    across = max(1, min(count, tiles.MULTIPROCESSORS * chosen["blocks"] // columns))
+    across = max(1, min(count, multiprocessors() * chosen["blocks"] // columns))
     each = triton.cdiv(count, across)
     last = problem.output.has("channels_last")
     size = getattr(torch, problem.output.dtype).itemsize
@@ -168,7 +169,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             residual = None
         if 1 not in constants:
             weight = _pack(weight, runs, columns * filters, workspace)
-        by_tma = bulk and out.data_ptr() % 16 == 0
+        by_tma = bulk and out.data_ptr() % ALIGNMENT == 0
         y = out
         if by_tma:
             rows = out.permute(0, 2, 3, 1).reshape(-1, geometry.filters)

@@ -17,16 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import FLOATS
 from tessella.core.errors import KernelError
 from tessella.device.hopper import DTYPES, descriptor, gl
 from tessella.device.launch import launch
+from tessella.device.machine import ALIGNMENT, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper import grouped
 from tessella.kernels.conv.hopper.implicit_gemm_device import convolve
 from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
     EIGHT_BITS,
-    MULTIPROCESSORS,
     Shape,
     channels_read,
     configs,
@@ -44,7 +45,6 @@ from tessella.operations.problem import Problem
 Tensor = torch.Tensor
 
 
-FLOATS = ("float16", "bfloat16", "float32")
 REGISTERS = {1: 168, 2: 128}  # of a thread at first, by blocks on a multiprocessor
 OUTPUTS = {  # element type of x → of the result
     "float16": ("float16", "float32"),
@@ -242,7 +242,7 @@ def _run(
     added = descriptor(_rows(residual, out_shape, shape.K), [*box, tile_k]) if adds else y
     tiles = tile_counts(shape, config)
     items = math.prod(tiles) * splits
-    blocks = min(items, config["residents"] * MULTIPROCESSORS)
+    blocks = min(items, config["residents"] * multiprocessors())
     held = config.get("held", False)
     if held:  # each block keeps to one tile of channels
         blocks = max(1, blocks // tiles[0]) * tiles[0]
@@ -357,7 +357,7 @@ def _rows(tensor: Tensor, shape: tuple[int, ...], pitch: int) -> Tensor:
 
 
 def _check_aligned(tensor: Tensor) -> None:
-    if tensor.data_ptr() % 16:
+    if tensor.data_ptr() % ALIGNMENT:
         raise KernelError(
             "the Hopper convolution moves tiles from addresses that are multiples of 16",
             seen=f"a tensor at {tensor.data_ptr()}",
@@ -425,7 +425,7 @@ def _add_parts(
     out: Tensor,
 ) -> None:
     count = out.numel()
-    block = 256 if count < 256 * 8 * MULTIPROCESSORS else 1024
+    block = 256 if count < 256 * 8 * multiprocessors() else 1024
     launch(
         add_parts,
         (triton.cdiv(count, block),),

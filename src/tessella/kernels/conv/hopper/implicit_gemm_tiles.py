@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import FP8
 from tessella.device.hopper import OVERLAPPING_TILES
+from tessella.device.machine import HOPPER, multiprocessors
 from tessella.kernels.conv.hopper import grouped
 from tessella.operations.problem import Problem
 
-MULTIPROCESSORS = 132
 # of a block, by how many a multiprocessor holds, less what barriers and the compiler take
-SHARED_BYTES = {1: 232448 - 2048, 2: 115712 - 1024}
-EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+SHARED_BYTES = {n: HOPPER.shared_bytes_of_block(n) - 2048 // n for n in (1, 2)}
+EIGHT_BITS = ("int8", *FP8)
 MAX_CONFIGS = 12
 # groups of how many warps in a block, and blocks on a multiprocessor
 TEAMS = ((2, 4, 1), (1, 8, 1), (1, 4, 1), (1, 4, 2))
@@ -120,7 +121,7 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
                 }  # fmt: skip
                 config["splits"] = _splits(shape, config)
                 items = math.prod(tile_counts(shape, config)) * config["splits"]
-                if groups * residents > 1 and items <= MULTIPROCESSORS:
+                if groups * residents > 1 and items <= multiprocessors():
                     continue  # there is no work for a second group, or block
                 if held:
                     config["held"] = True
@@ -137,7 +138,7 @@ def _holds(shape: Shape) -> tuple[bool, ...]:
 
 def _blocks(shape: Shape, config: Mapping[str, Any]) -> int:
     """Blocks that there is room for; where they hold weights, as many for each tile's channels."""
-    blocks = int(config["residents"]) * MULTIPROCESSORS
+    blocks = int(config["residents"]) * multiprocessors()
     every = tile_counts(shape, config)[0] if config.get("held") else 1
     return blocks // every * every
 
@@ -269,9 +270,9 @@ def _splits(shape: Shape, config: dict[str, Any]) -> int:
     """Parts of the sum, where the tiles are few and the second kernel costs less than it saves."""
     tiles = math.prod(tile_counts(shape, config))
     steps = stages_of_a_tile(shape, config)
-    if tiles > MULTIPROCESSORS // 2 or steps * config["taps"] < 24:
+    if tiles > multiprocessors() // 2 or steps * config["taps"] < 24:
         return 1
-    return max(1, min(MULTIPROCESSORS // tiles, int(steps * config["taps"] // 6), 16))
+    return max(1, min(multiprocessors() // tiles, int(steps * config["taps"] // 6), 16))
 
 
 def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
@@ -316,11 +317,11 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
     channels = channels_read(shape, config["tile_k"])
     moved += shape.R * shape.S * channels * shape.K * shape.itemsize
     moved += out_bytes * (2 if residual else 1)
-    work, traffic = per_sm * tile, moved / (16.5 * MULTIPROCESSORS)
+    work, traffic = per_sm * tile, moved / (16.5 * multiprocessors())
     total = max(work, traffic) + 0.2 * min(work, traffic) + epilogue + 2000
     total += _held_bytes(shape, config) / 47
     if splits > 1:
-        total += 5500 + 2 * splits * out_bytes / shape.out_itemsize * 4 / (40 * MULTIPROCESSORS)
+        total += 5500 + 2 * splits * out_bytes / shape.out_itemsize * 4 / (40 * multiprocessors())
     return total
 
 

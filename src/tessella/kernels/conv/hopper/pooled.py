@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from tessella.core.compiled import Tiles
+from tessella.core.dtype import FLOATS
 from tessella.device.driver import MAP_BYTES, cuda_driver
 from tessella.device.launch import only_compiles, record
+from tessella.device.machine import multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.hopper.pooled_device import (
@@ -35,7 +37,6 @@ from tessella.kernels.user.cuda import CudaKernel, cuda
 from tessella.operations.problem import Problem
 
 TARGET = "sm_90"
-PROCESSORS = 132
 TOGETHER = 3  # blocks of a multiprocessor: 168 registers a thread
 MOST_DEPTH = 21  # times eight values: two registers a thread each, beside 64 of sums
 MOST_STAGE = 8 << 10  # bytes
@@ -44,7 +45,6 @@ MOST_STAGES = 24
 TRIED = 4
 _REST = (0.0, 1.6, 2.2)  # blocks left for the last round, and as how many they take: a guess
 _WORD = 2, 4  # the driver's number of unsigned words, and their bytes
-_VECTORS = ("float32", "float16", "bfloat16")
 
 
 def fits(problem: Problem) -> str | None:
@@ -57,8 +57,8 @@ def fits(problem: Problem) -> str | None:
         return "the weight must be constant: it is packed in advance"
     if problem.meta(3) is not None or problem.meta(4) is not None or problem.epilogue.alpha != 1:
         return "no residual, scale or alpha"
-    if bias is not None and bias.dtype not in _VECTORS:
-        return f"a bias of {', '.join(_VECTORS)}, not {bias.dtype}"
+    if bias is not None and bias.dtype not in FLOATS:
+        return f"a bias of {', '.join(FLOATS)}, not {bias.dtype}"
     if a["activation"] not in ORDERED:
         return f"{a['activation']} does not keep the order of numbers"
     if not (x.has("channels_last") and problem.output.has("channels_last")):
@@ -131,7 +131,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     for bands in range(1, stem.out_h + 1):
         rows = -(-stem.out_h // bands)
         tasks = stem.images * stem.across * -(-stem.out_h // rows)
-        rounds, rest = divmod(-(-tasks // PROCESSORS), TOGETHER)
+        rounds, rest = divmod(-(-tasks // multiprocessors()), TOGETHER)
         found.setdefault(rows, (TOGETHER * rounds + _REST[rest]) * (2 * rows + 2))
     return tuple({"rows": rows} for rows in sorted(found, key=found.__getitem__)[:TRIED])
 
@@ -151,7 +151,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
         )
     )
     weight = pack(constants[1], stem)
-    gamma, grid = float(problem.epilogue.gamma), min(stem.tasks, TOGETHER * PROCESSORS)
+    gamma, grid = float(problem.attr("gamma")), min(stem.tasks, TOGETHER * multiprocessors())
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         x, _, *more = problem.operands(constants, inputs)

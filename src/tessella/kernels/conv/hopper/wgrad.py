@@ -31,12 +31,12 @@ from tessella.device.hopper import (
     warpgroup_mma_wait,
 )
 from tessella.device.launch import launch
+from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.backward import (
     CACHE_BYTES,
     L2_BYTES,
     MEMORY_BYTES,
-    MULTIPROCESSORS,
     PRODUCTS,
     SHARED_BYTES,
     Geometry,
@@ -133,7 +133,7 @@ def _work(geometry: Geometry, config: Config) -> tuple[int, int, int, list[int]]
     rows = -(-geometry.filters // config["rows"])
     tiles = rows * -(-_panels(geometry) // config["panels"])
     boxes = math.prod(across)
-    even = MULTIPROCESSORS * (2 if config["warps"] == 4 else 1)
+    even = multiprocessors() * (2 if config["warps"] == 4 else 1)
     blocks = tiles * min(config["splits"], boxes) or min(tiles * boxes, even)
     return blocks, tiles, rows, across
 
@@ -145,17 +145,17 @@ def _clocks(geometry: Geometry, config: Config) -> float:
     pixels, units = config["box_n"] * config["box_h"] * config["box_w"], math.prod(across)
     resident = 2 if config["warps"] == 4 else 1
     step = max(rows * columns * pixels / PRODUCTS, 2 * pixels * (rows + columns) / L2_BYTES)
-    rounds = -(-blocks // (MULTIPROCESSORS * resident))
+    rounds = -(-blocks // (multiprocessors() * resident))
     longest = -(-tiles * units // blocks)
     x = 2 * geometry.batch * math.prod(geometry.image) * geometry.channels
     dy = 2 * geometry.batch * math.prod(geometry.out) * geometry.filters
     if config["splits"] == 0 and x + dy > CACHE_BYTES:  # tiles read the same pixels far apart
         x, dy = x * row_tiles, dy * (tiles // row_tiles)
-    share = min(resident, max(1.0, blocks / MULTIPROCESSORS))
+    share = min(resident, max(1.0, blocks / multiprocessors()))
     small = 1.2 if config["warps"] == 4 else 1.0  # measured: four warps keep the units less busy
     main = max(rounds * (longest * step * share * small + 1500), (x + dy) / MEMORY_BYTES)
     parts = 4 * rows * columns * (blocks if config["splits"] else blocks + tiles)
-    return main + parts / min(blocks, MULTIPROCESSORS) / L2_BYTES + parts / PARTS_BYTES
+    return main + parts / min(blocks, multiprocessors()) / L2_BYTES + parts / PARTS_BYTES
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:

@@ -6,22 +6,23 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.core.dtype import FLOATS
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.operations.epilogue import bias_inside, finish_
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import memory_format
 
-FLOATS = ("float32", "float16", "bfloat16", "float64")
+TYPES = (*FLOATS, "float64")
 
 
 def fits(problem: Problem) -> str | None:
     x, weight = problem.inputs[:2]
-    if x.dtype not in FLOATS:
+    if x.dtype not in TYPES:
         return f"torch convolves floating types only, not {x.dtype}"
     if {x.dtype, weight.dtype} != {problem.output.dtype}:
         return "one element type throughout"
-    if any(t is not None and t.dtype not in FLOATS for t in map(problem.meta, (2, 3, 4))):
+    if any(t is not None and t.dtype not in TYPES for t in map(problem.meta, (2, 3, 4))):
         return "the epilogue's tensors must be floating"
     if isinstance(problem.attrs["padding"], str):
         return "padding must be numbers"

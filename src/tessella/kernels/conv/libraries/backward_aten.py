@@ -6,18 +6,17 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.core.dtype import FLOATS
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import memory_format
-
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def fits(problem: Problem) -> str | None:
     first, second = problem.inputs[:2]
     if problem.constant:
         return "operands must be arguments"
-    if first.dtype != second.dtype or first.dtype not in FLOATS:
+    if first.dtype != second.dtype or first.dtype not in ("float64", *FLOATS):
         return f"floating-point operands of one type, not {first.dtype} × {second.dtype}"
     if problem.output.dtype != first.dtype:
         return f"makes {first.dtype}, not {problem.output.dtype}"

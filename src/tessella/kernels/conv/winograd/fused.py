@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.dtype import SIXTEEN_BIT
 from tessella.device.launch import launch
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.conv.tiles import HALVES
 from tessella.kernels.conv.winograd.device import finish_tiles, stored, transform_filter
 from tessella.kernels.conv.winograd.fma import convolve_fma
 from tessella.kernels.conv.winograd.tiling import Tiling, refusal
@@ -38,7 +38,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def outclassed(problem: Problem) -> str | None:
-    if problem.inputs[0].dtype in HALVES:
+    if problem.inputs[0].dtype in SIXTEEN_BIT:
         return "in 16 bits 1.5 times the fastest's time at best in 125 problems"
     return None
 

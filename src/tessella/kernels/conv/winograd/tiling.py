@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tessella.core.dtype import FLOATS
 from tessella.kernels.conv.winograd.transforms import Transform, transform
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 
-FLOATS = ("float32", "float16", "bfloat16")
 LARGEST_INT32 = 2**31 - 1
 
 
