@@ -1,1 +1,1 @@
-"""Kernels for processors with AVX-512, as machine code that is written when a step is bound."""
+"""An assembler for processors with AVX-512: kernels write machine code when a step is bound."""

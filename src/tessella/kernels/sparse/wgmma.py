@@ -19,10 +19,11 @@ from tessella.device.launch import only_compiles, record
 from tessella.device.machine import ARCHITECTURES, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
+from tessella.kernels.epilogue.cuda import KINDS
 from tessella.kernels.gemm.shapes import sizes
 from tessella.kernels.sparse import product
 from tessella.kernels.sparse.two_four import ROWS, compress, wgmma_metadata
-from tessella.kernels.sparse.wgmma_device import KINDS, ROW_BYTES, Tiling, depth, source, words
+from tessella.kernels.sparse.wgmma_device import ROW_BYTES, Tiling, depth, source, words
 from tessella.kernels.user.cuda import CudaKernel, cuda
 from tessella.operations.problem import Problem
 
