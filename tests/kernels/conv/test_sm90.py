@@ -300,12 +300,14 @@ def _walked(
         shape.C, chunks, shape.H, shape.W, shape.R, shape.S, *shape.padding, *shape.dilation
     )  # fmt: skip
     grid = (counts[:3], tuple(kernel._digits(blocks, counts[:3])), splits, max(0, shape.K - BCO))
+    tile = device.Tile(
+        BN=BN, BH=BH, BW=BW, BCO=BCO, BK=BK, SH=SH, SW=SW, TAPS=1, INTERLEAVE=1,
+        DILATED=shape.dilation != (1, 1), SPLIT=splits > 1,
+    )  # fmt: skip
     for Language.block in range(blocks):
         k, q, p, n = WALK["first_tile"](grid)
         for _ in range(Language.block, math.prod(counts) * splits, blocks):
-            steps, r, s, c, s_low, s_high = WALK["terms"](
-                p, q, grid, geometry, BH, BW, BK, SH, SW, shape.dilation != (1, 1), splits > 1
-            )
+            steps, r, s, c, s_low, s_high = WALK["terms"](p, q, grid, geometry, tile)
             k0 = WALK["channel"](k, grid, BCO)
             sums = torch.zeros(BN, BH, BW, BCO).double()
             for _ in range(steps):

@@ -228,6 +228,9 @@ def function(device: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def _given(arg: Any) -> Any:
+    if isinstance(arg, tuple):
+        made = [_given(one) for one in arg]
+        return type(arg)(*made) if hasattr(arg, "_fields") else tuple(made)
     if isinstance(arg, torch.Tensor):
         size = arg.untyped_storage().nbytes() // arg.itemsize - arg.storage_offset()
         return Pointer(arg.as_strided((size,), (1,)).numpy())

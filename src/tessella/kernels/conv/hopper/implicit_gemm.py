@@ -25,7 +25,7 @@ from tessella.device.machine import ALIGNMENT, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper import grouped
-from tessella.kernels.conv.hopper.implicit_gemm_device import convolve
+from tessella.kernels.conv.hopper.implicit_gemm_device import Ending, Product, convolve
 from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
     EIGHT_BITS,
     Shape,
@@ -37,6 +37,7 @@ from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
     shape_of,
     tile_counts,
 )
+from tessella.kernels.conv.hopper.walk_device import Ring, Tile
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
 from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
 from tessella.kernels.epilogue.triton_device import cast, finish
@@ -264,33 +265,41 @@ def _run(
         _weight_descriptor(weight, interleave, tile_k, tile_c),
         y,
         added,
-        bias if whole else None,
-        scale if whole else None,
-        alpha,
-        beta,
-        problem.gamma if whole and not is_folded else None,
-        shape.K if shape.K % tile_k else None,
+        (
+            bias if whole else None,
+            scale if whole else None,
+            float(alpha),
+            float(beta),
+            problem.gamma if whole and not is_folded else None,
+            shape.K if shape.K % tile_k else None,
+        ),
         channels, chunks, shape.H, shape.W,
         1 if taps > 1 else shape.R, shape.S,
         *shape.padding, *shape.dilation, *tiles[:3], *_digits(blocks, tiles[:3]), splits,
         max(0, weight.shape[0] - tile_k), target.shape[1] // splits, items, *group,
-        BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
-        DILATED=shape.dilation != (1, 1), SPLIT=not whole,
-        STAGES=config["stages"], HELD=shape.R * shape.S * chunks if held else 0,
-        SLOTS=config["slots"], GROUPS=config["groups"],
-        RESIDUAL=adds, UNSCALED=alpha == beta == 1.0,
-        SMALL=whole and is_small,
-        FOLDED=is_folded,
-        HALVES=whole and in_sixteen_bits(problem),
-        ACTIVATION=problem.epilogue.activation if whole else None,
-        SWAP=config["swap"],
-        PROMOTE=promotes(problem),
-        INTERLEAVE=interleave,
-        GROUP_REGISTERS=232,
-        LOAD_REGISTERS=88 if is_lone else 40,
-        TAPS=taps,
-        LAYOUT=_layout(x.dtype, rows, columns, config["warps"]),
-        SLAB=gl.NVMMASharedLayout.get_default_for([pixels, tile_c], DTYPES[x.dtype]),
+        TILE=Tile(
+            BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
+            DILATED=shape.dilation != (1, 1), SPLIT=not whole, TAPS=taps, INTERLEAVE=interleave,
+        ),
+        RING=Ring(
+            STAGES=config["stages"], HELD=shape.R * shape.S * chunks if held else 0,
+            GROUPS=config["groups"], SLOTS=config["slots"],
+        ),
+        PRODUCT=Product(
+            SWAP=config["swap"],
+            PROMOTE=promotes(problem),
+            LAYOUT=_layout(x.dtype, rows, columns, config["warps"]),
+            SLAB=gl.NVMMASharedLayout.get_default_for([pixels, tile_c], DTYPES[x.dtype]),
+        ),
+        ENDING=Ending(
+            RESIDUAL=adds,
+            UNSCALED=alpha == beta == 1.0,
+            SMALL=whole and is_small,
+            FOLDED=is_folded,
+            HALVES=whole and in_halves(problem),
+            ACTIVATION=problem.attr("activation") if whole else None,
+        ),
+        REGISTERS=(232, 88 if is_lone else 40),
         CONSTANT=1 in problem.constant,
         num_warps=config["warps"],
         **options,

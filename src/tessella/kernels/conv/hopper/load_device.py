@@ -111,76 +111,66 @@ def _expect_pixels(x, ready, TAPS: gl.constexpr):
 def load(
     x,
     w,
-    x_ring,
-    w_ring,
+    memory,
     full,
     empty,
     geometry,
     grid,
     items,
-    group_k,
-    group_c,
-    BN: gl.constexpr,
-    BH: gl.constexpr,
-    BW: gl.constexpr,
-    BCO: gl.constexpr,
-    BK: gl.constexpr,
-    SH: gl.constexpr,
-    SW: gl.constexpr,
-    DILATED: gl.constexpr,
-    SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
-    HELD: gl.constexpr,
-    TAPS: gl.constexpr,
-    INTERLEAVE: gl.constexpr,
+    group,
+    TILE: gl.constexpr,
+    RING: gl.constexpr,
     CONSTANT: gl.constexpr,
 ):
-    UNIT: gl.constexpr = 16 * BCO * BK // w.block_type.nbytes
+    x_ring, w_ring = memory
+    UNIT: gl.constexpr = 16 * TILE.BCO * TILE.BK // w.block_type.nbytes
     C, chunks, _, _, _, S, pad_h, pad_w, dil_h, dil_w = geometry
     k, q, p, n = first_tile(grid)
     early = 0  # stages whose weights are on their way while the kernel before this one runs
-    if HELD > 0:  # all tiles of this block have the same channels
+    if RING.HELD > 0:  # all tiles of this block have the same channels
         if not CONSTANT:
             wait_for_dependencies()
-        k0 = channel(k, grid, BCO)
-        _load_held(w, w_ring, full.index(STAGES), k0, chunks, BK, HELD, INTERLEAVE)
-    elif CONSTANT:
-        steps, r, s, c, s_low, s_high = terms(
-            p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
+        k0 = channel(k, grid, TILE.BCO)
+        _load_held(
+            w, w_ring, full.index(RING.STAGES), k0, chunks, TILE.BK, RING.HELD, TILE.INTERLEAVE
         )
-        early = gl.minimum(steps, STAGES)
+    elif CONSTANT:
+        steps, r, s, c, s_low, s_high = terms(p, q, grid, geometry, TILE)
+        early = gl.minimum(steps, RING.STAGES)
         for i in range(early):
-            k0 = channel(k, grid, BCO)
-            _load_weights(x, w, w_ring, full.index(i), i, k0, r, s, c, S, TAPS, INTERLEAVE)
-            r, s, c = next_step(r, s, c, s_low, s_high, C, BK)
+            k0 = channel(k, grid, TILE.BCO)
+            _load_weights(
+                x, w, w_ring, full.index(i), i, k0, r, s, c, S, TILE.TAPS, TILE.INTERLEAVE
+            )
+            r, s, c = next_step(r, s, c, s_low, s_high, C, TILE.BK)
     wait_for_dependencies()
     g = 0
     for _ in range(gl.program_id(0), items, gl.num_programs(0)):
-        steps, r, s, c, s_low, s_high = terms(
-            p, q, grid, geometry, BH, BW, BK, SH, SW, DILATED, SPLIT
-        )
-        k0 = channel(k, grid, BCO)
-        c0 = first_channel(k0, group_k, group_c, UNIT)
+        steps, r, s, c, s_low, s_high = terms(p, q, grid, geometry, TILE)
+        k0 = channel(k, grid, TILE.BCO)
+        c0 = first_channel(k0, group[0], group[1], UNIT)
         for _ in range(steps):
-            i = g % STAGES
+            i = g % RING.STAGES
             ready = full.index(i)
-            mbarrier.wait(empty.index(i), ((g // STAGES) & 1) ^ 1)
-            h_at = p * (BH * SH) + r * dil_h - pad_h
-            w_at = q * (BW * SW) + s * dil_w - pad_w
-            if HELD > 0:
-                _expect_pixels(x, ready, TAPS)
+            mbarrier.wait(empty.index(i), ((g // RING.STAGES) & 1) ^ 1)
+            h_at = p * (TILE.BH * TILE.SH) + r * dil_h - pad_h
+            w_at = q * (TILE.BW * TILE.SW) + s * dil_w - pad_w
+            if RING.HELD > 0:
+                _expect_pixels(x, ready, TILE.TAPS)
             elif g >= early:
-                _load_weights(x, w, w_ring, ready, i, k0, r, s, c, S, TAPS, INTERLEAVE)
-            if TAPS == 1:
-                _load_x(x, n * BN, h_at, w_at, c0 + c, ready, x_ring.index(i), SH, SW)
+                _load_weights(x, w, w_ring, ready, i, k0, r, s, c, S, TILE.TAPS, TILE.INTERLEAVE)
+            if TILE.TAPS == 1:
+                _load_x(
+                    x, n * TILE.BN, h_at, w_at, c0 + c, ready, x_ring.index(i), TILE.SH, TILE.SW
+                )
             else:
-                top = x_ring.index(i * (BH + TAPS - 1))
+                top = x_ring.index(i * (TILE.BH + TILE.TAPS - 1))
                 top = reinterpret(top, x[0].dtype, x[0].block_type.shape, x[0].layout)
-                load_tile(x[0], [h_at, n * BN, w_at, c0 + c], ready, top)
-                end = x_ring.index(i * (BH + TAPS - 1) + BH)
+                load_tile(x[0], [h_at, n * TILE.BN, w_at, c0 + c], ready, top)
+                end = x_ring.index(i * (TILE.BH + TILE.TAPS - 1) + TILE.BH)
                 end = reinterpret(end, x[1].dtype, x[1].block_type.shape, x[1].layout)
-                load_tile(x[1], [h_at + BH, n * BN, w_at, c0 + c], ready, end)
-            r, s, c = next_step(r, s, c, s_low, s_high, C, BK)
+                load_tile(x[1], [h_at + TILE.BH, n * TILE.BN, w_at, c0 + c], ready, end)
+            r, s, c = next_step(r, s, c, s_low, s_high, C, TILE.BK)
             g += 1
         k, q, p, n = next_tile(k, q, p, n, grid)
 
@@ -193,12 +183,8 @@ def load_residual(
     freed,
     grid,
     items,
-    BN: gl.constexpr,
-    BH: gl.constexpr,
-    BW: gl.constexpr,
-    BCO: gl.constexpr,
-    SLOTS: gl.constexpr,
-    GROUPS: gl.constexpr,
+    TILE: gl.constexpr,
+    RING: gl.constexpr,
     RESIDUAL: gl.constexpr,
 ):
     wait_for_dependencies()
@@ -206,11 +192,11 @@ def load_residual(
     k, q, p, n = first_tile(grid)
     count = items if RESIDUAL else 0
     for _ in range(gl.program_id(0), count, gl.num_programs(0)):
-        v = u // GROUPS
-        slot = (u % GROUPS) * SLOTS + v % SLOTS
-        mbarrier.wait(freed.index(slot), ((v // SLOTS) & 1) ^ 1)
+        v = u // RING.GROUPS
+        slot = (u % RING.GROUPS) * RING.SLOTS + v % RING.SLOTS
+        mbarrier.wait(freed.index(slot), ((v // RING.SLOTS) & 1) ^ 1)
         mbarrier.expect(landed.index(slot), residual.block_type.nbytes)
-        at = [p * BH, n * BN, q * BW, channel(k, grid, BCO)]
+        at = [p * TILE.BH, n * TILE.BN, q * TILE.BW, channel(k, grid, TILE.BCO)]
         load_tile(residual, at, landed.index(slot), slots.index(slot))
         u += 1
         k, q, p, n = next_tile(k, q, p, n, grid)

@@ -4,7 +4,6 @@ A block stays on its multiprocessor and takes every so-many-th tile of the outpu
 warps that load and those that multiply take the same walk, each for itself. A gradient with respect
 to the input is the same walk over flipped weights.
 
-Letters: a tile is BH × BN images × BW output pixels × BCO output channels; BK channels a step.
 ``grid`` is (tiles of channels, columns, rows), the blocks' number in digits of these, splits, and
 where the last tile of channels begins; ``geometry`` is C, steps that a tap's channels take, H, W,
 R, S, padding and dilation. With groups of channels C is how many a tile reads, and channels are
@@ -13,7 +12,53 @@ counted from its ``first_channel`` on.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tessella.device.hopper import gl, gluon
+
+
+class Tile(NamedTuple):
+    """A tile of the output, and what is read for it; constants of the compiler.
+
+    Attributes:
+        BN, BH, BW: images, rows and columns of its pixels.
+        BCO: output channels.
+        BK: input channels of a step.
+        SH, SW: stride.
+        DILATED: whether a dilation is not one.
+        SPLIT: whether the sum is cut into parts, a block each.
+        TAPS: of a column of the filter, that one step multiplies.
+        INTERLEAVE: by how much the weights' rows are spread, see ``implicit_gemm``.
+    """
+
+    BN: int
+    BH: int
+    BW: int
+    BCO: int
+    BK: int
+    SH: int
+    SW: int
+    DILATED: bool
+    SPLIT: bool
+    TAPS: int
+    INTERLEAVE: int
+
+
+class Ring(NamedTuple):
+    """How shared memory is used; constants of the compiler.
+
+    Attributes:
+        STAGES: that are loaded ahead.
+        HELD: tiles of weights that stay: taps × chunks, or none. Then the number of blocks is a
+            multiple of the tiles of channels.
+        GROUPS: of warps that multiply in turns.
+        SLOTS: of a group, for its results.
+    """
+
+    STAGES: int
+    HELD: int
+    GROUPS: int
+    SLOTS: int
 
 
 @gluon.jit
@@ -75,31 +120,23 @@ def first_channel(k0, group_k, group_c, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def terms(
-    p,
-    q,
-    grid,
-    geometry,
-    BH: gl.constexpr,
-    BW: gl.constexpr,
-    BK: gl.constexpr,
-    SH: gl.constexpr,
-    SW: gl.constexpr,
-    DILATED: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
+def terms(p, q, grid, geometry, TILE: gl.constexpr):
     """This block's terms of a tile's sum: steps; tap row, column and channel of the first; columns.
 
     All of the sum, unless it is SPLIT.
     """
     _, chunks, H, W, R, S, pad_h, pad_w, dil_h, dil_w = geometry
-    r, r_high = _taps(p * BH, p * BH + BH - 1, H, R, pad_h, dil_h, SH, DILATED)
-    s_low, s_high = _taps(q * BW, q * BW + BW - 1, W, S, pad_w, dil_w, SW, DILATED)
+    r, r_high = _taps(
+        p * TILE.BH, p * TILE.BH + TILE.BH - 1, H, R, pad_h, dil_h, TILE.SH, TILE.DILATED
+    )
+    s_low, s_high = _taps(
+        q * TILE.BW, q * TILE.BW + TILE.BW - 1, W, S, pad_w, dil_w, TILE.SW, TILE.DILATED
+    )
     columns = s_high - s_low + 1
     steps = (r_high - r + 1) * columns * chunks
     s = s_low
     c = 0
-    if SPLIT:
+    if TILE.SPLIT:
         splits = grid[2]
         split = gl.program_id(0) % splits
         begin = steps * split // splits
@@ -107,7 +144,7 @@ def terms(
         tap = begin // chunks
         r += tap // columns
         s += tap % columns
-        c = (begin % chunks) * BK
+        c = (begin % chunks) * TILE.BK
     return steps, r, s, c, s_low, s_high
 
 
