@@ -3,14 +3,30 @@
 Letters: p one of the n² products, t a tile (over all images), c an input channel, k a filter.
 The transformed input V, the transformed filter U and the products M have any strides, given in the
 order (p, t, c), (p, k, c), (p, t, k); they are padded to whole blocks, with zeros.
+``sizes`` of an output are its tiles, filters, height, width, tiles down and tiles across an image;
+``epilogue`` is bias, residual, scale, the residual's strides, alpha and beta.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from tessella.kernels.epilogue.triton_device import cast, finish
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+class InputTransform(NamedTuple):
+    """F(m, r) with n = m + r - 1, as far as input and filter are transformed."""
+
+    BT: Matrix
+    G: Matrix
+    N: int
+    M: int
+    R: int
 
 
 @triton.jit
@@ -46,10 +62,12 @@ def stored(x, dtype: tl.constexpr, TF32: tl.constexpr):
 
 @triton.jit
 def _transform_filter(
-    w, u, K, C, wk, wc, wr, ws, up, uk, uc, block_k, block_c,
+    w, u, K, C, w_strides, u_strides, block_k, block_c,
     G: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
+    wk, wc, wr, ws = w_strides
+    up, uk, uc = u_strides
     k = block_k * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
     c = block_c * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     inside = (k < K) & (c < C)
@@ -70,77 +88,86 @@ def _transform_filter(
 
 @triton.jit
 def _transform_input(
-    x, v, T, C, H, W, tiles_h, tiles_w, xn, xc, xh, xw, vp, vt, vc, block_t, block_c,
-    BT: tl.constexpr, N: tl.constexpr, M: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, TF32: tl.constexpr,
+    x, v, sizes, x_strides, v_strides, block_t, block_c,
+    TRANSFORM: tl.constexpr, PADDING: tl.constexpr, BLOCK: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
-    c = block_c * BLOCK_C + tl.arange(0, BLOCK_C)[:, None]
-    t = block_t * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
-    h = (t // tiles_w) % tiles_h * M - PAD_H
-    w = t % tiles_w * M - PAD_W
+    T, C, H, W, tiles_h, tiles_w = sizes
+    xn, xc, xh, xw = x_strides
+    vp, vt, vc = v_strides
+    c = block_c * BLOCK[1] + tl.arange(0, BLOCK[1])[:, None]
+    t = block_t * BLOCK[0] + tl.arange(0, BLOCK[0])[None, :]
+    h = (t // tiles_w) % tiles_h * TRANSFORM.M - PADDING[0]
+    w = t % tiles_w * TRANSFORM.M - PADDING[1]
     inside = (c < C) & (t < T)
     pixels = x + t // (tiles_w * tiles_h) * xn + c * xc + h * xh + w * xw
     columns = ()
-    for j in tl.static_range(N):
+    for j in tl.static_range(TRANSFORM.N):
         column = ()
         seen = inside & (w + j >= 0) & (w + j < W)
-        for i in tl.static_range(N):
+        for i in tl.static_range(TRANSFORM.N):
             mask = seen & (h + i >= 0) & (h + i < H)
             pixel = tl.load(pixels + i * xh + j * xw, mask=mask, other=0.0)
             column += (pixel.to(tl.float32),)
-        columns += _apply(BT, column, 0, 1, N, N)
-    for i in tl.static_range(N):
-        row = _apply(BT, columns, i, N, N, N)
-        for j in tl.static_range(N):
+        columns += _apply(TRANSFORM.BT, column, 0, 1, TRANSFORM.N, TRANSFORM.N)
+    for i in tl.static_range(TRANSFORM.N):
+        row = _apply(TRANSFORM.BT, columns, i, TRANSFORM.N, TRANSFORM.N, TRANSFORM.N)
+        for j in tl.static_range(TRANSFORM.N):
             made = stored(row[j], v.dtype.element_ty, TF32)
-            tl.store(v + (i * N + j) * vp + t * vt + c * vc, made)
+            tl.store(v + (i * TRANSFORM.N + j) * vp + t * vt + c * vc, made)
 
 
 @triton.jit
 def transform_filter(
-    w, u, K, C, wk, wc, wr, ws, up, uk, uc, blocks_c,
+    w, u, K, C, w_strides, u_strides, blocks_c,
     G: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """w [K, C, R, R] → u = G w Gᵀ. One block: BLOCK_K × BLOCK_C filters."""
     block = tl.program_id(0)
     _transform_filter(
-        w, u, K, C, wk, wc, wr, ws, up, uk, uc, block // blocks_c, block % blocks_c,
+        w, u, K, C, w_strides, u_strides, block // blocks_c, block % blocks_c,
         G, N, R, BLOCK_K, BLOCK_C, TF32,
     )  # fmt: skip
 
 
 @triton.jit
 def transform_input_and_filter(
-    x, v, T, C, H, W, tiles_h, tiles_w, xn, xc, xh, xw, vp, vt, vc, blocks_c,
-    w, u, K, wk, wc, wr, ws, up, uk, uc, filter_blocks, filter_blocks_c,
-    BT: tl.constexpr, G: tl.constexpr, N: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    FILTER_K: tl.constexpr, FILTER_C: tl.constexpr, TF32: tl.constexpr,
+    x, v, sizes, x_strides, v_strides, blocks_c, w, u, K, w_strides, u_strides,
+    filter_blocks, filter_blocks_c,
+    TRANSFORM: tl.constexpr, PADDING: tl.constexpr, BLOCK: tl.constexpr, FILTER: tl.constexpr,
+    TF32: tl.constexpr,
 ):  # fmt: skip
-    """v = Bᵀ x B of every tile; where w is not None also u = G w Gᵀ, by the first blocks."""
+    """v = Bᵀ x B of every tile; where w is not None also u = G w Gᵀ, by the first blocks.
+
+    Args:
+        sizes: tiles, channels, height and width of x, tiles down and across an image.
+        BLOCK: tiles and channels; FILTER: filters and channels.
+    """
     block = tl.program_id(0)
     if block >= filter_blocks:
         block -= filter_blocks
         _transform_input(
-            x, v, T, C, H, W, tiles_h, tiles_w, xn, xc, xh, xw, vp, vt, vc,
-            block // blocks_c, block % blocks_c, BT, N, M, PAD_H, PAD_W, BLOCK_T, BLOCK_C, TF32,
+            x, v, sizes, x_strides, v_strides, block // blocks_c, block % blocks_c,
+            TRANSFORM, PADDING, BLOCK, TF32,
         )  # fmt: skip
     elif w is not None:
         _transform_filter(
-            w, u, K, C, wk, wc, wr, ws, up, uk, uc, block // filter_blocks_c,
-            block % filter_blocks_c, G, N, R, FILTER_K, FILTER_C, TF32,
+            w, u, K, sizes[1], w_strides, u_strides, block // filter_blocks_c,
+            block % filter_blocks_c, TRANSFORM.G, TRANSFORM.N, TRANSFORM.R, FILTER[0], FILTER[1],
+            TF32,
         )  # fmt: skip
 
 
 @triton.jit
 def transform_output(
-    m, y, T, K, P, Q, tiles_h, tiles_w, mp, mt, mk, yn, yk, yp, yq, blocks_k,
-    bias, residual, scale, rn, rk, rp, rq, alpha, beta,
+    m, y, sizes, m_strides, y_strides, blocks_k, epilogue,
     AT: tl.constexpr, N: tl.constexpr, M: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """y = epilogue(Aᵀ m A). WIDE puts a tile's row of outputs side by side before storing it."""
+    T, K, _, _, _, _ = sizes
+    mp, mt, mk = m_strides
+    bias, _, scale, _, _, _ = epilogue
     block = tl.program_id(0)
     k = block % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
     t = block // blocks_k * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
@@ -168,24 +195,23 @@ def transform_output(
             real = tl.where(lane % WIDTH < M, T, 0)
             _finish(
                 tl.interleave(even, odd), y, block // blocks_k * BLOCK_T + lane // WIDTH, k, i,
-                lane % WIDTH, real, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
-                b, residual, s, rn, rk, rp, rq, alpha, beta, M, ACTIVATION,
+                lane % WIDTH, real, sizes, y_strides, b, s, epilogue, M, ACTIVATION,
             )  # fmt: skip
         else:
             for j in tl.static_range(M):
-                _finish(
-                    row[j], y, t, k, i, j, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
-                    b, residual, s, rn, rk, rp, rq, alpha, beta, M, ACTIVATION,
-                )  # fmt: skip
+                _finish(row[j], y, t, k, i, j, T, sizes, y_strides, b, s, epilogue, M, ACTIVATION)
 
 
 @triton.jit
 def _finish(
-    made, y, t, k, i, j, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
-    bias, residual, scale, rn, rk, rp, rq, alpha, beta,
-    M: tl.constexpr, ACTIVATION: tl.constexpr,
+    made, y, t, k, i, j, T, sizes, y_strides, bias, scale, epilogue,
+    M: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
-    """Output (i, j) of tiles t, or as many as lanes: epilogue, and into its place."""
+    """Output (i, j) of T tiles t, or as many as lanes: epilogue, and into its place."""
+    _, K, P, Q, tiles_h, tiles_w = sizes
+    yn, yk, yp, yq = y_strides
+    _, residual, _, residual_strides, alpha, beta = epilogue
+    rn, rk, rp, rq = residual_strides
     n = t // (tiles_w * tiles_h)
     p = (t // tiles_w) % tiles_h * M + i
     q = t % tiles_w * M + j
@@ -201,14 +227,15 @@ def _finish(
 
 @triton.jit
 def finish_tiles(
-    made, y, first, k, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
-    bias, residual, scale, rn, rk, rp, rq, alpha, beta,
+    made, y, first, k, sizes, y_strides, epilogue,
     ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Stores 2 × 2 outputs of BLOCK_T tiles from ``first`` on: made is (y00, y01, y10, y11) [t, k].
 
     WIDE (pixels are neighbours): turned to [k, t] and a tile's two columns put side by side.
     """
+    T, K, _, _, _, _ = sizes
+    bias, _, scale, _, _, _ = epilogue
     b = None if bias is None else tl.load(bias + k, mask=k < K, other=0.0)
     s = None if scale is None else tl.load(scale + k, mask=k < K, other=0.0)
     for i in tl.static_range(2):
@@ -218,9 +245,8 @@ def finish_tiles(
             s_column = None if s is None else s[:, None]
             _finish(
                 tl.interleave(tl.trans(made[2 * i]), tl.trans(made[2 * i + 1])), y,
-                first + lane // 2, k[:, None], i, lane % 2, T, K, P, Q, tiles_h, tiles_w,
-                yn, yk, yp, yq, b_column, residual, s_column, rn, rk, rp, rq, alpha, beta,
-                2, ACTIVATION,
+                first + lane // 2, k[:, None], i, lane % 2, T, sizes, y_strides,
+                b_column, s_column, epilogue, 2, ACTIVATION,
             )  # fmt: skip
         else:
             t = first + tl.arange(0, BLOCK_T)[:, None]
@@ -228,7 +254,6 @@ def finish_tiles(
             s_row = None if s is None else s[None, :]
             for j in tl.static_range(2):
                 _finish(
-                    made[2 * i + j], y, t, k[None, :], i, j, T, K, P, Q, tiles_h, tiles_w,
-                    yn, yk, yp, yq, b_row, residual, s_row, rn, rk, rp, rq, alpha, beta,
-                    2, ACTIVATION,
+                    made[2 * i + j], y, t, k[None, :], i, j, T, sizes, y_strides,
+                    b_row, s_row, epilogue, 2, ACTIVATION,
                 )  # fmt: skip

@@ -8,10 +8,28 @@ on their way to registers, where they are combined and put into shared memory.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tessella.device.hopper import barrier, commit_copies, copy_elements, gl, gluon, wait_for_copies
 from tessella.kernels.epilogue.gluon_device import channel_vector, finish
 
 SLICE = 16  # channels a step, the least that a product takes
+
+
+class Takes(NamedTuple):
+    """The transform's matrices by what they take: two inputs and factors a row, all outputs."""
+
+    INPUTS: tuple[tuple[int, ...], ...]
+    FACTORS: tuple[tuple[float, ...], ...]
+    OUTPUTS: tuple[tuple[float, ...], ...]
+
+
+class Block(NamedTuple):
+    """Tiles, filters, and channels of a step."""
+
+    T: int
+    K: int
+    C: int
 
 
 @gluon.jit
@@ -25,10 +43,11 @@ def _pick(VALUES: gl.constexpr, ROW: gl.constexpr, i):
 
 @gluon.jit
 def _pixels(
-    images, seen, c, h, w, i, j, C, H, W, xc, xh, xw,
-    INPUTS: gl.constexpr, WHOLE: gl.constexpr,
+    images, seen, c, h, w, i, j, sizes, x_strides, INPUTS: gl.constexpr, WHOLE: gl.constexpr
 ):  # fmt: skip
     """The four pixels of each tile that product (i, j) combines, for channels c."""
+    _, C, _, H, W, _, _, _, _ = sizes
+    _, xc, xh, xw = x_strides
     r1 = _pick(INPUTS, 0, i)
     r2 = _pick(INPUTS, 1, i)
     c1 = _pick(INPUTS, 0, j)
@@ -56,11 +75,14 @@ def _sum_parts(y, GATHER: gl.constexpr):
 
 @gluon.jit
 def _store_rows(
-    made, y, i, first, k0, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
-    bias, residual, scale, rn, rk, rp, rq, alpha, beta,
+    made, y, i, first, k0, sizes, y_strides, epilogue,
     ACTIVATION: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Row i of the tiles' outputs, made [k, 2 t]: two neighbours a tile."""
+    T, K, P, Q, tiles_h, tiles_w = sizes
+    yn, yk, yp, yq = y_strides
+    bias, residual, scale, residual_strides, alpha, beta = epilogue
+    rn, rk, rp, rq = residual_strides
     made = gl.convert_layout(made, LAYOUT)
     KS: gl.constexpr = made.shape[0]
     LANES: gl.constexpr = made.shape[1]
@@ -87,14 +109,17 @@ def _store_rows(
 
 @gluon.jit
 def convolve_fma(
-    x, u, y, T, C, K, H, W, P, Q, tiles_h, tiles_w, xn, xc, xh, xw, filters, blocks_k,
-    yn, yk, yp, yq, bias, residual, scale, rn, rk, rp, rq, alpha, beta,
-    DEPTH: gl.constexpr, INPUTS: gl.constexpr, FACTORS: gl.constexpr, OUTPUTS: gl.constexpr,
-    PAD_H: gl.constexpr, PAD_W: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
-    BLOCK_C: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPS_T: gl.constexpr,
-    WHOLE: gl.constexpr, ACTIVATION: gl.constexpr, WIDE: gl.constexpr, WIDE_OUT: gl.constexpr,
+    x, u, y, sizes, x_strides, filters, blocks_k, y_strides, epilogue,
+    DEPTH: gl.constexpr, TRANSFORM: gl.constexpr, PADDING: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPS_T: gl.constexpr, WHOLE: gl.constexpr,
+    ACTIVATION: gl.constexpr, WIDE: gl.constexpr, WIDE_OUT: gl.constexpr,
 ):  # fmt: skip
-    """y = epilogue(conv(x)). WIDE, WIDE_OUT: pixels are neighbours in x, in y; else channels."""
+    """y = epilogue(conv(x)), with ``sizes`` and ``epilogue`` as in ``winograd.fused.convolve``.
+
+    WIDE, WIDE_OUT: pixels are neighbours in x, in y; else channels.
+    """
+    T, _, K, _, _, P, Q, tiles_h, tiles_w = sizes
+    xn, _, xh, xw = x_strides
     NUM_WARPS: gl.constexpr = gl.num_warps()
     # [part of the channels, tile, filter]: the warps of a part hold sums of their own
     LAYOUT: gl.constexpr = gl.BlockedLayout(
@@ -108,7 +133,7 @@ def convolve_fma(
         if WIDE
         else gl.BlockedLayout([1, 1], [16, 2], [1, NUM_WARPS], [0, 1])
     )
-    ACROSS: gl.constexpr = min(BLOCK_K // 4, 32)
+    ACROSS: gl.constexpr = min(BLOCK.K // 4, 32)
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [NUM_WARPS, 1], [1, 0])
     OUT: gl.constexpr = (
         gl.BlockedLayout([1, 4], [2, 16], [NUM_WARPS, 1], [1, 0])
@@ -119,38 +144,40 @@ def convolve_fma(
     MIXED: gl.constexpr = (
         PLAIN
         if WIDE
-        else gl.PaddedSharedLayout.with_identity_for([[BLOCK_T, 4]], [BLOCK_C, BLOCK_T], [1, 0])
+        else gl.PaddedSharedLayout.with_identity_for([[BLOCK.T, 4]], [BLOCK.C, BLOCK.T], [1, 0])
     )
-    v_ring = gl.allocate_shared_memory(gl.float32, [2, BLOCK_C, BLOCK_T], MIXED)
-    u_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_C, BLOCK_K], PLAIN)
+    v_ring = gl.allocate_shared_memory(gl.float32, [2, BLOCK.C, BLOCK.T], MIXED)
+    u_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK.C, BLOCK.K], PLAIN)
 
     block = gl.program_id(0)
-    first = block // blocks_k * BLOCK_T
-    k0 = block % blocks_k * BLOCK_K
-    t = first + gl.arange(0, BLOCK_T, layout=gl.SliceLayout(0, READ))[None, :]
-    lane = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(1, READ))[:, None]
-    h = (t // tiles_w) % tiles_h * 2 - PAD_H
-    w = t % tiles_w * 2 - PAD_W
+    first = block // blocks_k * BLOCK.T
+    k0 = block % blocks_k * BLOCK.K
+    t = first + gl.arange(0, BLOCK.T, layout=gl.SliceLayout(0, READ))[None, :]
+    lane = gl.arange(0, BLOCK.C, layout=gl.SliceLayout(1, READ))[:, None]
+    h = (t // tiles_w) % tiles_h * 2 - PADDING[0]
+    w = t % tiles_w * 2 - PADDING[1]
     images = x + t // (tiles_w * tiles_h) * xn + h * xh + w * xw
     real = t < T
-    u_c = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(1, COPY))[:, None]
-    u_k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, COPY))[None, :]
+    u_c = gl.arange(0, BLOCK.C, layout=gl.SliceLayout(1, COPY))[:, None]
+    u_k = gl.arange(0, BLOCK.K, layout=gl.SliceLayout(0, COPY))[None, :]
     u += k0 + u_c * filters + u_k
 
-    STEPS: gl.constexpr = DEPTH // BLOCK_C
-    y00 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
-    y01 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
-    y10 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
-    y11 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
-    product = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    STEPS: gl.constexpr = DEPTH // BLOCK.C
+    y00 = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
+    y01 = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
+    y10 = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
+    y11 = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
+    product = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
     for ahead in gl.static_range(STAGES - 1):  # the 16 products take at least 16 steps
         copy_elements(u_ring.index(ahead), u)
         commit_copies()
-        u += BLOCK_C * filters
+        u += BLOCK.C * filters
     zero = block * 0
-    a, b, d, e = _pixels(images, real, lane, h, w, zero, zero, C, H, W, xc, xh, xw, INPUTS, WHOLE)
-    f1 = _pick(FACTORS, 0, zero)
-    f2 = _pick(FACTORS, 1, zero)
+    a, b, d, e = _pixels(
+        images, real, lane, h, w, zero, zero, sizes, x_strides, TRANSFORM.INPUTS, WHOLE
+    )
+    f1 = _pick(TRANSFORM.FACTORS, 0, zero)
+    f2 = _pick(TRANSFORM.FACTORS, 1, zero)
     v_ring.index(0).store(f1 * (f1 * a + f2 * b) + f2 * (f1 * d + f2 * e))
     for step in range(16 * STEPS):
         wait_for_copies(STAGES - 2)
@@ -158,51 +185,51 @@ def convolve_fma(
         if step + STAGES - 1 < 16 * STEPS:
             copy_elements(u_ring.index((step + STAGES - 1) % STAGES), u)
         commit_copies()
-        u += BLOCK_C * filters
+        u += BLOCK.C * filters
         after = step + 1
         seen = real & (after < 16 * STEPS)
         i = after // STEPS // 4
         j = after // STEPS % 4
-        c = after % STEPS * BLOCK_C + lane
-        a, b, d, e = _pixels(images, seen, c, h, w, i, j, C, H, W, xc, xh, xw, INPUTS, WHOLE)
+        c = after % STEPS * BLOCK.C + lane
+        a, b, d, e = _pixels(images, seen, c, h, w, i, j, sizes, x_strides, TRANSFORM.INPUTS, WHOLE)
         v_tile = v_ring.index(step % 2)
         u_tile = u_ring.index(step % STAGES)
-        for s in gl.static_range(0, BLOCK_C, SPLIT):
+        for s in gl.static_range(0, BLOCK.C, SPLIT):
             left = v_tile.slice(s, SPLIT, dim=0).load(V_PART)
             right = u_tile.slice(s, SPLIT, dim=0).load(U_PART)
             product += left[:, :, None] * right[:, None, :]
-        f1 = _pick(FACTORS, 0, i)
-        f2 = _pick(FACTORS, 1, i)
-        g1 = _pick(FACTORS, 0, j)
-        g2 = _pick(FACTORS, 1, j)
+        f1 = _pick(TRANSFORM.FACTORS, 0, i)
+        f2 = _pick(TRANSFORM.FACTORS, 1, i)
+        g1 = _pick(TRANSFORM.FACTORS, 0, j)
+        g2 = _pick(TRANSFORM.FACTORS, 1, j)
         v_ring.index(after % 2).store(f1 * (g1 * a + g2 * b) + f2 * (g1 * d + g2 * e))
         if after % STEPS == 0:
             i = step // STEPS // 4
             j = step // STEPS % 4
-            top = _pick(OUTPUTS, 0, i)
-            bottom = _pick(OUTPUTS, 1, i)
-            leftmost = _pick(OUTPUTS, 0, j)
-            rightmost = _pick(OUTPUTS, 1, j)
+            top = _pick(TRANSFORM.OUTPUTS, 0, i)
+            bottom = _pick(TRANSFORM.OUTPUTS, 1, i)
+            leftmost = _pick(TRANSFORM.OUTPUTS, 0, j)
+            rightmost = _pick(TRANSFORM.OUTPUTS, 1, j)
             y00 += top * leftmost * product
             y01 += top * rightmost * product
             y10 += bottom * leftmost * product
             y11 += bottom * rightmost * product
-            product = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+            product = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
     rows = (
         gl.join(_sum_parts(y00, GATHER), _sum_parts(y01, GATHER))
         .permute((1, 0, 2))
-        .reshape([BLOCK_K, BLOCK_T * 2])
+        .reshape([BLOCK.K, BLOCK.T * 2])
     )
     _store_rows(
-        rows, y, 0, first, k0, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
-        bias, residual, scale, rn, rk, rp, rq, alpha, beta, ACTIVATION, OUT,
+        rows, y, 0, first, k0, (T, K, P, Q, tiles_h, tiles_w), y_strides, epilogue,
+        ACTIVATION, OUT,
     )  # fmt: skip
     rows = (
         gl.join(_sum_parts(y10, GATHER), _sum_parts(y11, GATHER))
         .permute((1, 0, 2))
-        .reshape([BLOCK_K, BLOCK_T * 2])
+        .reshape([BLOCK.K, BLOCK.T * 2])
     )
     _store_rows(
-        rows, y, 1, first, k0, T, K, P, Q, tiles_h, tiles_w, yn, yk, yp, yq,
-        bias, residual, scale, rn, rk, rp, rq, alpha, beta, ACTIVATION, OUT,
+        rows, y, 1, first, k0, (T, K, P, Q, tiles_h, tiles_w), y_strides, epilogue,
+        ACTIVATION, OUT,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from tessella.device.launch import launch
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.winograd.device import finish_tiles, stored, transform_filter
-from tessella.kernels.conv.winograd.fma import convolve_fma
+from tessella.kernels.conv.winograd.fma import Block, Takes, convolve_fma
 from tessella.kernels.conv.winograd.tiling import Tiling, refusal
 from tessella.kernels.conv.winograd.transforms import coefficients, transform
 from tessella.operations.problem import Problem
@@ -28,9 +28,11 @@ from tessella.operations.problem import Problem
 F23 = transform(2, 3)
 # each row of Bᵀ takes two inputs: (first, second), and what they are multiplied by
 _TAKES = [[(j, float(v)) for j, v in enumerate(row) if v] for row in F23.bt]
-_INPUTS = tuple(tuple(j for j, _ in row) for row in zip(*_TAKES, strict=True))
-_FACTORS = tuple(tuple(v for _, v in row) for row in zip(*_TAKES, strict=True))
-_OUTPUTS = coefficients(F23.at)
+TAKES = Takes(
+    INPUTS=tuple(tuple(j for j, _ in row) for row in zip(*_TAKES, strict=True)),
+    FACTORS=tuple(tuple(v for _, v in row) for row in zip(*_TAKES, strict=True)),
+    OUTPUTS=coefficients(F23.at),
+)
 
 
 def fits(problem: Problem) -> str | None:
@@ -124,8 +126,8 @@ def _filter(
     blocks_c = channels // block_c
     launch(
         transform_filter, (filters // block_k * blocks_c,),
-        weight, u, weight.shape[0], weight.shape[1], *weight.stride(),
-        filters * channels, 1, filters, blocks_c,
+        weight, u, weight.shape[0], weight.shape[1], weight.stride(),
+        (filters * channels, 1, filters), blocks_c,
         G=coefficients(F23.g), N=F23.n, R=F23.r, BLOCK_K=block_k, BLOCK_C=block_c,
         TF32=_tf32(problem),
     )  # fmt: skip
@@ -167,14 +169,15 @@ def _convolve(
     launch(
         convolve_fma if fma else convolve,
         (-(-tiling.count // config["block_t"]) * blocks_k,),
-        x, u, out, tiling.count, tiling.channels, tiling.filters, *tiling.image, *tiling.out,
-        tiling.down, tiling.across, *x.stride(), filters, blocks_k, *out.stride(),
-        bias, residual, scale, *((0, 0, 0, 0) if residual is None else residual.stride()),
-        problem.epilogue.alpha, problem.epilogue.beta,
-        DEPTH=channels, INPUTS=_INPUTS, FACTORS=_FACTORS, OUTPUTS=_OUTPUTS,
-        PAD_H=tiling.padding[0], PAD_W=tiling.padding[1],
-        BLOCK_T=config["block_t"], BLOCK_K=config["block_k"], BLOCK_C=config["block_c"],
-        ACTIVATION=problem.epilogue.activation, num_warps=config["warps"], **form,
+        x, u, out,
+        (tiling.count, tiling.channels, tiling.filters, *tiling.image, *tiling.out,
+         tiling.down, tiling.across),
+        x.stride(), filters, blocks_k, out.stride(),
+        (bias, residual, scale, (0, 0, 0, 0) if residual is None else residual.stride(),
+         problem.attr("alpha"), problem.attr("beta")),
+        DEPTH=channels, TRANSFORM=TAKES, PADDING=tiling.padding,
+        BLOCK=Block(T=config["block_t"], K=config["block_k"], C=config["block_c"]),
+        ACTIVATION=problem.attr("activation"), num_warps=config["warps"], **form,
     )  # fmt: skip
 
 
@@ -201,44 +204,43 @@ def _two_columns(pixels, seen, h, w, first, second, by_first, by_second, xh, xw,
 
 @triton.jit
 def convolve(
-    x, u, y, T, C, K, H, W, P, Q, tiles_h, tiles_w, xn, xc, xh, xw, filters, blocks_k,
-    yn, yk, yp, yq, bias, residual, scale, rn, rk, rp, rq, alpha, beta,
-    DEPTH: tl.constexpr, INPUTS: tl.constexpr, FACTORS: tl.constexpr, OUTPUTS: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    x, u, y, sizes, x_strides, filters, blocks_k, y_strides, epilogue,
+    DEPTH: tl.constexpr, TRANSFORM: tl.constexpr, PADDING: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """y = epilogue(conv(x)): BLOCK_T tiles of 2 × 2 outputs, BLOCK_K filters."""
+    """y = epilogue(conv(x)): BLOCK.T tiles of 2 × 2 outputs, BLOCK.K filters."""
+    T, C, K, H, W, P, Q, tiles_h, tiles_w = sizes
+    xn, xc, xh, xw = x_strides
     block = tl.program_id(0)
-    t = block // blocks_k * BLOCK_T + tl.arange(0, BLOCK_T)
-    k = block % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    h = ((t // tiles_w) % tiles_h * 2 - PAD_H)[:, None]
-    w = (t % tiles_w * 2 - PAD_W)[:, None]
+    t = block // blocks_k * BLOCK.T + tl.arange(0, BLOCK.T)
+    k = block % blocks_k * BLOCK.K + tl.arange(0, BLOCK.K)
+    h = ((t // tiles_w) % tiles_h * 2 - PADDING[0])[:, None]
+    w = (t % tiles_w * 2 - PADDING[1])[:, None]
     images = x + (t // (tiles_w * tiles_h) * xn)[:, None] + h * xh + w * xw
     real = (t < T)[:, None]
-    lane = tl.arange(0, BLOCK_C)
-    y00 = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    y01 = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    y10 = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    y11 = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    product = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    STEPS: tl.constexpr = DEPTH // BLOCK_C
+    lane = tl.arange(0, BLOCK.C)
+    y00 = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
+    y01 = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
+    y10 = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
+    y11 = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
+    product = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
+    STEPS: tl.constexpr = DEPTH // BLOCK.C
     for step in range(16 * STEPS):
         i = step // STEPS // 4
         j = step // STEPS % 4
-        c = step % STEPS * BLOCK_C + lane
+        c = step % STEPS * BLOCK.C + lane
         seen = real & (c < C)[None, :]
         pixels = images + (c * xc)[None, :]
-        c1 = _pick(INPUTS, 0, j)
-        c2 = _pick(INPUTS, 1, j)
-        f1 = _pick(FACTORS, 0, j)
-        f2 = _pick(FACTORS, 1, j)
-        r1 = _pick(INPUTS, 0, i)
-        r2 = _pick(INPUTS, 1, i)
-        v = _pick(FACTORS, 0, i) * _two_columns(
+        c1 = _pick(TRANSFORM.INPUTS, 0, j)
+        c2 = _pick(TRANSFORM.INPUTS, 1, j)
+        f1 = _pick(TRANSFORM.FACTORS, 0, j)
+        f2 = _pick(TRANSFORM.FACTORS, 1, j)
+        r1 = _pick(TRANSFORM.INPUTS, 0, i)
+        r2 = _pick(TRANSFORM.INPUTS, 1, i)
+        v = _pick(TRANSFORM.FACTORS, 0, i) * _two_columns(
             pixels, seen, h, w, c1, c2, f1, f2, xh, xw, H, W, r1
         )
-        v += _pick(FACTORS, 1, i) * _two_columns(
+        v += _pick(TRANSFORM.FACTORS, 1, i) * _two_columns(
             pixels, seen, h, w, c1, c2, f1, f2, xh, xw, H, W, r2
         )
         rows = step // STEPS * DEPTH + c
@@ -246,17 +248,16 @@ def convolve(
         v = stored(v, u.dtype.element_ty, PRECISION == "tf32")
         product = tl.dot(v, filter, product, input_precision=PRECISION)
         if step % STEPS == STEPS - 1:
-            top = _pick(OUTPUTS, 0, i)
-            bottom = _pick(OUTPUTS, 1, i)
-            left = _pick(OUTPUTS, 0, j)
-            right = _pick(OUTPUTS, 1, j)
+            top = _pick(TRANSFORM.OUTPUTS, 0, i)
+            bottom = _pick(TRANSFORM.OUTPUTS, 1, i)
+            left = _pick(TRANSFORM.OUTPUTS, 0, j)
+            right = _pick(TRANSFORM.OUTPUTS, 1, j)
             y00 += top * left * product
             y01 += top * right * product
             y10 += bottom * left * product
             y11 += bottom * right * product
-            product = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+            product = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
     finish_tiles(
-        (y00, y01, y10, y11), y, block // blocks_k * BLOCK_T, k, T, K, P, Q, tiles_h, tiles_w,
-        yn, yk, yp, yq, bias, residual, scale, rn, rk, rp, rq, alpha, beta,
-        ACTIVATION, BLOCK_T, WIDE,
+        (y00, y01, y10, y11), y, block // blocks_k * BLOCK.T, k,
+        (T, K, P, Q, tiles_h, tiles_w), y_strides, epilogue, ACTIVATION, BLOCK.T, WIDE,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from tessella.device.launch import launch
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.winograd.device import (
+    InputTransform,
     transform_filter,
     transform_input_and_filter,
     transform_output,
@@ -206,8 +207,8 @@ def _transformed_filter(plan: _Plan, weight: torch.Tensor) -> torch.Tensor:
     launch(
         transform_filter,
         (plan.filters // block_k * blocks_c,),
-        weight, u, plan.tiling.filters, plan.tiling.channels, *weight.stride(),
-        *plan.u_strides(), blocks_c,
+        weight, u, plan.tiling.filters, plan.tiling.channels, weight.stride(),
+        plan.u_strides(), blocks_c,
         G=coefficients(f.g), N=f.n, R=f.r, BLOCK_K=block_k, BLOCK_C=block_c, TF32=plan.tf32,
     )  # fmt: skip
     return u
@@ -230,13 +231,15 @@ def _transform_inputs(
     launch(
         transform_input_and_filter,
         (blocks + filter_blocks,),
-        x, v, tiling.count, tiling.channels, *tiling.image, tiling.down, tiling.across,
-        *x.stride(), *plan.v_strides(), plan.channels // block_c,
-        weight, u, tiling.filters, *((0, 0, 0, 0) if weight is None else weight.stride()),
-        *plan.u_strides(), filter_blocks, filter_blocks_c,
-        BT=coefficients(f.bt), G=coefficients(f.g), N=f.n, M=f.m, R=f.r,
-        PAD_H=tiling.padding[0], PAD_W=tiling.padding[1], BLOCK_T=block_t, BLOCK_C=block_c,
-        FILTER_K=filter_k, FILTER_C=filter_c, TF32=plan.tf32, num_warps=THREADS // 32,
+        x, v, (tiling.count, tiling.channels, *tiling.image, tiling.down, tiling.across),
+        x.stride(), plan.v_strides(), plan.channels // block_c,
+        weight, u, tiling.filters, (0, 0, 0, 0) if weight is None else weight.stride(),
+        plan.u_strides(), filter_blocks, filter_blocks_c,
+        TRANSFORM=InputTransform(
+            BT=coefficients(f.bt), G=coefficients(f.g), N=f.n, M=f.m, R=f.r
+        ),
+        PADDING=tiling.padding, BLOCK=(block_t, block_c), FILTER=(filter_k, filter_c),
+        TF32=plan.tf32, num_warps=THREADS // 32,
     )  # fmt: skip
 
 
@@ -298,10 +301,11 @@ def _transform_back(
     launch(
         transform_output,
         (plan.tiles // block_t * blocks_k,),
-        m, out, tiling.count, tiling.filters, *tiling.out, tiling.down, tiling.across,
-        *plan.m_strides(), *out.stride(), blocks_k, bias, residual, scale,
-        *((0, 0, 0, 0) if residual is None else residual.stride()), problem.epilogue.alpha, beta,
-        AT=coefficients(f.at), N=f.n, M=f.m, ACTIVATION=problem.epilogue.activation,
+        m, out, (tiling.count, tiling.filters, *tiling.out, tiling.down, tiling.across),
+        plan.m_strides(), out.stride(), blocks_k,
+        (bias, residual, scale, (0, 0, 0, 0) if residual is None else residual.stride(),
+         problem.attr("alpha"), beta),
+        AT=coefficients(f.at), N=f.n, M=f.m, ACTIVATION=problem.attr("activation"),
         BLOCK_T=block_t, BLOCK_K=block_k, WIDE=plan.pixels_inside,
         num_warps=THREADS // 32,
     )  # fmt: skip
