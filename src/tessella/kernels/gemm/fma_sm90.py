@@ -55,16 +55,18 @@ def _pointers(
 
 @gluon.jit
 def _fma_kernel(
-    a, b, bias, residual, scale, out,
-    M, N, K,
-    a_batch, a_row, a_k, b_batch, b_k, b_column,
-    bias_stride, residual_batch, residual_row, residual_column, scale_stride,
-    out_batch, out_row, out_column,
-    alpha, beta, gamma,
+    a, b, bias, residual, scale, out, sizes, strides, factors,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     WARPS_M: gl.constexpr, A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
     GROUP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
+    """``strides`` are those of A, of B, of bias, residual and scale, and of the result."""
+    M, N, K = sizes
+    a_batch, a_row, a_k = strides[0]
+    b_batch, b_k, b_column = strides[1]
+    bias_stride, residual_batch, residual_row, residual_column, scale_stride = strides[2]
+    out_batch, out_row, out_column = strides[3]
+    alpha, beta, gamma = factors
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1 if A_BY_DEPTH else 4, 1 if B_BY_DEPTH else 4],
@@ -226,9 +228,9 @@ def bind(
         launch(
             _fma_kernel, (blocks,),
             o.a, o.b, o.bias, o.residual, o.scale, o.out,
-            made.m, made.n, made.k,
-            *o.a.stride(), *o.b.stride(), *strides(o), *o.out.stride(),
-            alpha, beta, problem.gamma, **options,
+            (made.m, made.n, made.k),
+            (o.a.stride(), o.b.stride(), strides(o), o.out.stride()),
+            (alpha, beta, problem.gamma), **options,
         )  # fmt: skip
         return out
 

@@ -21,6 +21,7 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm import wgmma
 from tessella.kernels.gemm.normed_device import multiply_and_normalize
 from tessella.kernels.gemm.wgmma import ROW_BYTES, A, B, Product
+from tessella.kernels.gemm.wgmma_device import Epilogue, Form
 from tessella.operations.problem import Problem, TensorMeta
 
 WRITES_OUT = False
@@ -146,25 +147,30 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             tiles.get("norm"),
             tiles.get("codes"),
             None if residual is None else wgmma.matrix_tiles(residual, (m, n), piece),
-            scale,
-            bias,
-            problem.gamma,
-            *norm,
-            float(problem.attr("eps")),
+            (scale, bias, problem.gamma),
+            (*norm, float(problem.attr("eps"))),
             workspace.view(torch.float32),
             counters,
             m_tiles * n_tiles,
             m_tiles,
             n_tiles,
             -(-k // width),
-            WM=TILE,
-            WN=TILE,
-            BK=width,
-            STAGES=stages,
+            FORM=Form(
+                WM=TILE,
+                WN=TILE,
+                BK=width,
+                A_K_MAJOR=True,
+                B_K_MAJOR=True,
+                STAGES=stages,
+                GROUP=1,
+                SPREAD=False,
+            ),
             SLOTS=slots,
-            ALPHA=float(problem.epilogue.alpha),
-            BETA=float(problem.epilogue.beta),
-            ACTIVATION=problem.epilogue.activation,
+            EPILOGUE=Epilogue(
+                ALPHA=float(problem.attr("alpha")),
+                BETA=float(problem.attr("beta")),
+                ACTIVATION=problem.attr("activation"),
+            ),
             num_warps=4,
             launch_pdl=True,
         )

@@ -107,6 +107,7 @@ def _summed(
     EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """What is normalized: a piece of a tile with scale, bias, residual and activation, float32."""
+    ACTIVATION: gl.constexpr = EPILOGUE.ACTIVATION
     r, r_full, scale, bias, _, gamma = extra
     WM: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
@@ -122,7 +123,7 @@ def _summed(
     if r is not None:
         mbarrier.wait(r_full.index(FIRST + PIECE), r_phase)
         old = buffers.index(FIRST + PIECE).reshape([WM, WIDTH]).load(L)
-    return finish(x, s, b, old, EPILOGUE[0], EPILOGUE[1], gamma, EPILOGUE[2], gl.float32)
+    return finish(x, s, b, old, EPILOGUE.ALPHA, EPILOGUE.BETA, gamma, ACTIVATION, gl.float32)
 
 
 @gluon.jit
@@ -192,13 +193,13 @@ def _normalized(x, inverse, shift, norm, n0, PIECE: gl.constexpr):
 @gluon.jit
 def _consume(
     ring, out, extra, norm, meeting, work,
-    WHO: gl.constexpr, SLOTS: gl.constexpr, LOOK: gl.constexpr, EPILOGUE: gl.constexpr,
+    WHO: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """Every other tile: multiplies, meets the other tiles of its rows, normalizes and stores."""
-    WM: gl.constexpr = LOOK[0]
-    WN: gl.constexpr = LOOK[1]
-    STAGES: gl.constexpr = LOOK[5]
-    GROUP: gl.constexpr = LOOK[6]
+    WM: gl.constexpr = FORM.WM
+    WN: gl.constexpr = FORM.WN
+    STAGES: gl.constexpr = FORM.STAGES
+    GROUP: gl.constexpr = FORM.GROUP
     FIRST: gl.constexpr = WHO * PIECES
     full = ring[2]
     empty = ring[3]
@@ -238,7 +239,7 @@ def _consume(
         mbarrier.wait(turns.index(WHO), (v & 1) ^ (1 - WHO))
         for k in range(k_tiles):
             mbarrier.wait(full.index(stage), phase)
-            a, b = factors(ring, stage, stage, LOOK)
+            a, b = factors(ring, stage, stage, FORM)
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             # the product before this one is done: its stage goes back
@@ -274,23 +275,22 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["units", "m_tiles", "n_tiles", "k_tiles"])
 def multiply_and_normalize(
-    a, b, sums, normed, codes, r, scale, bias, gamma,
-    norm_weight, norm_bias, code_scale, epsilon, partials, counters,
+    a, b, sums, normed, codes, r, vectors, norm, partials, counters,
     units, m_tiles, n_tiles, k_tiles,
-    WM: gl.constexpr, WN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    SLOTS: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, ACTIVATION: gl.constexpr,
+    FORM: gl.constexpr, SLOTS: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """s = epilogue(A · Bᵀ) → sums; (s - mean) / deviation · weight + bias → normed, and codes.
 
     Descriptors of [1, rows, columns]; A's and B's tiles are [1, rows, BK], those of results and of
     the residual [1, WM, WN / 2]. Each of ``sums``, ``normed``, ``codes`` and the residual ``r`` may
-    be None, but not all that have 16 bits. Codes are the normalized numbers over ``code_scale``,
-    rounded. ``partials``: float32 [2, m_tiles · WM, SLOTS], of any content; ``counters``: int32
-    [m_tiles], zeros before the first launch. SLOTS: a power of two, n_tiles at least. The grid is a
-    multiple of n_tiles, and no larger than the GPU.
+    be None, but not all that have 16 bits. ``vectors`` are scale, bias and gamma; ``norm`` the
+    norm's weight and bias, what codes are divided by before they are rounded, and epsilon.
+    ``partials``: float32 [2, m_tiles · WM, SLOTS], of any content; ``counters``: int32 [m_tiles],
+    zeros before the first launch. SLOTS: a power of two, n_tiles at least. The grid is a multiple
+    of n_tiles, and no larger than the GPU.
     """
-    LOOK: gl.constexpr = (WM, WN, BK, True, True, STAGES, 1, False)
-    EPILOGUE: gl.constexpr = (ALPHA, BETA, ACTIVATION)
+    scale, bias, gamma = vectors
+    STAGES: gl.constexpr = FORM.STAGES
     half = r
     if sums is not None:
         half = sums
@@ -323,14 +323,13 @@ def multiply_and_normalize(
     ring = (a_ring, b_ring, full, empty, turns)
     out = (sums, normed, codes, buffers, code_buffers)
     extra = (r, r_full, scale, bias, None, gamma)  # no tile reaches beyond a row
-    norm = (norm_weight, norm_bias, code_scale, epsilon)
     meeting = (partials, counters, m_tiles)
     work = (units, units, 1, m_tiles, n_tiles, k_tiles, k_tiles)
     gl.warp_specialize(
         [
-            (_consume, (ring, out, extra, norm, meeting, work, 0, SLOTS, LOOK, EPILOGUE)),
-            (_consume, (ring, out, extra, norm, meeting, work, 1, SLOTS, LOOK, EPILOGUE)),
-            (produce, (a, b, ring, work, 0, 1, LOOK)),
+            (_consume, (ring, out, extra, norm, meeting, work, 0, SLOTS, FORM, EPILOGUE)),
+            (_consume, (ring, out, extra, norm, meeting, work, 1, SLOTS, FORM, EPILOGUE)),
+            (produce, (a, b, ring, work, 0, 1, FORM)),
         ],
         [4, 1],
         [240, 24],  # the first consumer gets the rest, 240

@@ -30,16 +30,15 @@ MAX_ROWS = 64
 
 @triton.jit
 def _skinny_kernel(
-    x, w, bias, residual, scale, out, partial,
-    M, N, K,
-    x_row, x_k, w_k, w_column,
-    bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-    alpha, beta, gamma,
+    x, w, epilogue, partial, sizes, strides, ends,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr, SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """``epilogue`` is bias, residual, scale, result; ``ends`` their strides, alpha, beta, gamma."""
+    M, N, K = sizes
+    x_row, x_k, w_k, w_column = strides
     split, splits = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     columns, rows = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BM)
     ks = tl.arange(0, BK)
@@ -79,19 +78,12 @@ def _skinny_kernel(
     if SPLIT:
         tl.store(partial + split * M * N + rows_at * N + columns_at, acc, mask=inside)
     else:
-        _store(
-            acc, bias, residual, scale, out, columns_at, rows_at, column_in, inside,
-            bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-            alpha, beta, gamma, ACTIVATION,
-        )  # fmt: skip
+        _store(acc, epilogue, ends, columns_at, rows_at, column_in, inside, ACTIVATION)
 
 
 @triton.jit
 def _reduce_kernel(
-    partial, bias, residual, scale, out,
-    N,
-    bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-    alpha, beta, gamma,
+    partial, epilogue, N, ends,
     SPLITS: tl.constexpr, BN: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     await_earlier(OVERLAP)
@@ -103,20 +95,15 @@ def _reduce_kernel(
     for _ in tl.static_range(1, SPLITS):
         at += tl.num_programs(1).to(tl.int64) * N
         acc += tl.load(at, mask=inside, other=0)
-    _store(
-        acc, bias, residual, scale, out, columns, row, inside, inside,
-        bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-        alpha, beta, gamma, ACTIVATION,
-    )  # fmt: skip
+    _store(acc, epilogue, ends, columns, row, inside, inside, ACTIVATION)
 
 
 @triton.jit
-def _store(
-    acc, bias, residual, scale, out, columns, rows, column_in, inside,
-    bias_stride, residual_row, residual_column, scale_stride, out_row, out_column,
-    alpha, beta, gamma, ACTIVATION: tl.constexpr,
-):  # fmt: skip
+def _store(acc, epilogue, ends, columns, rows, column_in, inside, ACTIVATION: tl.constexpr):
     """The epilogue of sums at (rows, columns), which broadcast to them."""
+    bias, residual, scale, out = epilogue
+    bias_stride, residual_row, residual_column, scale_stride = ends[:4]
+    out_row, out_column, alpha, beta, gamma = ends[4:]
     out_at = out + rows * out_row + columns * out_column
     if out.dtype.element_ty == tl.int32:
         tl.store(out_at, acc, mask=inside)
@@ -210,8 +197,8 @@ def bind(
         ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], *factors)
         launch(
             _skinny_kernel, (tiles, splits),
-            o.a, o.b, *epilogue, partial,
-            made.m, made.n, made.k, *o.a.stride()[1:], *o.b.stride()[1:], *ends,
+            o.a, o.b, epilogue, partial, (made.m, made.n, made.k),
+            (*o.a.stride()[1:], *o.b.stride()[1:]), ends,
             **options,
         )  # fmt: skip
         if splits > 1:
@@ -236,6 +223,6 @@ def add_splits(
     """Launch the second kernel: sums [splits, M, N] in order, then the epilogue."""
     launch(
         _reduce_kernel, (triton.cdiv(o.out.shape[2], 512), o.out.shape[1]),
-        partial, o.bias, o.residual, o.scale, o.out, o.out.shape[2], *ends,
-        SPLITS=splits, BN=512, ACTIVATION=problem.epilogue.activation, **overlapping(),
+        partial, (o.bias, o.residual, o.scale, o.out), o.out.shape[2], ends,
+        SPLITS=splits, BN=512, ACTIVATION=problem.attr("activation"), **overlapping(),
     )  # fmt: skip

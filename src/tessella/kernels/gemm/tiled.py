@@ -7,6 +7,7 @@ kernels for Hopper are compared with.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,17 +28,18 @@ PROMOTE_AFTER = 128  # fp8 tensor cores keep 14 bits: products summed before flo
 
 @triton.jit
 def _tiled_kernel(
-    a, b, bias, residual, scale, out,
-    M, N, K,
-    a_batch, a_row, a_k, b_batch, b_k, b_column,
-    bias_stride, residual_batch, residual_row, residual_column, scale_stride,
-    out_batch, out_row, out_column,
-    alpha, beta, gamma,
+    a, b, bias, residual, scale, out, sizes, strides, factors,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr,
-    INDEX: tl.constexpr,
+    SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
+    """``strides`` are those of A, of B, of bias, residual and scale, and of the result."""
+    M, N, K = sizes
+    a_batch, a_row, a_k = strides[0]
+    b_batch, b_k, b_column = strides[1]
+    bias_stride, residual_batch, residual_row, residual_column, scale_stride = strides[2]
+    out_batch, out_row, out_column = strides[3]
+    alpha, beta, gamma = factors
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tile = tl.program_id(0)
     batch = (tile // (tiles_m * tiles_n)).to(tl.int64)
@@ -172,13 +174,13 @@ def bind(
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs, out)
-        steps = (*o.a.stride(), *o.b.stride(), *strides(o), *o.out.stride())
-        wide = max(tile_m, tile_n, tile_k) * max(steps, default=0) >= 2**31
+        steps = (o.a.stride(), o.b.stride(), strides(o), o.out.stride())
+        wide = max(tile_m, tile_n, tile_k) * max(itertools.chain(*steps)) >= 2**31
         launch(
             _tiled_kernel, (blocks,),
             o.a, o.b, o.bias, o.residual, o.scale, o.out,
-            made.m, made.n, made.k,
-            *steps, alpha, beta, problem.gamma, INDEX=tl.int64 if wide else tl.int32, **options,
+            (made.m, made.n, made.k), steps, (alpha, beta, problem.gamma),
+            INDEX=tl.int64 if wide else tl.int32, **options,
         )  # fmt: skip
         return out
 

@@ -22,11 +22,12 @@ from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
-from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
-from tessella.kernels.gemm.wgmma_device import add_ranges, multiply
-from tessella.operations.epilogue import ACTIVATIONS
-from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta
+from tessella.kernels.gemm.wgmma_device import Epilogue, Form, Roles, add_ranges, multiply
+from tessella.operations.epilogue import ACTIVATIONS, in_halves
+from tessella.operations.problem import Problem, TensorMeta
+
+WRITES_OUT = True
+GAMMA = True
 
 A, B, BIAS, RESIDUAL, SCALE = range(5)
 ROW_BYTES = 128  # of a tile along K: what one swizzled line of shared memory holds
@@ -438,9 +439,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             matrix_tiles(out, (m, n), box_c),
             None if sums is None else matrix_tiles(sums, (tiling.tile_m, tiling.tile_n), box_p),
             None if residual is None else matrix_tiles(residual, (m, n), box_c),
-            scale,
-            bias,
-            gamma,
+            (scale, bias, gamma),
             n if n % tiling.tile_n else None,
             work.units,
             work.whole,
@@ -450,24 +449,31 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             work.tiles_k,
             work.k_each,
             int(product.b_batched),
-            WM=tiling.rows,
-            WN=tiling.tile_n,
-            BK=width,
-            A_K_MAJOR=a_k_major,
-            B_K_MAJOR=b_k_major,
-            SCHEDULE=tiling.schedule,
-            STAGES=tiling.stages,
-            BUFFERS=tiling.buffers,
-            GROUP=tiling.group,
-            PROMOTE=dtype in FP8 and not problem.attr("fast_accumulation"),
-            FOLDED=vectors is not None,
-            SMALL=small,
-            HALVES=in_sixteen_bits(problem),
-            SPREAD=spread,
-            PRODUCER=40 if tiling.schedule == "cooperative" else 24,
+            FORM=Form(
+                WM=tiling.rows,
+                WN=tiling.tile_n,
+                BK=width,
+                A_K_MAJOR=a_k_major,
+                B_K_MAJOR=b_k_major,
+                STAGES=tiling.stages,
+                GROUP=tiling.group,
+                SPREAD=spread,
+            ),
+            ROLES=Roles(
+                SCHEDULE=tiling.schedule,
+                BUFFERS=tiling.buffers,
+                PROMOTE=dtype in FP8 and not problem.attr("fast_accumulation"),
+                PRODUCER=40 if tiling.schedule == "cooperative" else 24,
+            ),
+            EPILOGUE=Epilogue(
+                **finished,
+                FOLDED=vectors is not None,
+                SMALL=small,
+                SPREAD=spread,
+                HALVES=in_halves(problem),
+            ),
             num_warps=8 if tiling.schedule == "cooperative" else 4,
             launch_pdl=True,
-            **finished,
             **({"maxnreg": 128} if tiling.schedule == "paired" else {}),
         )
         if sums is not None:

@@ -17,6 +17,8 @@ tiles along M, N and K, tiles along K of one range).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tessella.device.hopper import (
     barrier,
     fence_async_shared,
@@ -34,6 +36,56 @@ from tessella.device.hopper import (
 from tessella.kernels.epilogue.finish_device import finish_tile
 from tessella.kernels.epilogue.gluon_device import channel_vector, finish
 from tessella.kernels.epilogue.int8_device import by_channel, sorted_layout
+
+
+class Form(NamedTuple):
+    """Tiles and how they lie in memory; constants of the compiler.
+
+    Attributes:
+        WM, WN: what one warpgroup accumulates.
+        BK: a tile's length along K.
+        A_K_MAJOR, B_K_MAJOR: rows of A, columns of B, lie along K.
+        GROUP: tiles down a column before the next column.
+        SPREAD: B's tiles are [1, rows / 64, 8, 8, K], an 8 × 8 transpose of every 64 rows, so that
+            a thread gets 16 neighbours of a row of C, which are one store where C has 8 bits.
+    """
+
+    WM: int
+    WN: int
+    BK: int
+    A_K_MAJOR: bool
+    B_K_MAJOR: bool
+    STAGES: int
+    GROUP: int
+    SPREAD: bool
+
+
+class Roles(NamedTuple):
+    """Who does what; constants of the compiler.
+
+    Attributes:
+        BUFFERS: of a warpgroup, for its results on their way out.
+        PROMOTE: fp8 products of one BK are summed in float32 outside the tensor cores, whose own
+            sums keep about 14 bits.
+        PRODUCER: registers of a thread of the producer.
+    """
+
+    SCHEDULE: str
+    BUFFERS: int
+    PROMOTE: bool
+    PRODUCER: int
+
+
+class Epilogue(NamedTuple):
+    """What is done to sums; FOLDED, SMALL, HALVES: of 8-bit results, see ``finish_device``."""
+
+    ALPHA: float
+    BETA: float
+    ACTIVATION: str | None
+    FOLDED: bool = False
+    SMALL: bool = False
+    SPREAD: bool = False
+    HALVES: bool = False
 
 
 @gluon.constexpr_function
@@ -90,16 +142,16 @@ def skip(stage, phase, count, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexpr):
+def produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, FORM: gl.constexpr):
     """Loads A's and B's tiles, unit after unit, as fast as stages become empty."""
-    WM: gl.constexpr = LOOK[0]
-    WN: gl.constexpr = LOOK[1]
-    BK: gl.constexpr = LOOK[2]
-    A_K_MAJOR: gl.constexpr = LOOK[3]
-    B_K_MAJOR: gl.constexpr = LOOK[4]
-    STAGES: gl.constexpr = LOOK[5]
-    GROUP: gl.constexpr = LOOK[6]
-    SPREAD: gl.constexpr = LOOK[7]
+    WM: gl.constexpr = FORM.WM
+    WN: gl.constexpr = FORM.WN
+    BK: gl.constexpr = FORM.BK
+    A_K_MAJOR: gl.constexpr = FORM.A_K_MAJOR
+    B_K_MAJOR: gl.constexpr = FORM.B_K_MAJOR
+    STAGES: gl.constexpr = FORM.STAGES
+    GROUP: gl.constexpr = FORM.GROUP
+    SPREAD: gl.constexpr = FORM.SPREAD
     BYTES: gl.constexpr = PARTS * a.block_type.nbytes + b.block_type.nbytes
     a_ring, b_ring, full, empty, _ = ring
     wait_for_dependencies()
@@ -131,13 +183,13 @@ def produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, LOOK: gl.constexpr
 
 
 @gluon.jit
-def factors(ring, stage, part, LOOK: gl.constexpr):
+def factors(ring, stage, part, FORM: gl.constexpr):
     """A's tile [WM, BK] and B's [BK, WN] in a stage, however they lie."""
-    WM: gl.constexpr = LOOK[0]
-    WN: gl.constexpr = LOOK[1]
-    BK: gl.constexpr = LOOK[2]
-    A_K_MAJOR: gl.constexpr = LOOK[3]
-    B_K_MAJOR: gl.constexpr = LOOK[4]
+    WM: gl.constexpr = FORM.WM
+    WN: gl.constexpr = FORM.WN
+    BK: gl.constexpr = FORM.BK
+    A_K_MAJOR: gl.constexpr = FORM.A_K_MAJOR
+    B_K_MAJOR: gl.constexpr = FORM.B_K_MAJOR
     if A_K_MAJOR:
         a = ring[0].index(part).reshape([WM, BK])
     else:
@@ -183,13 +235,13 @@ def _store_columns(
     else:
         PIECE: gl.constexpr = COLUMN // EN
         BUFFER: gl.constexpr = FIRST + PIECE % BUFFERS
-        ALPHA: gl.constexpr = EPILOGUE[0]
-        BETA: gl.constexpr = EPILOGUE[1]
-        ACTIVATION: gl.constexpr = EPILOGUE[2]
-        FOLDED: gl.constexpr = EPILOGUE[3]
-        SMALL: gl.constexpr = EPILOGUE[4]
-        SPREAD: gl.constexpr = EPILOGUE[5]
-        HALVES: gl.constexpr = EPILOGUE[6]
+        ALPHA: gl.constexpr = EPILOGUE.ALPHA
+        BETA: gl.constexpr = EPILOGUE.BETA
+        ACTIVATION: gl.constexpr = EPILOGUE.ACTIVATION
+        FOLDED: gl.constexpr = EPILOGUE.FOLDED
+        SMALL: gl.constexpr = EPILOGUE.SMALL
+        SPREAD: gl.constexpr = EPILOGUE.SPREAD
+        HALVES: gl.constexpr = EPILOGUE.HALVES
         DTYPE: gl.constexpr = c.dtype
         if SPREAD:
             SORTED: gl.constexpr = sorted_layout(by_channel(x).type.layout)
@@ -230,13 +282,13 @@ def _store_columns(
 def _consume(
     ring, out, sums, extra, work,
     WHO: gl.constexpr, PARTS: gl.constexpr, PING_PONG: gl.constexpr, WARPS: gl.constexpr,
-    BUFFERS: gl.constexpr, PROMOTE: gl.constexpr, LOOK: gl.constexpr, EPILOGUE: gl.constexpr,
+    BUFFERS: gl.constexpr, PROMOTE: gl.constexpr, FORM: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """Multiplies, finishes and stores: every unit, half of every unit, or every other unit."""
-    WM: gl.constexpr = LOOK[0]
-    WN: gl.constexpr = LOOK[1]
-    STAGES: gl.constexpr = LOOK[5]
-    GROUP: gl.constexpr = LOOK[6]
+    WM: gl.constexpr = FORM.WM
+    WN: gl.constexpr = FORM.WN
+    STAGES: gl.constexpr = FORM.STAGES
+    GROUP: gl.constexpr = FORM.GROUP
     PART: gl.constexpr = WHO % PARTS
     ROW: gl.constexpr = PART * WM  # in the block's tile
     full = ring[2]
@@ -254,7 +306,7 @@ def _consume(
     EN: gl.constexpr = c.block_type.shape[2]
     FIRST: gl.constexpr = WHO * BUFFERS
     PIECES: gl.constexpr = WN // EN
-    BARE: gl.constexpr = (1.0, 1.0, None, False, False, False, False)
+    BARE: gl.constexpr = Epilogue(1.0, 1.0, None, False, False, False, False)
     wait_for_dependencies()
     start = gl.program_id(0)
     step = gl.num_programs(0)
@@ -284,7 +336,7 @@ def _consume(
             mbarrier.wait(turns.index(WHO), (v & 1) ^ (1 - WHO))
         for k in range(count):
             mbarrier.wait(full.index(stage), phase)
-            a, b = factors(ring, stage, stage * PARTS + PART, LOOK)
+            a, b = factors(ring, stage, stage * PARTS + PART, FORM)
             if PROMOTE:
                 fresh = gl.zeros((WM, WN), dtype=ACC, layout=L)
                 fresh = warpgroup_mma(a, b, fresh, use_acc=False, is_async=True)
@@ -329,33 +381,25 @@ def _consume(
     ]
 )  # fmt: skip
 def multiply(
-    a, b, c, p, r, scale, bias, gamma, N,
+    a, b, c, p, r, vectors, N,
     units, whole, split, m_tiles, n_tiles, k_tiles, k_each, b_batched,
-    WM: gl.constexpr, WN: gl.constexpr, BK: gl.constexpr,
-    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
-    SCHEDULE: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
-    PROMOTE: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, ACTIVATION: gl.constexpr,
-    FOLDED: gl.constexpr, SMALL: gl.constexpr, HALVES: gl.constexpr, SPREAD: gl.constexpr,
-    PRODUCER: gl.constexpr,
+    FORM: gl.constexpr, ROLES: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """C[batch] = epilogue(A[batch] · B[batch]); descriptors are [batch, rows, columns].
 
     A's and B's tiles are [1, rows, K] (K_MAJOR) or [1, K, rows]; C's and R's [1, WM, buffer width].
     P, or None: the workspace [ranges of K · split tiles, rows, columns of a tile], which gets the
     partial sums of the tiles whose K is split, in pieces of as many bytes as C's.
-    PROMOTE: fp8 products of one BK are summed in float32 outside the tensor cores, whose own sums
-    keep about 14 bits.
-    FOLDED, SMALL, HALVES: of 8-bit results, see ``finish_device``.
-    SPREAD: B's tiles are [1, rows / 64, 8, 8, K], an 8 × 8 transpose of every 64 rows, so that a
-    thread gets 16 neighbours of a row of C, which are one store where C has 8 bits.
-    PRODUCER: registers of a thread of the producer.
+    ``vectors`` are scale, bias and gamma.
     """
-    PARTS: gl.constexpr = 2 if SCHEDULE == "staggered" else 1
-    PING_PONG: gl.constexpr = SCHEDULE == "ping_pong"
-    CONSUMERS: gl.constexpr = 2 if PING_PONG or SCHEDULE == "staggered" else 1
-    WARPS: gl.constexpr = 8 if SCHEDULE == "cooperative" else 4
-    LOOK: gl.constexpr = (WM, WN, BK, A_K_MAJOR, B_K_MAJOR, STAGES, GROUP, SPREAD)
-    EPILOGUE: gl.constexpr = (ALPHA, BETA, ACTIVATION, FOLDED, SMALL, SPREAD, HALVES)
+    PROMOTE: gl.constexpr = ROLES.PROMOTE
+    scale, bias, gamma = vectors
+    STAGES: gl.constexpr = FORM.STAGES
+    BUFFERS: gl.constexpr = ROLES.BUFFERS
+    PARTS: gl.constexpr = 2 if ROLES.SCHEDULE == "staggered" else 1
+    PING_PONG: gl.constexpr = ROLES.SCHEDULE == "ping_pong"
+    CONSUMERS: gl.constexpr = 2 if PING_PONG or ROLES.SCHEDULE == "staggered" else 1
+    WARPS: gl.constexpr = 8 if ROLES.SCHEDULE == "cooperative" else 4
     A_SHAPE: gl.constexpr = several(STAGES * PARTS, a.block_type.shape)
     B_SHAPE: gl.constexpr = several(STAGES, b.block_type.shape)
     C_SHAPE: gl.constexpr = several(CONSUMERS * BUFFERS, c.block_type.shape)
@@ -389,23 +433,23 @@ def multiply(
         gl.warp_specialize(
             [
                 (_consume, (ring, out, sums, extra, work, 0, PARTS, PING_PONG, WARPS, BUFFERS,
-                            PROMOTE, LOOK, EPILOGUE)),
-                (produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
+                            PROMOTE, FORM, EPILOGUE)),
+                (produce, (a, b, ring, work, b_batched, PARTS, FORM)),
             ],
             [1],
-            [PRODUCER],  # the consumer gets the rest, 232
+            [ROLES.PRODUCER],  # the consumer gets the rest, 232
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_consume, (ring, out, sums, extra, work, 0, PARTS, PING_PONG, WARPS, BUFFERS,
-                            PROMOTE, LOOK, EPILOGUE)),
+                            PROMOTE, FORM, EPILOGUE)),
                 (_consume, (ring, out, sums, extra, work, 1, PARTS, PING_PONG, WARPS, BUFFERS,
-                            PROMOTE, LOOK, EPILOGUE)),
-                (produce, (a, b, ring, work, b_batched, PARTS, LOOK)),
+                            PROMOTE, FORM, EPILOGUE)),
+                (produce, (a, b, ring, work, b_batched, PARTS, FORM)),
             ],
             [4, 1],
-            [240, PRODUCER],  # the first consumer gets the rest, 240
+            [240, ROLES.PRODUCER],  # the first consumer gets the rest, 240
         )  # fmt: skip
 
 
