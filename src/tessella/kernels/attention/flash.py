@@ -8,6 +8,7 @@ runs wherever Triton does, and in its interpreter: what the kernel for Hopper is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ import triton.language as tl
 from tessella.core.dtype import FLOATS
 from tessella.device.launch import launch
 from tessella.device.overlap import await_earlier, overlapping
-from tessella.kernels.attention.shapes import factor, operands, refusal, result, sizes
+from tessella.kernels.attention.shapes import Tile, factor, operands, refusal, result, sizes
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -30,29 +31,30 @@ _LOWEST = tl.constexpr(-1e30)  # finite numbers of a mask stay finite, as large 
 
 @triton.jit
 def _flash_kernel(
-    q, k, v, mask, out,
-    L, S, heads, group, width, value_width, masks,
-    q_batch, q_head, q_row, q_column, k_batch, k_head, k_row, k_column,
-    v_batch, v_head, v_row, v_column, m_batch, m_head, m_row, m_column,
-    out_batch, out_head, out_row, out_column,
-    scale, gamma,
-    BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, BY_KEY: tl.constexpr, PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr, INDEX: tl.constexpr, OVERLAP: tl.constexpr,
+    q, k, v, mask, out, sizes, strides, scale, gamma,
+    TILE: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr, BY_KEY: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, INDEX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``scale`` includes log₂ e; ``gamma``, of the result, is None for 1. ``masks``: how many.
 
+    ``strides`` of q, k, v, mask and out: along batch, heads, rows and columns.
     WHOLE: heads are as wide as tiles. BY_KEY: one mask for all rows.
     INDEX: of the offsets inside a tile; tiles begin at 64-bit addresses.
     """
-    tiles = tl.cdiv(L, BM)
+    L, S, heads, group, width, value_width, masks = sizes
+    q_batch, q_head, q_row, q_column = strides[0]
+    k_batch, k_head, k_row, k_column = strides[1]
+    v_batch, v_head, v_row, v_column = strides[2]
+    m_batch, m_head, m_row, m_column = strides[3]
+    out_batch, out_head, out_row, out_column = strides[4]
+    tiles = tl.cdiv(L, TILE.BM)
     tile, place = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if CAUSAL:
         tile = tiles - 1 - tile  # those that see most keys begin first
     batch, head = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
-    row0 = tile * BM
-    rows, keys, columns = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BE)
-    value_columns = tl.arange(0, BV)
+    row0 = tile * TILE.BM
+    rows, keys, columns = tl.arange(0, TILE.BM), tl.arange(0, TILE.BN), tl.arange(0, TILE.BE)
+    value_columns = tl.arange(0, TILE.BV)
     row_in = (rows < L - row0)[:, None]
     q += batch * q_batch + head * q_head + row0.to(tl.int64) * q_row
     k += batch * k_batch + head // group * k_head
@@ -70,9 +72,9 @@ def _flash_kernel(
     # keys that some row sees; and tiles of keys that every row sees
     last, seen_by_all = S, S
     if CAUSAL:
-        last, seen_by_all = tl.minimum(S, row0 + BM), tl.minimum(S, row0 + 1)
-    inner, steps = seen_by_all // BN, tl.cdiv(last, BN)
-    depth = tl.full((), BN, tl.int64)
+        last, seen_by_all = tl.minimum(S, row0 + TILE.BM), tl.minimum(S, row0 + 1)
+    inner, steps = seen_by_all // TILE.BN, tl.cdiv(last, TILE.BN)
+    depth = tl.full((), TILE.BN, tl.int64)
 
     await_earlier(OVERLAP)
 
@@ -82,12 +84,12 @@ def _flash_kernel(
         queries = tl.load(q_at, mask=row_in & (columns < width)[None, :], other=0.0)
     if WIDEN:
         queries = queries.to(tl.float32)
-    top = tl.full((BM,), float("-inf"), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, BV), tl.float32)
+    top = tl.full((TILE.BM,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE.BM,), tl.float32)
+    acc = tl.zeros((TILE.BM, TILE.BV), tl.float32)
     for EDGE in tl.static_range(2):
         for step in range(0 if EDGE == 0 else inner, inner if EDGE == 0 else steps):
-            key_in = keys < S - step * BN
+            key_in = keys < S - step * TILE.BN
             if WHOLE and EDGE == 0:
                 k_tile = tl.load(k + k_at)
                 v_tile = tl.load(v + v_at)
@@ -116,7 +118,7 @@ def _flash_kernel(
             if EDGE == 1:
                 seen = key_in[None, :]
                 if CAUSAL:
-                    seen = seen & (keys[None, :] + step * BN <= rows[:, None] + row0)
+                    seen = seen & (keys[None, :] + step * TILE.BN <= rows[:, None] + row0)
                 weights = tl.where(seen, weights, float("-inf"))
             new_top = tl.maximum(top, tl.max(weights, 1))
             base = new_top
@@ -194,10 +196,7 @@ def bind(
     blocks = made.batch * made.heads * triton.cdiv(made.queries, tile_m)
     wide, value_wide = _padded(made.width), _padded(made.value_width)
     options = {
-        "BM": tile_m,
-        "BN": tile_n,
-        "BE": wide,
-        "BV": value_wide,
+        "TILE": Tile(BM=tile_m, BN=tile_n, BE=wide, BV=value_wide),
         "CAUSAL": bool(problem.attr("is_causal")),
         "WHOLE": (wide, value_wide) == (made.width, made.value_width),
         "PRECISION": problem.math,
@@ -213,14 +212,14 @@ def bind(
         o = operands(problem, constants, inputs)
         out, shaped = result(problem, o.q)
         mask_strides = (0, 0, 0, 0) if o.mask is None else o.mask.stride()
-        steps = (*o.q.stride(), *o.k.stride(), *o.v.stride(), *mask_strides, *out.stride())
-        far = max(tile_m, tile_n, wide, value_wide) * max(steps) >= 2**31
+        strides = (o.q.stride(), o.k.stride(), o.v.stride(), mask_strides, out.stride())
+        far = max(tile_m, tile_n, wide, value_wide) * max(itertools.chain(*strides)) >= 2**31
         launch(
             _flash_kernel, (blocks,),
             o.q, o.k, o.v, o.mask, out,
-            made.queries, made.keys, made.heads, o.group, made.width, made.value_width,
-            1 if o.mask is None else o.mask.shape[0],
-            *steps, scale, problem.gamma,
+            (made.queries, made.keys, made.heads, o.group, made.width, made.value_width,
+             1 if o.mask is None else o.mask.shape[0]),
+            strides, scale, problem.gamma,
             BY_KEY=mask_strides[2] == 0, INDEX=tl.int64 if far else tl.int32, **options,
         )  # fmt: skip
         return shaped

@@ -17,7 +17,7 @@ from tessella.core.dtype import SIXTEEN_BIT
 from tessella.device.hopper import TensorDescriptor, descriptor
 from tessella.device.launch import launch
 from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
-from tessella.kernels.attention.flash_sm90_device import attend
+from tessella.kernels.attention.flash_sm90_device import Form, attend
 from tessella.kernels.attention.shapes import (
     CODES,
     MASK,
@@ -124,13 +124,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     runs = -(-tiles // tiling.run)
     units = made.batch * made.heads * runs
     scale = factor(problem) * LOG2_E
-    options = {
-        "BN": tiling.tile_n,
-        "STAGES": tiling.stages,
-        "CAUSAL": bool(problem.attr("is_causal")),
-        "PING_PONG": tiling.ping_pong,
-        "RAGGED": made.keys % tiling.tile_n != 0,
-    }
 
     def call(*inputs: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs)
@@ -143,8 +136,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             _tiles(o.k, tiling.tile_n, wide),
             _tiles(o.v, tiling.tile_n, value_wide),
             _tiles(out, ROWS // 2, value_wide),
-            o.mask,
-            *mask_strides,
+            (o.mask, *mask_strides),
             made.queries,
             made.keys,
             scale,
@@ -156,10 +148,16 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             k_tiles,
             made.heads,
             o.group,
-            BY_KEY=o.mask is not None and mask_strides[2] == 0,
+            FORM=Form(
+                BN=tiling.tile_n,
+                STAGES=tiling.stages,
+                CAUSAL=bool(problem.attr("is_causal")),
+                RAGGED=made.keys % tiling.tile_n != 0,
+                BY_KEY=o.mask is not None and mask_strides[2] == 0,
+                PING_PONG=tiling.ping_pong,
+            ),
             num_warps=4,
             launch_pdl=True,
-            **options,
         )
         return shaped
 

@@ -19,6 +19,8 @@ barriers of the turns, its turns so far).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tessella.device.hopper import (
     barrier,
     fence_async_shared,
@@ -40,6 +42,25 @@ SLOTS = gl.constexpr(2)  # for tiles of queries
 LOWEST = gl.constexpr(-1e30)  # finite numbers of a mask stay finite, as large as they may be
 NOTHING = gl.constexpr(float("-inf"))
 LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+class Form(NamedTuple):
+    """How the work is done; constants of the compiler.
+
+    Attributes:
+        BN: keys of a tile.
+        STAGES: tiles of keys, and of values, in shared memory.
+        RAGGED: the last tile of keys is not full.
+        BY_KEY: there is a mask, the same for all queries.
+        PING_PONG: the consumers ask for products in turns.
+    """
+
+    BN: int
+    STAGES: int
+    CAUSAL: bool
+    RAGGED: bool
+    BY_KEY: bool
+    PING_PONG: bool
 
 
 @gluon.constexpr_function
@@ -80,11 +101,11 @@ def _place(position, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _produce(q, k, v, rings, work, LOOK: gl.constexpr):
+def _produce(q, k, v, rings, work, FORM: gl.constexpr):
     """Loads queries, keys and values, unit after unit, as fast as their places become empty."""
-    BN: gl.constexpr = LOOK[0]
-    STAGES: gl.constexpr = LOOK[1]
-    CAUSAL: gl.constexpr = LOOK[2]
+    BN: gl.constexpr = FORM.BN
+    STAGES: gl.constexpr = FORM.STAGES
+    CAUSAL: gl.constexpr = FORM.CAUSAL
     q_ring, q_full, q_empty = rings[0]
     k_ring, k_full, k_empty = rings[1]
     v_ring, v_full, v_empty = rings[2]
@@ -133,13 +154,13 @@ def _added(mask):
 
 
 @gluon.jit
-def _mask_by_key(masking, place, key0, work, LOOK: gl.constexpr):
+def _mask_by_key(masking, place, key0, work, FORM: gl.constexpr):
     """The mask of a tile of keys, a thread one of them, and whether it changes anything.
 
     0 and False where it is not one for all queries.
     """
-    BN: gl.constexpr = LOOK[0]
-    BY_KEY: gl.constexpr = LOOK[4]
+    BN: gl.constexpr = FORM.BN
+    BY_KEY: gl.constexpr = FORM.BY_KEY
     mask, m_batch, m_head, _, m_column = masking
     added = gl.to_tensor(0.0)
     hides = gl.to_tensor(False)
@@ -154,14 +175,14 @@ def _mask_by_key(masking, place, key0, work, LOOK: gl.constexpr):
 
 
 @gluon.jit
-def _masked(s, added, hides, masking, shared_mask, place, key0, work, scale, LOOK: gl.constexpr):
+def _masked(s, added, hides, masking, shared_mask, place, key0, work, scale, FORM: gl.constexpr):
     """Products with the mask, and the factor that they still want.
 
     A mask that is one for all queries lies in shared memory, and is left out where it is 0 for all
     of a tile's keys, as it is but for the ends of padded sequences. Behind a mask products are
     scaled: one multiply-add an element then does for both.
     """
-    BY_KEY: gl.constexpr = LOOK[4]
+    BY_KEY: gl.constexpr = FORM.BY_KEY
     LS: gl.constexpr = s.type.layout
     mask, m_batch, m_head, m_row, m_column = masking
     factor = scale
@@ -173,7 +194,7 @@ def _masked(s, added, hides, masking, shared_mask, place, key0, work, scale, LOO
             factor = gl.to_tensor(1.0)
             barrier()  # before the next one is stored
     elif mask is not None:
-        BN: gl.constexpr = LOOK[0]
+        BN: gl.constexpr = FORM.BN
         batch, head, row0, L = place
         mask += batch.to(gl.int64) * m_batch + head.to(gl.int64) * m_head
         mask += row0.to(gl.int64) * m_row + key0.to(gl.int64) * m_column
@@ -216,15 +237,15 @@ def _weigh(s, top, factor, GUARDED: gl.constexpr):
 @gluon.jit
 def _step(
     queries, rings, acc, held, top, total, place, key0, position, work, masking, own, scale, last,
-    WHO: gl.constexpr, LOOK: gl.constexpr, LS: gl.constexpr,
+    WHO: gl.constexpr, FORM: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
     """The tile of keys at a position of the ring, and the values of the tile before it."""
-    BN: gl.constexpr = LOOK[0]
-    STAGES: gl.constexpr = LOOK[1]
-    CAUSAL: gl.constexpr = LOOK[2]
+    BN: gl.constexpr = FORM.BN
+    STAGES: gl.constexpr = FORM.STAGES
+    CAUSAL: gl.constexpr = FORM.CAUSAL
     k_ring, k_full, k_empty = rings[1]
     v_ring, v_full, v_empty = rings[2]
-    PING_PONG: gl.constexpr = LOOK[5]
+    PING_PONG: gl.constexpr = FORM.PING_PONG
     LO: gl.constexpr = acc.type.layout
     shared_mask, turns, so_far = own
     stage, turn = _place(position, STAGES)
@@ -240,11 +261,11 @@ def _step(
     if PING_PONG:
         barrier()
         mbarrier.arrive(turns.index(1 - WHO), count=1)
-    added, hides = _mask_by_key(masking, place, key0, work, LOOK)
+    added, hides = _mask_by_key(masking, place, key0, work, FORM)
     s = warpgroup_mma_wait(1, deps=(s,))
     barrier()
     mbarrier.arrive(k_empty.index(stage), count=1, pred=last)
-    s, factor = _masked(s, added, hides, masking, shared_mask, place, key0, work, scale, LOOK)
+    s, factor = _masked(s, added, hides, masking, shared_mask, place, key0, work, scale, FORM)
     if CAUSAL and key0 + BN - 1 > place[2]:
         s = _seen(s, key0, place[2], work[5], CAUSAL)
     weights, top, fade = _weigh(s, top, factor, CAUSAL or masking[0] is not None)
@@ -263,13 +284,13 @@ def _step(
 @gluon.jit
 def _consume(
     out, buffers, rings, work, masking, mask_buffers, turns, scale, gamma, L,
-    WHO: gl.constexpr, LOOK: gl.constexpr,
+    WHO: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Every second half of a tile of queries: products, softmax, products, and the result out."""
-    BN: gl.constexpr = LOOK[0]
-    STAGES: gl.constexpr = LOOK[1]
-    CAUSAL: gl.constexpr = LOOK[2]
-    RAGGED: gl.constexpr = LOOK[3]
+    BN: gl.constexpr = FORM.BN
+    STAGES: gl.constexpr = FORM.STAGES
+    CAUSAL: gl.constexpr = FORM.CAUSAL
+    RAGGED: gl.constexpr = FORM.RAGGED
     q_ring, q_full, q_empty = rings[0]
     k_ring, k_full, k_empty = rings[1]
     v_ring, v_full, v_empty = rings[2]
@@ -308,13 +329,13 @@ def _consume(
             keys = k_ring.index(stage).reshape([BN, BE]).permute((1, 0))
             s = gl.zeros((HALF, BN), dtype=gl.float32, layout=LS)
             s = warpgroup_mma(queries, keys, s, use_acc=False, is_async=True)
-            added, hides = _mask_by_key(masking, place, key0, work, LOOK)
+            added, hides = _mask_by_key(masking, place, key0, work, FORM)
             s = warpgroup_mma_wait(0, deps=(s,))
             barrier()
             mbarrier.arrive(k_empty.index(stage), count=1, pred=last)
             top = gl.full((HALF,), NOTHING, gl.float32, gl.SliceLayout(1, LS))
             s, factor = _masked(
-                s, added, hides, masking, shared_mask, place, key0, work, scale, LOOK
+                s, added, hides, masking, shared_mask, place, key0, work, scale, FORM
             )
             if CAUSAL or RAGGED:
                 s = _seen(s, key0, row0, S, CAUSAL)
@@ -328,7 +349,7 @@ def _consume(
                 j = steps - 1 - i
                 acc, held, top, total = _step(
                     queries, rings, acc, held, top, total, place, j * BN, begin - j,
-                    work, masking, (shared_mask, turns, so_far), scale, last, WHO, LOOK, LS,
+                    work, masking, (shared_mask, turns, so_far), scale, last, WHO, FORM, LS,
                 )  # fmt: skip
                 so_far += 1
 
@@ -361,19 +382,18 @@ def _consume(
     do_not_specialize=["L", "S", "units", "runs", "run", "tiles", "k_tiles", "heads", "group"]
 )
 def attend(
-    q, k, v, out, mask, m_batch, m_head, m_row, m_column, L, S, scale, gamma,
-    units, runs, run, tiles, k_tiles, heads, group,
-    BN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    BY_KEY: gl.constexpr, PING_PONG: gl.constexpr,
+    q, k, v, out, masking, L, S, scale, gamma,
+    units, runs, run, tiles, k_tiles, heads, group, FORM: gl.constexpr,
 ):  # fmt: skip
     """out = gamma · softmax(scale · q · kᵀ + mask) · v; descriptors of [N, heads, rows, columns].
 
-    Tiles are [1, 1, HALF, width] of q and out, [1, 1, BN, width] of k and v. ``mask`` is a pointer,
-    of bytes or numbers, or None; BY_KEY: there is one, the same for all queries. ``scale`` is
-    positive and includes log₂ e; ``gamma`` is None for 1. ``out`` may be codes, which saturate.
-    RAGGED: the last tile of keys is not full.
+    Tiles are [1, 1, HALF, width] of q and out, [1, 1, BN, width] of k and v. ``masking`` is a mask,
+    a pointer to bytes or numbers, or None, and its strides along batch, heads, rows and columns.
+    ``scale`` is positive and includes log₂ e; ``gamma`` is None for 1. ``out`` may be codes, which
+    saturate.
     """
-    LOOK: gl.constexpr = (BN, STAGES, CAUSAL, RAGGED, BY_KEY, PING_PONG)
+    BN: gl.constexpr = FORM.BN
+    STAGES: gl.constexpr = FORM.STAGES
     Q_SHAPE: gl.constexpr = _several(SLOTS * CONSUMERS, q.block_type.shape)
     K_SHAPE: gl.constexpr = _several(STAGES, k.block_type.shape)
     V_SHAPE: gl.constexpr = _several(STAGES, v.block_type.shape)
@@ -410,18 +430,17 @@ def attend(
         (v_ring, v_full, v_empty),
     )
     work = (units, runs, run, tiles, k_tiles, S, heads, group)
-    masking = (mask, m_batch, m_head, m_row, m_column)
     gl.warp_specialize(
         [
             (
                 _consume,
-                (out, buffers, rings, work, masking, mask_buffers, turns, scale, gamma, L, 0, LOOK),
+                (out, buffers, rings, work, masking, mask_buffers, turns, scale, gamma, L, 0, FORM),
             ),
             (
                 _consume,
-                (out, buffers, rings, work, masking, mask_buffers, turns, scale, gamma, L, 1, LOOK),
+                (out, buffers, rings, work, masking, mask_buffers, turns, scale, gamma, L, 1, FORM),
             ),
-            (_produce, (q, k, v, rings, work, LOOK)),
+            (_produce, (q, k, v, rings, work, FORM)),
         ],
         [4, 1],
         [240, 24],  # the first consumer gets the rest, 240

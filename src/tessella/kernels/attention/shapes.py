@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,20 @@ from tessella.operations.shapes import broadcast
 
 CODES = ("int8", "float8_e4m3fn")  # what results may be besides what they are made of
 QUERY, KEY, VALUE, MASK = range(4)
+
+
+class Tile(NamedTuple):
+    """What the Triton kernels hold at a time: queries, keys, and the widths of their heads.
+
+    Attributes:
+        BM, BN: queries and keys.
+        BE, BV: of queries and keys, and of values, as powers of two.
+    """
+
+    BM: int
+    BN: int
+    BE: int
+    BV: int
 
 
 @dataclass(frozen=True, kw_only=True)

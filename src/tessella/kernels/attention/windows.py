@@ -7,6 +7,7 @@ in registers. The next window's rows arrive meanwhile.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from tessella.core.dtype import FLOATS
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import await_earlier, overlapping
-from tessella.kernels.attention.shapes import MASK, factor, operands, refusal, result, sizes
+from tessella.kernels.attention.shapes import MASK, Tile, factor, operands, refusal, result, sizes
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -31,25 +32,25 @@ _LOWEST = tl.constexpr(-1e30)  # finite numbers of a mask stay finite, as large 
 
 @triton.jit
 def _windows_kernel(
-    q, k, v, mask, out,
-    L, S, windows, heads, group, width, value_width, masks,
-    q_batch, q_head, q_row, q_column, k_batch, k_head, k_row, k_column,
-    v_batch, v_head, v_row, v_column, m_batch, m_head, m_row, m_column,
-    out_batch, out_head, out_row, out_column,
-    scale, gamma,
-    BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr, RUN: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
-    INDEX: tl.constexpr, OVERLAP: tl.constexpr,
+    q, k, v, mask, out, sizes, strides, scale, gamma,
+    TILE: tl.constexpr, RUN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, STAGES: tl.constexpr, INDEX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``scale`` includes log₂ e; ``gamma``, of the result, is None for 1. ``windows``: of a mask.
 
     A block has a head and the windows m + masks · i of a mask m, RUN numbers i. INDEX: of the
-    offsets inside a window.
+    offsets inside a window. ``strides`` of q, k, v, mask and out: of batch, heads, rows, columns.
     """
+    L, S, windows, heads, group, width, value_width, masks = sizes
+    q_batch, q_head, q_row, q_column = strides[0]
+    k_batch, k_head, k_row, k_column = strides[1]
+    v_batch, v_head, v_row, v_column = strides[2]
+    m_batch, m_head, m_row, m_column = strides[3]
+    out_batch, out_head, out_row, out_column = strides[4]
     head, place = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads
     first, start = (place % masks).to(tl.int64), place // masks * RUN
-    rows, keys = tl.arange(0, BM).to(INDEX), tl.arange(0, BN).to(INDEX)
-    columns, value_columns = tl.arange(0, BE).to(INDEX), tl.arange(0, BV).to(INDEX)
+    rows, keys = tl.arange(0, TILE.BM).to(INDEX), tl.arange(0, TILE.BN).to(INDEX)
+    columns, value_columns = tl.arange(0, TILE.BE).to(INDEX), tl.arange(0, TILE.BV).to(INDEX)
     step = tl.full((), 1, tl.int64) * masks
     row_in, key_in = rows < L, keys < S
     q_in = row_in[:, None] & (columns < width)[None, :]
@@ -64,7 +65,9 @@ def _windows_kernel(
 
     await_earlier(OVERLAP)
 
-    hidden = tl.where(key_in, 0.0, float("-inf"))[None, :] + tl.zeros((BM, BN), tl.float32)
+    hidden = tl.where(key_in, 0.0, float("-inf"))[None, :] + tl.zeros(
+        (TILE.BM, TILE.BN), tl.float32
+    )
     if CAUSAL:
         hidden = tl.where(keys[None, :] <= rows[:, None], hidden, float("-inf"))
     if mask is not None:
@@ -137,10 +140,7 @@ def bind(
     made = sizes(problem)
     wide, value_wide = _padded(made.width), _padded(made.value_width)
     options = {
-        "BM": _padded(made.queries),
-        "BN": _padded(made.keys),
-        "BE": wide,
-        "BV": value_wide,
+        "TILE": Tile(BM=_padded(made.queries), BN=_padded(made.keys), BE=wide, BV=value_wide),
         "RUN": run,
         "CAUSAL": bool(problem.attr("is_causal")),
         "PRECISION": problem.math,
@@ -159,13 +159,14 @@ def bind(
         # windows of a mask that is one for all are one after the other
         masks = 1 if mask_strides[0] == 0 else o.mask.shape[0]
         windows = made.batch // masks
-        steps = (*o.q.stride(), *o.k.stride(), *o.v.stride(), *mask_strides, *out.stride())
-        far = 4 * max(MOST, wide, value_wide) * max(steps) >= 2**31
+        strides = (o.q.stride(), o.k.stride(), o.v.stride(), mask_strides, out.stride())
+        far = 4 * max(MOST, wide, value_wide) * max(itertools.chain(*strides)) >= 2**31
         launch(
             _windows_kernel, (made.heads * masks * triton.cdiv(windows, run),),
             o.q, o.k, o.v, o.mask, out,
-            made.queries, made.keys, windows, made.heads, o.group, made.width, made.value_width,
-            masks, *steps, scale, problem.gamma, INDEX=tl.int64 if far else tl.int32, **options,
+            (made.queries, made.keys, windows, made.heads, o.group, made.width, made.value_width,
+             masks),
+            strides, scale, problem.gamma, INDEX=tl.int64 if far else tl.int32, **options,
         )  # fmt: skip
         return shaped
 
