@@ -78,8 +78,12 @@ def bind(
 
     def run(*inputs: torch.Tensor, out: Any) -> Any:
         tensors = operands(problem.operands(constants, inputs))
-        pointers = _padded(tensors, MAX_OPERANDS) + _padded((out,) if single else out, MAX_OUTPUTS)
-        launch(program_kernel, grid, *pointers, *sizes, num_warps=warps, **overlapping(), **program)
+        inputs = _padded(tensors, MAX_OPERANDS)
+        outs = _padded((out,) if single else out, MAX_OUTPUTS)
+        launch(
+            program_kernel, grid, inputs, outs, *sizes,
+            num_warps=warps, **overlapping(), **program,
+        )  # fmt: skip
         return out
 
     return run

@@ -18,8 +18,8 @@ _INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit
 def program_kernel(
-    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9,  # inputs; the first again where there are fewer
-    y0, y1, y2, y3,  # outputs, the same
+    inputs,  # the first again where there are fewer than the most
+    outputs,  # the same
     n_rows,
     n_units,
     INPUTS: tl.constexpr,
@@ -44,8 +44,6 @@ def program_kernel(
     columns = (tile % tiles) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     rows_in = (rows < n_rows)[:, None]
     columns_in = (columns < n_columns)[None, :]
-    inputs = (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9)
-    outputs = (y0, y1, y2, y3)
     values = ()
     for i in tl.static_range(INPUTS):
         x = _load(inputs[i], rows, columns, rows_in, columns_in, SIZES, STRIDES, FORMS, i)

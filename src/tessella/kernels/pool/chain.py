@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +19,21 @@ from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
 MAX_OPERANDS = 8  # of the kernels' parameters
+
+
+class Steps(NamedTuple):
+    """Element-wise steps, as a kernel takes them: constants of the compiler.
+
+    Attributes:
+        COUNT: tensors that they read.
+        RESULT: the value that they make.
+    """
+
+    COUNT: int
+    OPS: tuple[str, ...]
+    READS: tuple[tuple[int, ...], ...]
+    NUMBERS: tuple[tuple[float, ...], ...]
+    RESULT: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +76,12 @@ class Chain:
     after: Part
 
     @property
-    def steps(self) -> dict[str, Any]:
-        """Both parts as the kernels take them."""
-        made: dict[str, Any] = {}
-        for part, suffix in ((self.before.lowered, ""), (self.after.lowered, "_AFTER")):
-            made |= {
-                f"OPS{suffix}": tuple(part.ops),
-                f"READS{suffix}": tuple(part.reads),
-                f"NUMBERS{suffix}": tuple(part.numbers),
-                f"RESULT{suffix}": part.results[0],
-            }
-        counts = {"BEFORE": len(self.before.strides), "AFTER": len(self.after.strides) - 1}
-        return made | counts
+    def first(self) -> Steps:
+        return _steps(self.before, len(self.before.strides))
+
+    @property
+    def then(self) -> Steps:
+        return _steps(self.after, len(self.after.strides) - 1)
 
     def binder(
         self, constants: Mapping[int, torch.Tensor]
@@ -85,6 +94,17 @@ class Chain:
             return made + made[:1] * (MAX_OPERANDS - len(made))
 
         return tensors
+
+
+def _steps(part: Part, count: int) -> Steps:
+    made = part.lowered
+    return Steps(
+        COUNT=count,
+        OPS=tuple(made.ops),
+        READS=tuple(made.reads),
+        NUMBERS=tuple(made.numbers),
+        RESULT=made.results[0],
+    )
 
 
 def chain(problem: Problem) -> Chain:

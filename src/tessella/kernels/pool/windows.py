@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import triton
@@ -19,9 +18,11 @@ from tessella.device.overlap import overlapping
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.pointwise.axes import along, tile_width
 from tessella.kernels.pool.chain import Chain, chain
-from tessella.kernels.pool.windows_device import window_kernel
-from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta
+from tessella.kernels.pool.windows_device import Window, window_kernel
+from tessella.operations.problem import Problem, TensorMeta
+
+WRITES_OUT = True
+SLICED_OUT = True
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
 MAX_TAPS = 128  # of a window: they are unrolled
@@ -55,10 +56,10 @@ def _require(problem: Problem, made: Chain) -> None:
     ):
         raise KernelError("windows of several sizes")
     window = _window(made)
-    taps = window["KERNEL_H"] * window["KERNEL_W"]
+    taps = window.KERNEL_H * window.KERNEL_W
     if taps > MAX_TAPS:
         raise KernelError(f"a window of {taps} pixels, at most {MAX_TAPS}")
-    overlap = window["KERNEL_H"] > window["STRIDE_H"] or window["KERNEL_W"] > window["STRIDE_W"]
+    overlap = window.KERNEL_H > window.STRIDE_H or window.KERNEL_W > window.STRIDE_W
     if overlap and not set(made.before.lowered.ops) <= set(CHEAP):
         raise KernelError("windows overlap, so what is done before them would be done again")
 
@@ -77,7 +78,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     elements = [1024, 2048, 512]
     if rows * columns < FEW_TILES * elements[0]:
         elements = [512, 1024]
-    if not last or window["KERNEL_H"] * window["KERNEL_W"] > LARGE_TAPS:
+    if not last or window.KERNEL_H * window.KERNEL_W > LARGE_TAPS:
         elements = [512]
     sizes = dict.fromkeys(max(1, size // width) for size in elements)
     return tuple({"tile_rows": rows, "tile_columns": width, "warps": 4} for rows in sizes)
@@ -97,11 +98,10 @@ def bind(
     grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)
     settings = {
         "STRIDES": (*before.strides, *after.strides[1:], along(problem.output, made.y.shape)),
-        **made.steps,
-        **dict(zip(("CHANNELS", "HEIGHT", "WIDTH"), made.x.shape[1:], strict=True)),
-        **dict(zip(("OUT_HEIGHT", "OUT_WIDTH"), made.y.shape[2:], strict=True)),
+        "FIRST": made.first,
+        "WINDOW": _window(made),
+        "THEN": made.then,
         "LAST": last,
-        **_window(made),
     }
     tensors = made.binder(constants)
 
@@ -109,7 +109,7 @@ def bind(
         launch(
             window_kernel,
             grid,
-            *tensors(problem.operands(constants, inputs)),
+            tensors(problem.operands(constants, inputs)),
             out,
             rows,
             TILE_ROWS=tile_rows,
@@ -141,8 +141,7 @@ def _sizes(y: TensorMeta, last: bool) -> tuple[int, int]:
     return images * channels, height * width
 
 
-def _window(made: Chain) -> dict[str, Any]:
-    """The window, as compile-time constants."""
+def _window(made: Chain) -> Window:
     a, op = made.pool.attrs, made.pool.op
     if op == "adaptive_avg_pool2d":
         shapes = zip(made.x.shape[2:], made.y.shape[2:], strict=True)
@@ -155,9 +154,11 @@ def _window(made: Chain) -> dict[str, Any]:
         "PADDING": a["padding"],
         "DILATION": a["dilation"] if op == "max_pool2d" else (1, 1),
     }
-    return {
+    return Window(
+        **dict(zip(("CHANNELS", "HEIGHT", "WIDTH"), made.x.shape[1:], strict=True)),
+        **dict(zip(("OUT_HEIGHT", "OUT_WIDTH"), made.y.shape[2:], strict=True)),
         **{f"{name}_{axis}": n for name, pair in pairs.items() for axis, n in zip("HW", pair)},
-        "MEAN": op != "max_pool2d",
-        "PADDED": bool(a.get("count_include_pad")),
-        "DIVISOR": a.get("divisor_override") or 0,
-    }
+        MEAN=op != "max_pool2d",
+        PADDED=bool(a.get("count_include_pad")),
+        DIVISOR=a.get("divisor_override") or 0,
+    )

@@ -6,6 +6,8 @@ memory is the tile's second axis. Sums are float32.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -14,49 +16,57 @@ from tessella.kernels.epilogue.triton_device import cast
 from tessella.kernels.pointwise.generated_device import instruction
 
 
+class Window(NamedTuple):
+    """The windows, and the images that they lie on.
+
+    Attributes:
+        MEAN: of a window, else its maximum.
+        PADDED: the padding counts in the mean.
+        DIVISOR: of the mean; 0: the number of pixels.
+    """
+
+    CHANNELS: int
+    HEIGHT: int
+    WIDTH: int
+    OUT_HEIGHT: int
+    OUT_WIDTH: int
+    KERNEL_H: int
+    KERNEL_W: int
+    STRIDE_H: int
+    STRIDE_W: int
+    PADDING_H: int
+    PADDING_W: int
+    DILATION_H: int
+    DILATION_W: int
+    MEAN: bool
+    PADDED: bool
+    DIVISOR: int
+
+
 @triton.jit
 def window_kernel(
-    x0, x1, x2, x3, x4, x5, x6, x7,  # what is read before the windows, then after them
+    pointers,  # what is read before the windows, then after them
     y_pointer,
     n_rows,
-    BEFORE: tl.constexpr,  # how many are read before
-    AFTER: tl.constexpr,
+    FIRST: tl.constexpr,
+    WINDOW: tl.constexpr,
+    THEN: tl.constexpr,
     STRIDES: tl.constexpr,  # of each tensor along [N, C, H, W], 0 where broadcast; y's last
-    OPS: tl.constexpr,  # before
-    READS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    RESULT: tl.constexpr,
-    OPS_AFTER: tl.constexpr,
-    READS_AFTER: tl.constexpr,
-    NUMBERS_AFTER: tl.constexpr,
-    RESULT_AFTER: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT_HEIGHT: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PADDING_H: tl.constexpr,
-    PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr,
-    DILATION_W: tl.constexpr,
-    MEAN: tl.constexpr,
-    PADDED: tl.constexpr,  # the padding counts in the mean
-    DIVISOR: tl.constexpr,  # of the mean; 0: the number of pixels
     LAST: tl.constexpr,  # channels are the tile's columns
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    KERNEL_H: tl.constexpr = WINDOW.KERNEL_H
+    KERNEL_W: tl.constexpr = WINDOW.KERNEL_W
+    BEFORE: tl.constexpr = FIRST.COUNT
+    AFTER: tl.constexpr = THEN.COUNT
     await_earlier(OVERLAP)
-    pointers = (x0, x1, x2, x3, x4, x5, x6, x7)
-    PIXELS: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
-    COLUMNS: tl.constexpr = CHANNELS if LAST else PIXELS
+    x0 = pointers[0]
+    PIXELS: tl.constexpr = WINDOW.OUT_HEIGHT * WINDOW.OUT_WIDTH
+    COLUMNS: tl.constexpr = WINDOW.CHANNELS if LAST else PIXELS
     TILES: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
-    BARE: tl.constexpr = len(OPS) == 0
+    BARE: tl.constexpr = len(FIRST.OPS) == 0
     tile = tl.program_id(0)
     rows = ((tile // TILES) * TILE_ROWS + tl.arange(0, TILE_ROWS))[:, None]
     columns = ((tile % TILES) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS))[None, :]
@@ -65,11 +75,11 @@ def window_kernel(
     if LAST:
         n, pixels, c = rows // PIXELS, rows % PIXELS, columns
     else:
-        n, pixels, c = rows // CHANNELS, columns, rows % CHANNELS
-    p, q = pixels // OUT_WIDTH, pixels % OUT_WIDTH
-    top = p * STRIDE_H - PADDING_H
-    left = q * STRIDE_W - PADDING_W
-    if MEAN:
+        n, pixels, c = rows // WINDOW.CHANNELS, columns, rows % WINDOW.CHANNELS
+    p, q = pixels // WINDOW.OUT_WIDTH, pixels % WINDOW.OUT_WIDTH
+    top = p * WINDOW.STRIDE_H - WINDOW.PADDING_H
+    left = q * WINDOW.STRIDE_W - WINDOW.PADDING_W
+    if WINDOW.MEAN:
         made = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     elif BARE and x0.dtype.element_ty == tl.int8:  # int8 to float32 has a quarter of the rate
         made = tl.full([TILE_ROWS, TILE_COLUMNS], -128, tl.int16)
@@ -79,22 +89,22 @@ def window_kernel(
         made = tl.full([TILE_ROWS, TILE_COLUMNS], float("-inf"), tl.float32)
     for r in tl.static_range(KERNEL_H):
         for s in tl.static_range(KERNEL_W):
-            h = top + r * DILATION_H
-            w = left + s * DILATION_W
-            there = inside & (h >= 0) & (h < HEIGHT) & (w >= 0) & (w < WIDTH)
-            if MEAN and BARE:
+            h = top + r * WINDOW.DILATION_H
+            w = left + s * WINDOW.DILATION_W
+            there = inside & (h >= 0) & (h < WINDOW.HEIGHT) & (w >= 0) & (w < WINDOW.WIDTH)
+            if WINDOW.MEAN and BARE:
                 x = _load(x0, n, c, h, w, there, columns_in, 0, STRIDES, LAST, 0)
                 made += x.to(tl.float32)
-            elif MEAN:
+            elif WINDOW.MEAN:
                 x = _before(
                     pointers, n, c, h, w, there, columns_in,
-                    BEFORE, STRIDES, OPS, READS, NUMBERS, RESULT, LAST,
+                    FIRST, STRIDES, LAST,
                 )  # fmt: skip
                 made += tl.where(there, x, 0.0)
             elif not BARE:
                 x = _before(
                     pointers, n, c, h, w, there, columns_in,
-                    BEFORE, STRIDES, OPS, READS, NUMBERS, RESULT, LAST,
+                    FIRST, STRIDES, LAST,
                 )  # fmt: skip
                 x = tl.where(there, x, float("-inf"))
                 made = tl.maximum(made, x, propagate_nan=tl.PropagateNan.ALL)
@@ -106,23 +116,33 @@ def window_kernel(
                 x = _load(x0, n, c, h, w, there, columns_in, float("-inf"), STRIDES, LAST, 0)
                 x = x.to(made.dtype)
                 made = tl.maximum(made, x, propagate_nan=tl.PropagateNan.ALL)
-    if MEAN:
-        if DIVISOR != 0:
-            made = made / DIVISOR
+    if WINDOW.MEAN:
+        if WINDOW.DIVISOR != 0:
+            made = made / WINDOW.DIVISOR
         else:
-            tall = _overlap(top, KERNEL_H, HEIGHT, PADDING_H, PADDED)
-            wide = _overlap(left, KERNEL_W, WIDTH, PADDING_W, PADDED)
+            tall = _overlap(top, KERNEL_H, WINDOW.HEIGHT, WINDOW.PADDING_H, WINDOW.PADDED)
+            wide = _overlap(left, KERNEL_W, WINDOW.WIDTH, WINDOW.PADDING_W, WINDOW.PADDED)
             made = made / (tall * wide).to(tl.float32)
-    if len(OPS_AFTER) == 0:
+    if len(THEN.OPS) == 0:
         y = made.to(y_pointer.dtype.element_ty)
     else:
         values = (made.to(tl.float32),)
         for i in tl.static_range(AFTER):
             x = _load(
-                pointers[BEFORE + i], n, c, p, q, inside, columns_in, 0.0, STRIDES, LAST, BEFORE + i
+                pointers[BEFORE + i],
+                n,
+                c,
+                p,
+                q,
+                inside,
+                columns_in,
+                0.0,
+                STRIDES,
+                LAST,
+                BEFORE + i,
             )
             values = values + (x.to(tl.float32),)  # noqa: RUF005
-        y = steps(values, OPS_AFTER, READS_AFTER, NUMBERS_AFTER, RESULT_AFTER)
+        y = steps(values, THEN)
         y = cast(y, y_pointer.dtype.element_ty)
         y = tl.broadcast_to(y, [TILE_ROWS, TILE_COLUMNS])
     places = _places(n, c, p, q, STRIDES, BEFORE + AFTER)
@@ -131,42 +151,28 @@ def window_kernel(
 
 @triton.jit
 def _before(
-    pointers,
-    n,
-    c,
-    h,
-    w,
-    there,
-    columns_in,
-    BEFORE: tl.constexpr,
-    STRIDES: tl.constexpr,
-    OPS: tl.constexpr,
-    READS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    RESULT: tl.constexpr,
-    LAST: tl.constexpr,
-):
+    pointers, n, c, h, w, there, columns_in,
+    FIRST: tl.constexpr, STRIDES: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
     """What is pooled at one tap of every window, in float32."""
+    COUNT: tl.constexpr = FIRST.COUNT
     values = ()
-    for i in tl.static_range(BEFORE):
+    for i in tl.static_range(COUNT):
         x = _load(pointers[i], n, c, h, w, there, columns_in, 0.0, STRIDES, LAST, i)
         values = values + (x.to(tl.float32),)  # noqa: RUF005
-    return steps(values, OPS, READS, NUMBERS, RESULT)
+    return steps(values, FIRST)
 
 
 @triton.jit
-def steps(
-    values,
-    OPS: tl.constexpr,
-    READS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    RESULT: tl.constexpr,
-):
+def steps(values, STEPS: tl.constexpr):
     """What the steps make of values."""
+    OPS: tl.constexpr = STEPS.OPS
+    READS: tl.constexpr = STEPS.READS
+    NUMBERS: tl.constexpr = STEPS.NUMBERS
     for i in tl.static_range(len(OPS)):
         x = instruction(values, None, 0, OPS, READS, NUMBERS, i)
         values = values + (x,)  # noqa: RUF005
-    return values[RESULT]
+    return values[STEPS.RESULT]
 
 
 @triton.jit

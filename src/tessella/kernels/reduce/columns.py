@@ -20,16 +20,13 @@ from tessella.device.launch import launch
 from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.triton_device import cast
-from tessella.kernels.pool.chain import MAX_OPERANDS, Chain, chain
+from tessella.kernels.pool.chain import MAX_OPERANDS, Chain, Steps, chain
 from tessella.kernels.pool.windows_device import steps
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
-ALONE = {  # no steps before or after
-    "BEFORE": 1, "AFTER": 0, "OPS": (), "READS": (), "NUMBERS": (), "RESULT": 0,
-    "OPS_AFTER": (), "READS_AFTER": (), "NUMBERS_AFTER": (), "RESULT_AFTER": 0,
-}  # fmt: skip
+ALONE = Steps(COUNT=1, OPS=(), READS=(), NUMBERS=(), RESULT=0)  # no steps before or after
 
 
 def fits(problem: Problem) -> str | None:
@@ -85,17 +82,18 @@ def bind(
     }
     if problem.op == "pointwise":
         made, strides = _chained(problem)
-        settings |= {**made.steps, "STRIDES": strides}
+        settings |= {"FIRST": made.first, "THEN": made.then, "STRIDES": strides}
         tensors = made.binder(constants)
     else:
-        settings |= {**ALONE, "STRIDES": ((reduced * inner, 1, inner),)}
+        settings |= {"FIRST": ALONE, "THEN": ALONE._replace(COUNT=0)}
+        settings["STRIDES"] = ((reduced * inner, 1, inner),)
 
         def tensors(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
             return tuple(given) * MAX_OPERANDS
 
     def run(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         operands = tensors(problem.operands(constants, inputs))
-        launch(columns_kernel, grid, *operands, out, num_warps=warps, **overlapping(), **settings)
+        launch(columns_kernel, grid, operands, out, num_warps=warps, **overlapping(), **settings)
         return out
 
     return run
@@ -179,19 +177,11 @@ def _keeps_order(out: TensorMeta, kept: list[int], axes: int) -> bool:
 
 @triton.jit
 def columns_kernel(
-    x0, x1, x2, x3, x4, x5, x6, x7,  # what is read before the mean, then after it
+    pointers,  # what is read before the mean, then after it
     y_pointer,
-    BEFORE: tl.constexpr,  # how many are read before
-    AFTER: tl.constexpr,
+    FIRST: tl.constexpr,
+    THEN: tl.constexpr,
     STRIDES: tl.constexpr,  # of each along outer, inner and reduced places
-    OPS: tl.constexpr,  # before
-    READS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    RESULT: tl.constexpr,
-    OPS_AFTER: tl.constexpr,
-    READS_AFTER: tl.constexpr,
-    NUMBERS_AFTER: tl.constexpr,
-    RESULT_AFTER: tl.constexpr,
     REDUCED: tl.constexpr,
     INNER: tl.constexpr,
     DIVISOR: tl.constexpr,
@@ -199,8 +189,9 @@ def columns_kernel(
     TILE_COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    BEFORE: tl.constexpr = FIRST.COUNT
+    AFTER: tl.constexpr = THEN.COUNT
     await_earlier(OVERLAP)
-    pointers = (x0, x1, x2, x3, x4, x5, x6, x7)
     TILES: tl.constexpr = (INNER + TILE_COLUMNS - 1) // TILE_COLUMNS
     block = tl.program_id(0)
     outer = block // TILES
@@ -214,15 +205,15 @@ def columns_kernel(
         for i in tl.static_range(BEFORE):
             x = _load(pointers[i], outer, columns, first + rows, there, columns_in, STRIDES, i)
             values = values + (x,)  # noqa: RUF005
-        x = steps(values, OPS, READS, NUMBERS, RESULT)
-        if len(OPS) > 0:
+        x = steps(values, FIRST)
+        if len(FIRST.OPS) > 0:
             x = tl.where(there, x, 0.0)
         total += x
     values = ((tl.sum(total, 0) / DIVISOR)[None, :],)
     for i in tl.static_range(AFTER):
         x = _load(pointers[BEFORE + i], outer, columns, 0, 0, columns_in, STRIDES, BEFORE + i)
         values = values + (x,)  # noqa: RUF005
-    y = steps(values, OPS_AFTER, READS_AFTER, NUMBERS_AFTER, RESULT_AFTER)
+    y = steps(values, THEN)
     y = tl.broadcast_to(cast(y, y_pointer.dtype.element_ty), [1, TILE_COLUMNS])
     tl.store(y_pointer + outer * INNER + columns, y, mask=columns_in)
 
