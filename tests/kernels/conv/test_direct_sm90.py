@@ -157,7 +157,7 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         "descriptor": Descriptor,
         "warpgroup_mma": lambda a, b, acc, is_async: acc + a.astype(float) @ b.values.astype(float),
         "warpgroup_mma_wait": wait,
-        "epilogue_device": SimpleNamespace(finish=finished),
+        "finish": finished,
         "AT_ONCE": 12,
         "load_chunk": direct_sm90.load_chunk.fn,
         "at": direct_sm90.at.fn,
@@ -172,7 +172,7 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             for name, value in names.items():
                 patch.setattr(direct_sm90, name, value)
-            arguments = [pointer(a) if isinstance(a, torch.Tensor) else a for a in args]
+            arguments = with_pointers(args)
             for block[0] in range(grid[0]):
                 for block[1] in range(grid[1]):
                     raw(*arguments, **{k: v for k, v in constants.items() if k != "launch_pdl"})
@@ -180,6 +180,13 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_sm90, "launch", run)
     monkeypatch.setattr(direct_sm90, "descriptor", Descriptor)
     monkeypatch.setattr(direct_sm90, "DTYPES", names["DTYPES"])
+
+
+def with_pointers(arg: Any) -> Any:
+    """Tensors as pointers, also those in tuples."""
+    if isinstance(arg, tuple):
+        return tuple(map(with_pointers, arg))
+    return pointer(arg) if isinstance(arg, torch.Tensor) else arg
 
 
 def pointer(tensor: torch.Tensor) -> Pointer:

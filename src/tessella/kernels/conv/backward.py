@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,16 @@ SHARED_BYTES = HOPPER.shared_bytes_of_block() - 1024  # that is left to barriers
 PRODUCTS, L2_BYTES = 2048, 40
 CACHE_BYTES = 40 * 2**20  # of the L2, less what else is in it
 MEMORY_BYTES = 2400  # that all of them together get from memory in one clock
+
+
+class Window(NamedTuple):
+    """How the filter moves, (rows, columns) each; constants of the compiler."""
+
+    TAPS: tuple[int, int]
+    STRIDE: tuple[int, int]
+    PADDING: tuple[int, int]
+    DILATION: tuple[int, int]
+
 
 Box = tuple[int, int, int]  # images, rows, columns: each a power of two
 

@@ -18,7 +18,7 @@ from tessella.device.machine import HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
-from tessella.kernels.conv.channelwise_device import channelwise_sums
+from tessella.kernels.conv.channelwise_device import StripOfThread, channelwise_sums
 from tessella.kernels.conv.tiles import Geometry
 from tessella.operations.problem import Problem
 
@@ -278,23 +278,21 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], strip: Strip) 
             *geometry.out[1:],
             *geometry.padding[1:],
             *(s[axis] for s in steps for axis in (0, 1, 3, 4)),
-            ending["alpha"],
-            ending["beta"],
-            ending["gamma"],
+            ending["factors"],
             WINDOW=(geometry.filter, geometry.stride, geometry.dilation),
             TAP=(tap[0], *tap[2:]),
             DEPTH=depth if axes == 3 else None,
             EACH=geometry.filters,
-            ACTIVATION=ending["ACTIVATION"],
-            PIXELS_LAST=ending["PIXELS_LAST"],
-            WIDE=ending["WIDE"],
-            THREADS=32 * strip.warps,
-            VALUES=values,
-            COLUMNS=strip.columns,
-            LINES=strip.lines,
-            HOLDS=strip.holds(geometry),
-            X_COLUMN=None if shared else steps[0][4],
-            Y_COLUMN=None if shared else steps[1][4],
+            STRIP=StripOfThread(
+                THREADS=32 * strip.warps,
+                VALUES=values,
+                COLUMNS=strip.columns,
+                LINES=strip.lines,
+                HOLDS=strip.holds(geometry),
+                X_COLUMN=None if shared else steps[0][4],
+                Y_COLUMN=None if shared else steps[1][4],
+            ),
+            ENDING=ending["ENDING"],
             num_warps=strip.warps,
         )
         return out

@@ -11,10 +11,32 @@ of the filter: from filter to filter, then of three axes.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from tessella.kernels.epilogue.triton_device import cast, finish
+
+
+class StripOfThread(NamedTuple):
+    """What a thread of a strip does; constants of the compiler.
+
+    Attributes:
+        THREADS: of a block.
+        VALUES, COLUMNS: neighbouring filters and columns of the output.
+        LINES: or 0: strips of one row, whose input is loaded row by row, without steps.
+        HOLDS: the filter stays in registers; else it is loaded in each step.
+        X_COLUMN, Y_COLUMN: strides where they are to be constants, or None.
+    """
+
+    THREADS: int
+    VALUES: int
+    COLUMNS: int
+    LINES: int
+    HOLDS: bool
+    X_COLUMN: int | None
+    Y_COLUMN: int | None
 
 
 @triton.jit(do_not_specialize=[
@@ -25,11 +47,9 @@ from tessella.kernels.epilogue.triton_device import cast, finish
 def channelwise_sums(
     x, w, y, bias, scale, residual, threads, vectors, tiles, across, rows, height, width,
     out_height, out_width, above, before, x_image, x_channel, x_row, x_column, y_image, y_channel,
-    y_row, y_column, added_image, added_channel, added_row, added_column, alpha, beta, gamma,
+    y_row, y_column, added_image, added_channel, added_row, added_column, factors,
     WINDOW: tl.constexpr, TAP: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr,
-    ACTIVATION: tl.constexpr, PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr,
-    THREADS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr,
-    HOLDS: tl.constexpr, X_COLUMN: tl.constexpr, Y_COLUMN: tl.constexpr,
+    STRIP: tl.constexpr, ENDING: tl.constexpr,
 ):  # fmt: skip
     """A thread: VALUES filters × COLUMNS × the rows of a strip.
 
@@ -47,19 +67,22 @@ def channelwise_sums(
         DEPTH: of the first of three spatial axes: image, out, padding, strides of x, y and
             residual; None where there are two.
         EACH: filters that read the same channel.
-        LINES: or 0: strips of one row, whose input is loaded row by row, without steps.
-        HOLDS: the filter stays in registers; else it is loaded in each step.
-        X_COLUMN, Y_COLUMN: strides as above where they are to be constants, or None.
+        factors: alpha, beta, gamma.
     """
+    VALUES: tl.constexpr = STRIP.VALUES
+    COLUMNS: tl.constexpr = STRIP.COLUMNS
+    LINES: tl.constexpr = STRIP.LINES
+    ACTIVATION: tl.constexpr = ENDING.ACTIVATION
+    alpha, beta, gamma = factors
     STRIDE: tl.constexpr = WINDOW[1]
     LAG: tl.constexpr = (WINDOW[0][1] - 1) * WINDOW[2][1] // STRIDE[1]  # rows of sums begun before
     strip, tile = divided(tl.program_id(0), tiles)
     block = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
-    if WIDE:
+    if ENDING.WIDE:
         block, x_row, y_row = block.to(tl.int64), x_row.to(tl.int64), y_row.to(tl.int64)
         added_row = added_row.to(tl.int64)
-    thread = block * THREADS + tl.arange(0, THREADS)
-    if PIXELS_LAST:
+    thread = block * STRIP.THREADS + tl.arange(0, STRIP.THREADS)
+    if ENDING.PIXELS_LAST:
         rest, q = divided(thread, across)
         n, c = divided(rest, vectors)
     else:
@@ -92,9 +115,14 @@ def channelwise_sums(
         at_added = residual + ((from_added + n * added_image)[:, None] * VALUES + near)
     biases = None if bias is None else tl.load(bias + k)
     scales = None if scale is None else tl.load(scale + k)
-    column_of_x = x_column if X_COLUMN is None else X_COLUMN
-    column_of_y = y_column if Y_COLUMN is None else Y_COLUMN
-    steps_y = (y_row * VALUES, column_of_y * VALUES, added_row * VALUES, added_column * VALUES)
+    column_of_x = x_column if STRIP.X_COLUMN is None else STRIP.X_COLUMN
+    column_of_y = y_column if STRIP.Y_COLUMN is None else STRIP.Y_COLUMN
+    steps_y = (
+        y_row * VALUES,
+        column_of_y * VALUES,
+        added_row * VALUES,
+        added_column * VALUES,
+    )
     steps_x = (x_row * VALUES, column_of_x * VALUES)
     size = (height, width)
     if LINES == 0:
@@ -111,7 +139,7 @@ def channelwise_sums(
                   ACTIVATION, COLUMNS)  # fmt: skip
     else:
         GROUP: tl.constexpr = LINES * STRIDE[1]
-        taps = load_taps(at_w, WINDOW, TAP) if HOLDS else ()
+        taps = load_taps(at_w, WINDOW, TAP) if STRIP.HOLDS else ()
         # rows above the image add nothing, and neither do those below it
         begin = tl.minimum(tl.maximum(-h, 0) // GROUP, LAG // LINES)
         end = tl.minimum(tl.cdiv(made + LAG, LINES), tl.cdiv(height - h, GROUP))
@@ -128,7 +156,7 @@ def channelwise_sums(
             values = load_group(at_x, d, h, first_column, size, steps_x, DEPTH, WINDOW, VALUES,
                                 COLUMNS, GROUP)  # fmt: skip
             sums = add_group(sums + zeros(at_x, LINES * COLUMNS), numbers, taps, at_w, WINDOW, TAP,
-                             COLUMNS, LINES, HOLDS)  # fmt: skip
+                             COLUMNS, LINES, STRIP.HOLDS)  # fmt: skip
             for line in tl.static_range(LINES):
                 row = i * LINES + line - LAG
                 if (row >= 0) & (row < made):

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tessella.device.launch import launch
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.conv.backward import portable_refusal
+from tessella.kernels.conv.backward import Window, portable_refusal
 from tessella.kernels.conv.tiles import is_wide, on_plain_units
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -67,10 +67,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             dy.stride(),
             weight.stride(),
             out.stride(),
-            TAPS=tuple(weight_shape[2:]),
-            STRIDE=tuple(attrs["stride"]),
-            PADDING=tuple(attrs["padding"]),
-            DILATION=tuple(attrs["dilation"]),
+            WINDOW=Window(
+                TAPS=tuple(weight_shape[2:]),
+                STRIDE=tuple(attrs["stride"]),
+                PADDING=tuple(attrs["padding"]),
+                DILATION=tuple(attrs["dilation"]),
+            ),
             STEPS=-(-_filters(problem) // config["depth"]),
             PRECISION=problem.math if dy.dtype == torch.float32 else "ieee",
             WIDE=is_wide(dy, out),
@@ -87,9 +89,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 @triton.jit
 def _dgrad(
     dy, weight, dx, pixels, channels, filters, image, out, dy_strides, w_strides, dx_strides,
-    TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr,
-    STEPS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+    WINDOW: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    PIXELS: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(channels, CHANNELS)
     tile, group = tl.program_id(0), tl.program_id(1)
@@ -101,17 +102,17 @@ def _dgrad(
     h = m // image[1] % image[0]
     v = m % image[1]
     acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
-    for step in tl.range(0, TAPS[0] * TAPS[1] * STEPS):
+    for step in tl.range(0, WINDOW.TAPS[0] * WINDOW.TAPS[1] * STEPS):
         tap = step // STEPS
         k = step % STEPS * DEPTH + tl.arange(0, DEPTH)
-        r = tap // TAPS[1]
-        s = tap % TAPS[1]
-        above = h + PADDING[0] - r * DILATION[0]
-        left = v + PADDING[1] - s * DILATION[1]
-        p = above // STRIDE[0]
-        q = left // STRIDE[1]
+        r = tap // WINDOW.TAPS[1]
+        s = tap % WINDOW.TAPS[1]
+        above = h + WINDOW.PADDING[0] - r * WINDOW.DILATION[0]
+        left = v + WINDOW.PADDING[1] - s * WINDOW.DILATION[1]
+        p = above // WINDOW.STRIDE[0]
+        q = left // WINDOW.STRIDE[1]
         inside = (m < pixels) & (above >= 0) & (left >= 0) & (p < out[0]) & (q < out[1])
-        inside = inside & (p * STRIDE[0] == above) & (q * STRIDE[1] == left)
+        inside = inside & (p * WINDOW.STRIDE[0] == above) & (q * WINDOW.STRIDE[1] == left)
         at = n * dy_strides[0] + p * dy_strides[2] + q * dy_strides[3]
         filter = group * filters + k
         here = inside[:, None] & (k < filters)[None, :]

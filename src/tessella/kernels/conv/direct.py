@@ -72,6 +72,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         if out.numel() == 0:
             return out
         x, weight, bias, residual, scale = tiles.operands(problem, held, inputs)
+        ending = tiles.destination(problem, geometry, x, bias, residual, scale, out)
+        ending["strides"] = (tiles.strides(x), tiles.strides(weight), *ending["strides"])
         launch(
             sums,
             (triton.cdiv(geometry.pixels, block.items), triton.cdiv(filters, block.filters)),
@@ -80,19 +82,13 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             out,
             filters=filters,
             image=geometry.image,
-            x_strides=tiles.strides(x),
-            w_strides=tiles.strides(weight),
             EACH=geometry.filters,
-            C=geometry.channels,
-            FILTER=geometry.filter,
-            STRIDE=geometry.stride,
-            PADDING=geometry.padding,
-            DILATION=geometry.dilation,
+            WINDOW=geometry.window,
             PIXELS=block.items,
             FILTERS=block.filters,
             SPANS=geometry.groups > 1,  # filters of one group, or whole groups
             num_warps=block.warps,
-            **tiles.destination(problem, geometry, x, bias, residual, scale, out),
+            **ending,
         )
         return out
 
@@ -100,43 +96,48 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
 
 @triton.jit
-def sums(x, w, y, bias, scale, residual, pixels, filters, image, out, x_strides, w_strides,
-         y_strides, residual_strides, alpha, beta, gamma, EACH: tl.constexpr, C: tl.constexpr,
-         FILTER: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr,
-         ACTIVATION: tl.constexpr, PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr,
-         PIXELS: tl.constexpr, FILTERS: tl.constexpr, SPANS: tl.constexpr):  # fmt: skip
+def sums(
+    x, w, y, bias, scale, residual, pixels, filters, image, out, strides, factors,
+    EACH: tl.constexpr, WINDOW: tl.constexpr, ENDING: tl.constexpr, PIXELS: tl.constexpr,
+    FILTERS: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
     """A tile of pixels × filters: under each tap, a value of every channel times its weights."""
+    STRIDE: tl.constexpr = WINDOW.STRIDE
+    PADDING: tl.constexpr = WINDOW.PADDING
+    PIXELS_LAST: tl.constexpr = ENDING.PIXELS_LAST
     KIND: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
-    T: tl.constexpr = FILTER[0]
+    T: tl.constexpr = WINDOW.FILTER[0]
     m = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     k = tl.program_id(1) * FILTERS + tl.arange(0, FILTERS)
-    n, o, p, q = split_pixel(m.to(tl.int64) if WIDE else m, out)
-    d, h, v, first = first_input(n, o, p, q, x_strides, STRIDE, PADDING)
-    channel = k // EACH * C if SPANS else k * 0
-    if WIDE:
+    n, o, p, q = split_pixel(m.to(tl.int64) if ENDING.WIDE else m, out)
+    d, h, v, first = first_input(n, o, p, q, strides[0], STRIDE, PADDING)
+    channel = k // EACH * WINDOW.C if SPANS else k * 0
+    if ENDING.WIDE:
         channel = channel.to(tl.int64)
     inside_m, inside_k = place(m < pixels, k < filters, PIXELS_LAST)
-    x_m, x_k = place(first, channel * x_strides[1], PIXELS_LAST)
+    x_m, x_k = place(first, channel * strides[0][1], PIXELS_LAST)
     from_x = x + (x_m + x_k) if SPANS else x + x_m
-    w_k = place(first, k * w_strides[0], PIXELS_LAST)[1]
+    w_k = place(first, k * strides[1][0], PIXELS_LAST)[1]
     acc = tl.zeros((inside_m & inside_k).shape, KIND)
     for t in tl.static_range(T):
-        for r in range(FILTER[1]):
-            for s in range(FILTER[2]):
-                inside = is_inside(m < pixels, d + t * DILATION[0], h + r * DILATION[1],
-                                   v + s * DILATION[2], image, PADDING)  # fmt: skip
+        for r in range(WINDOW.FILTER[1]):
+            for s in range(WINDOW.FILTER[2]):
+                inside = is_inside(
+                    m < pixels, d + t * WINDOW.DILATION[0], h + r * WINDOW.DILATION[1],
+                    v + s * WINDOW.DILATION[2], image, PADDING,
+                )  # fmt: skip
                 inside = place(inside, k, PIXELS_LAST)[0]
                 if SPANS:
                     inside = inside & inside_k
                 at = (
-                    t * (DILATION[0] * x_strides[2])
-                    + r * (DILATION[1] * x_strides[3])
-                    + s * (DILATION[2] * x_strides[4])
+                    t * (WINDOW.DILATION[0] * strides[0][2])
+                    + r * (WINDOW.DILATION[1] * strides[0][3])
+                    + s * (WINDOW.DILATION[2] * strides[0][4])
                 )
-                w_at = t * w_strides[2] + r * w_strides[3] + s * w_strides[4]
-                for c in tl.range(0, C, loop_unroll_factor=4):
-                    value = tl.load(from_x + (at + c * x_strides[1]), mask=inside, other=0.0)
-                    tap = tl.load(w + (w_k + (w_at + c * w_strides[1])), mask=inside_k, other=0.0)
+                w_at = t * strides[1][2] + r * strides[1][3] + s * strides[1][4]
+                for c in tl.range(0, WINDOW.C, loop_unroll_factor=4):
+                    value = tl.load(from_x + (at + c * strides[0][1]), mask=inside, other=0.0)
+                    tap = tl.load(w + (w_k + (w_at + c * strides[1][1])), mask=inside_k, other=0.0)
                     acc += value.to(KIND) * tap.to(KIND)
-    store(acc, y, bias, scale, residual, m, k, 0, pixels, filters, out, y_strides,
-          residual_strides, alpha, beta, gamma, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+    store(acc, y, bias, scale, residual, m, k, 0, pixels, filters, out, strides[2],
+          strides[3], factors, ENDING)  # fmt: skip

@@ -122,11 +122,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 workspace,
                 begin,
                 end,
-                columns=columns,
-                start=begin,
-                at_once=at_once,
-                m_stride=m_stride,
-                d_stride=d_stride,
+                columns=(columns, begin, at_once, m_stride, d_stride),
                 LENGTH=depth,
             )
         return out
@@ -164,45 +160,47 @@ def write_columns(x, columns, begin, pixels, at_once, length, image, out, x_stri
 
 
 @triton.jit
-def multiply_columns(x, w, y, bias, scale, residual, parts, columns, start, at_once, m_stride,
-                     d_stride, pixels, filters, image, out, x_strides, w_strides, y_strides,
-                     residual_strides, alpha, beta, gamma, LENGTH: tl.constexpr, C: tl.constexpr,
-                     FILTER: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
-                     DILATION: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-                     IMPRECISE: tl.constexpr, PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr,
-                     PIXELS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
-                     SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-                     OVERLAP: tl.constexpr):  # fmt: skip
+def multiply_columns(
+    x, w, y, bias, scale, residual, parts, columns, pixels, filters, image, out, strides, factors,
+    LENGTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, ENDING: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """``columns``: where they lie, their first pixel, their number, strides of pixels and depth."""
+    PRECISION: tl.constexpr = BLOCK.PRECISION
+    IMPRECISE: tl.constexpr = BLOCK.IMPRECISE
+    columns, start, at_once, m_stride, d_stride = columns
     await_earlier(OVERLAP)
-    TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
-    local, k, group, part = tile_of_program(filters, PIXELS, FILTERS, SPLITS)
+    PIXELS_LAST: tl.constexpr = ENDING.PIXELS_LAST
+    DEPTH: tl.constexpr = BLOCK.DEPTH
+    TAPS: tl.constexpr = WINDOW.FILTER[0] * WINDOW.FILTER[1] * WINDOW.FILTER[2]
+    local, k, group, part = tile_of_program(filters, BLOCK.PIXELS, BLOCK.FILTERS, BLOCK.SPLITS)
     columns += group.to(tl.int64) * LENGTH * d_stride
-    w += group.to(tl.int64) * filters * w_strides[0]
+    w += group.to(tl.int64) * filters * strides[1][0]
     inside_k = k < filters
-    acc = zeros(PIXELS, FILTERS, x.dtype.element_ty, PIXELS_LAST)
-    begin = part * (STEPS * DEPTH)
+    acc = zeros(BLOCK.PIXELS, BLOCK.FILTERS, x.dtype.element_ty, PIXELS_LAST)
+    begin = part * (BLOCK.STEPS * DEPTH)
     within = begin + tl.arange(0, DEPTH)
     at_m, at_d = place(local.to(tl.int64) * m_stride, within.to(tl.int64) * d_stride, PIXELS_LAST)
     from_columns = columns + (at_m + at_d)
-    at_d, at_k = place(within * w_strides[1], k * w_strides[0], PIXELS_LAST)
+    at_d, at_k = place(within * strides[1][1], k * strides[1][0], PIXELS_LAST)
     from_w = w + (at_d + at_k)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
+    for step in tl.range(0, BLOCK.STEPS, num_stages=BLOCK.STAGES):
         depth = begin + step * DEPTH + tl.arange(0, DEPTH)
         inside_m, inside_d = place(local < at_once, depth < LENGTH, PIXELS_LAST)
-        used, inside_w = place(depth < C * TAPS, inside_k, PIXELS_LAST)
-        if SPLITS * STEPS * DEPTH > LENGTH:
+        used, inside_w = place(depth < WINDOW.C * TAPS, inside_k, PIXELS_LAST)
+        if BLOCK.SPLITS * BLOCK.STEPS * DEPTH > LENGTH:
             inside_m = inside_m & inside_d
-        if SPLITS * STEPS * DEPTH > C * TAPS:
+        if BLOCK.SPLITS * BLOCK.STEPS * DEPTH > WINDOW.C * TAPS:
             inside_w = inside_w & used
         values = tl.load(from_columns, mask=inside_m, other=0.0)
         w_tile = tl.load(from_w, mask=inside_w, other=0.0)
         from_columns += DEPTH * d_stride
-        from_w += DEPTH * w_strides[1]
+        from_w += DEPTH * strides[1][1]
         acc = multiply(values, w_tile, acc, PIXELS_LAST, PRECISION, IMPRECISE)
     m = start + local
-    if SPLITS > 1:
+    if BLOCK.SPLITS > 1:
         store_part(acc, parts, part, m, k, group, pixels, filters,
                    tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
     else:
-        store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
-              residual_strides, alpha, beta, gamma, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+        store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, strides[2],
+              strides[3], factors, ENDING)  # fmt: skip

@@ -57,39 +57,45 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
 
 @triton.jit
-def implicit_gemm(x, w, y, bias, scale, residual, parts, pixels, filters, image, out, x_strides,
-                  w_strides, y_strides, residual_strides, alpha, beta, gamma, C: tl.constexpr,
-                  FILTER: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
-                  DILATION: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-                  IMPRECISE: tl.constexpr, PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr,
-                  PIXELS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
-                  SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-                  OVERLAP: tl.constexpr):  # fmt: skip
+def implicit_gemm(
+    x, w, y, bias, scale, residual, parts, pixels, filters, image, out, strides, factors,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, ENDING: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    FILTER: tl.constexpr = WINDOW.FILTER
+    STRIDE: tl.constexpr = WINDOW.STRIDE
+    PADDING: tl.constexpr = WINDOW.PADDING
+    PRECISION: tl.constexpr = BLOCK.PRECISION
+    IMPRECISE: tl.constexpr = BLOCK.IMPRECISE
     await_earlier(OVERLAP)
+    PIXELS_LAST: tl.constexpr = ENDING.PIXELS_LAST
+    DEPTH: tl.constexpr = BLOCK.DEPTH
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
-    UNIFORM: tl.constexpr = C % DEPTH == 0  # one tap a step
-    EXACT: tl.constexpr = SPLITS * STEPS * DEPTH == C * TAPS
-    m, k, group, part = tile_of_program(filters, PIXELS, FILTERS, SPLITS)
-    n, o, p, q = split_pixel(m.to(tl.int64) if WIDE else m, out)
-    d, h, v, m_at = first_input(n, o, p, q, x_strides, STRIDE, PADDING)
-    x += group.to(tl.int64) * C * x_strides[1]
-    w += group.to(tl.int64) * filters * w_strides[0]
+    UNIFORM: tl.constexpr = WINDOW.C % DEPTH == 0  # one tap a step
+    EXACT: tl.constexpr = BLOCK.SPLITS * BLOCK.STEPS * DEPTH == WINDOW.C * TAPS
+    m, k, group, part = tile_of_program(filters, BLOCK.PIXELS, BLOCK.FILTERS, BLOCK.SPLITS)
+    n, o, p, q = split_pixel(m.to(tl.int64) if ENDING.WIDE else m, out)
+    d, h, v, m_at = first_input(n, o, p, q, strides[0], STRIDE, PADDING)
+    x += group.to(tl.int64) * WINDOW.C * strides[0][1]
+    w += group.to(tl.int64) * filters * strides[1][0]
     inside_m = m < pixels
     inside_k = k < filters
-    acc = zeros(PIXELS, FILTERS, x.dtype.element_ty, PIXELS_LAST)
-    for step in tl.range(part * STEPS, part * STEPS + STEPS, num_stages=STAGES):
-        first = tl.full((), 0, tl.int64 if WIDE else tl.int32) + step * DEPTH
+    acc = zeros(BLOCK.PIXELS, BLOCK.FILTERS, x.dtype.element_ty, PIXELS_LAST)
+    for step in tl.range(
+        part * BLOCK.STEPS, part * BLOCK.STEPS + BLOCK.STEPS, num_stages=BLOCK.STAGES
+    ):
+        first = tl.full((), 0, tl.int64 if ENDING.WIDE else tl.int32) + step * DEPTH
         depth = first + tl.arange(0, DEPTH)
-        tap = first // C if UNIFORM else depth // C
-        c = depth % C
+        tap = first // WINDOW.C if UNIFORM else depth // WINDOW.C
+        c = depth % WINDOW.C
         t, r, s = split_tap(tap, FILTER)
-        dt, dr, ds = t * DILATION[0], r * DILATION[1], s * DILATION[2]
-        tap_at = dt * x_strides[2] + dr * x_strides[3] + ds * x_strides[4]
-        inside, inside_depth = place(inside_m, depth < C * TAPS, PIXELS_LAST)
+        dt, dr, ds = t * WINDOW.DILATION[0], r * WINDOW.DILATION[1], s * WINDOW.DILATION[2]
+        tap_at = dt * strides[0][2] + dr * strides[0][3] + ds * strides[0][4]
+        inside, inside_depth = place(inside_m, depth < WINDOW.C * TAPS, PIXELS_LAST)
         if UNIFORM:  # coordinates of pixels, and those of the one tap
             at = is_inside(inside_m, d + dt, h + dr, v + ds, image, PADDING)
             inside = place(at, depth, PIXELS_LAST)[0]
-            x_m, x_c = place(m_at + tap_at, c * x_strides[1], PIXELS_LAST)
+            x_m, x_c = place(m_at + tap_at, c * strides[0][1], PIXELS_LAST)
             if not EXACT:
                 inside = inside & inside_depth
         else:
@@ -99,21 +105,21 @@ def implicit_gemm(x, w, y, bias, scale, residual, parts, pixels, filters, image,
             inside = is_inside(
                 inside & inside_depth, d_m + dt_c, h_m + dr_c, v_m + ds_c, image, PADDING
             )
-            x_m, x_c = place(m_at, c * x_strides[1] + tap_at, PIXELS_LAST)
-        inside_depth, inside_w = place(depth < C * TAPS, inside_k, PIXELS_LAST)
+            x_m, x_c = place(m_at, c * strides[0][1] + tap_at, PIXELS_LAST)
+        inside_depth, inside_w = place(depth < WINDOW.C * TAPS, inside_k, PIXELS_LAST)
         if not EXACT:
             inside_w = inside_w & inside_depth
         x_tile = tl.load(x + (x_m + x_c), mask=inside, other=0.0)
         w_c, w_k = place(
-            c * w_strides[1] + t * w_strides[2] + r * w_strides[3] + s * w_strides[4],
-            k * w_strides[0],
+            c * strides[1][1] + t * strides[1][2] + r * strides[1][3] + s * strides[1][4],
+            k * strides[1][0],
             PIXELS_LAST,
         )
         w_tile = tl.load(w + (w_k + w_c), mask=inside_w, other=0.0)
         acc = multiply(x_tile, w_tile, acc, PIXELS_LAST, PRECISION, IMPRECISE)
-    if SPLITS > 1:
+    if BLOCK.SPLITS > 1:
         store_part(acc, parts, part, m, k, group, pixels, filters,
                    tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
     else:
-        store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
-              residual_strides, alpha, beta, gamma, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+        store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, strides[2],
+              strides[3], factors, ENDING)  # fmt: skip

@@ -154,38 +154,43 @@ def is_marked(depths, rows, columns, tap, FILTER: tl.constexpr):
 
 
 @triton.jit
-def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels, filters,
-                          image, out, x_strides, w_strides, y_strides, residual_strides, alpha,
-                          beta, gamma, C: tl.constexpr, FILTER: tl.constexpr, STRIDE: tl.constexpr,
-                          PADDING: tl.constexpr, DILATION: tl.constexpr, ACTIVATION: tl.constexpr,
-                          PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
-                          PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr, PIXELS: tl.constexpr,
-                          FILTERS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
-                          STEPS: tl.constexpr, STAGES: tl.constexpr,
-                          ALIGNED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+def implicit_precomp_gemm(
+    x, w, y, bias, scale, residual, parts, tables, pixels, filters, image, out, strides, factors,
+    ALIGNED: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, ENDING: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    FILTER: tl.constexpr = WINDOW.FILTER
+    STRIDE: tl.constexpr = WINDOW.STRIDE
+    PADDING: tl.constexpr = WINDOW.PADDING
+    PRECISION: tl.constexpr = BLOCK.PRECISION
+    IMPRECISE: tl.constexpr = BLOCK.IMPRECISE
     await_earlier(OVERLAP)
+    PIXELS_LAST: tl.constexpr = ENDING.PIXELS_LAST
+    DEPTH: tl.constexpr = BLOCK.DEPTH
     TAPS: tl.constexpr = FILTER[0] * FILTER[1] * FILTER[2]
-    EXACT: tl.constexpr = SPLITS * STEPS * DEPTH == C * TAPS
-    UNIFORM: tl.constexpr = C % DEPTH == 0  # one tap a step
-    m, k, group, part = tile_of_program(filters, PIXELS, FILTERS, SPLITS)
+    EXACT: tl.constexpr = BLOCK.SPLITS * BLOCK.STEPS * DEPTH == WINDOW.C * TAPS
+    UNIFORM: tl.constexpr = WINDOW.C % DEPTH == 0  # one tap a step
+    m, k, group, part = tile_of_program(filters, BLOCK.PIXELS, BLOCK.FILTERS, BLOCK.SPLITS)
     inside_m = m < pixels
     inside_k = k < filters
-    n, o, p, q = split_pixel(m.to(tl.int64) if WIDE else m, out)
-    m_at = first_input(n, o, p, q, x_strides, STRIDE, PADDING)[3]
-    masks = tables + 2 * C * TAPS
+    n, o, p, q = split_pixel(m.to(tl.int64) if ENDING.WIDE else m, out)
+    m_at = first_input(n, o, p, q, strides[0], STRIDE, PADDING)[3]
+    masks = tables + 2 * WINDOW.C * TAPS
     depths = tl.load(masks + o, mask=inside_m, other=0)
     rows = tl.load(masks + out[0] + p, mask=inside_m, other=0)
     columns = tl.load(masks + (out[0] + out[1]) + q, mask=inside_m, other=0)
-    x += group.to(tl.int64) * C * x_strides[1]
-    w += group.to(tl.int64) * filters * w_strides[0]
+    x += group.to(tl.int64) * WINDOW.C * strides[0][1]
+    w += group.to(tl.int64) * filters * strides[1][0]
     entry = tl.full((), 0, tl.int32) if UNIFORM else tl.arange(0, DEPTH)
-    end = C * TAPS
-    first = part * STEPS * DEPTH + entry
+    end = WINDOW.C * TAPS
+    first = part * BLOCK.STEPS * DEPTH + entry
     # a step's entries are loaded one step ahead: the load of x then does not wait for them
     next_offset = offsets_of(tables, first, end, UNIFORM and ALIGNED)
     next_tap = tl.load(tables + end + first, mask=first < end, other=0)
-    acc = zeros(PIXELS, FILTERS, x.dtype.element_ty, PIXELS_LAST)
-    for step in tl.range(part * STEPS, part * STEPS + STEPS, num_stages=STAGES):
+    acc = zeros(BLOCK.PIXELS, BLOCK.FILTERS, x.dtype.element_ty, PIXELS_LAST)
+    for step in tl.range(
+        part * BLOCK.STEPS, part * BLOCK.STEPS + BLOCK.STEPS, num_stages=BLOCK.STAGES
+    ):
         offset, tap = next_offset, next_tap
         ahead = (step + 1) * DEPTH + entry
         next_offset = offsets_of(tables, ahead, end, UNIFORM and ALIGNED)
@@ -196,7 +201,7 @@ def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels,
             valid, inside_c = place(valid, depth < end, PIXELS_LAST)
             if not EXACT:
                 valid = valid & inside_c
-            x_m, x_c = place(m_at + offset, tl.arange(0, DEPTH) * x_strides[1], PIXELS_LAST)
+            x_m, x_c = place(m_at + offset, tl.arange(0, DEPTH) * strides[0][1], PIXELS_LAST)
         else:
             valid, inside_c = place(inside_m, depth < end, PIXELS_LAST)
             depths_m, tap_c = place(depths, tap, PIXELS_LAST)
@@ -208,12 +213,12 @@ def implicit_precomp_gemm(x, w, y, bias, scale, residual, parts, tables, pixels,
         inside_c, inside_w = place(depth < end, inside_k, PIXELS_LAST)
         if not EXACT:
             inside_w = inside_w & inside_c
-        w_c, w_k = place(depth * w_strides[1], k * w_strides[0], PIXELS_LAST)
+        w_c, w_k = place(depth * strides[1][1], k * strides[1][0], PIXELS_LAST)
         w_tile = tl.load(w + (w_k + w_c), mask=inside_w, other=0.0)
         acc = multiply(x_tile, w_tile, acc, PIXELS_LAST, PRECISION, IMPRECISE)
-    if SPLITS > 1:
+    if BLOCK.SPLITS > 1:
         store_part(acc, parts, part, m, k, group, pixels, filters,
                    tl.num_programs(1) * filters, PIXELS_LAST)  # fmt: skip
     else:
-        store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
-              residual_strides, alpha, beta, gamma, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+        store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, strides[2],
+              strides[3], factors, ENDING)  # fmt: skip

@@ -23,7 +23,7 @@ from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import overlapping
 from tessella.device.packing import packed
-from tessella.kernels.conv.tiles_device import add_parts
+from tessella.kernels.conv.tiles_device import Block, Ending, Window, add_parts
 from tessella.operations.problem import Problem
 
 OUTPUTS = (*FLOATS, *FP8, "int8", "int32")
@@ -52,6 +52,17 @@ class Geometry:
     stride: Axes
     padding: Axes
     dilation: Axes
+
+    @property
+    def window(self) -> Window:
+        """As the kernels take it."""
+        return Window(
+            C=self.channels,
+            FILTER=self.filter,
+            STRIDE=self.stride,
+            PADDING=self.padding,
+            DILATION=self.dilation,
+        )
 
     @classmethod
     def of(cls, problem: Problem) -> Geometry:
@@ -268,14 +279,13 @@ def destination(
         "residual": residual,
         "pixels": geometry.pixels,
         "out": geometry.out,
-        "y_strides": strides(out),
-        "residual_strides": strides(residual),
-        "alpha": float(problem.epilogue.alpha),
-        "beta": float(problem.epilogue.beta),
-        "gamma": problem.gamma,
-        "ACTIVATION": problem.epilogue.activation,
-        "PIXELS_LAST": are_pixels_last(out),
-        "WIDE": is_wide(x, out, residual),
+        "strides": (strides(out), strides(residual)),
+        "factors": (float(problem.attr("alpha")), float(problem.attr("beta")), problem.gamma),
+        "ENDING": Ending(
+            ACTIVATION=problem.attr("activation"),
+            PIXELS_LAST=are_pixels_last(out),
+            WIDE=is_wide(x, out, residual),
+        ),
     }
 
 
@@ -370,24 +380,20 @@ class Product:
             parts=parts,
             filters=geometry.filters,
             image=geometry.image,
-            x_strides=strides(x),
-            w_strides=strides(weight),
-            PRECISION=problem.math if problem.inputs[0].dtype == "float32" else "ieee",
-            IMPRECISE=min(tile.depth, 128) if accurate else None,
-            PIXELS=tile.pixels,
-            FILTERS=tile.filters,
-            DEPTH=tile.depth,
-            SPLITS=tile.splits,
-            STEPS=_ceil(geometry.depth, tile.depth * tile.splits),
-            STAGES=tile.stages,
-            C=geometry.channels,
-            FILTER=geometry.filter,
-            STRIDE=geometry.stride,
-            PADDING=geometry.padding,
-            DILATION=geometry.dilation,
+            WINDOW=geometry.window,
+            BLOCK=Block(
+                PIXELS=tile.pixels,
+                FILTERS=tile.filters,
+                DEPTH=tile.depth,
+                SPLITS=tile.splits,
+                STEPS=_ceil(geometry.depth, tile.depth * tile.splits),
+                STAGES=tile.stages,
+                PRECISION=problem.math if problem.inputs[0].dtype == "float32" else "ieee",
+                IMPRECISE=min(tile.depth, 128) if accurate else None,
+            ),
             num_warps=tile.warps,
             **overlapping(),
-            **ending,
+            **ending | {"strides": (strides(x), strides(weight), *ending["strides"])},
             **more,
         )
         if parts is not None and end == geometry.pixels:

@@ -5,10 +5,49 @@ Pixels, filters, depth and the three spatial axes are as in ``tiles``.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from tessella.kernels.epilogue.triton_device import cast, finish
+
+
+class Window(NamedTuple):
+    """What a filter reads: channels of a group, and along three axes how it lies on the image."""
+
+    C: int
+    FILTER: tuple[int, int, int]
+    STRIDE: tuple[int, int, int]
+    PADDING: tuple[int, int, int]
+    DILATION: tuple[int, int, int]
+
+
+class Block(NamedTuple):
+    """What a block multiplies; constants of the compiler.
+
+    Attributes:
+        SPLITS, STEPS: parts of the depth, and the steps of DEPTH values in each.
+        PRECISION: of float32 products.
+        IMPRECISE: products of fp8 that the tensor cores' own sums may take up, or None.
+    """
+
+    PIXELS: int
+    FILTERS: int
+    DEPTH: int
+    SPLITS: int
+    STEPS: int
+    STAGES: int
+    PRECISION: str
+    IMPRECISE: int | None
+
+
+class Ending(NamedTuple):
+    """What is done to sums; PIXELS_LAST: pixels are neighbours in memory; WIDE: 64-bit offsets."""
+
+    ACTIVATION: str | None
+    PIXELS_LAST: bool
+    WIDE: bool
 
 
 @triton.jit
@@ -92,25 +131,31 @@ def zeros(PIXELS: tl.constexpr, FILTERS: tl.constexpr, DTYPE: tl.constexpr,
 
 
 @triton.jit
-def store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides,
-          residual_strides, alpha, beta, gamma, ACTIVATION: tl.constexpr,
-          PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """The epilogue of one tile, and the tile itself: pixels ``m``, filters ``k`` of a group."""
-    n, o, p, q = split_pixel(m.to(tl.int64) if WIDE else m, out)
-    inside_m, inside_k = place(m < pixels, k < filters, PIXELS_LAST)
+def store(
+    acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_strides, residual_strides,
+    factors, ENDING: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of one tile, and the tile itself: pixels ``m``, filters ``k`` of a group.
+
+    ``factors`` are alpha, beta and gamma.
+    """
+    ACTIVATION: tl.constexpr = ENDING.ACTIVATION
+    alpha, beta, gamma = factors
+    n, o, p, q = split_pixel(m.to(tl.int64) if ENDING.WIDE else m, out)
+    inside_m, inside_k = place(m < pixels, k < filters, ENDING.PIXELS_LAST)
     inside = inside_m & inside_k
     k += group * filters
-    if WIDE:
+    if ENDING.WIDE:
         k = k.to(tl.int64)
     at_m, at_k = place(
         n * y_strides[0] + o * y_strides[2] + p * y_strides[3] + q * y_strides[4],
         k * y_strides[1],
-        PIXELS_LAST,
+        ENDING.PIXELS_LAST,
     )
     if y.dtype.element_ty == tl.int32:
         tl.store(y + (at_m + at_k), acc, mask=inside)
     else:
-        _, channel = place(m, k, PIXELS_LAST)
+        _, channel = place(m, k, ENDING.PIXELS_LAST)
         biases = None if bias is None else tl.load(bias + channel, mask=inside_k, other=0.0)
         scales = None if scale is None else tl.load(scale + channel, mask=inside_k, other=0.0)
         residuals = None
@@ -121,7 +166,7 @@ def store(acc, y, bias, scale, residual, m, k, group, pixels, filters, out, y_st
                 + p * residual_strides[3]
                 + q * residual_strides[4],
                 k * residual_strides[1],
-                PIXELS_LAST,
+                ENDING.PIXELS_LAST,
             )
             residuals = tl.load(residual + (from_m + from_k), mask=inside, other=0.0)
         made = finish(acc, scales, biases, residuals, alpha, beta, gamma, ACTIVATION)
@@ -143,19 +188,19 @@ def store_part(acc, parts, part, m, k, group, pixels, filters, all_filters,
 
 
 @triton.jit
-def add_parts(parts, y, bias, scale, residual, pixels, filters, out, y_strides, residual_strides,
-              alpha, beta, gamma, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr,
-              PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr, PIXELS: tl.constexpr,
-              FILTERS: tl.constexpr):  # fmt: skip
+def add_parts(
+    parts, y, bias, scale, residual, pixels, filters, out, strides, factors,
+    ENDING: tl.constexpr, SPLITS: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr,
+):  # fmt: skip
     """The second half of a split product: the parts are added in order, so always alike."""
     m = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     k = tl.program_id(1) * FILTERS + tl.arange(0, FILTERS)
-    inside_m, inside_k = place(m < pixels, k < filters, PIXELS_LAST)
-    at_m, at_k = place(m, k, PIXELS_LAST)
-    at = at_k * pixels + at_m if PIXELS_LAST else at_m * filters + at_k
+    inside_m, inside_k = place(m < pixels, k < filters, ENDING.PIXELS_LAST)
+    at_m, at_k = place(m, k, ENDING.PIXELS_LAST)
+    at = at_k * pixels + at_m if ENDING.PIXELS_LAST else at_m * filters + at_k
     acc = tl.load(parts + at, mask=inside_m & inside_k, other=0)
     for part in tl.static_range(1, SPLITS):
         base = parts + tl.full((), part, tl.int64) * pixels * filters
         acc += tl.load(base + at, mask=inside_m & inside_k, other=0)
-    store(acc, y, bias, scale, residual, m, k, 0, pixels, filters, out, y_strides,
-          residual_strides, alpha, beta, gamma, ACTIVATION, PIXELS_LAST, WIDE)  # fmt: skip
+    store(acc, y, bias, scale, residual, m, k, 0, pixels, filters, out, strides[0], strides[1],
+          factors, ENDING)  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.conv.backward import portable_refusal
+from tessella.kernels.conv.backward import Window, portable_refusal
 from tessella.kernels.conv.tiles import is_wide, on_plain_units
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -91,10 +91,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             dense if splits > 1 else out.stride(),
             out.numel() if splits > 1 else 0,
             C=made.shape[1],
-            TAPS=taps,
-            STRIDE=tuple(attrs["stride"]),
-            PADDING=tuple(attrs["padding"]),
-            DILATION=tuple(attrs["dilation"]),
+            WINDOW=Window(
+                TAPS=taps,
+                STRIDE=tuple(attrs["stride"]),
+                PADDING=tuple(attrs["padding"]),
+                DILATION=tuple(attrs["dilation"]),
+            ),
             STEPS=-(-pixels // (32 * splits)),
             PRECISION=problem.math if dy.dtype == torch.float32 else "ieee",
             WIDE=is_wide(dy, x),
@@ -124,17 +126,16 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 @triton.jit
 def _wgrad(
     dy, x, out, pixels, filters, image, size, dy_strides, x_strides, strides, part_stride,
-    C: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
-    DILATION: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    C: tl.constexpr, WINDOW: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(C * TAPS[0] * TAPS[1], COLUMNS)
+    across = tl.cdiv(C * WINDOW.TAPS[0] * WINDOW.TAPS[1], COLUMNS)
     tile, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     k = tile // across * ROWS + tl.arange(0, ROWS)
     j = tile % across * COLUMNS + tl.arange(0, COLUMNS)
     c = j % C
-    r = j // C // TAPS[1]
-    s = j // C % TAPS[1]
+    r = j // C // WINDOW.TAPS[1]
+    s = j // C % WINDOW.TAPS[1]
     filter = group * filters + k
     channel = group * C + c
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -148,14 +149,14 @@ def _wgrad(
         here = (k < filters)[:, None] & (m < pixels)[None, :]
         at = n * dy_strides[0] + p * dy_strides[2] + q * dy_strides[3]
         a = tl.load(dy + (filter * dy_strides[1])[:, None] + at[None, :], mask=here, other=0.0)
-        h = (p * STRIDE[0] - PADDING[0])[:, None] + (r * DILATION[0])[None, :]
-        v = (q * STRIDE[1] - PADDING[1])[:, None] + (s * DILATION[1])[None, :]
-        here = (m < pixels)[:, None] & (r < TAPS[0])[None, :]
+        h = (p * WINDOW.STRIDE[0] - WINDOW.PADDING[0])[:, None] + (r * WINDOW.DILATION[0])[None, :]
+        v = (q * WINDOW.STRIDE[1] - WINDOW.PADDING[1])[:, None] + (s * WINDOW.DILATION[1])[None, :]
+        here = (m < pixels)[:, None] & (r < WINDOW.TAPS[0])[None, :]
         here = here & (h >= 0) & (h < image[0]) & (v >= 0) & (v < image[1])
         at = (n * x_strides[0])[:, None] + (channel * x_strides[1])[None, :]
         b = tl.load(x + at + h * x_strides[2] + v * x_strides[3], mask=here, other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    here = (k < filters)[:, None] & (r < TAPS[0])[None, :]
+    here = (k < filters)[:, None] & (r < WINDOW.TAPS[0])[None, :]
     at = c * strides[1] + r * strides[2] + s * strides[3]
     base = out + part.to(tl.int64) * part_stride
     made = cast(acc, out.dtype.element_ty)

@@ -95,13 +95,15 @@ def _columns(
 
 @triton.jit
 def _inverse_rows(
-    source, matrix, out, bias, residual, scale, alpha, beta,
-    batch, inner, filters, lines, width, frequencies, columns,
-    stride_n, stride_c, stride_h, stride_w, residual_n, residual_c, residual_h, residual_w, plane,
+    source, matrix, out, epilogue, sizes, strides, residual_strides, plane,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_U: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """out[n, k, h, w] = epilogue(Σ_u source[u, h, (k, n)] · matrix[u, w])."""
+    bias, residual, scale, alpha, beta = epilogue
+    batch, inner, filters, lines, width, frequencies, columns = sizes
+    stride_n, stride_c, stride_h, stride_w = strides
+    residual_n, residual_c, residual_h, residual_w = residual_strides
     h = tl.program_id(2)
     w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -369,9 +371,9 @@ def inverse(
     launch(
         _inverse_rows,
         (-(-width // 64), -(-columns // 64), lines),
-        between, of_rows, out, bias, residual, scale, float(problem.epilogue.alpha), beta,
-        out.shape[0], inner, out.shape[1], lines, width, period.half, columns, *out.stride(),
-        *((0,) * 4 if residual is None else residual.stride()), period.half * lines * columns,
+        between, of_rows, out, (bias, residual, scale, float(problem.attr("alpha")), beta),
+        (out.shape[0], inner, out.shape[1], lines, width, period.half, columns), out.stride(),
+        (0,) * 4 if residual is None else residual.stride(), period.half * lines * columns,
         BLOCK_R=64, BLOCK_W=64, BLOCK_U=16,
         ACTIVATION=problem.epilogue.activation, num_warps=8,
     )  # fmt: skip

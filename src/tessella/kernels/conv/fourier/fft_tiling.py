@@ -33,9 +33,7 @@ PASS_NUMBERS = 2**27  # of one spectrum, at most: larger batches go in several p
 
 @triton.jit
 def _forward(
-    image, width_matrix, even_matrix, odd_matrix, spectrum,
-    tiles, first, channels, height, width, stride_n, stride_c, stride_h, stride_w,
-    tiles_h, tiles_w, step_h, step_w, pad_h, pad_w, inner, plane,
+    image, matrices, spectrum, sizes, strides, grid, inner, plane,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PERIOD: tl.constexpr, SIGN: tl.constexpr,
     I: tl.constexpr, J: tl.constexpr, U: tl.constexpr,
     TILES: tl.constexpr, CHANNELS: tl.constexpr, ROUND: tl.constexpr,
@@ -44,7 +42,12 @@ def _forward(
 
     Even and odd rows are transformed apart, to v < T/2. Their sum is the spectrum there, and their
     difference (SIGN −1; the sum again if the rows lie an even number apart) that at v + T/2.
+    ``grid`` is tiles down and across, the steps between them, and the padding.
     """
+    width_matrix, even_matrix, odd_matrix = matrices
+    tiles, first, channels, height, width = sizes
+    stride_n, stride_c, stride_h, stride_w = strides
+    tiles_h, tiles_w, step_h, step_w, pad_h, pad_w = grid
     ENTRIES: tl.constexpr = TILES * CHANNELS
     entry = tl.arange(0, ENTRIES)
     m = tl.program_id(0) * TILES + entry % TILES
@@ -101,9 +104,7 @@ def _rows(
 
 @triton.jit
 def _inverse(
-    spectrum, even_matrix, odd_matrix, width_matrix, out, bias, residual, scale, alpha, beta,
-    tiles, first, channels, rows, height, width, stride_n, stride_c, stride_h, stride_w,
-    residual_n, residual_c, residual_h, residual_w, tiles_h, tiles_w, inner, plane,
+    spectrum, matrices, out, epilogue, sizes, strides, residual_strides, grid, inner, plane,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PERIOD: tl.constexpr, LOW: tl.constexpr,
     I: tl.constexpr, J: tl.constexpr, U: tl.constexpr,
     TILES: tl.constexpr, CHANNELS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -111,8 +112,14 @@ def _inverse(
     """Outputs of TILES tiles in each of CHANNELS output channels, epilogue included.
 
     The first LOW rows are the sum of what even and odd frequencies v give, and rows T/2 below them,
-    if there are more, the difference.
+    if there are more, the difference. ``epilogue`` is bias, residual, scale, alpha and beta.
     """
+    even_matrix, odd_matrix, width_matrix = matrices
+    bias, residual, scale, alpha, beta = epilogue
+    tiles, first, channels, rows, height, width = sizes
+    stride_n, stride_c, stride_h, stride_w = strides
+    residual_n, residual_c, residual_h, residual_w = residual_strides
+    tiles_h, tiles_w = grid
     ENTRIES: tl.constexpr = TILES * CHANNELS
     entry = tl.arange(0, ENTRIES)
     m = tl.program_id(0) * TILES + entry % TILES
@@ -427,8 +434,8 @@ def forward(
     launch(
         _forward,
         (-(-tiles // (entries // across)), -(-channels // across)),
-        image, *matrices, spectrum, tiles, first, channels, *image.shape[2:], *image.stride(),
-        *cut.grid, *step, *padding, spectrum.shape[3], spectrum.stride(0),
+        image, tuple(matrices), spectrum, (tiles, first, channels, *image.shape[2:]),
+        image.stride(), (*cut.grid, *step, *padding), spectrum.shape[3], spectrum.stride(0),
         ROWS=sides[0], COLUMNS=sides[1], PERIOD=cut.period, SIGN=(-1) ** spread[0],
         I=matrices[1].shape[0] // 2, J=matrices[0].shape[0], U=cut.half,
         TILES=entries // across, CHANNELS=across, ROUND=round_to_tf32, num_warps=num_warps,
@@ -458,10 +465,11 @@ def inverse(
     launch(
         _inverse,
         (-(-tiles // (entries // across)), -(-channels // across)),
-        spectrum, *matrices, out, bias, residual, scale, float(problem.epilogue.alpha), beta,
-        tiles, first, channels, spectrum.shape[2], *out.shape[2:], *out.stride(),
-        *((0,) * 4 if residual is None else residual.stride()),
-        *cut.grid, spectrum.shape[3], spectrum.stride(0),
+        spectrum, tuple(matrices), out,
+        (bias, residual, scale, float(problem.attr("alpha")), beta),
+        (tiles, first, channels, spectrum.shape[2], *out.shape[2:]), out.stride(),
+        (0,) * 4 if residual is None else residual.stride(),
+        tuple(cut.grid), spectrum.shape[3], spectrum.stride(0),
         ROWS=cut.kept[0], COLUMNS=cut.kept[1], PERIOD=cut.period, LOW=low,
         I=matrices[0].shape[1] // 2, J=matrices[2].shape[1], U=cut.half,
         TILES=entries // across, CHANNELS=across, ACTIVATION=problem.epilogue.activation,

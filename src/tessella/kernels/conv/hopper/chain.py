@@ -36,7 +36,7 @@ from tessella.device.launch import launch
 from tessella.device.machine import HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv.hopper.chain_device import convolve_twice
+from tessella.kernels.conv.hopper.chain_device import Ending, Flow, Ring, convolve_twice
 from tessella.kernels.epilogue.int8 import CLAMPS, MOST_PRODUCTS, is_small_scale, refusal, vectors
 from tessella.operations.problem import Problem
 
@@ -299,14 +299,15 @@ def _run(
         between if residual is None else descriptor(_pixels(residual), chunk_of),
         between,
         descriptor(_pixels(made[0]), [PIXELS, min(shape.wide_out, PIECE)]),
-        scale, bias, beta, next_scale, next_bias, shape.between, shape.out,
+        (scale, bias, float(beta), next_scale, next_bias, shape.between, shape.out),
         tiles, -(-shape.between // chunk),
-        GROUPS=config["groups"], BUFFERS=config["buffers"], STAGES=config["stages"],
-        SLOTS=config["slots"], RESIDENT=config["resident"],
-        RESIDUAL=residual is not None, UNSCALED=beta == 1.0, KEEP=len(made) > 1,
-        ACTIVATION=problem.epilogue.activation, FOLDED=folds[0][0], SMALL=folds[0][1],
-        NEXT_ACTIVATION=problem.attr("next_activation"),
-        NEXT_FOLDED=folds[1][0], NEXT_SMALL=folds[1][1],
+        RING=Ring(
+            GROUPS=config["groups"], BUFFERS=config["buffers"], STAGES=config["stages"],
+            SLOTS=config["slots"], RESIDENT=config["resident"],
+        ),
+        FLOW=Flow(RESIDUAL=residual is not None, UNSCALED=beta == 1.0, KEEP=len(made) > 1),
+        FIRST=Ending(problem.attr("activation"), FOLDED=folds[0][0], SMALL=folds[0][1]),
+        THEN=Ending(problem.attr("next_activation"), FOLDED=folds[1][0], SMALL=folds[1][1]),
         num_warps=4,
         launch_pdl=True,
         **({"maxnreg": 168} if config["groups"] == 1 else {}),

@@ -18,6 +18,8 @@ what a barrier can tell. Everything is freed one or two uses late, when it costs
 # ruff: noqa: SIM113 (device code has no enumerate)
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tessella.device.hopper import (
     barrier,
     fence_async_shared,
@@ -35,6 +37,50 @@ from tessella.device.hopper import (
 from tessella.kernels.epilogue.finish_device import finish_tile
 from tessella.kernels.epilogue.gluon_device import channel_vector
 from tessella.kernels.epilogue.int8_device import by_channel, sorted_layout
+
+
+class Ring(NamedTuple):
+    """How shared memory is used; constants of the compiler.
+
+    Attributes:
+        GROUPS: of warps that multiply.
+        BUFFERS, STAGES, SLOTS: the lengths of the rings for x, for weights, and for a group's
+            chunks (three or more).
+        RESIDENT: STAGES hold all chunks' weights, which are loaded once.
+    """
+
+    GROUPS: int
+    BUFFERS: int
+    STAGES: int
+    SLOTS: int
+    RESIDENT: bool
+
+
+class Flow(NamedTuple):
+    """What comes in and goes out besides.
+
+    Attributes:
+        RESIDUAL: something is added to the first's result.
+        UNSCALED: beta is one.
+        KEEP: ``between`` is written to memory.
+    """
+
+    RESIDUAL: bool
+    UNSCALED: bool
+    KEEP: bool
+
+
+class Ending(NamedTuple):
+    """What is done to a convolution's sums.
+
+    Attributes:
+        SMALL: int32 sums are at most 2^22.
+        FOLDED: scale and bias are ``int8_epilogue.vectors``.
+    """
+
+    ACTIVATION: str | None
+    SMALL: bool
+    FOLDED: bool
 
 
 @gluon.jit
@@ -82,8 +128,7 @@ def _hand_out(
     chunks,
     FIRST: gl.constexpr,
     COUNT: gl.constexpr,
-    GROUPS: gl.constexpr,
-    SLOTS: gl.constexpr,
+    RING: gl.constexpr,
     RESIDUAL: gl.constexpr,
 ):
     """The slots of COUNT groups, in turn: with a chunk's residual in them, if there is one."""
@@ -95,9 +140,9 @@ def _hand_out(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         for chunk in range(chunks):
             for group in gl.static_range(FIRST, FIRST + COUNT):
-                row = (tile * GROUPS + group) * BM
-                i = group * SLOTS + u % SLOTS
-                mbarrier.wait(freed.index(i), ((u // SLOTS) & 1) ^ 1)
+                row = (tile * RING.GROUPS + group) * BM
+                i = group * RING.SLOTS + u % RING.SLOTS
+                mbarrier.wait(freed.index(i), ((u // RING.SLOTS) & 1) ^ 1)
                 if RESIDUAL:
                     mbarrier.expect(landed.index(i), residual.block_type.nbytes)
                     load_tile(residual, [row, chunk * CHUNK], landed.index(i), slots.index(i))
@@ -108,33 +153,12 @@ def _hand_out(
 
 @gluon.jit
 def _multiply(
-    between,
-    y,
-    first,
-    second,
-    beta,
-    pixels,
-    weights,
-    held,
-    results,
-    tiles,
-    chunks,
-    GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
-    RESIDENT: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-    UNSCALED: gl.constexpr,
-    KEEP: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    SMALL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    NEXT_ACTIVATION: gl.constexpr,
-    NEXT_SMALL: gl.constexpr,
-    NEXT_FOLDED: gl.constexpr,
-):
+    between, y, first, second, beta, pixels, weights, held, results, tiles, chunks,
+    GROUP: gl.constexpr, RING: gl.constexpr, FLOW: gl.constexpr, FIRST: gl.constexpr,
+    THEN: gl.constexpr,
+):  # fmt: skip
+    ACTIVATION: gl.constexpr = FIRST.ACTIVATION
+    NEXT_ACTIVATION: gl.constexpr = THEN.ACTIVATION
     x_ring, x_full, x_empty = pixels
     a_ring, b_ring, w_full, w_empty = weights
     slots, landed, freed = held
@@ -157,22 +181,22 @@ def _multiply(
         instr_shape=[16, OUT if OUT < WIDEST else WIDEST, DEPTH],
     )
     # tiles of ``between`` that may be on their way out: only the newest
-    PENDING: gl.constexpr = 1 if KEEP else 0
+    PENDING: gl.constexpr = 1 if FLOW.KEEP else 0
     wait_for_dependencies()
     t = 0
     u = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row = (tile * GROUPS + GROUP) * BM
-        at = t % BUFFERS
-        mbarrier.wait(x_full.index(at), (t // BUFFERS) & 1)
-        x = x_ring.index(at * GROUPS + GROUP)
+        row = (tile * RING.GROUPS + GROUP) * BM
+        at = t % RING.BUFFERS
+        mbarrier.wait(x_full.index(at), (t // RING.BUFFERS) & 1)
+        x = x_ring.index(at * RING.GROUPS + GROUP)
         total = warpgroup_mma_init(gl.zeros((BM, OUT), dtype=SUM, layout=TOTAL))
         for chunk in range(chunks):
-            stage = u % STAGES
-            if RESIDENT:
+            stage = u % RING.STAGES
+            if RING.RESIDENT:
                 mbarrier.wait(w_full.index(stage), 0)
             else:
-                mbarrier.wait(w_full.index(stage), (u // STAGES) & 1)
+                mbarrier.wait(w_full.index(stage), (u // RING.STAGES) & 1)
             part = gl.zeros((BM, CHUNK), dtype=SUM, layout=PART)
             a = a_ring.index(stage).permute((1, 0))
             part = warpgroup_mma(x, a, part, use_acc=False, is_async=True)
@@ -180,20 +204,22 @@ def _multiply(
             part, total = warpgroup_mma_wait(0, deps=(part, total))
             store_wait(PENDING)
             barrier()
-            mbarrier.arrive(freed.index(GROUP * SLOTS + (u + SLOTS - 2) % SLOTS), pred=u > 1)
+            mbarrier.arrive(
+                freed.index(GROUP * RING.SLOTS + (u + RING.SLOTS - 2) % RING.SLOTS), pred=u > 1
+            )
             mbarrier.arrive(x_empty.index(at), pred=chunk == chunks - 1)
-            if not RESIDENT:
-                mbarrier.arrive(w_empty.index((u + STAGES - 1) % STAGES), pred=u > 0)
-            slot = GROUP * SLOTS + u % SLOTS
-            mbarrier.wait(landed.index(slot), (u // SLOTS) & 1)
+            if not RING.RESIDENT:
+                mbarrier.arrive(w_empty.index((u + RING.STAGES - 1) % RING.STAGES), pred=u > 0)
+            slot = GROUP * RING.SLOTS + u % RING.SLOTS
+            mbarrier.wait(landed.index(slot), (u // RING.SLOTS) & 1)
             staged = slots.index(slot)
             _finish(
                 part, staged, first, chunk * CHUNK, beta,
-                RESIDUAL, UNSCALED, ACTIVATION, SMALL, FOLDED,
+                FLOW.RESIDUAL, FLOW.UNSCALED, ACTIVATION, FIRST.SMALL, FIRST.FOLDED,
             )  # fmt: skip
             fence_async_shared()
             barrier()
-            if KEEP:
+            if FLOW.KEEP:
                 store_tile(between, [row, chunk * CHUNK], staged)
             b = b_ring.index(stage).permute((1, 0))
             total = warpgroup_mma(staged, b, total, is_async=True)
@@ -203,7 +229,7 @@ def _multiply(
         barrier()
         _store_result(
             total, y, results, second, row, GROUP * (OUT // WIDTH), 0,
-            NEXT_ACTIVATION, NEXT_SMALL, NEXT_FOLDED,
+            NEXT_ACTIVATION, THEN.SMALL, THEN.FOLDED,
         )  # fmt: skip
         t += 1
     store_wait(0)
@@ -283,54 +309,27 @@ def _finish(
     staged.store(made)
 
 
-@gluon.jit(do_not_specialize=["beta", "tiles", "chunks"])
+@gluon.jit(do_not_specialize=["tiles", "chunks"])
 def convolve_twice(
-    x,
-    a,
-    b,
-    residual,
-    between,
-    y,
-    scale,
-    bias,
-    beta,
-    next_scale,
-    next_bias,
-    between_channels,
-    y_channels,
-    tiles,
-    chunks,
-    GROUPS: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
-    RESIDENT: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-    UNSCALED: gl.constexpr,
-    KEEP: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    SMALL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    NEXT_ACTIVATION: gl.constexpr,
-    NEXT_SMALL: gl.constexpr,
-    NEXT_FOLDED: gl.constexpr,
-):
+    x, a, b, residual, between, y, epilogue, tiles, chunks,
+    RING: gl.constexpr, FLOW: gl.constexpr, FIRST: gl.constexpr, THEN: gl.constexpr,
+):  # fmt: skip
     """Two 1 × 1 convolutions, [pixels, C] → [pixels, between_channels] → [pixels, y_channels].
 
     Args:
         x, residual, between, y: descriptors of pixels × channels; their boxes are a group's tile:
             BM × (C, CHUNK, CHUNK, a part of OUT: half of it or all).
         a, b: descriptors of the weights, boxes CHUNK × C and OUT × CHUNK.
-        scale, bias, next_scale, next_bias: a number a channel, or None.
+        epilogue: scale and bias of the first (a number a channel, or None), beta, scale and bias of
+            the second, channels between and of y.
         tiles: of GROUPS · BM pixels; ``chunks``: of the channels between.
-        BUFFERS, STAGES, SLOTS: the lengths of the rings for x, for weights, and for a group's
-            chunks (three or more).
-        RESIDENT: STAGES hold all chunks' weights, which are loaded once.
-        UNSCALED: beta is one.
-        KEEP: ``between`` is written to memory.
-        SMALL, NEXT_SMALL: int32 sums are at most 2^22.
-        FOLDED, NEXT_FOLDED: scale and bias are ``int8_epilogue.vectors``.
     """
+    GROUPS: gl.constexpr = RING.GROUPS
+    RESIDENT: gl.constexpr = RING.RESIDENT
+    RESIDUAL: gl.constexpr = FLOW.RESIDUAL
+    HELD: gl.constexpr = RING.GROUPS * RING.SLOTS
+    BUFFERS: gl.constexpr = RING.BUFFERS
+    STAGES: gl.constexpr = RING.STAGES
     BM: gl.constexpr = y.block_type.shape[0]
     CHUNK: gl.constexpr = between.block_type.shape[1]
     OUT: gl.constexpr = b.block_type.shape[0]
@@ -339,21 +338,21 @@ def convolve_twice(
     x_ring = gl.allocate_shared_memory(x.dtype, [BUFFERS * GROUPS, BM, C], x.layout)
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, CHUNK, C], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, OUT, CHUNK], b.layout)
-    slots = gl.allocate_shared_memory(x.dtype, [GROUPS * SLOTS, BM, CHUNK], between.layout)
+    slots = gl.allocate_shared_memory(x.dtype, [HELD, BM, CHUNK], between.layout)
     results = gl.allocate_shared_memory(y.dtype, [GROUPS * OUT // WIDTH, BM, WIDTH], y.layout)
     x_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     x_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     w_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    landed = gl.allocate_shared_memory(gl.int64, [GROUPS * SLOTS, 1], mbarrier.MBarrierLayout())
-    freed = gl.allocate_shared_memory(gl.int64, [GROUPS * SLOTS, 1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
+    freed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
         mbarrier.init(x_full.index(i), count=1)
         mbarrier.init(x_empty.index(i), count=GROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(w_full.index(i), count=1)
         mbarrier.init(w_empty.index(i), count=GROUPS)
-    for i in gl.static_range(GROUPS * SLOTS):
+    for i in gl.static_range(HELD):
         mbarrier.init(landed.index(i), count=1)
         mbarrier.init(freed.index(i), count=1)
     fence_async_shared()
@@ -361,50 +360,39 @@ def convolve_twice(
     pixels = (x_ring, x_full, x_empty)
     weights = (a_ring, b_ring, w_full, w_empty)
     held = (slots, landed, freed)
+    scale, bias, beta, next_scale, next_bias, between_channels, y_channels = epilogue
     first = (scale, bias, between_channels)
     second = (next_scale, next_bias, y_channels)
     # fmt: off
     if GROUPS == 1:
         gl.warp_specialize([
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
-                         chunks, 0, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
-                         NEXT_FOLDED)),
+                         chunks, 0, RING, FLOW, FIRST, THEN)),
             (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
             (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
-            (_hand_out, (residual, held, tiles, chunks, 0, 1, GROUPS, SLOTS, RESIDUAL)),
+            (_hand_out, (residual, held, tiles, chunks, 0, 1, RING, RESIDUAL)),
         ], [1, 1, 1], [88, 88, 88])  # of 168 · 2; the group gets the rest
     elif GROUPS == 2:
         gl.warp_specialize([
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
-                         chunks, 0, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
-                         NEXT_FOLDED)),
+                         chunks, 0, RING, FLOW, FIRST, THEN)),
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
-                         chunks, 1, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
-                         NEXT_FOLDED)),
+                         chunks, 1, RING, FLOW, FIRST, THEN)),
             (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
             (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
-            (_hand_out, (residual, held, tiles, chunks, 0, 1, GROUPS, SLOTS, RESIDUAL)),
-            (_hand_out, (residual, held, tiles, chunks, 1, 1, GROUPS, SLOTS, RESIDUAL)),
+            (_hand_out, (residual, held, tiles, chunks, 0, 1, RING, RESIDUAL)),
+            (_hand_out, (residual, held, tiles, chunks, 1, 1, RING, RESIDUAL)),
         ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])
     else:
         gl.warp_specialize([
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
-                         chunks, 0, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
-                         NEXT_FOLDED)),
+                         chunks, 0, RING, FLOW, FIRST, THEN)),
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
-                         chunks, 1, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
-                         NEXT_FOLDED)),
+                         chunks, 1, RING, FLOW, FIRST, THEN)),
             (_multiply, (between, y, first, second, beta, pixels, weights, held, results, tiles,
-                         chunks, 2, GROUPS, BUFFERS, STAGES, SLOTS, RESIDENT, RESIDUAL, UNSCALED,
-                         KEEP, ACTIVATION, SMALL, FOLDED, NEXT_ACTIVATION, NEXT_SMALL,
-                         NEXT_FOLDED)),
+                         chunks, 2, RING, FLOW, FIRST, THEN)),
             (_load_pixels, (x, pixels, tiles, GROUPS, BUFFERS)),
             (_load_weights, (a, b, weights, tiles, chunks, CHUNK, STAGES, RESIDENT)),
-            (_hand_out, (residual, held, tiles, chunks, 0, 3, GROUPS, SLOTS, RESIDUAL)),
+            (_hand_out, (residual, held, tiles, chunks, 0, 3, RING, RESIDUAL)),
         ], [4, 4, 1, 1, 1], [160, 160, 24, 24, 24])  # one warp hands out: 16 in all
     # fmt: on

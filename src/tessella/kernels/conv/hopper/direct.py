@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,11 +40,35 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.tiles import Geometry
-from tessella.kernels.epilogue import gluon_device as epilogue_device
+from tessella.kernels.epilogue.gluon_device import finish
 from tessella.operations.problem import Problem
 
 AT_ONCE = gl.constexpr(12)  # chunks whose values lie in registers, four a thread each
 MOST_CHUNKS = 40  # their filters must fit the shared memory, and their code the instruction cache
+
+
+class Layer(NamedTuple):
+    """The convolution, as a constant of the compiler; pairs are (rows, columns)."""
+
+    C: int
+    K: int
+    IMAGE: tuple[int, int]
+    OUT: tuple[int, int]
+    R: int
+    STRIDE: tuple[int, int]
+    PADDING: tuple[int, int]
+    DILATION: int
+
+
+class Run(NamedTuple):
+    """``Runs``, as a constant of the compiler."""
+
+    UNIT: int
+    RUNS: int
+    LENGTH: int
+    SHIFT: int
+    GRANULES: int
+    CHUNKS: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,31 +204,30 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             x,
             descriptor(weight, (filters, 2 * runs.values)),
             y,
-            bias,
-            residual,
-            scale,
-            alpha,
-            beta,
-            problem.gamma,
+            (bias, residual, scale, alpha, beta, problem.gamma),
             geometry.pixels,
             count,
             each,
             columns * filters,
-            C=geometry.channels,
-            K=geometry.filters,
-            IMAGE=geometry.image[1:],
-            OUT=geometry.out[1:],
-            R=geometry.filter[1],
-            STRIDE=geometry.stride[1:],
-            PADDING=geometry.padding[1:],
-            DILATION=geometry.dilation[1],
-            UNIT=runs.unit,
-            RUNS=runs.count,
-            LENGTH=runs.length,
-            SHIFT=runs.shift,
-            GRANULES=runs.granules,
-            CHUNKS=runs.chunks,
-            ACTIVATION=problem.epilogue.activation,
+            LAYER=Layer(
+                C=geometry.channels,
+                K=geometry.filters,
+                IMAGE=geometry.image[1:],
+                OUT=geometry.out[1:],
+                R=geometry.filter[1],
+                STRIDE=geometry.stride[1:],
+                PADDING=geometry.padding[1:],
+                DILATION=geometry.dilation[1],
+            ),
+            RUN=Run(
+                UNIT=runs.unit,
+                RUNS=runs.count,
+                LENGTH=runs.length,
+                SHIFT=runs.shift,
+                GRANULES=runs.granules,
+                CHUNKS=runs.chunks,
+            ),
+            ACTIVATION=problem.attr("activation"),
             DTYPE=DTYPES[out.dtype],
             CONSTANT=1 in problem.constant,
             launch_pdl=True,
@@ -303,14 +326,18 @@ def load_chunk(x, first, row, column, inside, i: gl.constexpr, C: gl.constexpr,
 
 
 @gluon.jit
-def direct(x, w, y, bias, residual, scale, alpha, beta, gamma, pixels, tiles, each, filters,
-           C: gl.constexpr, K: gl.constexpr, IMAGE: gl.constexpr, OUT: gl.constexpr,
-           R: gl.constexpr, STRIDE: gl.constexpr, PADDING: gl.constexpr, DILATION: gl.constexpr,
-           UNIT: gl.constexpr, RUNS: gl.constexpr, LENGTH: gl.constexpr, SHIFT: gl.constexpr,
-           GRANULES: gl.constexpr, CHUNKS: gl.constexpr, ACTIVATION: gl.constexpr,
-           DTYPE: gl.constexpr, BULK: gl.constexpr, LAST: gl.constexpr, PIXELS: gl.constexpr,
-           FILTERS: gl.constexpr, CONSTANT: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+def direct(
+    x, w, y, epilogue, pixels, tiles, each, filters,
+    LAYER: gl.constexpr, RUN: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr,
+    BULK: gl.constexpr, LAST: gl.constexpr, PIXELS: gl.constexpr, FILTERS: gl.constexpr,
+    CONSTANT: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
     """A block: ``each`` consecutive tiles of PIXELS pixels, and FILTERS of the filters."""
+    CHUNKS: gl.constexpr = RUN.CHUNKS
+    bias, residual, scale, alpha, beta, gamma = epilogue
+    C: gl.constexpr = LAYER.C
+    IMAGE: gl.constexpr = LAYER.IMAGE
+    OUT: gl.constexpr = LAYER.OUT
     BITS: gl.constexpr = x.dtype.element_ty.primitive_bitwidth
     SUM: gl.constexpr = gl.int32 if BITS == 8 else gl.float32
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -335,17 +362,19 @@ def direct(x, w, y, bias, residual, scale, alpha, beta, gamma, pixels, tiles, ea
     k = k0 + gl.arange(0, FILTERS, layout=gl.SliceLayout(0, ACC))
     biases = None
     if bias is not None:
-        biases = gl.load(bias + k, mask=k < K, other=0.0).to(gl.float32).expand_dims(0)
+        biases = gl.load(bias + k, mask=k < LAYER.K, other=0.0).to(gl.float32).expand_dims(0)
     scales = None
     if scale is not None:
-        scales = gl.load(scale + k, mask=k < K, other=0.0).to(gl.float32).expand_dims(0)
+        scales = gl.load(scale + k, mask=k < LAYER.K, other=0.0).to(gl.float32).expand_dims(0)
     mbarrier.wait(ready, 0)
     for t in range(gl.program_id(0) * each, gl.minimum(gl.program_id(0) * each + each, tiles)):
         m = t * PIXELS + gl.arange(0, PIXELS, layout=gl.SliceLayout(1, LEFT))
         n = m // (OUT[0] * OUT[1])
-        row = m // OUT[1] % OUT[0] * STRIDE[0] - PADDING[0]
-        column = m % OUT[1] * (STRIDE[1] * UNIT) - (PADDING[1] * UNIT + SHIFT)
-        if UNIT == C:
+        row = m // OUT[1] % OUT[0] * LAYER.STRIDE[0] - LAYER.PADDING[0]
+        column = m % OUT[1] * (LAYER.STRIDE[1] * RUN.UNIT) - (
+            LAYER.PADDING[1] * RUN.UNIT + RUN.SHIFT
+        )
+        if RUN.UNIT == C:
             first = n * (IMAGE[0] * IMAGE[1] * C) + row * (IMAGE[1] * C) + column
         else:
             first = n * (IMAGE[0] * IMAGE[1] * C) + row * IMAGE[1] + column
@@ -354,8 +383,11 @@ def direct(x, w, y, bias, residual, scale, alpha, beta, gamma, pixels, tiles, ea
             values = ()
             for i in gl.static_range(begin, min(begin + AT_ONCE, CHUNKS)):
                 values = values + (  # noqa: RUF005
-                    load_chunk(x, first, row, column, m < pixels, i, C, IMAGE, R, DILATION, UNIT,
-                               RUNS, LENGTH, SHIFT, GRANULES, LEFT),
+                    load_chunk(
+                        x, first, row, column, m < pixels, i, C, IMAGE, LAYER.R,
+                        LAYER.DILATION, RUN.UNIT, RUN.RUNS, RUN.LENGTH, RUN.SHIFT, RUN.GRANULES,
+                        LEFT,
+                    ),
                 )  # fmt: skip
             for i in gl.static_range(begin, min(begin + AT_ONCE, CHUNKS)):
                 acc = warpgroup_mma(
@@ -369,20 +401,18 @@ def direct(x, w, y, bias, residual, scale, alpha, beta, gamma, pixels, tiles, ea
         at_k = k.expand_dims(0)
         residuals = None
         if residual is not None:
-            offset = at(at_m, at_k, K, OUT, LAST)
-            inside = (at_m < pixels) & (at_k < K)
+            offset = at(at_m, at_k, LAYER.K, OUT, LAST)
+            inside = (at_m < pixels) & (at_k < LAYER.K)
             residuals = gl.load(residual + offset, mask=inside, other=0.0)
-        made = epilogue_device.finish(
-            acc, scales, biases, residuals, alpha, beta, gamma, ACTIVATION, DTYPE
-        )
+        made = finish(acc, scales, biases, residuals, alpha, beta, gamma, ACTIVATION, DTYPE)
         if BULK:
             store_wait(0)
             y_s.store(made)
             fence_async_shared()
             store_tile(y, [t * PIXELS, k0], y_s)
         else:
-            offset = at(at_m, at_k, K, OUT, LAST)
-            gl.store(y + offset, made, mask=(at_m < pixels) & (at_k < K))
+            offset = at(at_m, at_k, LAYER.K, OUT, LAST)
+            gl.store(y + offset, made, mask=(at_m < pixels) & (at_k < LAYER.K))
     if BULK:
         store_wait(0)
 

@@ -82,17 +82,19 @@ class Ending(NamedTuple):
 @gluon.jit
 def _product(acc, memory, i, w_at, w_step, TILE: gl.constexpr, PRODUCT: gl.constexpr):
     """Starts the products of stage i, of weights from w_at on."""
+    SLAB: gl.constexpr = PRODUCT.SLAB
+    TAPS: gl.constexpr = TILE.TAPS
     BM: gl.constexpr = TILE.BN * TILE.BH * TILE.BW
     x_ring, w_ring = memory
-    for t in gl.static_range(TILE.TAPS):
-        if TILE.TAPS == 1:
+    for t in gl.static_range(TAPS):
+        if TAPS == 1:
             x = x_ring.index(i).reshape([BM, TILE.BK])
         else:
             x = reinterpret(
-                x_ring.index(i * (TILE.BH + TILE.TAPS - 1) + t),
+                x_ring.index(i * (TILE.BH + TAPS - 1) + t),
                 x_ring.dtype,
                 [BM, TILE.BK],
-                PRODUCT.SLAB,
+                SLAB,
             )
         w = w_ring.index(w_at + t * w_step).reshape([TILE.BCO, TILE.BK])
         if PRODUCT.SWAP:
@@ -119,13 +121,15 @@ def _multiply(
     PRODUCT: gl.constexpr,
     ENDING: gl.constexpr,
 ):
+    LAYOUT: gl.constexpr = PRODUCT.LAYOUT
+    ACTIVATION: gl.constexpr = ENDING.ACTIVATION
     bias, scale, alpha, beta, gamma, K = epilogue
     full, empty, landed, freed, turns = barriers
     BM: gl.constexpr = TILE.BN * TILE.BH * TILE.BW
     ROWS: gl.constexpr = TILE.BCO if PRODUCT.SWAP else BM
     COLUMNS: gl.constexpr = BM if PRODUCT.SWAP else TILE.BCO
     SUM: gl.constexpr = gl.int32 if memory[0].dtype == gl.int8 else gl.float32
-    sums = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=PRODUCT.LAYOUT)
+    sums = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
     FINAL: gl.constexpr = sorted_layout(
         _in_order(sums, BM, TILE.BCO, TILE.INTERLEAVE, PRODUCT.SWAP).type.layout
     )
@@ -153,7 +157,7 @@ def _multiply(
             factor = channel_vector(scale, k0, K, TILE.BCO, VECTOR).expand_dims(SIDE)
         if bias is not None:
             b = channel_vector(bias, k0, K, TILE.BCO, VECTOR).expand_dims(SIDE)
-        acc = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=PRODUCT.LAYOUT)
+        acc = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
         if RING.GROUPS == 2:  # in turns: a stage's parity tells only two rounds of the ring apart
             mbarrier.wait(turns.index(GROUP), (v & 1) ^ (1 - GROUP))
         at: gl.constexpr = GROUP * RING.SLOTS
@@ -168,7 +172,7 @@ def _multiply(
                 w_at = i * TILE.TAPS
                 w_step = 1
             if PRODUCT.PROMOTE:  # of one stage only, in the tensor core's narrow fp8 accumulator
-                part = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=PRODUCT.LAYOUT)
+                part = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
                 part = _product(part, memory, i, w_at, w_step, TILE, PRODUCT)
                 acc += warpgroup_mma_wait(0, deps=(part,))
                 barrier()
@@ -207,12 +211,12 @@ def _multiply(
         if ENDING.UNSCALED:
             acc = finish_tile(
                 acc, factor, b, added, 1.0, 1.0, gamma,
-                ENDING.FOLDED, ENDING.SMALL, ENDING.HALVES, ENDING.ACTIVATION, DTYPE,
+                ENDING.FOLDED, ENDING.SMALL, ENDING.HALVES, ACTIVATION, DTYPE,
             )  # fmt: skip
         else:
             acc = finish_tile(
                 acc, factor, b, added, alpha, beta, gamma,
-                ENDING.FOLDED, ENDING.SMALL, ENDING.HALVES, ENDING.ACTIVATION, DTYPE,
+                ENDING.FOLDED, ENDING.SMALL, ENDING.HALVES, ACTIVATION, DTYPE,
             )  # fmt: skip
         staged.store(acc)
         fence_async_shared()
@@ -280,41 +284,39 @@ def convolve(
         REGISTERS: of a thread that multiplies, and of one that loads.
         CONSTANT: no kernel just before this one may have written the weights.
     """
+    RESIDUAL: gl.constexpr = ENDING.RESIDUAL
+    SLAB: gl.constexpr = PRODUCT.SLAB
+    STAGES: gl.constexpr = RING.STAGES
+    SLOTS: gl.constexpr = RING.GROUPS * RING.SLOTS
     x = (x0, x1, x2, x3)
     group = (group_k, group_c)
     geometry = (C, chunks, H, W, R, S, pad_h, pad_w, dil_h, dil_w)
     grid = ((tiles_k, tiles_q, tiles_p), (step_k, step_q, step_p, step_n), splits, last_k)
     if TILE.TAPS == 1:
-        x_ring = gl.allocate_shared_memory(x0.dtype, [RING.STAGES] + x0.block_type.shape, x0.layout)
+        x_ring = gl.allocate_shared_memory(x0.dtype, [STAGES] + x0.block_type.shape, x0.layout)
     else:  # a row of pixels at a time: BN · BW ≥ 8 of them keep the swizzle's phase
         x_ring = gl.allocate_shared_memory(
             x0.dtype,
-            [RING.STAGES * (TILE.BH + TILE.TAPS - 1), TILE.BN * TILE.BW, TILE.BK],
-            PRODUCT.SLAB,
+            [STAGES * (TILE.BH + TILE.TAPS - 1), TILE.BN * TILE.BW, TILE.BK],
+            SLAB,
         )
-    TILES: gl.constexpr = RING.HELD if RING.HELD > 0 else RING.STAGES * TILE.TAPS
+    TILES: gl.constexpr = RING.HELD if RING.HELD > 0 else STAGES * TILE.TAPS
     w_ring = gl.allocate_shared_memory(w.dtype, [TILES] + w.block_type.shape, w.layout)
-    slots = gl.allocate_shared_memory(
-        y.dtype, [RING.GROUPS * RING.SLOTS] + y.block_type.shape, y.layout
-    )
-    FULL: gl.constexpr = RING.STAGES + (1 if RING.HELD > 0 else 0)  # the last: of held weights
+    slots = gl.allocate_shared_memory(y.dtype, [SLOTS] + y.block_type.shape, y.layout)
+    FULL: gl.constexpr = STAGES + (1 if RING.HELD > 0 else 0)  # the last: of held weights
     full = gl.allocate_shared_memory(gl.int64, [FULL, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [RING.STAGES, 1], mbarrier.MBarrierLayout())
-    landed = gl.allocate_shared_memory(
-        gl.int64, [RING.GROUPS * RING.SLOTS, 1], mbarrier.MBarrierLayout()
-    )
-    freed = gl.allocate_shared_memory(
-        gl.int64, [RING.GROUPS * RING.SLOTS, 1], mbarrier.MBarrierLayout()
-    )
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    freed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(turns.index(0), count=1)
     mbarrier.init(turns.index(1), count=1)
-    for i in gl.static_range(RING.STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     if RING.HELD > 0:
-        mbarrier.init(full.index(RING.STAGES), count=RING.HELD)
-    for i in gl.static_range(RING.GROUPS * RING.SLOTS):
+        mbarrier.init(full.index(STAGES), count=RING.HELD)
+    for i in gl.static_range(SLOTS):
         mbarrier.init(landed.index(i), count=1)
         mbarrier.init(freed.index(i), count=1)
     fence_async_shared()
@@ -327,7 +329,7 @@ def convolve(
                          TILE, RING, PRODUCT, ENDING)),
             (load, (x, w, memory, full, empty, geometry, grid, items, group, TILE, RING, CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, TILE, RING,
-                             ENDING.RESIDUAL)),
+                             RESIDUAL)),
         ], [1, 1], [REGISTERS[1], REGISTERS[1]])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -337,5 +339,5 @@ def convolve(
                          TILE, RING, PRODUCT, ENDING)),
             (load, (x, w, memory, full, empty, geometry, grid, items, group, TILE, RING, CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, TILE, RING,
-                             ENDING.RESIDUAL)),
+                             RESIDUAL)),
         ], [num_warps, 1, 1], [REGISTERS[0], REGISTERS[1], REGISTERS[1]])  # fmt: skip

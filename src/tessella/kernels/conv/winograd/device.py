@@ -91,29 +91,32 @@ def _transform_input(
     x, v, sizes, x_strides, v_strides, block_t, block_c,
     TRANSFORM: tl.constexpr, PADDING: tl.constexpr, BLOCK: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
+    BT: tl.constexpr = TRANSFORM.BT
+    N: tl.constexpr = TRANSFORM.N
+    M: tl.constexpr = TRANSFORM.M
     T, C, H, W, tiles_h, tiles_w = sizes
     xn, xc, xh, xw = x_strides
     vp, vt, vc = v_strides
     c = block_c * BLOCK[1] + tl.arange(0, BLOCK[1])[:, None]
     t = block_t * BLOCK[0] + tl.arange(0, BLOCK[0])[None, :]
-    h = (t // tiles_w) % tiles_h * TRANSFORM.M - PADDING[0]
-    w = t % tiles_w * TRANSFORM.M - PADDING[1]
+    h = (t // tiles_w) % tiles_h * M - PADDING[0]
+    w = t % tiles_w * M - PADDING[1]
     inside = (c < C) & (t < T)
     pixels = x + t // (tiles_w * tiles_h) * xn + c * xc + h * xh + w * xw
     columns = ()
-    for j in tl.static_range(TRANSFORM.N):
+    for j in tl.static_range(N):
         column = ()
         seen = inside & (w + j >= 0) & (w + j < W)
-        for i in tl.static_range(TRANSFORM.N):
+        for i in tl.static_range(N):
             mask = seen & (h + i >= 0) & (h + i < H)
             pixel = tl.load(pixels + i * xh + j * xw, mask=mask, other=0.0)
             column += (pixel.to(tl.float32),)
-        columns += _apply(TRANSFORM.BT, column, 0, 1, TRANSFORM.N, TRANSFORM.N)
-    for i in tl.static_range(TRANSFORM.N):
-        row = _apply(TRANSFORM.BT, columns, i, TRANSFORM.N, TRANSFORM.N, TRANSFORM.N)
-        for j in tl.static_range(TRANSFORM.N):
+        columns += _apply(BT, column, 0, 1, N, N)
+    for i in tl.static_range(N):
+        row = _apply(BT, columns, i, N, N, N)
+        for j in tl.static_range(N):
             made = stored(row[j], v.dtype.element_ty, TF32)
-            tl.store(v + (i * TRANSFORM.N + j) * vp + t * vt + c * vc, made)
+            tl.store(v + (i * N + j) * vp + t * vt + c * vc, made)
 
 
 @triton.jit
@@ -143,6 +146,7 @@ def transform_input_and_filter(
         sizes: tiles, channels, height and width of x, tiles down and across an image.
         BLOCK: tiles and channels; FILTER: filters and channels.
     """
+    G: tl.constexpr = TRANSFORM.G
     block = tl.program_id(0)
     if block >= filter_blocks:
         block -= filter_blocks
@@ -153,7 +157,7 @@ def transform_input_and_filter(
     elif w is not None:
         _transform_filter(
             w, u, K, sizes[1], w_strides, u_strides, block // filter_blocks_c,
-            block % filter_blocks_c, TRANSFORM.G, TRANSFORM.N, TRANSFORM.R, FILTER[0], FILTER[1],
+            block % filter_blocks_c, G, TRANSFORM.N, TRANSFORM.R, FILTER[0], FILTER[1],
             TF32,
         )  # fmt: skip
 

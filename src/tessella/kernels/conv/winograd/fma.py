@@ -118,6 +118,10 @@ def convolve_fma(
 
     WIDE, WIDE_OUT: pixels are neighbours in x, in y; else channels.
     """
+    INPUTS: gl.constexpr = TRANSFORM.INPUTS
+    FACTORS: gl.constexpr = TRANSFORM.FACTORS
+    OUTPUTS: gl.constexpr = TRANSFORM.OUTPUTS
+    BLOCK_C: gl.constexpr = BLOCK.C
     T, _, K, _, _, P, Q, tiles_h, tiles_w = sizes
     xn, _, xh, xw = x_strides
     NUM_WARPS: gl.constexpr = gl.num_warps()
@@ -144,25 +148,25 @@ def convolve_fma(
     MIXED: gl.constexpr = (
         PLAIN
         if WIDE
-        else gl.PaddedSharedLayout.with_identity_for([[BLOCK.T, 4]], [BLOCK.C, BLOCK.T], [1, 0])
+        else gl.PaddedSharedLayout.with_identity_for([[BLOCK.T, 4]], [BLOCK_C, BLOCK.T], [1, 0])
     )
-    v_ring = gl.allocate_shared_memory(gl.float32, [2, BLOCK.C, BLOCK.T], MIXED)
-    u_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK.C, BLOCK.K], PLAIN)
+    v_ring = gl.allocate_shared_memory(gl.float32, [2, BLOCK_C, BLOCK.T], MIXED)
+    u_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_C, BLOCK.K], PLAIN)
 
     block = gl.program_id(0)
     first = block // blocks_k * BLOCK.T
     k0 = block % blocks_k * BLOCK.K
     t = first + gl.arange(0, BLOCK.T, layout=gl.SliceLayout(0, READ))[None, :]
-    lane = gl.arange(0, BLOCK.C, layout=gl.SliceLayout(1, READ))[:, None]
+    lane = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(1, READ))[:, None]
     h = (t // tiles_w) % tiles_h * 2 - PADDING[0]
     w = t % tiles_w * 2 - PADDING[1]
     images = x + t // (tiles_w * tiles_h) * xn + h * xh + w * xw
     real = t < T
-    u_c = gl.arange(0, BLOCK.C, layout=gl.SliceLayout(1, COPY))[:, None]
+    u_c = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(1, COPY))[:, None]
     u_k = gl.arange(0, BLOCK.K, layout=gl.SliceLayout(0, COPY))[None, :]
     u += k0 + u_c * filters + u_k
 
-    STEPS: gl.constexpr = DEPTH // BLOCK.C
+    STEPS: gl.constexpr = DEPTH // BLOCK_C
     y00 = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
     y01 = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
     y10 = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
@@ -171,13 +175,11 @@ def convolve_fma(
     for ahead in gl.static_range(STAGES - 1):  # the 16 products take at least 16 steps
         copy_elements(u_ring.index(ahead), u)
         commit_copies()
-        u += BLOCK.C * filters
+        u += BLOCK_C * filters
     zero = block * 0
-    a, b, d, e = _pixels(
-        images, real, lane, h, w, zero, zero, sizes, x_strides, TRANSFORM.INPUTS, WHOLE
-    )
-    f1 = _pick(TRANSFORM.FACTORS, 0, zero)
-    f2 = _pick(TRANSFORM.FACTORS, 1, zero)
+    a, b, d, e = _pixels(images, real, lane, h, w, zero, zero, sizes, x_strides, INPUTS, WHOLE)
+    f1 = _pick(FACTORS, 0, zero)
+    f2 = _pick(FACTORS, 1, zero)
     v_ring.index(0).store(f1 * (f1 * a + f2 * b) + f2 * (f1 * d + f2 * e))
     for step in range(16 * STEPS):
         wait_for_copies(STAGES - 2)
@@ -185,31 +187,31 @@ def convolve_fma(
         if step + STAGES - 1 < 16 * STEPS:
             copy_elements(u_ring.index((step + STAGES - 1) % STAGES), u)
         commit_copies()
-        u += BLOCK.C * filters
+        u += BLOCK_C * filters
         after = step + 1
         seen = real & (after < 16 * STEPS)
         i = after // STEPS // 4
         j = after // STEPS % 4
-        c = after % STEPS * BLOCK.C + lane
-        a, b, d, e = _pixels(images, seen, c, h, w, i, j, sizes, x_strides, TRANSFORM.INPUTS, WHOLE)
+        c = after % STEPS * BLOCK_C + lane
+        a, b, d, e = _pixels(images, seen, c, h, w, i, j, sizes, x_strides, INPUTS, WHOLE)
         v_tile = v_ring.index(step % 2)
         u_tile = u_ring.index(step % STAGES)
-        for s in gl.static_range(0, BLOCK.C, SPLIT):
+        for s in gl.static_range(0, BLOCK_C, SPLIT):
             left = v_tile.slice(s, SPLIT, dim=0).load(V_PART)
             right = u_tile.slice(s, SPLIT, dim=0).load(U_PART)
             product += left[:, :, None] * right[:, None, :]
-        f1 = _pick(TRANSFORM.FACTORS, 0, i)
-        f2 = _pick(TRANSFORM.FACTORS, 1, i)
-        g1 = _pick(TRANSFORM.FACTORS, 0, j)
-        g2 = _pick(TRANSFORM.FACTORS, 1, j)
+        f1 = _pick(FACTORS, 0, i)
+        f2 = _pick(FACTORS, 1, i)
+        g1 = _pick(FACTORS, 0, j)
+        g2 = _pick(FACTORS, 1, j)
         v_ring.index(after % 2).store(f1 * (g1 * a + g2 * b) + f2 * (g1 * d + g2 * e))
         if after % STEPS == 0:
             i = step // STEPS // 4
             j = step // STEPS % 4
-            top = _pick(TRANSFORM.OUTPUTS, 0, i)
-            bottom = _pick(TRANSFORM.OUTPUTS, 1, i)
-            leftmost = _pick(TRANSFORM.OUTPUTS, 0, j)
-            rightmost = _pick(TRANSFORM.OUTPUTS, 1, j)
+            top = _pick(OUTPUTS, 0, i)
+            bottom = _pick(OUTPUTS, 1, i)
+            leftmost = _pick(OUTPUTS, 0, j)
+            rightmost = _pick(OUTPUTS, 1, j)
             y00 += top * leftmost * product
             y01 += top * rightmost * product
             y10 += bottom * leftmost * product

@@ -209,6 +209,9 @@ def convolve(
     PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """y = epilogue(conv(x)): BLOCK.T tiles of 2 × 2 outputs, BLOCK.K filters."""
+    INPUTS: tl.constexpr = TRANSFORM.INPUTS
+    FACTORS: tl.constexpr = TRANSFORM.FACTORS
+    OUTPUTS: tl.constexpr = TRANSFORM.OUTPUTS
     T, C, K, H, W, P, Q, tiles_h, tiles_w = sizes
     xn, xc, xh, xw = x_strides
     block = tl.program_id(0)
@@ -231,16 +234,16 @@ def convolve(
         c = step % STEPS * BLOCK.C + lane
         seen = real & (c < C)[None, :]
         pixels = images + (c * xc)[None, :]
-        c1 = _pick(TRANSFORM.INPUTS, 0, j)
-        c2 = _pick(TRANSFORM.INPUTS, 1, j)
-        f1 = _pick(TRANSFORM.FACTORS, 0, j)
-        f2 = _pick(TRANSFORM.FACTORS, 1, j)
-        r1 = _pick(TRANSFORM.INPUTS, 0, i)
-        r2 = _pick(TRANSFORM.INPUTS, 1, i)
-        v = _pick(TRANSFORM.FACTORS, 0, i) * _two_columns(
+        c1 = _pick(INPUTS, 0, j)
+        c2 = _pick(INPUTS, 1, j)
+        f1 = _pick(FACTORS, 0, j)
+        f2 = _pick(FACTORS, 1, j)
+        r1 = _pick(INPUTS, 0, i)
+        r2 = _pick(INPUTS, 1, i)
+        v = _pick(FACTORS, 0, i) * _two_columns(
             pixels, seen, h, w, c1, c2, f1, f2, xh, xw, H, W, r1
         )
-        v += _pick(TRANSFORM.FACTORS, 1, i) * _two_columns(
+        v += _pick(FACTORS, 1, i) * _two_columns(
             pixels, seen, h, w, c1, c2, f1, f2, xh, xw, H, W, r2
         )
         rows = step // STEPS * DEPTH + c
@@ -248,10 +251,10 @@ def convolve(
         v = stored(v, u.dtype.element_ty, PRECISION == "tf32")
         product = tl.dot(v, filter, product, input_precision=PRECISION)
         if step % STEPS == STEPS - 1:
-            top = _pick(TRANSFORM.OUTPUTS, 0, i)
-            bottom = _pick(TRANSFORM.OUTPUTS, 1, i)
-            left = _pick(TRANSFORM.OUTPUTS, 0, j)
-            right = _pick(TRANSFORM.OUTPUTS, 1, j)
+            top = _pick(OUTPUTS, 0, i)
+            bottom = _pick(OUTPUTS, 1, i)
+            left = _pick(OUTPUTS, 0, j)
+            right = _pick(OUTPUTS, 1, j)
             y00 += top * left * product
             y01 += top * right * product
             y10 += bottom * left * product
