@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ FORBIDDEN = {
     if contract["type"] == "forbidden"
     for source in contract["source_modules"]
 }
-TESTS = Path(__file__).parent
+MOST_PARAMETERS = 20  # of a function for the GPU
 VAGUE = {"util", "utils", "helper", "helpers", "misc", "common", "manager", "base", "new"}
 
 
@@ -142,3 +143,24 @@ def test_every_verb_has_its_file() -> None:
         "tables",
     }
     assert files == set(VERBS)
+
+
+def device_functions() -> Iterator[tuple[str, ast.FunctionDef, int]]:
+    """Functions for the GPU, and how many of their parameters Triton must not specialize for."""
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            for decorator in map(ast.unparse, node.decorator_list):
+                if decorator.startswith(("triton.jit", "gluon.jit")):
+                    apart = re.findall(r"'(\w+)'", decorator)
+                    yield f"{path.relative_to(SOURCE)}:{node.name}", node, len(apart)
+
+
+def test_device_functions_take_their_arguments_in_groups() -> None:
+    """Numbers in ``do_not_specialize`` stand apart: in a tuple Triton specializes for them."""
+    found = list(device_functions())
+    assert len(found) > 100
+    for name, node, apart in found:
+        count = len(node.args.args) - apart
+        assert count <= MOST_PARAMETERS, f"{name} takes {count} arguments: group them"

@@ -102,10 +102,13 @@ def launch(
     Args:
         kernel: the decorated function.
         grid: blocks, one to three numbers.
-        args: tensors, descriptors and numbers.
+        args: tensors, descriptors and numbers, or tuples of tensors and numbers. Triton specializes
+            for every number in a tuple, and version 3.6 cannot launch a descriptor that is in one.
         num_warps: warps of 32 threads a block.
         fuse: let the compiler turn a product and a sum into one operation, which rounds once.
-        constants: constexpr parameters, and options such as ``num_stages`` or ``maxnreg``.
+        constants: constexpr parameters, also named tuples, and options such as ``num_stages`` or
+            ``maxnreg``. Where a field of a named tuple is no number, or is handed on to another
+            function, Triton 3.6 wants it declared: ``LAYOUT: gl.constexpr = FORM.LAYOUT``.
     """
     shape = (*grid, 1, 1)[:3]
     if 0 in shape:
