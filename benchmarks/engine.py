@@ -150,7 +150,7 @@ def _plan(
     )
     plan, left_out = runtime.carry(plan)
     for kernel, reason in left_out.items():
-        print(f"{kernel} is not carried: {reason}")
+        print(f"{kernel} is left out: {reason}")
     return plan, time.monotonic() - begun
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tessella.device.ahead_of_time import carrying, workshop
+from tessella.device.ahead_of_time import kernel_cache, using_kernels
 from tessella.device.streams import capturing
 from tessella.kernels.catalog import kernel
 from tessella.kernels.conv.libraries import cudnn_graph
@@ -92,7 +92,7 @@ def test_a_residual_that_a_kernel_of_ours_has_just_begun_to_make(captured: bool)
         first(x, **buffers)
         second(other, residual, out=out)
 
-    with torch.inference_mode(), carrying(workshop("sm_90")):
+    with torch.inference_mode(), using_kernels(kernel_cache("sm_90")):
         run()
         first(x, **buffers)
         torch.cuda.synchronize()

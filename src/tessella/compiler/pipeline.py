@@ -29,7 +29,7 @@ from tessella.core.errors import CompileError, UsageError
 from tessella.core.events import Emit, phase, silent
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.core.version import VERSION
-from tessella.device.ahead_of_time import carrying, workshop
+from tessella.device.ahead_of_time import kernel_cache, using_kernels
 from tessella.graph.graph import Dim, Graph, Value
 from tessella.graph.sample import in_its_size, one_sample
 from tessella.graph.show import text
@@ -114,7 +114,10 @@ def compile_graph(
         budget_s=measuring.budget_s,
         allowance=Allowance(measuring.time_limit_s),
     )
-    with stopping(measuring.cache, tuner.allowance) as progress, carrying(workshop(target)):
+    with (
+        stopping(measuring.cache, tuner.allowance) as progress,
+        using_kernels(kernel_cache(target)),
+    ):
         lowered, formats = fastest(variants, batch.opt, precision, tuner, emit)
         buckets, tuning = [], []
         for size in bucket_sizes(batch):

@@ -1,6 +1,6 @@
-"""Compiled kernels, launched by the driver: those that a plan carries, and those of this process.
+"""Ahead-of-time code: compiled kernels of a plan, or of this process, launched by the driver.
 
-``collecting`` takes note of what is compiled inside; ``carrying`` lets ``launch`` start these
+``collecting`` takes note of what is compiled inside; ``using_kernels`` lets ``launch`` start these
 instead of compiling. Machine code says itself what it wants, so that any Triton may have made it.
 """
 
@@ -95,8 +95,8 @@ class Store:
         )
 
 
-class Workshop(Store):
-    """What this process, and those that compile for it, have compiled.
+class KernelCache(Store):
+    """The kernel cache: what this process, and those that compile for it, have compiled.
 
     Triton's own launcher is C that is compiled on the spot for each list of arguments, by gcc: 17
     of the 109 s that a ResNet-50 took to be tuned. Here nothing but the machine code is needed.
@@ -112,12 +112,12 @@ class Workshop(Store):
 
 
 @functools.cache
-def workshop(target: str) -> Workshop | None:
+def kernel_cache(target: str) -> KernelCache | None:
     """The process's own, for a GPU; None for another target."""
-    return Workshop(target) if target.startswith("sm_") else None
+    return KernelCache(target) if target.startswith("sm_") else None
 
 
-class Carried(Store):
+class PlanKernels(Store):
     """The kernels of one plan on the current device.
 
     Attributes:
@@ -229,7 +229,7 @@ class Collected:
             made: Triton's compiled kernel; ``arg_names``: its function's arguments.
         """
         metadata = made.metadata
-        if reason := _not_carried(key, metadata):
+        if reason := _why_left_out(key, metadata):
             self.left_out[name] = reason
             return
         self._add(
@@ -262,7 +262,7 @@ class Collected:
         self._add(key, name, code, parameters=None, threads=1, shared_bytes=0)
 
 
-def _not_carried(key: str | None, metadata: Any) -> str | None:
+def _why_left_out(key: str | None, metadata: Any) -> str | None:
     """Why a compiled kernel must be compiled again where the plan is loaded, or None."""
     if key is None:
         return "an argument that has no text of its own"
@@ -307,13 +307,13 @@ def _tiles(tensor: Mapping[str, Any]) -> Tiles:
     )
 
 
-_carried: ContextVar[Store | None] = ContextVar("carried", default=None)
+_in_use: ContextVar[Store | None] = ContextVar("kernels_in_use", default=None)
 _collected: ContextVar[Collected | None] = ContextVar("collected", default=None)
 
 
-def carried() -> Store | None:
+def kernels_in_use() -> Store | None:
     """The kernels that launches may take instead of compiling them."""
-    return _carried.get()
+    return _in_use.get()
 
 
 def collected() -> Collected | None:
@@ -322,17 +322,17 @@ def collected() -> Collected | None:
 
 
 @contextmanager
-def carrying(kernels: Store | None) -> Iterator[None]:
+def using_kernels(kernels: Store | None) -> Iterator[None]:
     """Inside, ``launch`` starts these where it finds what it needs among them.
 
-    A workshop also gets what it lacks. A launch by it takes longer than by Triton's launcher: it is
-    for what is captured or timed in graphs.
+    A kernel cache also gets what it lacks. A launch by it takes longer than by Triton's launcher:
+    it is for what is captured or timed in graphs.
     """
-    token = _carried.set(kernels)
+    token = _in_use.set(kernels)
     try:
         yield
     finally:
-        _carried.reset(token)
+        _in_use.reset(token)
 
 
 @contextmanager

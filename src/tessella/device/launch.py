@@ -2,9 +2,9 @@
 
 Every kernel of ours goes through ``launch``. Around it, ``watching`` collects what ran (registers,
 shared memory, spills), and ``compiling`` turns launches into compilations for a GPU that need not
-be there. Inside ``carried.carrying`` a launch starts what was compiled before, in a plan or by this
-process, and Triton launches nothing. Triton is imported only where it is used: a torch without CUDA
-comes without it.
+be there. Inside ``ahead_of_time.using_kernels`` a launch starts what was compiled before, in a plan
+or by this process, and Triton launches nothing. Triton is imported only where it is used: a torch
+without CUDA comes without it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from tessella.core.errors import KernelError
-from tessella.device import ahead_of_time as carried
-from tessella.device import identity
+from tessella.device import ahead_of_time, identity
 
 CAPABILITIES = {"sm_90": 90}
 # SASS: tensor-core products by type, and which of them are sparse; bulk tensor copies in and out,
@@ -122,20 +121,20 @@ def _launch_stored(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict[str, Any]
 ) -> Any:
     """Start what was compiled before for this launch; None where there is nothing."""
-    store = carried.carried()
+    store = ahead_of_time.kernels_in_use()
     if store is None or _only_compile.get():
         return None
     key, name = identity.key(kernel, args, named, store.target), identity.name(kernel)
     found = store.find(key, name)
-    if found is None and key is not None and isinstance(store, carried.Workshop):
-        with preparing(), carried.collecting(store.target) as made:
+    if found is None and key is not None and isinstance(store, ahead_of_time.KernelCache):
+        with preparing(), ahead_of_time.collecting(store.target) as made:
             _launch(kernel, grid, args, named)
         store.add(made.compiled)
         found = store.find(key, name)
     if found is None:
         return None
     store.launch(found, grid, identity.arguments(kernel, args, named))
-    if (asking := carried.collected()) is not None:
+    if (asking := ahead_of_time.collected()) is not None:
         asking.add(found, store.cubin(found))
     # as much of a compiled kernel as who watches reads
     metadata = SimpleNamespace(
@@ -160,7 +159,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict
             seen=str(error).splitlines()[-1][:200],
             fix="choose another configuration",
         ) from error
-    asking = carried.collected()
+    asking = ahead_of_time.collected()
     if asking is not None and compiled is not None:
         key = identity.key(kernel, args, named, asking.target)
         asking.add_triton(key, identity.name(kernel), compiled, kernel.arg_names)

@@ -24,11 +24,8 @@ from tessella.core.errors import ArtifactError, InputError, UsageError
 from tessella.core.memory import free_bytes, is_out_of_memory
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
-from tessella.device.ahead_of_time import Carried, carrying, collecting, workshop
-from tessella.execution.arena import Arena
-from tessella.execution.bucket import BoundBucket
-from tessella.execution.steps import Binder, first_line
-from tessella.operations.tensor_meta import TensorMeta
+from tessella.device.ahead_of_time import PlanKernels, collecting, kernel_cache, using_kernels
+from tessella.operations.problem import TensorMeta
 from tessella.operations.user_operators import require
 from tessella.runtime import lifetimes
 from tessella.runtime.cover import covers
@@ -90,7 +87,7 @@ class Engine:
         manifest: what the plan says about itself.
         device: where it runs.
         buckets: the batch sizes that it has a program for.
-        carried: the machine code that its steps launch: the plan's, or what this process has
+        machine_code: what its steps launch: the plan's, or what this process has
             compiled; None on a CPU.
     """
 
@@ -107,17 +104,17 @@ class Engine:
         self._covers = covers(_costs_us(plan))
         self._lock = threading.Lock()
         takes = compiled and bool(plan.compiled.kernels)
-        self.carried = Carried(plan.compiled, target) if takes else workshop(target)
+        self.machine_code = PlanKernels(plan.compiled, target) if takes else kernel_cache(target)
         if self.device.type == "cpu":
             keep_freed_memory()
         self._turns = None if self.device.type == "cpu" else Turns(self.device)
         self._fits: dict[Fits, tuple[int, ...]] = {}
-        with _enough_memory(plan, self.device), carrying(self.carried):
+        with _enough_memory(plan, self.device), using_kernels(self.machine_code):
             self._bound = self._bind(plan, target)
-        if isinstance(self.carried, Carried) and self.carried.missed:
+        if isinstance(self.machine_code, PlanKernels) and self.machine_code.missed:
             warnings.warn(
                 f"compiled here, as the plan of {manifest.built_from} does not carry them for this "
-                f"version of Tessella: {', '.join(sorted(self.carried.missed))}. "
+                f"version of Tessella: {', '.join(sorted(self.machine_code.missed))}. "
                 f"To do: {manifest.rebuild}",
                 stacklevel=3,
             )

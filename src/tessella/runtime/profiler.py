@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from tessella.core.spec import TensorSpec
-from tessella.device.ahead_of_time import carrying
+from tessella.device.ahead_of_time import using_kernels
 from tessella.device.float32_math import float32_math
 from tessella.execution.bucket import BoundBucket
 from tessella.execution.steps import BoundStep
@@ -126,7 +126,7 @@ def profile(
         budget_s: about how long to measure each step.
         folder: where this machine's limits are kept; measured now (about a second) if None.
     """
-    with engine.alone(batch) as bucket, torch.inference_mode(), carrying(engine.carried):
+    with engine.alone(batch) as bucket, torch.inference_mode(), using_kernels(engine.machine_code):
         inputs = [_sample(spec, batch, engine.device) for spec in engine.inputs]
         bucket(inputs)  # views' strides are known after it
         measured = [_time(s, bucket.strides, engine.device, budget_s) for s in bucket.steps]

@@ -3,7 +3,7 @@
 Triton's compiler is Python for half of its time, so threads wait for each other: eight of them are
 hardly faster than two. So one clean process without a GPU has a worker for each core, and is told
 line by line what to compile. Tensors are on the ``meta`` device: no memory, no GPU. What comes back
-lies in ``carried.workshop``, and in Triton's cache on the disk.
+lies in ``ahead_of_time.kernel_cache``, and in Triton's cache on the disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 from tessella.core.compiled import CompiledKernels
 from tessella.core.record import canonical_json, from_plain
-from tessella.device.ahead_of_time import collecting, workshop
+from tessella.device.ahead_of_time import collecting, kernel_cache
 from tessella.device.float32_math import float32_math
 from tessella.device.launch import compiling
 from tessella.kernels import catalog
@@ -59,7 +59,7 @@ class Compiling:
 
 
 def compile_ahead(bids: Collection[Bid], target: str) -> Compiling:
-    """Have what these bids launch in the workshop; what does not compile fails when it is run.
+    """Have what these bids launch in the kernel cache; what does not compile fails when it is run.
 
     Kernels that users registered are left: their modules are known to this process only.
     """
@@ -134,7 +134,7 @@ class _Compilers:
         try:
             while True:
                 number, target, made, crashed = pickle.load(self._process.stdout)
-                store = workshop(target)
+                store = kernel_cache(target)
                 if store is not None and made is not None:
                     store.add(made)
                 self._futures[number].set_result(crashed)

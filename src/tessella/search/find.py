@@ -19,7 +19,7 @@ import torch
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.errors import CompileError, KernelError
 from tessella.core.memory import is_out_of_memory
-from tessella.device.ahead_of_time import carrying, workshop
+from tessella.device.ahead_of_time import kernel_cache, using_kernels
 from tessella.device.float32_math import float32_math
 from tessella.device.launch import preparing
 from tessella.device.packing import forget
@@ -349,7 +349,7 @@ class _Auction:
     def _running(self) -> Iterator[None]:
         """Inside, kernels run as in a plan."""
         with (
-            carrying(workshop(self._target)),
+            using_kernels(kernel_cache(self._target)),
             torch.inference_mode(),
             float32_math(self._problem.math),
         ):
@@ -427,7 +427,7 @@ class _Auction:
         return list(checked.values())
 
     def _compile(self, wanted: list[Bid]) -> None:
-        """Have what is to run in the workshop; what fails, fails again when it is run."""
+        """Have what is to run in the kernel cache; what fails, fails again when it is run."""
 
         def compile_one(bid: Bid) -> None:
             with preparing(), torch.inference_mode():

@@ -41,20 +41,24 @@ def _flash_kernel(
     WHOLE: heads are as wide as tiles. BY_KEY: one mask for all rows.
     INDEX: of the offsets inside a tile; tiles begin at 64-bit addresses.
     """
+    BM: tl.constexpr = TILE.BM
+    BN: tl.constexpr = TILE.BN
+    BE: tl.constexpr = TILE.BE
+    BV: tl.constexpr = TILE.BV
     L, S, heads, group, width, value_width, masks = sizes
     q_batch, q_head, q_row, q_column = strides[0]
     k_batch, k_head, k_row, k_column = strides[1]
     v_batch, v_head, v_row, v_column = strides[2]
     m_batch, m_head, m_row, m_column = strides[3]
     out_batch, out_head, out_row, out_column = strides[4]
-    tiles = tl.cdiv(L, TILE.BM)
+    tiles = tl.cdiv(L, BM)
     tile, place = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if CAUSAL:
         tile = tiles - 1 - tile  # those that see most keys begin first
     batch, head = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
-    row0 = tile * TILE.BM
-    rows, keys, columns = tl.arange(0, TILE.BM), tl.arange(0, TILE.BN), tl.arange(0, TILE.BE)
-    value_columns = tl.arange(0, TILE.BV)
+    row0 = tile * BM
+    rows, keys, columns = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BE)
+    value_columns = tl.arange(0, BV)
     row_in = (rows < L - row0)[:, None]
     q += batch * q_batch + head * q_head + row0.to(tl.int64) * q_row
     k += batch * k_batch + head // group * k_head
@@ -72,9 +76,9 @@ def _flash_kernel(
     # keys that some row sees; and tiles of keys that every row sees
     last, seen_by_all = S, S
     if CAUSAL:
-        last, seen_by_all = tl.minimum(S, row0 + TILE.BM), tl.minimum(S, row0 + 1)
-    inner, steps = seen_by_all // TILE.BN, tl.cdiv(last, TILE.BN)
-    depth = tl.full((), TILE.BN, tl.int64)
+        last, seen_by_all = tl.minimum(S, row0 + BM), tl.minimum(S, row0 + 1)
+    inner, steps = seen_by_all // BN, tl.cdiv(last, BN)
+    depth = tl.full((), BN, tl.int64)
 
     await_earlier(OVERLAP)
 
@@ -84,12 +88,12 @@ def _flash_kernel(
         queries = tl.load(q_at, mask=row_in & (columns < width)[None, :], other=0.0)
     if WIDEN:
         queries = queries.to(tl.float32)
-    top = tl.full((TILE.BM,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE.BM,), tl.float32)
-    acc = tl.zeros((TILE.BM, TILE.BV), tl.float32)
+    top = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, BV), tl.float32)
     for EDGE in tl.static_range(2):
         for step in range(0 if EDGE == 0 else inner, inner if EDGE == 0 else steps):
-            key_in = keys < S - step * TILE.BN
+            key_in = keys < S - step * BN
             if WHOLE and EDGE == 0:
                 k_tile = tl.load(k + k_at)
                 v_tile = tl.load(v + v_at)
@@ -118,7 +122,7 @@ def _flash_kernel(
             if EDGE == 1:
                 seen = key_in[None, :]
                 if CAUSAL:
-                    seen = seen & (keys[None, :] + step * TILE.BN <= rows[:, None] + row0)
+                    seen = seen & (keys[None, :] + step * BN <= rows[:, None] + row0)
                 weights = tl.where(seen, weights, float("-inf"))
             new_top = tl.maximum(top, tl.max(weights, 1))
             base = new_top

@@ -41,6 +41,10 @@ def _windows_kernel(
     A block has a head and the windows m + masks · i of a mask m, RUN numbers i. INDEX: of the
     offsets inside a window. ``strides`` of q, k, v, mask and out: of batch, heads, rows, columns.
     """
+    BM: tl.constexpr = TILE.BM
+    BN: tl.constexpr = TILE.BN
+    BE: tl.constexpr = TILE.BE
+    BV: tl.constexpr = TILE.BV
     L, S, windows, heads, group, width, value_width, masks = sizes
     q_batch, q_head, q_row, q_column = strides[0]
     k_batch, k_head, k_row, k_column = strides[1]
@@ -49,8 +53,8 @@ def _windows_kernel(
     out_batch, out_head, out_row, out_column = strides[4]
     head, place = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads
     first, start = (place % masks).to(tl.int64), place // masks * RUN
-    rows, keys = tl.arange(0, TILE.BM).to(INDEX), tl.arange(0, TILE.BN).to(INDEX)
-    columns, value_columns = tl.arange(0, TILE.BE).to(INDEX), tl.arange(0, TILE.BV).to(INDEX)
+    rows, keys = tl.arange(0, BM).to(INDEX), tl.arange(0, BN).to(INDEX)
+    columns, value_columns = tl.arange(0, BE).to(INDEX), tl.arange(0, BV).to(INDEX)
     step = tl.full((), 1, tl.int64) * masks
     row_in, key_in = rows < L, keys < S
     q_in = row_in[:, None] & (columns < width)[None, :]
@@ -65,9 +69,7 @@ def _windows_kernel(
 
     await_earlier(OVERLAP)
 
-    hidden = tl.where(key_in, 0.0, float("-inf"))[None, :] + tl.zeros(
-        (TILE.BM, TILE.BN), tl.float32
-    )
+    hidden = tl.where(key_in, 0.0, float("-inf"))[None, :] + tl.zeros((BM, BN), tl.float32)
     if CAUSAL:
         hidden = tl.where(keys[None, :] <= rows[:, None], hidden, float("-inf"))
     if mask is not None:

@@ -20,7 +20,7 @@ from torch.cuda import _utils as compiler
 
 from tessella.core.errors import KernelError, UsageError
 from tessella.core.record import digest
-from tessella.device.ahead_of_time import carried, collected
+from tessella.device.ahead_of_time import collected, kernels_in_use
 from tessella.device.driver import cuda_driver
 from tessella.device.launch import Launched, resource_usage
 from tessella.device.machine import ARCHITECTURES
@@ -143,7 +143,7 @@ class CudaKernel:
         return digest(["CUDA C++", self.source, self.name, self.options, target + self._own])
 
     def _cubin(self, target: str) -> bytes:
-        store = carried()
+        store = kernels_in_use()
         found = store.find(self.key(target), self.name) if store is not None else None
         if store is not None and found is not None:
             return store.cubin(found)

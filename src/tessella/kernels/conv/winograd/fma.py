@@ -118,6 +118,8 @@ def convolve_fma(
 
     WIDE, WIDE_OUT: pixels are neighbours in x, in y; else channels.
     """
+    BLOCK_T: gl.constexpr = BLOCK.T
+    BLOCK_K: gl.constexpr = BLOCK.K
     INPUTS: gl.constexpr = TRANSFORM.INPUTS
     FACTORS: gl.constexpr = TRANSFORM.FACTORS
     OUTPUTS: gl.constexpr = TRANSFORM.OUTPUTS
@@ -137,7 +139,7 @@ def convolve_fma(
         if WIDE
         else gl.BlockedLayout([1, 1], [16, 2], [1, NUM_WARPS], [0, 1])
     )
-    ACROSS: gl.constexpr = min(BLOCK.K // 4, 32)
+    ACROSS: gl.constexpr = min(BLOCK_K // 4, 32)
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [NUM_WARPS, 1], [1, 0])
     OUT: gl.constexpr = (
         gl.BlockedLayout([1, 4], [2, 16], [NUM_WARPS, 1], [1, 0])
@@ -148,30 +150,30 @@ def convolve_fma(
     MIXED: gl.constexpr = (
         PLAIN
         if WIDE
-        else gl.PaddedSharedLayout.with_identity_for([[BLOCK.T, 4]], [BLOCK_C, BLOCK.T], [1, 0])
+        else gl.PaddedSharedLayout.with_identity_for([[BLOCK_T, 4]], [BLOCK_C, BLOCK_T], [1, 0])
     )
-    v_ring = gl.allocate_shared_memory(gl.float32, [2, BLOCK_C, BLOCK.T], MIXED)
-    u_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_C, BLOCK.K], PLAIN)
+    v_ring = gl.allocate_shared_memory(gl.float32, [2, BLOCK_C, BLOCK_T], MIXED)
+    u_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_C, BLOCK_K], PLAIN)
 
     block = gl.program_id(0)
-    first = block // blocks_k * BLOCK.T
-    k0 = block % blocks_k * BLOCK.K
-    t = first + gl.arange(0, BLOCK.T, layout=gl.SliceLayout(0, READ))[None, :]
+    first = block // blocks_k * BLOCK_T
+    k0 = block % blocks_k * BLOCK_K
+    t = first + gl.arange(0, BLOCK_T, layout=gl.SliceLayout(0, READ))[None, :]
     lane = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(1, READ))[:, None]
     h = (t // tiles_w) % tiles_h * 2 - PADDING[0]
     w = t % tiles_w * 2 - PADDING[1]
     images = x + t // (tiles_w * tiles_h) * xn + h * xh + w * xw
     real = t < T
     u_c = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(1, COPY))[:, None]
-    u_k = gl.arange(0, BLOCK.K, layout=gl.SliceLayout(0, COPY))[None, :]
+    u_k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, COPY))[None, :]
     u += k0 + u_c * filters + u_k
 
     STEPS: gl.constexpr = DEPTH // BLOCK_C
-    y00 = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
-    y01 = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
-    y10 = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
-    y11 = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
-    product = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
+    y00 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    y01 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    y10 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    y11 = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
+    product = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
     for ahead in gl.static_range(STAGES - 1):  # the 16 products take at least 16 steps
         copy_elements(u_ring.index(ahead), u)
         commit_copies()
@@ -216,11 +218,11 @@ def convolve_fma(
             y01 += top * rightmost * product
             y10 += bottom * leftmost * product
             y11 += bottom * rightmost * product
-            product = gl.zeros([SPLIT, BLOCK.T, BLOCK.K], gl.float32, layout=LAYOUT)
+            product = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
     rows = (
         gl.join(_sum_parts(y00, GATHER), _sum_parts(y01, GATHER))
         .permute((1, 0, 2))
-        .reshape([BLOCK.K, BLOCK.T * 2])
+        .reshape([BLOCK_K, BLOCK_T * 2])
     )
     _store_rows(
         rows, y, 0, first, k0, (T, K, P, Q, tiles_h, tiles_w), y_strides, epilogue,
@@ -229,7 +231,7 @@ def convolve_fma(
     rows = (
         gl.join(_sum_parts(y10, GATHER), _sum_parts(y11, GATHER))
         .permute((1, 0, 2))
-        .reshape([BLOCK.K, BLOCK.T * 2])
+        .reshape([BLOCK_K, BLOCK_T * 2])
     )
     _store_rows(
         rows, y, 1, first, k0, (T, K, P, Q, tiles_h, tiles_w), y_strides, epilogue,

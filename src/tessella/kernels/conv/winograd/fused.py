@@ -209,29 +209,32 @@ def convolve(
     PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """y = epilogue(conv(x)): BLOCK.T tiles of 2 × 2 outputs, BLOCK.K filters."""
+    BLOCK_T: tl.constexpr = BLOCK.T
+    BLOCK_K: tl.constexpr = BLOCK.K
+    BLOCK_C: tl.constexpr = BLOCK.C
     INPUTS: tl.constexpr = TRANSFORM.INPUTS
     FACTORS: tl.constexpr = TRANSFORM.FACTORS
     OUTPUTS: tl.constexpr = TRANSFORM.OUTPUTS
     T, C, K, H, W, P, Q, tiles_h, tiles_w = sizes
     xn, xc, xh, xw = x_strides
     block = tl.program_id(0)
-    t = block // blocks_k * BLOCK.T + tl.arange(0, BLOCK.T)
-    k = block % blocks_k * BLOCK.K + tl.arange(0, BLOCK.K)
+    t = block // blocks_k * BLOCK_T + tl.arange(0, BLOCK_T)
+    k = block % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
     h = ((t // tiles_w) % tiles_h * 2 - PADDING[0])[:, None]
     w = (t % tiles_w * 2 - PADDING[1])[:, None]
     images = x + (t // (tiles_w * tiles_h) * xn)[:, None] + h * xh + w * xw
     real = (t < T)[:, None]
-    lane = tl.arange(0, BLOCK.C)
-    y00 = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
-    y01 = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
-    y10 = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
-    y11 = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
-    product = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
-    STEPS: tl.constexpr = DEPTH // BLOCK.C
+    lane = tl.arange(0, BLOCK_C)
+    y00 = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    y01 = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    y10 = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    y11 = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    product = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    STEPS: tl.constexpr = DEPTH // BLOCK_C
     for step in range(16 * STEPS):
         i = step // STEPS // 4
         j = step // STEPS % 4
-        c = step % STEPS * BLOCK.C + lane
+        c = step % STEPS * BLOCK_C + lane
         seen = real & (c < C)[None, :]
         pixels = images + (c * xc)[None, :]
         c1 = _pick(INPUTS, 0, j)
@@ -259,8 +262,8 @@ def convolve(
             y01 += top * right * product
             y10 += bottom * left * product
             y11 += bottom * right * product
-            product = tl.zeros((BLOCK.T, BLOCK.K), tl.float32)
+            product = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     finish_tiles(
-        (y00, y01, y10, y11), y, block // blocks_k * BLOCK.T, k,
-        (T, K, P, Q, tiles_h, tiles_w), y_strides, epilogue, ACTIVATION, BLOCK.T, WIDE,
+        (y00, y01, y10, y11), y, block // blocks_k * BLOCK_T, k,
+        (T, K, P, Q, tiles_h, tiles_w), y_strides, epilogue, ACTIVATION, BLOCK_T, WIDE,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Compiling kernels for a plan and launching them from it, in a process without interpreter or GPU.
 
-``python -m tests.support.kernels.carry_only OUT`` writes ``OUT``: the compiled kernels, what a
+``python -m tests.support.kernels.ahead_of_time_only OUT`` writes ``OUT``: the kernels, what a
 driver that only takes notes was asked to launch when nothing could be compiled any more, and the
 keys of launches that differ in one thing each.
 """
@@ -23,8 +23,7 @@ from triton.backends.compiler import GPUTarget
 
 from tessella.core.compiled import CompiledKernels, Tiles
 from tessella.core.record import to_plain
-from tessella.device import ahead_of_time as carried
-from tessella.device import identity, launch
+from tessella.device import ahead_of_time, identity, launch
 from tessella.device.driver import MAP_BYTES, Function
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
@@ -164,13 +163,13 @@ def forbid_compiling() -> None:
     triton.runtime.jit.JITFunction.run = refuse
 
 
-def in_a_workshop() -> tuple[CompiledKernels, list[dict[str, Any]]]:
-    """What a workshop collects while products run by it twice, and what the driver is asked for."""
+def in_a_kernel_cache() -> tuple[CompiledKernels, list[dict[str, Any]]]:
+    """What a kernel cache collects while products run twice, and what the driver is asked for."""
     driver = NotingDriver()
-    store = carried.Workshop(TARGET, driver)
+    store = ahead_of_time.KernelCache(TARGET, driver)
     active, run = triton.runtime.driver._active, triton.runtime.jit.JITFunction.run
     triton.runtime.driver.set_active(launch._AbsentGpu(GPUTarget("cuda", 90, 32)))
-    with carried.carrying(store), carried.collecting(TARGET) as made:
+    with ahead_of_time.using_kernels(store), ahead_of_time.collecting(TARGET) as made:
         products()
         triton.runtime.jit.JITFunction.run = None  # nothing is asked of Triton any more
         products()
@@ -179,21 +178,21 @@ def in_a_workshop() -> tuple[CompiledKernels, list[dict[str, Any]]]:
 
 
 def main(out: Path) -> None:
-    with launch.compiling(TARGET), carried.collecting(TARGET) as made:
+    with launch.compiling(TARGET), ahead_of_time.collecting(TARGET) as made:
         products()
-    workshop, by_workshop = in_a_workshop()
+    kernel_cache, by_kernel_cache = in_a_kernel_cache()
     found = {"keys": keys(), "sources": sources(out.parent), "left_out": made.left_out}
     forbid_compiling()
     compiled, driver = made.compiled, NotingDriver()
-    store = carried.Carried(compiled, TARGET, driver)
-    with carried.carrying(store), launch.watching() as launches:
+    store = ahead_of_time.PlanKernels(compiled, TARGET, driver)
+    with ahead_of_time.using_kernels(store), launch.watching() as launches:
         products()
-    found["in a workshop"] = by_workshop
-    found["workshop"] = workshop == compiled
+    found["in a kernel cache"] = by_kernel_cache
+    found["kernel cache"] = kernel_cache == compiled
     found["launches"], found["missed"] = driver.launches, sorted(store.missed)
     found["watched"] = [one.resources().kernel for one in launches]
-    empty = carried.Carried(CompiledKernels(), TARGET, driver)
-    with carried.carrying(empty):
+    empty = ahead_of_time.PlanKernels(CompiledKernels(), TARGET, driver)
+    with ahead_of_time.using_kernels(empty):
         try:
             products()
         except AssertionError as error:

@@ -23,7 +23,7 @@ from tessella.core import cubin
 from tessella.core.compiled import CompiledKernel, CompiledKernels, Parameter
 from tessella.core.errors import CorruptArtifact
 from tessella.core.record import from_plain
-from tessella.device import ahead_of_time as carried
+from tessella.device import ahead_of_time
 from tessella.kernels.user import cuda
 from tests.support.networks import captured, plan
 from tests.support.plans.fuzz_plans import honest, members_of
@@ -32,12 +32,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def compiled_in(folder: Path, source: Path = ROOT / "src") -> dict[str, Any]:
-    """What ``carry_only`` finds, with an empty cache and the package at another place."""
+    """What ``ahead_of_time_only`` finds, with an empty cache and the package at another place."""
     out = folder / "found.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{source}{os.pathsep}{ROOT}"
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
-    command = [sys.executable, "-m", "tests.support.kernels.carry_only", str(out)]
+    command = [sys.executable, "-m", "tests.support.kernels.ahead_of_time_only", str(out)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(out.read_text())
@@ -61,7 +61,7 @@ def compiled(found: dict[str, Any]) -> CompiledKernels:
 
 
 @pytest.fixture(scope="module")
-def carrying(compiled: CompiledKernels) -> Plan:
+def plan_with_kernels(compiled: CompiledKernels) -> Plan:
     """A plan that says it is for a GPU, with kernels."""
     made = plan(captured("lenet"))
     there = replace(made.manifest.fingerprint, target="sm_90", arch="sm_90")
@@ -107,25 +107,25 @@ def halves(items: list[Any]) -> tuple[list[Any], list[Any]]:
     return items[:middle], items[middle:]
 
 
-def test_a_workshop_compiles_once_and_launches_like_a_plan(found: dict[str, Any]) -> None:
+def test_a_kernel_cache_compiles_once_and_launches_like_a_plan(found: dict[str, Any]) -> None:
     first, again, by_plan = (
         [{**one, "numbers": ()} for one in launches]  # addresses are among them
-        for launches in (*halves(found["in a workshop"]), found["launches"])
+        for launches in (*halves(found["in a kernel cache"]), found["launches"])
     )
     assert first == again == by_plan
-    assert found["workshop"]  # collected there: what a plan carries
+    assert found["kernel cache"]  # collected there: what a plan carries
 
 
-def test_what_is_not_carried_is_asked_of_the_compiler(found: dict[str, Any]) -> None:
+def test_what_is_missing_is_asked_of_the_compiler(found: dict[str, Any]) -> None:
     said, *missed = found["without"]
     assert said == "something is compiled"
     assert missed == ["tessella.kernels.gemm.wgmma_device.multiply"]
 
 
-def test_a_plan_brings_its_kernels_back(carrying: Plan) -> None:
-    content = to_bytes(carrying)
+def test_a_plan_brings_its_kernels_back(plan_with_kernels: Plan) -> None:
+    content = to_bytes(plan_with_kernels)
     back = from_bytes(content)
-    assert back.compiled == carrying.compiled
+    assert back.compiled == plan_with_kernels.compiled
     assert len(back.compiled.cubins) == 3
     assert to_bytes(back) == content
 
@@ -261,9 +261,9 @@ LIES: dict[str, Callable[[CompiledKernels], CompiledKernels]] = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_plan_that_lies_about_its_kernels_is_refused(carrying: Plan, name: str) -> None:
-    from_bytes(to_bytes(carrying))
-    lying = replace(carrying, compiled=LIES[name](carrying.compiled))
+def test_a_plan_that_lies_about_its_kernels_is_refused(plan_with_kernels: Plan, name: str) -> None:
+    from_bytes(to_bytes(plan_with_kernels))
+    lying = replace(plan_with_kernels, compiled=LIES[name](plan_with_kernels.compiled))
     with pytest.raises(CorruptArtifact):
         from_bytes(to_bytes(lying))
 
@@ -284,8 +284,10 @@ def test_a_plan_that_lies_about_its_kernels_is_refused(carrying: Plan, name: str
         ("tiles", {"box": 1}),
     ],
 )
-def test_parameters_that_cannot_be_are_refused(carrying: Plan, field: str, value: Any) -> None:
-    members = members_of(to_bytes(carrying))
+def test_parameters_that_cannot_be_are_refused(
+    plan_with_kernels: Plan, field: str, value: Any
+) -> None:
+    members = members_of(to_bytes(plan_with_kernels))
     lines = [json.loads(line) for line in members["kernels.jsonl"].splitlines()]
     mapped = next(k for k in lines if k["parameters"][0]["type"] == "tensor")
     mapped["parameters"][0][field] = value
@@ -294,15 +296,15 @@ def test_parameters_that_cannot_be_are_refused(carrying: Plan, field: str, value
         from_bytes(honest(members, kernels=text))
 
 
-def test_a_plan_for_a_cpu_has_no_machine_code(carrying: Plan) -> None:
+def test_a_plan_for_a_cpu_has_no_machine_code(plan_with_kernels: Plan) -> None:
     manifest = plan(captured("lenet")).manifest
     with pytest.raises(CorruptArtifact, match="not valid"):
-        from_bytes(to_bytes(replace(carrying, manifest=manifest)))
+        from_bytes(to_bytes(replace(plan_with_kernels, manifest=manifest)))
 
 
-def test_members_of_another_name_are_refused(carrying: Plan) -> None:
-    content = to_bytes(carrying)
-    hashed = sorted(carrying.compiled.cubins)[0]
+def test_members_of_another_name_are_refused(plan_with_kernels: Plan) -> None:
+    content = to_bytes(plan_with_kernels)
+    hashed = sorted(plan_with_kernels.compiled.cubins)[0]
     for other in ("0" * 64, "../" + hashed[3:], hashed.upper()):
         with pytest.raises(CorruptArtifact):
             from_bytes(content.replace(hashed.encode(), other.encode()))
@@ -313,9 +315,9 @@ def test_members_of_another_name_are_refused(carrying: Plan) -> None:
 SCALE = 'extern "C" __global__ void scale(float* x, float by) { x[threadIdx.x] *= by; }'
 
 
-def test_cuda_is_carried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = cuda(SCALE, "scale")
-    collected = carried.Collected("sm_90")
+    collected = ahead_of_time.Collected("sm_90")
     collected.add_cuda(kernel.key("sm_90"), "scale", kernel.cubin("sm_90"))
     compiled = collected.compiled
     assert compiled.wrong("sm_90") is None
@@ -324,7 +326,7 @@ def test_cuda_is_carried_too(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("something is compiled")
 
     monkeypatch.setattr("torch.cuda._utils._nvrtc_compile", refuse)
-    with carried.carrying(carried.Carried(compiled, "sm_90")):
+    with ahead_of_time.using_kernels(ahead_of_time.PlanKernels(compiled, "sm_90")):
         assert cuda(SCALE, "scale").cubin("sm_90") == compiled.cubins[compiled.kernels[0].cubin]
         with pytest.raises(AssertionError, match="is compiled"):
             cuda(SCALE.replace("*=", "+="), "scale").cubin("sm_90")

@@ -101,7 +101,7 @@ def test_another_process_loads_it_without_a_compiler(plan: Plan, tmp_path: Path)
         assert torch.equal(made[name], right)
 
 
-def test_carrying_twice_gives_the_same_bytes(plan: Plan) -> None:
+def test_collecting_twice_gives_the_same_bytes(plan: Plan) -> None:
     again, left_out = runtime.carry(plan)
     assert left_out == {}
     assert to_bytes(again) == to_bytes(plan)
