@@ -37,7 +37,7 @@ def ran(
     monkeypatch.setattr(
         kernel, "launch", functools.partial(gluon_roles.run, seed=seed, together=True)
     )
-    monkeypatch.setattr(wgmma, "multiprocessors", lambda: 7)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda: 7)
     constants = {i: t for i, t in enumerate(operands) if i in problem.constant and t is not None}
     rest = [t for i, t in enumerate(operands) if i not in constants and t is not None]
     call = kernel.bind(problem, constants, **kernel.configs(problem)[0])
@@ -111,7 +111,7 @@ def test_a_rows_tiles_are_the_same_blocks_in_every_round(
 ) -> None:
     grids: list[int] = []
     monkeypatch.setattr(kernel, "launch", lambda kernel, grid, *a, **c: grids.append(*grid))
-    monkeypatch.setattr(wgmma, "multiprocessors", lambda: multiprocessors)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda: multiprocessors)
     problem = problem_of(m, n, 64, "norm")
     if kernel.fits(problem) is not None:
         assert n // kernel.TILE > multiprocessors // kernel.LAUNCHES

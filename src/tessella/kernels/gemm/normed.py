@@ -15,7 +15,7 @@ import torch
 
 from tessella.core.dtype import FLOATS, FP8, SIXTEEN_BIT
 from tessella.device.launch import launch
-from tessella.device.machine import HOPPER
+from tessella.device.machine import HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm import wgmma
@@ -53,7 +53,7 @@ def fits(problem: Problem) -> str | None:
     if refused:
         return refused
     product = Product.of(_linear(problem, made))
-    most = min(MOST_TILES, wgmma.multiprocessors() // LAUNCHES)
+    most = min(MOST_TILES, multiprocessors() // LAUNCHES)
     if product.n % TILE or product.n // TILE > most:
         return f"rows of a multiple of {TILE} numbers, up to {most * TILE}, not {product.n}"
     if problem.inputs[A].dtype in FP8 and not problem.attr("fast_accumulation"):
@@ -125,7 +125,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         ready[B] = packed(ready[B], ("dense rows", False), wgmma.dense)
     box, piece = [1, TILE, width], [1, TILE, PIECE]
     # a round's tiles of the same rows are the same blocks', side by side
-    blocks = min(m_tiles, wgmma.multiprocessors() // n_tiles) * n_tiles
+    blocks = min(m_tiles, multiprocessors() // n_tiles) * n_tiles
     stages = (config or configs(problem)[0])["stages"]
     device = constants[NORM_WEIGHT].device
     counters = torch.zeros(m_tiles, dtype=torch.int32, device=device)  # all launches go on counting

@@ -4,7 +4,8 @@ Letters: p one of the n² products, t a tile (over all images), c an input chann
 The transformed input V, the transformed filter U and the products M have any strides, given in the
 order (p, t, c), (p, k, c), (p, t, k); they are padded to whole blocks, with zeros.
 ``sizes`` of an output are its tiles, filters, height, width, tiles down and tiles across an image;
-``epilogue`` is bias, residual, scale, the residual's strides, alpha and beta.
+``epilogue`` is bias, residual, scale, the residual's four strides, alpha and beta, in one tuple: a
+function of Triton 3.6 loses the constants in a tuple of a tuple that it is given.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def transform_output(
     """y = epilogue(Aᵀ m A). WIDE puts a tile's row of outputs side by side before storing it."""
     T, K, _, _, _, _ = sizes
     mp, mt, mk = m_strides
-    bias, _, scale, _, _, _ = epilogue
+    bias, scale = epilogue[0], epilogue[2]
     block = tl.program_id(0)
     k = block % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
     t = block // blocks_k * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
@@ -214,8 +215,7 @@ def _finish(
     """Output (i, j) of T tiles t, or as many as lanes: epilogue, and into its place."""
     _, K, P, Q, tiles_h, tiles_w = sizes
     yn, yk, yp, yq = y_strides
-    _, residual, _, residual_strides, alpha, beta = epilogue
-    rn, rk, rp, rq = residual_strides
+    _, residual, _, rn, rk, rp, rq, alpha, beta = epilogue
     n = t // (tiles_w * tiles_h)
     p = (t // tiles_w) % tiles_h * M + i
     q = t % tiles_w * M + j
@@ -239,7 +239,7 @@ def finish_tiles(
     WIDE (pixels are neighbours): turned to [k, t] and a tile's two columns put side by side.
     """
     T, K, _, _, _, _ = sizes
-    bias, _, scale, _, _, _ = epilogue
+    bias, scale = epilogue[0], epilogue[2]
     b = None if bias is None else tl.load(bias + k, mask=k < K, other=0.0)
     s = None if scale is None else tl.load(scale + k, mask=k < K, other=0.0)
     for i in tl.static_range(2):

@@ -81,8 +81,7 @@ def _store_rows(
     """Row i of the tiles' outputs, made [k, 2 t]: two neighbours a tile."""
     T, K, P, Q, tiles_h, tiles_w = sizes
     yn, yk, yp, yq = y_strides
-    bias, residual, scale, residual_strides, alpha, beta = epilogue
-    rn, rk, rp, rq = residual_strides
+    bias, residual, scale, rn, rk, rp, rq, alpha, beta = epilogue
     made = gl.convert_layout(made, LAYOUT)
     KS: gl.constexpr = made.shape[0]
     LANES: gl.constexpr = made.shape[1]

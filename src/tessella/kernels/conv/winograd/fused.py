@@ -173,7 +173,7 @@ def _convolve(
         (tiling.count, tiling.channels, tiling.filters, *tiling.image, *tiling.out,
          tiling.down, tiling.across),
         x.stride(), filters, blocks_k, out.stride(),
-        (bias, residual, scale, (0, 0, 0, 0) if residual is None else residual.stride(),
+        (bias, residual, scale, *((0, 0, 0, 0) if residual is None else residual.stride()),
          problem.attr("alpha"), problem.attr("beta")),
         DEPTH=channels, TRANSFORM=TAKES, PADDING=tiling.padding,
         BLOCK=Block(T=config["block_t"], K=config["block_k"], C=config["block_c"]),
