@@ -30,6 +30,7 @@ FORBIDDEN = {
     for source in contract["source_modules"]
 }
 MOST_PARAMETERS = 20  # of a function for the GPU
+TESTS = Path(__file__).parent
 VAGUE = {"util", "utils", "helper", "helpers", "misc", "common", "manager", "base", "new"}
 
 

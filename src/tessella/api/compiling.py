@@ -189,7 +189,7 @@ def _compile(call: CompileCall, emit: Emit) -> Plan:
         measuring=_measuring(call),
         emit=emit,
     )
-    plan = asked.said(_with_machine_code(plan, emit))
+    plan = call.with_imports(_with_machine_code(plan, emit))
     return plan if chosen is None else locks.as_judged(plan, chosen)
 
 
@@ -214,9 +214,9 @@ def _search(call: CompileCall, emit: Emit) -> compiler.Front:
         feed=partial(_as_pixels, record=record)
         if request.input == "uint8" and record
         else lambda batch: batch,
-        finish=lambda plan: asked.said(_with_machine_code(plan, emit)),
-        budget=given["budget"],
-        metric=given.get("metric", compiler.budget.top1),
+        finish=lambda plan: call.with_imports(_with_machine_code(plan, emit)),
+        budget=arguments["budget"],
+        metric=arguments.get("metric", compiler.budget.top1),
         least=request.precision,
         calibration=_calibration(network, calibration, target, kinds, emit),
         input=request.input,

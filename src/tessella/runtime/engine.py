@@ -25,7 +25,10 @@ from tessella.core.memory import free_bytes, is_out_of_memory
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.device.ahead_of_time import PlanKernels, collecting, kernel_cache, using_kernels
-from tessella.operations.problem import TensorMeta
+from tessella.execution.arena import Arena
+from tessella.execution.bucket import BoundBucket
+from tessella.execution.steps import Binder, first_line
+from tessella.operations.tensor_meta import TensorMeta
 from tessella.operations.user_operators import require
 from tessella.runtime import lifetimes
 from tessella.runtime.cover import covers

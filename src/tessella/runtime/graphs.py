@@ -9,13 +9,11 @@ import torch
 
 from tessella.core.dtype import Math
 from tessella.device.float32_math import float32_math
-from tessella.device.graph_parameters import Addresses, Parameters
+from tessella.device.graph_parameters import Addresses
 from tessella.device.machine import ALIGNMENT
-from tessella.device.streams import capturing
-from tessella.operations.problem import TensorMeta
-from tessella.runtime.bucket import BoundBucket
-
-WARM_UP_RUNS = 2  # cuDNN and cuBLAS make their handles and workspaces before a capture
+from tessella.execution.bucket import BoundBucket
+from tessella.execution.capture import Captured
+from tessella.operations.tensor_meta import TensorMeta
 
 
 class GraphedBucket:

@@ -12,7 +12,6 @@ import torch
 import triton
 
 from tessella.kernels.gemm import normed as kernel
-from tessella.kernels.gemm import wgmma
 from tessella.operations.problem import Problem
 from tests.support.emulators import gluon_roles
 from tests.support.kernels import compile_only

@@ -31,9 +31,6 @@ from tessella.kernels.attention.shapes import (
 from tessella.kernels.catalog import Call, Config
 from tessella.operations.problem import Problem
 
-WRITES_OUT = False  # with strides of its own choice, where the problem leaves it one
-GAMMA = True
-
 WIDEST = 128
 ROWS = 128  # queries of a block's tile
 SMALL_BYTES = 2048  # room for barriers, a mask by key, and the alignment of what comes before

@@ -13,7 +13,8 @@ import torch
 from tessella.core.dtype import FLOATS
 from tessella.device.hopper import TensorDescriptor, gl, gluon
 from tessella.device.machine import HOPPER
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 SHARED_BYTES = HOPPER.shared_bytes_of_block() - 1024  # that is left to barriers and alignment
 # a multiprocessor in one clock: products of 16-bit numbers; bytes that the L2 has been seen to give

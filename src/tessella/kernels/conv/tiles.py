@@ -280,9 +280,9 @@ def destination(
         "pixels": geometry.pixels,
         "out": geometry.out,
         "strides": (strides(out), strides(residual)),
-        "factors": (float(problem.attr("alpha")), float(problem.attr("beta")), problem.gamma),
+        "factors": (float(problem.epilogue.alpha), float(problem.epilogue.beta), problem.gamma),
         "ENDING": Ending(
-            ACTIVATION=problem.attr("activation"),
+            ACTIVATION=problem.epilogue.activation,
             PIXELS_LAST=are_pixels_last(out),
             WIDE=is_wide(x, out, residual),
         ),

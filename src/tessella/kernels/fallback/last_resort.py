@@ -13,8 +13,6 @@ from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import memory_format
 
-WRITES_OUT = False
-GAMMA = True
 SMALL = ("int8", *FP8)
 
 

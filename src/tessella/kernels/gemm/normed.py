@@ -22,10 +22,8 @@ from tessella.kernels.gemm import wgmma
 from tessella.kernels.gemm.normed_device import multiply_and_normalize
 from tessella.kernels.gemm.wgmma import ROW_BYTES, A, B, Product
 from tessella.kernels.gemm.wgmma_device import Epilogue, Form
-from tessella.operations.problem import Problem, TensorMeta
-
-WRITES_OUT = False
-GAMMA = True
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 NORM_WEIGHT, NORM_BIAS, CODE_SCALE = 5, 6, 7
 OWN_ATTRS = ("eps", "results", "code_dtype")  # the others are the product's
@@ -167,9 +165,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             ),
             SLOTS=slots,
             EPILOGUE=Epilogue(
-                ALPHA=float(problem.attr("alpha")),
-                BETA=float(problem.attr("beta")),
-                ACTIVATION=problem.attr("activation"),
+                ALPHA=float(problem.epilogue.alpha),
+                BETA=float(problem.epilogue.beta),
+                ACTIVATION=problem.epilogue.activation,
             ),
             num_warps=4,
             launch_pdl=True,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from tessella.core.dtype import FLOATS, FP8
-from tessella.operations.problem import Problem, TensorMeta
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 OUTPUTS = {
     "float32": FLOATS,

@@ -224,5 +224,5 @@ def add_splits(
     launch(
         _reduce_kernel, (triton.cdiv(o.out.shape[2], 512), o.out.shape[1]),
         partial, (o.bias, o.residual, o.scale, o.out), o.out.shape[2], ends,
-        SPLITS=splits, BN=512, ACTIVATION=problem.attr("activation"), **overlapping(),
+        SPLITS=splits, BN=512, ACTIVATION=problem.epilogue.activation, **overlapping(),
     )  # fmt: skip

@@ -22,12 +22,11 @@ from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
+from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
 from tessella.kernels.gemm.wgmma_device import Epilogue, Form, Roles, add_ranges, multiply
-from tessella.operations.epilogue import ACTIVATIONS, in_halves
-from tessella.operations.problem import Problem, TensorMeta
-
-WRITES_OUT = True
-GAMMA = True
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 A, B, BIAS, RESIDUAL, SCALE = range(5)
 ROW_BYTES = 128  # of a tile along K: what one swizzled line of shared memory holds
@@ -470,7 +469,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 FOLDED=vectors is not None,
                 SMALL=small,
                 SPREAD=spread,
-                HALVES=in_halves(problem),
+                HALVES=in_sixteen_bits(problem),
             ),
             num_warps=8 if tiling.schedule == "cooperative" else 4,
             launch_pdl=True,

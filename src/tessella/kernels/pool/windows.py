@@ -19,10 +19,8 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.pointwise.axes import along, tile_width
 from tessella.kernels.pool.chain import Chain, chain
 from tessella.kernels.pool.windows_device import Window, window_kernel
-from tessella.operations.problem import Problem, TensorMeta
-
-WRITES_OUT = True
-SLICED_OUT = True
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
 MAX_TAPS = 128  # of a window: they are unrolled

@@ -466,7 +466,7 @@ def inverse(
         _inverse,
         (-(-tiles // (entries // across)), -(-channels // across)),
         spectrum, tuple(matrices), out,
-        (bias, residual, scale, float(problem.attr("alpha")), beta),
+        (bias, residual, scale, float(problem.epilogue.alpha), beta),
         (tiles, first, channels, spectrum.shape[2], *out.shape[2:]), out.stride(),
         (0,) * 4 if residual is None else residual.stride(),
         tuple(cut.grid), spectrum.shape[3], spectrum.stride(0),

@@ -306,7 +306,7 @@ def _run(
             SLOTS=config["slots"], RESIDENT=config["resident"],
         ),
         FLOW=Flow(RESIDUAL=residual is not None, UNSCALED=beta == 1.0, KEEP=len(made) > 1),
-        FIRST=Ending(problem.attr("activation"), FOLDED=folds[0][0], SMALL=folds[0][1]),
+        FIRST=Ending(problem.epilogue.activation, FOLDED=folds[0][0], SMALL=folds[0][1]),
         THEN=Ending(problem.attr("next_activation"), FOLDED=folds[1][0], SMALL=folds[1][1]),
         num_warps=4,
         launch_pdl=True,

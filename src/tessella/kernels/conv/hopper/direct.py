@@ -227,7 +227,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 GRANULES=runs.granules,
                 CHUNKS=runs.chunks,
             ),
-            ACTIVATION=problem.attr("activation"),
+            ACTIVATION=problem.epilogue.activation,
             DTYPE=DTYPES[out.dtype],
             CONSTANT=1 in problem.constant,
             launch_pdl=True,

@@ -151,7 +151,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
         )
     )
     weight = pack(constants[1], stem)
-    gamma, grid = float(problem.attr("gamma")), min(stem.tasks, TOGETHER * multiprocessors())
+    gamma, grid = float(problem.epilogue.gamma), min(stem.tasks, TOGETHER * multiprocessors())
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         x, _, *more = problem.operands(constants, inputs)

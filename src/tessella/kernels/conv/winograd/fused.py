@@ -174,10 +174,10 @@ def _convolve(
          tiling.down, tiling.across),
         x.stride(), filters, blocks_k, out.stride(),
         (bias, residual, scale, *((0, 0, 0, 0) if residual is None else residual.stride()),
-         problem.attr("alpha"), problem.attr("beta")),
+         problem.epilogue.alpha, problem.epilogue.beta),
         DEPTH=channels, TRANSFORM=TAKES, PADDING=tiling.padding,
         BLOCK=Block(T=config["block_t"], K=config["block_k"], C=config["block_c"]),
-        ACTIVATION=problem.attr("activation"), num_warps=config["warps"], **form,
+        ACTIVATION=problem.epilogue.activation, num_warps=config["warps"], **form,
     )  # fmt: skip
 
 

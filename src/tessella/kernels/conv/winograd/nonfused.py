@@ -304,8 +304,8 @@ def _transform_back(
         m, out, (tiling.count, tiling.filters, *tiling.out, tiling.down, tiling.across),
         plan.m_strides(), out.stride(), blocks_k,
         (bias, residual, scale, *((0, 0, 0, 0) if residual is None else residual.stride()),
-         problem.attr("alpha"), beta),
-        AT=coefficients(f.at), N=f.n, M=f.m, ACTIVATION=problem.attr("activation"),
+         problem.epilogue.alpha, beta),
+        AT=coefficients(f.at), N=f.n, M=f.m, ACTIVATION=problem.epilogue.activation,
         BLOCK_T=block_t, BLOCK_K=block_k, WIDE=plan.pixels_inside,
         num_warps=THREADS // 32,
     )  # fmt: skip
