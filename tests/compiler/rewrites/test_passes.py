@@ -21,7 +21,7 @@ from tessella.compiler.rewrites import (
 )
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
-from tessella.graph.graph import Graph
+from tessella.graph.graph import Dim, Graph, Node, Value
 
 BATCH = DimRange(min=1, opt=2, max=8)
 IMAGE = (TensorSpec(name="image", dtype="float32", shape=(BATCH, 3, 8, 8)),)
@@ -291,6 +291,17 @@ def test_lower_precision_leaves_unknown_operators_in_float32() -> None:
     check(graph)
     flip = next(n for n in graph.nodes if n.op == "fallback")
     assert {v.dtype for v in (*flip.inputs, *flip.outputs)} == {"float32"}
+
+
+def test_lower_precision_casts_each_of_many_inputs() -> None:
+    """What stays float32 are scales and biases, not whatever stands at their positions."""
+    values = [Value(f"x{i}", "float32", (Dim(), 2)) for i in range(5)]
+    out = Value("out", "float32", (Dim(), 10))
+    graph = Graph("cat", values, [out], [Node("cat", tuple(values), (out,), {"dim": 1})])
+    lower_precision.apply(graph, "float16")
+    check(graph)
+    (cat,) = (n for n in graph.nodes if n.op == "cat")
+    assert {v.dtype for v in cat.inputs} == {"float16"}
 
 
 def test_layout_follows_convolutions_and_copies_at_the_border() -> None:

@@ -53,10 +53,13 @@ def apply(graph: Graph, dtype: str, layers: Mapping[str, str] | None = None) -> 
 
 
 def _is_parameter(node: Node, position: int) -> bool:
-    """Whether an input is statistics, or a scale and a bias of codes, which stay float32."""
+    """Whether an input is statistics, or a quantized layer's scale or bias: these stay float32."""
     if node.op in ("batch_norm", "quantize", "dequantize"):
         return position > 0
-    return len(node.inputs) > 4 and position in (2, 4)
+    operands = node.operation.operands
+    if "scale" not in operands or node.get("scale") is None:
+        return False
+    return operands[position] in ("bias", "scale")
 
 
 class _Caster:
