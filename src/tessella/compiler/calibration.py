@@ -18,11 +18,13 @@ from safetensors.torch import save as save_tensors
 
 from tessella.artifacts.files import from_document, to_document, write_atomic
 from tessella.compiler.histogram import METHODS, Histogram
+from tessella.compiler.layers import LAYERS
 from tessella.compiler.rewrites.lower_quantization import MOVES
 from tessella.core.device import default_target
 from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.graph.graph import Graph, Node, Value
 from tessella.graph.interpret import interpret
+from tessella.graph.value import fixed
 from tessella.kernels.conv.libraries import onednn_int8
 from tessella.operations.reference.quant import dequantize, quantize
 from tessella.operations.table import operation
@@ -30,11 +32,10 @@ from tessella.operations.table import operation
 Tensors = dict[str, torch.Tensor]
 
 DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
-LARGEST = {"int8": 127.0, "fp8": 448.0}  # what the greatest code stands for, in scales
+LARGEST = {"int8": 127.0, "fp8": 448.0}  # what the greatest quantized value stands for, in scales
 VERSION = 1  # of the file
 ERROR_SAMPLES = 64  # that errors are measured on: a mean over positions needs no more
 SAMPLES = 3  # kept for the check of a plan
-LAYERS = ("conv2d", "linear")
 METHOD = "mse"  # unless a user says otherwise
 
 
@@ -65,7 +66,7 @@ class Calibration:
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def scale(self, name: str, kind: str) -> float:
-        """The step between codes of a value; 1 where it was all zeros."""
+        """The step between neighbouring quantized values; 1 where the value was all zeros."""
         reach = self.thresholds[name] if kind == "int8" else self.largest[name]
         return reach / LARGEST[kind] or 1.0
 
@@ -176,7 +177,8 @@ def calibrate(
     """
     _require_known(method, kinds)
     layers = lowerable(graph)
-    groups = _groups(graph, {v for n in layers for v in (n.inputs[0], n.inputs[3], n.output) if v})
+    ends = {v for n in layers for v in (n["input"], n.get("residual"), n.output) if v}
+    groups = _groups(graph, ends)
     watcher = _Watcher(groups)
     samples = 0
     for batch in batches:
@@ -219,11 +221,11 @@ def lowerable(graph: Graph) -> list[Node]:
         n
         for n in graph.nodes
         if n.op in LAYERS
-        and len(n.inputs) == 4
-        and n.output.dtype == n.inputs[0].dtype == "float32"
-        and n.inputs[0] not in graph.constants
-        and n.inputs[1] in graph.constants
-        and (n.inputs[2] is None or n.inputs[2] in graph.constants)
+        and n.get("scale") is None
+        and n.output.dtype == n["input"].dtype == "float32"
+        and n["input"] not in graph.constants
+        and n["weight"] in graph.constants
+        and (n.get("bias") is None or n["bias"] in graph.constants)
     ]
 
 
@@ -265,7 +267,10 @@ def _first_samples(batches: Sequence[Mapping[str, torch.Tensor]]) -> Tensors:
 
 
 def _groups(graph: Graph, wanted: set[Value]) -> dict[Value, Value]:
-    """Values that share a scale, by what stands for all: what is only moved keeps its codes."""
+    """Each value with the one that stands for its group: values that share a scale.
+
+    What is only moved keeps its quantized values, and so the scale.
+    """
     above: dict[Value, Value] = {}
 
     def root(value: Value) -> Value:
@@ -351,22 +356,22 @@ def _errors(
     kind: str,
 ) -> dict[str, _Error]:
     """What rounding one layer alone does to its product, by the name of its result."""
-    moments = {n: _Moments(n.inputs[1].shape[0]) for n in layers}
+    moments = {n: _Moments(fixed(n["weight"].shape[0])) for n in layers}
     limit = found.largest_weight(kind)
-    weights = {n.inputs[1]: _as_rounded(graph.constants[n.inputs[1]], kind, limit) for n in layers}
+    weights = {n["weight"]: _as_rounded(graph.constants[n["weight"]], kind, limit) for n in layers}
 
     def watch(
         node: Node, read: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]
     ) -> None:
-        if node not in moments:
+        x, weight = read[:2] if node in moments else (None, None)
+        if x is None or weight is None:
             return
-        x, weight = read[0], read[1]
-        scale = torch.tensor(found.scale(node.inputs[0].name, kind), device=x.device)
-        codes = quantize(x, scale, axis=0, dtype=DTYPES[kind])
-        rounded = dequantize(codes, scale, axis=0, dtype="float32")
+        scale = torch.tensor(found.scale(node["input"].name, kind), device=x.device)
+        quantized = quantize(x, scale, axis=0, dtype=DTYPES[kind])
+        rounded = dequantize(quantized, scale, axis=0, dtype="float32")
         product = _product(node)
         exact = product(x, weight)
-        error = product(rounded, weights[node.inputs[1]].to(x.device)) - exact
+        error = product(rounded, weights[node["weight"]].to(x.device)) - exact
         moments[node].add(exact, error, 1 if node.op == "conv2d" else -1)
 
     seen = 0
@@ -378,8 +383,8 @@ def _errors(
 
 
 def _as_rounded(weight: torch.Tensor, kind: str, limit: float) -> torch.Tensor:
-    codes, scale = rounded_weight(weight, kind, limit)
-    return dequantize(codes, scale, axis=0, dtype="float32")
+    quantized, scale = rounded_weight(weight, kind, limit)
+    return dequantize(quantized, scale, axis=0, dtype="float32")
 
 
 def _product(node: Node) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

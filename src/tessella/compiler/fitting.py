@@ -9,25 +9,27 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tessella.compiler.precision import FEWEST_CHANNELS
-from tessella.graph.graph import Node, Value
+from tessella.compiler.problems import problem_of
+from tessella.core.dtype import SIXTEEN_BIT
+from tessella.graph.graph import Node, Value, shape_at
+from tessella.graph.value import fixed
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Kernel
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import Format, TensorMeta
 
-HALVES = ("float16", "bfloat16")
 # to ask with: more pixels than a kernel of few rows takes, and a size that few axes have; and one
 MANY, ONE = 176, 1
 
 
-def is_plain_half(layer: Node) -> bool:
+def is_plain_sixteen_bit(layer: Node) -> bool:
     """Whether a layer writes 16 bits because it reads them, and adds nothing."""
-    types = {layer.inputs[0].dtype, layer.output.dtype}
+    types = {layer["input"].dtype, layer.output.dtype}
     return (
         len(types) == 1
-        and types <= set(HALVES)
+        and types <= set(SIXTEEN_BIT)
         and "dtype" not in layer.attrs
-        and not any(layer.inputs[3:])
+        and layer.has_only("input", "weight", "bias")
     )
 
 
@@ -64,7 +66,7 @@ def _written_for(row: Kernel, node: Node, target: str) -> bool:
     """
     if not row.id.endswith(f".{target.replace('_', '')}"):
         return False
-    return row.algorithm != "direct" or int(node.inputs[1].shape[1]) < FEWEST_CHANNELS
+    return row.algorithm != "direct" or fixed(node["weight"].shape[1]) < FEWEST_CHANNELS
 
 
 def _takers(
@@ -84,14 +86,8 @@ def _takers(
 
 def _problem(node: Node, format: Format, constants: Collection[Value], batch: int) -> Problem:
     def meta(value: Value) -> TensorMeta:
-        shape = tuple(d if isinstance(d, int) else d.at(batch) for d in value.shape)
+        shape = shape_at(value.shape, batch)
         kept = format if len(shape) == 4 and value not in constants else "contiguous"
         return TensorMeta(shape=shape, dtype=value.dtype, format=kept)
 
-    return Problem(
-        op=node.op,
-        inputs=tuple(None if v is None else meta(v) for v in node.inputs),
-        outputs=tuple(meta(v) for v in node.outputs),
-        attrs=node.attrs,
-        constant=tuple(i for i, v in enumerate(node.inputs) if v in constants),
-    )
+    return problem_of(node, meta, constants)

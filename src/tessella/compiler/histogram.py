@@ -80,7 +80,7 @@ def percentile(histogram: Histogram, share: float = 99.99) -> float:
 
 def mean_square(histogram: Histogram) -> float:
     """The threshold with the least mean-square error, each bin standing for its middle."""
-    middles = (np.arange(BINS) + 0.5) * histogram.width
+    middles = (np.arange(BINS, dtype=np.float64) + 0.5) * histogram.width
     return _best(histogram, lambda bins: _square_error(histogram, middles, bins))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from tessella.artifacts.build import Input
 from tessella.compiler import precision as precision_of
@@ -88,6 +88,13 @@ class Request:
                 fix="compile from a checkpoint, or give preprocess=Preprocess(...)",
             )
 
+    @property
+    def decided(self) -> Assignment:
+        """The assignment, for passes behind those of ``UNASSIGNED``."""
+        if self.assignment is None:
+            raise ValueError("precisions are assigned once the graph is optimized")
+        return self.assignment
+
     def assigned(self, optimized: Graph, assignment: Assignment | None = None) -> Request:
         """With a precision for each node of an optimized graph, or the one that is given."""
         if assignment is None:
@@ -120,12 +127,12 @@ def takes_pixels(request: Request) -> bool:
 
 def prunes(request: Request) -> bool:
     """layers are to be sparse"""
-    return bool(request.assignment.pruned)
+    return bool(request.decided.pruned)
 
 
 def rounds(request: Request) -> bool:
     """layers are to be int8 or fp8"""
-    return bool(request.assignment.kinds) and request.calibration is not None
+    return bool(request.decided.kinds) and request.calibration is not None
 
 
 def has_codes(request: Request) -> bool:
@@ -140,7 +147,7 @@ def has_codes_on_gpu(request: Request) -> bool:
 
 def narrows(request: Request) -> bool:
     """values are to have 16 bits"""
-    return request.assignment.rest != "float32" or bool(request.assignment.dtypes)
+    return request.decided.rest != "float32" or bool(request.decided.dtypes)
 
 
 def on_gpu(request: Request) -> bool:
@@ -234,15 +241,15 @@ PASSES = (
          "element-wise operations meet in one shape, and are one step then"),
     Pass("optimize", dead_code.apply, "what the rewrites left over costs memory and time"),
     Pass("prune", prune_weights.apply, "two of each four weights are left",
-         prunes, lambda r: {"layers": r.assignment.pruned}),
+         prunes, lambda r: {"layers": r.decided.pruned}),
     Pass("round", insert_quantization.apply,
          "layers read int8 or fp8, in the scales of the calibration",
-         rounds, lambda r: {"kinds": r.assignment.kinds, "calibration": r.calibration}),
+         rounds, lambda r: {"kinds": r.decided.kinds, "calibration": r.calibration}),
     Pass("lower", lower_quantization.apply, "products of int8 or fp8, rounded in place", has_codes),
     Pass("lower", pad_channels.apply, "tensor cores take 16 channels at a time", has_codes_on_gpu),
     Pass("narrow", lower_precision.apply,
          "16-bit values: half the memory, and what tensor cores multiply",
-         narrows, lambda r: {"dtype": r.assignment.rest, "layers": r.assignment.dtypes}),
+         narrows, lambda r: {"dtype": r.decided.rest, "layers": r.decided.dtypes}),
     Pass("fuse", fuse_requantization.apply, "codes are made by the layer, behind its activation",
          given=_target),
     Pass("fuse", fuse_rearrangements.apply,
@@ -286,25 +293,32 @@ def by_name(name: str) -> Pass:
 # --- running it ----------------------------------------------------------------------------------
 
 
-def steps(
-    graph: Graph,
-    request: Request,
-    *,
-    after: str | None = None,
-    until: str = "mark",
-    without: Collection[str] = (),
-) -> Iterator[tuple[Pass, int]]:
+class Part(TypedDict, total=False):
+    """A part of the pipeline: all stages from the first one to ``mark``, but for what is said here.
+
+    Attributes:
+        after: the stage behind which it begins.
+        until: the last stage.
+        without: stages that are left out.
+    """
+
+    after: str | None
+    until: str
+    without: Collection[str]
+
+
+def steps(graph: Graph, request: Request, **part: Unpack[Part]) -> Iterator[tuple[Pass, int]]:
     """Change ``graph`` by one rewrite after another; yields each, when it is done, with its count.
 
     ``graph.check`` runs before the first and after each.
 
     Args:
         request: without an assignment, the precisions are assigned when they are needed.
-        after, until: stages: from the one behind ``after`` on, to the end of ``until``.
-        without: stages that are left out.
+        part: the stages that run.
     """
-    names = list(STAGES)
-    first, last = 0 if after is None else names.index(after) + 1, names.index(until)
+    names, after, without = list(STAGES), part.get("after"), part.get("without", ())
+    first = 0 if after is None else names.index(after) + 1
+    last = names.index(part.get("until", "mark"))
     check(graph)
     for step in of_stage(*(s for s in names[first : last + 1] if s not in without)):
         if request.assignment is None and step.stage not in UNASSIGNED:
@@ -316,16 +330,9 @@ def steps(
         yield step, count
 
 
-def run(
-    graph: Graph,
-    request: Request,
-    *,
-    after: str | None = None,
-    until: str = "mark",
-    without: Collection[str] = (),
-) -> Graph:
+def run(graph: Graph, request: Request, **part: Unpack[Part]) -> Graph:
     """A copy of the graph after these stages; see ``steps``."""
     graph = graph.copy()
-    for _ in steps(graph, request, after=after, until=until, without=without):
+    for _ in steps(graph, request, **part):
         pass
     return graph

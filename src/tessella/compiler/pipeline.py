@@ -33,6 +33,7 @@ from tessella.device.ahead_of_time import kernel_cache, using_kernels
 from tessella.graph.graph import Dim, Graph, Value
 from tessella.graph.sample import in_its_size, one_sample
 from tessella.graph.show import text
+from tessella.graph.value import fixed
 from tessella.operations import user_operators as registry
 from tessella.search.allowance import Allowance
 from tessella.search.tuning import Lock
@@ -96,7 +97,7 @@ def compile_graph(
     wanted = verify.expected(graph, batch.min, batch.max, samples, target=target)
     exact = optimized(graph, emit)
     request, rounded, wanted = _rounded(exact, request.assigned(exact), wanted, emit)
-    assignment = request.assignment
+    assignment = request.decided
     snr_db = {} if calibration is None else calibration.snr_of(exact, assignment.kinds)
     loosest = assignment.loosest
     lowered = run(rounded, request, after="lower", until="narrow")
@@ -183,7 +184,7 @@ def _rounded(
     compute like the rest instead: one, two, four … of them, but none that the user has named, and
     at most half of all: more means a calibration of other data.
     """
-    assignment, calibration = request.assignment, request.calibration
+    assignment, calibration = request.decided, request.calibration
     fallen: list[str] = []
     most = len(assignment.kinds) // 2
     while True:
@@ -271,7 +272,7 @@ def _imports(buckets: Sequence[Bucket]) -> dict[str, str]:
     """What of a user's own the steps run, and the modules that define it."""
     steps = [step for bucket in buckets for step in bucket.steps]
     names = {step.attrs["target"] if step.op == "user" else step.kernel for step in steps}
-    return {name: registry.module(name) for name in sorted(names) if registry.module(name)}
+    return {name: module for name in sorted(names) if (module := registry.module(name))}
 
 
 def require_precision(precision: str) -> None:
@@ -305,7 +306,7 @@ def _require_batch(graph: Graph, batch: DimRange) -> None:
 
 
 def _spec(value: Value, batch: DimRange) -> TensorSpec:
-    first = batch if isinstance(value.shape[0], Dim) else int(value.shape[0])
+    first = batch if isinstance(value.shape[0], Dim) else fixed(value.shape[0])
     return TensorSpec(
-        name=value.name, dtype=value.dtype, shape=(first, *(int(d) for d in value.shape[1:]))
+        name=value.name, dtype=value.dtype, shape=(first, *map(fixed, value.shape[1:]))
     )

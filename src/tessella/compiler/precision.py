@@ -10,6 +10,7 @@ from tessella.compiler.calibration import DTYPES, Calibration, lowerable
 from tessella.core.dtype import PRECISIONS, SPARSE, plain_precision
 from tessella.core.errors import UsageError
 from tessella.graph.graph import Graph, Node
+from tessella.graph.value import fixed
 from tessella.kernels.sparse.two_four import FOUR
 
 FEWEST_CHANNELS = 16  # of a layer's input: a product of fewer leaves tensor cores empty
@@ -118,8 +119,8 @@ def _named(dtype: str) -> str:
 
 
 def _fills(node: Node) -> bool:
-    weight = node.inputs[1].shape
-    return node.attrs.get("groups", 1) == 1 and int(weight[1]) >= FEWEST_CHANNELS
+    channels = fixed(node["weight"].shape[1])
+    return bool(node.attrs.get("groups", 1) == 1) and channels >= FEWEST_CHANNELS
 
 
 def _require_known(graph: Graph, precisions: Mapping[str, str], can: Mapping[str, Node]) -> None:
@@ -147,7 +148,8 @@ def _require_known(graph: Graph, precisions: Mapping[str, str], can: Mapping[str
 
 def can_be_sparse(node: Node) -> bool:
     """Whether the weight of a layer may be pruned to two of each four along its input channels."""
-    return node.attrs.get("groups", 1) == 1 and int(node.inputs[1].shape[1]) % FOUR == 0
+    channels = fixed(node["weight"].shape[1])
+    return bool(node.attrs.get("groups", 1) == 1) and channels % FOUR == 0
 
 
 def _require_fours(pruned: Iterable[str], can: Mapping[str, Node]) -> None:

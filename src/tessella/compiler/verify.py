@@ -44,6 +44,9 @@ NOISE_MARGIN = 4  # how much worse than plain float32 a plan may be where float3
 # How much worse than torch's own operators in the plan's types a plan may be, where these are bad:
 # it rounds less often, and sums in another order. And up to how many times the tolerance at all.
 NARROW_MARGIN, MOST_NARROW = 2, 5
+# Where a deep network is rounded to int8, 16-bit values between two steps fall either way, in torch
+# as in a plan, and each that falls moves others: a larger tolerance is multiplied by MOST_NARROW.
+ROUNDED_TOLERANCE = 0.1
 NO_NOISE = 3e-6  # an error of float32 at which another order of sums cannot matter
 INDEPENDENT = 1e-4  # of the largest value: what other samples may change of an answer
 
@@ -87,15 +90,9 @@ class Expected:
 
     def _noisy(self, least: float) -> float:
         """The error that rounding alone makes in this network, with a margin."""
-        narrow = min(NARROW_MARGIN * self.narrow, MOST_NARROW * max(least, self._unit))
+        tolerance = max(least, ROUNDED_TOLERANCE) if self.is_rounded else least
+        narrow = min(NARROW_MARGIN * self.narrow, MOST_NARROW * tolerance)
         return max(NOISE_MARGIN * self.noise, narrow)
-
-    @property
-    def _unit(self) -> float:
-        """What ``MOST_NARROW`` counts in: values between two steps of a deep int8 network fall
-        either way in 16 bits as they do in torch, and each that falls moves others.
-        """
-        return 0.1 if self.is_rounded else 0.0
 
     def least(self, batch: int) -> Expected:
         """Without samples that are there twice, for a plan whose smallest batch this is."""
@@ -249,7 +246,7 @@ def _random_inputs(graph: Graph, batch: int) -> Tensors:
     generator = torch.Generator().manual_seed(0)
     inputs: Tensors = {}
     concrete = graph.at_batch(batch)
-    images = {n.inputs[0] for n in concrete.nodes if n.op == "image_to_tensor"}
+    images = {n["input"] for n in concrete.nodes if n.op == "image_to_tensor"}
     for value in concrete.inputs:
         shape, dtype = shape_at(value.shape, batch), getattr(torch, value.dtype)
         if value in images:

@@ -47,6 +47,8 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 BY_WIRE: dict[str, DType] = {d.wire: d for d in DTYPES.values()}
 
+QUANTIZED = ("int8", "float8_e4m3fn")  # the types of quantized values that layers multiply
+
 # What a user writes as ``precision=``, and the element type of the activations it means: for int8
 # and fp8 of those between layers that are worth it, by calibration.
 PRECISIONS: dict[str, str] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class Dim:
         factor, offset = self.factor + right.factor, self.offset + right.offset
         return Dim(factor, offset) if factor else offset
 
-    def __mul__(self, other: int) -> int | Dim:
+    def __mul__(self, other: int | Dim) -> int | Dim:
         if isinstance(other, Dim):
             raise ArithmeticError(f"({self}) · ({other}) is not a multiple of the batch")
         return Dim(self.factor * other, self.offset * other) if other else 0
@@ -35,7 +36,7 @@ class Dim:
     def __rsub__(self, other: int) -> int | Dim:
         return self * -1 + other
 
-    def __floordiv__(self, other: int) -> int | Dim:
+    def __floordiv__(self, other: int | Dim) -> int | Dim:
         if isinstance(other, Dim) or self.factor % other or self.offset % other:
             raise ArithmeticError(f"({self}) / ({other}) is not whole for every batch")
         return Dim(self.factor // other, self.offset // other)
@@ -49,6 +50,21 @@ class Dim:
 
 
 Shape = tuple[int | Dim, ...]
+
+
+def fixed(size: int | Dim) -> int:
+    """A size that does not follow the batch; raises ``ArithmeticError`` if it does."""
+    if isinstance(size, Dim):
+        raise ArithmeticError(f"({size}) follows the batch")
+    return size
+
+
+def product(sizes: Iterable[int | Dim]) -> int | Dim:
+    """Sizes multiplied; raises ``ArithmeticError`` if two of them follow the batch."""
+    total: int | Dim = 1
+    for size in sizes:
+        total = size * total
+    return total
 
 
 def shape_at(shape: Shape, batch: int) -> tuple[int, ...]:

@@ -7,12 +7,13 @@ import torch
 
 from tessella import compiler
 from tessella.compiler import pipeline
-from tessella.compiler.choices.choose_kernels import constants_of, problem_of, views
+from tessella.compiler.choices.choose_kernels import constants_of, views
 from tessella.compiler.choices.variants import layouts_to_try, with_layout
 from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import assign
 from tessella.search.inputs import sample_inputs
 from tessella.search.inspection import exact_answers
+from tests.support.choices import problem_of
 from tests.support.networks import captured
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def test_each_problem_of_a_network_has_an_answer_in_float64(name: str, precision
     constants = {v.name: t for v, t in concrete.constants.items()}
     slices, seen = views(concrete, formats), set()
     for node in concrete.nodes:
-        problem = problem_of(concrete, node, formats, "ieee", slices)
+        problem = problem_of(concrete, node, formats, slices)
         if problem.key in seen or problem.op == "fallback":
             continue
         seen.add(problem.key)

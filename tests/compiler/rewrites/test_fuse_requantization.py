@@ -8,7 +8,7 @@ from torch import nn
 
 from tessella.compiler import passes, pipeline
 from tessella.compiler.calibration import Calibration
-from tessella.compiler.choices import choose_kernels, variants
+from tessella.compiler.choices import variants
 from tessella.compiler.passes import PASSES, request_for, run
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import fuse_requantization
@@ -16,6 +16,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
+from tests.support.choices import problem_of
 from tests.support.networks import captured
 from tests.support.quantized import Block, calibrated, graph_of
 
@@ -280,7 +281,7 @@ def test_hoppers_kernels_take_it(name: str) -> None:
         concrete = laid_out.at_batch(batch)
         nodes = {n.op: n for n in reversed(concrete.nodes)}  # the first of each
         for op, id in {"conv2d": "direct.sm90", "max_pool2d": "windows"}.items():
-            problem = choose_kernels.problem_of(concrete, nodes[op], formats, "ieee", {})
+            problem = problem_of(concrete, nodes[op], formats)
             assert problem.output.dtype == "int8"
             assert problem.output.has("channels_last")
             assert catalog.kernel(f"{op}.{id}").refusal(problem) is None
@@ -376,10 +377,7 @@ def test_hoppers_attention_takes_it_where_heads_become_rows() -> None:
     laid_out, formats = variants.with_layout(made, "contiguous")
     concrete = laid_out.at_batch(8)
     place = concrete.nodes.index(attention_of(concrete))
-    asked = [
-        choose_kernels.problem_of(concrete, n, formats, "ieee", {})
-        for n in concrete.nodes[place : place + 4]
-    ]
+    asked = [problem_of(concrete, n, formats) for n in concrete.nodes[place : place + 4]]
     assert [p.output.format for p in asked] == ["strided", "strided", "contiguous", "contiguous"]
     refusals = {row.id: row.refusal(asked[0]) for row in catalog.candidates(asked[0].op, "sm_90")}
     assert {id.partition(".")[2] for id, why in refusals.items() if why is None} == {

@@ -27,6 +27,7 @@ from tessella.kernels import catalog
 from tessella.kernels.transform import cut
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
+from tests.support.choices import problem_of
 from tests.support.networks import plan
 
 BATCH = DimRange(min=1, opt=2, max=3)
@@ -307,7 +308,7 @@ def test_layers_on_codes_are_siblings_too(name: str, kind: str, target: str) -> 
     }  # fmt: skip
     for node in concrete.nodes if target == "sm_90" else ():
         if node.op in hopper:  # slices among what they read
-            problem = choose_kernels.problem_of(concrete, node, formats, "ieee", places)
+            problem = problem_of(concrete, node, formats, places)
             assert catalog.kernel(hopper[node.op]).refusal(problem) is None, node
 
 

@@ -23,7 +23,7 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quanti
 from tessella import compiler, runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
 from tessella.compiler import pipeline
-from tessella.compiler.choices import choose_kernels, variants
+from tessella.compiler.choices import variants
 from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import lower_quantization, pad_channels
@@ -34,6 +34,7 @@ from tessella.graph.graph import Graph, Node
 from tessella.graph.onnx import read
 from tessella.kernels import catalog
 from tessella.kernels.conv.libraries import onednn_int8
+from tests.support.choices import problem_of
 from tests.support.networks import NETWORKS, captured, plan
 from tests.support.quantized import calibrated, graph_of
 
@@ -425,7 +426,7 @@ def test_attentions_rows_are_rounded_where_they_are_dense(
     laid_out, formats = variants.with_layout(made, "contiguous")
     concrete = laid_out.at_batch(4)
     node = next(n for n in concrete.nodes[last:] if n.op == "quantize")
-    problem = choose_kernels.problem_of(concrete, node, formats, "ieee", {})
+    problem = problem_of(concrete, node, formats)
     for id in ("quantize.tiled", "quantize.generated"):
         assert catalog.kernel(id).refusal(problem) is None
     monkeypatch.setattr(lower_quantization, "_settle", lambda graph, node: ())
@@ -595,7 +596,7 @@ def test_a_gpus_kernels_take_every_rounded_layer(name: str, kind: str) -> None:
     }  # fmt: skip
     seen = set()
     for node in concrete.nodes:
-        problem = choose_kernels.problem_of(concrete, node, formats, "ieee", {})
+        problem = problem_of(concrete, node, formats)
         id = hopper.get(node.op) if len(node.inputs) == 5 else others.get(node.op)
         if id is None:
             assert not {"int8", "float8_e4m3fn"} & {node.inputs[0].dtype} or node.op in (

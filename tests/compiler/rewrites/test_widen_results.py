@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessella.compiler import pipeline
-from tessella.compiler.choices import choose_kernels
 from tessella.compiler.passes import of_stage, request_for, run
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import assign_layout, widen_results
@@ -16,6 +15,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
+from tests.support.choices import problem_of
 from tests.support.networks import NETWORKS, captured
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -79,7 +79,7 @@ def test_the_kernels_of_a_gpu_take_it(classes: int, batch: int) -> None:
     assert ops(after) == ["to", "linear"]
     concrete = after.at_batch(batch)
     formats = assign_layout.apply(concrete, "contiguous")
-    problem = choose_kernels.problem_of(concrete, concrete.nodes[-1], formats, "ieee", {})
+    problem = problem_of(concrete, concrete.nodes[-1], formats)
     rows = [row for row in catalog.candidates("linear", "sm_90") if not row.last_resort]
     taken = {row.id for row in rows if row.refusal(problem) is None}
     assert "linear.tiled" in taken

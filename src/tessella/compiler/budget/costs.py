@@ -19,6 +19,7 @@ from tessella.compiler.calibration import Calibration
 from tessella.compiler.choices import choose_kernels
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.choices.variants import layouts_to_try, with_layout
+from tessella.compiler.layers import PRODUCTS
 from tessella.compiler.rewrites.assign_layout import Layout
 from tessella.compiler.stopping import stopping
 from tessella.core.device import torch_device
@@ -83,7 +84,7 @@ class Measured:
 
     def layers_us(self, precision: str, units: Sequence[Unit]) -> dict[str, float]:
         mix = {} if precision == "fp32" else uniform(units, precision)
-        choices = [c for c in self._choices(mix) if c.node.op in mixes.LAYERS]
+        choices = [c for c in self._choices(mix) if c.node.op in PRODUCTS]
         names = [n.outputs[0].name for n in mixes.layer_nodes(self._exact)]
         wanted = {layer for unit in units for layer in unit.layers}
         times = (c.trials[0].time_us or 0.0 for c in choices)

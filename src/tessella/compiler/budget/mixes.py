@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from tessella.compiler import precision as precision_of
 from tessella.compiler.calibration import DTYPES as KINDS
 from tessella.compiler.calibration import Calibration, lowerable
+from tessella.compiler.layers import PRODUCTS
 from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import Assignment
 from tessella.core.dtype import SPARSE, plain_precision
@@ -26,7 +27,6 @@ Mix = Mapping[str, str]  # layer → precision; what is not named stays fp32
 OFFERED = {"cpu": ("bf16", "int8"), "sm_90": ("fp16", "int8", "fp8"), "reference": ("bf16", "int8")}
 WIDE = ("fp32", "fp16", "bf16")  # what a layer and all around it may be in
 BESIDE = {"sm_90": "fp16"}  # what a layer on codes has around it; elsewhere fp32
-LAYERS = ("conv2d", "linear", "matmul")  # lowering may turn a matmul to a linear layer
 WITH_SPARSITY = ("fp16", "bf16", "int8")  # what sparse tensor cores multiply
 STAYS = ("fallback", "user")  # operators that are not known to take other types
 
@@ -84,9 +84,9 @@ def units(exact: Graph, kinds: Sequence[str], target: str, calibration: Calibrat
         kind: precision_of.assign(exact, kind, {}, target, calibration).kinds.keys()
         for kind in {plain_precision(kind) for kind in kinds} & set(KINDS)
     }
-    readers: dict[Value | None, list[Node]] = {}  # of each value, the layers
+    readers: dict[Value, list[Node]] = {}  # of each value, the layers
     for node in lowerable(exact):
-        readers.setdefault(node.inputs[0], []).append(node)
+        readers.setdefault(node["input"], []).append(node)
     found = []
     for nodes in readers.values():
         names = tuple(n.output.name for n in nodes)
@@ -106,7 +106,7 @@ def units(exact: Graph, kinds: Sequence[str], target: str, calibration: Calibrat
 
 def _can_be_sparse(node: Node) -> bool:
     """Whether a sparse matrix product can carry it out."""
-    return precision_of.can_be_sparse(node) and not set(node.inputs[1].shape[2:]) - {1}
+    return precision_of.can_be_sparse(node) and not set(node["weight"].shape[2:]) - {1}
 
 
 def spelled(exact: Graph, mix: Mix, target: str) -> tuple[str, dict[str, str]]:
@@ -151,7 +151,7 @@ def lowered(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> Gr
 
 
 def simulated(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> Graph:
-    """A graph that rounds where a mix does, and computes codes' products in floating numbers.
+    """A graph that rounds where a mix does, and multiplies quantized values in floating numbers.
 
     It is what ``lowered`` computes, and runs on libraries' kernels wherever it is interpreted.
     """
@@ -161,7 +161,7 @@ def simulated(exact: Graph, mix: Mix, target: str, calibration: Calibration) -> 
 
 def layer_nodes(graph: Graph) -> list[Node]:
     """Convolutions and matrix products in order, which no lowering changes."""
-    return [n for n in graph.nodes if n.op in LAYERS]
+    return [n for n in graph.nodes if n.op in PRODUCTS]
 
 
 def weight_bytes(exact: Graph, mix: Mix) -> int:
@@ -169,7 +169,7 @@ def weight_bytes(exact: Graph, mix: Mix) -> int:
     size = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
     total = sum(t.numel() * t.element_size() for t in exact.constants.values())
     for node in lowerable(exact):
-        weight = exact.constant(node.inputs[1])
+        weight = exact.constant(node["weight"])
         count = 0 if weight is None else weight.numel()
         total -= count * (4 - size[plain_precision(mix.get(node.output.name, "fp32"))])
     return total

@@ -133,15 +133,16 @@ def search(
         batches = list(shown.batches(CHUNK))
         calibration = calibrate(sampled, batches, kinds=small, target=target)
     with ExitStack() as stack:
-        if measuring.cache is None:  # times are shared by all plans of the search
-            folder = Path(stack.enter_context(TemporaryDirectory()))
-            measuring = replace(measuring, cache=folder / "times.jsonl")
+        cache = measuring.cache
+        if cache is None:  # times are shared by all plans of the search
+            cache = Path(stack.enter_context(TemporaryDirectory())) / "times.jsonl"
+            measuring = replace(measuring, cache=cache)
         measured = Measured(
             exact,
             target=target,
             batch=batch.opt,
             calibration=calibration,
-            cache=measuring.cache,
+            cache=cache,
             budget_s=measuring.budget_s,
             time_limit_s=measuring.time_limit_s,
             emit=emit,

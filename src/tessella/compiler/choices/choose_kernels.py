@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tessella.artifacts.program import SLICE_ALIGNMENT, Slice
+from tessella.compiler.problems import problem_of
 from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.core.device import fingerprint
 from tessella.core.dtype import Math
 from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.value import fixed
 from tessella.kernels.catalog import Config, kernel
 from tessella.kernels.epilogue.int8 import LARGEST_BETA
 from tessella.kernels.epilogue.sixteen_bit import LEAST_GAMMA, MOST_GAMMA
@@ -162,7 +164,7 @@ def views(graph: Graph, formats: Formats) -> Slices:
     made = {value for node in graph.nodes for value in node.outputs}
     slices: Slices = {}
     for node in graph.nodes:
-        if node.op != "split" or (whole := node.inputs[0]) not in made:
+        if node.op != "split" or (whole := node["input"]) not in made:
             continue
         meta, axis, start = _meta(graph, whole, formats), int(node.attrs["dim"]), 0
         for value, size in zip(node.outputs, node.attrs["sizes"], strict=True):
@@ -181,7 +183,7 @@ def begins_aligned(whole: TensorMeta, place: Slice) -> bool:
 
 
 def _meta(graph: Graph, value: Value, formats: Formats) -> TensorMeta:
-    shape = tuple(int(d) for d in value.shape)
+    shape = tuple(map(fixed, value.shape))
     format = "contiguous" if value in graph.constants else formats.get(value.name, "contiguous")
     return TensorMeta(shape=shape, dtype=value.dtype, format=format)
 
@@ -189,23 +191,6 @@ def _meta(graph: Graph, value: Value, formats: Formats) -> TensorMeta:
 def problems_of(graph: Graph, formats: Formats, math: Math, slices: Slices) -> list[Problem]:
     """What kernels are asked to do for the nodes of a graph with concrete shapes, in order."""
     wholes = {v.name: v for v in graph.values()} if slices else {}
-    return [_problem(graph, node, formats, math, slices, wholes) for node in graph.nodes]
-
-
-def problem_of(graph: Graph, node: Node, formats: Formats, math: Math, slices: Slices) -> Problem:
-    """What a kernel is asked to do for ``node`` of a graph with concrete shapes."""
-    wholes = {v.name: v for v in graph.values()} if slices else {}
-    return _problem(graph, node, formats, math, slices, wholes)
-
-
-def _problem(
-    graph: Graph,
-    node: Node,
-    formats: Formats,
-    math: Math,
-    slices: Slices,
-    wholes: Mapping[str, Value],
-) -> Problem:
 
     def meta(value: Value) -> TensorMeta:
         plain, place = _meta(graph, value, formats), slices.get(value.name)
@@ -213,21 +198,15 @@ def _problem(
             return plain
         return _meta(graph, wholes[place.of], formats).part(place.axis, plain.shape[place.axis])
 
-    return Problem(
-        op=node.op,
-        inputs=tuple(None if v is None else meta(v) for v in node.inputs),
-        outputs=tuple(meta(v) for v in node.outputs),
-        attrs=node.attrs,
-        constant=tuple(i for i, v in enumerate(node.inputs) if v in graph.constants),
-        math=math,
-    )
+    return [problem_of(node, meta, graph.constants, math) for node in graph.nodes]
 
 
 def constants_of(
     node: Node, problem: Problem, constants: Mapping[str, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
     """The node's constant inputs by position."""
-    return {i: constants[node.inputs[i].name] for i in problem.constant}
+    known = ((i, node.inputs[i]) for i in problem.constant)
+    return {i: constants[value.name] for i, value in known if value is not None}
 
 
 def cost_us(choices: list[Choice]) -> float:

@@ -205,14 +205,16 @@ class Kind:
 
 
 def _not_chained(first: Choice, second: Choice, keep: bool) -> str | None:
-    if why := _not_read(first, second, 0) or _computed(second, (1, 2, 4)):
+    constants = second.problem.operation.positions(("weight", "bias", "scale"))
+    if why := _not_read(first, second, 0) or _computed(second, constants):
         return why
     return unchainable(first.problem, second.problem)
 
 
 def _chained(first: Choice, second: Choice, keep: bool) -> tuple[Problem, Inputs]:
     problem = conv2d_chain(first.problem, second.problem, keep=keep)
-    return problem, (*_inputs(first, 5), *_inputs(second, 3)[1:], *_inputs(second, 5)[4:])
+    following = {f"next_{name}": second.node.get(name) for name in ("weight", "bias", "scale")}
+    return problem, problem.operation.ordered(**_operands(first), **following)
 
 
 def _not_pooled(first: Choice, second: Choice, keep: bool) -> str | None:
@@ -237,15 +239,19 @@ def _not_normed(first: Choice, second: Choice, keep: bool) -> str | None:
 def _normed(first: Choice, second: Choice, keep: bool) -> tuple[Problem, Inputs]:
     norm = norm_step(second.problem)
     assert not isinstance(norm, str)
-    positions = norm.weight, norm.bias, norm.code_scale
-    vectors = (None if i is None else second.node.inputs[i] for i in positions)
-    problem = linear_norm(first.problem, second.problem, keep=keep)
-    return problem, (*_inputs(first, 5), *vectors)
+    problem, read = linear_norm(first.problem, second.problem, keep=keep), second.node.inputs
+    vectors = {
+        "norm_weight": read[norm.weight],
+        "norm_bias": read[norm.bias],
+        "code_scale": None if norm.code_scale is None else read[norm.code_scale],
+    }
+    return problem, problem.operation.ordered(**_operands(first), **vectors)
 
 
-def _inputs(choice: Choice, count: int) -> Inputs:
-    """The first inputs of a step, None where it has fewer."""
-    return (*choice.node.inputs, *[None] * count)[:count]
+def _operands(layer: Choice) -> dict[str, Value | None]:
+    """What a layer reads, by name."""
+    names = ("input", "weight", "bias", "residual", "scale")
+    return {name: layer.node.get(name) for name in names}
 
 
 def _not_read(first: Choice, second: Choice, position: int) -> str | None:

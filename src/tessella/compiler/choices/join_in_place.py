@@ -20,7 +20,7 @@ from tessella.compiler.choices.choose_kernels import (
 )
 from tessella.core.errors import CompileError
 from tessella.core.events import Emit, silent
-from tessella.graph.graph import Graph, Value
+from tessella.graph.graph import Graph, Node, Value
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -66,14 +66,13 @@ class _Program:
         self._readers: dict[Value, list[int]] = {}
         self._plain: dict[str, TensorMeta] = {}  # what values are as no slices of anything
         for index, choice in enumerate(choices):
-            for value in dict.fromkeys(v for v in choice.node.inputs if v is not None):
+            for value in dict.fromkeys(_read(choice.node)):
                 self._readers.setdefault(value, []).append(index)
-            both = ((choice.node.inputs, choice.problem.inputs),
-                    (choice.node.outputs, choice.problem.outputs))  # fmt: skip
-            for values, metas in both:
-                for value, meta in zip(values, metas, strict=True):
-                    if value is not None:
-                        self._plain[value.name] = meta
+            values = (*choice.node.inputs, *choice.node.outputs)
+            metas = (*choice.problem.inputs, *choice.problem.outputs)
+            for end, meta in zip(values, metas, strict=True):
+                if end is not None and meta is not None:
+                    self._plain[end.name] = meta
 
     def join(self, index: int) -> None:
         """Let the parts of a concatenation lie in it, those for which that is faster."""
@@ -98,17 +97,17 @@ class _Program:
     def _lie_in_another(self, index: int) -> None:
         """A concatenation of parts that lie side by side in a longer one is a slice of that."""
         node = self.choices[index].node
-        axis, metas = node.attrs["dim"], self.choices[index].problem.inputs
-        first = self._slices.get(node.inputs[0].name)
+        axis, parts = node.attrs["dim"], _read(node)
+        first = self._slices.get(parts[0].name)
         if first is None or first.axis != axis or not self._free(node.output):
             return
         if first.of not in self._joins:  # parts of a split: whoever made the whole gave it a place
             return
         start = first.start
-        for value, meta in zip(node.inputs, metas, strict=True):
+        for value in parts:
             if self._slices.get(value.name) != replace(first, start=start):
                 return
-            start += meta.shape[axis]
+            start += self._plain[value.name].shape[axis]
         self._take_if_faster({node.output.name: first}, set(self._concerned(node.output)))
 
     def _parts(self, index: int) -> list[_Part]:
@@ -119,7 +118,7 @@ class _Program:
         dense, parts, start = self._plain[base.of], [], base.start
         if base.axis != axis or dense.format == "strided":
             return []
-        for value in choice.node.inputs:
+        for value in _read(choice.node):
             meta, place = self._plain[value.name], replace(base, start=start)
             start += meta.shape[axis]
             made = (
@@ -205,7 +204,7 @@ class _Program:
         ready: tuple[int, ...] = ()
         if node.op == "cat":
             axis = node.attrs["dim"]
-            parts = [(v.name, self._plain[v.name].shape[axis]) for v in node.inputs]
+            parts = [(v.name, self._plain[v.name].shape[axis]) for v in _read(node)]
             ready = in_place(slices, node.output.name, axis, parts)
         return replace(
             problem,
@@ -213,6 +212,10 @@ class _Program:
             outputs=tuple(meta(v) for v in node.outputs),
             in_place=ready,
         )
+
+
+def _read(node: Node) -> list[Value]:
+    return [value for value in node.inputs if value is not None]
 
 
 def _writer_first(tried: tuple[Trial, ...]) -> tuple[Trial, ...]:

@@ -41,9 +41,9 @@ def apply(graph: Graph, layout: Layout) -> Formats:
     converted: dict[Value, Value] = {}
     for node in list(graph.nodes):
         if node.op == "conv2d" and layout == "channels_last":
-            node.inputs = tuple(
-                _channels_last(graph, node, v, formats, converted) if position in (0, 3) else v
-                for position, v in enumerate(node.inputs)
+            images = {name: node.get(name) for name in ("input", "residual")}
+            node.rebind(
+                **{n: _channels_last(graph, node, v, formats, converted) for n, v in images.items()}
             )
         for value in node.outputs:
             formats[value.name] = _format(node, value, formats, graph, layout)
@@ -55,9 +55,9 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
         return layout
     if node.op == "pointwise" and has_rows(node.attrs["program"]):
         return "contiguous"
-    if node.op == "permute" and node.inputs[0] not in graph.constants:
-        return format_of(formats.get(node.inputs[0].name, "contiguous"), node.attrs["dims"])
-    if node.op == "reshape" and formats.get(node.inputs[0].name) == "strided":
+    if node.op == "permute" and node["input"] not in graph.constants:
+        return format_of(formats.get(node["input"].name, "contiguous"), node.attrs["dims"])
+    if node.op == "reshape" and formats.get(node["input"].name) == "strided":
         return "strided" if _cuts_heads(graph, node) else "contiguous"
     if node.op == "rearrange":
         return _of_rows(node, formats, layout)
@@ -75,7 +75,7 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
 
 def _of_rows(node: Node, formats: Formats, layout: Layout) -> Format:
     """What lies together before lies together after a ``rearrange``, if that may be channels."""
-    x, result = node.inputs[0], node.output
+    x, result = node["input"], node.output
     if layout == "contiguous" or len(result.shape) != 4:
         return "contiguous"
     shape, format = shape_at(x.shape, BATCH), formats.get(x.name, "contiguous")
@@ -90,7 +90,7 @@ def _cuts_heads(graph: Graph, node: Node) -> bool:
     Queries, keys and values that one layer makes are such slices: attention reads them there.
     """
     sizes = list(node.output.shape)
-    for size in node.inputs[0].shape:
+    for size in node["input"].shape:
         cut = sizes.pop(0) if sizes else None
         while cut != size and isinstance(cut, int) and isinstance(size, int) and sizes:
             if not isinstance(sizes[0], int) or not 0 < cut < size:
@@ -143,4 +143,4 @@ def _is_part_of_pixels(node: Node | None, formats: Formats) -> bool:
     """Whether a node cuts the channels of a value that is channels_last."""
     if node is None or node.op != "split" or node.attrs["dim"] != 1:
         return False
-    return formats.get(node.inputs[0].name) == "channels_last"
+    return formats.get(node["input"].name) == "channels_last"

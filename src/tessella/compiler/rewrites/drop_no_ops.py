@@ -6,11 +6,12 @@ transformers' masks are, is ``mask`` with axes of one between, a reshape.
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 
 from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.value import product
 
 _SAMPLES = [
     ("sub", 1, None),
@@ -29,7 +30,7 @@ def apply(graph: Graph) -> int:
             dropped += 1
         _merge_pair(graph, node)
         if _changes_nothing(node) and node.output not in graph.outputs:
-            graph.replace_uses(node.output, node.inputs[0])
+            graph.replace_uses(node.output, node["input"])
             graph.nodes.remove(node)
             dropped += 1
     return dropped
@@ -37,14 +38,12 @@ def apply(graph: Graph) -> int:
 
 def _merge_pair(graph: Graph, node: Node) -> None:
     """A reshape of a reshape reads the first one's input, a permute of a permute too."""
-    before = graph.producer(node.inputs[0]) if node.inputs else None
+    before = graph.producer(node["input"]) if node.op in ("reshape", "permute") else None
     if before is None or before.op != node.op:
         return
-    if node.op == "reshape":
-        node.inputs = before.inputs
-    elif node.op == "permute":
+    node.inputs = before.inputs
+    if node.op == "permute":
         node.attrs["dims"] = tuple(before.attrs["dims"][d] for d in node.attrs["dims"])
-        node.inputs = before.inputs
 
 
 def _changes_nothing(node: Node) -> bool:
@@ -55,23 +54,22 @@ def _changes_nothing(node: Node) -> bool:
     if node.op == "pad":
         return not any(node.attrs["pad"])
     if node.op in ("reshape", "expand"):
-        return node.inputs[0].shape == node.output.shape
-    return node.op == "to" and node.inputs[0].dtype == node.output.dtype
+        return node["input"].shape == node.output.shape
+    return node.op == "to" and node["input"].dtype == node.output.dtype
 
 
 def _takes_all(node: Node, graph: Graph) -> bool:
     """Whether each index counts the places of its axis, along axes that come in the same order."""
-    indices = node.inputs[1:]
-    first = ({"input": 0}, tuple({"input": i} for i in range(1, len(node.inputs))))
     if node.op != "fallback" or node.attrs["target"] != "aten::index.Tensor":
         return False
-    if node.attrs["args"] != first:
+    whole, *indices = (v for v in node.inputs if v is not None)
+    if node.attrs["args"] != ({"input": 0}, tuple({"input": i + 1} for i in range(len(indices)))):
         return False
     along: list[int] = []  # axes of the result, from the last backwards
-    for index, size in zip(indices, node.inputs[0].shape, strict=False):
+    for index, size in zip(indices, whole.shape, strict=False):
         constant = graph.constant(index)
         counted = _counts(constant) if constant is not None else _counts_samples(graph, index)
-        if not counted or math.prod(n for n in index.shape if n != 1) != size:
+        if not counted or product(n for n in index.shape if n != 1) != size:
             return False
         along += [i - len(index.shape) for i, n in enumerate(index.shape) if n != 1]
     return along == sorted(set(along))
@@ -83,7 +81,7 @@ def _counts(places: torch.Tensor) -> bool:
 
 def _counts_samples(graph: Graph, value: Value | None) -> bool:
     """Whether a value is 0, 1, … for each sample, as ``capture`` writes it: Σ 1 - 1."""
-    ops = []
+    ops: list[tuple[str, Any, Any]] = []
     while (node := graph.producer(value)) is not None and ops == _SAMPLES[: len(ops)]:
         kind = node.attrs["target"] if node.op == "fallback" else node.op
         if kind not in ("reshape", "to"):

@@ -17,16 +17,14 @@ def apply(graph: Graph) -> int:
     """
     folded = 0
     for norm in [n for n in graph.nodes if n.op == "batch_norm"]:
-        layer = graph.producer(norm.inputs[0])
+        layer = graph.producer(norm["input"])
         if layer is None or not _foldable(graph, layer, norm):
             continue
         weight, bias = _folded(graph, layer, norm)
-        name = layer.inputs[1].name
-        layer.inputs = (
-            layer.inputs[0],
-            graph.add_constant(f"{name}.folded", weight),
-            graph.add_constant(f"{name}.folded_bias", bias),
-            *layer.inputs[3:],
+        name = layer["weight"].name
+        layer.rebind(
+            weight=graph.add_constant(f"{name}.folded", weight),
+            bias=graph.add_constant(f"{name}.folded_bias", bias),
         )
         layer.outputs = norm.outputs
         graph.nodes.remove(norm)
@@ -39,23 +37,23 @@ def _foldable(graph: Graph, layer: Node, norm: Node) -> bool:
         return False
     if layer.op == "linear" and len(layer.output.shape) != 2:
         return False  # batch norm works on axis 1, which is not the features here
-    needed = [*layer.inputs[1:3], *norm.inputs[1:]]
-    plain = layer.attrs.get("activation") is None and all(v is None for v in layer.inputs[3:])
+    needed = [layer["weight"], layer.get("bias"), *norm.inputs[1:]]
+    plain = layer.attrs.get("activation") is None and layer.has_only("input", "weight", "bias")
     return plain and all(v is None or v in graph.constants for v in needed)
 
 
 def _folded(graph: Graph, layer: Node, norm: Node) -> tuple[torch.Tensor, torch.Tensor]:
     """The new weight and bias, computed in float64, in the weight's element type."""
-    weight = graph.constants[layer.inputs[1]]
+    weight = graph.constants[layer["weight"]]
     channels = weight.shape[0]
 
     def constant(value: Value | None, otherwise: float) -> torch.Tensor:
         tensor = graph.constant(value)
         return torch.full((channels,), otherwise).double() if tensor is None else tensor.double()
 
-    mean, variance = constant(norm.inputs[1], 0.0), constant(norm.inputs[2], 1.0)
-    gamma, beta = constant(norm.inputs[3], 1.0), constant(norm.inputs[4], 0.0)
-    bias = constant(layer.inputs[2], 0.0)
+    mean, variance = constant(norm["running_mean"], 0.0), constant(norm["running_var"], 1.0)
+    gamma, beta = constant(norm.get("weight"), 1.0), constant(norm.get("bias"), 0.0)
+    bias = constant(layer.get("bias"), 0.0)
     scale = gamma / torch.sqrt(variance + norm.attrs["eps"])
     scaled = weight.double() * scale.reshape(-1, *[1] * (weight.ndim - 1))
     return scaled.to(weight.dtype), ((bias - mean) * scale + beta).to(weight.dtype)

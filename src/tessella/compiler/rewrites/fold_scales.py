@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from tessella.compiler.rewrites.fold_batch_norm import FOLDS_INTO
-from tessella.graph.graph import Graph, Node
+from tessella.graph.graph import Graph, Node, Value
 
 
 def apply(graph: Graph) -> int:
@@ -20,32 +20,34 @@ def apply(graph: Graph) -> int:
         if reader is None or reader.op != "add":
             continue
         result = node.output
-        for value, other in (node.inputs, node.inputs[::-1]):
+        left, right = node["input"], node["other"]
+        for value, other in ((left, right), (right, left)):
             alike = (value.shape, value.dtype) == (result.shape, result.dtype)
             found = _layer(graph, node, value) if alike and other in graph.constants else None
             factor = None if found is None else _factor(graph.constants[other], node, found[1])
-            if found is not None and factor is not None:
+            last = graph.producer(value)
+            if found is not None and factor is not None and last is not None:
                 _scale(graph, found[0], factor)
-                graph.producer(value).outputs = node.outputs
+                last.outputs = node.outputs
                 graph.nodes.remove(node)
                 folded += 1
                 break
     return folded
 
 
-def _layer(graph: Graph, node: Node, value: object) -> tuple[Node, int] | None:
+def _layer(graph: Graph, node: Node, value: Value) -> tuple[Node, int] | None:
     """The layer that makes what ``node`` scales, behind permutes, and the axis of its channels."""
     turns = []
     while (maker := graph.producer(value)) is not None and graph.only_reader(value) is node:
         if maker.op == "permute":
             turns.append([d % len(maker.output.shape) for d in maker.attrs["dims"]])
-            node, value = maker, maker.inputs[0]
+            node, value = maker, maker["input"]
             continue
-        plain = maker.op in FOLDS_INTO and maker.attrs.get("activation") is None
-        needed = [v for v in maker.inputs[1:3] if v is not None]
-        if not plain or any(v is not None for v in maker.inputs[3:]):
+        if maker.op not in FOLDS_INTO or maker.attrs.get("activation") is not None:
             return None
-        if not all(v in graph.constants for v in needed):
+        if not maker.has_only("input", "weight", "bias"):
+            return None
+        if not all(v is None or v in graph.constants for v in maker.inputs[1:]):
             return None
         axis = len(maker.output.shape) - 1 if maker.op == "linear" else 1
         for dims in reversed(turns):
@@ -66,16 +68,10 @@ def _factor(constant: torch.Tensor, node: Node, axis: int) -> torch.Tensor | Non
 
 
 def _scale(graph: Graph, layer: Node, factor: torch.Tensor) -> None:
-    weight, bias = (graph.constant(v) for v in layer.inputs[1:3])
-    name = layer.inputs[1].name
+    weight, bias = graph.constants[layer["weight"]], graph.constant(layer.get("bias"))
+    name = layer["weight"].name
     scaled = weight.double() * factor.reshape(-1, *[1] * (weight.ndim - 1))
-    scaled_bias = None
     if bias is not None:
         made = (bias.double() * factor).to(bias.dtype)
-        scaled_bias = graph.add_constant(f"{name}.scaled_bias", made)
-    layer.inputs = (
-        layer.inputs[0],
-        graph.add_constant(f"{name}.scaled", scaled.to(weight.dtype)),
-        scaled_bias,
-        *layer.inputs[3:],
-    )
+        layer.rebind(bias=graph.add_constant(f"{name}.scaled_bias", made))
+    layer.rebind(weight=graph.add_constant(f"{name}.scaled", scaled.to(weight.dtype)))

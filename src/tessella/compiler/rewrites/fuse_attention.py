@@ -29,7 +29,7 @@ def apply(graph: Graph) -> int:
         weights = _weights(graph, node)
         if weights is None or not _is_last(weights):
             continue
-        products = _Products(graph).of(weights.inputs[0], weights)
+        products = _Products(graph).of(weights["input"], weights)
         if products is not None and _replace(graph, node, products):
             fused += 1
     drop_unused(graph)
@@ -42,15 +42,16 @@ def _weights(graph: Graph, product: Node) -> Node | None:
     ``where(isnan(weights), 0, weights)`` between them says what attention does anyway: a query that
     sees no key is 0.
     """
-    weights = product.inputs[0]
+    weights = product["input"]
     node = graph.producer(weights)
     if node is None or graph.only_reader(weights) is not product:
         return None
     if node.op == "fallback" and node.attrs["target"] == "aten::where.self":
-        asked, zero, weights = node.inputs
+        asked, zero, kept = node.inputs
         is_nan, constant = graph.producer(asked), graph.constant(zero)
-        if is_nan is None or is_nan.attrs.get("target") != "aten::isnan":
+        if is_nan is None or is_nan.attrs.get("target") != "aten::isnan" or kept is None:
             return None
+        weights = kept
         if is_nan.inputs != (weights,) or constant is None or constant.count_nonzero():
             return None
         if graph.users(weights) not in ([is_nan, node], [node, is_nan]):
@@ -63,7 +64,7 @@ def _is_last(softmax: Node) -> bool:
     (result,) = softmax.outputs
     dtype = softmax.attrs["dtype"]
     last = softmax.attrs["dim"] % len(result.shape) == len(result.shape) - 1
-    return last and dtype in (None, softmax.inputs[0].dtype)
+    return bool(last) and dtype in (None, softmax["input"].dtype)
 
 
 @dataclass
@@ -110,7 +111,7 @@ class _Products:
     def _takes(self, found: _Found, node: Node, source: Value, other: Value | None) -> bool:
         """Add to ``found`` what ``node`` does to products; False if attention has no such step."""
         if node.op in ("mul", "div"):
-            if node.op == "div" and source is not node.inputs[0]:
+            if node.op == "div" and source is not node["input"]:
                 return False
             if found.mask is not None or found.constant is not None:
                 return False  # a factor behind a mask is one of the mask, too
@@ -118,10 +119,10 @@ class _Products:
             if number is not None:
                 found.scale *= number if node.op == "mul" else 1 / number
                 return True
-            if node.op == "mul" and other in self.graph.constants and _one_a_head(other):
-                found.by_head.append(other)
-                return True
-            return False
+            if node.op == "div" or other is None or other not in self.graph.constants:
+                return False
+            found.by_head.append(other)
+            return _one_a_head(other)
         if node.op != "add" or other is None or node.attrs["alpha"] != 1:
             return False
         constant = self.graph.constant(other)
@@ -134,13 +135,13 @@ class _Products:
 
     def _by_window(self, joined: Node) -> _Found | None:
         """Behind ``joined`` [W·N, H, L, S], sums with constants [1, W, H, L, S]."""
-        split, masks = joined.inputs[0], list[torch.Tensor]()
+        split, masks = joined["input"], list[torch.Tensor]()
         value, reader = split, joined
         if len(split.shape) != 5 or split.shape[2:] != joined.output.shape[1:]:
             return None
         while (node := self.graph.producer(value)) is not None and node.op == "add":
-            source, other = node.inputs
-            if other not in self.graph.constants:
+            source, other = node["input"], node.get("other")
+            if other not in self.graph.constants and other is not None:
                 source, other = other, source
             constant = self.graph.constant(other)
             if constant is None or node.attrs["alpha"] != 1 or source.shape != split.shape:
@@ -153,9 +154,9 @@ class _Products:
             return None
         if self.graph.only_reader(value) is not reader:
             return None
-        if node.inputs[0].shape != joined.output.shape:
+        if node["input"].shape != joined.output.shape:
             return None
-        found = self.of(node.inputs[0], node)
+        found = self.of(node["input"], node)
         windows = (1, *split.shape[1:])
         for mask in masks:
             if found is None or not _broadcasts(tuple(mask.shape), windows):
@@ -182,7 +183,7 @@ def _broadcasts(shape: Shape, to: Shape) -> bool:
     if len(shape) > len(to):
         return False
     pairs = zip(reversed(shape), reversed(to), strict=False)
-    return all(size in (1, wanted) for size, wanted in pairs)
+    return all(size in (1, wide) for size, wide in pairs)
 
 
 def _add(found: _Found, constant: torch.Tensor, shape: Shape) -> bool:
@@ -210,8 +211,8 @@ def _replace(graph: Graph, last: Node, found: _Found) -> bool:
     """Put attention in the place of the product with the values."""
     if found.mask is not None and found.constant is not None:
         return False  # their sum would be as large as the products
-    queries, keys, scale = *found.matmul.inputs, found.scale
-    values, result = last.inputs[1], last.output
+    queries, keys, scale = found.matmul["input"], found.matmul["other"], found.scale
+    values, result = last["other"], last.output
     queries, scale = _unscaled(graph, queries, found.matmul, scale)
     keys, scale = _unscaled(graph, keys, found.matmul, scale)
     leading = queries.shape[:-2]
@@ -231,8 +232,7 @@ def _replace(graph: Graph, last: Node, found: _Found) -> bool:
     made = [Node("permute", (keys,), (turned,), {"dims": swapped}, layer)]
     for factor in found.by_head:
         scaled = Value(graph.fresh_name(f"{queries.name}.by_head"), queries.dtype, queries.shape)
-        attrs = {"scalar": None}
-        made.append(Node("mul", (queries, factor), (scaled,), attrs, layer))
+        made.append(Node("mul", (queries, factor), (scaled,), {"scalar": None}, layer))
         queries = scaled
     mask = found.mask
     if found.constant is not None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from tessella.compiler.layers import LAYERS
 from tessella.graph.graph import Graph, Node, Value
 from tessella.operations.epilogue import ACTIVATIONS
-
-LAYERS = ("conv2d", "linear")
 
 
 def apply(graph: Graph) -> int:
@@ -33,20 +32,20 @@ def apply(graph: Graph) -> int:
 
 def _other_operand(layer: Node, reader: Node) -> Value | None:
     """What an ``add`` adds to the layer's result, in either order; None if it is no plain sum."""
-    if reader.op != "add" or reader.attrs.get("alpha", 1) != 1 or reader.inputs[1] is None:
+    if reader.op != "add" or reader.attrs.get("alpha", 1) != 1:
         return None
-    left, right = reader.inputs
-    return right if left is layer.output else left
+    left, right = reader["input"], reader.get("other")
+    return right if left is layer.output or right is None else left
 
 
 def _free(layer: Node) -> bool:
-    return layer.attrs.get("activation") is None and layer.inputs[3] is None
+    return layer.attrs.get("activation") is None and layer.get("residual") is None
 
 
 def _fuse_bias(graph: Graph, layer: Node, reader: Node) -> bool:
     """``add`` of one constant a channel, as nn.Conv2d(bias=False) + nn.Parameter gives."""
     added = graph.constant(_other_operand(layer, reader))
-    weight, bias = graph.constant(layer.inputs[1]), layer.inputs[2]
+    weight, bias = graph.constant(layer["weight"]), layer.get("bias")
     if added is None or weight is None or not _free(layer):
         return False
     channels, axes = weight.shape[0], 2 if layer.op == "conv2d" else 0
@@ -58,8 +57,7 @@ def _fuse_bias(graph: Graph, layer: Node, reader: Node) -> bool:
     total = added.reshape(channels)
     if bias is not None:
         total = (total.double() + graph.constants[bias].double()).to(total.dtype)
-    new = graph.add_constant(f"{layer.inputs[1].name}.bias", total)
-    layer.inputs = (layer.inputs[0], layer.inputs[1], new, None)
+    layer.rebind(bias=graph.add_constant(f"{layer['weight'].name}.bias", total))
     return True
 
 
@@ -69,7 +67,7 @@ def _fuse_residual(graph: Graph, layer: Node, reader: Node) -> bool:
         return False
     if (other.shape, other.dtype) != (layer.output.shape, layer.output.dtype):
         return False  # a broadcast sum is no residual
-    layer.inputs = (layer.inputs[0], layer.inputs[1], layer.inputs[2], other)
+    layer.rebind(residual=other)
     return True
 
 

@@ -11,7 +11,8 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tessella.graph.graph import Graph, Node, Value
+from tessella.compiler.problems import problem_of
+from tessella.graph.graph import Graph, Node, Value, shape_at
 from tessella.kernels import catalog
 from tessella.kernels.pointwise.walk import MAX_OUTPUTS, refusal
 from tessella.operations.pointwise_program import (
@@ -24,7 +25,6 @@ from tessella.operations.pointwise_program import (
     Instruction,
     has_pool,
 )
-from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
 POOLING = "pointwise.windows"  # the kernel of programs with a pooling
@@ -115,7 +115,7 @@ class _Finder:
             return False
         pools = has_pool(node.attrs["program"])
         refuses = catalog.kernel(POOLING).refusal if pools else refusal
-        return refuses(self._problem(node)) is None
+        return refuses(problem_of(node, _meta, self._graph.constants)) is None
 
     def as_node(self, group: Sequence[Node]) -> Node:
         """The nodes, in order, as one ``pointwise``; its first result is the last node's."""
@@ -127,18 +127,9 @@ class _Finder:
         ]
         return as_node(self._graph, group, (last, *also))
 
-    def _problem(self, node: Node) -> Problem:
-        def meta(value: Value) -> TensorMeta:
-            shape = tuple(d if isinstance(d, int) else d.at(BATCH) for d in value.shape)
-            return TensorMeta(shape=shape, dtype=value.dtype)
 
-        return Problem(
-            op=node.op,
-            inputs=tuple(meta(v) for v in node.inputs if v is not None),
-            outputs=tuple(meta(v) for v in node.outputs),
-            attrs=node.attrs,
-            constant=tuple(i for i, v in enumerate(node.inputs) if v in self._graph.constants),
-        )
+def _meta(value: Value) -> TensorMeta:
+    return TensorMeta(shape=shape_at(value.shape, BATCH), dtype=value.dtype)
 
 
 def as_node(graph: Graph, group: Sequence[Node], outputs: tuple[Value, ...]) -> Node:
@@ -168,10 +159,10 @@ def as_node(graph: Graph, group: Sequence[Node], outputs: tuple[Value, ...]) -> 
 def _with_number(graph: Graph, node: Node) -> tuple[tuple[Value | None, ...], dict[str, Any]]:
     """A node's inputs and attributes, with a constant number on the right as ``scalar``."""
     attrs = dict(node.attrs)
-    constant = graph.constant(node.inputs[1]) if "scalar" in attrs else None
+    constant = graph.constant(node.get("other")) if "scalar" in attrs else None
     if constant is None or constant.ndim or not constant.is_floating_point():
         return node.inputs, attrs
     number = float(constant)
     if not math.isfinite(number):
         return node.inputs, attrs
-    return (node.inputs[0], None), attrs | {"scalar": number}
+    return (node["input"], None), attrs | {"scalar": number}

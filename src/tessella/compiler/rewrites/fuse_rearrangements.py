@@ -18,6 +18,7 @@ from tessella.compiler.rewrites import assign_layout, dead_code
 from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.graph.build import drop_unread
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
+from tessella.graph.value import fixed
 from tessella.operations.rearrangement import MOST_PARTS
 
 MOST_LINKS = 32  # that are looked at behind a node; networks have eight
@@ -162,7 +163,7 @@ class _Chains:
             else (lambda view: _permuted(view, node.attrs["dims"]))
         )
         return _Link(
-            source=node.inputs[0],
+            source=node["input"],
             result=value,
             nodes=frozenset((node,)),
             moves=(move,),
@@ -187,16 +188,16 @@ class _Chains:
         return _Link(source=source, result=cat.output, nodes=nodes, moves=moves, copies="always")
 
     def _slices(self, value: Value | None) -> list[Node]:
-        """The slice that a value is, that of which it is one, and so on."""
+        """The slice that makes a value, the slice that makes what that one reads, and so on."""
         found: list[Node] = []
         while (node := self._graph.producer(value)) is not None and node.op == "slice":
             found.append(node)
-            value = node.inputs[0]
+            value = node["input"]
         return found
 
 
 def _sources(slices: Sequence[Node]) -> list[Value]:
-    return [node.inputs[0] for node in slices]
+    return [node["input"] for node in slices]
 
 
 # --- slices ---------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def _places(slices: Sequence[Node]) -> dict[int, _Place] | None:
     places: dict[int, _Place] = {}
     for node in slices:
         a, axis = node.attrs, node.attrs["dim"] % len(node.output.shape)
-        size, count = node.inputs[0].shape[axis], node.output.shape[axis]
+        size, count = node["input"].shape[axis], node.output.shape[axis]
         numbers = (a["start"], a["step"], size, count)
         if axis in places or not all(isinstance(n, int) for n in numbers):
             return None
@@ -221,12 +222,13 @@ def _places(slices: Sequence[Node]) -> dict[int, _Place] | None:
 def _roll(
     places: Sequence[dict[int, _Place] | None], cat: Node, shape: Shape
 ) -> tuple[_Move, ...] | None:
-    """The end of an axis before its beginning."""
+    """The move of a concatenation of an axis' end and its beginning; None if it is none."""
     dim = cat.attrs["dim"] % len(shape)
     size = shape[dim]
-    if len(places) != 2 or None in places or not isinstance(size, int):
+    end = places[0]
+    if end is None or not isinstance(size, int):
         return None
-    start = places[0].get(dim, (0, 0, 0))[0]
+    start = end.get(dim, (0, 0, 0))[0]
     if list(places) != [{dim: (start, 1, size - start)}, {dim: (0, 1, start)}]:
         return None
     return (lambda view: _rolled(view, dim, size - start),)
@@ -248,7 +250,7 @@ def _fold(
             {axis: (at, steps[axis], shape[axis] // steps[axis]) for axis, at in zip(order, start)}
             for start in starts
         ]
-        if list(places) == wanted and not any(shape[a] % steps[a] for a in steps):
+        if list(places) == wanted and not any(fixed(shape[a]) % steps[a] for a in steps):
             return _folded(order, steps, dim, shape, cat.output.shape)
     return None
 

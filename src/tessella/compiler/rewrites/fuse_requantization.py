@@ -1,13 +1,13 @@
-"""Layers whose activated result is only rounded write the codes themselves.
+"""Layers whose activated result is only rounded write the quantized values themselves.
 
-``lower_quantization`` takes the result's scale into the own factors of a layer on codes, which a
+``lower_quantization`` takes the result's scale into a quantized layer's own factors, which a
 ReLU lets through. Behind a GELU or a SiLU, and for a layer on 16 bits, which has none, it is a
 factor of its own, ``gamma``, and only some kernels know it: where none does, as on a CPU, the layer
 writes floating numbers and a step rounds them.
 
 A network's first layer has too few channels for int8, and a pooling often stands before the
-rounding. As rounding keeps the order, the largest of codes is the code of the largest: the layer
-writes codes, and the pooling reads them, half of the bytes each::
+rounding. As rounding keeps the order, the largest of quantized values is the quantized largest: the
+layer writes quantized values, and the pooling reads them, half of the bytes each::
 
     quantize(max_pool2d(conv2d(x))) → max_pool2d(conv2d(x, gamma=1 / scale, dtype="int8"))
 
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from tessella.compiler.fitting import has_kernel, is_plain_half, loses_none
+from tessella.compiler.fitting import has_kernel, is_plain_sixteen_bit, loses_none
+from tessella.compiler.layers import LAYERS
 from tessella.compiler.rewrites import pad_channels
-from tessella.compiler.rewrites.fuse_epilogue import LAYERS
-from tessella.compiler.rewrites.lower_quantization import CODES, Code, code_of
+from tessella.compiler.rewrites.lower_quantization import Code, code_of
+from tessella.core.dtype import QUANTIZED
 from tessella.graph.graph import Graph, Node, Value
 from tessella.operations.epilogue import is_gamma
 
@@ -58,12 +59,12 @@ def apply(graph: Graph, target: str) -> int:
             graph.nodes.remove(rounds)
             fused += 1
     if fused and target == "sm_90":
-        pad_channels.apply(graph)  # what lies between two of these layers is codes only now
+        pad_channels.apply(graph)  # what lies between two of these layers is quantized only now
     return fused
 
 
 def _until_rounded(graph: Graph, node: Node) -> tuple[list[Node], Node | None]:
-    """What moves a result, or takes its maximum, and is read alone; and the reader behind."""
+    """The moves or poolings that alone read a result, in order; and what reads the last one."""
     moves = ("permute", "reshape") if node.op == ATTENTION else ("max_pool2d",)
     between: list[Node] = []
     reader = graph.only_reader(node.output)
@@ -74,26 +75,28 @@ def _until_rounded(graph: Graph, node: Node) -> tuple[list[Node], Node | None]:
 
 
 def _takes(node: Node, code: Code) -> bool:
-    """Whether one factor behind the layer's activation makes these codes: zero must stay zero.
+    """Whether one factor behind the layer's activation quantizes so: zero must stay zero.
 
-    A residual in floating numbers beside codes is what fast kernels do not read.
+    Fast kernels read no residual in floating numbers beside quantized values.
     """
     return (
-        (node.op == ATTENTION or _is_on(node, code) or is_plain_half(node))
+        (node.op == ATTENTION or _reads(node, code) or is_plain_sixteen_bit(node))
         and code.scale.numel() == 1
         and code.zero == 0
-        and code.dtype in CODES
+        and code.dtype in QUANTIZED
         and node.attrs.get("gamma", 1.0) == 1.0
     )
 
 
-def _is_on(node: Node, code: Code) -> bool:
-    """Whether the layer multiplies such codes itself, and adds nothing."""
-    return len(node.inputs) == 5 and node.inputs[3] is None and node.inputs[0].dtype == code.dtype
+def _reads(node: Node, code: Code) -> bool:
+    """Whether a layer multiplies values of the same quantized type, and adds no residual."""
+    if node.get("scale") is None or node.get("residual") is not None:
+        return False
+    return node["input"].dtype == code.dtype
 
 
 def _has_kernel(graph: Graph, node: Node, rounding: Node, target: str) -> bool:
-    """Whether it pays: of codes there are no other kernels, of 16 bits none may be lost."""
-    if node.op == ATTENTION or is_plain_half(node):
+    """Whether it pays: quantized layers have no other kernels; no 16-bit kernel may be lost."""
+    if node.op == ATTENTION or is_plain_sixteen_bit(node):
         return loses_none(node, rounding, target, graph.constants)
     return has_kernel(rounding, target, graph.constants)

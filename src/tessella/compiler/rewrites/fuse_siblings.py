@@ -11,7 +11,7 @@ from collections.abc import Hashable
 
 import torch
 
-from tessella.compiler.rewrites.fuse_epilogue import LAYERS
+from tessella.compiler.layers import LAYERS
 from tessella.graph.graph import Graph, Node, Value
 
 
@@ -44,14 +44,14 @@ def apply(graph: Graph, *, joined: bool = True) -> int:
 
 def _kind(graph: Graph, node: Node) -> Hashable | None:
     """What siblings have in common; None if the node cannot be one."""
-    if node.op not in LAYERS or node.inputs[3] is not None or node.attrs.get("groups", 1) != 1:
+    if node.op not in LAYERS or node.get("residual") or node.attrs.get("groups", 1) != 1:
         return None
-    x, weight, bias, _, *scale = node.inputs
+    x, weight, bias, scale = node["input"], node["weight"], node.get("bias"), node.get("scale")
     if x in graph.constants or weight not in graph.constants or len(weight.shape) < 2:
         return None
-    if any(v not in graph.constants or v.shape != weight.shape[:1] for v in scale):
+    if scale is not None and (scale not in graph.constants or scale.shape != weight.shape[:1]):
         return None
-    (dtype,) = {v.dtype for v in scale} or {weight.dtype}
+    dtype = (scale or weight).dtype
     if bias is not None and (bias not in graph.constants or bias.dtype != dtype):
         return None
     attrs = tuple(sorted((name, _hashable(value)) for name, value in node.attrs.items()))
@@ -64,39 +64,31 @@ def _hashable(value: object) -> Hashable:
 
 def _without_shared_weights(graph: Graph, group: list[Node]) -> list[Node]:
     together = set(group)
-    return [n for n in group if together.issuperset(graph.users(n.inputs[1]))]
+    return [n for n in group if together.issuperset(graph.users(n["weight"]))]
 
 
 def _fuse(graph: Graph, group: list[Node]) -> None:
     """The layer takes the first one's place, where their input is there; nothing else is read."""
     first = group[0]
-    weights = [graph.constants[n.inputs[1]] for n in group]
+    weights = [graph.constants[n["weight"]] for n in group]
     sizes = tuple(len(w) for w in weights)
     # with their number: programs that are raced share constants by name, and their groups differ
-    name = f"{first.inputs[1].name}.{len(group)}_siblings"
+    name = f"{first['weight'].name}.{len(group)}_siblings"
     weight = graph.add_constant(name, torch.cat(weights))
-    bias, scale = None, ()
-    like = weights[0]
-    if len(first.inputs) > 4:  # codes: a factor for each channel
-        scales = [graph.constants[n.inputs[4]] for n in group]
-        like, scale = scales[0], (graph.add_constant(f"{weight.name}.factor", torch.cat(scales)),)
-    if any(n.inputs[2] is not None for n in group):
-        parts = [
-            like.new_zeros(size) if n.inputs[2] is None else graph.constants[n.inputs[2]]
-            for n, size in zip(group, sizes, strict=True)
-        ]
-        bias = graph.add_constant(f"{weight.name}.bias", torch.cat(parts))
-    old = first.output
+    old, like = first.output, weights[0]
     dim = 1 if first.op == "conv2d" else len(old.shape) - 1
     shape = (*old.shape[:dim], sum(sizes), *old.shape[dim + 1 :])
     made = Value(graph.fresh_name(f"{old.name}.siblings"), old.dtype, shape)
-    layer = Node(
-        op=first.op,
-        inputs=(first.inputs[0], weight, bias, None, *scale),
-        outputs=(made,),
-        attrs=dict(first.attrs),
-        layer=first.layer,
-    )
+    layer = Node(first.op, first.inputs, (made,), dict(first.attrs), first.layer)
+    layer.rebind(weight=weight)
+    if first.get("scale") is not None:  # quantized: a factor for each channel
+        scales = [graph.constants[n["scale"]] for n in group]
+        layer.rebind(scale=graph.add_constant(f"{weight.name}.factor", torch.cat(scales)))
+        like = scales[0]
+    biases = [graph.constant(n.get("bias")) for n in group]
+    if any(bias is not None for bias in biases):
+        parts = [like.new_zeros(s) if b is None else b for b, s in zip(biases, sizes, strict=True)]
+        layer.rebind(bias=graph.add_constant(f"{weight.name}.bias", torch.cat(parts)))
     split = Node(
         op="split",
         inputs=(made,),

@@ -28,16 +28,11 @@ def apply(graph: Graph, kinds: Mapping[str, str], calibration: Calibration) -> i
     """
     layers = {n: None for n in graph.nodes if n.outputs[0].name in kinds}  # a set in order
     rounder = _Rounder(graph, calibration, {n.output: kinds[n.output.name] for n in layers})
-    for value, kind in rounder.activations(layers).items():
-        rounder.round(value, kind, layers)
+    for value, wanted in rounder.activations(layers).items():
+        rounder.round(value, wanted, layers)
     for node in layers:
         kind = kinds[node.output.name]
-        node.inputs = (
-            node.inputs[0],
-            rounder.weight(node.inputs[1], kind),
-            rounder.bias(node, kind),
-            *node.inputs[3:],
-        )
+        node.rebind(weight=rounder.weight(node["weight"], kind), bias=rounder.bias(node, kind))
     return len(layers)
 
 
@@ -48,7 +43,7 @@ class _Rounder:
         self._graph, self._calibration = graph, calibration
         self._kind_of_layer = kind_of_layer
         self._weights: dict[tuple[Value, str], Value] = {}
-        self._adds_codes: set[Node] = set()  # layers whose residual is rounded
+        self._rounds_residual: set[Node] = set()  # layers whose residual is rounded
 
     def activations(self, layers: Collection[Node]) -> dict[Value, set[str]]:
         """What is rounded, and to what: all that layers read, and residuals of layers between.
@@ -60,15 +55,15 @@ class _Rounder:
         """
         wanted: dict[Value, set[str]] = {}
         for node in layers:
-            wanted.setdefault(node.inputs[0], set()).add(self._kind_of_layer[node.output])
+            wanted.setdefault(node["input"], set()).add(self._kind_of_layer[node.output])
         moved = set(self._moved_from(*wanted))
         for node in layers:
-            residual = node.inputs[3]
+            residual = node.get("residual")
             if residual is None:
                 continue
             if node.output in moved or (residual in moved and self._by_layers(residual, layers)):
                 wanted.setdefault(residual, set()).add(self._kind_of_layer[node.output])
-                self._adds_codes.add(node)
+                self._rounds_residual.add(node)
         return wanted
 
     def _by_layers(self, value: Value, layers: Collection[Node]) -> bool:
@@ -98,11 +93,10 @@ class _Rounder:
             rounded = self._rounded(value, kind)
             for node in readers:
                 if self._kind_of_layer.get(node.outputs[0]) == kind:
-                    positions = (0, 3) if node in self._adds_codes else (0,)
-                    node.inputs = tuple(
-                        rounded if v is value and i in positions else v
-                        for i, v in enumerate(node.inputs)
-                    )
+                    if node["input"] is value:
+                        node.rebind(input=rounded)
+                    if node in self._rounds_residual and node["residual"] is value:
+                        node.rebind(residual=rounded)
                 elif node not in layers and by_layers and len(kinds) == 1:
                     node.inputs = tuple(rounded if v is value else v for v in node.inputs)
 
@@ -137,7 +131,7 @@ class _Rounder:
     def _scale(self, value: Value, kind: str) -> float:
         maker = self._graph.producer(value)
         if maker is not None and maker.op == "image_to_tensor":
-            value = maker.inputs[0]  # bytes have the name of the image that was calibrated
+            value = maker["input"]  # bytes have the name of the image that was calibrated
         if value.name not in self._calibration.thresholds:
             raise CompileError(
                 "the calibration has not seen this value",
@@ -150,8 +144,8 @@ class _Rounder:
         graph = self._graph
         if (value, kind) not in self._weights:
             limit = self._calibration.largest_weight(kind)
-            codes, scale = rounded_weight(graph.constants[value], kind, limit)
-            small = graph.add_constant(f"{value.name}.{kind}", codes)
+            quantized, scale = rounded_weight(graph.constants[value], kind, limit)
+            small = graph.add_constant(f"{value.name}.{kind}", quantized)
             factor = graph.add_constant(f"{value.name}.{kind}.scale", scale)
             back = Value(graph.fresh_name(f"{value.name}.rounded"), value.dtype, value.shape)
             node = Node(
@@ -168,8 +162,8 @@ class _Rounder:
         """The bias, corrected by the mean error that the calibration found."""
         correction = self._calibration.corrections.get(kind, {}).get(node.output.name)
         if correction is None:
-            return node.inputs[2]
-        known = self._graph.constant(node.inputs[2])
+            return node.get("bias")
+        known = self._graph.constant(node.get("bias"))
         total = correction.double() if known is None else known.double() + correction.double()
-        name = f"{node.inputs[1].name}.{kind}.bias"
+        name = f"{node['weight'].name}.{kind}.bias"
         return self._graph.add_constant(name, total.to(getattr(torch, node.output.dtype)))

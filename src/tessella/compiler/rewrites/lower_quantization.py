@@ -17,13 +17,14 @@ from functools import partial
 
 import torch
 
+from tessella.compiler.layers import PRODUCTS
 from tessella.compiler.rewrites import dead_code
 from tessella.compiler.rewrites.worklist import until_done, values_of
+from tessella.core.dtype import QUANTIZED
 from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.value import fixed
 from tessella.operations.table import operation
 
-LAYERS = ("conv2d", "linear", "matmul")
-CODES = ("int8", "float8_e4m3fn")
 # what commutes with rounding to one scale; of fp8 only what is a view
 MOVES = ("reshape", "permute", "expand", "slice", "select", "split", "cat", "max_pool2d", "relu")
 VIEWS = MOVES[:6]
@@ -67,11 +68,11 @@ def apply(graph: Graph) -> int:
     _shift_unsigned(graph)
     until_done(graph, _sink, _merge, _cancel)
     while until_done(
-        graph, _sink, _merge, _cancel, partial(_lift, from_codes=_from_codes(graph))
+        graph, _sink, _merge, _cancel, partial(_lift, quantized=_from_quantized(graph))
     ):  # what was sunk meanwhile may let something be lifted far behind it
         pass
-    lowered = sum(_lower(graph, n) for n in list(graph.nodes) if n.op in LAYERS)
-    for node in [n for n in graph.nodes if n.op in LAYERS]:
+    lowered = sum(_lower(graph, n) for n in list(graph.nodes) if n.op in PRODUCTS)
+    for node in [n for n in graph.nodes if n.op in PRODUCTS]:
         _requantize(graph, node)
         _take_relu(graph, node)
     _fold(graph)
@@ -84,13 +85,13 @@ def code_of(graph: Graph, node: Node | None, op: str) -> Code | None:
     """The code of a ``quantize`` or ``dequantize`` node with known numbers; None if it is none."""
     if node is None or node.op != op:
         return None
-    scale, zero = (graph.constant(v) for v in node.inputs[1:])
-    if scale is None or (zero is None and node.inputs[2] is not None):
+    scale, zero = graph.constant(node["scale"]), graph.constant(node.get("zero_point"))
+    if scale is None or (zero is None and node.get("zero_point") is not None):
         return None
     if zero is not None and len(set(zero.flatten().tolist())) > 1:
         return None
     return Code(
-        dtype=(node.output if op == "quantize" else node.inputs[0]).dtype,
+        dtype=(node.output if op == "quantize" else node["input"]).dtype,
         scale=scale.double().flatten(),
         zero=0 if zero is None else int(zero.flatten()[0]),
         axis=node.attrs["axis"],
@@ -114,15 +115,16 @@ def _shift_unsigned(graph: Graph) -> None:
     while waiting:  # a move's inputs and outputs, all or none
         value = waiting.pop()
         users, maker = graph.users(value), graph.producer(value)
+        read = [] if maker is None else [v for v in maker.inputs if v is not None]
         moved = maker is not None and maker.op in MOVES
         if value not in shifted or (
             all(_may_shift(graph, n, value, shifted) for n in users)
-            and not (moved and not shifted.issuperset(maker.inputs))
+            and not (moved and not shifted.issuperset(read))
         ):
             continue
         shifted.remove(value)
         waiting += [v for n in users for v in n.outputs]
-        waiting += maker.inputs if maker is not None else ()
+        waiting += read
     for value in shifted:
         value.dtype = "int8"
         if value in graph.constants:
@@ -131,7 +133,7 @@ def _shift_unsigned(graph: Graph) -> None:
         if node.op == "quantize" and node.output in shifted:
             node.attrs["dtype"] = "int8"
         if (node.op == "quantize" and node.output in shifted) or (
-            node.op == "dequantize" and node.inputs[0] in shifted
+            node.op == "dequantize" and node["input"] in shifted
         ):
             _shift_zero(graph, node)
 
@@ -143,16 +145,14 @@ def _only_dequantized(users: list[Node]) -> bool:
 def _may_shift(graph: Graph, node: Node, value: Value, shifted: set[Value]) -> bool:
     if node.op in MOVES and node.op != "relu":
         return set(node.outputs) <= shifted
-    return node.inputs[0] is value and code_of(graph, node, "dequantize") is not None
+    return code_of(graph, node, "dequantize") is not None and node["input"] is value
 
 
 def _shift_zero(graph: Graph, node: Node) -> None:
-    zero = graph.constant(node.inputs[2])
-    scale = graph.constants[node.inputs[1]]
+    zero, scale = graph.constant(node.get("zero_point")), graph.constants[node["scale"]]
     moved = torch.zeros(scale.shape, dtype=torch.int32) if zero is None else zero.int()
-    name = f"{node.inputs[1].name}.zero"
-    made = graph.add_constant(name, (moved - 128).to(torch.int8))
-    node.inputs = (*node.inputs[:2], made)
+    name = f"{node['scale'].name}.zero"
+    node.rebind(zero_point=graph.add_constant(name, (moved - 128).to(torch.int8)))
 
 
 # ── meeting ───────────────────────────────────────────────────────────────────────────────────────
@@ -175,7 +175,7 @@ def _sink(graph: Graph, node: Node) -> Collection[Value]:
 
 def _moves(node: Node, code: Code) -> bool:
     """Whether moving elements of this code is the same as moving the numbers."""
-    if code.dtype not in (*CODES, "uint8"):
+    if code.dtype not in (*QUANTIZED, "uint8"):
         return False
     if code.dtype == "float8_e4m3fn":
         return node.op in VIEWS
@@ -194,10 +194,10 @@ def _moved_axis(node: Node, code: Code) -> int | None:
 
 
 def _sink_one(graph: Graph, node: Node, makers: list[Node], axis: int) -> Collection[Value]:
-    changed, small = values_of(node), makers[0].inputs[0].dtype
+    changed, small = values_of(node), makers[0]["input"].dtype
     attrs = {"axis": axis, "dtype": makers[0].attrs["dtype"]}
     parameters, outputs = makers[0].inputs[1:], node.outputs
-    node.inputs = tuple(m.inputs[0] for m in makers)
+    node.inputs = tuple(m["input"] for m in makers)
     node.outputs = tuple(
         Value(graph.fresh_name(f"{v.name}.{small}"), small, v.shape) for v in outputs
     )
@@ -214,11 +214,11 @@ def _merge(graph: Graph, node: Node) -> Collection[Value]:
     code = code_of(graph, node, node.op) if node.op in ("quantize", "dequantize") else None
     if code is None or node.output in graph.outputs:
         return ()
-    for other in graph.users(node.inputs[0]):
+    for other in graph.users(node["input"]):
         if not other < node:
             break
         alike = other.op == node.op and other.attrs == node.attrs
-        alike = alike and other.inputs[0] is node.inputs[0] and other.output not in graph.outputs
+        alike = alike and other["input"] is node["input"] and other.output not in graph.outputs
         if alike and code.same(code_of(graph, other, other.op)):
             return _drop(graph, node, other.output)
     return ()
@@ -229,10 +229,10 @@ def _cancel(graph: Graph, node: Node) -> Collection[Value]:
     code = code_of(graph, node, "quantize")
     if code is None or node.output in graph.outputs:
         return ()
-    maker = graph.producer(node.inputs[0])
+    maker = graph.producer(node["input"])
     if maker is None or not code.same(code_of(graph, maker, "dequantize")):
         return ()
-    return _drop(graph, node, maker.inputs[0])
+    return _drop(graph, node, maker["input"])
 
 
 def _drop(graph: Graph, node: Node, instead: Value) -> Collection[Value]:
@@ -243,20 +243,20 @@ def _drop(graph: Graph, node: Node, instead: Value) -> Collection[Value]:
     return changed
 
 
-def _lift(graph: Graph, node: Node, from_codes: Collection[Value]) -> Collection[Value]:
+def _lift(graph: Graph, node: Node, quantized: Collection[Value]) -> Collection[Value]:
     """``quantize(move(x))`` → ``move(quantize(x))``, where nothing else reads what is moved."""
     code = code_of(graph, node, "quantize")
     if code is None or code.scale.numel() > 1:
         return ()
-    move = graph.producer(node.inputs[0])
-    if move is None or move.op not in MOVES or graph.only_reader(node.inputs[0]) is not node:
+    move = graph.producer(node["input"])
+    if move is None or move.op not in MOVES or graph.only_reader(node["input"]) is not node:
         return ()
     if len(move.outputs) > 1 or not _moves(move, code):
         return ()
-    if move.op not in VIEWS and not any(v in from_codes for v in move.inputs):
+    if move.op not in VIEWS and not any(v in quantized for v in move.inputs):
         return ()  # a pooling leaves less to round
-    changed, inputs = values_of(move, node), []
-    for value in move.inputs:
+    changed, inputs = values_of(move, node), list[Value]()
+    for value in filter(None, move.inputs):
         small = Value(graph.fresh_name(f"{value.name}.{code.dtype}"), code.dtype, value.shape)
         inputs.append(small)
         made = Node(
@@ -271,14 +271,14 @@ def _lift(graph: Graph, node: Node, from_codes: Collection[Value]) -> Collection
     return [*changed, *inputs]
 
 
-def _from_codes(graph: Graph) -> set[Value]:
-    """The values that are computed from codes, so that they may be stored as codes."""
+def _from_quantized(graph: Graph) -> set[Value]:
+    """The values that are computed from quantized ones, so that they may be stored quantized."""
     found: set[Value] = set()
     for node in graph.nodes:
         if node.op in MOVES:
             known = any(v in found for v in node.inputs)
         else:
-            source = graph.producer(node.inputs[0]) if node.op in LAYERS else node
+            source = graph.producer(node["input"]) if node.op in PRODUCTS else node
             known = source is not None and source.op == "dequantize"
         if known:
             found.update(node.outputs)
@@ -289,30 +289,31 @@ def _settle(graph: Graph, node: Node) -> Collection[Value]:
     """``view(quantize(x))`` → ``quantize(view(x))`` behind attention, if a step is to round.
 
     Attention's heads are permuted and reshaped to rows without moving them, as they lie in this
-    order: there the rounding reads and writes dense memory. Before the views it would bring the
-    codes into the heads' order, and they would have to be brought back.
+    order: there the rounding reads and writes dense memory. Before the views it would bring its
+    result into the heads' order, which would have to be turned back.
     """
     code = code_of(graph, node, "quantize")
     view = None if code is None else graph.only_reader(node.output)
     if code is None or view is None or view.op not in ("permute", "reshape"):
         return ()
-    maker = _before_views(graph, node.inputs[0])
+    maker = _before_views(graph, node["input"])
     if maker is None or maker.op not in UNORDERED or code.scale.numel() > 1:
         return ()
-    changed, x, last = values_of(node, view), node.inputs[0], view.output
+    changed, x, last = values_of(node, view), node["input"], view.output
     moved = Value(graph.fresh_name(f"{x.name}.{view.op}"), x.dtype, last.shape)
     view.inputs, view.outputs = (x,), (moved,)
-    node.inputs, node.outputs = (moved, *node.inputs[1:]), (last,)
+    node.rebind(input=moved)
+    node.outputs = (last,)
     graph.nodes.remove(node)
     graph.nodes.insert_after(view, node)
     return [*changed, moved]
 
 
-def _before_views(graph: Graph, value: Value | None) -> Node | None:
-    """What made the elements of a value that was permuted and reshaped since."""
+def _before_views(graph: Graph, value: Value) -> Node | None:
+    """The node that made the elements of a value, before they were permuted and reshaped."""
     maker = graph.producer(value)
     while maker is not None and maker.op in ("permute", "reshape"):
-        maker = graph.producer(maker.inputs[0])
+        maker = graph.producer(maker["input"])
     return maker
 
 
@@ -320,23 +321,23 @@ def _before_views(graph: Graph, value: Value | None) -> Node | None:
 
 
 def _lower(graph: Graph, node: Node) -> bool:
-    """A layer that reads dequantized activations and weights reads the codes."""
-    source, weights = (graph.producer(v) for v in node.inputs[:2])
+    """Let a layer that reads dequantized activations and weights read the quantized ones."""
+    matmul = node.op == "matmul"
+    source = graph.producer(node["input"])
+    weights = graph.producer(node["other" if matmul else "weight"])
     code, of_weight = (code_of(graph, n, "dequantize") for n in (source, weights))
     if code is None or of_weight is None or source is None or weights is None:
         return False
-    weight = graph.constant(weights.inputs[0])
-    bias = graph.constant(node.inputs[2]) if len(node.inputs) > 2 else None
-    matmul = node.op == "matmul"
+    weight, bias = graph.constant(weights["input"]), graph.constant(node.get("bias"))
     if (
-        code.dtype not in CODES
+        code.dtype not in QUANTIZED
         or of_weight.dtype != code.dtype
         or weight is None
         or code.scale.numel() > 1
         or of_weight.zero != 0
         or (matmul and weight.ndim != 2)
         or (of_weight.scale.numel() > 1 and of_weight.axis % weight.ndim != int(matmul))
-        or (len(node.inputs) > 2 and node.inputs[2] is not None and bias is None)
+        or (node.get("bias") is not None and bias is None)
     ):
         return False
     if matmul:  # [K, N] → a linear layer's [N, K]
@@ -345,21 +346,15 @@ def _lower(graph: Graph, node: Node) -> bool:
     channels = len(weight)
     scale = (of_weight.scale * code.scale).expand(channels)
     total = torch.zeros(channels).double() if bias is None else bias.double()
-    x = source.inputs[0]
+    x = source["input"]
     if code.zero:
         total = total - scale * code.zero * weight.double().flatten(1).sum(1)
         x = _padded(graph, node, x, code.zero)
-    name = weights.inputs[0].name
-    residual = node.inputs[3] if len(node.inputs) > 3 else None
-    node.inputs = (
-        x,
-        graph.add_constant(f"{name}.rows", weight) if matmul else weights.inputs[0],
-        None
-        if bias is None and not code.zero
-        else graph.add_constant(f"{name}.bias", total.float()),
-        residual,
-        graph.add_constant(f"{name}.factor", scale.float()),
-    )
+    quantized, name = weights["input"], weights["input"].name
+    node.rebind(input=x, weight=graph.add_constant(f"{name}.rows", weight) if matmul else quantized)
+    if bias is not None or code.zero:
+        node.rebind(bias=graph.add_constant(f"{name}.bias", total.float()))
+    node.rebind(scale=graph.add_constant(f"{name}.factor", scale.float()))
     node.attrs["dtype"] = node.output.dtype
     if code.dtype == "float8_e4m3fn" and weight[0].numel() <= FAST_PRODUCTS:
         node.attrs["fast_accumulation"] = True
@@ -367,7 +362,7 @@ def _lower(graph: Graph, node: Node) -> bool:
 
 
 def _padded(graph: Graph, node: Node, x: Value, zero: int) -> Value:
-    """The input with its zero around it, where a convolution would put the code 0."""
+    """The input with its zero point around it, where a convolution would pad with 0."""
     if node.op != "conv2d" or not any(node.attrs["padding"]):
         return x
     (top, left), (height, width) = node.attrs["padding"], x.shape[2:]
@@ -381,44 +376,43 @@ def _padded(graph: Graph, node: Node, x: Value, zero: int) -> Value:
 
 
 def _requantize(graph: Graph, node: Node) -> None:
-    """A layer whose result is only quantized writes the codes.
+    """Let a layer whose result is only quantized write the quantized values.
 
     An odd zero point stays an explicit step: rounding after it is added takes ties the other way.
     """
-    if len(node.inputs) < 5 or node.output in graph.outputs:
+    if node.get("scale") is None or node.output in graph.outputs:
         return
     readers = graph.users(node.output)
     code = code_of(graph, readers[0], "quantize") if len(readers) == 1 else None
-    if code is None or code.scale.numel() > 1 or code.dtype != node.inputs[0].dtype:
+    if code is None or code.scale.numel() > 1 or code.dtype != node["input"].dtype:
         return
-    activation = _activation_of_codes(node.attrs["activation"], code)
-    residual = graph.producer(node.inputs[3])
+    activation = _activation_of_quantized(node.attrs["activation"], code)
+    residual = graph.producer(node.get("residual"))
     added = code_of(graph, residual, "dequantize")
     alone = added is not None and added.scale.numel() == 1 and added.dtype == code.dtype
-    if code.zero % 2 or activation == "" or (node.inputs[3] is not None and not alone):
+    if code.zero % 2 or activation == "" or (node.get("residual") is not None and not alone):
         return
-    x, weight, bias, _, scale = node.inputs
+    weight, bias, scale = node["weight"], node.get("bias"), node["scale"]
     known = graph.constant(bias)
-    shift = torch.zeros(weight.shape[0]).double() if known is None else known.double()
+    shift = torch.zeros(fixed(weight.shape[0])).double() if known is None else known.double()
     if added is not None and residual is not None:
         shift = shift - added.factor * added.zero
         node.attrs["beta"] = added.factor / code.factor
+        node.rebind(residual=residual["input"])
     shift = shift / code.factor + code.zero
     # both are this layer's own: ``_lower`` has made them
     graph.constants[scale] = (graph.constants[scale].double() / code.factor).float()
     if bias is None and shift.any():
-        bias = graph.add_constant(f"{weight.name}.bias", shift.float())
+        node.rebind(bias=graph.add_constant(f"{weight.name}.bias", shift.float()))
     elif bias is not None:
         graph.constants[bias] = shift.float()
-    added_codes = None if residual is None else residual.inputs[0]
-    node.inputs = (x, weight, bias, added_codes, scale)
     node.attrs |= {"dtype": code.dtype, "activation": activation}
     node.outputs = readers[0].outputs
     graph.nodes.remove(readers[0])
 
 
 def _take_relu(graph: Graph, node: Node) -> None:
-    """relu of codes after a layer that makes them: the layer's own, since rounding keeps signs."""
+    """Take a relu of quantized values into the layer before it: rounding keeps signs."""
     readers = graph.users(node.output)
     if node.output.dtype != "int8" or node.attrs["activation"] or node.output in graph.outputs:
         return
@@ -428,7 +422,7 @@ def _take_relu(graph: Graph, node: Node) -> None:
         graph.nodes.remove(readers[0])
 
 
-def _activation_of_codes(activation: str | None, code: Code) -> str | None:
+def _activation_of_quantized(activation: str | None, code: Code) -> str | None:
     """The activation of ``x / scale + zero`` that is that of ``x``; empty if there is none.
 
     Where zero is the least code, what relu cuts off is out of range anyway; so is what relu6 cuts
@@ -447,7 +441,7 @@ def _activation_of_codes(activation: str | None, code: Code) -> str | None:
 
 
 def _fold(graph: Graph) -> None:
-    """Weights that are left between codes and a layer in floating numbers."""
+    """Dequantize weights that layers in floating numbers read."""
     for node in list(graph.nodes):
         values = [graph.constant(v) for v in node.inputs]
         if node.op == "dequantize" and values[0] is not None and node.output not in graph.outputs:

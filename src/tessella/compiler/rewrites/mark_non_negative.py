@@ -5,12 +5,12 @@ Kernels for the CPU want to know: the maximum of int16 is an instruction, that o
 
 from __future__ import annotations
 
+from tessella.core.dtype import SIXTEEN_BIT
 from tessella.graph.graph import Graph, Node, Value
 
 ACTIVATIONS = frozenset(("relu", "relu6", "sigmoid", "hardsigmoid"))  # never below zero
 # what is not below zero if nothing that it reads is; avg_pool2d may divide by a negative number
 KEEPS = frozenset(("cat", "max_pool2d", "adaptive_avg_pool2d", "to", "permute"))
-HALVES = ("float16", "bfloat16")
 
 
 def apply(graph: Graph) -> int:
@@ -20,7 +20,7 @@ def apply(graph: Graph) -> int:
     for node in graph.nodes:  # in order: what a node reads was made before
         if _is_non_negative(node, found):
             found |= {*node.outputs}
-        if node.op == "max_pool2d" and node.inputs[0] in found and node.output.dtype in HALVES:
+        if node.op == "max_pool2d" and node["input"] in found and node.output.dtype in SIXTEEN_BIT:
             node.attrs = {**node.attrs, "non_negative": True}
             marked += 1
     return marked

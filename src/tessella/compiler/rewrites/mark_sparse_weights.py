@@ -13,7 +13,7 @@ def apply(graph: Graph) -> int:
     """Mark what a sparse matrix product can carry out; returns how many layers were marked."""
     marked = 0
     for node in graph.nodes:
-        weight = graph.constant(node.inputs[1]) if node.op in LAYERS else None
+        weight = graph.constant(node["weight"]) if node.op in LAYERS else None
         if weight is None or set(weight.shape[2:]) - {1} or node.attrs.get("groups", 1) != 1:
             continue
         if is_two_four(weight):

@@ -15,7 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 from tessella.compiler.rewrites import dead_code
-from tessella.graph.graph import Dim, Graph, Node, Value
+from tessella.graph.graph import Dim, Graph, Node, Value, shape_at
+from tessella.graph.value import product
 
 VIEWS = frozenset(("permute", "reshape", "select"))
 MOST_VIEWS = 32  # in a row that are looked at; networks have less than ten
@@ -96,9 +97,9 @@ def _copied(graph: Graph) -> int:
     views = (n for n in graph.nodes if n.operation.view and n.op != "reshape")
     strided = {v for n in views for v in n.outputs}
     return sum(
-        math.prod(int(d.at(1) if isinstance(d, Dim) else d) for d in node.inputs[0].shape)
+        math.prod(shape_at(node["input"].shape, 1))
         for node in graph.nodes
-        if (node.op == "reshape" or _by_row(node)) and node.inputs[0] in strided
+        if (node.op == "reshape" or _by_row(node)) and node["input"] in strided
     )
 
 
@@ -110,10 +111,10 @@ def _chain(graph: Graph, value: Value) -> _Chain | None:
     nodes: list[Node] = []
     while len(nodes) < MOST_VIEWS and (node := graph.producer(value)) and node.op in VIEWS:
         nodes.append(node)
-        value = node.inputs[0]
+        value = node["input"]
     nodes.reverse()
     for first in range(len(nodes)):
-        chain = _all_of(nodes[first].inputs[0])
+        chain = _all_of(nodes[first]["input"])
         for node in nodes[first:]:
             chain = None if chain is None else _followed(chain, node)
         if chain is not None:
@@ -231,11 +232,12 @@ def _shorten(graph: Graph, node: Node) -> int:
 
 def _is_shared(graph: Graph, node: Node, base: Value) -> bool:
     """Whether somebody else reads what lies between a base and the end of its chain."""
-    value = node.inputs[0]
-    while value is not base:
+    value: Value | None = node["input"]
+    while value is not None and value is not base:
         if len(graph.users(value)) > 1 or value in graph.outputs:
             return True
-        value = graph.producer(value).inputs[0]
+        view = graph.producer(value)
+        value = None if view is None else view["input"]
     return False
 
 
@@ -316,10 +318,7 @@ def _base_axes(chain: _Chain) -> list[list[_Factor]]:
 
 
 def _product(factors: Sequence[_Factor]) -> Size:
-    total: Size = 1
-    for factor in factors:
-        total = factor.size * total if isinstance(factor.size, Dim) else total * factor.size
-    return total
+    return product(factor.size for factor in factors)
 
 
 def _copies(chain: _Chain, ops: Sequence[Made]) -> int:
@@ -359,12 +358,12 @@ def _by_row(node: Node) -> bool:
     """Whether every row of the last axis is treated alike, by itself."""
     if node.op == "layer_norm":
         return len(node.attrs["normalized_shape"]) == 1
-    return node.op == "linear" and all(v is None for v in node.inputs[3:])
+    return node.op == "linear" and node.has_only("input", "weight", "bias")
 
 
 def _permute_after(graph: Graph, node: Node) -> int:
     """Let a layer read rows in the order in which they lie, and change the order of its result."""
-    chain = _chain(graph, node.inputs[0])
+    chain = _chain(graph, node["input"])
     if chain is None or chain.picked or not chain.axes or not chain.axes[-1]:
         return 0
     last = chain.axes[-1]
@@ -377,7 +376,7 @@ def _permute_after(graph: Graph, node: Node) -> int:
     straight = replace(chain, axes=(*axes, last))
     shape = tuple(_product(axis) for axis in straight.axes)
     moved = [f for axis in chain.axes[:-1] for f in axis] != rows
-    if not (moved or shape != tuple(node.inputs[0].shape)):
+    if not (moved or shape != tuple(node["input"].shape)):
         return 0
     new = node.output.shape[-1]
     result = Value(
@@ -393,7 +392,8 @@ def _permute_after(graph: Graph, node: Node) -> int:
         _write(graph, before, chain.base, ops)
     old = node.output
     after = Node(op="reshape", inputs=(result,), outputs=(old,), attrs={}, layer=node.layer)
-    node.inputs, node.outputs = (source, *node.inputs[1:]), (result,)
+    node.rebind(input=source)
+    node.outputs = (result,)
     graph.nodes.insert_after(node, after)
     final = () if new == 1 else (_Factor(new),)
     turned = _Chain(base=result, order=(*rows, *final), axes=(*chain.axes[:-1], final))
@@ -411,9 +411,7 @@ def _undone(graph: Graph) -> set[Value]:
     def undoes(user: Node, value: Value) -> bool:
         if user.op == "permute":
             return True
-        passes = user.op in VIEWS or (
-            (_by_row(user) or _is_unary(user)) and user.inputs[0] is value
-        )
+        passes = user.op in VIEWS or ((_by_row(user) or _is_unary(user)) and user["input"] is value)
         return passes and found.issuperset(user.outputs)
 
     for node in reversed(graph.nodes):

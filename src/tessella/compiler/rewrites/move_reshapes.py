@@ -28,8 +28,8 @@ def _move(graph: Graph, node: Node) -> Collection[Value]:
 
 
 def _up(graph: Graph, reshape: Node) -> Collection[Value]:
-    """Before the step whose result is cut, if steps follow."""
-    value, cut = reshape.inputs[0], reshape.output
+    """Move a reshape that cuts a step's result before the step, if steps read the parts."""
+    value, cut = reshape["input"], reshape.output
     step, readers = graph.producer(value), graph.users(cut)
     if step is None or not readers or not _cuts(value.shape, cut.shape):
         return ()
@@ -41,18 +41,18 @@ def _up(graph: Graph, reshape: Node) -> Collection[Value]:
     changed = values_of(step, reshape)
     for i, other in enumerate(inputs):
         if other is not None and other.shape == value.shape:
-            inputs[i] = Value(graph.fresh_name(f"{other.name}.cut"), other.dtype, cut.shape)
-            attrs = {"shape": cut.shape}
-            made = Node("reshape", (other,), (inputs[i],), attrs, step.layer)
+            part = Value(graph.fresh_name(f"{other.name}.cut"), other.dtype, cut.shape)
+            made = Node("reshape", (other,), (part,), {"shape": cut.shape}, step.layer)
             graph.nodes.insert_before(step, made)
+            inputs[i] = part
     step.inputs, step.outputs = tuple(inputs), reshape.outputs
     graph.nodes.remove(reshape)
     return [*changed, *values_of(step)]
 
 
 def _down(graph: Graph, reshape: Node) -> Collection[Value]:
-    """Behind the step that reads what is joined, if a step is before."""
-    value, joined = reshape.inputs[0], reshape.output
+    """Move a reshape that joins a step's result behind the one step that reads the whole."""
+    value, joined = reshape["input"], reshape.output
     maker, readers = graph.producer(value), graph.users(joined)
     if maker is None or len(readers) != 1 or not _cuts(joined.shape, value.shape):
         return ()

@@ -1,4 +1,4 @@
-"""Codes between two layers get channels of zeros until Hopper's tiles of 16 bytes fit them.
+"""Quantized values between two layers get channels of zeros, to fit Hopper's tiles of 16 bytes.
 
 The first layer makes them, from rows of zeros in its weight, and the others' weights have zeros
 there: no step is added, and no sum changes.
@@ -8,33 +8,31 @@ from __future__ import annotations
 
 import torch
 
-from tessella.compiler.rewrites.lower_quantization import CODES
+from tessella.core.dtype import QUANTIZED
 from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.value import fixed
 
-MULTIPLE = 16  # bytes, and so codes
+MULTIPLE = 16  # bytes, and so quantized values
 CHANNELS = {"conv2d": 1, "linear": -1}  # the axis
 
 
 def apply(graph: Graph) -> int:
-    """Pad what only layers on codes read; returns how many values grew."""
+    """Pad what only layers on quantized values read; returns how many values grew."""
     grown = 0
     for node in graph.nodes:
-        if not _on_codes(node) or node.output.dtype not in CODES or node.inputs[3] is not None:
+        if not _is_quantized(node) or node.output.dtype not in QUANTIZED or node.get("residual"):
             continue
         value, readers = node.output, graph.users(node.output)
-        missing = -node.inputs[1].shape[0] % MULTIPLE
-        alone = all(_on_codes(r) and r.inputs[0] is value is not r.inputs[3] for r in readers)
+        missing = -fixed(node["weight"].shape[0]) % MULTIPLE
+        alone = all(
+            _is_quantized(r) and r["input"] is value is not r.get("residual") for r in readers
+        )
         if not missing or not readers or not alone or value in graph.outputs:
             continue
-        node.inputs = (
-            node.inputs[0],
-            *(_padded(graph, v, 0, missing) for v in node.inputs[1:3]),
-            None,
-            _padded(graph, node.inputs[4], 0, missing),
-        )
+        own = {name: node.get(name) for name in ("weight", "bias", "scale")}
+        node.rebind(**{name: _padded(graph, v, 0, missing) for name, v in own.items()})
         for reader in readers:
-            weight = _padded(graph, reader.inputs[1], 1, missing)
-            reader.inputs = (reader.inputs[0], weight, *reader.inputs[2:])
+            reader.rebind(weight=_padded(graph, reader["weight"], 1, missing))
         axis = CHANNELS[node.op] % len(value.shape)
         value.shape = (
             *value.shape[:axis], value.shape[axis] + missing, *value.shape[axis + 1 :]
@@ -43,8 +41,11 @@ def apply(graph: Graph) -> int:
     return grown
 
 
-def _on_codes(node: Node) -> bool:
-    return node.op in CHANNELS and len(node.inputs) == 5 and node.attrs.get("groups", 1) == 1
+def _is_quantized(node: Node) -> bool:
+    """Whether a node is a layer on quantized values, of one group."""
+    if node.op not in CHANNELS or node.get("scale") is None:
+        return False
+    return bool(node.attrs.get("groups", 1) == 1)
 
 
 def _padded(graph: Graph, value: Value | None, axis: int, missing: int) -> Value | None:

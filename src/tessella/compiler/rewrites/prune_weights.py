@@ -18,11 +18,11 @@ def apply(graph: Graph, layers: Collection[str]) -> int:
     """
     pruned: dict[Value, Value] = {}
     for node in graph.nodes:
-        if node.outputs[0].name not in layers or is_two_four(graph.constants[node.inputs[1]]):
+        if node.outputs[0].name not in layers or is_two_four(graph.constants[node["weight"]]):
             continue
-        dense = node.inputs[1]
+        dense = node["weight"]
         if dense not in pruned:
             weight = prune_two_four(graph.constants[dense])
             pruned[dense] = graph.add_constant(f"{dense.name}.two_four", weight)
-        node.inputs = (node.inputs[0], pruned[dense], *node.inputs[2:])
+        node.rebind(weight=pruned[dense])
     return len(pruned)

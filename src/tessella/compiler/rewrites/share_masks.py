@@ -10,19 +10,16 @@ from __future__ import annotations
 from tessella.graph.graph import Graph, Node, Value
 
 OP = "scaled_dot_product_attention"
-MASK = 3  # its position
 
 
 def apply(graph: Graph) -> int:
     """Shorten them; returns how many attentions read a shorter mask."""
     shortened = 0
     for node in graph.nodes:
-        if node.op != OP or len(node.inputs) <= MASK or node.inputs[MASK] is None:
-            continue
-        mask = node.inputs[MASK]
-        short = _without_repeats(graph, mask)
+        mask = node.get("attn_mask") if node.op == OP else None
+        short = None if mask is None else _without_repeats(graph, mask)
         if short is not mask:
-            node.inputs = (*node.inputs[:MASK], short, *node.inputs[MASK + 1 :])
+            node.rebind(attn_mask=short)
             shortened += 1
     return shortened
 
@@ -31,7 +28,7 @@ def _without_repeats(graph: Graph, mask: Value) -> Value:
     """What the mask repeats, as far as steps that only repeat made it."""
     while (node := graph.producer(mask)) is not None:
         if node.op == "expand":
-            source = node.inputs[0]
+            source: Value | None = node["input"]
         elif node.op == "fallback" and node.attrs["target"] == "aten::bitwise_and.Tensor":
             source = _beside_all_true(graph, node)
         else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 
 from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.value import fixed
 
 FEWER = 3  # times fewer channels, for which the bias may be a step of its own
 
@@ -24,8 +25,8 @@ def apply(graph: Graph) -> int:
     for node in list(graph.nodes):
         if node.op not in ("conv2d", "avg_pool2d"):
             continue
-        maker = graph.producer(node.inputs[0])
-        if maker is None or graph.only_reader(node.inputs[0]) is not node:
+        maker = graph.producer(node["input"])
+        if maker is None or graph.only_reader(node["input"]) is not node:
             continue
         if maker.op == "avg_pool2d" and _better_last(graph, maker, node):
             _mean_last(graph, maker, node)
@@ -41,31 +42,31 @@ def _is_product(graph: Graph, node: Node) -> bool:
     """Whether a node is a 1×1 convolution of every pixel and nothing else."""
     if node.op != "conv2d":
         return False
-    a, weight = node.attrs, graph.constant(node.inputs[1])
+    a, weight = node.attrs, graph.constant(node["weight"])
     return (
         weight is not None
         and tuple(weight.shape[2:]) == (1, 1)
         and (tuple(a["stride"]), tuple(a["padding"]), a["groups"]) == ((1, 1), (0, 0), 1)
         and a["activation"] is None
-        and (node.inputs[2] is None or node.inputs[2] in graph.constants)
-        and all(v is None for v in node.inputs[3:])
+        and (node.get("bias") is None or node["bias"] in graph.constants)
+        and node.has_only("input", "weight", "bias")
     )
 
 
 def _better_last(graph: Graph, mean: Node, product: Node) -> bool:
     """Whether the product leaves few channels, and the mean as many pixels as there were."""
-    if not _is_product(graph, product) or mean.inputs[0].shape[2:] != mean.output.shape[2:]:
+    if not _is_product(graph, product) or mean["input"].shape[2:] != mean.output.shape[2:]:
         return False
-    return FEWER * int(product.output.shape[1]) <= int(product.inputs[0].shape[1])
+    return FEWER * fixed(product.output.shape[1]) <= fixed(product["input"].shape[1])
 
 
 def _better_first(graph: Graph, product: Node, mean: Node) -> bool:
     """Whether the mean of what the product reads takes less than the product's result."""
-    if not _is_product(graph, product) or (product.inputs[2] is not None and not _averages(mean)):
+    if not _is_product(graph, product) or (product.get("bias") and not _averages(mean)):
         return False
-    before, after = (math.prod(map(int, n.output.shape[2:])) for n in (product, mean))
-    channels = int(product.inputs[0].shape[1])
-    return after < before and channels * after <= int(product.output.shape[1]) * before
+    before, after = (math.prod(map(fixed, n.output.shape[2:])) for n in (product, mean))
+    channels = fixed(product["input"].shape[1])
+    return after < before and channels * after <= fixed(product.output.shape[1]) * before
 
 
 def _averages(mean: Node) -> bool:
@@ -76,9 +77,9 @@ def _averages(mean: Node) -> bool:
 
 
 def _mean_last(graph: Graph, mean: Node, product: Node) -> None:
-    result, (x, weight, bias) = product.output, (mean.inputs[0], *product.inputs[1:3])
+    result, x, bias = product.output, mean["input"], product.get("bias")
     shape = (*x.shape[:1], result.shape[1], *x.shape[2:])
-    product.inputs = (x, weight, None, *product.inputs[3:])
+    product.rebind(input=x, bias=None)
     product.outputs = (Value(graph.fresh_name(f"{result.name}.pixels"), result.dtype, shape),)
     mean.inputs, mean.outputs = (product.output,), (result,)
     graph.nodes.remove(product)
@@ -94,10 +95,11 @@ def _mean_last(graph: Graph, mean: Node, product: Node) -> None:
 
 
 def _mean_first(graph: Graph, product: Node, mean: Node) -> None:
-    result, x = mean.output, product.inputs[0]
+    result, x = mean.output, product["input"]
     shape = (*x.shape[:2], *result.shape[2:])
     mean.inputs = (x,)
     mean.outputs = (Value(graph.fresh_name(f"{result.name}.mean"), x.dtype, shape),)
-    product.inputs, product.outputs = (mean.output, *product.inputs[1:]), (result,)
+    product.rebind(input=mean.output)
+    product.outputs = (result,)
     graph.nodes.remove(product)
     graph.nodes.insert_after(mean, product)

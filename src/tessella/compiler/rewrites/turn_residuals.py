@@ -6,7 +6,7 @@ Permutes are views, and in channels_last the one of x meets its undoing or costs
 
 from __future__ import annotations
 
-from tessella.compiler.rewrites.fuse_epilogue import LAYERS
+from tessella.compiler.layers import LAYERS
 from tessella.graph.graph import Graph, Node, Value
 
 
@@ -14,7 +14,8 @@ def apply(graph: Graph) -> int:
     """Turn them; returns how many."""
     turned = 0
     for add in [n for n in graph.nodes if n.op == "add"]:
-        for value, other in (add.inputs, add.inputs[::-1]):
+        left, right = add["input"], add.get("other")
+        for value, other in ((left, right), (right, left)):
             permute = graph.producer(value)
             if other is None or permute is None or not _may_turn(graph, add, permute, other):
                 continue
@@ -27,12 +28,12 @@ def apply(graph: Graph) -> int:
 def _may_turn(graph: Graph, add: Node, permute: Node, other: Value) -> bool:
     if permute.op != "permute" or add.attrs["alpha"] != 1 or other in graph.constants:
         return False
-    layer = graph.producer(permute.inputs[0])
+    layer = graph.producer(permute["input"])
     return (
         layer is not None
         and layer.op in LAYERS
         and layer.attrs.get("activation") is None
-        and all(v is None for v in layer.inputs[3:])
+        and layer.has_only("input", "weight", "bias")
         and (other.shape, other.dtype) == (add.output.shape, add.output.dtype)
         and graph.only_reader(layer.output) is permute
         and graph.only_reader(permute.output) is add
@@ -40,7 +41,7 @@ def _may_turn(graph: Graph, add: Node, permute: Node, other: Value) -> bool:
 
 
 def _turn(graph: Graph, add: Node, permute: Node, other: Value) -> None:
-    made, result = permute.inputs[0], add.output
+    made, result = permute["input"], add.output
     dims = [d % len(result.shape) for d in permute.attrs["dims"]]
     back = Value(graph.fresh_name(f"{other.name}.turned"), other.dtype, made.shape)
     total = Value(graph.fresh_name(f"{result.name}.turned"), result.dtype, made.shape)

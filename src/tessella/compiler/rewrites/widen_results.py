@@ -7,8 +7,8 @@ to nothing. A residual stays with its cast, as kernels add one of the result's o
 
 from __future__ import annotations
 
-from tessella.compiler.fitting import is_plain_half, loses_none
-from tessella.compiler.rewrites.fuse_epilogue import LAYERS
+from tessella.compiler.fitting import is_plain_sixteen_bit, loses_none
+from tessella.compiler.layers import LAYERS
 from tessella.graph.graph import Graph, Node
 
 
@@ -18,7 +18,7 @@ def apply(graph: Graph, target: str) -> int:
     It comes after chains were fused: a cast that is a part of a longer step costs nothing.
     """
     widened = 0
-    for layer in [n for n in graph.nodes if n.op in LAYERS and is_plain_half(n)]:
+    for layer in [n for n in graph.nodes if n.op in LAYERS and is_plain_sixteen_bit(n)]:
         cast = graph.only_reader(layer.output)
         if cast is None or cast.op != "to" or cast.output.dtype != "float32":
             continue
