@@ -92,16 +92,14 @@ def _kind(node: Node) -> str:
 def _find(graph: Graph, gate: Node, activation: _Activation) -> tuple[Node, Value] | None:
     """The last operator of the activation around a gate, and its x."""
     reader = _Reader(graph)
-    inside, outside = gate.inputs[0], gate.output
-    if inside is None:
-        return None
+    inside, outside = gate["input"], gate.output
     if activation.op == "mish":  # tanh(softplus(x))
         softplus = graph.producer(inside)
         if softplus is None or softplus.op != "softplus" or softplus.attrs["beta"] != 1:
             return None
         if softplus.attrs["threshold"] < _FAR:
             return None
-        candidates = [v for v in softplus.inputs if v is not None]
+        candidates = [softplus["input"]]
     else:
         candidates = [
             x
@@ -121,11 +119,11 @@ def _find(graph: Graph, gate: Node, activation: _Activation) -> tuple[Node, Valu
     return None
 
 
-def _same(made: Polynomial | None, wanted: Polynomial) -> bool:
+def _same(made: Polynomial | None, known: Polynomial) -> bool:
     return (
         made is not None
-        and made.keys() == wanted.keys()
-        and all(math.isclose(made[k], wanted[k], rel_tol=_CLOSE) for k in wanted)
+        and made.keys() == known.keys()
+        and all(math.isclose(made[k], known[k], rel_tol=_CLOSE) for k in known)
     )
 
 
@@ -164,12 +162,12 @@ class _Reader:
         node = self.graph.producer(value)
         if node is None or node.op not in ("mul", "div", "add", "pow") or depth > _MOST_STEPS:
             return None
-        left = self.polynomial(node.inputs[0], x, gate, depth + 1)
+        left = self.polynomial(node["input"], x, gate, depth + 1)
         number = node.attrs["scalar"]
         if number is not None:
             right: Polynomial | None = {(0, 0): float(number)}
         else:
-            right = self.polynomial(node.inputs[1], x, gate, depth + 1)
+            right = self.polynomial(node["other"], x, gate, depth + 1)
         if left is None or right is None:
             return None
         return _combined(node, left, right)

@@ -229,7 +229,8 @@ def _cat(call: OperatorCall, build: Builder) -> Result:
     tensors = call.arguments["tensors"]
     dim = _axis(call.arguments["dim"], len(tensors[0].shape))
     if len(tensors) == 1:
-        return tensors[0]
+        only: Value = tensors[0]
+        return only
     return build.one("cat", tensors, dim=dim)
 
 
@@ -283,7 +284,7 @@ def _copy(call: OperatorCall, build: Builder) -> Result:
 
 def _binary(op: str) -> Callable[[OperatorCall, Builder], Result]:
     def translator(call: OperatorCall, build: Builder) -> Result:
-        left = call.input
+        left = call.arguments["self"]
         right = call.arguments["exponent" if op == "pow" else "other"]
         attrs = {"alpha": call.arguments.get("alpha", 1)} if op in ("add", "sub") else {}
         if not isinstance(left, Value):
@@ -333,12 +334,11 @@ def _bitwise(call: OperatorCall, build: Builder) -> Result:
 
 def _scaled_elu(call: OperatorCall, build: Builder) -> Result:
     """selu and celu: an elu with other factors (https://arxiv.org/abs/1706.02515, 1704.07483)."""
-    if call.name == "selu":
-        factors = {"alpha": 1.6732632423543772, "scale": 1.0507009873554805, "input_scale": 1.0}
-    else:
-        alpha = float(call.arguments["alpha"])
-        factors = {"alpha": alpha, "scale": 1.0, "input_scale": 1 / alpha}
-    return build.one("elu", [call.input], **factors)
+    alpha, scale, input_scale = 1.6732632423543772, 1.0507009873554805, 1.0
+    if call.name == "celu":
+        alpha, scale = float(call.arguments["alpha"]), 1.0
+        input_scale = 1 / alpha
+    return build.one("elu", [call.input], alpha=alpha, scale=scale, input_scale=input_scale)
 
 
 def _square(call: OperatorCall, build: Builder) -> Result:
@@ -423,7 +423,7 @@ def _max_pool_with_indices(call: OperatorCall, build: Builder) -> Result:
     if call.read - {0}:
         return None
     made = _same_arguments(call, build, BY_ATEN["max_pool2d.default"])
-    return None if made is None else (made,)
+    return (made,) if isinstance(made, Value) else None
 
 
 def _matmul(call: OperatorCall, build: Builder) -> Result:

@@ -13,6 +13,7 @@ from tessella.core.spec import TensorSpec
 from tessella.graph import infer
 from tessella.graph.attributes import is_attribute
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
+from tessella.graph.value import fixed
 from tessella.operations.table import operation
 from tessella.operations.torch_operators.operators import refusal
 from tessella.operations.user_operators import named
@@ -82,7 +83,7 @@ class Builder:
         kinds = infer.outputs(op, inputs, attrs)
         like = name or op
         names = [like] if len(kinds) == 1 else [f"{like}.{i}" for i in range(len(kinds))]
-        a_weight = op == "dequantize" and len(kinds[0][1]) > 1  # whose codes a layer will want
+        a_weight = op == "dequantize" and len(kinds[0][1]) > 1  # quantized, as a layer reads it
         if self._fold and not a_weight and self._foldable(inputs, kinds, attrs):
             tensors = [self.graph.constant(v) for v in inputs]
             made = row.call(tensors, attrs)
@@ -112,7 +113,7 @@ class Builder:
         if infer.follows_batch(inputs, attrs):
             return False
         read = sum(self.graph.constants[v].numel() for v in inputs if v is not None)
-        made = sum(math.prod(shape) for _, shape in kinds)
+        made = sum(math.prod(map(fixed, shape)) for _, shape in kinds)
         return made <= max(_FOLD_ELEMENTS, read)
 
     def fallback(

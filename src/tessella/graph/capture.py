@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import sympy
 import torch
@@ -102,10 +102,10 @@ def _export(
         # torch 2.11 uses in torch.export what it deprecates itself.
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
         try:
-            exported = torch.export.export(
+            exported: torch.export.ExportedProgram = torch.export.export(
                 module, example, dynamic_shapes=_star(module, shapes), strict=False
-            )
-            return exported.run_decompositions({})
+            ).run_decompositions({})
+            return exported
         except TessellaError:
             raise
         except Exception as error:  # torch.export runs the user's code: anything may come out of it
@@ -215,7 +215,9 @@ class _Reader:
         if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
             return self._dim(value)
         if node.target is operator.getitem:
-            return self.known[node.args[0]][node.args[1]]
+            source, index = node.args
+            assert isinstance(source, torch.fx.Node)
+            return self.known[source][index]
         target = node.target
         if not isinstance(target, torch._ops.OpOverload):
             raise CompileError(
@@ -236,7 +238,11 @@ class _Reader:
             arguments=_by_name(target, args, kwargs),
             shapes=tuple(self._shape(t) for t in made),
             dtypes=tuple(dtype_name(t.dtype) if _is_tensor(t) else None for t in made),
-            read=frozenset(u.args[1] for u in node.users if u.target is operator.getitem),
+            read=frozenset(
+                index
+                for user in node.users
+                if user.target is operator.getitem and isinstance(index := user.args[1], int)
+            ),
         )
         if any(isinstance(a, Value) for a in pytree.tree_leaves((args, kwargs))):
             return translate(call, self.build)
@@ -312,7 +318,8 @@ class _Reader:
             if spec.kind is OutputKind.USER_OUTPUT and result is not None
         ]
         results = [self.known.get(r) if isinstance(r, torch.fx.Node) else r for r in user]
-        if not results or not all(isinstance(r, Value) for r in results):
+        values = [r for r in results if isinstance(r, Value)]
+        if not values or len(values) < len(results):
             raise CompileError(
                 "a network must return tensors",
                 seen=", ".join("a tensor" if isinstance(r, Value) else repr(r) for r in results)
@@ -326,7 +333,7 @@ class _Reader:
                 "the number of output names is not the number of outputs",
                 seen=f"{len(names)} names, {len(results)} outputs",
             )
-        return self.build.finish(results, names)
+        return self.build.finish(values, names)
 
 
 def _picks_samples(count: torch.fx.Node) -> bool:
@@ -335,13 +342,17 @@ def _picks_samples(count: torch.fx.Node) -> bool:
     transformers' masks and CLIP's texts are indexed so.
     """
     return all(
-        (user.target == torch.ops.aten.index.Tensor and user.args[1][0] is count)
+        (user.target == torch.ops.aten.index.Tensor and _first(user.args[1]) is count)
         or (user.target in _SHAPERS and _picks_samples(user))
         for user in count.users
     )
 
 
-def _is_tensor(value: Any) -> bool:
+def _first(indices: object) -> object:
+    return indices[0] if isinstance(indices, list | tuple) else None
+
+
+def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor)
 
 

@@ -140,12 +140,11 @@ def _title(node: Node) -> str:
         words = [attrs["target"]]
     if node.op == "pointwise":
         words = [", ".join(name for name, _, _ in attrs["program"])]
-    kernel = attrs.get("kernel_size") or (
-        node.inputs[1].shape[2:] if node.op.startswith("conv") and node.inputs[1] else ()
-    )
+    filters = node["weight"].shape[2:] if node.op.startswith("conv") else ()
+    kernel = attrs.get("kernel_size") or filters
     if kernel:
         words.append("×".join(str(k) for k in kernel))
-    stride = attrs.get("stride") or ()
+    stride: tuple[int, ...] = attrs.get("stride") or ()
     if any(s != 1 for s in stride):
         words.append(f"/{stride[0]}" if len(set(stride)) == 1 else f"/{stride}")
     if attrs.get("groups", 1) != 1:

@@ -125,7 +125,7 @@ def infer(graph: Graph, batch: int) -> dict[str, Kind]:
         made = at_batch(node.op, inputs, node.attrs, batch)
         for value, (dtype, shape) in zip(node.outputs, made, strict=True):
             known[value] = Value(value.name, dtype, shape)
-    return {v.name: (k.dtype, k.shape) for v, k in known.items()}
+    return {v.name: (k.dtype, shape_at(k.shape, batch)) for v, k in known.items()}
 
 
 def _first_line(error: Exception) -> str:

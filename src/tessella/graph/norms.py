@@ -7,7 +7,8 @@ Hinton 2016), as ONNX had none before opset 17; without the mean an RMS norm (Zh
 
 from __future__ import annotations
 
-from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.graph import Dim, Graph, Node, Value
+from tessella.graph.value import fixed
 
 
 def recognize(graph: Graph) -> int:
@@ -16,7 +17,7 @@ def recognize(graph: Graph) -> int:
     for node in [n for n in graph.nodes if n.op in ("div", "mul") and n.attrs["scalar"] is None]:
         norm = _norm(graph, node)
         if norm is not None:
-            norm, last = _affine(graph, norm)
+            last = _take_affine(graph, norm, node)
             norm.outputs = last.outputs
             graph.nodes.replace(last, norm)
             found += 1
@@ -25,11 +26,12 @@ def recognize(graph: Graph) -> int:
 
 def _norm(graph: Graph, node: Node) -> Node | None:
     """The norm without weight and bias that ``node`` makes."""
-    for rows, root in (node.inputs, node.inputs[::-1]):
-        if node.op == "div" and rows is not node.inputs[0]:
+    left, right = node["input"], node["other"]
+    for rows, root in ((left, right), (right, left)):
+        if node.op == "div" and rows is not left:
             break
         square = _mean_of_square(graph, node.op, root)
-        if rows is None or square is None:
+        if square is None:
             continue
         if (rows.shape, rows.dtype) != (node.output.shape, node.output.dtype):
             continue
@@ -46,21 +48,21 @@ def _norm(graph: Graph, node: Node) -> Node | None:
 
 
 def _mean_of_square(
-    graph: Graph, op: str, value: Value | None
+    graph: Graph, op: str, value: Value
 ) -> tuple[Value, tuple[int, ...], float] | None:
-    """Of ``sqrt(mean(square) + ε)``, or one over it for a product: what is squared, axes, and ε."""
+    """What is squared, axes, and ε of ``sqrt(mean(square) + ε)``, or of its reciprocal."""
     node = graph.producer(value)
     if op == "mul" and node is not None and node.op == "reciprocal":
-        node, op = graph.producer(node.inputs[0]), "div"
+        node, op = graph.producer(node["input"]), "div"
     if node is None or node.op != ("sqrt" if op == "div" else "rsqrt"):
         return None
-    shifted = graph.producer(node.inputs[0])
+    shifted = graph.producer(node["input"])
     if shifted is None or shifted.op != "add" or shifted.attrs["scalar"] is None:
         return None
-    mean = graph.producer(shifted.inputs[0])
+    mean = graph.producer(shifted["input"])
     if mean is None or not _is_mean(mean):
         return None
-    squared = _root(graph.producer(mean.inputs[0]))
+    squared = _root(graph.producer(mean["input"]))
     eps = float(shifted.attrs["scalar"]) * shifted.attrs["alpha"]
     return None if squared is None else (squared, _axes(mean), eps)
 
@@ -68,20 +70,20 @@ def _mean_of_square(
 def _is_mean(node: Node) -> bool:
     """Whether a node is a mean along some axes, which stay, in the type of what it reads."""
     plain = node.op == "mean" and node.attrs["keepdim"] and node.attrs["dim"]
-    return bool(plain) and node.output.dtype == node.inputs[0].dtype
+    return bool(plain) and node.output.dtype == node["input"].dtype
 
 
 def _axes(mean: Node) -> tuple[int, ...]:
-    return tuple(d % len(mean.inputs[0].shape) for d in mean.attrs["dim"])
+    return tuple(d % len(mean["input"].shape) for d in mean.attrs["dim"])
 
 
 def _root(square: Node | None) -> Value | None:
     """What is squared, or None."""
-    if square is None:
+    if square is None or square.op not in ("mul", "pow"):
         return None
-    root = square.inputs[0]
-    by_power = square.op == "pow" and square.attrs["scalar"] == 2
-    return root if by_power or (square.op == "mul" and square.inputs[1] is root) else None
+    root = square["input"]
+    squares = square.attrs["scalar"] == 2 if square.op == "pow" else square.get("other") is root
+    return root if squares else None
 
 
 def _last_axes(rows: Value, dims: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -90,7 +92,7 @@ def _last_axes(rows: Value, dims: tuple[int, ...]) -> tuple[int, ...] | None:
     if sorted(dims) != list(range(rank - len(dims), rank)):
         return None
     sizes = rows.shape[rank - len(dims) :]
-    return tuple(sizes) if all(isinstance(size, int) for size in sizes) else None
+    return None if any(isinstance(d, Dim) for d in sizes) else tuple(map(fixed, sizes))
 
 
 def _centred(graph: Graph, rows: Value, dims: tuple[int, ...]) -> Value | None:
@@ -98,25 +100,26 @@ def _centred(graph: Graph, rows: Value, dims: tuple[int, ...]) -> Value | None:
     node = graph.producer(rows)
     if node is None or node.op != "sub" or node.attrs["scalar"] is not None:
         return None
-    x, mean = node.inputs[0], graph.producer(node.inputs[1])
-    if mean is None or mean.inputs[0] is not x or not _is_mean(mean):
+    x, mean = node["input"], graph.producer(node["other"])
+    if mean is None or not _is_mean(mean) or mean["input"] is not x:
         return None
     return x if node.attrs["alpha"] == 1 and sorted(_axes(mean)) == sorted(dims) else None
 
 
-def _affine(graph: Graph, norm: Node) -> tuple[Node, Node]:
-    """The norm with the weight and bias that follow it, and the last operator of them."""
-    last = graph.producer(norm.output)
-    for op, position in (("mul", 1), ("add", 2)):
-        users = graph.users(last.output)
-        if len(users) != 1 or last.output in graph.outputs or users[0].op != op:
+def _take_affine(graph: Graph, norm: Node, last: Node) -> Node:
+    """Give a norm the weight and bias that follow it; returns the last operator of the whole.
+
+    Args:
+        last: the operator that makes the norm's result so far.
+    """
+    for op, operand in (("mul", "weight"), ("add", "bias")):
+        user = graph.only_reader(last.output)
+        if user is None or user.op != op or operand not in norm.operation.operands:
             continue
-        (user,) = users
-        vector = user.inputs[1] if user.inputs[0] is last.output else user.inputs[0]
-        fits = vector in graph.constants and vector.dtype == last.output.dtype
-        fits = fits and vector.shape == norm.attrs["normalized_shape"]
-        if not fits or user.attrs.get("alpha", 1) != 1 or len(norm.inputs) <= position:
+        vector = user.get("other") if user["input"] is last.output else user["input"]
+        if vector is None or vector not in graph.constants or user.attrs.get("alpha", 1) != 1:
             continue
-        norm.inputs = (*norm.inputs[:position], vector, *norm.inputs[position + 1 :])
-        last = user
-    return norm, last
+        if (vector.dtype, vector.shape) == (last.output.dtype, norm.attrs["normalized_shape"]):
+            norm.rebind(**{operand: vector})
+            last = user
+    return last

@@ -52,4 +52,5 @@ class OperatorCall:
     @property
     def input(self) -> Value:
         """The first tensor."""
-        return self.arguments["self" if "self" in self.arguments else "input"]
+        value: Value = self.arguments["self" if "self" in self.arguments else "input"]
+        return value

@@ -27,8 +27,8 @@ def _fake(call: OperatorCall, build: Builder) -> Value | None:
         return None
     numbers = _numbers(a, build, dtype)
     axis = int(a.get("axis", 0))
-    codes = _codes(a["self"], numbers, axis, dtype, low, high, build)
-    return build.one("dequantize", [codes, *numbers], axis=axis, dtype=a["self"].dtype)
+    quantized = _quantized(a["self"], numbers, axis, dtype, low, high, build)
+    return build.one("dequantize", [quantized, *numbers], axis=axis, dtype=a["self"].dtype)
 
 
 def _quantize(call: OperatorCall, build: Builder) -> Value | None:
@@ -37,7 +37,7 @@ def _quantize(call: OperatorCall, build: Builder) -> Value | None:
     if dtype not in ("int8", "uint8") or not _holds(dtype, low, high):
         return None
     numbers = _numbers(a, build, dtype)
-    return _codes(a["input"], numbers, int(a.get("axis", 0)), dtype, low, high, build)
+    return _quantized(a["input"], numbers, int(a.get("axis", 0)), dtype, low, high, build)
 
 
 def _dequantize(call: OperatorCall, build: Builder) -> Value | None:
@@ -52,7 +52,7 @@ def _holds(dtype: str, low: int, high: int) -> bool:
     return limits.min <= low and high <= limits.max
 
 
-def _codes(
+def _quantized(
     x: Value,
     numbers: tuple[Value, Value | None],
     axis: int,
@@ -61,11 +61,11 @@ def _codes(
     high: int,
     build: Builder,
 ) -> Value:
-    codes = build.one("quantize", [x, *numbers], axis=axis, dtype=dtype)
+    quantized = build.one("quantize", [x, *numbers], axis=axis, dtype=dtype)
     limits = torch.iinfo(getattr(torch, dtype))
     if (low, high) == (limits.min, limits.max):
-        return codes
-    return build.one("clamp", [codes], min=low, max=high)
+        return quantized
+    return build.one("clamp", [quantized], min=low, max=high)
 
 
 def _numbers(a: Any, build: Builder, dtype: str) -> tuple[Value, Value | None]:

@@ -24,8 +24,7 @@ def _local_response_norm(graph: Graph, div: Node) -> Node | None:
         source = None if node is None else graph.producer(node.inputs[0])
         return source if source is not None and source.op == op else None
 
-    x, denominator = div.inputs
-    power = graph.producer(denominator)
+    x, power = div["input"], graph.producer(div.get("other"))
     if power is None or power.op != "pow" or power.attrs["scalar"] is None:
         return None
     shift = before(power, "add")
@@ -55,11 +54,12 @@ def _local_response_norm(graph: Graph, div: Node) -> Node | None:
 
 
 def _channels(pool: Node) -> int:
-    """Over how many channels a pooling of ``(size, 1, …)`` with stride 1 goes; 0 for any other."""
+    """How many channels a pooling of ``(size, 1, …)`` with stride 1 covers; 0 for any other."""
     kernel, stride = pool.attrs.get("kernel_size"), pool.attrs.get("stride")
     if pool.op == "fallback":
         if pool.attrs["target"] != "aten::avg_pool3d" or len(pool.attrs["args"]) != 3:
             return 0
         _, kernel, stride = pool.attrs["args"]
-    ones = kernel is not None and set(kernel[1:]) == {1} and set(stride) == {1}
-    return kernel[0] if ones else 0
+    if kernel is None or stride is None or set(kernel[1:]) != {1} or set(stride) != {1}:
+        return 0
+    return int(kernel[0])

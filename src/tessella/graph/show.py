@@ -31,8 +31,8 @@ def _line(graph: Graph, node: Node) -> str:
     layer = f"  # layer {node.layer}" if node.layer else ""
     if node.op == "pointwise":
         operands = [_operand(graph, v) for v in read]
-        told = program.text(node.attrs["program"], node.attrs["results"], operands)
-        return f"{made} = pointwise: {told}{layer}"
+        shown = program.text(node.attrs["program"], node.attrs["results"], operands)
+        return f"{made} = pointwise: {shown}{layer}"
     op = node.op
     attrs = {k: a for k, a in node.attrs.items() if a is not None}
     if op in ("fallback", "user"):

@@ -190,7 +190,7 @@ class Call:
         """An axis that may be negative, counted from 0; refuses one that does not exist."""
         if not -rank <= axis < max(rank, 1):
             raise self.wrong(f"there is no axis {axis}", seen=f"{rank} axes")
-        return axis % max(rank, 1)
+        return int(axis % max(rank, 1))
 
     def wants(self, index: int) -> bool:
         """Whether the model reads the ``index``-th output."""

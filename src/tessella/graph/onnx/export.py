@@ -11,6 +11,7 @@ from tessella.core.errors import CompileError
 from tessella.graph.graph import Dim, Node, Value
 from tessella.graph.onnx.types import NUMBERS
 from tessella.graph.onnx.writer import Writer
+from tessella.graph.value import fixed
 
 Export = Callable[[Writer, Node], object]
 
@@ -41,11 +42,12 @@ def refused(node: Node, why: str) -> CompileError:
 def static(node: Node, sizes: Sequence[int | Dim]) -> list[int]:
     if any(isinstance(d, Dim) for d in sizes):
         raise refused(node, "a size that ONNX wants as a constant follows the batch")
-    return [int(d) for d in sizes]
+    return list(map(fixed, sizes))
 
 
 def dtype_of(value: Value) -> torch.dtype:
-    return getattr(torch, value.dtype)
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    return dtype
 
 
 def same(op: str, **attrs: Any) -> Export:

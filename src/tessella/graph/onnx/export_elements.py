@@ -93,8 +93,7 @@ def _to(w: Writer, node: Node) -> None:
 
 def _binary(op: str) -> Export:
     def export(w: Writer, node: Node) -> None:
-        like, (left, right) = node.output, node.inputs
-        assert left is not None
+        like, left, right = node.output, node["input"], node.get("other")
         alpha = node.attrs.get("alpha", 1)
         other = (
             w.number(node.attrs["scalar"], like) if right is None else cast(w, right, like.dtype)
@@ -122,9 +121,7 @@ def _dequantize(w: Writer, node: Node) -> None:
 
 
 def _zeros(w: Writer, node: Node, dtype: str) -> str:
-    scale = node.inputs[1]
-    assert scale is not None
-    shape = static(node, scale.shape)
+    shape = static(node, node["scale"].shape)
     return w.constant(torch.zeros(shape, dtype=getattr(torch, dtype)))
 
 

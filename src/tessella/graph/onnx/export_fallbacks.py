@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ def _arguments(node: Node) -> list[Any]:
         return [filled(t) for t in template] if isinstance(template, list | tuple) else template
 
     return [filled(a) for a in node.attrs["args"]]
+
+
+def _or_defaults(given: Sequence[Any], *defaults: Any) -> list[Any]:
+    """The arguments that are given, and the defaults of those behind them."""
+    return [*given, *defaults[len(given) :]]
 
 
 def _same(op: str, **attrs: Any) -> Export:
@@ -115,7 +120,7 @@ def _cumsum(w: Writer, node: Node) -> None:
 def _arg(op: str) -> Export:
     def export(w: Writer, node: Node) -> None:
         x, *more = _arguments(node)
-        axis, keep = [*more, *[None, False][len(more) :]]
+        axis, keep = _or_defaults(more, None, False)
         if axis is None:
             raise refused(node, "a place in all axes together")
         w.add(op, [x.name], out=node.output.name, axis=axis, keepdims=int(keep))
@@ -140,7 +145,7 @@ def _constant_pad(w: Writer, node: Node) -> None:
 
 def _pad(w: Writer, node: Node) -> None:
     _, pad, *more = _arguments(node)
-    mode, value = [*more, *["constant", None][len(more) :]]
+    mode, value = _or_defaults(more, "constant", None)
     padded(w, node, pad, mode, value or 0.0)
 
 
@@ -154,7 +159,7 @@ def _pool3d(op: str) -> Export:
         x, kernel, *more = _arguments(node)
         if len(more) > 2:
             raise refused(node, "dilation, or windows that reach over the edge")
-        stride, padding = [*more, *[[], []][len(more) :]]
+        stride, padding = _or_defaults(more, [], [])
         pads = [*(padding or [0] * 3)] * 2
         attrs = {"kernel_shape": kernel, "strides": stride or kernel, "pads": pads}
         w.add(op, [x.name], out=node.output.name, **attrs)

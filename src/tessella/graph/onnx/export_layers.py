@@ -38,15 +38,16 @@ def _conv(w: Writer, node: Node) -> None:
 
 def _before_epilogue(w: Writer, node: Node) -> str:
     """The name of a product whose residual and activation come after it."""
-    bare = node.inputs[3] is None and node.attrs["activation"] is None
+    bare = node.get("residual") is None and node.attrs["activation"] is None
     return node.output.name if bare else w.fresh(f"{node.output.name}.product")
 
 
 def _epilogue(w: Writer, node: Node) -> None:
     """``activation(product + residual)``."""
-    if len(node.inputs) > 4 or any(node.attrs.get(k) is not None for k in ("alpha", "beta")):
+    quantized = node.get("scale") is not None
+    if quantized or any(node.attrs.get(k) is not None for k in ("alpha", "beta")):
         raise refused(node, "it is a layer of int8 or fp8: write the network as it was captured")
-    residual, activation = node.inputs[3], node.attrs["activation"]
+    residual, activation = node.get("residual"), node.attrs["activation"]
     made = w.last
     if residual is not None:
         out = node.output.name if activation is None else ""
@@ -78,7 +79,7 @@ def _linear(w: Writer, node: Node) -> None:
     if len(first(node).shape) == 2:
         w.add("Gemm", [x, weight, *([bias] if bias else [])], out=out, transB=1)
     else:
-        known = w.graph.constant(node.inputs[1])
+        known = w.graph.constant(node["weight"])
         turned = (
             w.add("Transpose", [weight], perm=[1, 0])
             if known is None
@@ -205,11 +206,8 @@ def _softmax(op: str) -> Export:
 
 def _attention(w: Writer, node: Node) -> None:
     """``softmax(q · kᵀ · scale + mask) · v``."""
-    query, key, value, *_ = node.inputs
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    mask, rank = node.inputs[3], len(query.shape)
+    query, key, value, mask = node["query"], node["key"], node["value"], node.get("attn_mask")
+    rank = len(query.shape)
     if node.attrs["enable_gqa"] and query.shape[-3] != key.shape[-3]:
         raise refused(node, "groups of queries that share a key")
     scale = node.attrs["scale"]

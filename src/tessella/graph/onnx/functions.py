@@ -42,7 +42,7 @@ def body(
         data = schema.get_function_with_opset_version(version)
     else:
         return None
-    function = onnx.FunctionProto.FromString(data)
+    function: onnx.FunctionProto = onnx.FunctionProto.FromString(data)
     given = {name: a.default_value for name, a in schema.attributes.items()}
     given = {name: a for name, a in given.items() if a.type != AttributeProto.UNDEFINED}
     given |= {a.name: a for a in node.attribute}
@@ -52,7 +52,8 @@ def body(
 
 def version(function: onnx.FunctionProto) -> int:
     """The version of ONNX's operators that a body is written in."""
-    return next(o.version for o in function.opset_import if o.domain in ("", "ai.onnx"))
+    versions = (o.version for o in function.opset_import if o.domain in ("", "ai.onnx"))
+    return int(next(versions))
 
 
 def _version(known: Sequence[int], opset: int) -> int:

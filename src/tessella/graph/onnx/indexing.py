@@ -9,6 +9,7 @@ import torch
 from tessella.graph.graph import Dim, Value
 from tessella.graph.onnx.call import Call, Result, Translator, table
 from tessella.graph.onnx.layers import static
+from tessella.graph.value import product
 
 
 def _from_front(call: Call, index: Value, size: int | Dim) -> Value:
@@ -27,10 +28,8 @@ def _gather(call: Call) -> Result:
     if axis == 0 and len(x.shape) == 2 and x in call.build.graph.constants and index is None:
         return call.emit("embedding", rows, x)
     rows = _from_front(call, rows, x.shape[axis])
-    flat: int | Dim = 1
-    for d in rows.shape:
-        flat = d * flat
-    line = rows if len(rows.shape) == 1 else call.emit("reshape", rows, shape=(flat,))
+    flat = (product(rows.shape),)
+    line = rows if len(rows.shape) == 1 else call.emit("reshape", rows, shape=flat)
     taken = call.aten("index_select", x, axis, line)
     shape = (*x.shape[:axis], *rows.shape, *x.shape[axis + 1 :])
     return taken if len(rows.shape) == 1 else call.emit("reshape", taken, shape=shape)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tessella.graph.graph import Dim, Value
 from tessella.graph.onnx.call import Call, Result, Translator, table
+from tessella.graph.value import fixed
 
 # ── convolution ───────────────────────────────────────────────────────────────────────────────────
 
@@ -31,7 +33,7 @@ def window(call: Call, kernel: tuple[int, ...]) -> tuple[dict[str, Any], list[in
     return {"stride": stride, "dilation": dilation}, before, after
 
 
-def torch_pads(before: list[int], after: list[int]) -> tuple[int, ...]:
+def torch_pads(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
     """torch's order: (before, after) pairs, the last axis first."""
     return tuple(n for pair in zip(before[::-1], after[::-1], strict=True) for n in pair)
 
@@ -114,7 +116,7 @@ def _cropped(call: Call, full: list[int], stride: tuple[int, ...]) -> tuple[list
 def static(call: Call, sizes: tuple[int | Dim, ...]) -> tuple[int, ...]:
     if any(isinstance(d, Dim) for d in sizes):
         raise call.wrong("the size of a kernel follows the batch")
-    return sizes
+    return tuple(map(fixed, sizes))
 
 
 # ── matrix products ───────────────────────────────────────────────────────────────────────────────

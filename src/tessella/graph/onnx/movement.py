@@ -9,6 +9,7 @@ import torch
 
 from tessella.graph.graph import Dim, Value
 from tessella.graph.onnx.call import Call, Result, Translator, table
+from tessella.graph.value import fixed, product
 
 # ── constants and what does nothing ───────────────────────────────────────────────────────────────
 
@@ -47,7 +48,7 @@ def _eye_like(call: Call) -> Result:
     x = call.value(0)
     if any(isinstance(d, Dim) for d in x.shape):
         raise call.wrong("its size follows the batch")
-    rows, columns = x.shape
+    rows, columns = map(fixed, x.shape)
     call.modest(rows, columns)
     dtype = getattr(torch, call.attrs.get("dtype", x.dtype))
     shift = call.attrs.get("k", 0)
@@ -86,11 +87,10 @@ def _resolved(call: Call, x: Value, shape: list[int | Dim]) -> tuple[int | Dim, 
     """The shape with −1 worked out, so that it can say that it follows the batch."""
     if -1 not in shape:
         return tuple(shape)
-    fixed = [d for d in shape if isinstance(d, int) and d != -1]
+    known = [d for d in shape if isinstance(d, int) and d != -1]
     if any(isinstance(d, Dim) for d in shape) or not all(isinstance(d, int) for d in x.shape[1:]):
         return tuple(shape)  # the batch is elsewhere in the shape: −1 is a plain number
-    elements = x.shape[0] * math.prod(x.shape[1:]) if x.shape else 1
-    missing = elements // math.prod(fixed)
+    missing = product(x.shape) // math.prod(known)
     return tuple(missing if d == -1 else d for d in shape)
 
 
@@ -134,10 +134,10 @@ def _transpose(call: Call) -> Result:
 def _expand(call: Call) -> Result:
     """Both ways: an axis of 1 in the shape keeps the tensor's."""
     x = call.value(0)
-    asked = list(call.ints(1, "") or ())
-    have = [1] * (len(asked) - len(x.shape)) + list(x.shape)
-    asked = [1] * (len(have) - len(asked)) + asked
-    shape = [h if a == 1 else a for h, a in zip(have, asked, strict=True)]
+    given = list(call.ints(1, "") or ())
+    have = [1] * (len(given) - len(x.shape)) + list(x.shape)
+    given = [1] * (len(have) - len(given)) + given
+    shape = [h if a == 1 else a for h, a in zip(have, given, strict=True)]
     return x if tuple(shape) == x.shape else call.emit("expand", x, shape=shape)
 
 
@@ -210,7 +210,7 @@ def _pad(call: Call) -> Result:
     modes = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     if mode not in modes:
         raise call.wrong("an unknown way to pad", seen=mode)
-    value = call.number(2, "value", 0.0) if mode == "constant" else None
+    value: float = call.number(2, "value", 0.0) if mode == "constant" else 0.0
     first = next((i for i in range(rank) if before[i] or after[i]), rank)
     if first == rank:
         return x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,10 @@ def _power(call: Call, left: Value, right: Value) -> Value:
     return call.emit("to", made, dtype=left.dtype)
 
 
-def _variadic(op: str) -> Translator:
+def _variadic(op: str) -> Callable[[Call], Value]:
     """Max, Min, Sum of any number of tensors."""
 
-    def translator(call: Call) -> Result:
+    def translator(call: Call) -> Value:
         made, *rest = call.values()
         attrs = {"alpha": 1} if op == "add" else {}
         for other in rest:

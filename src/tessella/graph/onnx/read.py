@@ -271,18 +271,20 @@ class _Reader:
                 seen=shown,
                 fix="export the model with the other sizes fixed",
             )
-        dynamic = bool(dims) and dims[0] is None
-        if dynamic and self.batch is not None and self.batch.min == self.batch.max:
-            dims[0], dynamic = self.batch.opt, False
-        several = self.batch is not None and self.batch.max > 1
-        if several and not dynamic and dims and dims[0] not in self.batch:
+        first, batch = dims[0] if dims else None, self.batch
+        dynamic = bool(dims) and first is None
+        shape: list[int | DimRange] = [d for d in dims if d is not None]
+        if dynamic and batch is not None and batch.min == batch.max:
+            shape, dynamic = [batch.opt, *shape], False
+        elif dynamic:
+            shape = [DimRange(min=1, opt=1, max=2), *shape]
+        elif first is not None and batch is not None and batch.max > 1 and first not in batch:
             raise CompileError(
                 f"input {info.name!r} has a fixed batch",
-                seen=f"{dims[0]} in the file, {self.batch} asked for",
+                seen=f"{first} in the file, {batch} asked for",
                 fix="export the model with a named first dimension",
             )
-        shape = (DimRange(min=1, opt=1, max=2) if dynamic else dims[0], *dims[1:]) if dims else ()
-        spec = TensorSpec(name=info.name, dtype=_dtype(tensor.elem_type), shape=shape)
+        spec = TensorSpec(name=info.name, dtype=_dtype(tensor.elem_type), shape=tuple(shape))
         return self.build.input(spec, dynamic=dynamic)
 
     def _node(self, node: onnx.NodeProto) -> None:
@@ -323,7 +325,9 @@ class _Reader:
         """A node whose operator ONNX defines by others: these, in a scope of their own."""
         given = [self.known[i] if i else None for i in node.input]
         kinds = [
-            self.build.constant(f"{node.name}.shape", _settled(v)) if _is_sizes(v) else v
+            self.build.constant(f"{node.name}.shape", _settled(v))
+            if isinstance(v, np.ndarray)
+            else v
             for v in given
         ]
         function = body(node, kinds, self.opset, NUMBERS)
@@ -353,7 +357,7 @@ class _Reader:
             self._node(node)
         made = [self.known[v.name] for v in graph.output]
         self.known = outer
-        return made
+        return [value for value in made if value is not None]
 
     def _settle(self, name: str, result: Value | Sizes) -> Value | Sizes:
         """Sizes that do not follow the batch are a constant like any other."""
@@ -372,12 +376,8 @@ class _Reader:
         )
 
 
-def _is_sizes(given: Value | Sizes | None) -> bool:
-    return isinstance(given, np.ndarray)
-
-
 def _settled(sizes: Sizes) -> torch.Tensor:
-    numbers = [0 if isinstance(d, Dim) else int(d) for d in sizes.flat]
+    numbers = [0 if isinstance(d, Dim) else int(d) for d in sizes.flatten().tolist()]
     return torch.tensor(numbers, dtype=torch.int64).reshape(sizes.shape)
 
 

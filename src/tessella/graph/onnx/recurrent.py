@@ -142,8 +142,8 @@ def _direction(call: Call, x: Value, gates: int, index: int) -> _Direction:
     bias = peephole = None
     if call.has(3):
         both = call.emit("select", call.value(3), dim=0, index=index)
-        halves = {"name": "bias", "sizes": [gates * hidden] * 2, "dim": 0}
-        first, bias = call.build.node("split", [both], **halves)
+        sizes = [gates * hidden] * 2
+        first, bias = call.build.node("split", [both], name="bias", sizes=sizes, dim=0)
         from_input = call.emit("linear", x, weight, first)
     else:
         from_input = call.emit("linear", x, weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -34,8 +35,8 @@ def _axes(call: Call) -> tuple[int, ...] | None:
     return () if axes is None and nothing else axes
 
 
-def _reduce(op: str) -> Translator:
-    def translator(call: Call) -> Result:
+def _reduce(op: str) -> Callable[[Call], Value]:
+    def translator(call: Call) -> Value:
         x, axes = call.value(0), _axes(call)
         keep = bool(call.attrs.get("keepdims", 1))
         dim = tuple(range(len(x.shape))) if axes is None else axes

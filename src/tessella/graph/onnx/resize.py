@@ -15,6 +15,7 @@ import torch
 
 from tessella.graph.graph import Dim, Value
 from tessella.graph.onnx.call import Call, Result, Translator, table
+from tessella.graph.value import fixed
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -91,9 +92,10 @@ def _axes(call: Call, x: Value, old: bool, rule: _Rule) -> dict[int, _Axis]:
     region = call.known(1).tolist() if not old and call.has(1) else []
     if rule.where != "tf_crop_and_resize" or not region:
         region = [0.0] * len(given) + [1.0] * len(given)
-    sizes, scales = None, None
+    sizes: list[int | Dim] | None = None
+    scales: list[float] | None = None
     if call.has(sizes_at):
-        sizes = list(call.sizes(sizes_at).flat)
+        sizes = call.sizes(sizes_at).flatten().tolist()
     if sizes is None and call.op == "Upsample" and "scales" in call.attrs:
         scales = call.attrs["scales"]
     elif not sizes:
@@ -101,9 +103,9 @@ def _axes(call: Call, x: Value, old: bool, rule: _Rule) -> dict[int, _Axis]:
     if len(sizes or scales or ()) != len(given):
         raise call.wrong("it needs a size or a scale for each axis")
     if sizes and policy != "stretch":
-        ratios = [s / x.shape[a] for s, a in zip(sizes, given, strict=True)]
+        ratios = [fixed(s) / fixed(x.shape[a]) for s, a in zip(sizes, given, strict=True)]
         one = min(ratios) if policy == "not_larger" else max(ratios)
-        sizes = [int(x.shape[a] * one + 0.5) for a in given]
+        sizes = [int(fixed(x.shape[a]) * one + 0.5) for a in given]
         scales = [one] * len(given)
     found = {}
     for i, axis in enumerate(given):
@@ -115,10 +117,10 @@ def _axes(call: Call, x: Value, old: bool, rule: _Rule) -> dict[int, _Axis]:
         if isinstance(length, Dim) or (sizes and isinstance(sizes[i], Dim)):
             raise call.wrong("it resizes the batch")
         start, end = region[i], region[len(given) + i]
-        new = sizes[i] if sizes else math.floor(length * (end - start) * scale)
+        new = fixed(sizes[i]) if sizes else math.floor(length * (end - start) * scale)
         found[axis] = _Axis(
             old=length,
-            new=int(new),
+            new=new,
             scale=scale if scales is not None else new / length,
             start=start,
             end=end,

@@ -47,7 +47,10 @@ def _concat(call: Call) -> Result:
 
 
 def _unsqueeze(call: Call) -> Result:
-    return np.expand_dims(call.sizes(0), tuple(call.ints(1, "axes")))
+    axes = call.ints(1, "axes")
+    if axes is None:
+        raise call.wrong("it says no axes")
+    return np.expand_dims(call.sizes(0), axes)
 
 
 def _squeeze(call: Call) -> Result:

@@ -9,6 +9,7 @@ import torch
 from tessella.graph.graph import Value
 from tessella.graph.onnx.call import Call, Result, Translator, table
 from tessella.graph.onnx.layers import static
+from tessella.graph.value import fixed
 
 _LONGEST = 8192  # of a transform: its matrix has the square of it
 
@@ -146,7 +147,7 @@ def _deform_conv(call: Call) -> Result:
     pads = call.attrs.get("pads", (0, 0, 0, 0))
     if len(kernel) != 2 or tuple(pads[:2]) != tuple(pads[2:]):
         raise call.wrong("a deformable convolution over 2 axes with equal padding is known")
-    out, n = weight.shape[0], x.shape[0]
+    out, n = fixed(weight.shape[0]), x.shape[0]
     masked = call.has(4)
     dtype = getattr(torch, x.dtype)
     mask = call.value(4) if masked else call.tensor(torch.ones(1, 1, dtype=dtype))

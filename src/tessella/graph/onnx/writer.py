@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from tessella.core.version import VERSION
 from tessella.graph.graph import Dim, Graph, Shape, Value
 from tessella.graph.onnx.types import NUMBERS
+from tessella.graph.value import fixed
 
 
 class Writer:
@@ -72,7 +73,7 @@ class Writer:
     def sizes(self, shape: Shape) -> str:
         """A shape as a tensor of integers, worked out from the batch where it follows it."""
         if not any(isinstance(d, Dim) for d in shape):
-            return self.ints(*[int(d) for d in shape])
+            return self.ints(*map(fixed, shape))
         parts = [self._size(d) if isinstance(d, Dim) else self.ints(d) for d in shape]
         return parts[0] if len(parts) == 1 else self.add("Concat", parts, axis=0)
 
