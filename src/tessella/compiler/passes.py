@@ -67,7 +67,7 @@ class Request:
         precision, precisions, calibration: as for ``compile_graph``.
         input, preprocess: ``uint8`` and the record, for a plan that takes images as bytes.
         assignment: what the precisions come to; known once the graph is optimized.
-        codes: whether layers are to be int8 or fp8, or a file rounds by itself; known then, too.
+        quantized: whether layers are to be int8 or fp8, or a file rounds by itself; known then.
     """
 
     target: str
@@ -77,7 +77,7 @@ class Request:
     input: Input = "float32"
     preprocess: Preprocess | None = None
     assignment: Assignment | None = None
-    codes: bool = False
+    quantized: bool = False
 
     def __post_init__(self) -> None:
         if self.input not in get_args(Input):
@@ -102,7 +102,7 @@ class Request:
                 optimized, self.precision, self.precisions, self.target, self.calibration
             )
         rounds = any(n.op in ("quantize", "dequantize") for n in optimized.nodes)
-        return replace(self, assignment=assignment, codes=bool(assignment.kinds) or rounds)
+        return replace(self, assignment=assignment, quantized=bool(assignment.kinds) or rounds)
 
 
 def request_for(optimized: Graph, assignment: Assignment, calibration: Calibration | None = None
@@ -135,14 +135,14 @@ def rounds(request: Request) -> bool:
     return bool(request.decided.kinds) and request.calibration is not None
 
 
-def has_codes(request: Request) -> bool:
+def quantizes(request: Request) -> bool:
     """layers are to be int8 or fp8, or the file rounds"""
-    return request.codes
+    return request.quantized
 
 
-def has_codes_on_gpu(request: Request) -> bool:
+def quantizes_on_gpu(request: Request) -> bool:
     """layers are to be int8 or fp8, or the file rounds; on sm_90"""
-    return request.codes and on_gpu(request)
+    return request.quantized and on_gpu(request)
 
 
 def narrows(request: Request) -> bool:
@@ -245,13 +245,13 @@ PASSES = (
     Pass("round", insert_quantization.apply,
          "layers read int8 or fp8, in the scales of the calibration",
          rounds, lambda r: {"kinds": r.decided.kinds, "calibration": r.calibration}),
-    Pass("lower", lower_quantization.apply, "products of int8 or fp8, rounded in place", has_codes),
-    Pass("lower", pad_channels.apply, "tensor cores take 16 channels at a time", has_codes_on_gpu),
+    Pass("lower", lower_quantization.apply, "products of int8 or fp8, rounded in place", quantizes),
+    Pass("lower", pad_channels.apply, "tensor cores take 16 channels at a time", quantizes_on_gpu),
     Pass("narrow", lower_precision.apply,
          "16-bit values: half the memory, and what tensor cores multiply",
          narrows, lambda r: {"dtype": r.decided.rest, "layers": r.decided.dtypes}),
-    Pass("fuse", fuse_requantization.apply, "codes are made by the layer, behind its activation",
-         given=_target),
+    Pass("fuse", fuse_requantization.apply,
+         "layers write quantized values, behind their activation", given=_target),
     Pass("fuse", fuse_rearrangements.apply,
          "what reshapes and rolls copy moves once, and is a step"),
     Pass("fuse", fuse_pointwise.apply, "a chain of small operations passes memory once",

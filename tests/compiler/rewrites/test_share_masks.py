@@ -54,7 +54,7 @@ def feeds(batch: int, dtype: str = "int64") -> dict[str, torch.Tensor]:
 
 def mask_of(graph: Graph) -> tuple[object, ...]:
     (node,) = (n for n in graph.nodes if n.op == share_masks.OP)
-    return tuple(node.inputs[share_masks.MASK].shape)
+    return tuple(node["attn_mask"].shape)
 
 
 @pytest.mark.parametrize("kind", ["expand", "and", "and, expanded"])

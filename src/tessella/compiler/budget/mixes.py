@@ -26,7 +26,7 @@ Mix = Mapping[str, str]  # layer → precision; what is not named stays fp32
 
 OFFERED = {"cpu": ("bf16", "int8"), "sm_90": ("fp16", "int8", "fp8"), "reference": ("bf16", "int8")}
 WIDE = ("fp32", "fp16", "bf16")  # what a layer and all around it may be in
-BESIDE = {"sm_90": "fp16"}  # what a layer on codes has around it; elsewhere fp32
+BESIDE = {"sm_90": "fp16"}  # what a quantized layer has around it; elsewhere fp32
 WITH_SPARSITY = ("fp16", "bf16", "int8")  # what sparse tensor cores multiply
 STAYS = ("fallback", "user")  # operators that are not known to take other types
 

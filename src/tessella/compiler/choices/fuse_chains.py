@@ -3,7 +3,7 @@
 - Two 1×1 convolutions. In a residual network the value between is read again later, and so still
   written; but the second convolution does not read it from memory.
 - A convolution and a ``max_pool2d`` that alone reads it: most of what it makes is never stored.
-- A ``linear`` and the layer norm over its rows, with the rounding to codes that one step may hold.
+- A ``linear`` and the layer norm over its rows, with the quantization that one step may hold.
   Where the norm comes first in a block (ViT), the sum is the next residual, and is written, too.
 
 Whether that pays depends on sizes and machine: each chain is asked by auction beside its two steps,

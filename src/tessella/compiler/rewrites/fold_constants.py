@@ -34,6 +34,6 @@ def _foldable(graph: Graph, node: Node) -> bool:
     fixed = attrs_at(node.attrs, 1) == attrs_at(node.attrs, 2)
     fixed = fixed and not any(isinstance(d, Dim) for v in node.outputs for d in v.shape)
     if node.op == "dequantize" and len(node.output.shape) > 1:
-        return False  # a weight: its codes are what a layer on int8 reads
+        return False  # a quantized weight: a layer on int8 reads it as it is
     random = "rand" in str(node.attrs.get("target", "")) or "dropout" in node.op
     return constant and fixed and not random and not set(node.outputs) & set(graph.outputs)

@@ -47,8 +47,8 @@ def _weights(graph: Graph, product: Node) -> Node | None:
     if node is None or graph.only_reader(weights) is not product:
         return None
     if node.op == "fallback" and node.attrs["target"] == "aten::where.self":
-        asked, zero, kept = node.inputs
-        is_nan, constant = graph.producer(asked), graph.constant(zero)
+        condition, zero, kept = node.inputs
+        is_nan, constant = graph.producer(condition), graph.constant(zero)
         if is_nan is None or is_nan.attrs.get("target") != "aten::isnan" or kept is None:
             return None
         weights = kept

@@ -21,7 +21,7 @@ from itertools import pairwise
 from tessella.compiler.fitting import has_kernel, is_plain_sixteen_bit, loses_none
 from tessella.compiler.layers import LAYERS
 from tessella.compiler.rewrites import pad_channels
-from tessella.compiler.rewrites.lower_quantization import Code, code_of
+from tessella.compiler.rewrites.lower_quantization import Scheme, scheme_of
 from tessella.core.dtype import QUANTIZED
 from tessella.graph.graph import Graph, Node, Value
 from tessella.operations.epilogue import is_gamma
@@ -34,22 +34,22 @@ def apply(graph: Graph, target: str) -> int:
     fused = 0
     for node in [n for n in graph.nodes if n.op in (*LAYERS, ATTENTION)]:
         between, rounds = _until_rounded(graph, node)
-        code = code_of(graph, rounds, "quantize")
-        if rounds is None or code is None or not _takes(node, code):
+        scheme = scheme_of(graph, rounds, "quantize")
+        if rounds is None or scheme is None or not _takes(node, scheme):
             continue
-        if code.dtype != "int8" and "max_pool2d" in {n.op for n in between}:
+        if scheme.dtype != "int8" and "max_pool2d" in {n.op for n in between}:
             continue  # there is no maximum of fp8
-        if not is_gamma(gamma := 1.0 / code.factor):
+        if not is_gamma(gamma := 1.0 / scheme.factor):
             continue
         wide = [n.output for n in (node, *between)][:-1]
-        names = [graph.fresh_name(f"{v.name}.{code.dtype}") for v in wide]
-        made = [Value(n, code.dtype, v.shape) for n, v in zip(names, wide, strict=True)]
+        names = [graph.fresh_name(f"{v.name}.{scheme.dtype}") for v in wide]
+        made = [Value(n, scheme.dtype, v.shape) for n, v in zip(names, wide, strict=True)]
         made.append(rounds.output)
         rounding = Node(
             op=node.op,
             inputs=node.inputs,
             outputs=(made[0],),
-            attrs={**node.attrs, "dtype": code.dtype, "gamma": gamma},
+            attrs={**node.attrs, "dtype": scheme.dtype, "gamma": gamma},
             layer=node.layer,
         )
         if _has_kernel(graph, node, rounding, target):
@@ -74,25 +74,25 @@ def _until_rounded(graph: Graph, node: Node) -> tuple[list[Node], Node | None]:
     return between, reader
 
 
-def _takes(node: Node, code: Code) -> bool:
+def _takes(node: Node, scheme: Scheme) -> bool:
     """Whether one factor behind the layer's activation quantizes so: zero must stay zero.
 
     Fast kernels read no residual in floating numbers beside quantized values.
     """
     return (
-        (node.op == ATTENTION or _reads(node, code) or is_plain_sixteen_bit(node))
-        and code.scale.numel() == 1
-        and code.zero == 0
-        and code.dtype in QUANTIZED
+        (node.op == ATTENTION or _reads(node, scheme) or is_plain_sixteen_bit(node))
+        and scheme.scale.numel() == 1
+        and scheme.zero == 0
+        and scheme.dtype in QUANTIZED
         and node.attrs.get("gamma", 1.0) == 1.0
     )
 
 
-def _reads(node: Node, code: Code) -> bool:
+def _reads(node: Node, scheme: Scheme) -> bool:
     """Whether a layer multiplies values of the same quantized type, and adds no residual."""
     if node.get("scale") is None or node.get("residual") is not None:
         return False
-    return node["input"].dtype == code.dtype
+    return node["input"].dtype == scheme.dtype
 
 
 def _has_kernel(graph: Graph, node: Node, rounding: Node, target: str) -> bool:

@@ -1,4 +1,4 @@
-"""Precision: float32 values in a 16-bit type, with casts where another type is wanted.
+"""Precision: float32 values in a 16-bit type, with casts where a node reads another type.
 
 Sums inside matrix products, norms and softmax stay in float32: torch's kernels accumulate so. Two
 things keep float32 outside too: the statistics of batch norms that could not be folded (a float16
@@ -37,16 +37,16 @@ def apply(graph: Graph, dtype: str, layers: Mapping[str, str] | None = None) -> 
     outputs = [(v, v.dtype) for v in graph.outputs]
     for node in list(graph.nodes):
         kept = "float32" if _keeps_float32(node, dtype) else dtype
-        wanted = layers.get(node.outputs[0].name, kept)
+        own = layers.get(node.outputs[0].name, kept)
         node.inputs = tuple(
-            v if v is None or _is_parameter(node, position) else caster.cast(v, wanted, before=node)
+            v if v is None or _is_parameter(node, position) else caster.cast(v, own, before=node)
             for position, v in enumerate(node.inputs)
         )
-        if wanted != "float32":
-            _lower_attrs(node, wanted)
+        if own != "float32":
+            _lower_attrs(node, own)
             for value in node.outputs:
                 if value.dtype == "float32":
-                    value.dtype = wanted
+                    value.dtype = own
     graph.outputs = [_as_before(graph, value, was) for value, was in outputs]
     dead_code.apply(graph)  # the float32 weights are not read any more
     return caster.count
@@ -63,26 +63,26 @@ def _is_parameter(node: Node, position: int) -> bool:
 
 
 class _Caster:
-    """Casts a value once for each element type that somebody wants."""
+    """Casts a value once for each element type that a node reads."""
 
     def __init__(self, graph: Graph, floats: set[str]) -> None:
         self.graph, self.floats, self.count = graph, floats, 0
         self._made: dict[tuple[Value, str], Value] = {}
 
-    def cast(self, value: Value, wanted: str, *, before: Node) -> Value:
-        if value.dtype == wanted or value.dtype not in self.floats:
+    def cast(self, value: Value, dtype: str, *, before: Node) -> Value:
+        if value.dtype == dtype or value.dtype not in self.floats:
             return value
-        if (value, wanted) not in self._made:
-            self._made[value, wanted] = self._make(value, wanted, before)
-        return self._made[value, wanted]
+        if (value, dtype) not in self._made:
+            self._made[value, dtype] = self._make(value, dtype, before)
+        return self._made[value, dtype]
 
-    def _make(self, value: Value, wanted: str, before: Node) -> Value:
-        name = f"{value.name}.{wanted}"
+    def _make(self, value: Value, dtype: str, before: Node) -> Value:
+        name = f"{value.name}.{dtype}"
         constant = self.graph.constant(value)
         if constant is not None:
-            return self.graph.add_constant(name, _finite(value, constant, wanted))
-        made = Value(self.graph.fresh_name(name), wanted, value.shape)
-        node = Node(op="to", inputs=(value,), outputs=(made,), attrs={"dtype": wanted})
+            return self.graph.add_constant(name, _finite(value, constant, dtype))
+        made = Value(self.graph.fresh_name(name), dtype, value.shape)
+        node = Node(op="to", inputs=(value,), outputs=(made,), attrs={"dtype": dtype})
         self.graph.nodes.insert_before(before, node)
         self.count += 1
         return made

@@ -36,8 +36,8 @@ UNORDERED = ("scaled_dot_product_attention",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Code:
-    """How numbers are written: ``store(x / scale + zero)``; what ``quantize`` nodes carry.
+class Scheme:
+    """How numbers are quantized, as ``store(x / scale + zero)``: what ``quantize`` nodes say.
 
     Attributes:
         scale: float64, one number, or one for each position on ``axis``.
@@ -49,7 +49,7 @@ class Code:
     zero: int
     axis: int
 
-    def same(self, other: Code | None) -> bool:
+    def same(self, other: Scheme | None) -> bool:
         return (
             other is not None
             and (self.dtype, self.zero) == (other.dtype, other.zero)
@@ -81,8 +81,8 @@ def apply(graph: Graph) -> int:
     return lowered
 
 
-def code_of(graph: Graph, node: Node | None, op: str) -> Code | None:
-    """The code of a ``quantize`` or ``dequantize`` node with known numbers; None if it is none."""
+def scheme_of(graph: Graph, node: Node | None, op: str) -> Scheme | None:
+    """The scheme of a ``quantize`` or ``dequantize`` node, ``op``; None for any other."""
     if node is None or node.op != op:
         return None
     scale, zero = graph.constant(node["scale"]), graph.constant(node.get("zero_point"))
@@ -90,7 +90,7 @@ def code_of(graph: Graph, node: Node | None, op: str) -> Code | None:
         return None
     if zero is not None and len(set(zero.flatten().tolist())) > 1:
         return None
-    return Code(
+    return Scheme(
         dtype=(node.output if op == "quantize" else node["input"]).dtype,
         scale=scale.double().flatten(),
         zero=0 if zero is None else int(zero.flatten()[0]),
@@ -102,13 +102,13 @@ def code_of(graph: Graph, node: Node | None, op: str) -> Code | None:
 
 
 def _shift_unsigned(graph: Graph) -> None:
-    """uint8 → int8, 128 less, its zero point too, wherever only ``dequantize`` looks at it."""
+    """uint8 → int8, 128 less, its zero point too, wherever only ``dequantize`` reads it."""
     shifted = {
         v
         for n in graph.nodes
         for v in n.outputs
         if v.dtype == "uint8"
-        and (code_of(graph, n, "quantize") or n.op in MOVES)
+        and (scheme_of(graph, n, "quantize") or n.op in MOVES)
         and v not in graph.outputs
     } | {v for v in graph.constants if v.dtype == "uint8" and _only_dequantized(graph.users(v))}
     waiting = list(shifted)
@@ -145,7 +145,7 @@ def _only_dequantized(users: list[Node]) -> bool:
 def _may_shift(graph: Graph, node: Node, value: Value, shifted: set[Value]) -> bool:
     if node.op in MOVES and node.op != "relu":
         return set(node.outputs) <= shifted
-    return code_of(graph, node, "dequantize") is not None and node["input"] is value
+    return scheme_of(graph, node, "dequantize") is not None and node["input"] is value
 
 
 def _shift_zero(graph: Graph, node: Node) -> None:
@@ -163,9 +163,9 @@ def _sink(graph: Graph, node: Node) -> Collection[Value]:
     if node.op not in MOVES:
         return ()
     makers = [graph.producer(v) for v in node.inputs]
-    codes = [code_of(graph, m, "dequantize") for m in makers]
-    first = codes[0]
-    if first is None or not all(first.same(c) for c in codes) or not _moves(node, first):
+    schemes = [scheme_of(graph, m, "dequantize") for m in makers]
+    first = schemes[0]
+    if first is None or not all(first.same(c) for c in schemes) or not _moves(node, first):
         return ()
     axis = _moved_axis(node, first)
     if axis is None:
@@ -173,23 +173,23 @@ def _sink(graph: Graph, node: Node) -> Collection[Value]:
     return _sink_one(graph, node, [m for m in makers if m is not None], axis)
 
 
-def _moves(node: Node, code: Code) -> bool:
-    """Whether moving elements of this code is the same as moving the numbers."""
-    if code.dtype not in (*QUANTIZED, "uint8"):
+def _moves(node: Node, scheme: Scheme) -> bool:
+    """Whether moving elements of this scheme is the same as moving the numbers."""
+    if scheme.dtype not in (*QUANTIZED, "uint8"):
         return False
-    if code.dtype == "float8_e4m3fn":
+    if scheme.dtype == "float8_e4m3fn":
         return node.op in VIEWS
-    return node.op != "relu" or (code.zero == 0 and code.dtype == "int8")
+    return node.op != "relu" or (scheme.zero == 0 and scheme.dtype == "int8")
 
 
-def _moved_axis(node: Node, code: Code) -> int | None:
+def _moved_axis(node: Node, scheme: Scheme) -> int | None:
     """Where the scale's axis lies after the move; None if it cannot follow."""
-    if code.scale.numel() == 1:
+    if scheme.scale.numel() == 1:
         return 0
     if node.op == "permute":
         dims = [int(d) for d in node.attrs["dims"]]
         rank = len(dims)
-        return [d % rank for d in dims].index(code.axis % rank)
+        return [d % rank for d in dims].index(scheme.axis % rank)
     return None
 
 
@@ -211,26 +211,26 @@ def _sink_one(graph: Graph, node: Node, makers: list[Node], axis: int) -> Collec
 
 def _merge(graph: Graph, node: Node) -> Collection[Value]:
     """Equal nodes on one value are one."""
-    code = code_of(graph, node, node.op) if node.op in ("quantize", "dequantize") else None
-    if code is None or node.output in graph.outputs:
+    scheme = scheme_of(graph, node, node.op) if node.op in ("quantize", "dequantize") else None
+    if scheme is None or node.output in graph.outputs:
         return ()
     for other in graph.users(node["input"]):
         if not other < node:
             break
         alike = other.op == node.op and other.attrs == node.attrs
         alike = alike and other["input"] is node["input"] and other.output not in graph.outputs
-        if alike and code.same(code_of(graph, other, other.op)):
+        if alike and scheme.same(scheme_of(graph, other, other.op)):
             return _drop(graph, node, other.output)
     return ()
 
 
 def _cancel(graph: Graph, node: Node) -> Collection[Value]:
-    """``quantize(dequantize(x))`` with one code is ``x``: float32 is off by much less than ½."""
-    code = code_of(graph, node, "quantize")
-    if code is None or node.output in graph.outputs:
+    """``quantize(dequantize(x))`` with one scheme is ``x``: float32 is off by much less than ½."""
+    scheme = scheme_of(graph, node, "quantize")
+    if scheme is None or node.output in graph.outputs:
         return ()
     maker = graph.producer(node["input"])
-    if maker is None or not code.same(code_of(graph, maker, "dequantize")):
+    if maker is None or not scheme.same(scheme_of(graph, maker, "dequantize")):
         return ()
     return _drop(graph, node, maker["input"])
 
@@ -245,19 +245,19 @@ def _drop(graph: Graph, node: Node, instead: Value) -> Collection[Value]:
 
 def _lift(graph: Graph, node: Node, quantized: Collection[Value]) -> Collection[Value]:
     """``quantize(move(x))`` → ``move(quantize(x))``, where nothing else reads what is moved."""
-    code = code_of(graph, node, "quantize")
-    if code is None or code.scale.numel() > 1:
+    scheme = scheme_of(graph, node, "quantize")
+    if scheme is None or scheme.scale.numel() > 1:
         return ()
     move = graph.producer(node["input"])
     if move is None or move.op not in MOVES or graph.only_reader(node["input"]) is not node:
         return ()
-    if len(move.outputs) > 1 or not _moves(move, code):
+    if len(move.outputs) > 1 or not _moves(move, scheme):
         return ()
     if move.op not in VIEWS and not any(v in quantized for v in move.inputs):
         return ()  # a pooling leaves less to round
     changed, inputs = values_of(move, node), list[Value]()
     for value in filter(None, move.inputs):
-        small = Value(graph.fresh_name(f"{value.name}.{code.dtype}"), code.dtype, value.shape)
+        small = Value(graph.fresh_name(f"{value.name}.{scheme.dtype}"), scheme.dtype, value.shape)
         inputs.append(small)
         made = Node(
             op="quantize",
@@ -292,12 +292,12 @@ def _settle(graph: Graph, node: Node) -> Collection[Value]:
     order: there the rounding reads and writes dense memory. Before the views it would bring its
     result into the heads' order, which would have to be turned back.
     """
-    code = code_of(graph, node, "quantize")
-    view = None if code is None else graph.only_reader(node.output)
-    if code is None or view is None or view.op not in ("permute", "reshape"):
+    scheme = scheme_of(graph, node, "quantize")
+    view = None if scheme is None else graph.only_reader(node.output)
+    if scheme is None or view is None or view.op not in ("permute", "reshape"):
         return ()
     maker = _before_views(graph, node["input"])
-    if maker is None or maker.op not in UNORDERED or code.scale.numel() > 1:
+    if maker is None or maker.op not in UNORDERED or scheme.scale.numel() > 1:
         return ()
     changed, x, last = values_of(node, view), node["input"], view.output
     moved = Value(graph.fresh_name(f"{x.name}.{view.op}"), x.dtype, last.shape)
@@ -325,15 +325,15 @@ def _lower(graph: Graph, node: Node) -> bool:
     matmul = node.op == "matmul"
     source = graph.producer(node["input"])
     weights = graph.producer(node["other" if matmul else "weight"])
-    code, of_weight = (code_of(graph, n, "dequantize") for n in (source, weights))
-    if code is None or of_weight is None or source is None or weights is None:
+    scheme, of_weight = (scheme_of(graph, n, "dequantize") for n in (source, weights))
+    if scheme is None or of_weight is None or source is None or weights is None:
         return False
     weight, bias = graph.constant(weights["input"]), graph.constant(node.get("bias"))
     if (
-        code.dtype not in QUANTIZED
-        or of_weight.dtype != code.dtype
+        scheme.dtype not in QUANTIZED
+        or of_weight.dtype != scheme.dtype
         or weight is None
-        or code.scale.numel() > 1
+        or scheme.scale.numel() > 1
         or of_weight.zero != 0
         or (matmul and weight.ndim != 2)
         or (of_weight.scale.numel() > 1 and of_weight.axis % weight.ndim != int(matmul))
@@ -344,19 +344,19 @@ def _lower(graph: Graph, node: Node) -> bool:
         weight = weight.T.contiguous()
         node.op, node.attrs = "linear", {"activation": None}
     channels = len(weight)
-    scale = (of_weight.scale * code.scale).expand(channels)
+    scale = (of_weight.scale * scheme.scale).expand(channels)
     total = torch.zeros(channels).double() if bias is None else bias.double()
     x = source["input"]
-    if code.zero:
-        total = total - scale * code.zero * weight.double().flatten(1).sum(1)
-        x = _padded(graph, node, x, code.zero)
+    if scheme.zero:
+        total = total - scale * scheme.zero * weight.double().flatten(1).sum(1)
+        x = _padded(graph, node, x, scheme.zero)
     quantized, name = weights["input"], weights["input"].name
     node.rebind(input=x, weight=graph.add_constant(f"{name}.rows", weight) if matmul else quantized)
-    if bias is not None or code.zero:
+    if bias is not None or scheme.zero:
         node.rebind(bias=graph.add_constant(f"{name}.bias", total.float()))
     node.rebind(scale=graph.add_constant(f"{name}.factor", scale.float()))
     node.attrs["dtype"] = node.output.dtype
-    if code.dtype == "float8_e4m3fn" and weight[0].numel() <= FAST_PRODUCTS:
+    if scheme.dtype == "float8_e4m3fn" and weight[0].numel() <= FAST_PRODUCTS:
         node.attrs["fast_accumulation"] = True
     return True
 
@@ -383,30 +383,30 @@ def _requantize(graph: Graph, node: Node) -> None:
     if node.get("scale") is None or node.output in graph.outputs:
         return
     readers = graph.users(node.output)
-    code = code_of(graph, readers[0], "quantize") if len(readers) == 1 else None
-    if code is None or code.scale.numel() > 1 or code.dtype != node["input"].dtype:
+    scheme = scheme_of(graph, readers[0], "quantize") if len(readers) == 1 else None
+    if scheme is None or scheme.scale.numel() > 1 or scheme.dtype != node["input"].dtype:
         return
-    activation = _activation_of_quantized(node.attrs["activation"], code)
+    activation = _activation_of_quantized(node.attrs["activation"], scheme)
     residual = graph.producer(node.get("residual"))
-    added = code_of(graph, residual, "dequantize")
-    alone = added is not None and added.scale.numel() == 1 and added.dtype == code.dtype
-    if code.zero % 2 or activation == "" or (node.get("residual") is not None and not alone):
+    added = scheme_of(graph, residual, "dequantize")
+    alone = added is not None and added.scale.numel() == 1 and added.dtype == scheme.dtype
+    if scheme.zero % 2 or activation == "" or (node.get("residual") is not None and not alone):
         return
     weight, bias, scale = node["weight"], node.get("bias"), node["scale"]
     known = graph.constant(bias)
     shift = torch.zeros(fixed(weight.shape[0])).double() if known is None else known.double()
     if added is not None and residual is not None:
         shift = shift - added.factor * added.zero
-        node.attrs["beta"] = added.factor / code.factor
+        node.attrs["beta"] = added.factor / scheme.factor
         node.rebind(residual=residual["input"])
-    shift = shift / code.factor + code.zero
+    shift = shift / scheme.factor + scheme.zero
     # both are this layer's own: ``_lower`` has made them
-    graph.constants[scale] = (graph.constants[scale].double() / code.factor).float()
+    graph.constants[scale] = (graph.constants[scale].double() / scheme.factor).float()
     if bias is None and shift.any():
         node.rebind(bias=graph.add_constant(f"{weight.name}.bias", shift.float()))
     elif bias is not None:
         graph.constants[bias] = shift.float()
-    node.attrs |= {"dtype": code.dtype, "activation": activation}
+    node.attrs |= {"dtype": scheme.dtype, "activation": activation}
     node.outputs = readers[0].outputs
     graph.nodes.remove(readers[0])
 
@@ -422,20 +422,20 @@ def _take_relu(graph: Graph, node: Node) -> None:
         graph.nodes.remove(readers[0])
 
 
-def _activation_of_quantized(activation: str | None, code: Code) -> str | None:
+def _activation_of_quantized(activation: str | None, scheme: Scheme) -> str | None:
     """The activation of ``x / scale + zero`` that is that of ``x``; empty if there is none.
 
-    Where zero is the least code, what relu cuts off is out of range anyway; so is what relu6 cuts
-    off above, if the greatest code stands for 6 or less.
+    Where zero is the least scheme, what relu cuts off is out of range anyway; so is what relu6 cuts
+    off above, if the greatest scheme stands for 6 or less.
     """
-    if activation == "relu6" and code.dtype == "int8":
-        within = (127 - code.zero) * code.factor <= 6.0
+    if activation == "relu6" and scheme.dtype == "int8":
+        within = (127 - scheme.zero) * scheme.factor <= 6.0
         activation = "relu" if within else activation
     if activation is None:
         return None
-    if activation == "relu" and code.zero == 0:
+    if activation == "relu" and scheme.zero == 0:
         return "relu"
-    if activation == "relu" and code.dtype == "int8" and code.zero == -128:
+    if activation == "relu" and scheme.dtype == "int8" and scheme.zero == -128:
         return None
     return ""
 

@@ -1,4 +1,4 @@
-"""Rewrites that run until none applies: a node is asked again only when something near it changed.
+"""Rewrites that run until none applies: a node is tried again only when something near it changed.
 
 ``until_done`` rewrites what a loop would that asks every node again, from the first one, after
 every rewrite: of the first rewrite that applies anywhere, the first node in the graph's order.
