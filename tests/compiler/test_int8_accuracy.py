@@ -23,7 +23,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.graph.graph import Graph
 from tessella.graph.onnx import write
-from tessella.kernels.conv.libraries import onednn_int8
+from tessella.kernels import onednn
 from tests.support.networks import plan
 
 pytestmark = pytest.mark.instructions
@@ -131,7 +131,7 @@ def test_it_is_as_accurate_as_onnx_runtimes_static_int8(
         per_channel=True,
         weight_type=QuantType.QInt8,
         activation_type=QuantType.QUInt8,
-        reduce_range=onednn_int8.saturates(),
+        reduce_range=onednn.saturates(),
     )
     session = onnxruntime.InferenceSession(tmp_path / "int8.onnx")
     theirs = torch.from_numpy(session.run(None, {"image": images[TRAIN:].numpy()})[0])

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels import catalog
-from tessella.kernels.conv.libraries import onednn_int8
+from tessella.kernels import catalog, onednn
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta, meta_of
@@ -257,7 +256,7 @@ def test_onednn_int8_is_exact(
 ) -> None:
     """On every processor; with weights as halves, as those want it whose 16-bit sums saturate."""
     if split:
-        monkeypatch.setattr(onednn_int8, "saturates", lambda: True)
+        monkeypatch.setattr(onednn, "saturates", lambda: True)
     problem, constants, inputs, exact = layer(op, dtype, activation, residual)
     before = [t.clone() for t in inputs]
     module = catalog.kernel(f"{op}.onednn_int8").load()
@@ -278,7 +277,7 @@ def test_onednn_int8_is_exact(
 @pytest.mark.parametrize("split", [False, True])
 def test_grouped_int8_convolution(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if split:
-        monkeypatch.setattr(onednn_int8, "saturates", lambda: True)
+        monkeypatch.setattr(onednn, "saturates", lambda: True)
     problem, constants, inputs, exact = layer("conv2d", "int8", "relu", False, groups=4)
     made = run("conv2d.onednn_int8", problem, constants, *inputs)
     assert torch.equal(made.double(), exact.round().clamp(-128, 127))

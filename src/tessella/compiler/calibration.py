@@ -24,8 +24,7 @@ from tessella.core.device import default_target
 from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.graph.graph import Graph, Node, Value
 from tessella.graph.interpret import interpret
-from tessella.graph.value import fixed
-from tessella.kernels.conv.libraries import onednn_int8
+from tessella.kernels import onednn
 from tessella.operations.reference.quant import dequantize, quantize
 from tessella.operations.table import operation
 
@@ -232,10 +231,10 @@ def lowerable(graph: Graph) -> list[Node]:
 def weight_limit(target: str) -> int:
     """The greatest quantized int8 weight that a target multiplies at full speed.
 
-    127; 64 on a CPU whose products saturate (``onednn_int8``): one bit of the weights for twice the
-    speed.
+    127; 64 on a CPU whose products saturate (``kernels.onednn``): one bit of the weights for
+    twice the speed.
     """
-    return onednn_int8.NARROW if target == "cpu" and onednn_int8.saturates() else 127
+    return onednn.NARROW if target == "cpu" and onednn.saturates() else 127
 
 
 def rounded_weight(

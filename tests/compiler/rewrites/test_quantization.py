@@ -32,9 +32,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph, Node
 from tessella.graph.onnx import read
-from tessella.kernels import catalog
-from tessella.kernels.conv.libraries import onednn_int8
-from tests.support.choices import problem_of
+from tessella.kernels import catalog, onednn
 from tests.support.networks import NETWORKS, captured, plan
 from tests.support.quantized import calibrated, graph_of
 
@@ -551,7 +549,7 @@ def test_a_layer_that_int8_does_not_suit_falls_back_and_the_plan_says_so() -> No
 def test_weights_are_as_wide_as_the_processor_multiplies_at_full_speed(
     saturating: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onednn_int8, "saturates", lambda: saturating)
+    monkeypatch.setattr(onednn, "saturates", lambda: saturating)
     graph = graph_of(Residual(), 3, 8, 8)
     calibration = calibrated(graph, 3, 8, 8, target="cpu")
     made = plan(graph, precision="int8", calibration=calibration)

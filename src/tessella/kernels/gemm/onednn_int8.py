@@ -12,11 +12,11 @@ import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv.libraries.onednn_int8 import (
+from tessella.kernels.onednn import (
     SHIFT,
-    halves,
+    int8_refusal,
     must_split,
-    refusal,
+    narrow_weight,
     scales,
     shifted,
 )
@@ -28,7 +28,7 @@ def fits(problem: Problem) -> str | None:
     tensors = (problem.inputs[0], problem.output, problem.meta(3))
     if len(problem.inputs[0].shape) < 2 or any(t and t.format != "contiguous" for t in tensors):
         return "needs contiguous rows"
-    return refusal(problem)
+    return int8_refusal(problem)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
@@ -42,7 +42,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     weight = packed(
         constants[1],
         ("linear.onednn_int8", split),
-        lambda w: torch.ops.onednn.qlinear_prepack((halves(w) if split else w).contiguous(), rows),
+        lambda w: torch.ops.onednn.qlinear_prepack(narrow_weight(w, split).contiguous(), rows),
         layout=onednn_layout,
     )
     stored = getattr(torch, problem.output.dtype)

@@ -11,29 +11,17 @@ import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
+from tessella.kernels.onednn import POST_OPS
 from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 
-# our activation → (oneDNN's name, its numbers, its variant)
-POST_OPS: dict[str | None, tuple[str, list[float], str]] = {
-    None: ("none", [], ""),
-    "relu": ("relu", [], ""),
-    "relu6": ("hardtanh", [0.0, 6.0], ""),
-    "sigmoid": ("sigmoid", [], ""),
-    "tanh": ("tanh", [], ""),
-    "silu": ("swish", [], ""),
-    "gelu": ("gelu", [], "none"),
-    "gelu_tanh": ("gelu", [], "tanh"),
-    "hardswish": ("hardswish", [], ""),
-    "hardsigmoid": ("hardsigmoid", [], ""),
-}
-
 
 def fits(problem: Problem) -> str | None:
-    x, weight, bias, residual = (problem.meta(i) for i in range(4))
+    x, weight, epilogue = problem["input"], problem["weight"], problem.epilogue
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
-    if 1 not in problem.constant or (bias is not None and 2 not in problem.constant):
+    vectors = () if epilogue.bias is None else ("bias",)
+    if not all(map(problem.is_constant, ("weight", *vectors))):
         return "weight and bias must be constants"
     if problem.plain:
         return problem.plain
@@ -43,10 +31,9 @@ def fits(problem: Problem) -> str | None:
         return "this CPU has no bfloat16 instructions"
     if problem.output.format != "channels_last":
         return "makes channels_last"
-    activation = problem.epilogue.activation
-    if activation not in POST_OPS:
-        return f"activation {activation} is not fused"
-    if residual is not None and not residual.has("channels_last"):
+    if epilogue.activation not in POST_OPS:
+        return f"activation {epilogue.activation} is not fused"
+    if epilogue.residual is not None and not epilogue.residual.has("channels_last"):
         return "the residual must be channels_last"
     return None
 
@@ -55,7 +42,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     padding, stride, dilation, groups = window(problem)
     activation, bias = problem.epilogue.activation, constants.get(2)
     weight = packed_weight(problem, constants[1])
-    if problem.meta(3) is None:
+    if problem.epilogue.residual is None:
         name, numbers, variant = POST_OPS[activation]
         unary = torch.ops.mkldnn._convolution_pointwise.default
 
@@ -91,7 +78,7 @@ def packed_weight(problem: Problem, weight: torch.Tensor) -> torch.Tensor:
         weight,
         ("conv2d.onednn", stride, padding, dilation, groups),
         lambda w: torch.ops.mkldnn._reorder_convolution_weight(
-            w, padding, stride, dilation, groups, list(problem.inputs[0].shape)
+            w, padding, stride, dilation, groups, list(problem["input"].shape)
         ),
         layout=onednn_layout,
     )

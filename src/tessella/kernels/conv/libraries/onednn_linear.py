@@ -15,17 +15,18 @@ import torch
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import onednn
+from tessella.kernels.onednn import POST_OPS
 from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    x, weight = problem.inputs[:2]
+    x, weight = problem["input"], problem["weight"]
     plain = {"stride": [1, 1], "padding": [0, 0]}
     if tuple(weight.shape[2:]) != (1, 1) or problem.attrs["groups"] != 1:
         return "1×1 filters without groups only"
     if any(list(problem.attrs[name]) != value for name, value in plain.items()):
         return "stride 1 and no padding only"
-    if problem.meta(3) is not None:
+    if problem.epilogue.residual is not None:
         return "a residual is not fused"
     if not x.has("channels_last"):
         return "the input must be channels_last"
@@ -33,8 +34,8 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    n, _, height, width = problem.inputs[0].shape
-    name, numbers, variant = onednn.POST_OPS[problem.epilogue.activation]
+    n, _, height, width = problem["input"].shape
+    name, numbers, variant = POST_OPS[problem.epilogue.activation]
     bias, pixels = constants.get(2), math.prod((n, height, width))
     weight = packed(
         constants[1],

@@ -14,15 +14,13 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import onednn
 from tessella.operations.problem import Problem
 
-RESIDUAL = 3
-
 
 def refusal(problem: Problem) -> str | None:
     """Why a result may not take its residual's memory, or None."""
-    residual = problem.meta(RESIDUAL)
+    residual = problem.epilogue.residual
     if residual is None:
         return "has no residual to add to"
-    if RESIDUAL not in problem.dying:
+    if not problem.is_dying("residual"):
         return "the residual is needed afterwards"
     if (residual.shape, residual.dtype) != (problem.output.shape, problem.output.dtype):
         return "the residual is not like the result"
@@ -33,7 +31,7 @@ def fits(problem: Problem) -> str | None:
     if why := refusal(problem):
         return why
     if problem.epilogue.activation not in (None, "relu"):
-        return f"activation {problem.attr('activation')} is not fused after a sum"
+        return f"activation {problem.epilogue.activation} is not fused after a sum"
     return onednn.fits(problem)
 
 

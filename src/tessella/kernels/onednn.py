@@ -1,0 +1,119 @@
+"""What oneDNN's convolutions and linear layers share: activations that it fuses, and its int8.
+
+torch's int8 operators take uint8 activations: int8 shifted by 128, which is then their zero point.
+
+A processor without VNNI (AVX2 alone, or the first AVX-512) adds the products of two neighbouring
+channels in 16 bits, which saturate: 255 · 127 · 2 is twice what they hold. There weights of at most
+``NARROW`` are multiplied as they are, and others as the sum of two weights, each behind its own
+copy of the input's channels: exact, and 1.0 to 1.2 times a float32 convolution's time (0.5 to 0.7
+as they are).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from tessella.operations.problem import Problem
+
+# our activation → (oneDNN's name, its numbers, its variant)
+POST_OPS: dict[str | None, tuple[str, list[float], str]] = {
+    None: ("none", [], ""),
+    "relu": ("relu", [], ""),
+    "relu6": ("hardtanh", [0.0, 6.0], ""),
+    "sigmoid": ("sigmoid", [], ""),
+    "tanh": ("tanh", [], ""),
+    "silu": ("swish", [], ""),
+    "gelu": ("gelu", [], "none"),
+    "gelu_tanh": ("gelu", [], "tanh"),
+    "hardswish": ("hardswish", [], ""),
+    "hardsigmoid": ("hardsigmoid", [], ""),
+}
+
+SHIFT = 128
+NARROW = 64  # 255 · 64 · 2 fits 16 bits
+PROBED = 64  # channels: oneDNN multiplies a few channels by other code, which is exact
+
+
+def int8_refusal(problem: Problem) -> str | None:
+    """Why oneDNN has no int8 layer, convolution or linear, for the problem; None if it has."""
+    x, weight, out = problem["input"], problem["weight"], problem.output
+    bias, residual, scale = problem.epilogue.bias, problem.epilogue.residual, problem.epilogue.scale
+    if not torch.backends.mkldnn.is_available():
+        return "this torch was built without oneDNN"
+    if (x.dtype, weight.dtype) != ("int8", "int8"):
+        return f"multiplies int8, not {x.dtype} × {weight.dtype}"
+    if out.dtype not in ("int8", "float32"):
+        return f"makes int8 or float32, not {out.dtype}"
+    vectors = [name for name in ("bias", "scale") if problem.get(name) is not None]
+    if not all(map(problem.is_constant, ("weight", *vectors))):
+        return "weight, bias and scale must be constants"
+    if any(t is not None and t.dtype != "float32" for t in (bias, scale)):
+        return "bias and scale must be float32"
+    if problem.epilogue.alpha != 1:
+        return "no alpha"
+    if out.dtype == "int8" and problem.epilogue.activation not in (None, "relu"):
+        return "only relu is fused before int8"
+    if residual is not None and residual.dtype != out.dtype:
+        return "the residual must have the result's type"
+    if 0 in (*x.shape, *out.shape):
+        return "empty"
+    return None
+
+
+def scales(
+    problem: Problem, constants: Mapping[int, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factor of each output channel, and oneDNN's zero points of the weight: none."""
+    channels = problem["weight"].shape[0]
+    scale = constants.get(problem.operation.position("scale"))
+    return (
+        torch.ones(channels) if scale is None else scale,
+        torch.zeros(channels, dtype=torch.int64),
+    )
+
+
+@functools.cache
+def saturates() -> bool:
+    """Whether this processor's int8 products saturate in oneDNN, found by multiplying some.
+
+    Asked of oneDNN itself: which instructions it takes depends on the processor, on its version and
+    on ``ONEDNN_MAX_CPU_ISA``.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return False
+    x = torch.full((1, PROBED, 8, 8), 255, dtype=torch.uint8).contiguous(
+        memory_format=torch.channels_last
+    )
+    weight = torch.full((PROBED, PROBED, 3, 3), 127, dtype=torch.int8)
+    scale, zeros = torch.ones(PROBED), torch.zeros(PROBED, dtype=torch.int64)
+    ones = [1, 1]
+    packed_weight = torch.ops.onednn.qconv_prepack(
+        weight, scale, 1.0, 0, ones, ones, ones, 1, list(x.shape)
+    )
+    made = torch.ops.onednn.qconv2d_pointwise.default(
+        x, 1.0, 0, packed_weight, scale, zeros, None, ones, ones, ones, 1, 1.0, 0, torch.float32,
+        "none", [], "",
+    )  # fmt: skip
+    return bool(made.max() != 255 * 127 * PROBED * 9)
+
+
+def must_split(weight: torch.Tensor) -> bool:
+    """Whether these quantized weights are too large for the processor's 16-bit sums."""
+    least, most = (int(end) for end in weight.aminmax())
+    return saturates() and max(-least, most) > NARROW
+
+
+def narrow_weight(weight: torch.Tensor, split: bool) -> torch.Tensor:
+    """The weight [K, C, …]; split: [K, 2·C, …] that adds up to it, of at most ``NARROW``."""
+    if not split:
+        return weight
+    half = weight >> 1
+    return torch.cat((half, weight - half), 1)
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """int8 → uint8, 128 more."""
+    return x.view(torch.uint8).bitwise_xor(SHIFT)
