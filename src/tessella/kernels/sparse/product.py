@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tessella.kernels.conv.hopper import pointwise
+from tessella.kernels import pointwise_convolution
 from tessella.kernels.gemm.shapes import refusal as matrix_refusal
 from tessella.kernels.gemm.shapes import sizes
 from tessella.kernels.sparse.two_four import TWO_FOUR
@@ -21,7 +21,7 @@ def refusal(problem: Problem) -> str | None:
         return "the weight must be known in advance (constant_weight=True), to be compressed"
     if problem.attr("sparsity") != TWO_FOUR:
         return "the weight is not 2:4 sparse"
-    if problem.op == "conv2d" and (refused := pointwise.refusal(problem)) is not None:
+    if problem.op == "conv2d" and (refused := pointwise_convolution.refusal(problem)):
         return refused
     product = as_linear(problem)
     if (refused := matrix_refusal(product)) is not None:
@@ -39,7 +39,7 @@ def refusal(problem: Problem) -> str | None:
 
 def as_linear(problem: Problem) -> Problem:
     """The problem itself, or a 1×1 convolution as the product that it is."""
-    return problem if problem.op == "linear" else pointwise.product_of(problem)
+    return problem if problem.op == "linear" else pointwise_convolution.linear_of(problem)
 
 
 def matrices(
@@ -56,5 +56,5 @@ def matrices(
 def matrix(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
     """A view of an operand or of the result as a matrix; a vector as it is."""
     if problem.op == "conv2d":
-        return pointwise.matrix(tensor)
+        return pointwise_convolution.matrix(tensor)
     return tensor if tensor.dim() < 2 else tensor.view(-1, tensor.shape[-1])
