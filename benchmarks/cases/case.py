@@ -11,7 +11,6 @@ import torch
 
 from tessella.core.device import torch_device
 from tessella.kernels import catalog
-from tessella.kernels.conv.hopper.chain import NEXT_SCALE, NEXT_WEIGHT, SCALE, WEIGHT
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta, memory_format
@@ -62,14 +61,15 @@ def best(
 
 
 def drawn_constants(problem: Problem) -> dict[int, torch.Tensor]:
-    """Random weights and vectors; scales bring the sums of int8 products into its range."""
-    made = {i: drawn(operand(problem, i)) for i in problem.constant}
+    """Weights and vectors as layers have them: int8's scales bring its sums into range."""
+    made = {i: drawn(problem.inputs[i]) for i in problem.constant}
+    places = {name: place for place, name in enumerate(problem.operation.operands)}
     if problem.attr("sparsity") == TWO_FOUR:
-        made[WEIGHT] = prune_two_four(made[WEIGHT])
-    for weight, scale in ((WEIGHT, SCALE), (NEXT_WEIGHT, NEXT_SCALE)):  # the latter of chains
-        if scale in made:
-            products = math.prod(operand(problem, weight).shape[1:])
-            made[scale] = made[scale].abs() * (40 / (73 * 73 * products**0.5))
+        made[places["weight"]] = prune_two_four(made[places["weight"]])
+    for weight, scale in (("weight", "scale"), ("next_weight", "next_scale")):  # these of chains
+        if (place := places.get(scale)) in made:
+            products = math.prod(problem[weight].shape[1:])
+            made[place] = made[place].abs() * (40 / (73 * 73 * products**0.5))
     return made
 
 

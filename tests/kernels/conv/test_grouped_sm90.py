@@ -205,14 +205,14 @@ def test_roles_in_any_order_make_the_convolution(
 
 
 def _add_parts(
-    problem: Any, parts: torch.Tensor, splits: int, bias: Any, residual: Any, scale: Any, out: Any
+    problem: Any, parts: torch.Tensor, splits: int, epilogue: Any, out: torch.Tensor
 ) -> None:
     """The second kernel in torch; it knows nothing of groups."""
     N, _, P, Q = out.shape
     H, _, W, K = parts.shape
     total = parts.view(H, splits, -1, W, K).sum(1)[:, :N].permute(1, 3, 0, 2)
     assert total.shape[2:] == (P, Q)
-    out.copy_(torch.relu(total + bias.view(1, -1, 1, 1) + residual))
+    out.copy_(torch.relu(total + epilogue.bias.view(1, -1, 1, 1) + epilogue.residual))
 
 
 # ------------------------------------------------------------------ machine code

@@ -18,7 +18,7 @@ from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
 from tessella.kernels.conv.hopper import implicit_gemm_tiles as tiles
 from tessella.kernels.conv.hopper import walk_device as device
-from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.epilogue import ACTIVATIONS, Epilogue
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import Format, TensorMeta
 from tests.support.kernels.compile_only import compile_all
@@ -449,9 +449,8 @@ def test_parts_are_added_and_finished(activation: str | None, gamma: float) -> N
         activation=activation, alpha=0.5, beta=-2.0, gamma=gamma,
     )  # fmt: skip
     out = torch.full((1, 5, 7, 16), 77.0).permute(0, 3, 1, 2)
-    kernel._add_parts(
-        problem, parts.flatten(0, 1), 3, bias, residual.permute(0, 3, 1, 2), scale, out
-    )
+    epilogue = problem.epilogue.of(bias, residual.permute(0, 3, 1, 2), scale)
+    kernel._add_parts(problem, parts.flatten(0, 1), 3, epilogue, out)
     right = 0.5 * scale.double() * parts[:, :1].double().sum(0) + bias - 2.0 * residual.double()
     if activation:
         right = ACTIVATIONS[activation](right)
@@ -468,7 +467,7 @@ def test_parts_are_added_into_a_slice() -> None:
     whole = torch.full((2, 5, 7, 48), 77.0)
     bias = torch.randn(16)
     out = whole[..., 16:32].permute(0, 3, 1, 2)
-    kernel._add_parts(problem, parts.flatten(0, 1), 3, bias, None, None, out)
+    kernel._add_parts(problem, parts.flatten(0, 1), 3, Epilogue(bias=bias), out)
     right = parts.double().sum(0) + bias
     torch.testing.assert_close(whole[..., 16:32].double(), right, rtol=1e-5, atol=1e-5)
     assert (whole[..., :16] == 77).all()
@@ -479,5 +478,5 @@ def test_parts_of_int8_are_exact() -> None:
     parts = torch.randint(-(2**20), 2**20, (4, 1, 3, 3, 32), dtype=torch.int32)
     problem = problem_of("int8", "int32", N=1, K=32, size=(3, 3))
     out = torch.zeros(1, 3, 3, 32, dtype=torch.int32).permute(0, 3, 1, 2)
-    kernel._add_parts(problem, parts.flatten(0, 1), 4, None, None, None, out)
+    kernel._add_parts(problem, parts.flatten(0, 1), 4, Epilogue(), out)
     assert torch.equal(out.permute(0, 2, 3, 1), parts.sum(0, dtype=torch.int32))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
@@ -64,3 +65,14 @@ def test_roles_in_any_order_make_the_convolution(
         monkeypatch.setattr(kernel, "launch", functools.partial(gluon_roles.run, seed=seed))
         config = {**CONFIG, **structure, **changes}
         convolutions.check(ROW, case, config, integers=True, seed=seed)
+
+
+def test_a_residual_times_zero_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(PLAIN, residual=True, beta=0.0)
+    monkeypatch.setattr(kernel, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(kernel, "launch", functools.partial(gluon_roles.run, seed=0))
+    operands = convolutions.draw(case, integers=True)
+    right = convolutions.right(case, operands)
+    operands[3].fill_(torch.inf)  # times zero it is not a number
+    made = convolutions.run(ROW, case, operands, {**CONFIG, "slots": 2})
+    assert torch.equal(made.double(), right)

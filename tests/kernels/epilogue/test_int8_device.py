@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.epilogue import int8_device
-from tessella.kernels.epilogue import sixteen_bit_device as half_device
+from tessella.kernels.epilogue import int8_device, sixteen_bit_device
 from tessella.kernels.epilogue.int8 import LARGEST_BETA, LARGEST_SCALE, refusal, small_sums, vectors
 from tessella.operations import problems
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.tensor_meta import TensorMeta
 from tests.support.emulators import gluon_on_numpy, gluon_roles
 
@@ -111,11 +111,11 @@ def test_every_int8_becomes_a_float_at_its_place() -> None:
     assert np.array_equal(floats - 2**15 - 128, values.astype(np.float32))
 
 
-def test_codes_are_the_low_bits_and_128_is_127() -> None:
+def test_int8_is_the_low_bits_and_128_is_127() -> None:
     numbers = torch.arange(-128, 129).repeat(4)[:1024].reshape(-1, 4)
     x = numbers.float() + 1.5 * 2**23
     operands = {f"${i + 1}": x[:, i].numpy().view(np.uint32).copy() for i in range(4)}
-    made = ptx(text_of(int8_device.pack_codes), operands)["$0"]
+    made = ptx(text_of(int8_device.pack_int8), operands)["$0"]
     assert np.array_equal(made.view(np.int8).reshape(-1, 4), numbers.clamp(max=127).numpy())
 
 
@@ -123,7 +123,7 @@ def test_codes_are_the_low_bits_and_128_is_127() -> None:
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("beta", [None, 1.0, 0.37])
 @pytest.mark.parametrize("folds", [False, True])
-def test_codes_are_the_rounded_epilogue(
+def test_int8_is_the_rounded_epilogue(
     folds: bool, beta: float | None, activation: str | None, small: bool
 ) -> None:
     """Within a hundredth of a step of float64, at every scale that layers have."""
@@ -140,13 +140,14 @@ def test_codes_are_the_rounded_epilogue(
 
     s, b, a, w, g = scale, bias, alpha, beta or 1.0, gamma
     if folds:
-        one, two = vectors(
-            torch.tensor(scale[0]), torch.tensor(bias[0]), alpha=alpha, beta=beta, gamma=gamma,
-            activation=activation, small=small,
+        epilogue = Epilogue(
+            scale=torch.tensor(scale[0]), bias=torch.tensor(bias[0]), activation=activation,
+            alpha=alpha, beta=w, gamma=gamma,
         )  # fmt: skip
+        one, two = vectors(epilogue, adds=beta is not None, small=small)
         s, b, a, w, g = one.numpy()[None], two.numpy()[None], 1.0, w * gamma, None
     made = gluon_roles.call(
-        int8_device.codes, *(None if t is None else t.view(gluon_on_numpy.Array) for t in (
+        int8_device.quantize_sums, *(None if t is None else t.view(gluon_on_numpy.Array) for t in (
             sums, s, b, residual)), a, w, g, folds, small, activation
     )  # fmt: skip
     clamped = np.clip(right, 0 if activation == "relu" else -128, 127)
@@ -157,15 +158,16 @@ def test_codes_are_the_rounded_epilogue(
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("largest", [LARGEST_SCALE, 1.0])
 def test_small_sums_want_small_scales(largest: float, activation: str | None) -> None:
-    """Sums whose codes are in range, at the largest scales: there the offset's rounding shows."""
+    """Sums whose results are in range, at the largest scales: there the offset's rounding shows."""
     generator = np.random.default_rng(0)
     scale = (largest * generator.uniform(0.5, 1, (1, 128))).astype(np.float32)
     sums = np.rint(generator.uniform(-140, 140, (256, 128)) / scale).astype(np.int32)
     bias = generator.uniform(-9, 9, (1, 128)).astype(np.float32)
     given = torch.tensor(scale[0]), torch.tensor(bias[0])
-    one, two = (t.numpy()[None] for t in vectors(*given, activation=activation, small=True))
+    epilogue = Epilogue(scale=given[0], bias=given[1], activation=activation)
+    one, two = (t.numpy()[None] for t in vectors(epilogue, small=True))
     made = gluon_roles.call(
-        int8_device.codes, *(t.view(gluon_on_numpy.Array) for t in (sums, one, two)), None,
+        int8_device.quantize_sums, *(t.view(gluon_on_numpy.Array) for t in (sums, one, two)), None,
         1.0, 1.0, None, True, True, activation,
     )  # fmt: skip
     right = scale.astype(np.float64) * sums + bias
@@ -192,30 +194,30 @@ def test_a_residual_of_many_steps_is_refused() -> None:
 
 
 @pytest.mark.parametrize("gamma", [1.0, 37.0, 112.0])
-def test_gelu_in_halves_is_right_to_e4m3(gamma: float) -> None:
-    """Beside rounding the exact number: hardly a code differs, and no more noise is made."""
+def test_gelu_in_sixteen_bits_is_right_to_e4m3(gamma: float) -> None:
+    """Beside rounding the exact number: hardly a result differs, and no more noise is made."""
     x = np.concatenate([np.random.default_rng(0).normal(0, s, 50_000) for s in (0.3, 1, 3)])
     x = np.concatenate([x, [0.0, -0.0, 1e5, -1e5, np.inf, -np.inf, 5.5, -5.5]])
     pairs = x.astype(np.float32).reshape(-1, 2)
     operands = {f"${i + 1}": pairs[:, i].copy().view(np.uint32) for i in range(2)}
     factor = np.full(len(pairs), gamma, np.float32).view(np.uint32)
     with np.errstate(over="ignore", invalid="ignore"):
-        made = ptx(text_of(half_device.gelu), {**operands, "$3": factor, "$4": factor})["$0"]
-    codes = torch.from_numpy(made.view(np.float16).astype(np.float32)).clamp(-448, 448)
-    codes = codes.to(torch.float8_e4m3fn).double()
+        made = ptx(text_of(sixteen_bit_device.gelu), {**operands, "$3": factor, "$4": factor})["$0"]
+    results = torch.from_numpy(made.view(np.float16).astype(np.float32)).clamp(-448, 448)
+    results = results.to(torch.float8_e4m3fn).double()
     right = F.gelu(torch.from_numpy(x)).nan_to_num(0).mul(gamma).clamp(-448, 448)
     rounded = right.to(torch.float8_e4m3fn).double()
     step = 2.0 ** (right.abs().clamp(min=2.0**-6).log2().floor() - 3)
-    assert float(((codes - right).abs() / step).max()) <= 0.66
-    assert float((codes != rounded).double().mean()) <= 0.012
-    noise, least = ((c - right).square().mean().sqrt() for c in (codes, rounded))
+    assert float(((results - right).abs() / step).max()) <= 0.66
+    assert float((results != rounded).double().mean()) <= 0.012
+    noise, least = ((c - right).square().mean().sqrt() for c in (results, rounded))
     assert float(noise) <= 1.001 * float(least)
 
 
-def test_gelu_in_halves_keeps_not_a_number() -> None:
+def test_gelu_in_sixteen_bits_keeps_not_a_number() -> None:
     given = np.array([np.nan, 1.0], np.float32).view(np.uint32)
     one = np.array([1.0], np.float32).view(np.uint32)
     operands = {"$1": given[:1], "$2": given[1:], "$3": one, "$4": one}
-    low, high = ptx(text_of(half_device.gelu), operands)["$0"].view(np.float16)
+    low, high = ptx(text_of(sixteen_bit_device.gelu), operands)["$0"].view(np.float16)
     assert np.isnan(low)
     assert high == pytest.approx(0.8413, abs=1e-3)

@@ -98,8 +98,9 @@ def refusal(problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta) 
 
 
 def boxes(batch: int, image: tuple[int, int], pixels: int) -> list[Box]:
-    """Boxes of ``pixels`` that cover all images, those that hang over least first, the square ones
-    of them before others; none that covers a quarter more than the best."""
+    """Boxes of so many pixels, by how far they reach beyond the images, then by how square they
+    are; none that covers a quarter more than the best.
+    """
     found = []
     powers = [1 << i for i in range(9)]
     for height, width in itertools.product(powers, powers):
@@ -132,10 +133,9 @@ def portable_refusal(
     problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta
 ) -> str | None:
     """Why the plain Triton kernels cannot take a gradient of y = x * weight, or None."""
-    first, second = problem.inputs[:2]
-    made = problem.output
-    if first.dtype != second.dtype or first.dtype not in FLOATS:
-        return f"multiplies {', '.join(FLOATS)}, not {first.dtype} × {second.dtype}"
+    made, types = problem.output, [meta.dtype for meta in problem.inputs]
+    if len(set(types)) != 1 or types[0] not in FLOATS:
+        return f"multiplies {', '.join(FLOATS)}, not {' × '.join(types)}"
     if made.dtype not in FLOATS:
         return f"cannot make {made.dtype}"
     if isinstance(problem.attrs["padding"], str):

@@ -20,6 +20,7 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.channelwise_device import StripOfThread, channelwise_sums
 from tessella.kernels.conv.tiles import Geometry
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
 MOST_TAPS = 49  # of a filter: its code is unrolled
@@ -84,7 +85,7 @@ class Strip:
         return _loads(geometry, self.columns, self.lines)
 
     def registers(self, geometry: Geometry, size: int) -> int:
-        """Of a thread, roughly: sums, numbers, the filter, and what is being loaded.
+        """Registers of a thread, roughly: sums, numbers, the filter, and what is being loaded.
 
         Args:
             size: bytes of a number of the input.
@@ -99,7 +100,9 @@ class Strip:
         return held + loads * (1 + triton.cdiv(self.values * size, 4)) + 12
 
     def instructions(self, geometry: Geometry) -> float:
-        """Of a step, roughly: products, loads with conversions, addresses and masks, stores."""
+        """Instructions of a step, roughly: products, loads with conversions, addresses and masks,
+        stores.
+        """
         taps, lines = math.prod(geometry.filter), max(self.lines, 1)
         each = 5 if taps <= SHARED_TAPS else 2
         loads = self.loads(geometry) * (each + 1.5 * self.values)
@@ -108,17 +111,19 @@ class Strip:
         return lines * taps * self.columns * self.values + loads + stores + 25
 
     def passes(self, geometry: Geometry, size: int) -> int:
-        """Of a warp through the cache in a step, 128 bytes at a time."""
+        """Passes of a warp through the cache in a step, 128 bytes at a time."""
         loads = self.loads(geometry) * triton.cdiv(self.values * size, 4)
         return loads + (0 if self.holds(geometry) else math.prod(geometry.filter) * self.values)
 
     def nbytes(self, geometry: Geometry, size: int) -> int:
-        """Of a thread in a step from and to memory: what its neighbours read too counts once."""
+        """Bytes that a thread moves from and to memory in a step; what its neighbours read too
+        counts once.
+        """
         sums = max(self.lines, 1) * self.columns * self.values
         return sums * size * (math.prod(geometry.stride[1:]) + 1)
 
     def steps(self, geometry: Geometry) -> int:
-        """Of the longest strip: rows of the input beside the image are left out."""
+        """Steps of the longest strip, without rows of the input beside the image."""
         if self.lines == 0:
             return 1
         stride, reach = geometry.stride[1], (geometry.filter[1] - 1) * geometry.dilation[1]
@@ -179,10 +184,11 @@ def _places(geometry: Geometry, columns: int) -> int:
 
 
 def configs(problem: Problem) -> list[Strip]:
-    """The most promising first, by an estimate: of each shape the best strip, and of the first one
-    another: it is no other kernel."""
+    """Strips by estimated time: the best one of each shape, and another one of the best shape with
+    far more or fewer rows, since that is no other kernel.
+    """
     geometry = Geometry.of(problem)
-    size = getattr(torch, problem.inputs[0].dtype).itemsize
+    size = getattr(torch, problem["input"].dtype).itemsize
     last = problem.output.format == "channels_last"
     shapes = PIXELS_LAST_SHAPES
     if last:
@@ -229,7 +235,9 @@ def _strips(
 
 
 def _vectors(vectors: int, nbytes: int) -> int:
-    """Of a tile: the fewest that divide all, are whole sectors of 32 bytes, and not too few."""
+    """Vectors of a tile: the fewest that divide all of them, fill whole sectors of 32 bytes, and
+    are not too few.
+    """
     for some in range(16, vectors):
         if vectors % some == 0 and some * nbytes % 32 == 0 and some * nbytes >= 64:
             return some
@@ -239,7 +247,7 @@ def _vectors(vectors: int, nbytes: int) -> int:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], strip: Strip) -> Call:
     geometry = Geometry.of(problem)
     filters, across = geometry.groups * geometry.filters, strip.across(geometry)
-    held = _packed(constants)
+    held = _packed(problem, constants)
     tiles_of_filters = filters // (strip.values * strip.vectors)
     cells, blocks = strip.grid(geometry)
     shared = math.prod(geometry.filter) <= SHARED_TAPS
@@ -249,9 +257,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], strip: Strip) 
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        x, weight, bias, residual, scale = tiles.operands(problem, held, inputs)
-        ending = tiles.destination(problem, geometry, x, bias, residual, scale, out)
-        residual = ending["residual"]
+        x, weight, epilogue = operands_of(problem, held, inputs)
+        bias, residual, scale = epilogue.bias, epilogue.residual, epilogue.scale
+        ending = tiles.destination(problem, geometry, x, epilogue, out)
         whole = all(_is_whole(t, strip.values) for t in (x, out, residual) if t is not None)
         values = strip.values if whole else 1
         vectors = strip.vectors * strip.values // values
@@ -312,11 +320,11 @@ def _is_whole(tensor: torch.Tensor, values: int) -> bool:
 
 
 def _steps(tensor: torch.Tensor | None, values: int) -> list[int]:
-    """Strides in ``values`` elements; between channels in elements, or between so many."""
+    """Strides in units of ``values`` elements; the stride between channels in elements."""
     return [s if i == 1 else s // values for i, s in enumerate(tiles.strides(tensor))]
 
 
-def _packed(constants: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def _packed(problem: Problem, constants: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """The constants as they are used: float32, and the weight's taps at a constant pitch."""
 
     def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -327,7 +335,9 @@ def _packed(constants: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         return made.movedim(-1, 0).unsqueeze(1)
 
     held = dict(constants)
-    for i, how in ((1, pack), (2, torch.Tensor.float), (4, torch.Tensor.float)):
-        if i in constants and (i == 1 or constants[i].dtype != torch.float32):
-            held[i] = packed(constants[i], ("conv.channelwise",), how)
+    weight, bias, scale = problem.operation.positions(("weight", "bias", "scale"))
+    for place, how in ((weight, pack), (bias, torch.Tensor.float), (scale, torch.Tensor.float)):
+        given = constants.get(place)
+        if given is not None and (place == weight or given.dtype != torch.float32):
+            held[place] = packed(given, ("conv.channelwise",), how)
     return held

@@ -23,15 +23,14 @@ from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    dy, weight = problem.inputs[:2]
-    return portable_refusal(problem, problem.output, weight, dy)
+    return portable_refusal(problem, problem.output, problem["weight"], problem["grad"])
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Tiles as large as the channels fill; smaller ones follow."""
-    channels = problem.inputs[1].shape[1]
+    channels = problem["weight"].shape[1]
     depth = min(32, max(16, triton.next_power_of_2(_filters(problem))))
-    plain = on_plain_units(problem)
+    plain = on_plain_units(problem, "grad")
     tiles = ((64, 64, 4), (32, 32, 4)) if plain else ((128, 128, 8), (128, 64, 4), (64, 32, 4))
     fitting = [tile for tile in tiles if tile[1] < 2 * channels or tile == tiles[-1]]
     return tuple(
@@ -42,17 +41,17 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 def _filters(problem: Problem) -> int:
     """Output channels of one group."""
-    return problem.inputs[1].shape[0] // problem.attrs["groups"]
+    return problem["weight"].shape[0] // problem.attrs["groups"]
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     config, attrs, made = config or configs(problem)[0], problem.attrs, problem.output
-    weight_shape, groups = problem.inputs[1].shape, attrs["groups"]
+    weight_shape, groups = problem["weight"].shape, attrs["groups"]
     pixels = made.shape[0] * math.prod(made.shape[2:])
     tiles = -(-pixels // config["pixels"]) * -(-weight_shape[1] // config["channels"])
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        dy, weight = problem.operands(constants, inputs)[:2]
+        dy, weight = problem.operands(constants, inputs)
         launch(
             _dgrad,
             (tiles, groups),

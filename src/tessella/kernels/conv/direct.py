@@ -21,19 +21,20 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv import channelwise, tiles
 from tessella.kernels.conv.tiles import Geometry
 from tessella.kernels.conv.tiles_device import first_input, is_inside, place, split_pixel, store
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    refused = tiles.refusal(problem, (*FLOATS, "int8"))
-    if refused is None and problem.inputs[0].dtype == "float32" and problem.math == "tf32":
+    refused = tiles.refusal(problem, (*tiles.FLOATS, "int8"))
+    if refused is None and problem["input"].dtype == "float32" and problem.math == "tf32":
         return None  # more precise than asked for
     return refused
 
 
 def outclassed(problem: Problem) -> str | None:
-    x = problem.inputs[0]
-    if problem.attrs["groups"] == 1 and x.dtype in SIXTEEN_BIT and len(x.shape) == 4:
+    x = problem["input"]
+    if problem.attrs["groups"] == 1 and x.dtype in HALVES and len(x.shape) == 4:
         return "16 bits on plain units: 3.9 times the fastest's time at best in over 250 problems"
     return None
 
@@ -71,9 +72,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        x, weight, bias, residual, scale = tiles.operands(problem, held, inputs)
-        ending = tiles.destination(problem, geometry, x, bias, residual, scale, out)
-        ending["strides"] = (tiles.strides(x), tiles.strides(weight), *ending["strides"])
+        x, weight, epilogue = operands_of(problem, held, inputs)
         launch(
             sums,
             (triton.cdiv(geometry.pixels, block.items), triton.cdiv(filters, block.filters)),
@@ -88,7 +87,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             FILTERS=block.filters,
             SPANS=geometry.groups > 1,  # filters of one group, or whole groups
             num_warps=block.warps,
-            **ending,
+            **tiles.destination(problem, geometry, x, epilogue, out),
         )
         return out
 

@@ -32,6 +32,7 @@ from tessella.kernels.conv.tiles_device import (
     tile_of_program,
     zeros,
 )
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
 MOST_BYTES = 2**30
@@ -39,8 +40,8 @@ ALIGNED = 256  # pixels of a part, and a multiple of every tile
 
 
 def fits(problem: Problem) -> str | None:
-    refused = tiles.refusal(problem, (*FLOATS, "int8"))
-    if refused is None and problem.inputs[0].format == "strided":
+    refused = tiles.refusal(problem, (*tiles.FLOATS, "int8"))
+    if refused is None and problem["input"].format == "strided":
         return "offsets into a view of any strides may need 64 bits"
     if refused is None and _column_bytes(problem) * ALIGNED > MOST_BYTES:
         return "the columns of 256 pixels take more than a gibibyte"
@@ -57,13 +58,13 @@ def workspace_bytes(problem: Problem, **config: Any) -> int:
 
 
 def _depth(geometry: Geometry) -> int:
-    """Of one group's columns: padded, so that every column begins aligned."""
+    """The depth of one group's columns, padded so that every column begins aligned."""
     return triton.cdiv(geometry.depth, 16) * 16
 
 
 def _column_bytes(problem: Problem) -> int:
     geometry = Geometry.of(problem)
-    size = getattr(torch, problem.inputs[0].dtype).itemsize
+    size = getattr(torch, problem["input"].dtype).itemsize
     return size * geometry.groups * _depth(geometry)
 
 
@@ -83,7 +84,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        x = tiles.operands(problem, product.constants, inputs)[0]
+        x, _, _ = operands_of(problem, product.constants, inputs)
         columns = workspace[product.nbytes : product.nbytes + nbytes].view(x.dtype)
         pixels_last = tiles.are_pixels_last(out)
         m_stride, d_stride = (1, at_once) if pixels_last else (geometry.groups * depth, 1)

@@ -32,14 +32,15 @@ from tessella.kernels.conv.tiles_device import (
     tile_of_program,
     zeros,
 )
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
 MOST_TAPS = 32  # of one axis: bits of a mask
 
 
 def fits(problem: Problem) -> str | None:
-    refused = tiles.refusal(problem, (*FLOATS, "int8"))
-    if refused is None and problem.inputs[0].format == "strided":
+    refused = tiles.refusal(problem, (*tiles.FLOATS, "int8"))
+    if refused is None and problem["input"].format == "strided":
         return "offsets into a view of any strides may need 64 bits"
     if refused is None and max(Geometry.of(problem).filter) > MOST_TAPS:
         return f"more than {MOST_TAPS} taps along one axis"
@@ -62,23 +63,23 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     product = tiles.Product.dense(problem, config, constants)
     geometry = product.geometry
     entries = _entries(geometry)
-    x_at = [i for i, m in enumerate(problem.inputs) if m and i not in constants].index(0)
 
     def convolve(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
+        x, _, _ = operands_of(problem, product.constants, inputs)
         tables = workspace[product.nbytes : product.nbytes + 4 * entries].view(torch.int32)
-        steps = (*tiles.strides(inputs[x_at])[2:], geometry.channels)
-        aligned = inputs[x_at].stride(1) == 1 and all(step % 16 == 0 for step in steps)
+        steps = (*tiles.strides(x)[2:], geometry.channels)
+        aligned = x.stride(1) == 1 and all(step % 16 == 0 for step in steps)
         launch(
             precompute,
             (triton.cdiv(entries, 256),),
             tables,
             geometry.image,
             geometry.out,
-            tiles.strides(inputs[x_at]),
+            tiles.strides(x),
             C=geometry.channels,
             FILTER=geometry.filter,
             STRIDE=geometry.stride,

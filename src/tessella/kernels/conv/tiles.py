@@ -23,7 +23,9 @@ from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import overlapping
 from tessella.device.packing import packed
-from tessella.kernels.conv.tiles_device import Block, Ending, Window, add_parts
+from tessella.kernels.conv.tiles_device import add_parts
+from tessella.kernels.epilogue.operands import operands_of
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
 OUTPUTS = (*FLOATS, *FP8, "int8", "int32")
@@ -66,7 +68,7 @@ class Geometry:
 
     @classmethod
     def of(cls, problem: Problem) -> Geometry:
-        x, weight = problem.inputs[:2]
+        x, weight = problem["input"], problem["weight"]
         groups = problem.attrs["groups"]
         return cls(
             batch=x.shape[0],
@@ -95,7 +97,9 @@ def _three(values: Sequence[int], absent: int) -> Axes:
 
 
 def strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    """In elements: of the first two axes, then of three spatial axes (0 where there is none)."""
+    """Strides in elements: of the first two axes, then of three spatial axes (0 where there is
+    none).
+    """
     if tensor is None:
         return (0,) * 5
     first, spatial = tensor.stride()[:2], tensor.stride()[2:]
@@ -113,9 +117,8 @@ def is_wide(*tensors: torch.Tensor | None) -> bool:
 
 def refusal(problem: Problem, dtypes: Sequence[str]) -> str | None:
     """Why a kernel for these element types cannot take the problem, or None."""
-    x, weight = problem.inputs[:2]
-    bias, residual, scale = (problem.meta(i) for i in (2, 3, 4))
-    out = problem.output.dtype
+    x, weight, out = problem["input"], problem["weight"], problem.output.dtype
+    epilogue, residual = problem.epilogue, problem.epilogue.residual
     if isinstance(problem.attrs["padding"], str):
         return "padding must be numbers"
     if x.dtype != weight.dtype:
@@ -124,9 +127,9 @@ def refusal(problem: Problem, dtypes: Sequence[str]) -> str | None:
         return f"multiplies {', '.join(dtypes)}, not {x.dtype}"
     if out not in OUTPUTS:
         return f"cannot make {out}"
-    if out == "int32" and (x.dtype != "int8" or _has_epilogue(problem)):
+    if out == "int32" and (x.dtype != "int8" or epilogue != Epilogue()):
         return "int32 results are sums of int8 products, without an epilogue"
-    if any(t is not None and t.dtype not in FLOATS for t in (bias, scale)):
+    if any(t is not None and t.dtype not in FLOATS for t in (epilogue.bias, epilogue.scale)):
         return f"bias and scale must be {', '.join(FLOATS)}"
     if residual is not None and residual.dtype not in (*FLOATS, *FP8, "int8"):
         return f"cannot add a residual of {residual.dtype}"
@@ -139,16 +142,9 @@ def refusal(problem: Problem, dtypes: Sequence[str]) -> str | None:
     return None
 
 
-def _has_epilogue(problem: Problem) -> bool:
-    numbers = (problem.epilogue.alpha, problem.epilogue.beta, problem.epilogue.activation)
-    return (*numbers, problem.gamma) != (1.0, 1.0, None, None) or any(
-        problem.meta(i) is not None for i in (2, 3, 4)
-    )
-
-
-def on_plain_units(problem: Problem) -> bool:
-    """Whether the products run outside the tensor cores."""
-    return problem.inputs[0].dtype == "float32" and problem.math == "ieee"
+def on_plain_units(problem: Problem, operand: str = "input") -> bool:
+    """Whether the products run outside the tensor cores, by one of the tensors multiplied."""
+    return problem[operand].dtype == "float32" and problem.math == "ieee"
 
 
 # ------------------------------------------------------------------ configurations
@@ -208,8 +204,8 @@ def configs(problem: Problem, most: int = 8) -> tuple[dict[str, Any], ...]:
     """
     geometry = Geometry.of(problem)
     plain = on_plain_units(problem)
-    size = getattr(torch, problem.inputs[0].dtype).itemsize
-    pack = 1 not in problem.constant
+    size = getattr(torch, problem["input"].dtype).itemsize
+    pack = not problem.is_constant("weight")
     estimates: dict[Tile, float] = {}
     for pixels, filters, depth, warps, stages, resident in _PLAIN if plain else _TENSOR:
         depth = _depth(geometry, depth if plain else depth * 2 // size, least=32 // size)
@@ -249,13 +245,6 @@ def _aligned(nbytes: int) -> int:
 
 
 # ------------------------------------------------------------------ calls
-def operands(
-    problem: Problem, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor | None, ...]:
-    """Input, weight, bias, residual, scale."""
-    return (*problem.operands(constants, inputs), None, None, None)[:5]
-
-
 def are_pixels_last(out: torch.Tensor) -> bool:
     """Whether the neighbour in memory is the next pixel, not the next channel."""
     return out.stride(1) != 1 or out.shape[1] == 1
@@ -265,17 +254,14 @@ def destination(
     problem: Problem,
     geometry: Geometry,
     x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    scale: torch.Tensor | None,
+    epilogue: Epilogue[torch.Tensor],
     out: torch.Tensor,
 ) -> dict[str, Any]:
     """The arguments that ``store`` of a tile takes, by name."""
-    if problem.epilogue.beta == 0:  # then it is not read, whatever it holds
-        residual = None
+    residual = epilogue.residual
     return {
-        "bias": bias,
-        "scale": scale,
+        "bias": epilogue.bias,
+        "scale": epilogue.scale,
         "residual": residual,
         "pixels": geometry.pixels,
         "out": geometry.out,
@@ -315,24 +301,24 @@ class Product:
     def dense(
         cls, problem: Problem, config: Mapping[str, Any], constants: Mapping[int, torch.Tensor]
     ) -> Product:
-        """With a weight that is packed in any case: offsets into it are multiples of the depth."""
+        """A product that always packs its weight: offsets into it are multiples of the depth."""
         return cls.of(problem, {**(config or configs(problem, 1)[0]), "pack": True}, constants)
 
     @property
     def weight_bytes(self) -> int:
-        """Of the workspace: the weight packed in a call."""
-        return _aligned(self.problem.inputs[1].nbytes) if self._packs else 0
+        """Bytes of the workspace for the weight that a call packs."""
+        return _aligned(self.problem["weight"].nbytes) if self._packs else 0
 
     @property
     def parts_bytes(self) -> int:
-        """Of the workspace: the parts of a split product, four bytes a number."""
+        """Bytes of the workspace for the parts of a split product, four bytes a number."""
         all_filters = self.geometry.filters * self.geometry.groups
         parts = self.tile.splits * self.geometry.pixels * all_filters
         return _aligned(4 * parts) if self.tile.splits > 1 else 0
 
     @property
     def nbytes(self) -> int:
-        """Of the workspace, for both."""
+        """Bytes of the workspace for the packed weight and the parts."""
         return self.weight_bytes + self.parts_bytes
 
     @property
@@ -341,7 +327,7 @@ class Product:
 
     @property
     def _packs(self) -> bool:
-        return self.tile.pack and 1 not in self.problem.constant
+        return self.tile.pack and not self.problem.is_constant("weight")
 
     def launch(
         self,
@@ -360,7 +346,7 @@ class Product:
             more: what the kernel takes beside the arguments that are always the same.
         """
         problem, geometry, tile = self.problem, self.geometry, self.tile
-        x, weight, bias, residual, scale = operands(problem, self.constants, inputs)
+        x, weight, epilogue = operands_of(problem, self.constants, inputs)
         end = geometry.pixels if end is None else end
         if self._packs:
             weight = pack_into(workspace, weight, self._plain, copy=begin == 0)
@@ -368,9 +354,9 @@ class Product:
         if tile.splits > 1:
             kind = torch.int32 if x.dtype == torch.int8 else torch.float32
             parts = workspace[self.weight_bytes : self.nbytes].view(kind)
-        fp8 = problem.inputs[0].dtype in FP8
+        fp8 = problem["input"].dtype in FP8
         accurate = fp8 and not problem.attr("fast_accumulation")
-        ending = destination(problem, geometry, x, bias, residual, scale, out)
+        ending = destination(problem, geometry, x, epilogue, out)
         launch(
             kernel,
             tile.blocks(geometry, end - begin),
@@ -380,17 +366,21 @@ class Product:
             parts=parts,
             filters=geometry.filters,
             image=geometry.image,
-            WINDOW=geometry.window,
-            BLOCK=Block(
-                PIXELS=tile.pixels,
-                FILTERS=tile.filters,
-                DEPTH=tile.depth,
-                SPLITS=tile.splits,
-                STEPS=_ceil(geometry.depth, tile.depth * tile.splits),
-                STAGES=tile.stages,
-                PRECISION=problem.math if problem.inputs[0].dtype == "float32" else "ieee",
-                IMPRECISE=min(tile.depth, 128) if accurate else None,
-            ),
+            x_strides=strides(x),
+            w_strides=strides(weight),
+            PRECISION=problem.math if problem["input"].dtype == "float32" else "ieee",
+            IMPRECISE=min(tile.depth, 128) if accurate else None,
+            PIXELS=tile.pixels,
+            FILTERS=tile.filters,
+            DEPTH=tile.depth,
+            SPLITS=tile.splits,
+            STEPS=_ceil(geometry.depth, tile.depth * tile.splits),
+            STAGES=tile.stages,
+            C=geometry.channels,
+            FILTER=geometry.filter,
+            STRIDE=geometry.stride,
+            PADDING=geometry.padding,
+            DILATION=geometry.dilation,
             num_warps=tile.warps,
             **overlapping(),
             **ending | {"strides": (strides(x), strides(weight), *ending["strides"])},
@@ -423,14 +413,16 @@ def pack(weight: torch.Tensor, *, filters_last: bool) -> torch.Tensor:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Dense, with the last axis' stride 1: ``contiguous`` leaves any stride to an axis of one."""
+    """A dense copy whose last axis has stride 1: ``contiguous`` leaves any stride to an axis of
+    one.
+    """
     return tensor.new_empty(tensor.shape).copy_(tensor)
 
 
 def with_packed_weight(
     constants: Mapping[int, torch.Tensor], *, filters_last: bool
 ) -> dict[int, torch.Tensor]:
-    """The constants, the weight among them packed once."""
+    """The constants, with the weight packed once."""
     if 1 not in constants:
         return dict(constants)
     how = ("conv.tiles", filters_last)

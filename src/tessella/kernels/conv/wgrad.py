@@ -26,15 +26,14 @@ CHUNK = 256  # elements of dw that one block adds
 
 
 def fits(problem: Problem) -> str | None:
-    dy, x = problem.inputs[:2]
-    return portable_refusal(problem, x, problem.output, dy)
+    return portable_refusal(problem, problem["input"], problem.output, problem["grad"])
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Tiles as large as the gradient fills, and as many parts as fill the GPU twice."""
     rows, columns = _matrix(problem)
     pixels = _pixels(problem)
-    plain = on_plain_units(problem)
+    plain = on_plain_units(problem, "grad")
     tiles = ((64, 64, 4), (32, 32, 4)) if plain else ((128, 128, 8), (64, 64, 4), (32, 32, 4))
     found = []
     for high, wide, warps in tiles:
@@ -47,13 +46,13 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 
 def _matrix(problem: Problem) -> tuple[int, int]:
-    """Of one group: output channels, and taps × input channels."""
+    """Rows and columns of one group's gradient: output channels, and taps × input channels."""
     shape = problem.output.shape
     return shape[0] // problem.attrs["groups"], math.prod(shape[1:])
 
 
 def _pixels(problem: Problem) -> int:
-    shape = problem.inputs[0].shape
+    shape = problem["grad"].shape
     return shape[0] * math.prod(shape[2:])
 
 
@@ -72,7 +71,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
-        dy, x = problem.operands(constants, inputs)[:2]
+        dy, x = problem.operands(constants, inputs)
         # parts are dense, in the order k, tap, c
         dense = (columns, 1, taps[1] * made.shape[1], made.shape[1])
         target = workspace.view(torch.float32) if splits > 1 else out

@@ -38,11 +38,12 @@ MAX_BYTES = 2**31 - 1  # distances have 32 bits
 
 
 def fits(problem: Problem) -> str | None:
-    x, weight, y = problem.inputs[0], problem.inputs[1], problem.output
-    bias, residual = problem.meta(2), problem.meta(3)
+    x, weight, y = problem["input"], problem["weight"], problem.output
+    epilogue, residual = problem.epilogue, problem.epilogue.residual
     if why := code.refusal():
         return why
-    if 1 not in problem.constant or (bias is not None and 2 not in problem.constant):
+    vectors = () if epilogue.bias is None else ("bias",)
+    if not all(map(problem.is_constant, ("weight", *vectors))):
         return "weight and bias must be constants"
     if problem.plain:
         return problem.plain
@@ -52,8 +53,8 @@ def fits(problem: Problem) -> str | None:
         return "this CPU has no bfloat16 instructions"
     if problem.attrs["groups"] != 1:
         return "one group"
-    if problem.epilogue.activation not in (None, "relu"):
-        return f"activation {problem.attr('activation')} is not fused"
+    if epilogue.activation not in (None, "relu"):
+        return f"activation {epilogue.activation} is not fused"
     if residual is not None and residual.shape != y.shape:
         return "the residual is not like the result"
     images = [m for m in (x, y, residual) if m is not None]
@@ -70,7 +71,7 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Tiles of 64 channels and fewer pixels, or the other way around."""
-    channels = problem.inputs[1].shape[0] // LANES
+    channels = problem["weight"].shape[0] // LANES
     wide = [vectors for vectors in PIXELS if channels % vectors == 0]
     return tuple({"vectors": vectors} for vectors in wide[:2])
 
@@ -80,7 +81,7 @@ def bind(
 ) -> Call:
     vectors = configs(problem)[0]["vectors"] if vectors is None else vectors
     problem.require_constants(constants)
-    x, y, residual = problem.inputs[0], problem.output, problem.meta(3)
+    x, y, residual = problem["input"], problem.output, problem.epilogue.residual
     weight = _panels(constants[1], vectors)
     bias = constants[2].float() if 2 in constants else None
     tiles = _Tiles(
@@ -89,7 +90,7 @@ def bind(
         rest=math.prod(y.shape[2:]) % PIXELS[vectors],
         size=x.itemsize,
         words=x.shape[1] * x.itemsize // WORD,
-        taps=math.prod(problem.inputs[1].shape[2:]),
+        taps=math.prod(problem["weight"].shape[2:]),
         pitches=(_pitch(y), None if residual is None else _pitch(residual)),
         has_bias=bias is not None,
         relu=problem.epilogue.activation == "relu",
@@ -130,16 +131,16 @@ def _places(problem: Problem, pixels: int) -> torch.Tensor:
 
     int32 [tiles, R·S, pixels], and [R·S, rest] for what makes no whole tile, in one row.
     """
-    x, (_, _, rows, columns) = problem.inputs[0], problem.output.shape
+    x, (_, _, rows, columns) = problem["input"], problem.output.shape
     (_, _, height, width), pitch = x.shape, _pitch(x)
     a = problem.attrs
 
     def line(axis: int, length: int, kernel: int) -> torch.Tensor:
-        """[length, kernel]"""
+        """Places along an axis that each result reads under each tap: [length, kernel]."""
         first = torch.arange(length)[:, None] * a["stride"][axis] - a["padding"][axis]
         return first + torch.arange(kernel) * a["dilation"][axis]
 
-    r, s = problem.inputs[1].shape[2:]
+    r, s = problem["weight"].shape[2:]
     down, along = line(0, rows, r)[:, None, :, None], line(1, columns, s)[None, :, None, :]
     inside = (down >= 0) & (down < height) & (along >= 0) & (along < width)
     found = torch.where(inside, (down * width + along) * pitch, -1).to(torch.int32)
@@ -161,7 +162,7 @@ def _items(
     Distances of the image, the result and the residual, addresses of the weight, the bias and the
     places, how many tiles and panels, and whether the pixels that make no whole tile follow.
     """
-    x, y = problem.inputs[0], problem.output
+    x, y = problem["input"], problem.output
     pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * _pitch(x)
     result, residual = tiles.pitches
     panels, panel_bytes = len(weight), weight[0].nbytes
@@ -199,7 +200,7 @@ def _require_inside(
 ) -> None:
     """Refuse a table that leads out of a tensor, whoever wrote it."""
     image, result, residual, panel, begin, place, count, panels, rest = torch.tensor(items).T
-    x, y, added = problem.inputs[0], problem.output, problem.meta(3)
+    x, y, added = problem["input"], problem.output, problem.epilogue.residual
     pixels = count * tiles.pixels + rest * tiles.rest
     written = panels * tiles.vectors * LANES * tiles.size
     reach = int(places.max()) + x.shape[1] * x.itemsize

@@ -1,4 +1,4 @@
-"""The same product, added to its residual where that lies: the result takes its memory.
+"""The convolution of ``x86`` that writes its result into the memory of its residual.
 
 Each tile reads its part of the residual just before it writes there.
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from tessella.device.hopper import gl, gluon
 from tessella.kernels.epilogue.gluon_device import finish
 from tessella.kernels.epilogue.int8_device import (
-    codes,
     float_of_int8,
     float_of_small,
     int8_of_float,
     is_clamp,
+    quantize_sums,
 )
 from tessella.kernels.epilogue.sixteen_bit_device import gelu
 
@@ -25,21 +25,23 @@ def finish_tile(
     gamma,
     FOLDED: gl.constexpr,
     SMALL: gl.constexpr,
-    HALVES: gl.constexpr,
+    SIXTEEN_BITS: gl.constexpr,
     ACTIVATION: gl.constexpr,
     dtype: gl.constexpr,
 ):
-    """``epilogue_device.finish`` in fewer instructions where the result has 8 bits.
+    """``gluon_device.finish`` in fewer instructions where the result has 8 bits.
 
     int8 is read and made without conversions, and fp8 behind a GELU in pairs of float16.
 
     Args:
-        FOLDED, SMALL: as in ``int8_device.codes``; FOLDED only where that is asked.
-        HALVES: ``epilogue.in_halves``.
+        FOLDED, SMALL: as in ``int8_device.quantize_sums``; FOLDED only where that is asked.
+        SIXTEEN_BITS: ``sixteen_bit.in_sixteen_bits``.
     """
     if dtype == gl.int8 and is_clamp(ACTIVATION):
-        made = codes(sums, scale, bias, residual, alpha, beta, gamma, FOLDED, SMALL, ACTIVATION)
-    elif HALVES:
+        made = quantize_sums(
+            sums, scale, bias, residual, alpha, beta, gamma, FOLDED, SMALL, ACTIVATION
+        )
+    elif SIXTEEN_BITS:
         x = finish(sums, scale, bias, residual, alpha, beta, None, None, gl.float32)
         made = gelu(x, gamma).to(dtype)
     else:

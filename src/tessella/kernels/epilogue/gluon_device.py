@@ -1,7 +1,7 @@
 """The epilogue on the device: what Gluon kernels do to an accumulator before they store it.
 
-The same meaning as ``epilogue.py`` and ``Problem``: ``cast(gamma * activation(alpha * scale *
-product + bias + beta * residual))``. All functions take float32 tensors of any layout, element by
+The same meaning as ``operations.epilogue``: ``cast(gamma * activation(alpha * scale * product +
+bias + beta * residual))``. All functions take float32 tensors of any layout, element by
 element; special functions cost one or two operations of the special-function unit, which is what
 bounds an epilogue (16 results a clock and multiprocessor).
 """

@@ -9,10 +9,10 @@ bits, so adding such a number converts.
 from __future__ import annotations
 
 from tessella.device.hopper import gl, gluon
-from tessella.kernels.epilogue import int8 as int8_epilogue
+from tessella.kernels.epilogue import int8
 
-SHIFT = gl.constexpr(int8_epilogue.SHIFT)
-BYTES = gl.constexpr(int8_epilogue.BYTES)
+SHIFT = gl.constexpr(int8.SHIFT)
+BYTES = gl.constexpr(int8.BYTES)
 
 
 @gluon.jit
@@ -78,12 +78,12 @@ def int8_of_float(x):
 
 @gluon.constexpr_function
 def is_clamp(activation):
-    """Whether an activation is a part of rounding to int8: what ``codes`` takes."""
+    """Whether an activation is a part of rounding to int8: what ``quantize_sums`` takes."""
     return activation is None or activation == "relu"
 
 
 @gluon.jit
-def codes(
+def quantize_sums(
     sums,
     scale,
     bias,
@@ -101,15 +101,15 @@ def codes(
     are a clamp: a tile's epilogue is straight code of some hundred elements, and of what it costs
     the most is bringing its instructions (an H200: 256 → 1024 channels at 14 × 14, 128 images, 39
     → 34 µs). All is counted in ranges: 128 steps behind a ReLU, else 256, so that one saturating
-    multiply-add clamps for nothing. Off by 0.02 steps at most where ``int8_epilogue.small_sums``
+    multiply-add clamps for nothing. Off by 0.02 steps at most where ``int8.small_sums``
     and ``refusal`` are asked before.
 
     Args:
         sums: int32, or float32.
-        scale, bias: as in ``finish``; with FOLDED both are given, as ``int8_epilogue.vectors``
+        scale, bias: as in ``finish``; with FOLDED both are given, as ``int8.vectors``
             makes them.
         residual: int8, or None.
-        SMALL: ``int8_epilogue.small_sums``: sums are int32 and at most 2^22.
+        SMALL: ``int8.small_sums``: sums are int32 and at most 2^22.
         ACTIVATION: "relu" or None.
     """
     STEPS: gl.constexpr = 128.0 if ACTIVATION == "relu" else 256.0
@@ -152,7 +152,7 @@ def codes(
     low = gl.full(x.shape, SHIFT, gl.float32, layout=x.type.layout)
     if ACTIVATION is None:
         low -= 128.0
-    return pack_codes(fma(x, steps, low, False))
+    return pack_int8(fma(x, steps, low, False))
 
 
 @gluon.jit
@@ -190,7 +190,7 @@ def float_of_shifted_int8(x):
 
 
 @gluon.jit
-def pack_codes(x):
+def pack_int8(x):
     """float32 of ``SHIFT`` + an integer from -128 to 128 → int8, of 128 127."""
     return gl.inline_asm_elementwise(
         """{

@@ -8,8 +8,8 @@ LEAST_GAMMA, MOST_GAMMA = 2.0**-7, 2.0**14
 
 
 def in_sixteen_bits(problem: Problem) -> bool:
-    """Whether the activation may be: GELU of an e4m3 result, with a factor that float16 holds, and
-    by which what float16 does not hold is more than e4m3 holds.
+    """Whether an activation may be computed in float16: GELU of an e4m3 result, with a factor that
+    float16 holds, and that takes numbers too large for float16 beyond e4m3's largest.
     """
     epilogue = problem.epilogue
     gelu = epilogue.activation == "gelu" and problem.output.dtype == "float8_e4m3fn"

@@ -14,11 +14,11 @@ ONE = gl.constexpr(1.0)
 @gluon.jit
 def gelu(x, gamma):
     """``gamma · x Φ(x)`` as float16, of float32; gamma a float32 number, or None for 1, as
-    ``epilogue.in_halves`` wants it.
+    ``sixteen_bit.in_sixteen_bits`` wants it.
 
-    As ``epilogue_device.gelu``, by a polynomial of degree 4: log2(1 - Φ(z)) on [0, 5.5] to 3e-4 of
+    As ``gluon_device.gelu``, by a polynomial of degree 4: log2(1 - Φ(z)) on [0, 5.5] to 3e-4 of
     the result's scale. Rounded to e4m3, at most 0.65 of a step from the exact number (0.5 at best),
-    and 1 % of random numbers get another code. NaN stays. A pair in each thread, or several.
+    and 1 % of random numbers become another e4m3 number. NaN stays. Each thread has pairs.
     """
     factor = ONE if gamma is None else gamma
     factor = gl.full(x.shape, factor, gl.float32, layout=x.type.layout)

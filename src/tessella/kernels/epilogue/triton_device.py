@@ -89,8 +89,8 @@ def quotient(x, y):
 
     A division that is rounded right branches for each element, some 20 instructions. Here is one
     reciprocal for many, and what it leaves is added twice (exact: it is less than x); once is
-    enough but for a divisor just below a power of two. Quotients over a million, which no code
-    has, are not corrected.
+    enough but for a divisor just below a power of two. Quotients over a million, which no
+    quantized value has, are not corrected.
     """
     inverse = tl.div_rn(1.0, y)
     y, inverse, x = tl.broadcast(-y, x)[0], tl.broadcast(inverse, x)[0], tl.broadcast(x, y)[0]

@@ -29,8 +29,8 @@ from tessella.operations.problem import Problem
 
 
 def refusal(problem: Problem) -> str | None:
-    """What neither algorithm takes."""
-    refused = tiles.refusal(problem, FLOATS)
+    """Why neither algorithm takes the problem, or None."""
+    refused = tiles.refusal(problem, INPUTS)
     if refused is not None:
         return refused
     if problem.output.dtype not in FLOATS:
@@ -44,8 +44,8 @@ def refusal(problem: Problem) -> str | None:
 
 def outclassed(problem: Problem) -> str | None:
     """Small filters leave little to save, and tensor cores multiply 16 bits ten times as fast."""
-    x, weight = problem.inputs[:2]
-    if x.dtype in SIXTEEN_BIT and max(weight.shape[2:]) <= 7:
+    x, weight = problem["input"], problem["weight"]
+    if x.dtype in tiles.HALVES and max(weight.shape[2:]) <= 7:
         return "16 bits, filters up to 7×7: 2.2 times the fastest's time at best in 252 problems"
     return None
 
@@ -88,7 +88,9 @@ def height_inverse(
     shape: tuple[int, int],
     device: torch.device,
 ) -> torch.Tensor:
-    """Their share in complex numbers at ``points``: [(frequencies, 2), (len(points), 2)]."""
+    """Frequencies v of a column → their share of the complex numbers at ``points``: [(frequencies,
+    2), (len(points), 2)].
+    """
     matrix = _complex(_angles(points, frequencies, period, 0.0).T) / period
     return _padded(matrix, shape, device)
 

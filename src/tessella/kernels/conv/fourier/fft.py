@@ -21,7 +21,9 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.fourier import dft
 from tessella.kernels.conv.tiles import on_plain_units
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.kernels.epilogue.triton_device import cast, finish
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
 outclassed = dft.outclassed
@@ -147,11 +149,11 @@ class Period:
 
     @classmethod
     def of(cls, problem: Problem) -> Period:
-        sides = (*problem.inputs[0].shape[2:], *problem.attrs["padding"])
+        sides = (*problem["input"].shape[2:], *problem.attrs["padding"])
         height, width = (
             max(side + padding, (n - 1) * d + 1)
             for side, padding, n, d in zip(
-                sides[:2], sides[2:], problem.inputs[1].shape[2:], problem.attrs["dilation"]
+                sides[:2], sides[2:], problem["weight"].shape[2:], problem.attrs["dilation"]
             )
         )
         return cls(height=height, width=width + width % 2)
@@ -179,7 +181,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     """Blocks of the product: as many images as there are, and not many more."""
     if problem.output_is_empty:
         return ({},)
-    batch, filters = problem.inputs[0].shape[0], problem.inputs[1].shape[0]
+    batch, filters = problem["input"].shape[0], problem["weight"].shape[0]
     block_k = 64 if filters > 32 else 32
     if batch < 16:
         return ({"block_m": 1 << (batch - 1).bit_length(), "block_k": block_k * 2},)
@@ -194,13 +196,13 @@ def _up(n: int, multiple: int) -> int:
 def _shapes(problem: Problem, block_k: int, block_m: int) -> dict[str, tuple[int, ...]]:
     """Spectra, and what lies between two passes: it shares one part of the workspace."""
     period = Period.of(problem)
-    filters, channels, lines, _ = problem.inputs[1].shape
-    images = _up(problem.inputs[0].shape[0], block_m)
+    filters, channels, lines, _ = problem["weight"].shape
+    images = _up(problem["input"].shape[0], block_m)
     filters = _up(filters, block_k)
     frequencies = period.half * period.height
     between = max(
-        lines * channels * filters * (1 not in problem.constant),
-        problem.inputs[0].shape[2] * channels * images,
+        lines * channels * filters * (not problem.is_constant("weight")),
+        problem["input"].shape[2] * channels * images,
         problem.output.shape[2] * filters * images,
     )
     return {
@@ -215,7 +217,7 @@ def workspace_bytes(problem: Problem, *, block_k: int = 64, block_m: int = 16, *
     if problem.output_is_empty:
         return 0
     shapes = _shapes(problem, block_k, block_m)
-    if 1 in problem.constant:
+    if problem.is_constant("weight"):
         del shapes["weights"]
     return sum(_up(4 * math.prod(shape), 256) for shape in shapes.values())
 
@@ -236,8 +238,8 @@ def bind(
     plain = on_plain_units(problem)
     precision = "ieee" if plain else "tf32"
     dilation, stride, padding = (problem.attrs[n] for n in ("dilation", "stride", "padding"))
-    of_filter = _points(problem.inputs[1].shape[2:], dilation)
-    of_image = _points(problem.inputs[0].shape[2:], (1, 1), padding)
+    of_filter = _points(problem["weight"].shape[2:], dilation)
+    of_image = _points(problem["input"].shape[2:], (1, 1), padding)
     of_output = _points(problem.output.shape[2:], stride)
     device = dft.device(constants)  # a captured call must not make the matrices
     for points in (of_filter, of_image):
@@ -262,14 +264,13 @@ def bind(
         weights = packed(constants[1], how, pack)
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        operands = [*problem.operands(constants, inputs), None, None, None]
-        x, weight, bias, residual, scale = operands[:5]
+        x, weight, epilogue = operands_of(problem, constants, inputs)
         between, images, products, *own = dft.carved(workspace, shapes)
         spectrum = of_filters(weight, between, own[0]) if weights is None else weights
         forward(x, between, images, period, of_image, not plain)
         dft.product(spectrum, images, products, block_k=block_k, block_m=block_m,
                     precision=precision, num_warps=8 if block_m == 64 else 4)  # fmt: skip
-        inverse(problem, products, between, out, bias, residual, scale, period, of_output)
+        inverse(epilogue, products, between, out, period, of_output)
         return out
 
     return call
@@ -286,7 +287,7 @@ def _points(sides: Sequence[int], spread: Sequence[int], first: Sequence[int] = 
 def forward_matrices(
     period: Period, points: Points, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For rows and for columns."""
+    """The matrices of the forward transform, for rows and for columns."""
     lines, width = (len(p) for p in points)
     of_rows = dft.width_matrix(period.width, points[1], (width, period.width), device)
     frequencies, shape = range(period.height), (2 * lines, 2 * period.height)
@@ -296,7 +297,7 @@ def forward_matrices(
 def inverse_matrices(
     period: Period, points: Points, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For columns and for rows."""
+    """The matrices of the inverse transform, for columns and for rows."""
     lines, width = (len(p) for p in points)
     frequencies, shape = range(period.height), (2 * period.height, 2 * lines)
     of_columns = dft.height_inverse(period.height, frequencies, points[0], shape, device)
@@ -350,13 +351,10 @@ def columns_pass(
 
 
 def inverse(
-    problem: Problem,
+    epilogue: Epilogue[torch.Tensor],
     spectrum: torch.Tensor,
     between: torch.Tensor,
     out: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    scale: torch.Tensor | None,
     period: Period,
     points: Points,
 ) -> None:
@@ -366,14 +364,14 @@ def inverse(
     lines, width = out.shape[2:]
     of_columns, of_rows = inverse_matrices(period, points, out.device)
     columns_pass(spectrum, of_columns, between, period.height, lines, period, columns, False)
-    beta = float(problem.epilogue.beta)
-    residual = None if beta == 0 else residual
+    bias, residual, scale = epilogue.bias, epilogue.residual, epilogue.scale
+    beta = float(epilogue.beta)
     launch(
         _inverse_rows,
         (-(-width // 64), -(-columns // 64), lines),
-        between, of_rows, out, (bias, residual, scale, float(problem.epilogue.alpha), beta),
-        (out.shape[0], inner, out.shape[1], lines, width, period.half, columns), out.stride(),
-        (0,) * 4 if residual is None else residual.stride(), period.half * lines * columns,
+        between, of_rows, out, bias, residual, scale, float(epilogue.alpha), beta,
+        out.shape[0], inner, out.shape[1], lines, width, period.half, columns, *out.stride(),
+        *((0,) * 4 if residual is None else residual.stride()), period.half * lines * columns,
         BLOCK_R=64, BLOCK_W=64, BLOCK_U=16,
-        ACTIVATION=problem.epilogue.activation, num_warps=8,
+        ACTIVATION=epilogue.activation, num_warps=8,
     )  # fmt: skip

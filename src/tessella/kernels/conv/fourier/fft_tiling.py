@@ -23,7 +23,9 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.fourier import dft
 from tessella.kernels.conv.tiles import on_plain_units
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.kernels.epilogue.triton_device import cast, finish
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
 outclassed = dft.outclassed
@@ -212,7 +214,7 @@ class Cut:
 
 
 def _reach(problem: Problem) -> tuple[int, int]:
-    sides = zip(problem.inputs[1].shape[2:], problem.attrs["dilation"])
+    sides = zip(problem["weight"].shape[2:], problem.attrs["dilation"])
     return tuple((n - 1) * d + 1 for n, d in sides)
 
 
@@ -222,7 +224,7 @@ def fits(problem: Problem) -> str | None:
         return refused
     if max(_reach(problem)) > LARGEST_TILE:
         return f"filters reach over at most {LARGEST_TILE} pixels, not {max(_reach(problem))}"
-    filters, channels = problem.inputs[1].shape[:2]
+    filters, channels = problem["weight"].shape[:2]
     if 2 * LARGEST_TILE**2 * (filters + 128) * (channels + 16) >= 2**31:
         return "more than 2³¹ numbers in the filters' spectra"
     return None
@@ -236,7 +238,9 @@ _FEW_TILES = (64, 16, 4, 1.5)
 
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
-    """By estimated time: of the four best tile sides, the two best blocks of the product."""
+    """Configurations by estimated time: of the four best tile sides, the two best blocks of the
+    product.
+    """
     if problem.output_is_empty:
         return ({},)
     blocks = (*(_PLAIN if on_plain_units(problem) else _TENSOR), _FEW_TILES)
@@ -258,11 +262,13 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
 
 def _estimate_us(problem: Problem, cut: Cut, block_k: int, block_m: int, loss: float) -> float:
-    """Products at 38 TFLOP/s, transforms at 20, spectra at 3.5 TB/s, written and read."""
-    filters, channels = problem.inputs[1].shape[:2]
+    """The estimated time: products at 38 TFLOP/s, transforms at 20, spectra at 3.5 TB/s, written
+    and read.
+    """
+    filters, channels = problem["weight"].shape[:2]
     m, k = _up(cut.tiles, block_m), _up(filters, block_k)
     products = 8 * cut.frequencies * m * k * channels * loss
-    constant = 1 in problem.constant
+    constant = problem.is_constant("weight")
     numbers = m * channels + m * k + k * channels * (0.5 if constant else 1)
     entries = m * channels + m * filters + (0 if constant else filters * channels / 2)
     transforms = entries * 32 * cut.half**3
@@ -276,7 +282,7 @@ def _up(n: int, multiple: int) -> int:
 # ------------------------------------------------------------------ calls
 def _spectra(problem: Problem, cut: Cut, block_k: int, block_m: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the spectra: of filters, of tiles, and of their product."""
-    filters, channels = problem.inputs[1].shape[:2]
+    filters, channels = problem["weight"].shape[:2]
     a_pass = PASS_NUMBERS // (2 * cut.frequencies * max(channels, _up(filters, block_k)))
     m = _up(min(cut.tiles, max(a_pass, block_m)), block_m)
     k = _up(filters, block_k)
@@ -293,7 +299,7 @@ def workspace_bytes(
     if problem.output_is_empty:
         return 0
     spectra = _spectra(problem, Cut.of(problem, tile), block_k, block_m)
-    if 1 in problem.constant:
+    if problem.is_constant("weight"):
         del spectra["weights"]
     return sum(_up(4 * math.prod(shape), 256) for shape in spectra.values())
 
@@ -331,7 +337,7 @@ def bind(
     device = dft.device(constants)
     inverse_matrices(cut, problem.attrs["stride"], device)
     forward_matrices(cut, (tile, tile), (1, 1), device)
-    forward_matrices(cut, problem.inputs[1].shape[2:], dilation, device)
+    forward_matrices(cut, problem["weight"].shape[2:], dilation, device)
 
     def of_filters(weight: torch.Tensor, spectrum: torch.Tensor) -> torch.Tensor:
         filter_cut = Cut(period=tile, kept=(1, 1), grid=(1, 1), tiles=weight.shape[0], reach=(1, 1))
@@ -349,8 +355,7 @@ def bind(
         )
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        operands = [*problem.operands(constants, inputs), None, None, None]
-        x, weight, *rest = operands[:5]
+        x, weight, epilogue = operands_of(problem, constants, inputs)
         images, products, *own = dft.carved(workspace, shapes)
         spectrum = of_filters(weight, own[0]) if weights is None else weights
         step = tuple(k * s for k, s in zip(cut.kept, problem.attrs["stride"]))
@@ -361,7 +366,7 @@ def bind(
             dft.product(spectrum, images, products, block_k=block_k, block_m=block_m,
                         block_c=block_c, precision=precision, num_warps=warps,
                         num_stages=stages)  # fmt: skip
-            inverse(problem, products, cut, out, *rest, first=first, **transform)
+            inverse(problem, products, cut, out, epilogue, first=first, **transform)
         return out
 
     return call
@@ -370,7 +375,9 @@ def bind(
 def forward_matrices(
     cut: Cut, sides: tuple[int, int], spread: tuple[int, int], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """For rows, and for columns: of their even and of their odd numbers."""
+    """The matrices of the forward transform: for rows, for a column's even numbers, and for its odd
+    ones.
+    """
     rows, columns = (tuple(range(0, n * s, s)) for n, s in zip(sides, spread))
     i = max(8, triton.next_power_of_2((sides[0] + 1) // 2))
     j = max(16, triton.next_power_of_2(sides[1]))
@@ -388,7 +395,9 @@ def forward_matrices(
 def inverse_matrices(
     cut: Cut, stride: tuple[int, int], device: torch.device
 ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How many rows are sums, and the matrices: of even and odd frequencies v, and of u."""
+    """How many rows are sums, and the inverse transform's matrices: of even and odd frequencies v,
+    and of u.
+    """
     rows, columns = (tuple(range(0, n * s, s)) for n, s in zip(cut.kept, stride))
     low = len(rows)
     if low > 16 and cut.period // 2 % stride[0] == 0:
@@ -447,9 +456,7 @@ def inverse(
     spectrum: torch.Tensor,
     cut: Cut,
     out: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    scale: torch.Tensor | None,
+    epilogue: Epilogue[torch.Tensor],
     *,
     first: int,
     num_warps: int,
@@ -460,18 +467,17 @@ def inverse(
     tiles = min(cut.tiles - first, spectrum.shape[3])
     channels = out.shape[1]
     across = 4 if out.stride(1) == 1 and channels > 1 else 1
-    beta = float(problem.epilogue.beta)
-    residual = None if beta == 0 else residual
+    bias, residual, scale = epilogue.bias, epilogue.residual, epilogue.scale
+    beta = float(epilogue.beta)
     launch(
         _inverse,
         (-(-tiles // (entries // across)), -(-channels // across)),
-        spectrum, tuple(matrices), out,
-        (bias, residual, scale, float(problem.epilogue.alpha), beta),
-        (tiles, first, channels, spectrum.shape[2], *out.shape[2:]), out.stride(),
-        (0,) * 4 if residual is None else residual.stride(),
-        tuple(cut.grid), spectrum.shape[3], spectrum.stride(0),
+        spectrum, *matrices, out, bias, residual, scale, float(epilogue.alpha), beta,
+        tiles, first, channels, spectrum.shape[2], *out.shape[2:], *out.stride(),
+        *((0,) * 4 if residual is None else residual.stride()),
+        *cut.grid, spectrum.shape[3], spectrum.stride(0),
         ROWS=cut.kept[0], COLUMNS=cut.kept[1], PERIOD=cut.period, LOW=low,
         I=matrices[0].shape[1] // 2, J=matrices[2].shape[1], U=cut.half,
-        TILES=entries // across, CHANNELS=across, ACTIVATION=problem.epilogue.activation,
+        TILES=entries // across, CHANNELS=across, ACTIVATION=epilogue.activation,
         num_warps=num_warps,
     )  # fmt: skip

@@ -38,12 +38,13 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper.chain_device import Ending, Flow, Ring, convolve_twice
 from tessella.kernels.epilogue.int8 import CLAMPS, MOST_PRODUCTS, is_small_scale, refusal, vectors
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
 Tensor = torch.Tensor
 
-
 TYPES = ("float16", "bfloat16", "int8")
+WEIGHTS = ("weight", "next_weight")
 PIXELS = 64  # of a group: the rows of one product
 MOST_SUMS = 256  # channels of the result: half of a group's registers
 PIECE = 64  # channels of the result that are finished at a time
@@ -53,13 +54,10 @@ MAX_CONFIGS, OF_GROUPS = 8, 4  # in all, and of as many groups
 # channels of a chunk and of the result that a group's registers hold the sums of
 MOST_CHANNELS = {1: 512, 2: 512, 3: 192}
 
-# places of the inputs
-X, WEIGHT, BIAS, RESIDUAL, SCALE, NEXT_WEIGHT, NEXT_BIAS, NEXT_SCALE = range(8)
-
 
 def fits(problem: Problem) -> str | None:
-    x, weight, after = (problem.meta(i) for i in (X, WEIGHT, NEXT_WEIGHT))
-    pixels = (x, problem.meta(RESIDUAL), *problem.outputs)
+    x, weight, after = problem["input"], problem["weight"], problem["next_weight"]
+    pixels = (x, problem.epilogue.residual, *problem.outputs)
     if x.dtype not in TYPES:
         return f"multiplies {', '.join(TYPES)}, not {x.dtype}"
     if any(meta is not None and meta.dtype != x.dtype for meta in (weight, after, *pixels)):
@@ -68,7 +66,7 @@ def fits(problem: Problem) -> str | None:
         return "results of int8 must be int8"
     if not all(meta is None or meta.has("channels_last") for meta in pixels):
         return "inputs and results must be channels_last"
-    if not {WEIGHT, NEXT_WEIGHT} <= set(problem.constant):
+    if not all(map(problem.is_constant, WEIGHTS)):
         return "the weights must be constant: they are packed, and loaded before their turn"
     itemsize = _itemsize(problem)
     for channels in (weight.shape[1], *after.shape[:2]):
@@ -104,8 +102,8 @@ class Shape:
 
 
 def shape_of(problem: Problem) -> Shape:
-    images, channels, height, width = problem.inputs[X].shape
-    out, between = problem.inputs[NEXT_WEIGHT].shape[:2]
+    images, channels, height, width = problem["input"].shape
+    out, between = problem["next_weight"].shape[:2]
     itemsize = _itemsize(problem)
     return Shape(
         pixels=images * height * width,
@@ -125,7 +123,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     weights, ``slots`` of a group's chunks, ``resident`` weights.
     """
     shape = shape_of(problem)
-    reads, keeps = problem.meta(RESIDUAL) is not None, bool(problem.attr("keep"))
+    reads, keeps = problem.epilogue.residual is not None, bool(problem.attr("keep"))
     ranked = sorted(_candidates(shape), key=lambda c: _estimate(shape, c, reads, keeps))
     of_groups: Counter[int] = Counter()
     kept = []
@@ -206,14 +204,11 @@ def _estimate(shape: Shape, config: Mapping[str, Any], reads: bool, keeps: bool)
 
 def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Call:
     config = config or configs(problem)[0]
-    weights = {i: _rows_of_weight(constants[i]) for i in (WEIGHT, NEXT_WEIGHT)}
-    held = {**constants, **weights}
+    weights = problem.operation.positions(WEIGHTS)
+    held = {**constants, **{place: _rows_of_weight(constants[place]) for place in weights}}
     shape = shape_of(problem)
-    beta = problem.epilogue.beta if problem.meta(RESIDUAL) is not None else None
-    folds = (
-        _fold(problem, held, SCALE, BIAS, shape.channels, problem.epilogue.activation, beta),
-        _fold(problem, held, NEXT_SCALE, NEXT_BIAS, shape.between, problem.attr("next_activation")),
-    )  # of each: whether scale and bias are folded, and whether sums are small
+    # of each: whether scale and bias are folded, and whether sums are small
+    folds = _fold(problem, held, "", shape.channels), _fold(problem, held, "next_", shape.between)
 
     def call(*inputs: Tensor) -> Any:
         made = tuple(meta.empty(inputs[0].device) for meta in problem.outputs)
@@ -225,35 +220,37 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
 
 
 def _fold(
-    problem: Problem,
-    held: dict[int, Tensor],
-    scale: int,
-    bias: int,
-    products: int,
-    activation: str | None,
-    beta: float | None = None,
+    problem: Problem, held: dict[int, Tensor], prefix: str, products: int
 ) -> tuple[bool, bool]:
-    """Put ``int8_epilogue.vectors`` in place of scale and bias, if they are constants.
+    """Put ``int8.vectors`` in place of a convolution's scale and bias, if they are constants.
+
+    Args:
+        held: the constants, which are changed.
+        prefix: of the names of its epilogue.
 
     Returns:
-        Whether they were, and whether sums are read as ``int8_epilogue.small_sums`` says.
+        Whether they were, and whether sums are read as ``int8.small_sums`` says.
     """
-    given = [i for i in (scale, bias) if problem.meta(i) is not None]
-    is_small = problem.inputs[X].dtype == "int8" and products <= MOST_PRODUCTS
-    if problem.inputs[X].dtype != "int8" or activation not in CLAMPS:
+    scale, bias = names = f"{prefix}scale", f"{prefix}bias"
+    given = [name for name in names if problem.get(name) is not None]
+    activation = problem.attr(f"{prefix}activation")
+    is_small = problem["input"].dtype == "int8" and products <= MOST_PRODUCTS
+    if problem["input"].dtype != "int8" or activation not in CLAMPS:
         return False, is_small
-    if any(i not in held for i in given):
+    place = problem.operation.position
+    if any(place(name) not in held for name in given):
         return False, False
-    is_small = is_small and is_small_scale(held.get(scale))
+    known = Epilogue(
+        scale=held.get(place(scale)),
+        bias=held.get(place(bias)),
+        activation=activation,
+        beta=problem.epilogue.beta,
+    )
+    is_small = is_small and is_small_scale(known.scale)
     if not given:
         return False, is_small
-    held[scale], held[bias] = vectors(
-        held.get(scale),
-        held.get(bias),
-        beta=beta,
-        activation=activation,
-        small=is_small,
-    )
+    adds = not prefix and problem.epilogue.residual is not None
+    held[place(scale)], held[place(bias)] = vectors(known, adds=adds, small=is_small)
     return True, is_small
 
 
@@ -321,7 +318,7 @@ def _pixels(tensor: Tensor) -> Tensor:
 
 
 def _itemsize(problem: Problem) -> int:
-    return int(getattr(torch, problem.inputs[X].dtype).itemsize)
+    return int(getattr(torch, problem["input"].dtype).itemsize)
 
 
 def _power_of_two(value: int) -> int:

@@ -48,8 +48,7 @@ DEPTH = 64  # channels of dy in a tile: 128 bytes, the widest swizzle
 
 
 def fits(problem: Problem) -> str | None:
-    dy, weight = problem.inputs[:2]
-    dx = problem.output
+    dy, weight, dx = problem["grad"], problem["weight"], problem.output
     if weight.dtype != dy.dtype or dx.dtype != dy.dtype:
         return "one element type throughout"
     return refusal(problem, dx, weight, dy) or _without_taps(_geometry(problem))
@@ -120,7 +119,7 @@ _TILES = (
 
 
 def _geometry(problem: Problem) -> Geometry:
-    return Geometry.of(problem, problem.output, problem.inputs[1], problem.inputs[0])
+    return Geometry.of(problem, problem.output, problem["weight"], problem["grad"])
 
 
 def _cells(geometry: Geometry) -> tuple[int, int]:
@@ -164,9 +163,11 @@ def _mean_taps(geometry: Geometry, axis: int, side: int) -> float:
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
-    """For a weight that comes with the call and is not channels_last: its copy that is."""
-    weight = problem.inputs[1]
-    return 0 if 1 in problem.constant or weight.has("channels_last") else weight.nbytes
+    """Bytes of a channels_last copy of the weight, where it comes with the call and has another
+    format.
+    """
+    weight, is_constant = problem["weight"], problem.is_constant("weight")
+    return 0 if is_constant or weight.has("channels_last") else weight.nbytes
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
@@ -197,7 +198,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
-        dy, weight = problem.operands(held, inputs)[:2]
+        dy, weight = problem.operands(held, inputs)
         if packs:
             copy = workspace[: weight.nbytes].view(weight.dtype).view(geometry.filters, R, S, -1)
             weight = copy.copy_(weight.permute(0, 2, 3, 1))

@@ -40,7 +40,8 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.tiles import Geometry
-from tessella.kernels.epilogue.gluon_device import finish
+from tessella.kernels.epilogue import gluon_device as epilogue_device
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
 AT_ONCE = gl.constexpr(12)  # chunks whose values lie in registers, four a thread each
@@ -95,8 +96,8 @@ class Runs:
     @classmethod
     def of(cls, problem: Problem) -> Runs:
         geometry = Geometry.of(problem)
-        size = getattr(torch, problem.inputs[0].dtype).itemsize
-        last = problem.inputs[0].has("channels_last")
+        size = getattr(torch, problem["input"].dtype).itemsize
+        last = problem["input"].has("channels_last")
         channels = geometry.channels
         unit, rows = (channels, 1) if last else (1, channels)
         length = geometry.filter[2] * unit
@@ -123,7 +124,7 @@ def fits(problem: Problem) -> str | None:
     refused = tiles.refusal(problem, ("float16", "bfloat16", "int8", "float32"))
     if refused is not None:
         return refused
-    x, weight, _, residual = (problem.meta(i) for i in range(4))
+    x, weight, residual = problem["input"], problem["weight"], problem.epilogue.residual
     if x.dtype == "float32" and problem.math != "tf32":
         return "multiplies float32 on tensor cores, as tf32"
     if problem.attrs["groups"] != 1:
@@ -142,7 +143,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
-    filters = problem.inputs[1].shape[0]
+    filters = problem["weight"].shape[0]
     # the values of a second round take the registers of a wide tile's sums
     widest = 64 if Runs.of(problem).chunks > AT_ONCE.value else 128
     widths = [w for w in (16, 32, 64, 128) if w == 16 or (w < 2 * filters and w <= widest)]
@@ -155,10 +156,10 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
-    if 1 in problem.constant:
+    if problem.is_constant("weight"):
         return 0
     filters = (config or configs(problem)[0])["filters"]
-    return Runs.of(problem).chunks * triton.cdiv(problem.inputs[1].shape[0], filters) * filters * 32
+    return Runs.of(problem).chunks * triton.cdiv(problem["weight"].shape[0], filters) * filters * 32
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
@@ -187,10 +188,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        operands = (*problem.operands(held, inputs), None, None, None)
-        x, weight, bias, residual, scale = operands[:5]
-        if beta == 0:  # then the residual is not read, whatever it holds
-            residual = None
+        x, weight, epilogue = operands_of(problem, held, inputs)
+        bias, residual, scale = epilogue.bias, epilogue.residual, epilogue.scale
         if 1 not in constants:
             weight = _pack(weight, runs, columns * filters, workspace)
         by_tma = bulk and out.data_ptr() % ALIGNMENT == 0
@@ -229,7 +228,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             ),
             ACTIVATION=problem.epilogue.activation,
             DTYPE=DTYPES[out.dtype],
-            CONSTANT=1 in problem.constant,
+            CONSTANT=problem.is_constant("weight"),
             launch_pdl=True,
             BULK=by_tma,
             LAST=last,

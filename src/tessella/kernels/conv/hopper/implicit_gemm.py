@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,8 +40,10 @@ from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
 )
 from tessella.kernels.conv.hopper.walk_device import Ring, Tile
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
 from tessella.kernels.epilogue.triton_device import cast, finish
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
 Tensor = torch.Tensor
@@ -58,14 +61,14 @@ OUTPUTS = {  # element type of x → of the result
 
 
 def fits(problem: Problem) -> str | None:
-    x, weight, output = problem.inputs[0], problem.inputs[1], problem.output
-    bias, residual, scale = (problem.meta(i) for i in (2, 3, 4))
+    x, weight, output = problem["input"], problem["weight"], problem.output
+    epilogue, residual = problem.epilogue, problem.epilogue.residual
     if len(x.shape) != 4:
         return f"takes [N, C, H, W], not {len(x.shape)} axes"
     if problem.attrs["groups"] != 1:
         if weight.shape[1] == 1:
             return "of one channel a group: 15 of 16 products would be with zeros"
-        if 1 not in problem.constant:
+        if not problem.is_constant("weight"):
             return "the weight of several groups must be a constant: it is packed once"
     if any(s not in (1, 2) for s in problem.attrs["stride"]):
         return f"strides of 1 and 2 only, not {tuple(problem.attrs['stride'])}"
@@ -90,9 +93,9 @@ def fits(problem: Problem) -> str | None:
             if channels * itemsize_of(meta.dtype) % 16:
                 return f"{name} = {channels} × {meta.dtype} is not a multiple of 16 bytes"
     if output.dtype == "int32" and (
-        any(t is not None for t in (bias, residual, scale))
-        or problem.epilogue.activation
-        or problem.epilogue.alpha != 1.0
+        any(t is not None for t in (epilogue.bias, residual, epilogue.scale))
+        or epilogue.activation
+        or epilogue.alpha != 1.0
     ):
         return "int32 results are the bare products"
     if 0 in (*x.shape, *output.shape) or max(math.prod(x.shape), math.prod(output.shape)) >= 2**31:
@@ -102,7 +105,7 @@ def fits(problem: Problem) -> str | None:
 
 def _reads_no_pixels(problem: Problem) -> bool:
     """Whether a tap reads odd rows (or columns), and there are none: no descriptor is empty."""
-    x, weight, a = problem.inputs[0], problem.inputs[1], problem.attrs
+    x, weight, a = problem["input"], problem["weight"], problem.attrs
     axes = zip(x.shape[2:], weight.shape[2:], a["stride"], a["padding"], a["dilation"], strict=True)
     return any(
         size == 1 and stride == 2 and any((tap * step - pad) % 2 for tap in range(taps))
@@ -124,7 +127,7 @@ def _parts_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
 
 
 def _packed_weight_bytes(problem: Problem, shape: Shape) -> int:
-    if 1 in problem.constant or not _wants_packing(problem, shape):
+    if problem.is_constant("weight") or not _wants_packing(problem, shape):
         return 0
     K, C, R, S = _packed_shape(problem, shape)
     return K * C * R * S * shape.itemsize
@@ -132,11 +135,14 @@ def _packed_weight_bytes(problem: Problem, shape: Shape) -> int:
 
 def _wants_packing(problem: Problem, shape: Shape) -> bool:
     """Whether a weight of one group does not lie as the kernel reads it."""
-    return not problem.inputs[1].has("channels_last") or _packed_shape(problem, shape)[0] != shape.K
+    last = problem["weight"].has("channels_last")
+    return not last or _packed_shape(problem, shape)[0] != shape.K
 
 
 def _packed_shape(problem: Problem, shape: Shape) -> tuple[int, int, int, int]:
-    """The epilogue of 8-bit results takes output channels by 64."""
+    """The weight's shape when it is packed: the epilogue of 8-bit results takes output channels by
+    64.
+    """
     multiple = 64 if problem.output.dtype in EIGHT_BITS else 1
     return round_up(shape.K, multiple), shape.C, shape.R, shape.S
 
@@ -159,25 +165,21 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
     vectors = folded(problem, constants, small=is_small)
 
     def call(*inputs: Tensor, out: Tensor, workspace: Tensor | None = None) -> Tensor:
-        x, weight, bias, residual, scale = _five(problem.operands(constants, inputs))
+        x, weight, epilogue = operands_of(problem, constants, inputs)
         if known is not None:
             weight = known
         elif wants_packing:
             space = workspace[parts_bytes:].view(weight.dtype)[: K * C * R * S]
             weight = _pack(weight, K, space)
         if vectors and config["splits"] == 1:
-            scale, bias = vectors
+            epilogue = replace(epilogue, scale=vectors[0], bias=vectors[1])
         _run(
-            problem, shape, config, x, weight, bias, residual, scale, out, workspace,
+            problem, shape, config, x, weight, epilogue, out, workspace,
             is_folded=vectors is not None, is_small=is_small,
         )  # fmt: skip
         return out
 
     return call
-
-
-def _five(operands: list[Tensor | None]) -> list[Tensor | None]:
-    return operands + [None] * (5 - len(operands))
 
 
 def _pack(weight: Tensor, K: int, space: Tensor | None = None) -> Tensor:
@@ -206,9 +208,7 @@ def _run(
     config: Mapping[str, Any],
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
+    epilogue: Epilogue[Tensor],
     out: Tensor,
     workspace: Tensor | None,
     *,
@@ -216,12 +216,13 @@ def _run(
     is_small: bool,
 ) -> None:
     """One launch, or two where the sum is split."""
+    bias, residual, scale = epilogue.bias, epilogue.residual, epilogue.scale
     box = [config["tile_h"], config["tile_n"], config["tile_w"]]
     taps = config["taps"]
     pixels, tile_k, tile_c = math.prod(box), config["tile_k"], config["tile_c"]
     splits = config["splits"]
     whole = splits == 1
-    nhwc = _rows(x, (shape.N, shape.H, shape.W, shape.C), problem.inputs[0].pixel_pitch)
+    nhwc = _rows(x, (shape.N, shape.H, shape.W, shape.C), problem["input"].pixel_pitch)
     sh, sw = shape.stride
     if taps > 1:
         last = descriptor(nhwc, [taps - 1, *box[1:], tile_c])
@@ -277,35 +278,29 @@ def _run(
         1 if taps > 1 else shape.R, shape.S,
         *shape.padding, *shape.dilation, *tiles[:3], *_digits(blocks, tiles[:3]), splits,
         max(0, weight.shape[0] - tile_k), target.shape[1] // splits, items, *group,
-        TILE=Tile(
-            BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
-            DILATED=shape.dilation != (1, 1), SPLIT=not whole, TAPS=taps, INTERLEAVE=interleave,
-        ),
-        RING=Ring(
-            STAGES=config["stages"], HELD=shape.R * shape.S * chunks if held else 0,
-            GROUPS=config["groups"], SLOTS=config["slots"],
-        ),
-        PRODUCT=Product(
-            SWAP=config["swap"],
-            PROMOTE=promotes(problem),
-            LAYOUT=_layout(x.dtype, rows, columns, config["warps"]),
-            SLAB=gl.NVMMASharedLayout.get_default_for([pixels, tile_c], DTYPES[x.dtype]),
-        ),
-        ENDING=Ending(
-            RESIDUAL=adds,
-            UNSCALED=alpha == beta == 1.0,
-            SMALL=whole and is_small,
-            FOLDED=is_folded,
-            HALVES=whole and in_sixteen_bits(problem),
-            ACTIVATION=problem.epilogue.activation if whole else None,
-        ),
-        REGISTERS=(232, 88 if is_lone else 40),
-        CONSTANT=1 in problem.constant,
+        BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
+        DILATED=shape.dilation != (1, 1), SPLIT=not whole,
+        STAGES=config["stages"], HELD=shape.R * shape.S * chunks if held else 0,
+        SLOTS=config["slots"], GROUPS=config["groups"],
+        RESIDUAL=adds, UNSCALED=alpha == beta == 1.0,
+        SMALL=whole and is_small,
+        FOLDED=is_folded,
+        HALVES=whole and in_sixteen_bits(problem),
+        ACTIVATION=problem.epilogue.activation if whole else None,
+        SWAP=config["swap"],
+        PROMOTE=promotes(problem),
+        INTERLEAVE=interleave,
+        GROUP_REGISTERS=232,
+        LOAD_REGISTERS=88 if is_lone else 40,
+        TAPS=taps,
+        LAYOUT=_layout(x.dtype, rows, columns, config["warps"]),
+        SLAB=gl.NVMMASharedLayout.get_default_for([pixels, tile_c], DTYPES[x.dtype]),
+        CONSTANT=problem.is_constant("weight"),
         num_warps=config["warps"],
         **options,
     )  # fmt: skip
     if not whole:
-        _add_parts(problem, target, splits, bias, residual, scale, out)
+        _add_parts(problem, target, splits, epilogue, out)
 
 
 def _interleave(problem: Problem, config: Mapping[str, Any]) -> int:
@@ -375,7 +370,9 @@ def _check_aligned(tensor: Tensor) -> None:
 
 
 def _some(view: Tensor, instead: Tensor) -> Tensor:
-    """A view without pixels is never read, and has no descriptor."""
+    """The view, or the other tensor in its place: a view without pixels is never read, and has no
+    descriptor.
+    """
     return view if view.numel() else instead
 
 
@@ -425,13 +422,7 @@ def add_parts(
 
 
 def _add_parts(
-    problem: Problem,
-    parts: Tensor,
-    splits: int,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    out: Tensor,
+    problem: Problem, parts: Tensor, splits: int, epilogue: Epilogue[Tensor], out: Tensor
 ) -> None:
     count = out.numel()
     block = 256 if count < 256 * 8 * multiprocessors() else 1024
@@ -440,18 +431,18 @@ def _add_parts(
         (triton.cdiv(count, block),),
         parts,
         out,
-        bias,
-        scale,
-        residual,
-        problem.epilogue.alpha,
-        problem.epilogue.beta,
+        epilogue.bias,
+        epilogue.scale,
+        epilogue.residual,
+        epilogue.alpha,
+        epilogue.beta,
         problem.gamma,
         count,
         parts.numel() // splits,
         out.shape[1],
         problem.output.pixel_pitch,
         SPLITS=splits,
-        ACTIVATION=problem.epilogue.activation,
+        ACTIVATION=epilogue.activation,
         BLOCK=block,
         num_warps=4,
     )

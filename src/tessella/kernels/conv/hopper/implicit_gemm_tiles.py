@@ -51,8 +51,8 @@ class Shape:
 
 
 def shape_of(problem: Problem) -> Shape:
-    N, C, H, W = problem.inputs[0].shape
-    K, _, R, S = problem.inputs[1].shape
+    N, C, H, W = problem["input"].shape
+    K, _, R, S = problem["weight"].shape
     P, Q = problem.output.shape[2:]
     stride, padding, dilation = (
         tuple(problem.attrs[name]) for name in ("stride", "padding", "dilation")
@@ -62,7 +62,7 @@ def shape_of(problem: Problem) -> Shape:
     return Shape(
         N=N, H=H, W=W, C=C, K=K, P=P, Q=Q, R=R, S=S, groups=problem.attrs["groups"],
         stride=stride, padding=padding, dilation=dilation,
-        itemsize=itemsize_of(problem.inputs[0].dtype),
+        itemsize=itemsize_of(problem["input"].dtype),
         out_itemsize=itemsize_of(problem.output.dtype),
     )  # fmt: skip
 
@@ -92,7 +92,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
 def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
     """Every tile that fits registers and shared memory, with its ring as deep as memory allows."""
-    residual = problem.meta(3) is not None
+    residual = problem.epilogue.residual is not None
     least_k = 64 if problem.output.dtype in EIGHT_BITS else 16
     wide_k = max(least_k, _power_of_two(shape.K))
     for (groups, warps, residents), tile_k, pixels in itertools.product(
@@ -132,7 +132,7 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
 
 
 def _holds(shape: Shape) -> tuple[bool, ...]:
-    """Whether weights may stay in shared memory: those of one group are many."""
+    """Whether to try weights that stay in shared memory: those of one group are too many."""
     return (False, True) if shape.groups > 1 else (False,)
 
 
@@ -145,7 +145,7 @@ def _blocks(shape: Shape, config: Mapping[str, Any]) -> int:
 
 def promotes(problem: Problem) -> bool:
     """Whether fp8 sums leave the tensor core's narrow accumulator after every stage."""
-    fp8 = problem.inputs[0].dtype.startswith("float8")
+    fp8 = problem["input"].dtype.startswith("float8")
     return fp8 and not problem.attr("fast_accumulation")
 
 
@@ -286,7 +286,7 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
     bytes a clock and multiprocessor). A second kernel that adds parts: 5500 clocks.
     """
     pixels = config["tile_n"] * config["tile_h"] * config["tile_w"]
-    taps, residual = config["taps"], problem.meta(3) is not None
+    taps, residual = config["taps"], problem.epilogue.residual is not None
     rows, columns = pixels, config["tile_k"]
     if config["swap"]:
         rows, columns = columns, rows

@@ -33,6 +33,7 @@ from tessella.kernels.conv.hopper.pooled_device import (
     Stem,
     source,
 )
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.kernels.user.cuda import CudaKernel, cuda
 from tessella.operations.problem import Problem
 
@@ -48,14 +49,15 @@ _WORD = 2, 4  # the driver's number of unsigned words, and their bytes
 
 
 def fits(problem: Problem) -> str | None:
-    a, (x, weight, bias) = problem.attrs, map(problem.meta, range(3))
+    a, epilogue = problem.attrs, problem.epilogue
+    x, weight, bias = problem["input"], problem["weight"], epilogue.bias
     if x.dtype not in NAMES or weight.dtype != x.dtype:
         return f"multiplies {' and '.join(NAMES)}, not {x.dtype} × {weight.dtype}"
     if problem.output.dtype not in ("int8", x.dtype):
         return f"makes int8 or {x.dtype}, not {problem.output.dtype}"
-    if 1 not in problem.constant:
+    if not problem.is_constant("weight"):
         return "the weight must be constant: it is packed in advance"
-    if problem.meta(3) is not None or problem.meta(4) is not None or problem.epilogue.alpha != 1:
+    if (epilogue.residual, epilogue.scale, epilogue.alpha) != (None, None, 1):
         return "no residual, scale or alpha"
     if bias is not None and bias.dtype not in FLOATS:
         return f"a bias of {', '.join(FLOATS)}, not {bias.dtype}"
@@ -96,8 +98,8 @@ def _cannot_load(stem: Stem) -> str | None:
 
 def stem_of(problem: Problem, **changes: int) -> Stem:
     """The layer in numbers."""
-    a, (images, channels, height, width) = problem.attrs, problem.inputs[0].shape
-    taps, stride, padding = problem.inputs[1].shape[2:], a["stride"], a["padding"]
+    a, (images, channels, height, width) = problem.attrs, problem["input"].shape
+    taps, stride, padding = problem["weight"].shape[2:], a["stride"], a["padding"]
     middle = [
         (size + 2 * pad - tap) // step + 1
         for size, pad, tap, step in zip((height, width), padding, taps, stride, strict=True)
@@ -138,11 +140,11 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
     stem = stem_of(problem, **(config or configs(problem)[0]))
-    bias = problem.meta(2)
+    bias = problem.epilogue.bias
     kernel = _kernel(
         source(
             stem,
-            dtype=problem.inputs[0].dtype,
+            dtype=problem["input"].dtype,
             out=problem.output.dtype,
             bias=bias.dtype if bias else None,
             rescaled=problem.gamma is not None,
@@ -154,8 +156,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     gamma, grid = float(problem.epilogue.gamma), min(stem.tasks, TOGETHER * multiprocessors())
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        x, _, *more = problem.operands(constants, inputs)
-        shift = more[0] if more and more[0] is not None else out  # no place is left empty
+        x, _, epilogue = operands_of(problem, constants, inputs)
+        shift = out if epilogue.bias is None else epilogue.bias  # no place is left empty
         launched = kernel.launch(
             (grid, 1, 1),
             (THREADS, 1, 1),
@@ -206,7 +208,7 @@ def _packed(weight: torch.Tensor, stem: Stem) -> torch.Tensor:
 
 
 def _map(x: Any, stem: Stem) -> Any:
-    """Rows of the image in words; nothing where launches only compile."""
+    """The driver's description of the image's rows in words; zeros where launches only compile."""
     if only_compiles():
         return bytes(MAP_BYTES)
     element, nbytes = _WORD

@@ -49,7 +49,7 @@ from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    dy, x = problem.inputs[:2]
+    dy, x = problem["grad"], problem["input"]
     if problem.output.dtype not in (x.dtype, "float32"):
         return f"makes {x.dtype} or float32, not {problem.output.dtype}"
     if problem.output.format == "strided":
@@ -58,8 +58,9 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """Tiles in the order of their estimated time; work dealt out evenly, which has been measured,
-    before the best that splits pixels alike for all tiles, which so far is only reckoned."""
+    """Tiles by estimated time. The first one deals work out evenly, which has been measured; splits
+    of the pixels that are alike for all tiles have only been estimated.
+    """
     geometry = _geometry(problem)
     width = _width(geometry)
     panels = _panels(geometry)
@@ -114,7 +115,7 @@ _TILES = (
 
 
 def _geometry(problem: Problem) -> Geometry:
-    return Geometry.of(problem, problem.inputs[1], problem.output, problem.inputs[0])
+    return Geometry.of(problem, problem["input"], problem.output, problem["grad"])
 
 
 def _width(geometry: Geometry) -> int:
@@ -183,7 +184,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     chunk = min(max(1, 2048 // (together * width)), config["rows"])
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        dy, x = problem.operands(constants, inputs)[:2]
+        dy, x = problem.operands(constants, inputs)
         images = geometry.pixels_last(x, geometry.channels, geometry.image)
         parts = workspace.view(torch.float32)
         launch(
@@ -234,7 +235,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
 
 def _strides(weight: torch.Tensor) -> tuple[int, int, int]:
-    """Of output channels, input channels and taps, in a weight of either format."""
+    """Strides of output channels, input channels and taps, in a weight of either format."""
     channels, *taps = weight.shape[1:]
     depth = channels * math.prod(taps)
     return (depth, math.prod(taps), 1) if weight.is_contiguous() else (depth, 1, channels)

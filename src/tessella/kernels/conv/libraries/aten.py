@@ -9,6 +9,7 @@ import torch
 from tessella.core.dtype import FLOATS
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.epilogue import bias_inside, finish_
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import memory_format
@@ -17,12 +18,13 @@ TYPES = (*FLOATS, "float64")
 
 
 def fits(problem: Problem) -> str | None:
-    x, weight = problem.inputs[:2]
-    if x.dtype not in TYPES:
+    x, weight, epilogue = problem["input"], problem["weight"], problem.epilogue
+    if x.dtype not in FLOATS:
         return f"torch convolves floating types only, not {x.dtype}"
     if {x.dtype, weight.dtype} != {problem.output.dtype}:
         return "one element type throughout"
-    if any(t is not None and t.dtype not in TYPES for t in map(problem.meta, (2, 3, 4))):
+    added = (epilogue.bias, epilogue.residual, epilogue.scale)
+    if any(t is not None and t.dtype not in FLOATS for t in added):
         return "the epilogue's tensors must be floating"
     if isinstance(problem.attrs["padding"], str):
         return "padding must be numbers"
@@ -34,7 +36,7 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     attrs = problem.attrs
     padding, stride, dilation = (list(attrs[n]) for n in ("padding", "stride", "dilation"))
-    groups, epilogue = attrs["groups"], problem.epilogue
+    groups = attrs["groups"]
     layout = memory_format(problem.output.format, len(problem.output.shape))
     product = getattr(torch, problem.op)
     held = dict(constants)
@@ -46,10 +48,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         )
 
     def convolve(*inputs: torch.Tensor) -> torch.Tensor:
-        operands = (*problem.operands(held, inputs), None, None, None)
-        x, weight, bias, residual, scale = operands[:5]
+        x, weight, epilogue = operands_of(problem, held, inputs)
         weight = weight.contiguous(memory_format=layout)
-        inside, rest = bias_inside(epilogue.of(bias, residual, scale), x.dtype)
+        inside, rest = bias_inside(epilogue, x.dtype)
         made = product(x, weight, inside, stride, padding, dilation, groups)
         # with one channel torch cannot tell the formats apart, and may answer in the other one
         return finish_(made.contiguous(memory_format=layout), rest, axis=1)

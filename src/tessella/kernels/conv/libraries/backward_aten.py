@@ -13,13 +13,13 @@ from tessella.operations.tensor_meta import memory_format
 
 
 def fits(problem: Problem) -> str | None:
-    first, second = problem.inputs[:2]
+    grad, types = problem["grad"].dtype, [meta.dtype for meta in problem.inputs]
     if problem.constant:
         return "operands must be arguments"
-    if first.dtype != second.dtype or first.dtype not in ("float64", *FLOATS):
-        return f"floating-point operands of one type, not {first.dtype} × {second.dtype}"
-    if problem.output.dtype != first.dtype:
-        return f"makes {first.dtype}, not {problem.output.dtype}"
+    if len(set(types)) != 1 or grad not in FLOATS:
+        return f"floating-point operands of one type, not {' × '.join(types)}"
+    if problem.output.dtype != grad:
+        return f"makes {grad}, not {problem.output.dtype}"
     if isinstance(problem.attrs["padding"], str):
         return "padding must be numbers"
     if problem.output.format == "strided":

@@ -32,18 +32,19 @@ PRODUCTS = {"int8": "INT32", "float16": "FLOAT", "bfloat16": "FLOAT"}
 
 
 def fits(problem: Problem) -> str | None:
-    x, weight, bias, residual, scale = (problem.meta(i) for i in range(5))
+    x, weight, epilogue = problem["input"], problem["weight"], problem.epilogue
     if x.dtype not in PRODUCTS or x.dtype != weight.dtype:
         return f"int8, float16 or bfloat16, not {x.dtype} × {weight.dtype}"
     if problem.output.dtype not in TYPES:
         return f"cannot make {problem.output.dtype}"
-    if problem.epilogue.activation not in (None, "relu"):
-        return f"fuses relu only, not {problem.attr('activation')}"
-    if problem.epilogue.alpha != 1:
+    if epilogue.activation not in (None, "relu"):
+        return f"fuses relu only, not {epilogue.activation}"
+    if epilogue.alpha != 1:
         return "no alpha; a scale does the same"
-    if any(t is not None and t.dtype not in TYPES for t in (bias, residual, scale)):
+    added = (epilogue.bias, epilogue.residual, epilogue.scale)
+    if any(t is not None and t.dtype not in TYPES for t in added):
         return "the epilogue's tensors must be int8 or floating"
-    tensors = (x, residual, problem.output)
+    tensors = (x, epilogue.residual, problem.output)
     if not all(t is None or t.has("channels_last") for t in tensors):
         return "needs channels_last"
     if isinstance(problem.attrs["padding"], str):
@@ -79,16 +80,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, plan: int =
     nbytes = graph.get_workspace_size_plan_at_index(plan)
     beta = torch.full((1, 1, 1, 1), float(problem.epilogue.beta), device="cuda")
     with torch.inference_mode(False):  # else it could not be written outside of that mode
-        fence = torch.zeros(1, device="cuda") if problem.meta(3) is not None else None
+        fence = torch.zeros(1, device="cuda") if problem.epilogue.residual is not None else None
 
     def convolve(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        operands: list[Any] = [*problem.operands(held, inputs), None, None, None][:5]
-        operands[1] = _pixels_innermost(operands[1])
-        given = {
-            tensors[i]: operand
-            for i, operand in enumerate((*operands, beta))
-            if tensors.get(i) is not None
-        }
+        operands = dict(zip(problem.operation.operands, problem.operands(held, inputs)))
+        operands |= {"weight": _pixels_innermost(operands["weight"]), "beta": beta}
+        given = {tensor: operands[name] for name, tensor in tensors.items()}
         workspace = torch.empty(nbytes, dtype=torch.uint8, device=out.device)
         if fence is not None and not is_captured():
             fence.zero_()  # waits for the residual, and cuDNN for this; our graphs see to it
@@ -100,62 +97,62 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, plan: int =
     return convolve
 
 
-def described(problem: Problem, **context: Any) -> tuple[Any, dict[int, Any], Any]:
-    """The problem as a cuDNN graph: the graph, its inputs by position (5 is beta), its result.
+def described(problem: Problem, **context: Any) -> tuple[Any, dict[str, Any], Any]:
+    """The problem as a cuDNN graph: the graph, its inputs by name (``beta``, too), its result.
 
     Args:
         context: of the graph; a handle, where there is a GPU.
     """
-    library, attrs = _library(), problem.attrs
+    library, attrs, epilogue = _library(), problem.attrs, problem.epilogue
+    x, weight, residual = problem["input"], problem["weight"], epilogue.residual
     kind = library.data_type
     graph = library.pygraph(
-        io_data_type=_type(problem.inputs[0]),
+        io_data_type=_type(x),
         intermediate_data_type=kind.FLOAT,
         compute_data_type=kind.FLOAT,
         **context,
     )
-    metas = dict(enumerate(problem.meta(i) for i in range(5)))
-    channels, residual = (
-        problem.output.shape[1],
-        metas[3] is not None and problem.epilogue.beta != 0,
-    )
-    tensors: dict[int, Any] = {}
-    for i, name in ((0, "x"), (1, "weight"), *([(3, "residual")] if residual else [])):
-        tensors[i] = _tensor(graph, name, metas[i].shape, _type(metas[i]))
-    for i, name in ((2, "bias"), (4, "scale")):
-        if metas[i] is not None:
-            tensors[i] = _tensor(graph, name, (1, channels, 1, 1), _type(metas[i]))
-    product = getattr(kind, PRODUCTS[problem.inputs[0].dtype])
+    tensors: dict[str, Any] = {
+        "input": _tensor(graph, "x", x.shape, _type(x)),
+        "weight": _tensor(graph, "weight", weight.shape, _type(weight)),
+    }
+    if residual is not None and epilogue.beta != 0:
+        tensors["residual"] = _tensor(graph, "residual", residual.shape, _type(residual))
+    for name, vector in (("bias", epilogue.bias), ("scale", epilogue.scale)):
+        if vector is not None:
+            shape = (1, problem.output.shape[1], 1, 1)
+            tensors[name] = _tensor(graph, name, shape, _type(vector))
+    product = getattr(kind, PRODUCTS[x.dtype])
     y = graph.conv_fprop(
-        image=tensors[0],
-        weight=tensors[1],
+        image=tensors["input"],
+        weight=tensors["weight"],
         padding=list(attrs["padding"]),
         stride=list(attrs["stride"]),
         dilation=list(attrs["dilation"]),
         compute_data_type=product,
     )
     y.set_data_type(product)
-    if 4 in tensors:
-        y = graph.mul(a=y, b=tensors[4])
-    if 2 in tensors:
-        y = graph.add(a=y, b=tensors[2])
-    if residual:
-        added = tensors[3]
-        if problem.epilogue.beta != 1:
-            tensors[5] = _tensor(graph, "beta", (1, 1, 1, 1), kind.FLOAT)
-            added = graph.mul(a=added, b=tensors[5])
+    if "scale" in tensors:
+        y = graph.mul(a=y, b=tensors["scale"])
+    if "bias" in tensors:
+        y = graph.add(a=y, b=tensors["bias"])
+    if "residual" in tensors:
+        added = tensors["residual"]
+        if epilogue.beta != 1:
+            tensors["beta"] = _tensor(graph, "beta", (1, 1, 1, 1), kind.FLOAT)
+            added = graph.mul(a=added, b=tensors["beta"])
         y = graph.add(a=y, b=added)
-    if problem.epilogue.activation == "relu":
+    if epilogue.activation == "relu":
         y = graph.relu(input=y)
     y.set_output(True).set_data_type(_type(problem.output))
     y.set_dim(list(problem.output.shape)).set_stride(_strides(problem.output.shape))
     return graph, tensors, y
 
 
-_known: dict[tuple[int, str], tuple[Any, dict[int, Any], Any]] = {}
+_known: dict[tuple[int, str], tuple[Any, dict[str, Any], Any]] = {}
 
 
-def _proposed(problem: Problem) -> tuple[Any, dict[int, Any], Any]:
+def _proposed(problem: Problem) -> tuple[Any, dict[str, Any], Any]:
     """The graph with cuDNN's plans for it on this GPU, the most promising first."""
     key = torch.cuda.current_device(), problem.key
     if key in _known:

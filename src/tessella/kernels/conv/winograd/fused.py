@@ -23,6 +23,8 @@ from tessella.kernels.conv.winograd.device import finish_tiles, stored, transfor
 from tessella.kernels.conv.winograd.fma import Block, Takes, convolve_fma
 from tessella.kernels.conv.winograd.tiling import Tiling, refusal
 from tessella.kernels.conv.winograd.transforms import coefficients, transform
+from tessella.kernels.epilogue.operands import operands_of
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
 F23 = transform(2, 3)
@@ -40,13 +42,13 @@ def fits(problem: Problem) -> str | None:
 
 
 def outclassed(problem: Problem) -> str | None:
-    if problem.inputs[0].dtype in SIXTEEN_BIT:
+    if problem["input"].dtype in HALVES:
         return "in 16 bits 1.5 times the fastest's time at best in 125 problems"
     return None
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    ieee = problem.inputs[0].dtype == "float32" and problem.math == "ieee"
+    ieee = problem["input"].dtype == "float32" and problem.math == "ieee"
     names = ("product", "block_t", "block_k", "block_c", "warps", "stages", "split")
     if ieee:
         # N=1, 128 → 128 channels, 128 × 128, NCHW: 91.4, 91.2, not measured, 101, 103 and 246 us
@@ -70,9 +72,9 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
     """The transformed filter, unless it is constant."""
-    if 1 in problem.constant:
+    if problem.is_constant("weight"):
         return 0
-    dtype = getattr(torch, problem.inputs[0].dtype)
+    dtype = getattr(torch, problem["input"].dtype)
     return _elements(problem, config or configs(problem)[0]) * dtype.itemsize
 
 
@@ -88,9 +90,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        x, w, bias, residual, scale = [*problem.operands(constants, inputs), None, None, None][:5]
+        x, w, epilogue = operands_of(problem, constants, inputs)
         u = _filter(problem, config, w, workspace) if known is None else known
-        _convolve(problem, config, x, u, out, bias, residual, scale)
+        _convolve(problem, config, x, u, out, epilogue)
         return out
 
     return call
@@ -98,7 +100,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
 def _padded(problem: Problem, config: Config) -> tuple[int, int]:
     """Filters and channels in whole blocks."""
-    weight = problem.inputs[1]
+    weight = problem["weight"]
     block_k, block_c = config["block_k"], config["block_c"]
     return -(-weight.shape[0] // block_k) * block_k, -(-weight.shape[1] // block_c) * block_c
 
@@ -109,7 +111,7 @@ def _elements(problem: Problem, config: Config) -> int:
 
 
 def _tf32(problem: Problem) -> bool:
-    return problem.inputs[0].dtype == "float32" and problem.math == "tf32"
+    return problem["input"].dtype == "float32" and problem.math == "tf32"
 
 
 def _filter(
@@ -140,13 +142,11 @@ def _convolve(
     x: torch.Tensor,
     u: torch.Tensor,
     out: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    scale: torch.Tensor | None,
+    epilogue: Epilogue[torch.Tensor],
 ) -> None:
     tiling = Tiling.of(problem, F23.m)
     filters, channels = _padded(problem, config)
-    residual = residual if problem.epilogue.beta else None
+    bias, residual, scale = epilogue.bias, epilogue.residual, epilogue.scale
     blocks_k = filters // config["block_k"]
     fma = config["product"] == "fma"
     if fma:

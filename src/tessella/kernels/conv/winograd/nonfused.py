@@ -25,6 +25,8 @@ from tessella.kernels.conv.winograd.device import (
 from tessella.kernels.conv.winograd.product import multiply, multiply_fma
 from tessella.kernels.conv.winograd.tiling import LARGEST_INT32, Tiling, refusal
 from tessella.kernels.conv.winograd.transforms import coefficients
+from tessella.kernels.epilogue.operands import operands_of
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
 THREADS = 128  # of a block of the transforms; each holds one tile of one channel
@@ -40,7 +42,7 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Large tiles of outputs first, where the element type holds their accuracy."""
-    x, weight = problem.inputs[:2]
+    x, weight = problem["input"], problem["weight"]
     ieee = x.dtype == "float32" and problem.math == "ieee"
     small, large = (2, 4) if weight.shape[2] == 3 else (2, 2)
     if ieee:
@@ -89,8 +91,8 @@ class _Plan:
         return cls(
             tiling=tiling,
             config=config,
-            dtype=getattr(torch, problem.inputs[0].dtype),
-            tf32=problem.inputs[0].dtype == "float32" and problem.math == "tf32",
+            dtype=getattr(torch, problem["input"].dtype),
+            tf32=problem["input"].dtype == "float32" and problem.math == "tf32",
             fma=config["product"] == "fma",
             pixels_inside=pixels_inside,
             tiles=_up(tiling.count, tiles),
@@ -134,7 +136,7 @@ class _Plan:
 def workspace_bytes(problem: Problem, **config: Any) -> int:
     """Transformed input, transformed filter unless it is constant, and the products."""
     plan = _Plan.of(problem, **(config or configs(problem)[0]))
-    elements = plan.v_elements + (0 if 1 in problem.constant else plan.u_elements)
+    elements = plan.v_elements + (0 if problem.is_constant("weight") else plan.u_elements)
     return elements * plan.dtype.itemsize + plan.m_elements * 4
 
 
@@ -151,11 +153,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        x, w, bias, residual, scale = [*problem.operands(constants, inputs), None, None, None][:5]
+        x, w, epilogue = operands_of(problem, constants, inputs)
         v, u, m = _views(plan, workspace, u_known)
         _transform_inputs(plan, x, v, None if u_known is not None else w, u)
         _multiply(plan, v, u, m)
-        _transform_back(plan, problem, m, out, bias, residual, scale)
+        _transform_back(plan, epilogue, m, out)
         return out
 
     return call
@@ -285,27 +287,19 @@ def _multiply(plan: _Plan, v: torch.Tensor, u: torch.Tensor, m: torch.Tensor) ->
 
 
 def _transform_back(
-    plan: _Plan,
-    problem: Problem,
-    m: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    scale: torch.Tensor | None,
+    plan: _Plan, epilogue: Epilogue[torch.Tensor], m: torch.Tensor, out: torch.Tensor
 ) -> None:
     tiling, f = plan.tiling, plan.tiling.f
-    beta = problem.epilogue.beta
-    residual = residual if beta else None
+    bias, residual, scale = epilogue.bias, epilogue.residual, epilogue.scale
     block_t, block_k = (32, 4) if plan.pixels_inside else (4, 32)
     blocks_k = plan.filters // block_k
     launch(
         transform_output,
         (plan.tiles // block_t * blocks_k,),
-        m, out, (tiling.count, tiling.filters, *tiling.out, tiling.down, tiling.across),
-        plan.m_strides(), out.stride(), blocks_k,
-        (bias, residual, scale, *((0, 0, 0, 0) if residual is None else residual.stride()),
-         problem.epilogue.alpha, beta),
-        AT=coefficients(f.at), N=f.n, M=f.m, ACTIVATION=problem.epilogue.activation,
+        m, out, tiling.count, tiling.filters, *tiling.out, tiling.down, tiling.across,
+        *plan.m_strides(), *out.stride(), blocks_k, bias, residual, scale,
+        *((0, 0, 0, 0) if residual is None else residual.stride()), epilogue.alpha, epilogue.beta,
+        AT=coefficients(f.at), N=f.n, M=f.m, ACTIVATION=epilogue.activation,
         BLOCK_T=block_t, BLOCK_K=block_k, WIDE=plan.pixels_inside,
         num_warps=THREADS // 32,
     )  # fmt: skip

@@ -34,7 +34,7 @@ class Tiling:
 
     @classmethod
     def of(cls, problem: Problem, m: int) -> Tiling:
-        x, weight = problem.inputs[:2]
+        x, weight = problem["input"], problem["weight"]
         return cls(
             f=transform(m, weight.shape[-1]),
             batch=x.shape[0],
@@ -70,8 +70,8 @@ def refusal(problem: Problem, taps: tuple[int, ...]) -> str | None:
     Args:
         taps: the extents of square filters that the algorithm knows.
     """
-    x, weight, *rest = problem.inputs
-    attrs = problem.attrs
+    x, weight, attrs = problem["input"], problem["weight"], problem.attrs
+    epilogue = problem.epilogue
     if len(x.shape) != 4:
         return "winograd needs two spatial axes"
     for name, wanted in (("stride", 1), ("dilation", 1)):
@@ -88,10 +88,11 @@ def refusal(problem: Problem, taps: tuple[int, ...]) -> str | None:
         return "winograd needs input and weight of one type: float32, float16 or bfloat16"
     if problem.output.dtype not in FLOATS:
         return f"makes float32, float16 or bfloat16, not {problem.output.dtype}"
-    if any(meta is not None and meta.dtype not in FLOATS for meta in rest):
+    added = (epilogue.bias, epilogue.residual, epilogue.scale)
+    if any(meta is not None and meta.dtype not in FLOATS for meta in added):
         return "bias, residual and scale must be floating point"
-    if problem.epilogue.activation not in (None, *ACTIVATIONS):
-        return f"does not know the activation {problem.attr('activation')}"
+    if epilogue.activation not in (None, *ACTIVATIONS):
+        return f"does not know the activation {epilogue.activation}"
     if max(math.prod(x.shape), math.prod(problem.output.shape)) > LARGEST_INT32:
         return "more than 2^31 elements"
     return None
