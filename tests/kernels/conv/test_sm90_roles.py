@@ -69,7 +69,7 @@ def test_roles_in_any_order_make_the_convolution(
 
 def test_a_residual_times_zero_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(PLAIN, residual=True, beta=0.0)
-    monkeypatch.setattr(kernel, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda: 2)
     monkeypatch.setattr(kernel, "launch", functools.partial(gluon_roles.run, seed=0))
     operands = convolutions.draw(case, integers=True)
     right = convolutions.right(case, operands)
