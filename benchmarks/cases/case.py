@@ -61,8 +61,8 @@ def best(
 
 
 def drawn_constants(problem: Problem) -> dict[int, torch.Tensor]:
-    """Weights and vectors as layers have them: int8's scales bring its sums into range."""
-    made = {i: drawn(problem.inputs[i]) for i in problem.constant}
+    """Random weights and vectors; scales bring the sums of int8 products into its range."""
+    made = {i: drawn(operand(problem, i)) for i in problem.constant}
     places = {name: place for place, name in enumerate(problem.operation.operands)}
     if problem.attr("sparsity") == TWO_FOUR:
         made[places["weight"]] = prune_two_four(made[places["weight"]])

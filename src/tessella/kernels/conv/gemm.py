@@ -40,7 +40,7 @@ ALIGNED = 256  # pixels of a part, and a multiple of every tile
 
 
 def fits(problem: Problem) -> str | None:
-    refused = tiles.refusal(problem, (*tiles.FLOATS, "int8"))
+    refused = tiles.refusal(problem, (*FLOATS, "int8"))
     if refused is None and problem["input"].format == "strided":
         return "offsets into a view of any strides may need 64 bits"
     if refused is None and _column_bytes(problem) * ALIGNED > MOST_BYTES:

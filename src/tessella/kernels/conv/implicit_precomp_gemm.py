@@ -39,7 +39,7 @@ MOST_TAPS = 32  # of one axis: bits of a mask
 
 
 def fits(problem: Problem) -> str | None:
-    refused = tiles.refusal(problem, (*tiles.FLOATS, "int8"))
+    refused = tiles.refusal(problem, (*FLOATS, "int8"))
     if refused is None and problem["input"].format == "strided":
         return "offsets into a view of any strides may need 64 bits"
     if refused is None and max(Geometry.of(problem).filter) > MOST_TAPS:

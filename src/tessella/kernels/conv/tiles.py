@@ -23,7 +23,7 @@ from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import overlapping
 from tessella.device.packing import packed
-from tessella.kernels.conv.tiles_device import add_parts
+from tessella.kernels.conv.tiles_device import Block, Ending, Window, add_parts
 from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
@@ -366,21 +366,17 @@ class Product:
             parts=parts,
             filters=geometry.filters,
             image=geometry.image,
-            x_strides=strides(x),
-            w_strides=strides(weight),
-            PRECISION=problem.math if problem["input"].dtype == "float32" else "ieee",
-            IMPRECISE=min(tile.depth, 128) if accurate else None,
-            PIXELS=tile.pixels,
-            FILTERS=tile.filters,
-            DEPTH=tile.depth,
-            SPLITS=tile.splits,
-            STEPS=_ceil(geometry.depth, tile.depth * tile.splits),
-            STAGES=tile.stages,
-            C=geometry.channels,
-            FILTER=geometry.filter,
-            STRIDE=geometry.stride,
-            PADDING=geometry.padding,
-            DILATION=geometry.dilation,
+            WINDOW=geometry.window,
+            BLOCK=Block(
+                PIXELS=tile.pixels,
+                FILTERS=tile.filters,
+                DEPTH=tile.depth,
+                SPLITS=tile.splits,
+                STEPS=_ceil(geometry.depth, tile.depth * tile.splits),
+                STAGES=tile.stages,
+                PRECISION=problem.math if problem["input"].dtype == "float32" else "ieee",
+                IMPRECISE=min(tile.depth, 128) if accurate else None,
+            ),
             num_warps=tile.warps,
             **overlapping(),
             **ending | {"strides": (strides(x), strides(weight), *ending["strides"])},

@@ -30,7 +30,7 @@ from tessella.operations.problem import Problem
 
 def refusal(problem: Problem) -> str | None:
     """Why neither algorithm takes the problem, or None."""
-    refused = tiles.refusal(problem, INPUTS)
+    refused = tiles.refusal(problem, FLOATS)
     if refused is not None:
         return refused
     if problem.output.dtype not in FLOATS:
@@ -45,7 +45,7 @@ def refusal(problem: Problem) -> str | None:
 def outclassed(problem: Problem) -> str | None:
     """Small filters leave little to save, and tensor cores multiply 16 bits ten times as fast."""
     x, weight = problem["input"], problem["weight"]
-    if x.dtype in tiles.HALVES and max(weight.shape[2:]) <= 7:
+    if x.dtype in SIXTEEN_BIT and max(weight.shape[2:]) <= 7:
         return "16 bits, filters up to 7×7: 2.2 times the fastest's time at best in 252 problems"
     return None
 

@@ -369,9 +369,9 @@ def inverse(
     launch(
         _inverse_rows,
         (-(-width // 64), -(-columns // 64), lines),
-        between, of_rows, out, bias, residual, scale, float(epilogue.alpha), beta,
-        out.shape[0], inner, out.shape[1], lines, width, period.half, columns, *out.stride(),
-        *((0,) * 4 if residual is None else residual.stride()), period.half * lines * columns,
+        between, of_rows, out, (bias, residual, scale, float(epilogue.alpha), beta),
+        (out.shape[0], inner, out.shape[1], lines, width, period.half, columns), out.stride(),
+        (0,) * 4 if residual is None else residual.stride(), period.half * lines * columns,
         BLOCK_R=64, BLOCK_W=64, BLOCK_U=16,
         ACTIVATION=epilogue.activation, num_warps=8,
     )  # fmt: skip

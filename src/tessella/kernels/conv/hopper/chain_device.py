@@ -75,7 +75,7 @@ class Ending(NamedTuple):
 
     Attributes:
         SMALL: int32 sums are at most 2^22.
-        FOLDED: scale and bias are ``int8_epilogue.vectors``.
+        FOLDED: scale and bias are ``int8.vectors``.
     """
 
     ACTIVATION: str | None

@@ -40,7 +40,7 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.tiles import Geometry
-from tessella.kernels.epilogue import gluon_device as epilogue_device
+from tessella.kernels.epilogue.gluon_device import finish
 from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 

@@ -67,15 +67,15 @@ class Ending(NamedTuple):
         RESIDUAL: whether something is added.
         UNSCALED: alpha and beta are one.
         SMALL: int32 sums are at most 2^22.
-        FOLDED: scale and bias are ``int8_epilogue.folded``'s.
-        HALVES: ``epilogue.in_halves``.
+        FOLDED: scale and bias are ``int8.folded``'s.
+        SIXTEEN_BITS: ``sixteen_bit.in_sixteen_bits``.
     """
 
     RESIDUAL: bool
     UNSCALED: bool
     SMALL: bool
     FOLDED: bool
-    HALVES: bool
+    SIXTEEN_BITS: bool
     ACTIVATION: str | None
 
 
@@ -211,12 +211,12 @@ def _multiply(
         if ENDING.UNSCALED:
             acc = finish_tile(
                 acc, factor, b, added, 1.0, 1.0, gamma,
-                ENDING.FOLDED, ENDING.SMALL, ENDING.HALVES, ACTIVATION, DTYPE,
+                ENDING.FOLDED, ENDING.SMALL, ENDING.SIXTEEN_BITS, ACTIVATION, DTYPE,
             )  # fmt: skip
         else:
             acc = finish_tile(
                 acc, factor, b, added, alpha, beta, gamma,
-                ENDING.FOLDED, ENDING.SMALL, ENDING.HALVES, ACTIVATION, DTYPE,
+                ENDING.FOLDED, ENDING.SMALL, ENDING.SIXTEEN_BITS, ACTIVATION, DTYPE,
             )  # fmt: skip
         staged.store(acc)
         fence_async_shared()

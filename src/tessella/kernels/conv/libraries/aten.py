@@ -19,12 +19,12 @@ TYPES = (*FLOATS, "float64")
 
 def fits(problem: Problem) -> str | None:
     x, weight, epilogue = problem["input"], problem["weight"], problem.epilogue
-    if x.dtype not in FLOATS:
+    if x.dtype not in TYPES:
         return f"torch convolves floating types only, not {x.dtype}"
     if {x.dtype, weight.dtype} != {problem.output.dtype}:
         return "one element type throughout"
     added = (epilogue.bias, epilogue.residual, epilogue.scale)
-    if any(t is not None and t.dtype not in FLOATS for t in added):
+    if any(t is not None and t.dtype not in TYPES for t in added):
         return "the epilogue's tensors must be floating"
     if isinstance(problem.attrs["padding"], str):
         return "padding must be numbers"

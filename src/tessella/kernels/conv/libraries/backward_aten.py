@@ -16,7 +16,7 @@ def fits(problem: Problem) -> str | None:
     grad, types = problem["grad"].dtype, [meta.dtype for meta in problem.inputs]
     if problem.constant:
         return "operands must be arguments"
-    if len(set(types)) != 1 or grad not in FLOATS:
+    if len(set(types)) != 1 or grad not in ("float64", *FLOATS):
         return f"floating-point operands of one type, not {' × '.join(types)}"
     if problem.output.dtype != grad:
         return f"makes {grad}, not {problem.output.dtype}"

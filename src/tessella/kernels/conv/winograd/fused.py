@@ -42,7 +42,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def outclassed(problem: Problem) -> str | None:
-    if problem["input"].dtype in HALVES:
+    if problem["input"].dtype in SIXTEEN_BIT:
         return "in 16 bits 1.5 times the fastest's time at best in 125 problems"
     return None
 

@@ -296,9 +296,10 @@ def _transform_back(
     launch(
         transform_output,
         (plan.tiles // block_t * blocks_k,),
-        m, out, tiling.count, tiling.filters, *tiling.out, tiling.down, tiling.across,
-        *plan.m_strides(), *out.stride(), blocks_k, bias, residual, scale,
-        *((0, 0, 0, 0) if residual is None else residual.stride()), epilogue.alpha, epilogue.beta,
+        m, out, (tiling.count, tiling.filters, *tiling.out, tiling.down, tiling.across),
+        plan.m_strides(), out.stride(), blocks_k,
+        (bias, residual, scale, *((0, 0, 0, 0) if residual is None else residual.stride()),
+         epilogue.alpha, epilogue.beta),
         AT=coefficients(f.at), N=f.n, M=f.m, ACTIVATION=epilogue.activation,
         BLOCK_T=block_t, BLOCK_K=block_k, WIDE=plan.pixels_inside,
         num_warps=THREADS // 32,
