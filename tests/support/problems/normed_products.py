@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.gemm import normed as kernel
-from tessella.kernels.gemm import wgmma
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -73,21 +71,21 @@ CASES: dict[str, Problem] = {
 def operands_of(problem: Problem, seed: int) -> list[torch.Tensor | None]:
     generator = torch.Generator().manual_seed(seed)
 
-    def drawn(i: int, given: TensorMeta | None) -> torch.Tensor | None:
+    def drawn(name: str, given: TensorMeta | None) -> torch.Tensor | None:
         if given is None:
             return None
-        if i == kernel.CODE_SCALE:
+        if name == "code_scale":
             return torch.tensor(0.03)
         values = torch.randn(given.shape, generator=generator)
         if given.dtype == "int8":
             values = (20 * values).round().clamp(-127, 127)
-        if i == wgmma.SCALE:
+        if name == "scale":
             values = values.abs() * 1e-3
-        if i == 2:
+        if name == "bias":
             values += 3  # a mean far from zero
         return values.to(getattr(torch, given.dtype))
 
-    return [drawn(i, given) for i, given in enumerate(problem.inputs)]
+    return [drawn(*one) for one in zip(problem.operation.operands, problem.inputs, strict=False)]
 
 
 def exact(problem: Problem, operands: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:

@@ -12,12 +12,13 @@ import torch
 
 from tessella.core.dtype import FP8
 from tessella.kernels.catalog import Call
+from tessella.kernels.gemm.shapes import FP8, b_by_rows, sides
 from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    a, b = problem.inputs[:2]
+    a, b = sides(problem)
     if a.dtype in ("int8", *FP8):
         return f"torch's plain products have no {a.dtype}"
     if {a.dtype, b.dtype} != {problem.output.dtype}:
@@ -29,7 +30,7 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     transpose_a = bool(problem.attr("transpose_a"))
-    transpose_b = problem.op == "linear" or bool(problem.attr("transpose_b"))
+    transpose_b = b_by_rows(problem)
     product = _product(problem)
     dtype = getattr(torch, problem.output.dtype)
     alpha, beta = problem.epilogue.alpha, problem.epilogue.beta
@@ -63,7 +64,7 @@ def _product(problem: Problem) -> Product:
 
     An addend is like the result, or a vector for every row, or None.
     """
-    a, b = (problem.inputs[i].shape for i in (0, 1))
+    a, b = (side.shape for side in sides(problem))
     if len(a) == len(b) == 2:
         return _mm
     if len(b) == 2 and not problem.attr("transpose_a"):

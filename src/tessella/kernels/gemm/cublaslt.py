@@ -10,7 +10,7 @@ import torch
 
 from tessella.core.dtype import FP8
 from tessella.kernels.catalog import Call
-from tessella.kernels.gemm.shapes import operands, refusal, sizes
+from tessella.kernels.gemm.shapes import FP8, b_by_rows, operands, refusal, sides, sizes
 from tessella.operations.epilogue import finish_, store
 from tessella.operations.problem import Problem
 
@@ -23,28 +23,29 @@ def fits(problem: Problem) -> str | None:
         return "makes contiguous"
     if sizes(problem).batch != 1:
         return "one product, not a batch"
-    dtype = problem.inputs[0].dtype
+    dtype = problem["input"].dtype
     if dtype == "int8":
         return _fits_int8(problem)
     return _fits_fp8(problem) if dtype in FP8 else _fits_float(problem)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    dtype = problem.inputs[0].dtype
+    dtype = problem["input"].dtype
     if dtype == "int8":
         return _int8(problem, constants)
     return _fp8(problem, constants) if dtype in FP8 else _float(problem, constants)
 
 
 def _fits_float(problem: Problem) -> str | None:
-    if problem.meta(2) is None:
+    epilogue = problem.epilogue
+    if epilogue.bias is None:
         return "a bias must be there"
-    if problem.meta(3) is not None or problem.meta(4) is not None:
+    if epilogue.residual is not None or epilogue.scale is not None:
         return "a residual or a scale is not fused"
-    if problem.epilogue.alpha != 1:
+    if epilogue.alpha != 1:
         return "alpha is not fused"
-    if problem.epilogue.activation not in ("relu", "gelu_tanh"):
-        return f"fuses relu and gelu_tanh only, not {problem.attr('activation')}"
+    if epilogue.activation not in ("relu", "gelu_tanh"):
+        return f"fuses relu and gelu_tanh only, not {epilogue.activation}"
     if len({t.dtype for t in (*problem.inputs, problem.output) if t is not None}) > 1:
         return "one element type throughout"
     return None
@@ -56,7 +57,7 @@ def _float(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs, out)
-        product(o.bias, o.a[0], o.b[0], use_gelu=use_gelu, out=o.out[0])
+        product(o.epilogue.bias, o.a[0], o.b[0], use_gelu=use_gelu, out=o.out[0])
         return out
 
     return call
@@ -72,27 +73,24 @@ def _fits_int8(problem: Problem) -> str | None:
 
 def _int8(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     dtype = getattr(torch, problem.output.dtype)
-    epilogue = problem.epilogue
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs, out)
         if dtype == torch.int32:
             torch._int_mm(o.a[0], o.b[0], out=o.out[0])
             return out
-        sums = torch._int_mm(o.a[0], o.b[0]).float()
-        residual = None if o.residual is None else o.residual[0]
-        made = finish_(sums, epilogue.of(o.bias, residual, o.scale))
-        o.out[0].copy_(store(made, dtype))
+        sums = torch._int_mm(o.a[0], o.b[0]).float()[None]
+        o.out.copy_(store(finish_(sums, o.epilogue), dtype))
         return out
 
     return call
 
 
 def _fits_fp8(problem: Problem) -> str | None:
-    made, (a, b) = sizes(problem), problem.inputs[:2]
+    made, (a, b) = sizes(problem), sides(problem)
     if a.dtype == b.dtype == "float8_e5m2":
         return "cuBLASLt multiplies e5m2 with e4m3 only"
-    if problem.attr("transpose_a") or not _b_by_rows(problem):
+    if problem.attr("transpose_a") or not b_by_rows(problem):
         return "fp8 needs both operands with K innermost"
     if a.format == "strided" or b.format == "strided":
         return "fp8 needs dense operands"
@@ -103,28 +101,23 @@ def _fits_fp8(problem: Problem) -> str | None:
     return None
 
 
-def _b_by_rows(problem: Problem) -> bool:
-    return problem.op == "linear" or bool(problem.attr("transpose_b"))
-
-
 def _fp8(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     dtype = getattr(torch, problem.output.dtype)
-    alpha, ending = float(problem.epilogue.alpha), problem.epilogue.without("alpha")
-    fast = bool(problem.attr("fast_accumulation"))
-    fused_bias = problem.meta(2) and problem.meta(2).dtype == problem.output.dtype != "float32"
-    fused_bias = fused_bias and problem.meta(4) is None
+    fast, bias = bool(problem.attr("fast_accumulation")), problem.epilogue.bias
+    fuses_bias = bias is not None and bias.dtype == problem.output.dtype != "float32"
+    fuses_bias = fuses_bias and problem.epilogue.scale is None
+    done = ("alpha", "bias") if fuses_bias else ("alpha",)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    alphas, ones = torch.full((), alpha, device=device), torch.ones((), device=device)
+    alpha = torch.full((), float(problem.epilogue.alpha), device=device)
+    one = torch.ones((), device=device)
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs, out)
         torch._scaled_mm(
-            o.a[0], o.b[0], alphas, ones, o.bias if fused_bias else None,
+            o.a[0], o.b[0], alpha, one, o.epilogue.bias if fuses_bias else None,
             out_dtype=dtype, use_fast_accum=fast, out=o.out[0],
         )  # fmt: skip
-        residual = None if o.residual is None else o.residual[0]
-        bias = None if fused_bias else o.bias
-        finish_(o.out[0], ending.of(bias, residual, o.scale))
+        finish_(o.out, o.epilogue.without(*done))
         return out
 
     return call

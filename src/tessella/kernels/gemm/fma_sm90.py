@@ -18,7 +18,7 @@ from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.gluon_device import finish
-from tessella.kernels.gemm.shapes import operands, refusal, sizes, strides
+from tessella.kernels.gemm.shapes import b_by_rows, operands, refusal, sizes, strides
 from tessella.operations.problem import Problem
 
 
@@ -153,7 +153,7 @@ def _fma_kernel(
 
 
 def fits(problem: Problem) -> str | None:
-    dtype = problem.inputs[0].dtype
+    dtype = problem["input"].dtype
     if dtype != "float32":
         return f"float32 products only, not {dtype}"
     if problem.math != "ieee":
@@ -191,8 +191,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
 def _by_depth(problem: Problem) -> tuple[bool, bool]:
     """Whether A's rows, and B's columns, are contiguous."""
-    b_by_rows = problem.op == "linear" or bool(problem.attr("transpose_b"))
-    return not problem.attr("transpose_a"), b_by_rows
+    return not problem.attr("transpose_a"), b_by_rows(problem)
 
 
 def bind(
@@ -227,10 +226,10 @@ def bind(
         o = operands(problem, constants, inputs, out)
         launch(
             _fma_kernel, (blocks,),
-            o.a, o.b, o.bias, o.residual, o.scale, o.out,
-            (made.m, made.n, made.k),
-            (o.a.stride(), o.b.stride(), strides(o), o.out.stride()),
-            (alpha, beta, problem.gamma), **options,
+            o.a, o.b, o.epilogue.bias, o.epilogue.residual, o.epilogue.scale, o.out,
+            made.m, made.n, made.k,
+            *o.a.stride(), *o.b.stride(), *strides(o), *o.out.stride(),
+            alpha, beta, problem.gamma, **options,
         )  # fmt: skip
         return out
 

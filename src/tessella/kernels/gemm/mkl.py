@@ -14,24 +14,22 @@ from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    x, _, bias = (problem.meta(i) for i in range(3))
+    x, bias = problem["input"], problem.get("bias")
     if not torch.backends.mkl.is_available() or not hasattr(torch.ops.mkl, "_mkl_linear"):
         return "this torch was built without MKL"
-    if 1 not in problem.constant or (bias is not None and 2 not in problem.constant):
+    if not problem.is_constant("weight") or (bias is not None and not problem.is_constant("bias")):
         return "weight and bias must be constants"
     if problem.plain:
         return problem.plain
     if {t.dtype for t in problem.inputs if t is not None} != {"float32"}:
         return f"float32 throughout, not {x.dtype}"
-    if problem.meta(4) is not None or (problem.epilogue.alpha, problem.epilogue.beta) != (1, 1):
-        return "a scale, alpha or beta is not fused"
     if len(x.shape) < 2 or x.format != "contiguous" or problem.output.format != "contiguous":
         return "needs contiguous rows"
     return None
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    rows = math.prod(problem.inputs[0].shape[:-1])
+    rows = math.prod(problem["input"].shape[:-1])
     plain, bias = constants[1].contiguous(), constants.get(2)
     ending = problem.epilogue.of()
     weight = packed(

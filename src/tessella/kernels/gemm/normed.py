@@ -20,12 +20,10 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm import wgmma
 from tessella.kernels.gemm.normed_device import multiply_and_normalize
-from tessella.kernels.gemm.wgmma import ROW_BYTES, A, B, Product
-from tessella.kernels.gemm.wgmma_device import Epilogue, Form
+from tessella.kernels.gemm.wgmma import FP8, ROW_BYTES, SHARED_BYTES, Product
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-NORM_WEIGHT, NORM_BIAS, CODE_SCALE = 5, 6, 7
 OWN_ATTRS = ("eps", "results", "code_dtype")  # the others are the product's
 TILE = 128  # rows, and columns, of what a consumer accumulates
 PIECE = TILE // 2  # columns that leave at a time
@@ -54,17 +52,17 @@ def fits(problem: Problem) -> str | None:
     most = min(MOST_TILES, multiprocessors() // LAUNCHES)
     if product.n % TILE or product.n // TILE > most:
         return f"rows of a multiple of {TILE} numbers, up to {most * TILE}, not {product.n}"
-    if problem.inputs[A].dtype in FP8 and not problem.attr("fast_accumulation"):
+    if problem["input"].dtype in FP8 and not problem.attr("fast_accumulation"):
         return "fp8 is summed in the tensor cores here (fast_accumulation)"
-    if problem.inputs[A].dtype == "float32":
+    if problem["input"].dtype == "float32":
         return "16-bit and 8-bit factors only"
-    for i in (NORM_WEIGHT, NORM_BIAS):
-        meta = problem.meta(i)
-        if i not in problem.constant:
+    for name in ("norm_weight", "norm_bias"):
+        meta = problem.get(name)
+        if not problem.is_constant(name):
             return "the norm's weight and bias are constants"
         if meta is None or meta.shape != (product.n,) or meta.dtype not in FLOATS:
             return "the norm's weight and bias are vectors of floating numbers, one a column"
-    scale = problem.meta(CODE_SCALE)
+    scale = problem.get("code_scale")
     if scale is not None and scale.shape not in ((), (1,)):
         return "codes have one scale"
     return None
@@ -75,20 +73,20 @@ def _sum(problem: Problem) -> TensorMeta | None:
     for name, meta in zip(problem.attrs["results"], problem.outputs, strict=True):
         if name != "codes":
             return meta
-    return problem.meta(wgmma.RESIDUAL)
+    return problem.get("residual")
 
 
 def _linear(problem: Problem, made: TensorMeta) -> Problem:
     """The product alone."""
     attrs = {k: v for k, v in problem.attrs.items() if k not in OWN_ATTRS}
-    constant = tuple(i for i in problem.constant if i < NORM_WEIGHT)
+    count = problem.operation.position("norm_weight")  # the operands before it
     return replace(
         problem,
         op="linear",
-        inputs=problem.inputs[:NORM_WEIGHT],
+        inputs=problem.inputs[:count],
         outputs=(made,),
         attrs=attrs,
-        constant=constant,
+        constant=tuple(i for i in problem.constant if i < count),
     )
 
 
@@ -116,16 +114,17 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     product = Product.of(_linear(problem, made))
     m, n, k = product.m, product.n, product.k
     m_tiles, n_tiles, slots = -(-m // TILE), n // TILE, _slots(n // TILE)
-    dtype = problem.inputs[A].dtype
+    dtype = problem["input"].dtype
     width = ROW_BYTES // int(getattr(torch, dtype).itemsize)
     ready = dict(constants)
-    if B in ready:
-        ready[B] = packed(ready[B], ("dense rows", False), wgmma.dense)
+    weight, norm_weight = map(problem.operation.position, ("weight", "norm_weight"))
+    if weight in ready:
+        ready[weight] = packed(ready[weight], ("dense rows", False), wgmma.dense)
     box, piece = [1, TILE, width], [1, TILE, PIECE]
     # a round's tiles of the same rows are the same blocks', side by side
     blocks = min(m_tiles, multiprocessors() // n_tiles) * n_tiles
     stages = (config or configs(problem)[0])["stages"]
-    device = constants[NORM_WEIGHT].device
+    device = constants[norm_weight].device
     counters = torch.zeros(m_tiles, dtype=torch.int32, device=device)  # all launches go on counting
 
     def call(*inputs: torch.Tensor, workspace: torch.Tensor) -> Any:

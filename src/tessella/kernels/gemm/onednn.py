@@ -14,10 +14,10 @@ from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    x, _, bias, residual = (problem.meta(i) for i in range(4))
+    x, bias, residual = problem["input"], problem.get("bias"), problem.get("residual")
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
-    if 1 not in problem.constant or (bias is not None and 2 not in problem.constant):
+    if not problem.is_constant("weight") or (bias is not None and not problem.is_constant("bias")):
         return "weight and bias must be constants"
     if problem.plain:
         return problem.plain
@@ -27,8 +27,6 @@ def fits(problem: Problem) -> str | None:
         return "this CPU has no bfloat16 instructions"
     if len(x.shape) < 2 or x.format != "contiguous" or problem.output.format != "contiguous":
         return "needs contiguous rows"
-    if problem.meta(4) is not None or (problem.epilogue.alpha, problem.epilogue.beta) != (1, 1):
-        return "a scale, alpha or beta is not fused"
     activation = problem.epilogue.activation
     if activation not in POST_OPS:
         return f"activation {activation} is not fused"
@@ -38,7 +36,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    rows = math.prod(problem.inputs[0].shape[:-1])
+    rows = math.prod(problem["input"].shape[:-1])
     bias = constants.get(2)
     weight = packed(
         constants[1],
@@ -46,7 +44,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         lambda w: torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), rows),
         layout=onednn_layout,
     )
-    if problem.meta(3) is None:
+    if problem.epilogue.residual is None:
         name, numbers, variant = POST_OPS[problem.epilogue.activation]
         unary = torch.ops.mkldnn._linear_pointwise.default
         return lambda x: unary(x, weight, bias, name, numbers, variant)

@@ -25,8 +25,9 @@ from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    tensors = (problem.inputs[0], problem.output, problem.meta(3))
-    if len(problem.inputs[0].shape) < 2 or any(t and t.format != "contiguous" for t in tensors):
+    x = problem["input"]
+    tensors = (x, problem.output, problem.get("residual"))
+    if len(x.shape) < 2 or any(t and t.format != "contiguous" for t in tensors):
         return "needs contiguous rows"
     return int8_refusal(problem)
 
@@ -38,7 +39,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     scale, zeros = scales(problem, constants)
     bias = constants.get(2)
     split = must_split(constants[1])
-    rows = [problem.output.shape[0], problem.inputs[0].shape[-1] * (2 if split else 1)]
+    rows = [problem.output.shape[0], problem["input"].shape[-1] * (2 if split else 1)]
     weight = packed(
         constants[1],
         ("linear.onednn_int8", split),

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from tessella.core.dtype import FLOATS, FP8
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
@@ -43,21 +43,34 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """Views of three axes: a [batch, M, K], b [batch, K, N], out and residual [batch, M, N]."""
+    """Views of three axes: a [batch, M, K], b [batch, K, N], out and a residual [batch, M, N]."""
 
     a: torch.Tensor
     b: torch.Tensor
-    bias: torch.Tensor | None
-    residual: torch.Tensor | None
-    scale: torch.Tensor | None
+    epilogue: Epilogue[torch.Tensor]
     out: torch.Tensor
+
+
+def second(problem: Problem) -> str:
+    """The name of B among the operands: a layer's weight, or the other matrix of a ``matmul``."""
+    return "other" if problem.op == "matmul" else "weight"
+
+
+def sides(problem: Problem) -> tuple[TensorMeta, TensorMeta]:
+    """A and B as they are given, perhaps transposed."""
+    return problem["input"], problem[second(problem)]
+
+
+def b_by_rows(problem: Problem) -> bool:
+    """Whether B lies as [N, K]."""
+    return problem.op == "linear" or bool(problem.attr("transpose_b"))
 
 
 def sizes(problem: Problem) -> Sizes:
     """The sizes of a problem that ``refusal`` let pass."""
-    a, b = problem.inputs[0].shape, problem.inputs[1].shape
+    a, b = (side.shape for side in sides(problem))
     m, k = a[-2:][::-1] if problem.attr("transpose_a") else (a[-2:] if len(a) > 1 else (1, a[-1]))
-    n = b[-2] if _b_by_rows(problem) else b[-1]
+    n = b[-2] if b_by_rows(problem) else b[-1]
     shared = len(b) == 2
     batch = math.prod(a[:-2])
     folded = shared and not problem.attr("transpose_a") and _dense(problem)
@@ -68,18 +81,18 @@ def sizes(problem: Problem) -> Sizes:
 
 def refusal(problem: Problem) -> str | None:
     """Why no kernel over ``Operands`` can do it: types, axes and formats."""
-    a, b = problem.inputs[:2]
+    a, b = sides(problem)
     if a.dtype != b.dtype and not {a.dtype, b.dtype} <= set(FP8):
         return f"one element type on both sides, not {a.dtype} × {b.dtype}"
     if problem.output.dtype not in OUTPUTS.get(a.dtype, ()):
         return f"{a.dtype} products are not stored as {problem.output.dtype}"
-    if problem.output.dtype == "int32" and has_epilogue(problem):
+    if problem.output.dtype == "int32" and not problem.epilogue.is_empty:
         return "int32 is the plain product: no scale, bias, residual, alpha or activation"
     if len(b.shape) < 2 or len(a.shape) < (2 if problem.op == "matmul" else 1):
         return "a vector is not a matrix"
     if len(b.shape) > 2 and (problem.op == "linear" or a.shape[:-2] != b.shape[:-2]):
         return f"leading axes must be equal or absent in b, not {a.shape} × {b.shape}"
-    tensors = (a, b, problem.output, problem.meta(3))
+    tensors = (a, b, problem.output, problem.get("residual"))
     if any(t and len(t.shape) not in (2, 3) and t.format != "contiguous" for t in tensors):
         return "tensors of neither two nor three axes must be contiguous"
     return None
@@ -95,7 +108,8 @@ def operands(
     made = sizes(problem)
     a, b, bias, residual, scale = (*problem.operands(constants, inputs), None, None, None)[:5]
     a = a.mT if problem.attr("transpose_a") else a
-    b = b.mT if _b_by_rows(problem) else b
+    b = b.mT if b_by_rows(problem) else b
+    epilogue = problem.epilogue.of(bias, residual, scale)
 
     def stack(x: torch.Tensor, columns: int) -> torch.Tensor:
         if made.folded:
@@ -105,37 +119,24 @@ def operands(
     return Operands(
         a=stack(a, made.k),
         b=b[None].expand(made.batch, -1, -1) if made.shared else stack(b, made.n),
-        bias=bias,
-        residual=None
-        if residual is None or problem.epilogue.beta == 0
-        else stack(residual, made.n),
-        scale=scale,
+        epilogue=epilogue
+        if epilogue.residual is None
+        else replace(epilogue, residual=stack(residual, made.n)),
         out=stack(out, made.n),
     )
 
 
 def strides(o: Operands) -> tuple[int, ...]:
     """Of bias, residual (three) and scale; zeros where there is none."""
+    added = o.epilogue
     return (
-        0 if o.bias is None else o.bias.stride(0),
-        *((0, 0, 0) if o.residual is None else o.residual.stride()),
-        0 if o.scale is None else o.scale.stride(0),
+        0 if added.bias is None else added.bias.stride(0),
+        *((0, 0, 0) if added.residual is None else added.residual.stride()),
+        0 if added.scale is None else added.scale.stride(0),
     )
-
-
-def has_epilogue(problem: Problem) -> bool:
-    """Whether anything but the product itself is asked for."""
-    present = any(problem.meta(i) is not None for i in (2, 3, 4))
-    factors = (problem.epilogue.alpha, problem.epilogue.gamma)
-    return present or factors != (1, 1) or problem.epilogue.activation is not None
-
-
-def _b_by_rows(problem: Problem) -> bool:
-    """Whether B lies as [N, K]."""
-    return problem.op == "linear" or bool(problem.attr("transpose_b"))
 
 
 def _dense(problem: Problem) -> bool:
     """Whether A, the residual and the result can be seen as one matrix of rows."""
-    tensors: tuple[TensorMeta | None, ...] = (problem.inputs[0], problem.meta(3), problem.output)
+    tensors = (problem["input"], problem.get("residual"), problem.output)
     return all(t is None or len(t.shape) == 2 or t.format == "contiguous" for t in tensors)

@@ -135,7 +135,7 @@ _TILES = ((64, 256, 4, 5), (64, 256, 4, 3), (32, 256, 4, 6), (16, 512, 4, 5))
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     """Tiles of weights, and as many splits of K as fill the GPU once or twice."""
-    made, itemsize = sizes(problem), getattr(torch, problem.inputs[0].dtype).itemsize
+    made, itemsize = sizes(problem), getattr(torch, problem["input"].dtype).itemsize
     keys = ("tile_n", "tile_k", "num_warps", "num_stages")
     found = []
     for tile_n, tile_k, warps, stages in _TILES:
@@ -163,7 +163,7 @@ def bind(
     num_warps: int = 4,
     num_stages: int = 4,
 ) -> Call:
-    made, dtype = sizes(problem), problem.inputs[0].dtype
+    made, dtype = sizes(problem), problem["input"].dtype
     promote = dtype in FP8 and not problem.attr("fast_accumulation")
     interpreted = triton.knobs.runtime.interpret
     tiles = triton.cdiv(made.n, tile_n)
@@ -192,13 +192,13 @@ def bind(
             return out
         o = operands(problem, constants, inputs, out)
         partial = None if splits == 1 else workspace.view(sums_dtype(problem))
-        epilogue = (o.bias, o.residual, o.scale, o.out)
+        added = o.epilogue
         bias_stride, _, row, column, scale_stride = strides(o)
         ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], *factors)
         launch(
             _skinny_kernel, (tiles, splits),
-            o.a, o.b, epilogue, partial, (made.m, made.n, made.k),
-            (*o.a.stride()[1:], *o.b.stride()[1:]), ends,
+            o.a, o.b, added.bias, added.residual, added.scale, o.out, partial,
+            made.m, made.n, made.k, *o.a.stride()[1:], *o.b.stride()[1:], *ends,
             **options,
         )  # fmt: skip
         if splits > 1:
@@ -209,8 +209,8 @@ def bind(
 
 
 def sums_dtype(problem: Problem) -> torch.dtype:
-    """Of the sums in the workspace."""
-    return torch.int32 if problem.inputs[0].dtype == "int8" else torch.float32
+    """The element type of the sums in the workspace."""
+    return torch.int32 if problem["input"].dtype == "int8" else torch.float32
 
 
 def add_splits(
@@ -221,8 +221,9 @@ def add_splits(
     ends: tuple[float | None, ...],
 ) -> None:
     """Launch the second kernel: sums [splits, M, N] in order, then the epilogue."""
+    added = o.epilogue
     launch(
         _reduce_kernel, (triton.cdiv(o.out.shape[2], 512), o.out.shape[1]),
-        partial, (o.bias, o.residual, o.scale, o.out), o.out.shape[2], ends,
-        SPLITS=splits, BN=512, ACTIVATION=problem.epilogue.activation, **overlapping(),
+        partial, added.bias, added.residual, added.scale, o.out, o.out.shape[2], *ends,
+        SPLITS=splits, BN=512, ACTIVATION=added.activation, **overlapping(),
     )  # fmt: skip

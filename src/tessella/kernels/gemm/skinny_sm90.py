@@ -31,7 +31,7 @@ from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.gemm import skinny
-from tessella.kernels.gemm.shapes import has_epilogue, operands, sizes, strides
+from tessella.kernels.gemm.shapes import FP8, b_by_rows, operands, second, sides, sizes, strides
 from tessella.operations.problem import Problem
 
 
@@ -101,14 +101,15 @@ def fits(problem: Problem) -> str | None:
     refused = skinny.fits(problem)
     if refused:
         return refused
-    dtypes = {problem.inputs[0].dtype, problem.inputs[1].dtype}
+    dtypes = {side.dtype for side in sides(problem)}
     if dtypes not in ({"float16"}, {"bfloat16"}):
         return f"16-bit products only, not {' × '.join(sorted(dtypes))}"
     tensors = (*problem.inputs, problem.output)
     if any(t is not None and t.format != "contiguous" for t in tensors):
         return "needs dense tensors"
     made = sizes(problem)
-    if problem.attr("transpose_a") or not (_by_rows(problem) or 1 in problem.constant):
+    turns_b = not b_by_rows(problem) and not problem.is_constant(second(problem))
+    if problem.attr("transpose_a") or turns_b:
         return "needs K innermost in both operands"
     if 0 in (made.m, made.n, made.k):
         return "nothing to stream"
@@ -156,7 +157,7 @@ def workspace_bytes(problem: Problem, *, splits: int = 1, **_: Any) -> int:
 
 def _finishes(problem: Problem) -> bool:
     """Whether a second kernel must follow, which knows the epilogue and the small types."""
-    return has_epilogue(problem) or problem.output.dtype in ("int8", *FP8)
+    return not problem.epilogue.is_empty or problem.output.dtype in ("int8", *FP8)
 
 
 def bind(
@@ -170,7 +171,7 @@ def bind(
 ) -> Call:
     made = sizes(problem)
     ready = dict(constants)
-    if 1 in ready and not _by_rows(problem):
+    if 1 in ready and not b_by_rows(problem):
         ready[1] = packed(ready[1], ("by rows",), lambda w: w.mT.contiguous()).mT
     factors = (float(problem.epilogue.alpha), float(problem.epilogue.beta), problem.gamma)
     tiles, rows = triton.cdiv(made.n, tile_n), _rows(made.m)
@@ -216,9 +217,5 @@ def _rows(m: int) -> int:
     return max(8, triton.next_power_of_2(m))
 
 
-def _by_rows(problem: Problem) -> bool:
-    return problem.op == "linear" or bool(problem.attr("transpose_b"))
-
-
 def _itemsize(problem: Problem) -> int:
-    return int(getattr(torch, problem.inputs[0].dtype).itemsize)
+    return int(getattr(torch, problem["input"].dtype).itemsize)

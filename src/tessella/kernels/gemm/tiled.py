@@ -20,7 +20,7 @@ from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast, finish
-from tessella.kernels.gemm.shapes import operands, refusal, sizes, strides
+from tessella.kernels.gemm.shapes import FP8, operands, refusal, sides, sizes, strides
 from tessella.operations.problem import Problem
 
 PROMOTE_AFTER = 128  # fp8 tensor cores keep 14 bits: products summed before float32 takes over
@@ -117,11 +117,11 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     Sums of 128 a thread leave no registers for a heavy epilogue or for promoted fp8; neither do
     large tiles of which every element is copied by itself.
     """
-    made, dtype = sizes(problem), problem.inputs[0].dtype
+    made, dtype = sizes(problem), problem["input"].dtype
     promoted = dtype in FP8 and not problem.attr("fast_accumulation")
     if dtype == "float32" and problem.math == "ieee":
         tiles = _IEEE
-    elif any(t.format == "strided" or t.shape[-1] % 16 for t in problem.inputs[:2] if t):
+    elif any(t.format == "strided" or t.shape[-1] % 16 for t in sides(problem)):
         tiles = _UNALIGNED
     elif promoted or problem.epilogue.activation not in _LIGHT:
         tiles = _TILES
@@ -152,7 +152,7 @@ def bind(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> Call:
-    made, dtype = sizes(problem), problem.inputs[0].dtype
+    made, dtype = sizes(problem), problem["input"].dtype
     promote = dtype in FP8 and not problem.attr("fast_accumulation")
     blocks = made.batch * triton.cdiv(made.m, tile_m) * triton.cdiv(made.n, tile_n)
     options = {
@@ -178,9 +178,9 @@ def bind(
         wide = max(tile_m, tile_n, tile_k) * max(itertools.chain(*steps)) >= 2**31
         launch(
             _tiled_kernel, (blocks,),
-            o.a, o.b, o.bias, o.residual, o.scale, o.out,
-            (made.m, made.n, made.k), steps, (alpha, beta, problem.gamma),
-            INDEX=tl.int64 if wide else tl.int32, **options,
+            o.a, o.b, o.epilogue.bias, o.epilogue.residual, o.epilogue.scale, o.out,
+            made.m, made.n, made.k,
+            *steps, alpha, beta, problem.gamma, INDEX=tl.int64 if wide else tl.int32, **options,
         )  # fmt: skip
         return out
 

@@ -23,12 +23,12 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
 from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
-from tessella.kernels.gemm.wgmma_device import Epilogue, Form, Roles, add_ranges, multiply
+from tessella.kernels.gemm.shapes import second, sides
+from tessella.kernels.gemm.wgmma_device import add_ranges, multiply
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-A, B, BIAS, RESIDUAL, SCALE = range(5)
 ROW_BYTES = 128  # of a tile along K: what one swizzled line of shared memory holds
 BARRIER_BYTES = 1024  # room for barriers, and for the alignment of what comes before them
 ADDED_ROWS = 8  # of a tile, in a block of the second kernel
@@ -60,7 +60,7 @@ class Product:
 
     @staticmethod
     def of(problem: Problem) -> Product:
-        a, b = problem.inputs[A].shape, problem.inputs[B].shape
+        a, b = (side.shape for side in sides(problem))
         if problem.op == "linear":
             rows = math.prod(a[:-1])
             return Product(
@@ -85,7 +85,7 @@ class Product:
 
 
 def fits(problem: Problem) -> str | None:
-    a, b = problem.inputs[A], problem.inputs[B]
+    a, b = sides(problem)
     return (
         _refused_types(problem, a, b)
         or _refused_shapes(problem, a, b)
@@ -118,21 +118,20 @@ def _refused_shapes(problem: Problem, a: TensorMeta, b: TensorMeta) -> str | Non
 
 
 def _refused_layouts(problem: Problem) -> str | None:
-    product, constant = Product.of(problem), problem.constant
-    dtype = problem.inputs[A].dtype
-    for name, i, lies_right, along in (
-        ("first", A, product.a_k_major, "M (transpose_a)"),
-        ("second", B, product.b_k_major, "N (no transpose_b)"),
+    product, dtype = Product.of(problem), problem["input"].dtype
+    for name, operand, lies_right, along in (
+        ("first", "input", product.a_k_major, "M (transpose_a)"),
+        ("second", second(problem), product.b_k_major, "N (no transpose_b)"),
     ):
-        meta = problem.inputs[i]
-        if i not in constant and meta.format != "contiguous":
+        meta, constant = problem[operand], problem.is_constant(operand)
+        if not constant and meta.format != "contiguous":
             return f"rows of the {name} factor are not dense"
-        if not lies_right and i not in constant and _wants_k_major(dtype):
+        if not lies_right and not constant and _wants_k_major(dtype):
             return f"{dtype} is read along K; the {name} factor lies along {along}"
         k_major = lies_right or _wants_k_major(dtype)
         if _row_bytes(product.k if k_major else meta.shape[-1], dtype) % 16:
             return f"rows of the {name} factor are not multiples of 16 bytes, as TMA wants them"
-    for meta in (problem.output, problem.meta(RESIDUAL)):
+    for meta in (problem.output, problem.epilogue.residual):
         if meta is not None and meta.format != "contiguous":
             return "makes, and adds, dense rows"
     if _row_bytes(product.n, problem.output.dtype) % 16:
@@ -145,20 +144,19 @@ def _row_bytes(elements: int, dtype: str) -> int:
 
 
 def _refused_epilogue(problem: Problem) -> str | None:
-    activation, residual = problem.epilogue.activation, problem.meta(RESIDUAL)
-    n = Product.of(problem).n
-    if activation is not None and activation not in ACTIVATIONS:
-        return f"does not know the activation {activation}"
+    epilogue, n = problem.epilogue, Product.of(problem).n
+    residual = epilogue.residual
+    if epilogue.activation is not None and epilogue.activation not in ACTIVATIONS:
+        return f"does not know the activation {epilogue.activation}"
     if residual is not None and (residual.dtype, residual.shape) != (
         problem.output.dtype,
         problem.output.shape,
     ):
         return "the residual is like the result"
-    for meta in (problem.meta(BIAS), problem.meta(SCALE)):
+    for meta in (epilogue.bias, epilogue.scale):
         if meta is not None and (meta.dtype not in FLOATS or meta.shape != (n,)):
             return "bias and scale are vectors of floating numbers, one a column"
-    bare = activation is None and problem.epilogue.alpha == 1 and not any(problem.inputs[2:])
-    if problem.output.dtype == "int32" and not bare:
+    if problem.output.dtype == "int32" and not epilogue.is_empty:
         return "int32 results are bare products"
     return None
 
@@ -256,14 +254,14 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 
 def _tilings(problem: Problem) -> Iterator[Tiling]:
-    accurate = problem.inputs[A].dtype in FP8 and not problem.attr("fast_accumulation")
-    residual = problem.meta(RESIDUAL)
+    accurate = problem["input"].dtype in FP8 and not problem.attr("fast_accumulation")
+    residual = problem.epilogue.residual
     codes_added = residual is not None and residual.dtype == "int8"
     for tile_m, tile_n, schedule in TILES:
         alone = schedule in ("ping_pong", "paired")
         if accurate and tile_m * tile_n > 64 * 128 * (1 if alone else 2):
             continue  # two accumulators are too much for the registers
-        if (problem.inputs[A].dtype, schedule) == ("int8", "cooperative"):
+        if (problem["input"].dtype, schedule) == ("int8", "cooperative"):
             continue  # spills registers with a residual, and was never the fastest
         if codes_added and (tile_m, tile_n) == (128, 256):
             continue  # spills, too
@@ -297,7 +295,7 @@ def _even(ranges: int, tiles_k: int) -> int:
 def _ring(problem: Problem, tile_m: int, tile_n: int, schedule: str) -> Tiling:
     """Buffers for results: all, where a residual waits there; then as many stages as fit."""
     pieces = max(1, _row_bytes(tile_n, problem.output.dtype) // ROW_BYTES)
-    residual = problem.meta(RESIDUAL) is not None
+    residual = problem.epilogue.residual is not None
     for buffers in (pieces if residual else min(2, pieces), min(2, pieces), 1):
         plain = Tiling(tile_m=tile_m, tile_n=tile_n, schedule=schedule, stages=0, buffers=buffers)
         stage_bytes = (tile_m + tile_n) * ROW_BYTES
@@ -363,7 +361,7 @@ class _Work:
             tiling=tiling,
             tiles_m=tiles_m,
             tiles_n=tiles_n,
-            tiles_k=-(-_row_bytes(product.k, problem.inputs[A].dtype) // ROW_BYTES),
+            tiles_k=-(-_row_bytes(product.k, problem["input"].dtype) // ROW_BYTES),
             whole=whole,
             split=split,
             blocks=min(whole + tiling.split_k * split, tiling.residents * blocks),
@@ -386,14 +384,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     """The factors as [batch, rows, columns], descriptors of them, and one or two launches."""
     tiling = _tiling(problem, config)
     product, work = Product.of(problem), _Work.of(problem, tiling)
-    dtype = problem.inputs[A].dtype
+    dtype = problem["input"].dtype
     a_k_major = product.a_k_major or _wants_k_major(dtype)
     b_k_major = product.b_k_major or _wants_k_major(dtype)
     ready = dict(constants)
-    for i, turn in (
-        (A, a_k_major != product.a_k_major),
-        (B, b_k_major != product.b_k_major),
-    ):
+    turns = (a_k_major != product.a_k_major, b_k_major != product.b_k_major)
+    for i, turn in enumerate(turns):
         if i in ready:
             ready[i] = packed(ready[i], ("dense rows", turn), _turned if turn else dense)
     width = ROW_BYTES // int(getattr(torch, dtype).itemsize)
@@ -506,7 +502,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
 def _spreads(problem: Problem, product: Product, tiling: Tiling) -> bool:
     """Whether B's rows come in another order, which 8-bit results want: see ``multiply``."""
-    eight = problem.output.dtype in ("int8", *FP8) and _wants_k_major(problem.inputs[A].dtype)
+    eight = problem.output.dtype in ("int8", *FP8) and _wants_k_major(problem["input"].dtype)
     return eight and tiling.split_k == 1 and tiling.tile_n % 64 == 0 == product.n % 64
 
 
