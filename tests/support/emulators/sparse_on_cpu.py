@@ -16,6 +16,7 @@ import torch
 
 from tessella.kernels.sparse import wgmma
 from tessella.kernels.sparse.wgmma_device import Tiling, source
+from tessella.operations.epilogue import Epilogue
 
 HEAD = r"""
 #include <cmath>
@@ -212,12 +213,14 @@ def linear(
     """
     name = {t: str(t)[6:] for t in (torch.float16, torch.bfloat16, torch.float32, torch.int8)}
     name[torch.int32] = "int32"
+    given = {"bias": bias, "residual": residual, "scale": scale}
+    epilogue = Epilogue(
+        activation=activation,
+        **{operand: name[t.dtype] for operand, t in given.items() if t is not None},
+    )
     code = source(
-        tiling, dtype=name[x.dtype], out=name[out.dtype],
-        bias=None if bias is None else name[bias.dtype],
-        residual=None if residual is None else name[residual.dtype],
-        scaled=scale is not None, rescaled=gamma != 1, activation=activation, machine=MACHINE,
-    )  # fmt: skip
+        tiling, name[x.dtype], name[out.dtype], epilogue, rescaled=gamma != 1, machine=MACHINE
+    )
     code = code.replace("extern __shared__ char memory[];", "")
     library = folder / "kernel.so"
     command = ["g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", "-pthread"]

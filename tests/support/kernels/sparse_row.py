@@ -20,9 +20,9 @@ ID = "linear.sparse_on_cpu"
 
 
 def fits(problem: Problem) -> str | None:
-    if 1 not in problem.constant or problem.attr("sparsity") != TWO_FOUR:
+    if not problem.is_constant("weight") or problem.attr("sparsity") != TWO_FOUR:
         return "the weight is not 2:4 sparse"
-    return None if "float" in problem.inputs[0].dtype else product.refusal(problem)
+    return None if "float" in problem["input"].dtype else product.refusal(problem)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> catalog.Call:

@@ -7,17 +7,16 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels.attention.shapes import MASK
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.reference.attention import repeated
 
 
 def fits(problem: Problem) -> str | None:
-    if set(problem.constant) - {MASK}:
+    if set(problem.constants) - {"attn_mask"}:
         return "takes no constants but a mask"
-    if problem.output.dtype != problem.inputs[0].dtype:
-        return f"makes {problem.inputs[0].dtype}, not {problem.output.dtype}"
+    if problem.output.dtype != problem["query"].dtype:
+        return f"makes {problem['query'].dtype}, not {problem.output.dtype}"
     if problem.output.format != "strided":
         return f"promises no strides, cannot make {problem.output.format}"
     return None
@@ -26,7 +25,7 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     a = problem.attrs
     settings = {n: a[n] for n in ("is_causal", "scale", "enable_gqa")}
-    fixed = constants.get(MASK)
+    fixed = constants.get(problem.operation.position("attn_mask"))
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = fixed

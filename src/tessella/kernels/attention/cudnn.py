@@ -14,10 +14,10 @@ MOST_WIDE = 128  # of a head
 
 
 def fits(problem: Problem) -> str | None:
-    q, k, v = (problem.inputs[i] for i in range(3))
+    q, k, v = (problem[name] for name in ("query", "key", "value"))
     if q.dtype not in ("float16", "bfloat16") or {q.dtype} != {k.dtype, v.dtype}:
         return f"float16 and bfloat16 only, not {q.dtype}"
-    if len(q.shape) != 4 or problem.attrs["enable_gqa"] or problem.meta(3) is not None:
+    if len(q.shape) != 4 or problem.attrs["enable_gqa"] or problem.get("attn_mask") is not None:
         return "[N, heads, L, E] with as many heads in keys and values, and without a mask"
     if any(t.shape[-1] % 8 or t.shape[-1] > MOST_WIDE for t in (q, k, v)):
         return f"heads of a multiple of 8 and at most {MOST_WIDE} values, not {q.shape[-1]}"

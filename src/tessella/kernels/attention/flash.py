@@ -172,9 +172,9 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
     Without tensor cores, the registers hold the factors too.
     """
-    made, itemsize = sizes(problem), getattr(torch, problem.inputs[0].dtype).itemsize
+    made, itemsize = sizes(problem), getattr(torch, problem["query"].dtype).itemsize
     row_bytes = _padded(max(made.width, made.value_width)) * itemsize
-    ieee = problem.inputs[0].dtype == "float32" and problem.math == "ieee"
+    ieee = problem["query"].dtype == "float32" and problem.math == "ieee"
     table = _IEEE if ieee else _TILES
     tiles = next(tiles for most, tiles in table.items() if row_bytes <= most)
     rows = max(16, triton.next_power_of_2(made.queries))
@@ -205,7 +205,7 @@ def bind(
         "WHOLE": (wide, value_wide) == (made.width, made.value_width),
         "PRECISION": problem.math,
         # the interpreter's bfloat16 products are garbage
-        "WIDEN": problem.inputs[0].dtype == "bfloat16" and triton.knobs.runtime.interpret,
+        "WIDEN": problem["query"].dtype == "bfloat16" and triton.knobs.runtime.interpret,
         "num_warps": num_warps,
         "num_stages": num_stages,
         **overlapping(),

@@ -19,8 +19,7 @@ from tessella.device.launch import launch
 from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
 from tessella.kernels.attention.flash_sm90_device import Form, attend
 from tessella.kernels.attention.shapes import (
-    CODES,
-    MASK,
+    QUANTIZED,
     factor,
     operands,
     refusal,
@@ -45,7 +44,7 @@ def fits(problem: Problem) -> str | None:
     made = sizes(problem)
     if made.width % 8 or made.value_width % 8:
         return f"rows of multiples of 16 bytes, as TMA wants them, not {made.width} numbers"
-    if problem.output.dtype in CODES and (made.value_width % 16 or made.value_width == 16):
+    if problem.output.dtype in QUANTIZED and (made.value_width % 16 or made.value_width == 16):
         return f"rows of codes of 32, 48, 64 … bytes, not {made.value_width}"
     if 0 in (made.batch, made.heads, made.queries, made.keys):
         return "empty"
@@ -87,7 +86,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     made = sizes(problem)
     tiles, heads = -(-made.queries // ROWS), made.batch * made.heads
     found: list[Tiling] = []
-    mask = problem.meta(MASK)
+    mask = problem.get("attn_mask")
     by_query = mask is not None and len(mask.shape) > 1 and mask.shape[-2] > 1
     for tile_n in (128, 64) if made.keys > 64 and not by_query else (64,):
         if mask is not None and tile_n * max(_padded(problem)) > 128 * 64:

@@ -17,8 +17,8 @@ from tessella.core.dtype import FLOATS
 from tessella.operations.problem import Problem
 from tessella.operations.shapes import broadcast
 
-CODES = ("int8", "float8_e4m3fn")  # what results may be besides what they are made of
-QUERY, KEY, VALUE, MASK = range(4)
+FLOATS = ("float32", "float16", "bfloat16")
+QUANTIZED = ("int8", "float8_e4m3fn")  # what results may be besides what they are made of
 
 
 class Tile(NamedTuple):
@@ -49,9 +49,9 @@ class Sizes:
 
 def sizes(problem: Problem) -> Sizes:
     """The sizes of a problem that ``refusal`` let pass; without a batch it is 1."""
-    *leading, queries, width = problem.inputs[QUERY].shape
+    *leading, queries, width = problem["query"].shape
     batch, heads = leading if len(leading) == 2 else (1, *leading)
-    keys, value_width = problem.inputs[VALUE].shape[-2:]
+    keys, value_width = problem["value"].shape[-2:]
     return Sizes(
         batch=batch,
         heads=heads,
@@ -64,12 +64,11 @@ def sizes(problem: Problem) -> Sizes:
 
 def refusal(problem: Problem, dtypes: Sequence[str], widest: int) -> str | None:
     """Why no kernel over ``Operands`` can do it: types, axes and formats."""
-    tensors = [problem.inputs[i] for i in (QUERY, KEY, VALUE)]
-    q, k, v = tensors
+    q, k, v = tensors = [problem[name] for name in ("query", "key", "value")]
     if q.dtype not in dtypes or any(t.dtype != q.dtype for t in (k, v)):
         return f"queries, keys and values of one of {', '.join(dtypes)}, not {q.dtype}"
-    if problem.output.dtype not in (q.dtype, *CODES):
-        return f"makes {', '.join((q.dtype, *CODES))}, not {problem.output.dtype}"
+    if problem.output.dtype not in (q.dtype, *QUANTIZED):
+        return f"makes {', '.join((q.dtype, *QUANTIZED))}, not {problem.output.dtype}"
     if any(len(t.shape) != len(q.shape) or len(t.shape) not in (3, 4) for t in tensors):
         return f"[heads, L, E], with a batch before it or not; seen {q.shape}, {k.shape}, {v.shape}"
     if k.shape[-1] != q.shape[-1] or k.shape[-2] != v.shape[-2]:
@@ -84,12 +83,12 @@ def refusal(problem: Problem, dtypes: Sequence[str], widest: int) -> str | None:
 
 
 def _refused_mask(problem: Problem) -> str | None:
-    mask = problem.meta(MASK)
+    mask = problem.get("attn_mask")
     if mask is None:
         return None
     if problem.attr("is_causal"):
         return "a mask, or is_causal, not both"
-    weights = (*problem.inputs[QUERY].shape[:-1], problem.inputs[KEY].shape[-2])
+    weights = (*problem["query"].shape[:-1], problem["key"].shape[-2])
     if (times := repeats(problem)) > 1:
         weights = (weights[0] // times, *weights[1:])
     if mask.dtype not in ("bool", *FLOATS) or broadcast(mask.shape, weights) != weights:
@@ -99,7 +98,7 @@ def _refused_mask(problem: Problem) -> str | None:
 
 def repeats(problem: Problem) -> int:
     """How often the mask is used over: N / M; 1 for a mask that broadcasts, and without one."""
-    mask, shape = problem.meta(MASK), problem.inputs[QUERY].shape
+    mask, shape = problem.get("attn_mask"), problem["query"].shape
     if mask is None or len(mask.shape) < 4 or len(shape) < 4 or mask.shape[0] in (0, 1):
         return 1
     return shape[0] // mask.shape[0] if shape[0] % mask.shape[0] == 0 else 1
@@ -165,4 +164,4 @@ def result(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def factor(problem: Problem) -> float:
     """What products are multiplied by before the softmax."""
     scale = problem.attr("scale")
-    return 1 / math.sqrt(problem.inputs[QUERY].shape[-1]) if scale is None else float(scale)
+    return 1 / math.sqrt(problem["query"].shape[-1]) if scale is None else float(scale)

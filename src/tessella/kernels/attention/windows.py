@@ -19,7 +19,7 @@ from tessella.core.dtype import FLOATS
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import await_earlier, overlapping
-from tessella.kernels.attention.shapes import MASK, Tile, factor, operands, refusal, result, sizes
+from tessella.kernels.attention.shapes import FLOATS, factor, operands, refusal, result, sizes
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -112,8 +112,8 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     """Long runs, where windows of a mask are many and there are blocks for every multiprocessor."""
-    made, mask = sizes(problem), problem.meta(MASK)
-    ieee = problem.inputs[0].dtype == "float32" and problem.math == "ieee"
+    made, mask = sizes(problem), problem.get("attn_mask")
+    ieee = problem["query"].dtype == "float32" and problem.math == "ieee"
     own = mask is not None and len(mask.shape) == 4 and mask.shape[0] > 1
     windows = made.batch // mask.shape[0] if own else made.batch
     blocks = made.batch * made.heads // (4 * multiprocessors())
@@ -147,7 +147,7 @@ def bind(
         "CAUSAL": bool(problem.attr("is_causal")),
         "PRECISION": problem.math,
         # the interpreter's bfloat16 products are garbage
-        "WIDEN": problem.inputs[0].dtype == "bfloat16" and triton.knobs.runtime.interpret,
+        "WIDEN": problem["query"].dtype == "bfloat16" and triton.knobs.runtime.interpret,
         "STAGES": num_stages,
         "num_warps": num_warps,
         **overlapping(),

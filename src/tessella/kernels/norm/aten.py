@@ -11,10 +11,10 @@ from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    if not problem.inputs[0].has(problem.output.format):
+    if not problem["input"].has(problem.output.format):
         return f"keeps the format, cannot make {problem.output.format}"
-    given = {i for i, meta in enumerate(problem.inputs) if i > 0 and meta is not None}
-    if not given <= set(problem.constant):
+    others = problem.operation.shapes(problem.inputs).keys() - {"input"}
+    if not others <= set(problem.constants):
         return "statistics, weight and bias must be constants"
     return None
 

@@ -17,7 +17,7 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     function = _function(problem.op, problem.attrs.get("alpha", 1))
-    if problem.inputs[1] is None:
+    if problem.get("other") is None:
         scalar = problem.attrs["scalar"]
         return lambda x, *, out: function(x, scalar, out=out)
     if 0 in constants:

@@ -47,7 +47,7 @@ Rows = tuple[str, dict[str, Any], tuple[TensorMeta, ...], tuple[TensorMeta, ...]
 def _along_rows(problem: Problem, inputs: tuple[TensorMeta, ...]) -> Rows:
     """An operation over the last axes of contiguous tensors, with these axes as one."""
     op, attrs = problem.op, dict(problem.attrs)
-    x, out = problem.inputs[0], problem.output
+    (x, *others), out = inputs, problem.output
     axes = len(x.shape)
     if op == "adaptive_avg_pool2d" and tuple(attrs["output_size"]) == (1, 1):
         op, first, attrs = "mean", axes - 2, {"dtype": None}
@@ -69,7 +69,7 @@ def _along_rows(problem: Problem, inputs: tuple[TensorMeta, ...]) -> Rows:
     reduces = op in ("mean", "sum", "amax", "amin")
     if reduces:
         attrs = {"dim": (-1,), "keepdim": True} | {k: attrs[k] for k in ("dtype",) if k in attrs}
-    vectors = tuple(replace(m, shape=(columns,), format="contiguous") for m in inputs[1:])
+    vectors = tuple(replace(m, shape=(columns,), format="contiguous") for m in others)
     read = replace(x, shape=(rows, columns), format="contiguous")
     made = replace(out, shape=(rows, 1 if reduces else columns), format="contiguous")
     return op, attrs, (read, *vectors), (made,)

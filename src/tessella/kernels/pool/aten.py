@@ -12,7 +12,7 @@ from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    if not problem.inputs[0].has(problem.output.format):
+    if not problem["input"].has(problem.output.format):
         return f"keeps the format, cannot make {problem.output.format}"
     return None
 

@@ -44,7 +44,7 @@ class _Step:
 
 
 def fits(problem: Problem) -> str | None:
-    x, y, a = problem.inputs[0], problem.output, problem.attrs
+    x, y, a = problem["input"], problem.output, problem.attrs
     if len(x.shape) != 4:
         return f"images have four axes, not {len(x.shape)}"
     if x.dtype not in DTYPES or x.dtype != y.dtype:
@@ -65,7 +65,7 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Tiles of some images, or of some of an image's rows, that fit a cache; and all at once."""
-    x, (images, _, rows, _) = problem.inputs[0], problem.output.shape
+    x, (images, _, rows, _) = problem["input"], problem.output.shape
     image_bytes = x.nbytes // images
     tiles = {}
     for size in (TILES[0], x.nbytes, *TILES[1:]):
@@ -156,7 +156,7 @@ def _levels(problem: Problem, axis: int, begin: int = 0, count: int | None = Non
         problem.attrs[name][axis] for name in ("kernel_size", "stride", "padding")
     )
     return levels(
-        length=problem.inputs[0].shape[2 + axis],
+        length=problem["input"].shape[2 + axis],
         kernel=kernel,
         stride=stride,
         first=begin * stride - padding,
@@ -178,7 +178,7 @@ def _tile(
     problem: Problem, images: int, row: int, rows: int
 ) -> list[tuple[int, Level, tuple[int, ...]]]:
     """The levels of a tile: axis, level, and the shape that it makes."""
-    _, channels, height, width = problem.inputs[0].shape
+    _, channels, height, width = problem["input"].shape
     made, shape = [], [images, channels, height, width]
     whole = rows == problem.output.shape[2]
     by_axis = [_levels(problem, 0) if whole else _levels(problem, 0, row, rows)]
@@ -202,7 +202,7 @@ def _halves(problem: Problem, images: int | None, rows: int | None) -> tuple[int
 
 def _steps(problem: Problem, images: int | None, rows: int | None) -> Iterator[_Step]:
     """What to do, tile by tile."""
-    x, y = problem.inputs[0], problem.output
+    x, y = problem["input"], problem.output
     for image, some, row, lines in _tiles(problem, images, rows):
         result = _cut(_cut(_whole(y), 0, image, some), 2, row, lines)
         source = IMAGE, _cut(_whole(x), 0, image, some)

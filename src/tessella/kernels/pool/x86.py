@@ -41,7 +41,7 @@ MAXIMUM = {
 
 
 def fits(problem: Problem) -> str | None:
-    x, y = problem.inputs[0], problem.output
+    x, y = problem["input"], problem.output
     if why := code.refusal():
         return why
     if len(x.shape) != 4:
@@ -65,7 +65,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    x, y = problem.inputs[0], problem.output
+    x, y = problem["input"], problem.output
     lines, columns = _lines(problem), _spans(problem, 1)
     _require_inside(problem, lines, columns)
     items, spans = code.table(lines), code.table(columns)
@@ -94,7 +94,7 @@ def _require_inside(
     problem: Problem, lines: list[tuple[int, int, int]], columns: list[tuple[int, int]]
 ) -> None:
     """Refuse tables that lead out of the image or the result, whoever wrote them."""
-    x, y = problem.inputs[0], problem.output
+    x, y = problem["input"], problem.output
     (_, _, row, pixel), out_pixel = _strides(x), _strides(y)[3]
     down, along = problem.attrs["dilation"]
     begin, rows, written = torch.tensor(lines).T
@@ -216,7 +216,7 @@ def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:
     kernel, stride, padding, dilation = (
         problem.attrs[name][axis] for name in ("kernel_size", "stride", "padding", "dilation")
     )
-    x, y = problem.inputs[0], problem.output
+    x, y = problem["input"], problem.output
     size, step = x.shape[2 + axis], _strides(x)[2 + axis]
     spans = []
     for i in range(y.shape[2 + axis]):
@@ -229,7 +229,7 @@ def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:
 
 def _lines(problem: Problem) -> list[tuple[int, int, int]]:
     """Of each row of the result: where its windows begin, their rows, and where it lies itself."""
-    x, y, spans = _strides(problem.inputs[0]), _strides(problem.output), _spans(problem, 0)
+    x, y, spans = _strides(problem["input"]), _strides(problem.output), _spans(problem, 0)
     return [
         (image * x[0] + begin, rows, image * y[0] + row * y[2])
         for image in range(problem.output.shape[0])

@@ -12,14 +12,16 @@ from tessella.operations.reference.quant import along
 
 
 def fits(problem: Problem) -> str | None:
-    if 1 not in problem.constant or (problem.meta(2) is not None and 2 not in problem.constant):
+    has_zero_point = problem.get("zero_point") is not None
+    if not problem.is_constant("scale") or (
+        has_zero_point and not problem.is_constant("zero_point")
+    ):
         return "scale and zero point must be constants"
     return None
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    axis, shape = problem.attrs["axis"], problem.inputs[0]
-    like = shape.empty(torch.device("meta"))
+    axis, like = problem.attrs["axis"], problem["input"].empty(torch.device("meta"))
     scale = along(constants[1], like, axis)
     zero = constants.get(2)
     zero = None if zero is None else along(zero, like, axis).to(scale.dtype)

@@ -21,13 +21,14 @@ SMALL = ("int8", "float8_e4m3fn")
 
 
 def fits(problem: Problem) -> str | None:
-    x, out = problem.inputs[0], problem.output
+    x, out = problem["input"], problem.output
     floating, small = (x, out) if problem.op == "quantize" else (out, x)
     if floating.dtype not in FLOATS or small.dtype not in SMALL:
         return f"does not make {out.dtype} of {x.dtype}"
     if "strided" in (x.format, out.format) or not x.has(out.format):
         return "both sides dense, in one format"
-    if any(problem.meta(i) is not None and problem.meta(i).shape not in ((), (1,)) for i in (1, 2)):
+    given = (problem["scale"], problem.get("zero_point"))
+    if any(meta is not None and meta.shape not in ((), (1,)) for meta in given):
         return "one scale for all"
     if 0 in x.shape or x.nbytes >= 2**31:
         return "empty, or 2 GiB and more"

@@ -17,6 +17,6 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     function = {"mean": torch.mean, "sum": torch.sum}[problem.op]
     dim, keepdim = problem.attrs["dim"], problem.attrs["keepdim"]
-    axes = list(range(len(problem.inputs[0].shape))) if dim is None else list(dim)
+    axes = list(range(len(problem["input"].shape))) if dim is None else list(dim)
     dtype = getattr(torch, problem.output.dtype)
     return lambda x, *, out: function(x, axes, keepdim, dtype=dtype, out=out)

@@ -36,8 +36,8 @@ def fits(problem: Problem) -> str | None:
         except (KernelError, CompileError) as reason:
             return str(reason)
         return None
-    x, out = problem.inputs[0], problem.output
-    if x.dtype not in FLOATS or out.dtype not in FLOATS:
+    x, out = problem["input"], problem.output
+    if x.dtype not in TYPES or out.dtype not in TYPES:
         return f"no sum of {x.dtype}"
     if x.format == "strided" or out.format == "strided":
         return "needs dense tensors"
@@ -136,7 +136,7 @@ def _chained(problem: Problem) -> tuple[Chain, tuple[tuple[int, ...], ...]]:
 
 def _as_columns(problem: Problem) -> tuple[int, int, int] | None:
     """Sizes of the outer, reduced and inner axes; None if those do not lie together."""
-    x = problem.inputs[0]
+    x = problem["input"]
     axes = len(x.shape)
     if problem.op == "adaptive_avg_pool2d":
         if tuple(problem.attrs["output_size"]) != (1, 1):

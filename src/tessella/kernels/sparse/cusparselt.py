@@ -26,7 +26,7 @@ def fits(problem: Problem) -> str | None:
     if not torch.backends.cusparselt.is_available():
         return "this torch comes without cuSPARSELt"
     linear = product.as_linear(problem)
-    made, dtype = sizes(linear), linear.inputs[0].dtype
+    made, dtype = sizes(linear), linear["input"].dtype
     if made.n % CHANNELS[dtype]:
         return f"output channels must be a multiple of {CHANNELS[dtype]}, not {made.n}"
     if made.m % ROWS[dtype]:
@@ -43,9 +43,8 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, alg_id: int = 0) -> Call:
-    dtype, stored = problem.inputs[0].dtype, getattr(torch, problem.output.dtype)
+    dtype, stored = problem["input"].dtype, getattr(torch, problem.output.dtype)
     exact = dtype == "int8"  # 32-bit sums, and the whole epilogue after them
-    epilogue = problem.epilogue
     weight = packed(
         constants[1],
         ("cusparselt",),
@@ -53,9 +52,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, alg_id: int
     )
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        x, _, bias, residual, scale = product.matrices(problem, constants, inputs)
-        # a bias of int8 there is not
-        inside, rest = bias_inside(epilogue.of(bias, residual, scale), x.dtype)
+        x, epilogue = product.matrices(problem, constants, inputs)
+        inside, rest = bias_inside(epilogue, x.dtype)  # the library adds no bias of int8
         sums = torch._cslt_sparse_mm(
             weight,
             x.t(),

@@ -8,8 +8,9 @@ import torch
 
 from tessella.kernels import pointwise_convolution
 from tessella.kernels.gemm.shapes import refusal as matrix_refusal
-from tessella.kernels.gemm.shapes import sizes
+from tessella.kernels.gemm.shapes import sides, sizes
 from tessella.kernels.sparse.two_four import TWO_FOUR
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
 MULTIPLES = {"float16": 16, "bfloat16": 16, "int8": 32}  # of the reduction: values in 16 bytes
@@ -17,7 +18,7 @@ MULTIPLES = {"float16": 16, "bfloat16": 16, "int8": 32}  # of the reduction: val
 
 def refusal(problem: Problem) -> str | None:
     """Why no sparse product of tensor cores can carry a layer out, or None."""
-    if 1 not in problem.constant:
+    if not problem.is_constant("weight"):
         return "the weight must be known in advance (constant_weight=True), to be compressed"
     if problem.attr("sparsity") != TWO_FOUR:
         return "the weight is not 2:4 sparse"
@@ -26,10 +27,11 @@ def refusal(problem: Problem) -> str | None:
     product = as_linear(problem)
     if (refused := matrix_refusal(product)) is not None:
         return refused
-    dtype, made = product.inputs[0].dtype, sizes(product)
+    (x, weight), made = sides(product), sizes(product)
+    dtype = x.dtype
     if dtype not in MULTIPLES:
         return f"multiplies {', '.join(MULTIPLES)}, not {dtype}"
-    tensors = (product.inputs[0], product.inputs[1], product.output, product.meta(3))
+    tensors = (x, weight, product.output, product.get("residual"))
     if made.batch != 1 or any(t and t.format != "contiguous" for t in tensors):
         return "one product of contiguous matrices"
     if 0 in (made.m, made.n, made.k) or made.k % MULTIPLES[dtype]:
@@ -44,13 +46,11 @@ def as_linear(problem: Problem) -> Problem:
 
 def matrices(
     problem: Problem, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """x, weight, bias, residual and scale as the product has them: views, None for what is absent.
-
-    x [M, K], residual [M, N].
-    """
+) -> tuple[torch.Tensor, Epilogue[torch.Tensor]]:
+    """The layer's input as a view [M, K], and its epilogue, with a residual as a view [M, N]."""
     operands = (*problem.operands(constants, inputs), None, None, None)[:5]
-    return [None if t is None else matrix(problem, t) for t in operands]
+    x, _, *added = (None if t is None else matrix(problem, t) for t in operands)
+    return x, problem.epilogue.of(*added)
 
 
 def matrix(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:

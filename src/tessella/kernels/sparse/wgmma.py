@@ -25,7 +25,9 @@ from tessella.kernels.sparse import product
 from tessella.kernels.sparse.two_four import ROWS, compress, wgmma_metadata
 from tessella.kernels.sparse.wgmma_device import ROW_BYTES, Tiling, depth, source, words
 from tessella.kernels.user.cuda import CudaKernel, cuda
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 TARGET = "sm_90"
 TRIED = 5  # configurations of a problem
@@ -52,10 +54,10 @@ def fits(problem: Problem) -> str | None:
         return f"output channels must be a multiple of 4, not {made.n}"
     if problem.output.dtype not in KINDS:
         return f"does not store {problem.output.dtype}"
-    bias, residual = problem.meta(2), problem.meta(3)
-    if bias is not None and bias.dtype not in FLOATS:
-        return f"a bias of {', '.join(FLOATS)}, not {bias.dtype}"
-    if residual is not None and residual.dtype not in (*FLOATS, "int8"):
+    bias, residual = problem.epilogue.bias, problem.epilogue.residual
+    if bias is not None and bias.dtype not in _VECTORS:
+        return f"a bias of {', '.join(_VECTORS)}, not {bias.dtype}"
+    if residual is not None and residual.dtype not in (*_VECTORS, "int8"):
         return f"does not add {residual.dtype}"
     return None
 
@@ -76,36 +78,38 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
     tiling = Tiling(**(config or configs(problem)[0]))
-    made, (bias, residual) = sizes(product.as_linear(problem)), map(problem.meta, (2, 3))
+    made, asked = sizes(product.as_linear(problem)), problem.epilogue
     kernel = _kernel(
         tiling,
-        dtype=problem.inputs[0].dtype,
-        out=problem.output.dtype,
-        bias=bias.dtype if bias else None,
-        residual=residual.dtype if residual and problem.epilogue.beta != 0 else None,
-        scaled=problem.meta(4) is not None,
+        problem["input"].dtype,
+        problem.output.dtype,
+        Epilogue(
+            bias=_dtype(asked.bias),
+            residual=None if asked.beta == 0 else _dtype(asked.residual),
+            scale=_dtype(asked.scale),
+            activation=asked.activation,
+        ),
         rescaled=problem.gamma is not None,
-        activation=problem.epilogue.activation,
     )
     values, places = _packed(constants[1])
     itemsize = values.itemsize
-    alpha, beta, gamma = (float(problem.attr(name)) for name in ("alpha", "beta", "gamma"))
     tiles = math.ceil(made.n / tiling.channels) * math.ceil(made.m / tiling.rows)
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        x, _, *extra = product.matrices(problem, constants, inputs)
+        x, given = product.matrices(problem, constants, inputs)
+        added = (given.bias, given.residual, given.scale)
         args = (
             _map(values, tiling.channels),
             _map(x, tiling.rows),
             places,
             out,
-            *(out if t is None else t for t in extra),  # no place is left empty
-            alpha,
-            beta,
+            *(out if t is None else t for t in added),  # no place is left empty
+            float(asked.alpha),
+            float(asked.beta),
             made.n,
             made.m,
             made.k,
-            gamma,
+            float(asked.gamma),
         )
         launched = kernel.launch(
             (tiles, 1, 1),
@@ -120,11 +124,17 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     return call
 
 
+def _dtype(meta: TensorMeta | None) -> str | None:
+    return None if meta is None else meta.dtype
+
+
 @functools.cache
-def _kernel(tiling: Tiling, **epilogue: Any) -> CudaKernel:
+def _kernel(
+    tiling: Tiling, dtype: str, out: str, epilogue: Epilogue[str], *, rescaled: bool
+) -> CudaKernel:
     # products and sums are not contracted: the epilogue rounds as torch's does
     return cuda(
-        source(tiling, **epilogue),
+        source(tiling, dtype, out, epilogue, rescaled=rescaled),
         "sparse_linear",
         options=("--fmad=false",),
         one_architecture=True,

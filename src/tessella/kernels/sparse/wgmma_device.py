@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tessella.device.cuda_source import INSTRUCTIONS, TYPES, cuda_source
-from tessella.kernels.epilogue.cuda import ACTIVATIONS, KINDS, NONE, VECTORS, activation_source
-
-_KERNEL = cuda_source(__package__, "wgmma.cu")
+from tessella.operations.epilogue import Epilogue
 
 ROW_BYTES = 128  # of a stage's values; of x it is twice as much
 PAD = 4  # floats between columns of sums: no bank is asked twice, and vectors stay aligned
@@ -65,19 +62,17 @@ def depth(itemsize: int) -> int:
 
 def source(
     tiling: Tiling,
-    *,
     dtype: str,
     out: str,
-    bias: str | None,
-    residual: str | None,
-    scaled: bool,
+    epilogue: Epilogue[str],
+    *,
     rescaled: bool,
-    activation: str | None,
     machine: str | None = None,
 ) -> str:
     """The code for one tiling and one epilogue; element types by torch's names.
 
     Args:
+        epilogue: its numbers do not matter here: they are arguments of the kernel.
         rescaled: the activation's result is multiplied by ``gamma``.
         machine: instead of ``INSTRUCTIONS`` and the instruction that multiplies.
     """
@@ -89,17 +84,20 @@ def source(
         "GROUPS": tiling.groups,
         "ITEM": itemsize,
         "OUT": KINDS[out],
-        "BIAS": NONE if bias is None else KINDS[bias],
-        "RESIDUAL": NONE if residual is None else KINDS[residual],
-        "SCALED": int(scaled),
+        "BIAS": NONE if epilogue.bias is None else KINDS[epilogue.bias],
+        "RESIDUAL": NONE if epilogue.residual is None else KINDS[epilogue.residual],
+        "SCALED": int(epilogue.scale is not None),
         "RESCALED": int(rescaled),
         "PAD": PAD,
     }
     constants = "".join(f"constexpr int {name} = {value};\n" for name, value in settings.items())
     sums = "typedef int Sum;\n" if itemsize == 1 else "typedef float Sum;\n"
-    machine = machine or INSTRUCTIONS + _multiply(tiling.rows, dtype)
-    activate = activation_source(ACTIVATIONS[activation])
-    return constants + sums + TYPES + machine + VECTORS + activate + _KERNEL
+    activate = (
+        "__device__ __forceinline__ float activate(float x) { return "
+        f"{ACTIVATIONS[epilogue.activation]}; }}\n"
+    )
+    machine = machine or MACHINE + _multiply(tiling.rows, dtype)
+    return constants + sums + TYPES + machine + EPILOGUE + activate + _KERNEL
 
 
 def _multiply(rows: int, dtype: str) -> str:

@@ -50,7 +50,7 @@ def _planes_kernel(
 
 
 def fits(problem: Problem) -> str | None:
-    x, out = problem.inputs[0], problem.output
+    x, out = problem["input"], problem.output
     if problem.constant:
         return "takes no constants"
     if x.dtype != "uint8" or x.format != "contiguous":
@@ -63,7 +63,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    n, height, width, channels = problem.inputs[0].shape
+    n, height, width, channels = problem["input"].shape
     pixels = height * width
     gain, offset = (
         torch.tensor(problem.attrs[name], dtype=torch.float32) for name in ("gain", "offset")

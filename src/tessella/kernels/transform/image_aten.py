@@ -11,7 +11,7 @@ from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    x = problem.inputs[0]
+    x = problem["input"]
     if problem.constant:
         return "takes no constants"
     if x.dtype != "uint8" or x.format != "contiguous":
@@ -21,13 +21,13 @@ def fits(problem: Problem) -> str | None:
 
 def workspace_bytes(problem: Problem) -> int:
     """float32 pixels, where the result is something else."""
-    return 0 if _in_result(problem) else 4 * problem.inputs[0].nbytes
+    return 0 if _in_result(problem) else 4 * problem["input"].nbytes
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     if problem.output_is_empty:
         return lambda x, *, out: out
-    n, height, width, channels = problem.inputs[0].shape
+    n, height, width, channels = problem["input"].shape
     rows = (n * height, width * channels)  # a row of three floats at a time would take 50,000 loops
     gain, offset = (
         torch.tensor(problem.attrs[name], dtype=torch.float32).repeat(width)

@@ -14,7 +14,7 @@ from tessella.operations.tensor_meta import Format
 def fits(problem: Problem) -> str | None:
     if problem.constant:
         return "takes no constants"
-    made = format_of(problem.inputs[0].format, problem.attrs["dims"])
+    made = format_of(problem["input"].format, problem.attrs["dims"])
     if problem.output.format not in ("strided", made):
         return f"makes a view, cannot make {problem.output.format}"
     return None

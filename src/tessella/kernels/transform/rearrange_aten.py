@@ -28,12 +28,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     sizes, dims = tuple(a["sizes"]), tuple(a["dims"])
     if not any(shift for _, shift in a["rolls"]):
         return _copy(sizes, dims)
-    made = moves(problem) if problem.inputs[0].format != "strided" else Moves(parts=())
+    made = moves(problem) if problem["input"].format != "strided" else Moves(parts=())
     width = row_width(made)
     if width == 1:
         return lambda x, *, out: out.copy_(reference.rearrange(x, **a))
     rows = _rows(made, width)
-    before, after = (_in_memory(meta) for meta in (problem.inputs[0], problem.output))
+    before, after = (_in_memory(meta) for meta in (problem["input"], problem.output))
     on_device: dict[torch.device, torch.Tensor] = {}
 
     def select(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def fits(problem: Problem) -> str | None:
 
 def refusal(problem: Problem) -> str | None:
     """What no kernel of ours for ``rearrange`` takes."""
-    x, out = problem.inputs[0], problem.output
+    x, out = problem["input"], problem.output
     if problem.constant:
         return "takes no constants"
     if "strided" in (x.format, out.format):
