@@ -25,7 +25,7 @@ from tessella.operations import problems
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import find as search
-from tessella.search.find import OWN, Terms
+from tessella.search.find import OWN, SearchOptions
 from tessella.search.inputs import sample_inputs
 
 CPU = torch.device("cpu")
@@ -92,8 +92,8 @@ def _row(family: str, name: str, problem: Problem, seconds: float) -> dict[str, 
     inputs = sample_inputs(problem, CPU)
     if problem.op == "max_pool2d":
         inputs = [x.abs() for x in inputs]
-    terms = Terms(budget_s=seconds)
-    trials = search.find(problem, constants, target="cpu", terms=terms, inputs=inputs)
+    options = SearchOptions(budget_s=seconds)
+    trials = search.find(problem, constants, target="cpu", options=options, inputs=inputs)
     ran = [t for t in trials if t.refused is None and t.time_us is not None]
     ours = [t for t in ran if catalog.kernel(t.kernel).source in OWN]
     theirs = [t for t in ran if catalog.kernel(t.kernel).source not in OWN]

@@ -25,14 +25,15 @@ from tessella.core.record import to_plain
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
 from tessella.search import find as search
-from tessella.search.find import OWN, Bid, Looks, Terms
+from tessella.search.find import OWN, Candidate, SearchOptions
 from tessella.search.inputs import sample_inputs
 from tessella.search.limits import Limits, measured
+from tessella.search.prefetch import Prefetch
 from tessella.search.timing import Run, measure
 from tessella.search.tuning import TimingCache, Trial
 
 WRITE_S = 10.0
-FAR = 1.3  # as the compiler's auctions
+CUTOFF = 1.3  # as the compiler's searches
 Tensors = list[torch.Tensor]
 
 
@@ -46,8 +47,8 @@ def main() -> None:
     selected = set(args.families.split(",")) if args.families else set(FAMILIES)
     for name in (name for name in FAMILIES if name in selected):
         cases = list(FAMILIES[name]())
-        for case, near in zip(cases, _compiled(cases, args.seconds), strict=True):
-            row = _row(case, near, ceilings, args.seconds)
+        for case, candidates in zip(cases, _compiled(cases, args.seconds), strict=True):
+            row = _row(case, candidates, ceilings, args.seconds)
             rows.append(row)
             print(_line(row), flush=True)
             if time.monotonic() - written > WRITE_S:  # what was measured is kept
@@ -67,27 +68,27 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _terms(case: Case, seconds: float) -> Terms:
-    """Search limits: in the published table every algorithm is searched, however slow it is."""
-    return Terms(
+def _options(case: Case, seconds: float) -> SearchOptions:
+    """Ours race; in the published table every algorithm is at its best, however far behind."""
+    return SearchOptions(
         sources=OWN,
         algorithms=case.algorithms,
         budget_s=seconds / 2,
-        far=math.inf if case.published_ms else FAR,
+        cutoff=math.inf if case.published_ms else CUTOFF,
         inspect=True,
     )
 
 
-def _compiled(cases: Sequence[Case], seconds: float) -> Iterator[Sequence[Bid] | None]:
-    """The compiled candidates of each case in turn, while those of later cases compile."""
-    looks = Looks(
+def _compiled(cases: Sequence[Case], seconds: float) -> Iterator[Sequence[Candidate] | None]:
+    """What each search of a family will run, when it is compiled; later ones compile meanwhile."""
+    prefetch = Prefetch(
         {case.problem.key: (case.problem, drawn_constants(case.problem)) for case in cases},
         target=TARGET,
         cache=TimingCache(),
-        terms=_terms(cases[0], seconds),
+        options=_options(cases[0], seconds),
     )
     for case in cases:
-        yield looks.near(case.problem.key)
+        yield prefetch.candidates(case.problem.key)
 
 
 def _weights(problem: Problem) -> Tensors:
@@ -99,7 +100,7 @@ def _weights(problem: Problem) -> Tensors:
 
 
 def _row(
-    case: Case, near: Sequence[Bid] | None, ceilings: Limits, seconds: float
+    case: Case, candidates: Sequence[Candidate] | None, ceilings: Limits, seconds: float
 ) -> dict[str, Any]:
     problem, device = case.problem, torch_device(TARGET)
     inputs = sample_inputs(problem, device)
@@ -112,9 +113,9 @@ def _row(
             problem,
             constants,
             target=TARGET,
-            terms=_terms(case, seconds),
+            options=_options(case, seconds),
             inputs=inputs,
-            near=near,
+            candidates=candidates,
         )
     except CompileError as error:
         return {**row, "refused": error.seen}

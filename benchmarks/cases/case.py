@@ -15,7 +15,7 @@ from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta, memory_format
 from tessella.search import find as search
-from tessella.search.find import Terms
+from tessella.search.find import SearchOptions
 
 TARGET = "sm_90"
 Peer = Callable[..., Any]
@@ -51,10 +51,10 @@ def meta(dtype: str, *shape: int, last: bool = False) -> TensorMeta:
 def best(
     problem: Problem, algorithms: tuple[str, ...], sources: tuple[str, ...] | None = None
 ) -> Peer:
-    """The fastest kernel that the search finds among some algorithms and sources."""
+    """The fastest of some candidates of the search, on operands as the search asks for."""
     constants = drawn_constants(problem)
-    terms = Terms(algorithms=algorithms, sources=sources, budget_s=0.02)
-    best = search.find(problem, constants, target=TARGET, terms=terms)[0]
+    options = SearchOptions(algorithms=algorithms, sources=sources, budget_s=0.02)
+    best = search.find(problem, constants, target=TARGET, options=options)[0]
     row, device = catalog.kernel(best.kernel), torch_device(TARGET)
     call, buffers = search.bind(row, problem, constants, device, best.config)
     return lambda *inputs: call(*inputs, **buffers)

@@ -16,7 +16,7 @@ from tessella.compiler.choices import race
 from tessella.core.errors import UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.graph import Graph
-from tessella.search import find as auction
+from tessella.search import find as search
 from tessella.search.tuning import Lock, TimingCache, Trial
 from tests.support.networks import captured, graph_of, network, plan
 
@@ -28,7 +28,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("something is measured")
 
-    for module in (auction, race):
+    for module in (search, race):
         for name in ("race", "glance", "latency"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, refuse)

@@ -21,7 +21,7 @@ from tessella.core.errors import ArtifactError, BuildStopped
 from tessella.core.spec import DimRange
 from tessella.kernels.conv.libraries import aten as conv_aten
 from tessella.operations.problem import Problem
-from tessella.search import find as auction
+from tessella.search import find as search
 from tessella.search.allowance import Allowance, OutOfTime
 from tessella.search.tuning import TimingCache
 from tests.support.networks import ABOUT, captured
@@ -109,8 +109,8 @@ def test_a_killed_build_leaves_what_it_measured(
 
 
 def stop_in_the_middle(cache: Path) -> None:
-    """In the process that is killed: a build that goes no further than some whole auctions."""
-    measured = auction._Auction._measured
+    """In the process that is killed: a build that goes no further than some whole searches."""
+    measured = search.Search._measured
 
     def wait_or_measure(self: Any, rows: Any) -> Any:
         if lines(cache) >= ENOUGH:
@@ -118,7 +118,7 @@ def stop_in_the_middle(cache: Path) -> None:
             time.sleep(200)
         return measured(self, rows)
 
-    auction._Auction._measured = wait_or_measure  # type: ignore[method-assign]
+    search.Search._measured = wait_or_measure  # type: ignore[method-assign]
     build(cache)
 
 
@@ -150,14 +150,14 @@ def test_a_kernel_that_finds_no_memory_is_refused_for_this_time(
 def test_a_build_without_memory_names_the_batch_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = auction.sample_inputs
+    real = search.sample_inputs
 
     def short(problem: Problem, device: torch.device) -> list[torch.Tensor]:
         if problem.outputs[0].shape[0] == 4:
             _no_memory()
         return real(problem, device)
 
-    monkeypatch.setattr(auction, "sample_inputs", short)
+    monkeypatch.setattr(search, "sample_inputs", short)
     with pytest.raises(BuildStopped, match="batches up to 2, which fits"):
         build(tmp_path / "timings.jsonl")
 

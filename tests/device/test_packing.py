@@ -1,4 +1,4 @@
-"""Packed weights are shared while they are used, and an auction leaves none behind."""
+"""Packed weights are shared while they are used, and a search leaves none behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_is_packed_while_kernels_only_compile_is_not_kept() -> None:
     assert torch.equal(made, torch.full((3,), 2.0))
 
 
-def test_an_auction_leaves_no_packed_weights() -> None:
+def test_a_search_leaves_no_packed_weights() -> None:
     weight = torch.randn(32, 64)
     metas = [TensorMeta(shape=shape, dtype="float32") for shape in ((8, 64), (32, 64), (8, 32))]
     problem = Problem(op="linear", inputs=tuple(metas[:2]), outputs=(metas[2],), constant=(1,))

@@ -20,8 +20,8 @@ from tessella.nn.zoo.standard import ARCHITECTURES
 from tessella.operations.problem import Problem
 from tessella.operations.table import BY_ATEN, OPERATIONS
 from tessella.operations.tensor_meta import TensorMeta
-from tessella.search import find as auction
-from tessella.search.find import Terms
+from tessella.search import find as search
+from tessella.search.find import SearchOptions
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,9 @@ def softmax(shape: tuple[int, ...], dim: int, dtype: str = "float32") -> Problem
 
 @pytest.mark.usefixtures("row")
 def test_the_kernel_takes_part_in_the_search() -> None:
-    trials = auction.find(softmax((3, 40), -1), {}, target="cpu", terms=Terms(budget_s=0.01))
+    trials = search.find(
+        softmax((3, 40), -1), {}, target="cpu", options=SearchOptions(budget_s=0.01)
+    )
     found = next(t for t in trials if t.kernel == kernel.ROW.id)
     assert found.refused is None
     assert found.time_us is not None
@@ -49,7 +51,7 @@ def test_the_kernel_takes_part_in_the_search() -> None:
 def test_the_kernel_computes_softmax() -> None:
     asked = softmax((3, 40), 1)
     x = 30 * torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
-    call, buffers = auction.bind(kernel.ROW, asked, {}, CPU, {})
+    call, buffers = search.bind(kernel.ROW, asked, {}, CPU, {})
     exact = x.double().exp() / x.double().exp().sum(1, keepdim=True)
     torch.testing.assert_close(call(x, **buffers).double(), exact, rtol=1e-5, atol=1e-7)
 

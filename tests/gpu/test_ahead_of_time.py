@@ -17,7 +17,7 @@ from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.core.errors import CorruptArtifact
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.kernels import catalog
-from tessella.search import find as auction
+from tessella.search import find as search
 
 ROOT = Path(__file__).parents[2]
 BATCH = DimRange(min=1, opt=8, max=8)
@@ -109,7 +109,7 @@ def test_collecting_twice_gives_the_same_bytes(plan: Plan) -> None:
 
 def test_the_lock_gives_the_same_bytes(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machine code included."""
-    monkeypatch.setattr(auction._Auction, "_measured", None)
+    monkeypatch.setattr(search.Search, "_measured", None)
     assert to_bytes(build(lock=plan.lock)) == to_bytes(plan)
 
 

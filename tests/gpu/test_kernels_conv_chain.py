@@ -19,7 +19,7 @@ from tessella.kernels.conv.hopper import chain as kernel
 from tessella.operations import problems
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
-from tessella.search import find as auction
+from tessella.search import find as search
 from tessella.search.buffers import POISON
 from tessella.search.timing import measure
 from tessella.search.tuning import Trial
@@ -142,11 +142,13 @@ def test_is_faster_than_two_kernels_where_memory_binds(dtype: str) -> None:
     assert times["chained"] < times["apart"], times
 
 
-def best(problem: Problem, constants: Tensors, **terms: Any) -> Call:
+def best(problem: Problem, constants: Tensors, **options: Any) -> Call:
     """The fastest kernel for a problem, bound, after a run."""
-    trial = auction.find(problem, constants, target="sm_90", terms=auction.Terms(**terms))[0]
+    trial = search.find(
+        problem, constants, target="sm_90", options=search.SearchOptions(**options)
+    )[0]
     row = catalog.kernel(trial.kernel)
-    call, buffers = auction.bind(row, problem, constants, GPU, trial.config)
+    call, buffers = search.bind(row, problem, constants, GPU, trial.config)
     return lambda *inputs: call(*inputs, **buffers)
 
 

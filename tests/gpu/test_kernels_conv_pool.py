@@ -18,7 +18,7 @@ from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import pooled as kernel
 from tessella.operations import problems
 from tessella.operations.problem import Problem
-from tessella.search import find as auction
+from tessella.search import find as search
 from tessella.search.buffers import POISON
 from tessella.search.timing import measure
 from tessella.search.tuning import Trial
@@ -147,11 +147,13 @@ def apart(problem: Problem) -> tuple[Problem, Problem]:
     )
 
 
-def best(problem: Problem, constants: Tensors, **terms: Any) -> Callable[..., torch.Tensor]:
+def best(problem: Problem, constants: Tensors, **options: Any) -> Callable[..., torch.Tensor]:
     """The fastest kernel for a problem, bound."""
-    trial = auction.find(problem, constants, target="sm_90", terms=auction.Terms(**terms))[0]
+    trial = search.find(
+        problem, constants, target="sm_90", options=search.SearchOptions(**options)
+    )[0]
     row = catalog.kernel(trial.kernel)
-    call, buffers = auction.bind(row, problem, constants, GPU, trial.config)
+    call, buffers = search.bind(row, problem, constants, GPU, trial.config)
     return lambda *inputs: call(*inputs, **buffers)
 
 

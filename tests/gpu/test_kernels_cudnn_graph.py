@@ -13,7 +13,7 @@ from tessella.operations import problems
 from tessella.operations.epilogue import store
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import meta_of
-from tessella.search.find import Terms, bind, find
+from tessella.search.find import SearchOptions, bind, find
 
 pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 pytestmark = pytest.mark.skipif(
@@ -62,9 +62,9 @@ def test_int8_is_exact_in_every_plan(shape: tuple[int, ...], residual: bool) -> 
         assert torch.equal(out, right), config
         ran += 1
     assert ran
-    only = Terms(algorithms=("cudnn_graph",), inspect=True)
+    only = SearchOptions(algorithms=("cudnn_graph",), inspect=True)
     inputs = [t for t in (x, added) if t is not None]
-    (trial,) = find(problem, constants, target="sm_90", terms=only, inputs=inputs)
+    (trial,) = find(problem, constants, target="sm_90", options=only, inputs=inputs)
     assert trial.refused is None
 
 

@@ -15,7 +15,7 @@ from tessella.kernels.sparse import cusparselt, wgmma
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
-from tessella.search.find import Terms, find
+from tessella.search.find import SearchOptions, find
 from tests.support.problems.convolutions import Case as Convolution
 from tests.support.problems.products import Case, assert_exact, assert_right, draw, run
 
@@ -125,7 +125,7 @@ def sparse_and_dense(m: int, n: int, k: int, dtype: str) -> tuple[float, float]:
     names = {row.algorithm for row in catalog.candidates("linear", "sm_90")}
     trials = find(
         problem, {1: weight}, target="sm_90", inputs=[x],
-        terms=Terms(algorithms=names, budget_s=0.1),
+        options=SearchOptions(algorithms=names, budget_s=0.1),
     )  # fmt: skip
     for trial in trials:
         sparse = catalog.kernel(trial.kernel).sparse

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tessella.artifacts.run import Precision
 from tessella.kernels import catalog
 from tessella.nn import convert
-from tessella.search import find as auction
+from tessella.search import find as search
 from tessella.search import functional
 from tessella.training.loop import train
 from tessella.training.precision import MixedPrecision, arithmetic
@@ -79,7 +79,7 @@ def _one_configuration_a_kernel(monkeypatch, folder: Path) -> None:
 def choices(monkeypatch, request) -> dict[str, str]:
     """By problem: the kernel that training took. With ``ours``, no library wins where we fit."""
     taken: dict[str, str] = {}
-    found = auction.find
+    found = search.find
 
     def find(problem, constants, **arguments):
         trials = found(problem, constants, **arguments)
@@ -94,7 +94,7 @@ def choices(monkeypatch, request) -> dict[str, str]:
         taken[f"{problem.op} {shapes} {problem.inputs[0].dtype}"] = trials[0].kernel
         return trials
 
-    monkeypatch.setattr(functional.auction, "find", find)
+    monkeypatch.setattr(functional.search, "find", find)
     return taken
 
 

@@ -286,7 +286,7 @@ def test_work_is_the_product_s_and_the_sum_is_not_moved() -> None:
     assert dropped.nbytes == kept.nbytes - first.output.nbytes
 
 
-def test_problems_with_other_factors_share_an_auction() -> None:
+def test_problems_with_other_factors_share_a_search() -> None:
     one, two, plain = (
         problems.linear_norm(first_of(FP8, **more), norm_of(), keep=True)
         for more in ({"beta": 0.3, "gamma": 2.0}, {"beta": 0.7, "gamma": 5.0}, {})

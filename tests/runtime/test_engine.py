@@ -20,7 +20,7 @@ from tessella.core.errors import ArtifactError, CorruptArtifact, InputError, Usa
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.runtime.engine import Engine
-from tessella.search import find as auction
+from tessella.search import find as search
 from tessella.search import timing
 from tests.support.networks import build, captured, network, plan
 
@@ -190,8 +190,8 @@ def test_loading_measures_and_compiles_nothing(
 
     for place, name in (
         (timing, "measure"),
-        (auction, "race"),
-        (auction, "find"),
+        (search, "race"),
+        (search, "find"),
         (torch, "compile"),
     ):
         monkeypatch.setattr(place, name, forbidden)

@@ -13,7 +13,7 @@ from tessella.core.errors import KernelError, UsageError
 from tessella.device.float32_math import float32_math
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
-from tessella.search import find as auction
+from tessella.search import find as search
 from tessella.search import functional, limits, tuning
 from tessella.search.tuning import TimingCache
 from tests.support.kernels import scratch
@@ -98,7 +98,7 @@ def test_an_algorithm_by_name() -> None:
         kernels.linear(x, w, algorithm="mkl")
 
 
-def test_the_auction_is_held_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_is_held_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.randn(4, 8), torch.randn(3, 8)
     kernels.linear(x, w)
     assert (own_cache / "timings.jsonl").exists()
@@ -106,7 +106,7 @@ def test_the_auction_is_held_once(own_cache: Path, monkeypatch: pytest.MonkeyPat
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(auction, "race", forbidden)
+    monkeypatch.setattr(search, "race", forbidden)
     kernels.linear(torch.randn(4, 8), w)
     functional._ready.clear()  # another process: the file answers
     functional._caches.clear()

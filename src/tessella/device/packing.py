@@ -37,7 +37,7 @@ def packed(
 
 
 def forget(weights: Iterable[torch.Tensor]) -> None:
-    """Let the packed forms of these go, but for those in use: an auction tries many (a 3×3 layer's
+    """Let the packed forms of these go, but for those in use: a search tries many (a 3×3 layer's
     weights are hundreds of times as large after a Fourier transform), and one wins.
     """
     for weight in weights:

@@ -1,4 +1,4 @@
-"""How long a build may measure: counted from its first look at a kernel, and each run gets on."""
+"""The time that a build may measure kernels: counted from its first request on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class OutOfTime(Exception):
 class Allowance:
     """``seconds`` of measuring; None for as long as it takes.
 
-    Looks that choose what to measure count too. They leave nothing behind, so the first measurement
-    is made however long they took.
+    The time of choosing candidates counts, too. It leaves nothing in the cache, so that the first
+    measurement is made however long the choice took.
 
     >>> Allowance(seconds=0.0).spend()      # the first measurement is always made
     """

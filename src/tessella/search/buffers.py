@@ -13,7 +13,7 @@ POISON = 77  # what a kernel leaves unwritten must show
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory that a buffer of an auction has, the gaps of a slice included."""
+    """All memory that a buffer of a search has, the gaps of a slice included."""
     size = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.as_strided((size,), (1,), 0)
 

@@ -3,7 +3,7 @@
 Triton's compiler is Python for half of its time, so threads wait for each other: eight of them are
 hardly faster than two. So one clean process without a GPU has a worker for each core, and is told
 line by line what to compile. Tensors are on the ``meta`` device: no memory, no GPU. What comes back
-lies in ``ahead_of_time.kernel_cache``, and in Triton's cache on the disk.
+lies in ``ahead_of_time.workshop``, and in Triton's cache on the disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tessella.kernels import catalog
 from tessella.kernels.catalog import Config, Kernel
 from tessella.operations.problem import Problem
 
-Bid = tuple[Problem, Kernel, Config]
+Request = tuple[Problem, Kernel, Config]  # a candidate of a problem, to compile
 # called when one is done, with what it launches and whether it crashed the compiler
 Then = Callable[[CompiledKernels | None, bool], None]
 
@@ -46,10 +46,10 @@ class Compiling:
     """What was asked for, by whomever, and may not be compiled yet.
 
     Attributes:
-        left: bids that nobody was asked to compile.
+        left: requests that no other process was given.
     """
 
-    def __init__(self, asked: Sequence[Future[bool]], left: Sequence[Bid] = ()) -> None:
+    def __init__(self, asked: Sequence[Future[bool]], left: Sequence[Request] = ()) -> None:
         self._asked = asked
         self.left = left
 
@@ -58,33 +58,35 @@ class Compiling:
         return not wait(self._asked, timeout_s).not_done
 
 
-def compile_ahead(bids: Collection[Bid], target: str) -> Compiling:
-    """Have what these bids launch in the kernel cache; what does not compile fails when it is run.
+def compile_ahead(requests: Collection[Request], target: str) -> Compiling:
+    """Compile what these requests launch into the kernel cache.
+
+    A candidate that does not compile fails when it is run.
 
     Kernels that users registered are left: their modules are known to this process only.
     """
-    requests = {_request(bid, target): bid for bid in bids if _is_known_there(bid[1])}
+    known = {_as_line(one, target): one for one in requests if _is_known_there(one[1])}
     with _lock:
-        fresh = [one for one in requests if one not in _asked]
+        fresh = [line for line in known if line not in _asked]
         if len(fresh) >= FEW or (fresh and _running):
             if not _running or _running[-1].has_ended:
                 _running.append(_Compilers())
             _asked.update(zip(fresh, _running[-1].ask(fresh), strict=True))
-        left = [bid for bid in bids if not _is_known_there(bid[1])]
-        left += [bid for one, bid in requests.items() if one not in _asked]
-        return Compiling([_asked[one] for one in requests if one in _asked], left)
+        left = [one for one in requests if not _is_known_there(one[1])]
+        left += [one for line, one in known.items() if line not in _asked]
+        return Compiling([_asked[line] for line in known if line in _asked], left)
 
 
-def crashed(bid: Bid, target: str) -> bool:
-    """Whether compiling this ended the process that was asked to; here it would be the caller's."""
+def crashed(request: Request, target: str) -> bool:
+    """Whether compiling this crashed the process that did so; here it would crash the caller's."""
     if not _asked:
         return False
-    asked = _asked.get(_request(bid, target))
+    asked = _asked.get(_as_line(request, target))
     return asked is not None and asked.done() and asked.result()
 
 
-def _request(bid: Bid, target: str) -> str:
-    problem, row, config = bid
+def _as_line(request: Request, target: str) -> str:
+    problem, row, config = request
     return canonical_json(
         {"problem": problem, "kernel": row.id, "config": config, "target": target}
     )

@@ -1,7 +1,8 @@
-"""The auction: every kernel that fits a problem is run, the fastest wins, whoever wrote it.
+"""The search: every kernel that fits a problem is run, and the fastest is taken, whoever wrote it.
 
-Kernels bid with all their configurations; a first look drops those far behind in their own kernel,
-and the others run in interleaved rounds. Who is refused, and why, is part of the answer.
+A candidate is a kernel with one of its configurations. A first sample of each drops candidates that
+are much slower than the best of the same kernel; the others run in interleaved rounds. Which
+kernels are refused, and why, is part of the answer.
 """
 
 from __future__ import annotations
@@ -28,39 +29,39 @@ from tessella.kernels.catalog import Call, Config, Kernel
 from tessella.operations.problem import Problem
 from tessella.search.allowance import Allowance
 from tessella.search.buffers import allocated
-from tessella.search.compile_ahead import Compiling, compile_ahead, crashed
-from tessella.search.inputs import joined, sample_inputs, tells
+from tessella.search.compile_ahead import compile_ahead, crashed
+from tessella.search.inputs import expose_errors, joined, sample_inputs
 from tessella.search.inspection import exact_answers, inspect, wrong
 from tessella.search.timing import Run, Timing, glance, race
 from tessella.search.tuning import Inspection, TimingCache, Trial, Tried
 
-Bid = tuple[Kernel, Config]
+Candidate = tuple[Kernel, Config]
 COMPILERS = 8  # threads that load what is compiled, and compile what users registered
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
 UNPROVEN = "has not run on a GPU yet, and might hang; ask for its algorithm by name"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What an auction may use.
+class SearchOptions:
+    """What a search may use.
 
     Attributes:
         budget_s: about how long to measure.
         max_workspace_bytes: kernels that need more scratch memory are refused.
         algorithms: only kernels of these algorithms; None for all.
         sources: only kernels by these authors; None for all.
-        far: a kernel whose first configuration takes this many times the fastest one's time does
-            not try its others.
+        cutoff: a kernel whose first configuration takes this many times the fastest one's time
+            does not try its others.
         inspect: also compare with float64, repeat, and read what the kernels take from the GPU;
-            and try what has been far behind on problems like this one.
-        allowance: of time, that several auctions share; ``find`` raises ``OutOfTime`` after it.
+            and try kernels that have been far behind on problems like this one.
+        allowance: of time, that several searches share; ``find`` raises ``OutOfTime`` after it.
     """
 
     budget_s: float = 0.02
     max_workspace_bytes: int | None = None
     algorithms: Collection[str] | None = None
     sources: Collection[str] | None = None
-    far: float = 2.0
+    cutoff: float = 2.0
     inspect: bool = False
     allowance: Allowance | None = None
 
@@ -71,9 +72,9 @@ def find(
     *,
     target: str,
     cache: TimingCache | None = None,
-    terms: Terms = Terms(),
+    options: SearchOptions = SearchOptions(),
     inputs: Sequence[torch.Tensor] | None = None,
-    near: Sequence[Bid] | None = None,
+    candidates: Sequence[Candidate] | None = None,
 ) -> tuple[Trial, ...]:
     """Every kernel of the catalog for this problem: the fastest first, refused ones last.
 
@@ -82,23 +83,23 @@ def find(
         cache: times from here are believed; new ones are added.
         inputs: the other inputs, in order; random ones if left out, or where they would not show
             a wrong kernel: not finite, or zeros.
-        near: what ``Looks`` found worth running, if it was asked.
+        candidates: what ``Prefetch`` found worth running, if it was asked.
 
     Raises:
         CompileError: no kernel can carry the problem out.
     """
-    auction = _Auction(problem, constants, target, cache or TimingCache(), terms, inputs, near)
-    rows = _admitted(problem, target, terms)
-    refusals = _refusals(rows, problem, terms)
+    search = Search(problem, constants, target, cache or TimingCache(), options, inputs, candidates)
+    rows = _admitted(problem, target, options)
+    refusals = _refusals(rows, problem, options)
     fitting = _fitting(rows, refusals)
-    large = {row.id: auction.over_limit(row) for row in fitting}
+    large = {row.id: search.over_limit(row) for row in fitting}
     fitting = [row for row in fitting if large[row.id] is None]
     refusals |= large
     trials = [Trial(kernel=k, refused=r) for k, r in refusals.items() if r is not None]
-    trials += auction.trials(fitting)
+    trials += search.trials(fitting)
     if all(trial.refused for trial in trials):
         last = [row for row in rows if row.last_resort]
-        trials += auction.trials([row for row in last if row.refusal(problem) is None])
+        trials += search.trials([row for row in last if row.refusal(problem) is None])
     if all(trial.refused for trial in trials):
         raise CompileError(
             f"no kernel on {target} can carry out {problem.op}",
@@ -111,88 +112,30 @@ def find(
     )
 
 
-AHEAD = 16  # problems that are looked at before the first auction: some hundred to compile
-
-
-class Looks:
-    """What the auctions of a network will run, looked at and being compiled while others are held.
-
-    One auction after another would leave most of the compiling processes idle. Not all are looked
-    at before the first is held: where time ends, something was measured.
-
-    Args:
-        problems: each with its constants, by a name, in the order of their auctions.
-    """
-
-    def __init__(
-        self,
-        problems: Mapping[str, tuple[Problem, Mapping[int, torch.Tensor]]],
-        *,
-        target: str,
-        cache: TimingCache,
-        terms: Terms = Terms(),
-    ) -> None:
-        self._target, self._allowance = target, terms.allowance or Allowance()
-        self._waiting: dict[str, tuple[_Auction, list[Kernel], Compiling]] = {}
-        self._found: dict[str, tuple[list[Bid], Compiling]] = {}
-        if torch_device(target).type != "cuda":
-            return
-        self._problems = {name: problem for name, (problem, _) in problems.items()}
-        wanted = {}
-        for name, one in problems.items():
-            auction = _Auction(*one, target, cache, terms, None)
-            if rows := auction.unknown_rows():
-                wanted[name] = auction, rows, self._bids(name, auction.openers(rows))
-        compile_ahead([bid for *_, bids in wanted.values() for bid in bids], target)
-        for name, (auction, rows, bids) in wanted.items():  # they have been asked for
-            self._waiting[name] = auction, rows, compile_ahead(bids, target)
-
-    def _bids(self, name: str, wanted: Sequence[Bid]) -> list[tuple[Problem, Kernel, Config]]:
-        return [(self._problems[name], *bid) for bid in wanted]
-
-    def near(self, name: str) -> list[Bid] | None:
-        """What is worth running in an auction, compiled if there was time; None if it was not
-        looked at, as the cache has the answer or the time is over.
-        """
-        if name not in self._waiting and name not in self._found:
-            return None
-        while self._waiting and (name in self._waiting or len(self._found) < AHEAD):
-            first = next(iter(self._waiting))
-            auction, rows, compiling = self._waiting[first]
-            if not compiling.wait(self._allowance.left_s) or self._allowance.left_s == 0.0:
-                break
-            del self._waiting[first]
-            found = auction.look(rows)
-            self._found[first] = found, compile_ahead(self._bids(first, found), self._target)
-        if name not in self._found:
-            return None
-        found, compiling = self._found.pop(name)
-        compiling.wait(self._allowance.left_s)
-        return found
-
-
-def _admitted(problem: Problem, target: str, terms: Terms) -> list[Kernel]:
-    """The rows that the terms let bid."""
+def _admitted(problem: Problem, target: str, options: SearchOptions) -> list[Kernel]:
+    """The rows that the options allow."""
     return [
         row
         for row in catalog.candidates(problem.op, target)
-        if (terms.algorithms is None or row.algorithm in terms.algorithms)
-        and (terms.sources is None or row.source in terms.sources)
+        if (options.algorithms is None or row.algorithm in options.algorithms)
+        and (options.sources is None or row.source in options.sources)
     ]
 
 
-def _refusals(rows: Sequence[Kernel], problem: Problem, terms: Terms) -> dict[str, str | None]:
+def _refusals(
+    rows: Sequence[Kernel], problem: Problem, options: SearchOptions
+) -> dict[str, str | None]:
     """Why each row but the last resorts does not take part; None where it does."""
-    return {row.id: _refusal(row, problem, terms) for row in rows if not row.last_resort}
+    return {row.id: _refusal(row, problem, options) for row in rows if not row.last_resort}
 
 
-def _refusal(row: Kernel, problem: Problem, terms: Terms) -> str | None:
+def _refusal(row: Kernel, problem: Problem, options: SearchOptions) -> str | None:
     refused = row.refusal(problem)
-    if refused or terms.algorithms:
+    if refused or options.algorithms:
         return refused
     if row.unproven:
         return UNPROVEN
-    return None if terms.inspect else row.outclassed(problem)
+    return None if options.inspect else row.outclassed(problem)
 
 
 def _fitting(rows: Sequence[Kernel], refusals: Mapping[str, str | None]) -> list[Kernel]:
@@ -224,7 +167,7 @@ def bind(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bid:
+class _Runnable:
     """One configuration of a kernel, run once and found to make what was promised."""
 
     row: Kernel
@@ -234,8 +177,12 @@ class _Bid:
     workspace_bytes: int
 
 
-class _Auction:
-    """One problem with its tensors, and the buffers that all bids share."""
+def _runnable(prepared: Mapping[str, _Runnable | Tried]) -> dict[str, _Runnable]:
+    return {name: one for name, one in prepared.items() if isinstance(one, _Runnable)}
+
+
+class Search:
+    """One problem with its tensors, and the buffers that all candidates share."""
 
     def __init__(
         self,
@@ -243,12 +190,12 @@ class _Auction:
         constants: Mapping[int, torch.Tensor],
         target: str,
         cache: TimingCache,
-        terms: Terms,
+        options: SearchOptions,
         inputs: Sequence[torch.Tensor] | None,
-        near: Sequence[Bid] | None = None,
+        candidates: Sequence[Candidate] | None = None,
     ) -> None:
-        self._problem, self._constants, self._terms = problem, constants, terms
-        self._near = near
+        self._problem, self._constants, self._options = problem, constants, options
+        self._candidates = candidates
         self._target, self._cache = target, cache
         self._device = torch_device(target)
         self._inputs = inputs
@@ -262,10 +209,10 @@ class _Auction:
             return [Trial(kernel=row.id) for row in rows]
         device, key = fingerprint(self._target).hash, self._problem.key
         known = [self._cache.get(device, key, row.id, row.version) for row in rows]
-        if all(t and (t.inspection or t.refused or not self._terms.inspect) for t in known):
+        if all(t and (t.inspection or t.refused or not self._options.inspect) for t in known):
             return [self._within_limit(trial) for trial in known if trial is not None]
-        if self._terms.allowance is not None:
-            self._terms.allowance.spend()
+        if self._options.allowance is not None:
+            self._options.allowance.spend()
         trials, lasting = self._measured(rows), True
         forget(self._constants.values())
         if self._problem.op == "fallback" and all(t.refused for t in trials):
@@ -279,29 +226,29 @@ class _Auction:
 
     def unknown_rows(self) -> list[Kernel]:
         """The rows that fit, if the cache does not know them all."""
-        rows = _admitted(self._problem, self._target, self._terms)
+        rows = _admitted(self._problem, self._target, self._options)
         fitting = [
             row
-            for row in _fitting(rows, _refusals(rows, self._problem, self._terms))
+            for row in _fitting(rows, _refusals(rows, self._problem, self._options))
             if self.over_limit(row) is None
         ]
         device, key = fingerprint(self._target).hash, self._problem.key
         known = [self._cache.get(device, key, row.id, row.version) for row in fitting]
         return [] if all(known) else fitting
 
-    def openers(self, rows: list[Kernel]) -> list[Bid]:
+    def first_candidates(self, rows: list[Kernel]) -> list[Candidate]:
         """The first configuration of each kernel."""
         return [(row, config) for row in rows for config in self.configs(row)[:1]]
 
-    def look(self, rows: list[Kernel]) -> list[Bid]:
-        """What is worth running; the buffers of the look are let go."""
+    def preselect(self, rows: list[Kernel]) -> list[Candidate]:
+        """The candidates worth running; the buffers with which they were found are let go."""
         self._inputs = sample_inputs(self._problem, self._device)
         with self._running():
-            near = self._worth_running(rows)
+            candidates = self._worth_running(rows)
         forget(self._constants.values())
         self._inputs = self._out = None
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self._device)
-        return near
+        return candidates
 
     def over_limit(self, row: Kernel) -> str | None:
         """Why no configuration of a kernel may have the workspace that it needs, or None."""
@@ -317,33 +264,34 @@ class _Auction:
         )
 
     def _within_limit(self, trial: Trial) -> Trial:
-        """A trial from the cache may be from an auction with other limits."""
+        """A trial from the cache may be from a search with other limits."""
         refused = self._too_much(trial.workspace_bytes)
         return Trial(kernel=trial.kernel, refused=refused) if refused else trial
 
     def _too_much(self, needed: int) -> str | None:
-        limit = self._terms.max_workspace_bytes
+        limit = self._options.max_workspace_bytes
         if limit is None or needed <= limit:
             return None
         return f"needs {needed} bytes of workspace, {limit} are allowed"
 
     def _measured(self, rows: list[Kernel]) -> list[Trial]:
-        if self._inputs is None or not tells(self._inputs):
+        if self._inputs is None or not expose_errors(self._inputs):
             self._inputs = sample_inputs(self._problem, self._device)
         if self._problem.in_place:
             self._inputs, self._out = joined(self._problem, self._inputs, self._device)
         with self._running():
-            near = [bid for bid in self._near or () if bid[0] in rows]
-            bids = self._bids(near or self._worth_running(rows))  # a last resort was not looked at
-            ran = {name: bid for name, bid in bids.items() if isinstance(bid, _Bid)}
+            candidates = [one for one in self._candidates or () if one[0] in rows]
+            # a last resort was not preselected
+            tried = self._prepared(candidates or self._worth_running(rows))
+            runnable = _runnable(tried)
             timings = race(
-                {name: bid.run for name, bid in ran.items()},
-                {name: bid.row.id for name, bid in ran.items()},
+                {name: one.run for name, one in runnable.items()},
+                {name: one.row.id for name, one in runnable.items()},
                 device=self._device,
-                budget_s=self._terms.budget_s,
+                budget_s=self._options.budget_s,
             )
-            trials = [self._trial(row, bids, timings) for row in rows]
-            return trials if self._terms.inspect else self._winner_checked(trials, bids)
+            trials = [self._trial(row, tried, timings) for row in rows]
+            return trials if self._options.inspect else self._winner_checked(trials, runnable)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -355,94 +303,95 @@ class _Auction:
         ):
             yield
 
-    def _worth_running(self, rows: list[Kernel]) -> list[Bid]:
+    def _worth_running(self, rows: list[Kernel]) -> list[Candidate]:
         """All configurations of kernels whose first is not far behind; of the others, that one."""
         configs = {row.id: self.configs(row) for row in rows}
-        far = self._terms.far
-        if far == math.inf or all(len(c) == 1 for c in configs.values()):
+        cutoff = self._options.cutoff
+        if cutoff == math.inf or all(len(c) == 1 for c in configs.values()):
             return [(row, config) for row in rows for config in configs[row.id]]
-        bids = self._bids(self.openers(rows)).values()
-        look_us = glance(
-            {bid.row.id: bid.run for bid in bids if isinstance(bid, _Bid)}, device=self._device
-        )
-        limit_us = far * min(look_us.values(), default=0.0)
-        near = {id for id in configs if look_us.get(id, 0.0) <= limit_us}
+        first = _runnable(self._prepared(self.first_candidates(rows))).values()
+        first_us = glance({one.row.id: one.run for one in first}, device=self._device)
+        limit_us = cutoff * min(first_us.values(), default=0.0)
+        near = {id for id in configs if first_us.get(id, 0.0) <= limit_us}
         return [
             (row, config)
             for row in rows
             for config in (configs[row.id] if row.id in near else configs[row.id][:1])
         ]
 
-    def _bids(self, wanted: Sequence[Bid]) -> dict[str, _Bid | Tried]:
-        """Each kernel and configuration, compiled, run once and checked, by a name."""
+    def _prepared(self, candidates: Sequence[Candidate]) -> dict[str, _Runnable | Tried]:
+        """Each candidate compiled, run once and checked, by a name."""
         if self._device.type == "cuda":
-            self._compile([bid for bid in wanted if bid[0].source in OWN])
-        return {f"{row.id} {config}": self._bid(row, config) for row, config in wanted}
+            self._compile([one for one in candidates if one[0].source in OWN])
+        return {f"{row.id} {config}": self._prepare(row, config) for row, config in candidates}
 
     def _trial(
-        self, row: Kernel, bids: Mapping[str, _Bid | Tried], timings: Mapping[str, Timing]
+        self, row: Kernel, prepared: Mapping[str, _Runnable | Tried], timings: Mapping[str, Timing]
     ) -> Trial:
         """The kernel's best configuration, with what is known about the others."""
         tried: list[Tried] = []
-        ran: list[tuple[float, int, str]] = []
+        ran: list[tuple[float, int, _Runnable]] = []
         for config in self.configs(row):
             name = f"{row.id} {config}"
-            bid = bids.get(name)
-            if isinstance(bid, Tried):
-                tried.append(bid)
-            if not isinstance(bid, _Bid):
+            one = prepared.get(name)
+            if isinstance(one, Tried):
+                tried.append(one)
+            if not isinstance(one, _Runnable):
                 continue
             time_us = timings[name].time_us
             tried.append(Tried(config=config, time_us=time_us))
-            ran.append((time_us, len(tried), name))
+            ran.append((time_us, len(tried), one))
         if not ran:
             none = "it has no configuration for this problem"
             return Trial(kernel=row.id, refused=tried[0].refused if tried else none)
-        best = bids[name := min(ran)[2]]
-        inspection = self._inspect(best) if self._terms.inspect else None
+        best = min(ran)[2]  # of equally fast ones that which is proposed first
+        timing = timings[f"{row.id} {best.config}"]
+        inspection = self._inspect(best) if self._options.inspect else None
         if inspection and (reason := wrong(inspection, self._problem)):
             return Trial(kernel=row.id, refused=reason)
         return Trial(
             kernel=row.id,
             config=best.config,
-            time_us=timings[name].time_us,
-            spread_us=timings[name].spread_us,
+            time_us=timing.time_us,
+            spread_us=timing.spread_us,
             workspace_bytes=best.workspace_bytes,
             inspection=inspection,
             tried=tuple(tried) if len(tried) > 1 else (),
         )
 
-    def _winner_checked(self, trials: list[Trial], bids: Mapping[str, Any]) -> list[Trial]:
+    def _winner_checked(
+        self, trials: list[Trial], runnable: Mapping[str, _Runnable]
+    ) -> list[Trial]:
         """Where one of our kernels wins it is compared with float64; a wrong one is refused."""
         checked = {trial.kernel: trial for trial in trials}
         while ran := [t for t in checked.values() if t.refused is None]:
             best = min(ran, key=lambda t: t.time_us or 0.0)
-            bid = bids[f"{best.kernel} {best.config}"]
-            if bid.row.source not in OWN:
+            winner = runnable[f"{best.kernel} {best.config}"]
+            if winner.row.source not in OWN:
                 break
-            reason = wrong(self._inspect(bid), self._problem)
+            reason = wrong(self._inspect(winner), self._problem)
             if reason is None:
                 break
             checked[best.kernel] = Trial(kernel=best.kernel, refused=reason)
         return list(checked.values())
 
-    def _compile(self, wanted: list[Bid]) -> None:
-        """Have what is to run in the kernel cache; what fails, fails again when it is run."""
+    def _compile(self, candidates: list[Candidate]) -> None:
+        """Compile candidates into the kernel cache; one that fails, fails again when it is run."""
 
-        def compile_one(bid: Bid) -> None:
+        def compile_one(candidate: Candidate) -> None:
             with preparing(), torch.inference_mode():
-                self._bid(*bid)
+                self._prepare(*candidate)
 
-        for row, config in wanted:
-            with contextlib.suppress(torch.OutOfMemoryError):  # told when the bid is run
+        for row, config in candidates:
+            with contextlib.suppress(torch.OutOfMemoryError):  # told when the candidate is run
                 self._reserve(row, config)
-        asked = compile_ahead([(self._problem, *bid) for bid in wanted], self._target)
+        asked = compile_ahead([(self._problem, *one) for one in candidates], self._target)
         asked.wait()
         with ThreadPoolExecutor(COMPILERS) as pool:
             list(pool.map(compile_one, [(row, config) for _, row, config in asked.left]))
 
     def _reserve(self, row: Kernel, config: Config) -> int:
-        """Let the shared workspace be large enough; returns what this bid needs of it."""
+        """Let the shared workspace be large enough; returns what this candidate needs of it."""
         needed = row.workspace_bytes(self._problem, config)
         if needed > self._workspace.nbytes:
             self._workspace = torch.empty(0, device=self._device)  # let go before asking for more
@@ -468,8 +417,11 @@ class _Auction:
             inputs[place] = inputs[place].clone()
         return inputs
 
-    def _bid(self, row: Kernel, config: Config) -> _Bid | Tried:
-        """The kernel as a call without arguments, after a first run that made what it promised."""
+    def _prepare(self, row: Kernel, config: Config) -> _Runnable | Tried:
+        """The candidate as a call without arguments, after a first run that made what it promised.
+
+        Otherwise why it cannot run.
+        """
         if self._device.type == "cuda" and crashed((self._problem, row, config), self._target):
             return Tried(config=config, refused="crashed the compiler")
         inputs = self._inputs_for(row)
@@ -507,13 +459,15 @@ class _Auction:
         needed = row.workspace_bytes(self._problem, config)
         if row.source not in OWN and self._device.type == "cuda":
             needed = allocated(run, made)
-        return _Bid(row=row, config=config, run=run, run_first=run_first, workspace_bytes=needed)
+        return _Runnable(
+            row=row, config=config, run=run, run_first=run_first, workspace_bytes=needed
+        )
 
     @functools.cached_property
     def _exact(self) -> tuple[torch.Tensor, ...]:
         return exact_answers(self._problem, self._constants, self._inputs or ())
 
-    def _inspect(self, bid: _Bid) -> Inspection:
-        out = self._out if bid.row.writes_out else None
+    def _inspect(self, candidate: _Runnable) -> Inspection:
+        out = self._out if candidate.row.writes_out else None
         sliced = out is not None and self._problem.output.strides is not None
-        return inspect(bid.run_first, self._exact, out, sliced=sliced)
+        return inspect(candidate.run_first, self._exact, out, sliced=sliced)

@@ -1,7 +1,7 @@
 """The kernels as functions of tensors, with torch.nn.functional's names and argument order.
 
 Each call takes the kernel that is fastest for its shapes on this device: from the timing cache, or
-by an auction the first time. Nothing here records gradients; ``tessella.nn`` has layers that do.
+by a search the first time. Nothing here records gradients; ``tessella.nn`` has layers that do.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tessella.operations import problems
 from tessella.operations.problem import Problem
 from tessella.operations.problems import Sizes
 from tessella.operations.tensor_meta import TensorMeta, meta_of
-from tessella.search import find as auction
-from tessella.search.find import Terms
+from tessella.search import find as search
+from tessella.search.find import SearchOptions
 from tessella.search.tuning import CACHE_FOLDER, TimingCache, Trial
 
 Tensor = torch.Tensor
@@ -306,16 +306,16 @@ def _run(
 
 
 def _choose(problem: Problem, inputs: list[Tensor], algorithm: str | None) -> _Ready:
-    """The fastest kernel for the problem, from the cache or by an auction."""
+    """The fastest kernel for the problem, from the cache or by a search."""
     target = target_of(inputs[0])
-    terms = Terms(
+    options = SearchOptions(
         algorithms=None if algorithm is None else (algorithm,),
         max_workspace_bytes=WORKSPACE_BYTES if algorithm is None else None,
     )
     check_algorithm(problem.op, target, algorithm)
     try:
-        best = auction.find(
-            problem, {}, target=target, cache=timing_cache(), terms=terms, inputs=inputs
+        best = search.find(
+            problem, {}, target=target, cache=timing_cache(), options=options, inputs=inputs
         )[0]
     except CompileError as error:
         raise KernelError(
@@ -342,7 +342,7 @@ def _bound(problem: Problem, trial: Trial) -> _Ready:
         call=row.load().bind(problem, {}, **trial.config),
         writes_out=row.writes_out,
         workspace_bytes=row.workspace_bytes(problem, trial.config),
-        library=row.source not in auction.OWN,
+        library=row.source not in search.OWN,
     )
 
 

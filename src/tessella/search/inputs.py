@@ -21,7 +21,7 @@ def sample_inputs(
     Half of bools are true. Where a problem says so, numbers are their magnitudes.
 
     Args:
-        strides: by position, of views of which the problem does not tell them.
+        strides: by position, the strides of views, where the problem does not say them.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -58,8 +58,8 @@ def sample_inputs(
     ]
 
 
-def tells(inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a right answer on these numbers says anything: finite, and no operand all zero."""
+def expose_errors(inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a wrong kernel shows on these numbers: all finite, and no operand all zero."""
     with torch.no_grad():
         sums = [float(t.float().abs().sum()) for t in inputs]
     return all(map(math.isfinite, sums)) and 0.0 not in sums[:2]

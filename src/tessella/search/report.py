@@ -16,8 +16,8 @@ from tessella.kernels.sparse.two_four import LAYERS, TWO_FOUR, is_two_four
 from tessella.operations import problems
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import meta_of
-from tessella.search import find as auction
-from tessella.search.find import Terms
+from tessella.search import find as search
+from tessella.search.find import SearchOptions
 from tessella.search.functional import check_algorithm, current, target_of, timing_cache
 from tessella.search.limits import Limits, limits
 from tessella.search.tuning import CACHE_FOLDER, Inspection, Trial, Tried
@@ -149,17 +149,17 @@ def find(
     constant = (1,) if constant_weight else ()
     problem = _problem(op, operands, constant, arguments)
     with current(device):
-        trials = auction.find(
+        trials = search.find(
             problem,
             {i: operands[i] for i in constant},
             target=target,
             cache=timing_cache(folder),
             inputs=[t for i, t in enumerate(operands) if t is not None and i not in constant],
-            terms=Terms(
+            options=SearchOptions(
                 budget_s=budget_s,
                 max_workspace_bytes=max_workspace_bytes,
                 algorithms=algorithms,
-                far=math.inf,
+                cutoff=math.inf,
                 inspect=True,
             ),
         )

@@ -20,7 +20,7 @@ MIN_SAMPLE_S = 50e-6  # a sample repeats a short call until the clock's own cost
 MIN_ROUNDS, MAX_ROUNDS = 3, 31
 REPLAY_S = 2e-3  # one replay on a GPU holds about this much of a call, at most ten of it
 DISTURBED = 1.5  # a sample that took this many times the quickest: something else had the machine
-NEAR = 1.1  # ways to run a kernel that the first look finds this near its best run the whole race
+CLOSE = 1.1  # a kernel's configurations whose first sample is this near its best run to the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def measure(
 
 
 def glance(runs: Mapping[str, Run], *, device: torch.device) -> dict[str, float]:
-    """About how many microseconds each call takes: one sample, to tell near from far."""
+    """About how many microseconds each call takes: one sample, to drop slow ones."""
     return {n: statistics.median(_sampler(run, device)()) * 1e6 for n, run in runs.items()}
 
 
@@ -61,19 +61,19 @@ def race(
     device: torch.device,
     budget_s: float = 0.02,
 ) -> dict[str, Timing]:
-    """``measure``, but what is far behind in its own heat is timed with a first look only.
+    """``measure``, but a call much slower than the best of its heat is sampled only once.
 
     Args:
         heats: the heat of each run: here, the kernel that it is one configuration of.
     """
     samplers = {name: _sampler(run, device) for name, run in runs.items()}
-    look = {name: [t * 1e6 for t in sampler()] for name, sampler in samplers.items()}
-    first = {name: statistics.median(times) for name, times in look.items()}
+    once = {name: [t * 1e6 for t in sampler()] for name, sampler in samplers.items()}
+    first = {name: statistics.median(times) for name, times in once.items()}
     best: dict[str, float] = {}
     for name, time_us in first.items():
         best[heats[name]] = min(time_us, best.get(heats[name], time_us))
-    near = {n: s for n, s in samplers.items() if first[n] <= NEAR * best[heats[n]]}
-    return {name: _timing(times) for name, times in look.items()} | _rounds(near, budget_s)
+    close = {n: s for n, s in samplers.items() if first[n] <= CLOSE * best[heats[n]]}
+    return {name: _timing(times) for name, times in once.items()} | _rounds(close, budget_s)
 
 
 Sampler = Callable[[], list[float]]  # seconds of single calls, a few of them

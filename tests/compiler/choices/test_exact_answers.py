@@ -1,4 +1,4 @@
-"""Auctions compare their winner with float64: each problem of a GPU's plan must have an answer."""
+"""Searches compare their winner with float64: each problem of a GPU's plan must have an answer."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_a_sum_that_the_network_gives_out_is_kept(scratch: None) -> None:
     assert second.node.attrs["results"] == ("norm",)
 
 
-def test_what_the_auction_is_asked_has_answers(scratch: None) -> None:
+def test_what_the_search_is_asked_has_answers(scratch: None) -> None:
     graph = lowered(PostNorm(), "fp8")
     _, fused = fused_of(graph)
     step = next(c for c in fused if c.node.op == "linear_norm")

@@ -13,7 +13,7 @@ from tessella.kernels import catalog
 from tessella.kernels.conv import x86, x86_sum
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
-from tessella.search import find as auction
+from tessella.search import find as search
 
 CPU = torch.device("cpu")
 ROW, SUM = (catalog.kernel(f"conv2d.{name}") for name in ("avx512", "avx512_sum"))
@@ -194,12 +194,12 @@ def test_a_sum_where_its_residual_lies(dtype: str) -> None:
         near(made, right)
 
 
-def test_an_auction_gives_a_sum_its_residual_back_before_it_looks() -> None:
+def test_a_search_gives_a_sum_its_residual_back_before_it_looks() -> None:
     """What earlier calls have added to must not be taken for a wrong answer."""
     p = replace(problem((1, 64, 9, 9), 64, residual=True, activation="relu"), dying=(3,))
     constants = drawn(p)[1]
-    terms = auction.Terms(algorithms=["avx512_sum"])
-    best, *_ = auction.find(p, constants, target="cpu", terms=terms)
+    options = search.SearchOptions(algorithms=["avx512_sum"])
+    best, *_ = search.find(p, constants, target="cpu", options=options)
     assert (best.kernel, best.refused) == (SUM.id, None)
 
 

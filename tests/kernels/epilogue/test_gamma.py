@@ -150,7 +150,7 @@ def test_the_sparse_kernel_gets_it_last(id: str, monkeypatch: pytest.MonkeyPatch
             seen.append(args)
 
     compiled: list[dict[str, Any]] = []
-    monkeypatch.setattr(sparse, "_kernel", lambda _, **named: compiled.append(named) or Kernel())
+    monkeypatch.setattr(sparse, "_kernel", lambda *_, **named: compiled.append(named) or Kernel())
     monkeypatch.setattr(sparse, "_map", lambda *_: None)
     monkeypatch.setattr(sparse, "record", lambda *_: None)
     row = catalog.kernel(id)

@@ -16,7 +16,7 @@ from tessella.kernels.pool import shifted
 from tessella.kernels.pool.spans import levels, moves
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import Format, TensorMeta
-from tessella.search import find as auction
+from tessella.search import find as search
 from tests.support.problems.pools import maximum, problem
 from tests.support.problems.shifted_pools import NETWORKS, SAME, numbers, pooled, problems
 
@@ -108,7 +108,7 @@ def test_slices_of_a_larger_image_are_read() -> None:
     x = numbers(whole)[:, 20:]
     assert part.matches(x)
     config = ROW.configs(asked)[0]
-    call, buffers = auction.bind(ROW, asked, {}, CPU, config)
+    call, buffers = search.bind(ROW, asked, {}, CPU, config)
     made = call(x, **buffers)
     torch.testing.assert_close(made, pooled(asked, x), rtol=0, atol=0, equal_nan=True)
 
@@ -219,7 +219,7 @@ def test_what_it_cannot_do_is_told(asked: Problem, why: str) -> None:
 
 def test_it_takes_part() -> None:
     asked = problem("max_pool2d", (1, 16, 14, 14), SAME)
-    trials = auction.find(asked, {}, target="cpu", terms=auction.Terms(budget_s=0.01))
+    trials = search.find(asked, {}, target="cpu", options=search.SearchOptions(budget_s=0.01))
     mine = next(trial for trial in trials if trial.kernel == ROW.id)
     assert (mine.refused, mine.time_us is not None) == (None, True)
 
@@ -239,6 +239,6 @@ def test_numbers_from_zero_on_are_ordered_as_their_bits(
     assert (x.signbit() & (x == 0)).any()
     right = pooled(plain, x)
     for config in (*ROW.configs(asked), {"images": 1, "rows": 5}):
-        call, buffers = auction.bind(ROW, asked, {}, CPU, config)
+        call, buffers = search.bind(ROW, asked, {}, CPU, config)
         buffers["out"].fill_(POISON)
         assert torch.equal(call(x, **buffers), right)

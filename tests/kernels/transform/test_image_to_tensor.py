@@ -82,7 +82,7 @@ def test_every_byte_of_a_real_record() -> None:
     assert np.abs(right - np.moveaxis(exact, 3, 1)).max() < 5e-7
 
 
-def test_the_auction_runs_on_every_value() -> None:
+def test_the_search_runs_on_every_value() -> None:
     found = find(problem_of((2, 40, 30, 3), "bfloat16", "channels_last"), {}, target="cpu")
     assert found[0].kernel == "image_to_tensor.aten"
     assert found[0].workspace_bytes == 4 * 2 * 40 * 30 * 3

@@ -1,4 +1,4 @@
-"""What mixes cost in time, by the auctions that their plans will be built with.
+"""What mixes cost in time, by the kernel searches that their plans will be built with.
 
 All times lie in the timing cache: a layer is measured once in each precision, whatever mixes it is
 in, and so is each cast between two layers.

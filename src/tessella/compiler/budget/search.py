@@ -1,7 +1,7 @@
 """The search: the fastest plan whose metric on a user's data stays within a budget.
 
 1. sensitivity: what each unit's precisions do to the answers, alone
-2. costs: what they save, by the auctions of their layers
+2. costs: what they save, by the searches for their layers' kernels
 3. path: gain per damage; bisected by the real metric of the interpreted network, then repaired
 4. the candidates are built, measured side by side, and judged by running their plans
 """

@@ -21,12 +21,13 @@ from tessella.kernels.epilogue.sixteen_bit import LEAST_GAMMA, MOST_GAMMA
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.allowance import Allowance
-from tessella.search.find import Bid, Looks, Terms, find
+from tessella.search.find import Candidate, SearchOptions, find
+from tessella.search.prefetch import Prefetch
 from tessella.search.tuning import TimingCache, Trial
 
 WORKSPACE_BYTES = 1 << 30  # of one step; it lies in the arena, which all steps share
 # In 50 layers of ResNet-50 no kernel won whose first configuration took 1.22 times the best time.
-FAR = 1.3
+CUTOFF = 1.3
 
 Slices = dict[str, Slice]  # by value name: those that lie in another value's memory
 
@@ -78,12 +79,12 @@ class Tuner:
     allowance: Allowance = field(default_factory=Allowance)
 
     @property
-    def terms(self) -> Terms:
-        """What an auction may use."""
-        return Terms(
+    def options(self) -> SearchOptions:
+        """What a search may use."""
+        return SearchOptions(
             budget_s=self.budget_s,
             max_workspace_bytes=WORKSPACE_BYTES,
-            far=FAR,
+            cutoff=CUTOFF,
             allowance=self.allowance,
         )
 
@@ -102,19 +103,19 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
     slices = views(graph, formats)
     problems = problems_of(graph, formats, tuner.math, slices)
     measured = [as_measured(problem) for problem in problems]
-    looks = Looks(
+    prefetch = Prefetch(
         {
             problem.key: (problem, constants_of(node, problem, tuner.constants))
             for node, problem in zip(graph.nodes, measured, strict=True)
         },
         target=tuner.target,
         cache=tuner.cache,
-        terms=tuner.terms,
+        options=tuner.options,
     )
     for done, (node, problem) in enumerate(zip(graph.nodes, problems, strict=True)):
         key = measured[done].key
         if key not in known:
-            known[key] = trials(node, problem, tuner, looks.near(key))
+            known[key] = trials(node, problem, tuner, prefetch.candidates(key))
         made = {v.name: slices[v.name] for v in node.outputs if v.name in slices}
         choices.append(Choice(node=node, problem=problem, trials=known[key], slices=made))
         emit(progress(name, done + 1, len(graph.nodes)))
@@ -122,7 +123,7 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
 
 
 def as_measured(problem: Problem) -> Problem:
-    """The problem whose auction decides: kernels take equally long for usual factors but 0 and 1.
+    """The problem whose search decides: kernels take equally long for usual factors but 0 and 1.
 
     Each residual of an int8 network has a factor of its own, and so has each result behind an
     activation; shapes repeat.
@@ -140,22 +141,22 @@ def trials(
     node: Node,
     problem: Problem,
     tuner: Tuner,
-    near: Sequence[Bid] | None = None,
-    terms: Terms | None = None,
+    candidates: Sequence[Candidate] | None = None,
+    options: SearchOptions | None = None,
 ) -> tuple[Trial, ...]:
     """Every kernel for a node's problem, the fastest first.
 
     Args:
-        near: what ``Looks`` found worth running.
-        terms: others than the tuner's.
+        candidates: what ``Prefetch`` found worth running.
+        options: others than the tuner's.
     """
     return find(
         as_measured(problem),
         constants_of(node, problem, tuner.constants),
         target=tuner.target,
         cache=tuner.cache,
-        terms=terms or tuner.terms,
-        near=near,
+        options=options or tuner.options,
+        candidates=candidates,
     )
 
 

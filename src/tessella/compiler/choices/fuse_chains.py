@@ -6,7 +6,7 @@
 - A ``linear`` and the layer norm over its rows, with the quantization that one step may hold.
   Where the norm comes first in a block (ViT), the sum is the next residual, and is written, too.
 
-Whether that pays depends on sizes and machine: each chain is asked by auction beside its two steps,
+Whether that pays depends on sizes and machine: each chain is asked by search beside its two steps,
 and those that win alone are raced as a whole program, one kind after the other.
 """
 
@@ -39,7 +39,7 @@ from tessella.operations.problems import (
     unnormable,
     unpoolable,
 )
-from tessella.search.find import Looks
+from tessella.search.prefetch import Prefetch
 
 WORTH_IT = 0.995  # the program with chains must win by half a percent
 
@@ -143,21 +143,21 @@ def _winners(
         for pair in (pairs(graph, choices, op) if rows else ())
         if not all(row.refusal(pair.step.problem) for row in rows)
     ]
-    terms = replace(tuner.terms, algorithms=[row.algorithm for row in rows])
+    options = replace(tuner.options, algorithms=[row.algorithm for row in rows])
     problems = [as_measured(pair.step.problem) for pair in fitting]
-    looks = Looks(
+    prefetch = Prefetch(
         {
             problem.key: (problem, constants_of(pair.step.node, problem, tuner.constants))
             for pair, problem in zip(fitting, problems, strict=True)
         },
         target=tuner.target,
         cache=tuner.cache,
-        terms=terms,
+        options=options,
     )
     for pair, problem in zip(fitting, problems, strict=True):
         with contextlib.suppress(CompileError):  # none that fits runs: the steps stay two
-            near = looks.near(problem.key)
-            found = trials(pair.step.node, pair.step.problem, tuner, near, terms)
+            candidates = prefetch.candidates(problem.key)
+            found = trials(pair.step.node, pair.step.problem, tuner, candidates, options)
             steps = [choices[i].trials[0].time_us or 0.0 for i in (pair.first, pair.second)]
             saved_us = sum(steps) - (found[0].time_us or 0.0)
             if saved_us > 0:

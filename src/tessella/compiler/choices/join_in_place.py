@@ -2,7 +2,7 @@
 
 A part is then a slice of the concatenation's buffer. That is no rule that always pays: few kernels
 write into slices, and what else reads a part then reads a slice. So every part is asked by
-auction, with all who make or read it: as a slice, or copied as before.
+search, with all who make or read it: as a slice, or copied as before.
 """
 
 from __future__ import annotations
@@ -187,9 +187,9 @@ class _Program:
         sliced = problem.outputs[0].strides is not None and node.op != "cat"
         if not sliced or row.refusal(problem) or config not in row.configs(problem):
             return trials(node, problem, self._tuner)
-        terms = self._tuner.terms
-        terms = replace(terms, algorithms=(row.algorithm,), sources=(row.source,))
-        return trials(node, problem, self._tuner, [(row, config)], terms)
+        options = self._tuner.options
+        options = replace(options, algorithms=(row.algorithm,), sources=(row.source,))
+        return trials(node, problem, self._tuner, [(row, config)], options)
 
     def _problem(self, index: int, slices: Slices) -> Problem:
         """What the step is asked to do where these values are slices."""

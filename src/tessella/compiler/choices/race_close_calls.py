@@ -1,11 +1,11 @@
 """Close calls: where two kernels of a step were within noise, the whole program is raced with each.
 
 A step measured alone has warm caches and the machine to itself; its neighbours change both, and a
-burst of other work falls into one step's few milliseconds. So the kernels whose order the auction
+burst of other work falls into one step's few milliseconds. So the kernels whose order the search
 cannot tell apart are asked again in the program, the heaviest steps first, greedily.
 
 On a GPU a kernel of ours starts while the one before still runs (``device.overlap``), which no
-auction of single kernels sees: first, all that a library wins by less than that are asked together.
+search of single kernels sees: first, all that a library wins by less than that are asked together.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tessella.kernels import catalog
 from tessella.kernels.pool import aten as pool_aten
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
-from tessella.search import find as auction
+from tessella.search import find as search
 from tessella.search import timing
 from tessella.search.tuning import TimingCache, Trial
 from tests.support.kernels import scratch
@@ -45,14 +45,14 @@ def test_fastest_first_and_refused_last() -> None:
     metas = (m and TensorMeta(shape=m.shape, dtype="float16") for m in LINEAR.inputs)
     out = TensorMeta(shape=(4, 16), dtype="float16")
     half = replace(LINEAR, inputs=tuple(metas), outputs=(out,))
-    trials = auction.find(
-        half, {1: WEIGHT[1].half()}, target="cpu", terms=auction.Terms(budget_s=0.0)
+    trials = search.find(
+        half, {1: WEIGHT[1].half()}, target="cpu", options=search.SearchOptions(budget_s=0.0)
     )
     refused = ["linear.onednn", "linear.onednn_int8", "linear.mkl"]
     assert [t.kernel for t in trials] == ["linear.aten", *refused]
     assert trials[0].time_us > 0
     assert all("float16" in t.refused for t in trials[1:])
-    trials = auction.find(LINEAR, WEIGHT, target="cpu", terms=auction.Terms(budget_s=0.0))
+    trials = search.find(LINEAR, WEIGHT, target="cpu", options=search.SearchOptions(budget_s=0.0))
     times = [t.time_us for t in trials if t.refused is None]
     assert len(times) == 3
     assert times == sorted(times)
@@ -60,21 +60,25 @@ def test_fastest_first_and_refused_last() -> None:
 
 def test_a_cache_answers_without_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder" / "timings.jsonl"
-    first = auction.find(
-        LINEAR, WEIGHT, target="cpu", cache=TimingCache(path), terms=auction.Terms(budget_s=0.0)
+    first = search.find(
+        LINEAR,
+        WEIGHT,
+        target="cpu",
+        cache=TimingCache(path),
+        options=search.SearchOptions(budget_s=0.0),
     )
 
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(auction, "race", forbidden)
-    again = auction.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
+    monkeypatch.setattr(search, "race", forbidden)
+    again = search.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
     assert again == first
     # another version of a kernel is another kernel
     rows = tuple(replace(r, version=2) if r.id == "linear.mkl" else r for r in catalog.KERNELS)
     monkeypatch.setattr(catalog, "KERNELS", rows)
     with pytest.raises(AssertionError, match="measured again"):
-        auction.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
+        search.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
 
 
 def test_a_kernel_that_fails_is_refused_and_the_last_resort_takes_over(
@@ -84,14 +88,14 @@ def test_a_kernel_that_fails_is_refused_and_the_last_resort_takes_over(
         raise RuntimeError("no such instruction\nand more")
 
     monkeypatch.setattr(pool_aten, "bind", lambda p, c, **config: fails)
-    first, second = auction.find(POOL, {}, target="cpu", terms=auction.Terms(budget_s=0.0))
+    first, second = search.find(POOL, {}, target="cpu", options=search.SearchOptions(budget_s=0.0))
     assert (first.kernel, first.refused) == ("reference", None)
     assert second.refused == "failed: no such instruction"
 
 
 def test_a_kernel_that_makes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_aten, "bind", lambda p, c, **config: lambda x: x)
-    trials = auction.find(POOL, {}, target="cpu", terms=auction.Terms(budget_s=0.0))
+    trials = search.find(POOL, {}, target="cpu", options=search.SearchOptions(budget_s=0.0))
     assert trials[0].kernel == "reference"
     assert "instead of" in trials[1].refused
 
@@ -99,11 +103,11 @@ def test_a_kernel_that_makes_something_else_is_refused(monkeypatch: pytest.Monke
 def test_nothing_fits() -> None:
     wrong = replace(POOL, attrs={"output_size": (-1, 2)})
     with pytest.raises(CompileError, match="no kernel on cpu can carry out adaptive_avg_pool2d"):
-        auction.find(wrong, {}, target="cpu")
+        search.find(wrong, {}, target="cpu")
 
 
 def test_the_reference_target_measures_nothing() -> None:
-    (trial,) = auction.find(LINEAR, WEIGHT, target="reference")
+    (trial,) = search.find(LINEAR, WEIGHT, target="reference")
     assert (trial.kernel, trial.time_us) == ("reference", None)
 
 
@@ -117,12 +121,12 @@ def test_measure_tells_slow_from_fast() -> None:
 def test_far_kernels_try_their_first_configuration_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "KERNELS", (*catalog.KERNELS, scratch.ROW))
     monkeypatch.setattr(
-        auction, "glance", lambda runs, device: {n: 1.0 + i for i, n in enumerate(runs)}
+        search, "glance", lambda runs, device: {n: 1.0 + i for i, n in enumerate(runs)}
     )
 
-    def scratch_trial(far: float) -> Trial:
-        terms = auction.Terms(budget_s=0.0, far=far)
-        trials = auction.find(LINEAR, WEIGHT, target="cpu", terms=terms)
+    def scratch_trial(cutoff: float) -> Trial:
+        options = search.SearchOptions(budget_s=0.0, cutoff=cutoff)
+        trials = search.find(LINEAR, WEIGHT, target="cpu", options=options)
         return next(t for t in trials if t.kernel == "linear.scratch")
 
     # it is the last one that fits
@@ -142,13 +146,13 @@ def test_one_of_ours_that_would_win_with_wrong_numbers_is_refused(
         "bind",
         lambda problem, constants, pieces: lambda x, *, out, workspace: out.fill_(3),
     )
-    trials = auction.find(LINEAR, WEIGHT, target="cpu", terms=auction.Terms(budget_s=0.0))
+    trials = search.find(LINEAR, WEIGHT, target="cpu", options=search.SearchOptions(budget_s=0.0))
     assert trials[0].kernel != "linear.scratch"
     mine = next(t for t in trials if t.kernel == "linear.scratch")
     assert mine.refused is None or "wrong: deviates from float64" in mine.refused
-    only = auction.Terms(budget_s=0.0, algorithms=("scratch",))
+    only = search.SearchOptions(budget_s=0.0, algorithms=("scratch",))
     with pytest.raises(CompileError, match="deviates from float64"):
-        auction.find(LINEAR, WEIGHT, target="cpu", terms=only)
+        search.find(LINEAR, WEIGHT, target="cpu", options=only)
 
 
 def test_a_last_resort_runs_though_it_was_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +162,9 @@ def test_a_last_resort_runs_though_it_was_not_looked_at(monkeypatch: pytest.Monk
         raise ValueError("no")
 
     monkeypatch.setattr(scratch, "bind", fails)
-    terms = auction.Terms(budget_s=0.0, algorithms=("scratch", "reference"))
-    near = [(scratch.ROW, {"pieces": 1})]
-    trials = auction.find(LINEAR, WEIGHT, target="cpu", terms=terms, near=near)
+    options = search.SearchOptions(budget_s=0.0, algorithms=("scratch", "reference"))
+    candidates = [(scratch.ROW, {"pieces": 1})]
+    trials = search.find(LINEAR, WEIGHT, target="cpu", options=options, candidates=candidates)
     assert [t.kernel for t in trials] == ["reference", "linear.scratch"]
     assert trials[0].refused is None
 
@@ -168,11 +172,11 @@ def test_a_last_resort_runs_though_it_was_not_looked_at(monkeypatch: pytest.Monk
 def test_an_unproven_kernel_takes_part_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     row = replace(scratch.ROW, unproven=True)
     monkeypatch.setattr(catalog, "KERNELS", (*catalog.KERNELS, row))
-    terms = auction.Terms(budget_s=0.0)
-    trials = {t.kernel: t for t in auction.find(LINEAR, WEIGHT, target="cpu", terms=terms)}
-    assert trials["linear.scratch"].refused == auction.UNPROVEN
-    asked = auction.Terms(budget_s=0.0, algorithms=("scratch",))
-    (trial,) = auction.find(LINEAR, WEIGHT, target="cpu", terms=asked)
+    options = search.SearchOptions(budget_s=0.0)
+    trials = {t.kernel: t for t in search.find(LINEAR, WEIGHT, target="cpu", options=options)}
+    assert trials["linear.scratch"].refused == search.UNPROVEN
+    asked = search.SearchOptions(budget_s=0.0, algorithms=("scratch",))
+    (trial,) = search.find(LINEAR, WEIGHT, target="cpu", options=asked)
     assert (trial.kernel, trial.refused) == ("linear.scratch", None)
 
 
@@ -182,9 +186,9 @@ def test_an_outclassed_kernel_is_tried_by_name_and_for_reports(
     monkeypatch.setattr(catalog, "KERNELS", (*catalog.KERNELS, scratch.ROW))
     monkeypatch.setattr(scratch, "outclassed", lambda problem: "always last", raising=False)
 
-    def tried(**terms: object) -> str | None:
-        terms = auction.Terms(budget_s=0.0, **terms)
-        trials = auction.find(LINEAR, WEIGHT, target="cpu", terms=terms)
+    def tried(**options: object) -> str | None:
+        options = search.SearchOptions(budget_s=0.0, **options)
+        trials = search.find(LINEAR, WEIGHT, target="cpu", options=options)
         return next(t.refused for t in trials if t.kernel == "linear.scratch")
 
     assert tried() == "always last"
@@ -230,12 +234,12 @@ def test_a_shortage_of_memory_is_not_remembered(
     def short(x: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("none left")
 
-    path, terms = tmp_path / "timings.jsonl", auction.Terms(budget_s=0.0)
+    path, options = tmp_path / "timings.jsonl", search.SearchOptions(budget_s=0.0)
     monkeypatch.setattr(pool_aten, "bind", lambda p, c, **config: short)
-    first, second = auction.find(POOL, {}, target="cpu", cache=TimingCache(path), terms=terms)
+    first, second = search.find(POOL, {}, target="cpu", cache=TimingCache(path), options=options)
     assert (first.kernel, second.refused) == ("reference", "failed: none left")
     monkeypatch.setattr(pool_aten, "bind", bind)
-    trials = auction.find(POOL, {}, target="cpu", cache=TimingCache(path), terms=terms)
+    trials = search.find(POOL, {}, target="cpu", cache=TimingCache(path), options=options)
     assert (trials[0].kernel, trials[0].refused) == ("adaptive_avg_pool2d.aten", None)
 
 
@@ -247,4 +251,4 @@ def test_nobody_writes_a_slice_who_cannot() -> None:
              "count_include_pad": True, "divisor_override": None}  # fmt: skip
     asked = Problem(op="avg_pool2d", inputs=(meta,), outputs=(sliced,), attrs=attrs)
     with pytest.raises(CompileError, match="slice"):
-        auction.find(asked, {}, target="cpu")
+        search.find(asked, {}, target="cpu")

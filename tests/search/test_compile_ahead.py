@@ -18,7 +18,8 @@ import torch
 from tessella.kernels import catalog
 from tessella.search import allowance as allowances
 from tessella.search import compile_ahead as compilers
-from tessella.search import find as auction
+from tessella.search import find as search
+from tessella.search import prefetch as prefetching
 from tessella.search.allowance import Allowance, OutOfTime
 from tessella.search.tuning import TimingCache
 from tests.support.problems.convolutions import Case
@@ -42,20 +43,20 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         process.stdout.close()
 
 
-def bids(count: int) -> list[compilers.Bid]:
+def requests(count: int) -> list[compilers.Request]:
     problem = CASE.problem
     return [(problem, ROW, config) for config in ROW.configs(problem)[:count]]
 
 
 def test_the_cache_is_filled(tmp_path: Path) -> None:
     """Though one of the configurations crashes Triton's compiler, or is refused by it."""
-    wanted = bids(4)
+    wanted = requests(4)
     crash = (wanted[0][0], ROW, {**wanted[0][2], "depth": 3})
     assert compilers.compile_ahead([*wanted, crash], "sm_90").wait(120)
     assert len(list(tmp_path.rglob("implicit_gemm.cubin"))) == 4
     assert compilers.compile_ahead(wanted, "sm_90").wait(0)  # not asked for again
-    assert not any(compilers.crashed(bid, "sm_90") for bid in wanted)
-    made = compilers.kernel_cache("sm_90")
+    assert not any(compilers.crashed(one, "sm_90") for one in wanted)
+    made = compilers.workshop("sm_90")
     assert len({k.cubin for k in made._kernels.values() if k.name == "implicit_gemm"}) == 4
 
 
@@ -104,20 +105,20 @@ def test_what_crashed_the_compiler_is_refused_and_not_compiled_here(
     monkeypatch.setattr(compilers, "_running", [Crashing()])
     row = replace(ROW, writes_out=False)
     compilers.compile_ahead([(problem, row, config) for config in configs], "sm_90").wait()
-    bidding = auction._Auction(problem, {}, "cpu", TimingCache(), auction.Terms(), None)
-    bidding._device, bidding._target = torch.device("cuda"), "sm_90"
+    searching = search.Search(problem, {}, "cpu", TimingCache(), search.SearchOptions(), None)
+    searching._device, searching._target = torch.device("cuda"), "sm_90"
     called: list[Any] = []
     module = SimpleNamespace(bind=lambda *_, **config: called.append(config))
     monkeypatch.setattr(catalog.Kernel, "load", lambda _: module)
-    monkeypatch.setattr(auction._Auction, "_inputs_for", lambda *_: [])
-    made = [bidding._bid(row, config) for config in configs]
+    monkeypatch.setattr(search.Search, "_inputs_for", lambda *_: [])
+    made = [searching._prepare(row, config) for config in configs]
     assert called == [configs[0]]
-    assert {bid.refused for bid in made[1:]} == {"crashed the compiler"}
+    assert {one.refused for one in made[1:]} == {"crashed the compiler"}
 
 
 def test_few_are_left_to_the_one_who_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "_Compilers", None)
-    asked = compilers.compile_ahead(few := bids(compilers.FEW - 1), "sm_90")
+    asked = compilers.compile_ahead(few := requests(compilers.FEW - 1), "sm_90")
     assert asked.wait(0)
     assert asked.left == few
 
@@ -125,75 +126,78 @@ def test_few_are_left_to_the_one_who_runs_them(monkeypatch: pytest.MonkeyPatch) 
 def test_kernels_of_users_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "_Compilers", None)
     theirs = replace(ROW, id="conv2d.mine", source="user")
-    wanted = [(problem, theirs, config) for problem, _, config in bids(8)]
+    wanted = [(problem, theirs, config) for problem, _, config in requests(8)]
     asked = compilers.compile_ahead(wanted, "sm_90")
     assert asked.wait(0)
     assert asked.left == wanted
 
 
 def test_nobody_waits_for_a_process_that_died() -> None:
-    done = compilers.compile_ahead(bids(5), "sm_90")
+    done = compilers.compile_ahead(requests(5), "sm_90")
     compilers._running[0]._process.kill()
     assert done.wait(30)
     compilers._running[0]._process.wait()
     assert compilers._running[0].has_ended
 
 
-# --- looking ahead --------------------------------------------------------------------------------
+# --- preselecting ahead ---------------------------------------------------------------------------
 
 
 @pytest.fixture
-def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The problems that were looked at, in order; each look takes a second of a clock."""
+def preselected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The problems whose candidates were selected, in order; each takes a second of a clock."""
     order: list[str] = []
     monkeypatch.setattr(allowances, "time", SimpleNamespace(monotonic=lambda: float(len(order))))
 
-    class Auction:
+    class Search:
         def __init__(self, problem: Any, *_: Any) -> None:
             self.name = problem
 
         def unknown_rows(self) -> list[Any]:
             return [] if self.name == "known" else [ROW]
 
-        def openers(self, rows: list[Any]) -> list[Any]:
+        def first_candidates(self, rows: list[Any]) -> list[Any]:
             return [(row, {}) for row in rows]
 
-        def look(self, rows: list[Any]) -> list[Any]:
+        def preselect(self, rows: list[Any]) -> list[Any]:
             order.append(self.name)
-            return [(row, {"looked": True}) for row in rows]
+            return [(row, {"preselected": True}) for row in rows]
 
-    monkeypatch.setattr(auction, "_Auction", Auction)
-    monkeypatch.setattr(auction, "torch_device", lambda target: torch.device("cuda"))
-    monkeypatch.setattr(auction, "compile_ahead", lambda *_: compilers.Compiling([]))
+    monkeypatch.setattr(prefetching, "Search", Search)
+    monkeypatch.setattr(prefetching, "torch_device", lambda target: torch.device("cuda"))
+    monkeypatch.setattr(prefetching, "compile_ahead", lambda *_: compilers.Compiling([]))
     return order
 
 
-def looks(names: list[str], seconds: float | None) -> tuple[auction.Looks, Allowance]:
+def prefetch(names: list[str], seconds: float | None) -> tuple[prefetching.Prefetch, Allowance]:
     allowance = Allowance(seconds)
-    terms = auction.Terms(allowance=allowance)
+    options = search.SearchOptions(allowance=allowance)
     problems: Any = {name: (name, {}) for name in names}
-    return auction.Looks(problems, target="sm_90", cache=TimingCache(), terms=terms), allowance
+    made = prefetching.Prefetch(problems, target="sm_90", cache=TimingCache(), options=options)
+    return made, allowance
 
 
-def test_some_problems_are_looked_at_ahead_of_their_auctions(looked: list[str]) -> None:
-    names = [f"p{i}" for i in range(auction.AHEAD + 4)]
-    ahead, _ = looks(["known", *names], None)
-    assert ahead.near("known") is None
-    assert looked == []
+def test_some_problems_are_preselected_ahead_of_their_searches(preselected: list[str]) -> None:
+    names = [f"p{i}" for i in range(prefetching.AHEAD + 4)]
+    ahead, _ = prefetch(["known", *names], None)
+    assert ahead.candidates("known") is None
+    assert preselected == []
     for done, name in enumerate(names):
-        assert ahead.near(name) == [(ROW, {"looked": True})]
-        assert looked == names[: auction.AHEAD + done]
-    assert ahead.near(names[0]) is None  # an auction is held once
+        assert ahead.candidates(name) == [(ROW, {"preselected": True})]
+        assert preselected == names[: prefetching.AHEAD + done]
+    assert ahead.candidates(names[0]) is None  # a search is held once
 
 
-def test_looks_count_as_measuring_and_yet_something_is_measured(looked: list[str]) -> None:
-    ahead, allowance = looks([f"p{i}" for i in range(30)], 3.0)
-    assert ahead.near("p0")
-    assert len(looked) == 3  # when the third was done the time was over
+def test_preselecting_counts_as_measuring_and_yet_something_is_measured(
+    preselected: list[str],
+) -> None:
+    ahead, allowance = prefetch([f"p{i}" for i in range(30)], 3.0)
+    assert ahead.candidates("p0")
+    assert len(preselected) == 3  # when the third was done the time was over
     assert allowance.left_s == 0.0
     allowance.spend()  # the first measurement is made
-    assert ahead.near("p1")  # was looked at
-    assert ahead.near("p9") is None
+    assert ahead.candidates("p1")  # was preselected
+    assert ahead.candidates("p9") is None
     with pytest.raises(OutOfTime):
         allowance.spend()
-    assert len(looked) == 3
+    assert len(preselected) == 3
