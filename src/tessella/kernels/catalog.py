@@ -35,6 +35,7 @@ import torch
 from tessella.core.errors import CompileError, UsageError
 from tessella.operations.epilogue import is_gamma
 from tessella.operations.problem import Problem
+from tessella.operations.table import operation
 
 Call = Callable[..., Any]  # tensors in, a tensor or a tuple of tensors out
 Config = dict[str, Any]  # one way to run a kernel, a flat JSON object: tile sizes and the like
@@ -67,8 +68,8 @@ class Kernel:
         in_place: ``out`` may be an input, whose numbers end there.
         gamma: it has the factor behind an epilogue's activation.
         views: its output may share memory with its input, which must live as long.
-        overwrites: the position of the input whose memory its result takes; then it needs
-            ``Problem.dying`` there.
+        overwrites: the operand whose memory its result takes; nothing may need it afterwards
+            (``Problem.is_dying``).
         last_resort: tried only where no other kernel fits.
         unproven: compiled, but never run on a GPU in its present form, so that it might hang: it
             takes part only where its algorithm is asked for by name.
@@ -86,7 +87,7 @@ class Kernel:
     in_place: bool = False
     gamma: bool = False
     views: bool = False
-    overwrites: int | None = None
+    overwrites: str | None = None
     last_resort: bool = False
     unproven: bool = False
     sparse: bool = False
@@ -98,8 +99,13 @@ class Kernel:
 
     @property
     def aliases(self) -> bool:
-        """Whether its inputs may be read through its output: it only looks at them anew."""
+        """Whether its inputs may be read through its output, which is a view of them."""
         return self.views and self.overwrites is None
+
+    @property
+    def overwritten(self) -> int | None:
+        """The position of the input that ``overwrites`` names."""
+        return None if self.overwrites is None else operation(self.op).position(self.overwrites)
 
     def load(self) -> KernelModule:
         return cast(KernelModule, importlib.import_module(self.module))
@@ -178,7 +184,7 @@ KERNELS: tuple[Kernel, ...] = (
         "cpu",
         source="tessella",
         views=True,
-        overwrites=3,
+        overwrites="residual",
         writes_out=False,
     ),
     _row("conv2d.onednn", "conv.libraries.onednn", "cpu", source="onednn", writes_out=False),
@@ -188,7 +194,7 @@ KERNELS: tuple[Kernel, ...] = (
         "cpu",
         source="onednn",
         views=True,
-        overwrites=3,
+        overwrites="residual",
         writes_out=False,
     ),
     _row(

@@ -29,11 +29,12 @@ def wrote_beside(out: torch.Tensor) -> bool:
 def allocated(run: Run, made: Sequence[torch.Tensor]) -> int:
     """The most that torch's allocator handed out during a call, without the results."""
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before: int = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     again: Any = run()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak: int = torch.cuda.max_memory_allocated() - before
     again = (again,) if isinstance(again, torch.Tensor) else again
     fresh = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in again}
     old = {t.untyped_storage().data_ptr() for t in made}
-    return max(0, peak - sum(n for pointer, n in fresh.items() if pointer not in old))
+    results: int = sum(n for pointer, n in fresh.items() if pointer not in old)
+    return max(0, peak - results)

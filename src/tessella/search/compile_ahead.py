@@ -112,6 +112,9 @@ class _Compilers:
             stdout=subprocess.PIPE,
             env={**os.environ, **quiet},
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         self._lock = threading.Lock()  # of what follows
         self._futures: list[Future[bool]] = []  # by the request's number
         self.has_ended = False
@@ -128,15 +131,15 @@ class _Compilers:
                 return made
         with contextlib.suppress(BrokenPipeError):  # then its end is heard
             lines = (f"{first + i} {request}\n" for i, request in enumerate(requests))
-            self._process.stdin.write("".join(lines).encode())
-            self._process.stdin.flush()
+            self._requests.write("".join(lines).encode())
+            self._requests.flush()
         return made
 
     def _listen(self) -> None:
         try:
             while True:
-                number, target, made, crashed = pickle.load(self._process.stdout)
-                store = kernel_cache(target)
+                number, target, made, crashed = pickle.load(self._answers)
+                store = workshop(target)
                 if store is not None and made is not None:
                     store.add(made)
                 self._futures[number].set_result(crashed)

@@ -411,8 +411,8 @@ class Search:
         """The problem's tensors; a kernel that takes an operand's memory gets a copy of it."""
         inputs = list(self._inputs or ())
         if row.overwrites is not None:
-            metas, constant = self._problem.inputs, self._problem.constant
-            given = [i for i, m in enumerate(metas) if m is not None and i not in constant]
+            present = self._problem.operation.shapes(self._problem.inputs)
+            given = [name for name in present if not self._problem.is_constant(name)]
             place = given.index(row.overwrites)
             inputs[place] = inputs[place].clone()
         return inputs

@@ -76,9 +76,11 @@ def conv2d(
         UsageError: arguments that do not go together.
         KernelError: the algorithm is not defined here; the message has its reason.
     """
-    tensors = [_dense(t) for t in (x, weight, bias, residual, scale)]
+    x, weight, added = _dense(x), _dense(weight), _given(bias, residual, scale)
     problem = problems.conv(
-        *[_meta(t) for t in tensors],
+        meta_of(x),
+        meta_of(weight),
+        *_metas(added),
         stride=stride,
         padding=padding,
         dilation=dilation,
@@ -90,7 +92,7 @@ def conv2d(
         out_dtype=_name(out_dtype),
         math=math,
     )
-    return _run(problem, tensors, algorithm, out)
+    return _run(problem, [x, weight, *added], algorithm, out)
 
 
 conv1d = conv3d = conv2d
@@ -114,9 +116,10 @@ def conv2d_dgrad(
         dy: gradient of the result [N, K, P, Q].
         input_size: [N, C, H, W].
     """
-    tensors = [_dense(dy), _dense(weight)]
+    dy, weight = _dense(dy), _dense(weight)
     problem = problems.conv_dgrad(
-        *[meta_of(t) for t in tensors],
+        meta_of(dy),
+        meta_of(weight),
         input_size,
         stride=stride,
         padding=padding,
@@ -124,7 +127,7 @@ def conv2d_dgrad(
         groups=groups,
         math=math,
     )
-    return _run(problem, tensors, algorithm, None)
+    return _run(problem, [dy, weight], algorithm, None)
 
 
 def conv2d_wgrad(
@@ -148,9 +151,10 @@ def conv2d_wgrad(
         kernel_size: R and S.
         out_dtype: default x's.
     """
-    tensors = [_dense(dy), _dense(x)]
+    dy, x = _dense(dy), _dense(x)
     problem = problems.conv_wgrad(
-        *[meta_of(t) for t in tensors],
+        meta_of(dy),
+        meta_of(x),
         kernel_size,
         stride=stride,
         padding=padding,
@@ -159,7 +163,7 @@ def conv2d_wgrad(
         out_dtype=_name(out_dtype),
         math=math,
     )
-    return _run(problem, tensors, algorithm, None)
+    return _run(problem, [dy, x], algorithm, None)
 
 
 def matmul(
@@ -191,9 +195,11 @@ def matmul(
     """
     a, transpose_a = _untransposed(a)
     b, transpose_b = _untransposed(b)
-    tensors = [a, b, *(_dense(t) for t in (bias, residual, scale))]
+    added = _given(bias, residual, scale)
     problem = problems.matmul(
-        *[_meta(t) for t in tensors],
+        meta_of(a),
+        meta_of(b),
+        *_metas(added),
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         activation=activation,
@@ -204,7 +210,7 @@ def matmul(
         out_dtype=_name(out_dtype),
         math=math,
     )
-    return _run(problem, tensors, algorithm, out)
+    return _run(problem, [a, b, *added], algorithm, out)
 
 
 def linear(
@@ -231,9 +237,11 @@ def linear(
         weight: [N, K].
         bias, scale: [N]; the other arguments as for ``matmul``.
     """
-    tensors = [_dense(t) for t in (x, weight, bias, residual, scale)]
+    x, weight, added = _dense(x), _dense(weight), _given(bias, residual, scale)
     problem = problems.linear(
-        *[_meta(t) for t in tensors],
+        meta_of(x),
+        meta_of(weight),
+        *_metas(added),
         activation=activation,
         alpha=alpha,
         beta=beta,
@@ -242,7 +250,7 @@ def linear(
         out_dtype=_name(out_dtype),
         math=math,
     )
-    return _run(problem, tensors, algorithm, out)
+    return _run(problem, [x, weight, *added], algorithm, out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,11 +305,11 @@ def _run(
                 ready.workspace_bytes, dtype=torch.uint8, device=device
             )
         if ready.writes_out:
-            direct = out is not None and _is_free(out, inputs)
-            buffers["out"] = out if direct else problem.output.empty(device)
-        rounds = ready.library and device.type == "cuda" and problem.inputs[0].dtype == "float32"
+            direct = out if out is not None and _is_free(out, inputs) else None
+            buffers["out"] = problem.output.empty(device) if direct is None else direct
+        rounds = ready.library and device.type == "cuda" and inputs[0].dtype == torch.float32
         with float32_math(problem.math) if rounds else contextlib.nullcontext():
-            made = ready.call(*inputs, **buffers)
+            made: Tensor = ready.call(*inputs, **buffers)
         return made if out is None or buffers.get("out") is out else out.copy_(made)
 
 
@@ -367,14 +375,17 @@ def _is_free(out: Tensor, inputs: Sequence[Tensor]) -> bool:
     return not shared and out.data_ptr() % ALIGNMENT == 0
 
 
-def _meta(tensor: Tensor | None) -> TensorMeta | None:
-    return None if tensor is None else meta_of(tensor)
+def _given(*added: Tensor | None) -> list[Tensor | None]:
+    """The tensors of an epilogue as kernels read them; None for one that is left out."""
+    return [None if tensor is None else _dense(tensor) for tensor in added]
 
 
-def _dense(tensor: Tensor | None) -> Any:
+def _metas(tensors: Sequence[Tensor | None]) -> list[TensorMeta | None]:
+    return [None if tensor is None else meta_of(tensor) for tensor in tensors]
+
+
+def _dense(tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy of one whose strides no kernel knows."""
-    if tensor is None:
-        return None
     return _aligned(tensor if meta_of(tensor).format != "strided" else tensor.contiguous())
 
 

@@ -44,8 +44,7 @@ class Limits:
 
     def flops_limit(self, problem: Problem) -> float | None:
         """Operations a second that this machine reaches with the problem's types."""
-        first = problem.inputs[0]
-        dtype = "float32" if first is None else first.dtype
+        dtype = next((meta.dtype for meta in problem.inputs if meta is not None), "float32")
         return self.flops_s.get("tf32" if dtype == "float32" and problem.math == "tf32" else dtype)
 
     def least_us(self, problem: Problem) -> float:
@@ -81,7 +80,7 @@ def measured(target: str, name: str) -> Limits:
     copy = torch.empty_like(source)
     # not copy_: in a CUDA graph that is a memcpy node, which reads 2.8 TB/s on an H200 of 4.25
     copy_us = _time_us(lambda: torch.neg(source, out=copy), device, "ieee")
-    rates = {}
+    rates: dict[str, float] = {}
     for dtype, (product, size) in (_gpu_products(device) if gpu else _cpu_products()).items():
         math: Math = "tf32" if dtype == "tf32" else "ieee"
         rates[dtype] = round(2e6 * size**3 / _time_us(product, device, math))
@@ -102,7 +101,7 @@ def _cpu_products(size: int = 1024) -> Products:
 
     def product(dtype: torch.dtype) -> Callable[[], object]:
         a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-        has_onednn = torch.backends.mkldnn.is_available()
+        has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         if dtype == torch.bfloat16:
             has_onednn = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         if not has_onednn:

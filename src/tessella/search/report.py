@@ -15,12 +15,13 @@ from tessella.kernels import catalog
 from tessella.kernels.sparse.two_four import LAYERS, TWO_FOUR, is_two_four
 from tessella.operations import problems
 from tessella.operations.problem import Problem
+from tessella.operations.table import operation
 from tessella.operations.tensor_meta import meta_of
 from tessella.search import find as search
 from tessella.search.find import SearchOptions
 from tessella.search.functional import check_algorithm, current, target_of, timing_cache
 from tessella.search.limits import Limits, limits
-from tessella.search.tuning import CACHE_FOLDER, Inspection, Trial, Tried
+from tessella.search.tuning import CACHE_FOLDER, Trial, Tried
 
 ATTENTION = "scaled_dot_product_attention"
 PROBLEMS: dict[str, Callable[..., Problem]] = {
@@ -139,10 +140,10 @@ def find(
     if op not in PROBLEMS:
         raise UsageError("no such operation to search", seen=op, fix=f"use {', '.join(PROBLEMS)}")
     if not op.endswith("grad"):
-        names = ("value", "attn_mask") if op == ATTENTION else EXTRAS
-        operands = _with_named(operands, names, arguments)
+        operands = _with_named(op, operands, arguments)
     device = _device(op, operands)
-    target = target_of(operands[0])
+    given = {i: tensor for i, tensor in enumerate(operands) if tensor is not None}
+    target = target_of(given[0])
     algorithms = (algorithms,) if isinstance(algorithms, str) else algorithms
     for algorithm in algorithms or ():
         check_algorithm(op, target, algorithm)
@@ -151,10 +152,10 @@ def find(
     with current(device):
         trials = search.find(
             problem,
-            {i: operands[i] for i in constant},
+            {i: given[i] for i in constant},
             target=target,
             cache=timing_cache(folder),
-            inputs=[t for i, t in enumerate(operands) if t is not None and i not in constant],
+            inputs=[tensor for i, tensor in given.items() if i not in constant],
             options=SearchOptions(
                 budget_s=budget_s,
                 max_workspace_bytes=max_workspace_bytes,
@@ -172,15 +173,13 @@ def find(
     )
 
 
-EXTRAS = ("bias", "residual", "scale")  # operands 2, 3 and 4, which may also come by name
-
-
 def _with_named(
-    operands: Sequence[torch.Tensor | None], names: Sequence[str], arguments: dict[str, Any]
+    op: str, operands: Sequence[torch.Tensor | None], arguments: dict[str, Any]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The operands with those that were given by name; they are taken out of the arguments."""
-    made = [*operands, *(None,) * (2 + len(names) - len(operands))]
-    for position, name in enumerate(names, 2):
+    """The operands in order; those given by name, behind the second, leave the arguments."""
+    names = operation(op).operands
+    made = [*operands, *(None,) * (len(names) - len(operands))]
+    for position, name in enumerate(names[2:], 2):
         if (given := arguments.pop(name, None)) is not None:
             made[position] = given
     while len(made) > 2 and made[-1] is None:
@@ -197,7 +196,7 @@ def _device(op: str, operands: Sequence[Any]) -> torch.device:
             seen=", ".join(type(t).__name__ for t in operands) or "none",
             fix="give the operands in order, everything else by name",
         )
-    devices = {t.device for t in operands if t is not None}
+    devices: set[torch.device] = {t.device for t in operands if t is not None}
     if len(devices) > 1:
         raise UsageError("tensors must be on one device", seen=devices, fix="move them")
     return devices.pop()
@@ -218,29 +217,29 @@ def _problem(
     if op.endswith("grad"):
         raise UsageError("a gradient has no constant weight", seen=op, fix="leave it out")
     problem = PROBLEMS[op](*metas, constant=constant, **arguments)
-    if op not in LAYERS or not is_two_four(operands[1]):
+    weight = operands[1]
+    if op not in LAYERS or weight is None or not is_two_four(weight):
         return problem
     return replace(problem, attrs={**problem.attrs, "sparsity": TWO_FOUR})
 
 
 def _finding(trial: Trial, problem: Problem, ceilings: Limits) -> Finding:
     row = catalog.kernel(trial.kernel)
-    known = {
-        "algorithm": row.algorithm,
-        "kernel": row.id,
-        "source": row.source,
-        "config": trial.config,
-        "workspace_bytes": trial.workspace_bytes,
-        "tried": trial.tried,
-        "refused": trial.refused,
-    }
+    found = Finding(
+        algorithm=row.algorithm,
+        kernel=row.id,
+        source=row.source,
+        config=trial.config,
+        workspace_bytes=trial.workspace_bytes,
+        tried=trial.tried,
+        refused=trial.refused,
+    )
     if trial.time_us is None:
-        return Finding(**known)
-    seen = vars(trial.inspection) if isinstance(trial.inspection, Inspection) else {}
+        return found
     work = problem.flops
-    return Finding(
-        **known,
-        **seen,
+    return replace(
+        found,
+        **(vars(trial.inspection) if trial.inspection else {}),
         time_us=trial.time_us,
         spread_us=trial.spread_us,
         tflops=None if work is None else work / trial.time_us * 1e-6,
@@ -260,14 +259,13 @@ COLUMNS = (
 def title(report: Report) -> str:
     """One line: the problem, the machine and its limits."""
     problem = report.problem
-    shapes = " × ".join("×".join(map(str, t.shape)) for t in problem.inputs[:2] if t is not None)
-    first = problem.inputs[0]
-    kind = f"{first.dtype} {first.format}" if first is not None else ""
-    math = f" {problem.math}" if first is not None and first.dtype == "float32" else ""
+    first, second, *_ = (meta for meta in problem.inputs if meta is not None)
+    shapes = " × ".join("×".join(map(str, meta.shape)) for meta in (first, second))
+    math = f" {problem.math}" if first.dtype == "float32" else ""
     rate = report.limits.flops_limit(problem)
     flops_limit = f"{rate * 1e-12:.4g} TFLOP/s and " if rate else ""
     return (
-        f"{problem.op} {shapes}, {kind}{math}, on {report.limits.device}"
+        f"{problem.op} {shapes}, {first.dtype} {first.format}{math}, on {report.limits.device}"
         f" (measured limits: {flops_limit}{report.limits.copy_bytes_s * 1e-12:.3g} TB/s)"
     )
 

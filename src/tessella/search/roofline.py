@@ -21,8 +21,8 @@ def svg(report: Report) -> str:
     bandwidth = report.limits.copy_bytes_s
     ceiling = report.limits.flops_limit(report.problem) or bandwidth * intensity
     ridge = ceiling / bandwidth
-    ran = [f for f in report if f.tflops]
-    rates = [f.tflops * 1e12 for f in ran] or [ceiling]
+    ran = [(f, f.tflops * 1e12) for f in report if f.tflops]
+    rates = [rate for _, rate in ran] or [ceiling]
     x = _scale(min(intensity, ridge) / 8, max(intensity, ridge) * 8, LEFT, WIDTH - RIGHT)
     y = _scale(min(rates) / 3, max(ceiling, *rates) * 2, HEIGHT - BOTTOM, TOP)
     low, high = min(intensity, ridge) / 8, max(intensity, ridge) * 8
@@ -41,10 +41,10 @@ def svg(report: Report) -> str:
         + " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in roof)
         + '"/>',
     ]
-    labels = _spread([y(f.tflops * 1e12) for f in ran])
-    for finding, label in zip(ran, labels, strict=True):
+    labels = _spread([y(rate) for _, rate in ran])
+    for (finding, rate), label in zip(ran, labels, strict=True):
         colour = COLOURS.get(finding.source, "#888888")
-        at_x, at_y = x(intensity), y(finding.tflops * 1e12)
+        at_x, at_y = x(intensity), y(rate)
         parts += [
             f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="5" fill="{colour}"/>',
             f'<line x1="{at_x + 6:.1f}" y1="{at_y:.1f}" x2="{WIDTH - RIGHT + 5}" y2="{label:.1f}"'

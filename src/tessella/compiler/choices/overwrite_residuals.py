@@ -34,7 +34,7 @@ def apply(
     for index, ends in enumerate(liveness.dying(uses, lasting)):
         choice = choices[index]
         rows = catalog.candidates(choice.node.op, tuner.target)
-        taken = {row.overwrites for row in rows if row.overwrites is not None} & set(ends)
+        taken = {row.overwritten for row in rows} & set(ends)
         if taken:
             problem = replace(choice.problem, dying=tuple(sorted(taken)))
             changed[index] = replace(
