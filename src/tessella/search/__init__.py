@@ -1,1 +1,1 @@
-"""Finding the fastest kernel: every one that fits is run, timed, and its answer looked at."""
+"""Finding the fastest kernel: every one that fits is run, timed, and its answer is checked."""

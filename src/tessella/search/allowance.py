@@ -12,7 +12,7 @@ class OutOfTime(Exception):
 
 @dataclass
 class Allowance:
-    """``seconds`` of measuring; None for as long as it takes.
+    """The seconds that a build may measure; None for as long as it takes.
 
     The time of choosing candidates counts, too. It leaves nothing in the cache, so that the first
     measurement is made however long the choice took.
@@ -26,7 +26,7 @@ class Allowance:
 
     @property
     def left_s(self) -> float | None:
-        """What is left, from the first time this is asked on; None without a limit."""
+        """The seconds that are left since this was first asked; None without a limit."""
         now = time.monotonic()
         if self.started is None:
             self.started = now

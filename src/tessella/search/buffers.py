@@ -1,4 +1,4 @@
-"""What a kernel does with memory: writes beside its result, and what it takes meanwhile."""
+"""How a kernel uses memory: whether it writes beside its result, and how much it allocates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POISON = 77  # what a kernel leaves unwritten must show
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory that a buffer of a search has, the gaps of a slice included."""
+    """All memory behind a buffer, the gaps of a slice included."""
     size = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.as_strided((size,), (1,), 0)
 

@@ -43,7 +43,7 @@ META = torch.device("meta")
 
 
 class Compiling:
-    """What was asked for, by whomever, and may not be compiled yet.
+    """Requests that somebody has made, and that may not be compiled yet.
 
     Attributes:
         left: requests that no other process was given.
@@ -54,7 +54,7 @@ class Compiling:
         self.left = left
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether all is done, now or before the time is over."""
+        """Whether all requests are done, now or before the time is over."""
         return not wait(self._asked, timeout_s).not_done
 
 
@@ -151,7 +151,7 @@ class _Compilers:
                 self._end()
 
     def _end(self) -> None:
-        """Nobody knows what would have come of the others."""
+        """Let all open futures end: nobody knows what would have come of them."""
         for future in self._futures:
             if not future.done():
                 future.set_result(False)
@@ -192,7 +192,7 @@ class _Workers:
         return ProcessPoolExecutor(workers, mp_context=self._context)
 
     def compile(self, request: dict[str, Any], then: Then) -> None:
-        """Compile, and call ``then``, whatever came of it."""
+        """Compile a request, and call ``then``, whether it compiled or not."""
         with self._lock:
             try:
                 future = self._pool.submit(compile_one, request)
@@ -209,14 +209,14 @@ class _Workers:
         future.add_done_callback(ended)
 
     def _alone(self, request: dict[str, Any], then: Then) -> None:
-        """After a crash, by whomever: if it was this one, nobody else is hurt again."""
+        """Compile a request in a process of its own, after a crash that it may have caused."""
         with self._started(1) as pool:
             future = pool.submit(compile_one, request)
             crashed = isinstance(future.exception(), BrokenProcessPool)
         then(_result(future), crashed)
 
     def end(self) -> None:
-        """What has not begun is not wanted any more."""
+        """Stop; requests that have not begun are dropped."""
         with self._lock:
             self._pool.shutdown(cancel_futures=True)
         self._again.shutdown(cancel_futures=True)

@@ -256,7 +256,7 @@ class Search:
         return self._too_much(min(needs, default=0))
 
     def configs(self, row: Kernel) -> tuple[Config, ...]:
-        """Those whose workspace is allowed."""
+        """The configurations whose workspace is allowed."""
         return tuple(
             config
             for config in row.configs(self._problem)
@@ -295,7 +295,7 @@ class Search:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Inside, kernels run as in a plan."""
+        """A context in which kernels run as they do in a plan."""
         with (
             using_kernels(kernel_cache(self._target)),
             torch.inference_mode(),
@@ -304,7 +304,7 @@ class Search:
             yield
 
     def _worth_running(self, rows: list[Kernel]) -> list[Candidate]:
-        """All configurations of kernels whose first is not far behind; of the others, that one."""
+        """All configurations of kernels whose first one is fast enough; of the others the first."""
         configs = {row.id: self.configs(row) for row in rows}
         cutoff = self._options.cutoff
         if cutoff == math.inf or all(len(c) == 1 for c in configs.values()):
@@ -362,7 +362,7 @@ class Search:
     def _winner_checked(
         self, trials: list[Trial], runnable: Mapping[str, _Runnable]
     ) -> list[Trial]:
-        """Where one of our kernels wins it is compared with float64; a wrong one is refused."""
+        """The trials; a winner of ours is compared with float64, and refused if it is wrong."""
         checked = {trial.kernel: trial for trial in trials}
         while ran := [t for t in checked.values() if t.refused is None]:
             best = min(ran, key=lambda t: t.time_us or 0.0)
@@ -391,7 +391,7 @@ class Search:
             list(pool.map(compile_one, [(row, config) for _, row, config in asked.left]))
 
     def _reserve(self, row: Kernel, config: Config) -> int:
-        """Let the shared workspace be large enough; returns what this candidate needs of it."""
+        """Let the shared workspace be large enough; return how many bytes this candidate needs."""
         needed = row.workspace_bytes(self._problem, config)
         if needed > self._workspace.nbytes:
             self._workspace = torch.empty(0, device=self._device)  # let go before asking for more

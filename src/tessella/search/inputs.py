@@ -68,7 +68,7 @@ def expose_errors(inputs: Sequence[torch.Tensor]) -> bool:
 def joined(
     problem: Problem, inputs: Sequence[torch.Tensor], device: torch.device
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """A result, and the parts of it: those that are in place already are slices of it."""
+    """The inputs of a ``cat`` and its result: inputs that are in place already are its slices."""
     out, start, parts = problem.output.empty(device), 0, []
     for position, tensor in enumerate(inputs):
         size = tensor.shape[problem.attrs["dim"]]

@@ -61,7 +61,7 @@ def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def inspect(
     run: Run, exact: Sequence[torch.Tensor], out: torch.Tensor | None, *, sliced: bool
 ) -> Inspection:
-    """Run a kernel twice and look at what it made.
+    """Run a kernel twice and compare its results with each other and with exact ones.
 
     Args:
         run: the kernel with its operands.
@@ -119,7 +119,7 @@ def _wrong(error: float, problem: Problem) -> str | None:
 
 
 def _tolerance(problem: Problem) -> float:
-    """That of the coarsest element type that goes in or comes out, and the rounding of fp8."""
+    """The tolerance of the coarsest element type of a problem, and the rounding of fp8."""
     dtypes = {meta.dtype for meta in (*problem.inputs, *problem.outputs) if meta is not None}
     if "float32" in dtypes and problem.math == "tf32":
         dtypes.add("tf32")
@@ -132,7 +132,7 @@ def _results(made: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _error(made: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest difference over the largest value; of a few ties of int8 over the type's."""
+    """The largest difference over the largest value; where few ties differ, over int8's."""
     largest = exact.abs().max() if exact.numel() else exact.sum()
     off = (made.double() - exact).abs()
     if made.dtype == torch.int8 and largest and _are_ties(off):
@@ -142,14 +142,14 @@ def _error(made: torch.Tensor, exact: torch.Tensor) -> float:
 
 def _are_ties(off: torch.Tensor) -> bool:
     """Whether results are off by one step, and few: those fall either way by a sum's last bit,
-    however small the other codes are.
+    however small the other values are.
     """
     few = max(FEWEST_TIES, TIES * off.numel())
     return bool(off.max() <= 1) and int(off.count_nonzero()) <= few
 
 
 def _largest(errors: Sequence[float]) -> float:
-    """The largest, or NaN where one is."""
+    """The largest error, or NaN where one is."""
     return math.nan if any(math.isnan(e) for e in errors) else max(errors)
 
 

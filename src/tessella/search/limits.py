@@ -29,7 +29,7 @@ VERSION = 3  # of how they are measured
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Ceilings of one machine.
+    """The ceilings of one machine.
 
     Attributes:
         device: its name, for people.
@@ -48,7 +48,10 @@ class Limits:
         return self.flops_s.get("tf32" if dtype == "float32" and problem.math == "tf32" else dtype)
 
     def least_us(self, problem: Problem) -> float:
-        """No kernel is faster, unless it needs fewer operations than the plain sum of products."""
+        """The least microseconds of a problem here.
+
+        Only a kernel that needs fewer operations than the plain sum of products can be faster.
+        """
         moved_s = problem.nbytes / self.copy_bytes_s
         work, rate = problem.flops, self.flops_limit(problem)
         return 1e6 * (max(moved_s, work / rate) if work and rate else moved_s)
@@ -97,7 +100,7 @@ Products = dict[str, tuple[Callable[[], object], int]]  # type → (product, siz
 
 
 def _cpu_products(size: int = 1024) -> Products:
-    """By oneDNN, where torch has it: MKL's float32 reaches a fifth of it on an AMD EPYC."""
+    """Products by oneDNN, where torch has it: MKL's float32 reaches a fifth on an AMD EPYC."""
 
     def product(dtype: torch.dtype) -> Callable[[], object]:
         a, b = (torch.randn(size, size).to(dtype) for _ in range(2))

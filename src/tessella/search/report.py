@@ -1,4 +1,4 @@
-"""find, as people use it: every algorithm on their tensors, fastest first, with what bounds it."""
+"""``find`` as people call it: all algorithms on their tensors, and what bounds them."""
 
 from __future__ import annotations
 

@@ -145,14 +145,17 @@ def _cuda_sampler(run: Run, device: torch.device) -> Sampler:
 
 
 def _events(**options: bool) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """What marks the begin and the end of a call on a stream."""
+    """Marks for the begin and the end of a call on a stream."""
     event = functools.partial(torch.cuda.Event, enable_timing=True, **options)
     return event(), event()
 
 
 @functools.cache
 def _l2_filler(device: int) -> torch.Tensor:
-    """Twice the L2: writing it drives out everything else. Kept, since graphs hold its address."""
+    """A tensor of twice the L2: writing it drives out everything else.
+
+    It is kept, since graphs hold its address.
+    """
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     with torch.inference_mode(False):  # else it could not be written outside of that mode
         return torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)

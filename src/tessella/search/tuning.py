@@ -127,7 +127,7 @@ class TimingCache:
 
 
 class Lock(TimingCache):
-    """A timing cache that takes down which of its trials a build was decided by.
+    """A timing cache that records the trials by which a build was decided.
 
     Args:
         lines: those of another build, or a timing cache's: then they are all there is, and a trial

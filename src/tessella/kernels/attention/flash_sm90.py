@@ -2,7 +2,7 @@
 
 The host's side: what fits, which tiles are worth trying, descriptors and the launch. The device
 code is ``flash_sm90_device``. For float16 and bfloat16, masks and head groups included; results
-may be codes, which the layer after attention multiplies.
+may be quantized, as the layer after attention wants them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def fits(problem: Problem) -> str | None:
     if made.width % 8 or made.value_width % 8:
         return f"rows of multiples of 16 bytes, as TMA wants them, not {made.width} numbers"
     if problem.output.dtype in QUANTIZED and (made.value_width % 16 or made.value_width == 16):
-        return f"rows of codes of 32, 48, 64 … bytes, not {made.value_width}"
+        return f"rows of quantized values of 32, 48, 64 … bytes, not {made.value_width}"
     if 0 in (made.batch, made.heads, made.queries, made.keys):
         return "empty"
     if repeats(problem) > 1:
@@ -57,7 +57,7 @@ def fits(problem: Problem) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """One way to run it.
+    """One way to run the kernel.
 
     Attributes:
         tile_n: keys of a tile.
@@ -73,7 +73,7 @@ class Tiling:
     ping_pong: bool = False
 
     def shared_bytes(self, wide: int, value_wide: int) -> int:
-        """Of 16-bit numbers: the ring, two tiles of queries, one of results, which may be codes."""
+        """Shared memory of a block: the ring, two tiles of queries and a tile of results."""
         rows = self.stages * self.tile_n
         return 2 * ((rows + 2 * ROWS) * wide + (rows + ROWS) * value_wide) + SMALL_BYTES
 

@@ -37,7 +37,12 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """``width``: of a head's queries and keys; ``value_width``: of its values and results."""
+    """Sizes of attention.
+
+    Attributes:
+        width: numbers in a query and in a key of a head.
+        value_width: numbers in a value and in a result of a head.
+    """
 
     batch: int
     heads: int
@@ -97,7 +102,7 @@ def _refused_mask(problem: Problem) -> str | None:
 
 
 def repeats(problem: Problem) -> int:
-    """How often the mask is used over: N / M; 1 for a mask that broadcasts, and without one."""
+    """How many images use each mask, N / M; 1 for a mask that broadcasts, and without a mask."""
     mask, shape = problem.get("attn_mask"), problem["query"].shape
     if mask is None or len(mask.shape) < 4 or len(shape) < 4 or mask.shape[0] in (0, 1):
         return 1

@@ -22,6 +22,7 @@ from tessella.kernels.gemm import wgmma
 from tessella.kernels.gemm.normed_device import multiply_and_normalize
 from tessella.kernels.gemm.wgmma import FP8, ROW_BYTES, SHARED_BYTES, Product
 from tessella.operations.problem import Problem
+from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
 
 OWN_ATTRS = ("eps", "results", "code_dtype")  # the others are the product's
@@ -69,7 +70,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def _sum(problem: Problem) -> TensorMeta | None:
-    """What is normalized, as it lies in memory, or would; None where nothing shows it."""
+    """The tensor whose rows are normalized: a result, or like the residual; None if neither is."""
     for name, meta in zip(problem.attrs["results"], problem.outputs, strict=True):
         if name != "codes":
             return meta
@@ -79,25 +80,25 @@ def _sum(problem: Problem) -> TensorMeta | None:
 def _linear(problem: Problem, made: TensorMeta) -> Problem:
     """The product alone."""
     attrs = {k: v for k, v in problem.attrs.items() if k not in OWN_ATTRS}
-    count = problem.operation.position("norm_weight")  # the operands before it
+    product = operation("linear")
     return replace(
         problem,
         op="linear",
-        inputs=problem.inputs[:count],
+        inputs=tuple(map(problem.get, product.operands)),
         outputs=(made,),
         attrs=attrs,
-        constant=tuple(i for i in problem.constant if i < count),
+        constant=product.positions(n for n in problem.constants if n in product.operands),
     )
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """One: what two consumers can hold, and as many stages as there is room for."""
-    room = HOPPER.shared_bytes_of_block() - BUFFER_BYTES - SMALL_BYTES
+    """One configuration: what two consumers can hold, and as many stages as have room."""
+    room = SHARED_BYTES[1] - BUFFER_BYTES - SMALL_BYTES
     return ({"stages": room // STAGE_BYTES},)
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
-    """What each tile knows of its rows: two float32 a row."""
+    """Room for what each tile knows of its rows: two float32 a row."""
     made = _sum(problem)
     assert made is not None
     product = Product.of(_linear(problem, made))

@@ -127,7 +127,7 @@ def operands(
 
 
 def strides(o: Operands) -> tuple[int, ...]:
-    """Of bias, residual (three) and scale; zeros where there is none."""
+    """The strides of bias, residual (three) and scale; zeros where there is none."""
     added = o.epilogue
     return (
         0 if added.bias is None else added.bias.stride(0),

@@ -168,7 +168,7 @@ def _wants_k_major(dtype: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """One way to run it.
+    """One way to run the kernel.
 
     Attributes:
         tile_m, tile_n: what a block computes at a time.
@@ -193,7 +193,7 @@ class Tiling:
 
     @property
     def rows(self) -> int:
-        """Of a tile, that one consumer accumulates."""
+        """Rows of a tile that one consumer accumulates."""
         return self.tile_m // 2 if self.schedule == "staggered" else self.tile_m
 
     @property
@@ -206,7 +206,7 @@ class Tiling:
         return 2 if self.schedule == "paired" else 1
 
     def shared_bytes(self) -> int:
-        """Upper bound: results leave in pieces of ``ROW_BYTES`` a row, whatever their type."""
+        """An upper bound: results leave in pieces of ``ROW_BYTES`` a row, whatever their type."""
         ring = self.stages * (self.tile_m + self.tile_n) * ROW_BYTES
         return ring + self.consumers * self.buffers * self.rows * ROW_BYTES + BARRIER_BYTES
 
@@ -283,17 +283,17 @@ def _tilings(problem: Problem) -> Iterator[Tiling]:
 
 
 def _may_split(problem: Problem, tiling: Tiling) -> bool:
-    """Partial sums leave through the buffers of results, in rows of as many bytes."""
+    """Whether partial sums can leave through the buffers of results, whose rows are as long."""
     return _row_bytes(tiling.tile_n, problem.output.dtype) >= ROW_BYTES
 
 
 def _even(ranges: int, tiles_k: int) -> int:
-    """The fewest ranges that are as long as these: none is empty."""
+    """The fewest ranges that are as long as so many ranges would be: none is empty."""
     return -(-tiles_k // -(-tiles_k // ranges))
 
 
 def _ring(problem: Problem, tile_m: int, tile_n: int, schedule: str) -> Tiling:
-    """Buffers for results: all, where a residual waits there; then as many stages as fit."""
+    """A tiling with all buffers where a residual waits in them, and as many stages as fit."""
     pieces = max(1, _row_bytes(tile_n, problem.output.dtype) // ROW_BYTES)
     residual = problem.epilogue.residual is not None
     for buffers in (pieces if residual else min(2, pieces), min(2, pieces), 1):
@@ -307,7 +307,7 @@ def _ring(problem: Problem, tile_m: int, tile_n: int, schedule: str) -> Tiling:
 
 
 def _clocks(problem: Problem, tiling: Tiling) -> float:
-    """About how long it takes, launches apart."""
+    """About how long a tiling takes, in clocks of a multiprocessor, without the launches."""
     work = _Work.of(problem, tiling)
     m, n = tiling.tile_m, tiling.tile_n
     # the tensor cores take 32 elements of a tile times ROW_BYTES of K a clock, of every type
@@ -535,7 +535,7 @@ def _turned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Itself if its rows are dense and it can be given to TMA, else a copy."""
-    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+    """The tensor itself if TMA can read it, dense and aligned to 16 bytes; else a copy."""
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -20,7 +20,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """Those of the kernel that makes one result."""
+    """The configurations of the kernel that makes one result."""
     return generated.configs(problem)
 
 

@@ -49,7 +49,7 @@ class ChannelAffine:
     meta: TensorMeta
 
     def tensor(self, constants: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """[C, 1, …] in float32, computed in float64."""
+        """The vector [C, 1, …] in float32, computed in float64."""
         mean, variance, weight, bias = (
             None if i is None else constants[i].double() for i in self.sources
         )
@@ -71,7 +71,7 @@ class AlongAxis:
     meta: TensorMeta
 
     def tensor(self, constants: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """[1] or [C, 1, …] in float32."""
+        """The vector [1] or [C, 1, …] in float32."""
         return constants[self.source].float().reshape(self.meta.shape).contiguous()
 
 
@@ -80,7 +80,7 @@ Prepared = ChannelAffine | AlongAxis
 
 @dataclass
 class Lowered:
-    """A program in the kernel's words.
+    """A program as the generated kernel takes it.
 
     Attributes:
         operands: what the kernel loads: numbers of inputs, and what is computed from constants.
@@ -99,7 +99,7 @@ class Lowered:
     rows: bool = False
 
     def metas(self, inputs: Sequence[TensorMeta | None]) -> list[TensorMeta]:
-        """Of the operands; ``inputs`` are the problem's, none left out."""
+        """The descriptions of the operands; ``inputs`` are the problem's, none left out."""
         return [inputs[o] if isinstance(o, int) else o.meta for o in self.operands]
 
     def binder(
@@ -179,7 +179,7 @@ def metas_of(instructions: Sequence[Instruction], inputs: Sequence[TensorMeta]) 
 
 
 def _is_fp8(instructions: Sequence[Instruction], value: int | None, inputs: int) -> bool:
-    """Whether a value is codes of fp8 made here, which only the store rounds."""
+    """Whether a value is quantized to fp8 by the program, so that only the store rounds it."""
     maker = None if value is None or value < inputs else instructions[value - inputs]
     return maker is not None and maker.op == "quantize" and maker.attrs["dtype"] != "int8"
 
@@ -187,7 +187,7 @@ def _is_fp8(instructions: Sequence[Instruction], value: int | None, inputs: int)
 def _domain(
     instructions: Sequence[Instruction], shapes: Sequence[tuple[int, ...]], inputs: int
 ) -> tuple[int, ...]:
-    """What all values that are made, and all rows that are reduced, broadcast to."""
+    """The shape to which all made values, and all rows that are reduced, broadcast."""
     reduced = [shapes[step.reads[0]] for step in instructions if step.op in ROWS]
     if (made := broadcast(*shapes[inputs:], *reduced)) is None:
         raise KernelError("values that do not broadcast together")
@@ -197,7 +197,7 @@ def _domain(
 def _operands(
     instructions: Sequence[Instruction], problem: Problem, shapes: Sequence[tuple[int, ...]]
 ) -> list[int | Prepared]:
-    """The inputs that are read as they are, then what is made of constants."""
+    """The operands: inputs that are read as they are, then vectors that are made of constants."""
     plain: set[int] = set()
     prepared: list[Prepared] = []
     for step in instructions:
@@ -211,7 +211,7 @@ def _operands(
 def _prepared(
     step: Instruction, problem: Problem, shapes: Sequence[tuple[int, ...]]
 ) -> list[Prepared]:
-    """What a step reads that is made of constants: a batch norm's, or a scale and a zero point."""
+    """A step's vectors that are made of constants: a batch norm's, or scale and zero point."""
     if step.op not in ("batch_norm", *CODES):
         return []
     if any(r is not None and r not in problem.constant for r in step.reads[1:]):

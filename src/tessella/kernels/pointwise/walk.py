@@ -26,7 +26,7 @@ class Walk:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Of each tensor, whether its numbers change with the row, the column, or both."""
+        """For each tensor, whether its numbers change with the row, the column, or both."""
         names = {(True, True): "tile", (False, True): "row", (True, False): "column"}
         made = [names.get((any(s[:-1]), s[-1] != 0), "one") for s in self.axes.strides]
         whole = "column" if self.axes.columns == 1 else "tile"

@@ -148,7 +148,7 @@ class _Parts:
         self._problem, self._program, self._metas = problem, program, metas
 
     def part(self, known: tuple[int, ...], result: int, shape: tuple[int, ...]) -> Part:
-        """What makes a value of a shape from the inputs and what is known, which come first."""
+        """The program that makes a value from inputs and known values; the latter come first."""
         metas, count = self._metas, len(self._problem.inputs)
         steps = self._needed(known, result)
         made = {count + i: n for n, i in enumerate(steps)}

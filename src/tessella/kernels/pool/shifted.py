@@ -37,7 +37,7 @@ IMAGE, RESULT, *SCRATCH = range(4)
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """The maximum of views of tensors; of one, a copy."""
+    """One step: the maximum of views of tensors, or a copy of a single view."""
 
     made: tuple[int, View]
     read: tuple[tuple[int, View], ...]
@@ -89,8 +89,8 @@ def bind(
     images: int | None = None,
     rows: int | None = None,
 ) -> Call:
-    """Without a configuration all at once."""
-    as_bits = bool(problem.attr("non_negative")) and problem.output.dtype in SIXTEEN_BIT
+    """The call; without a configuration the whole result is one tile."""
+    as_bits = bool(problem.attr("non_negative")) and problem.output.dtype in HALVES
     dtype = torch.int16 if as_bits else getattr(torch, problem.output.dtype)
     half = _halves(problem, images, rows)[0] // dtype.itemsize
     steps = list(_steps(problem, images, rows))
@@ -151,7 +151,7 @@ def _channels_last(meta: TensorMeta) -> bool:
 
 
 def _levels(problem: Problem, axis: int, begin: int = 0, count: int | None = None) -> list[Level]:
-    """What is done along the rows' axis (0) or the columns' (1), for some of the result's."""
+    """The levels along the rows (axis 0) or the columns (1) that make some places of the result."""
     kernel, stride, padding = (
         problem.attrs[name][axis] for name in ("kernel_size", "stride", "padding")
     )
@@ -167,7 +167,7 @@ def _levels(problem: Problem, axis: int, begin: int = 0, count: int | None = Non
 def _tiles(
     problem: Problem, images: int | None, rows: int | None
 ) -> Iterator[tuple[int, int, int, int]]:
-    """First image and how many, first row of the result and how many."""
+    """Each tile: its first image and their number, its first row of the result and their number."""
     batch, _, height, _ = problem.output.shape
     images, rows = images or batch, rows or height
     for image, row in itertools.product(range(0, batch, images), range(0, height, rows)):
@@ -177,7 +177,7 @@ def _tiles(
 def _tile(
     problem: Problem, images: int, row: int, rows: int
 ) -> list[tuple[int, Level, tuple[int, ...]]]:
-    """The levels of a tile: axis, level, and the shape that it makes."""
+    """The levels of a tile, each with its axis and the shape that the level makes."""
     _, channels, height, width = problem["input"].shape
     made, shape = [], [images, channels, height, width]
     whole = rows == problem.output.shape[2]
@@ -201,7 +201,7 @@ def _halves(problem: Problem, images: int | None, rows: int | None) -> tuple[int
 
 
 def _steps(problem: Problem, images: int | None, rows: int | None) -> Iterator[_Step]:
-    """What to do, tile by tile."""
+    """The steps of all tiles, in order."""
     x, y = problem["input"], problem.output
     for image, some, row, lines in _tiles(problem, images, rows):
         result = _cut(_cut(_whole(y), 0, image, some), 2, row, lines)
@@ -228,7 +228,7 @@ def _whole(meta: TensorMeta) -> View:
 
 
 def _cut(view: View, axis: int, begin: int, count: int, step: int = 1) -> View:
-    """Some places of one axis."""
+    """A view of some places along one axis."""
     shape, strides, offset = view
     return (
         (*shape[:axis], count, *shape[axis + 1 :]),

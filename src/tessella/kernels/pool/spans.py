@@ -86,7 +86,7 @@ def _level(
 
 
 def moves(level: Level) -> Iterator[Move]:
-    """What to do, in order. The two taps that reach furthest come first, so few pieces are copied.
+    """The moves of a level in order: the two taps that reach furthest first, so few are copied.
 
     >>> [(m.into, m.count, m.sources, m.again) for m in moves(*levels(
     ...     length=8, kernel=3, stride=2, first=-1, count=4))]
@@ -139,7 +139,7 @@ def _common(one: range, other: range) -> range:
 
 
 def _without(whole: range, done: list[range]) -> Iterator[range]:
-    """What is left of a range, where ``done`` are ranges in order and apart."""
+    """The parts of a range outside of ``done``, which are ranges in order and apart."""
     begin = whole.start
     for known in done:
         if known.stop > begin and known.start < whole.stop:

@@ -212,7 +212,7 @@ class _Pool:
 
 
 def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:
-    """Of each window along an axis: where it begins inside of the image, in bytes, and how long."""
+    """For each window along an axis, its first byte inside of the image, and its length."""
     kernel, stride, padding, dilation = (
         problem.attrs[name][axis] for name in ("kernel_size", "stride", "padding", "dilation")
     )
@@ -228,7 +228,7 @@ def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:
 
 
 def _lines(problem: Problem) -> list[tuple[int, int, int]]:
-    """Of each row of the result: where its windows begin, their rows, and where it lies itself."""
+    """For each row of the result, where its windows begin, their rows, and its own place."""
     x, y, spans = _strides(problem["input"]), _strides(problem.output), _spans(problem, 0)
     return [
         (image * x[0] + begin, rows, image * y[0] + row * y[2])
@@ -238,7 +238,7 @@ def _lines(problem: Problem) -> list[tuple[int, int, int]]:
 
 
 def _strides(meta: TensorMeta) -> tuple[int, ...]:
-    """In bytes."""
+    """The strides of a tensor in bytes."""
     return tuple(n * meta.itemsize for n in meta.strides or meta.dense_strides)
 
 

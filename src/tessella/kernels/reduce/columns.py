@@ -52,7 +52,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """Some inner places, and as many rows of them as make 2048 or 1024 elements."""
+    """Tiles of some inner places, with as many rows as make 2048 or 1024 elements."""
     _, reduced, inner = _sizes(problem)
     tall = triton.next_power_of_2(reduced)
     found = []
@@ -100,7 +100,7 @@ def bind(
 
 
 def _sizes(problem: Problem) -> tuple[int, int, int]:
-    """Outer, reduced, inner."""
+    """The sizes of the outer, reduced and inner axes."""
     if problem.op == "pointwise":
         images, channels, height, width = chain(problem).x.shape
         return images, height * width, channels

@@ -66,7 +66,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     made = sizes(product.as_linear(problem))
 
     def work(tiling: Tiling) -> float:
-        """About how long: waves of blocks, by what a block multiplies and loads."""
+        """About how long a tiling takes: waves of blocks, times the work of a block."""
         blocks = math.ceil(made.n / tiling.channels) * math.ceil(made.m / tiling.rows)
         one = tiling.channels * tiling.rows + 32 * (tiling.channels + 2 * tiling.rows)
         together = ARCHITECTURES[TARGET].shared_bytes // tiling.shared_bytes(1)

@@ -32,7 +32,7 @@ class Tiling:
 
     @property
     def groups(self) -> int:
-        """Of 128 threads, that multiply."""
+        """Warpgroups that multiply, of 128 threads each."""
         return min(2, self.channels // 64)
 
     @property
@@ -40,12 +40,12 @@ class Tiling:
         return 128 * (self.groups + 1)
 
     def stage_bytes(self, itemsize: int) -> int:
-        """Values, x, and metadata of a stage."""
+        """Bytes of a stage: values of the weight, metadata, and rows of the input."""
         metadata = self.channels // 64 * 128 * 4 * words(itemsize)
         return ROW_BYTES * self.channels + 2 * ROW_BYTES * self.rows + metadata
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Of a block: stages or sums, barriers, and what aligning may cost."""
+        """Shared memory of a block: stages or sums, barriers, and room for aligning them."""
         sums = 4 * self.rows * (self.channels + PAD)
         return max(self.stages * self.stage_bytes(itemsize), sums) + 16 * self.stages + 1024
 
@@ -56,7 +56,7 @@ def words(itemsize: int) -> int:
 
 
 def depth(itemsize: int) -> int:
-    """How much of the reduction a stage holds."""
+    """How many elements along the reduction a stage holds."""
     return 2 * ROW_BYTES // itemsize
 
 

@@ -20,7 +20,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def workspace_bytes(problem: Problem) -> int:
-    """float32 pixels, where the result is something else."""
+    """Room for the pixels in float32, where the result's memory cannot hold them."""
     return 0 if _in_result(problem) else 4 * problem["input"].nbytes
 
 

@@ -41,7 +41,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def refusal(problem: Problem) -> str | None:
-    """What no kernel of ours for ``rearrange`` takes."""
+    """Why no kernel of ours for ``rearrange`` can carry a problem out, or None."""
     x, out = problem["input"], problem.output
     if problem.constant:
         return "takes no constants"
@@ -71,7 +71,7 @@ def _together(problem: Problem, moves: Moves) -> int:
 
 
 def _near(moves: Moves) -> int:
-    """Elements of the result from one to the next whose neighbour in the input is elsewhere."""
+    """Elements of the result between two whose neighbours in the input lie elsewhere."""
     inner = [i for i, p in enumerate(moves.parts) if p.read == 1]
     return math.prod(p.size for p in moves.parts[min(inner, default=0) :])
 

@@ -53,7 +53,7 @@ class UserKernel(Kernel):
         return 0
 
     def fits(self, problem: Problem) -> str | None:
-        """None, or why it is refused: nothing that the operator would leave out may be asked."""
+        """None, or why a problem is refused: it asks for something that the operator lacks."""
         tensors, numbers = _split(self.operator.signature)
         asked = [m for m in problem.inputs if m is not None]
         for position in range(len(tensors), len(problem.inputs)):
@@ -92,7 +92,7 @@ class UserKernel(Kernel):
         return None
 
     def _arguments(self, problem: Problem, operands: list[Tensor | None]) -> tuple[Any, ...]:
-        """The operator's, in order: the problem's tensors by position, its attributes by name."""
+        """The operator's arguments in order: tensors by position, attributes by name."""
         signature = self.operator.signature
         tensors, numbers = _split(signature)
         named = dict(zip((p.name for p in tensors), operands))

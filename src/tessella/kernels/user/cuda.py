@@ -79,7 +79,7 @@ def cuda(
 
 
 class CudaKernel:
-    """See ``cuda``."""
+    """A kernel from CUDA C++; ``cuda`` makes it."""
 
     def __init__(self, source: str, name: str, options: tuple[str, ...], own: str = "") -> None:
         self.source, self.name, self.options, self._own = source, name, options, own
@@ -127,7 +127,7 @@ class CudaKernel:
         shared_bytes: int = 0,
         target: str,
     ) -> Launched:
-        """What such a launch is, for its resources; needs no GPU."""
+        """The launch with its resources, without running it; needs no GPU."""
         cubin = self.cubin(target)
         of_system = SYSTEM_SHARED_BYTES.get(target, 0)
         static = resource_usage(cubin, self.name)["SHARED"] - of_system
@@ -139,7 +139,7 @@ class CudaKernel:
         return Launched(grid=grid, compiled=SimpleNamespace(metadata=metadata, asm=asm))
 
     def key(self, target: str) -> str:
-        """Equal keys, equal machine code."""
+        """The key of the machine code: equal keys, equal code."""
         return digest(["CUDA C++", self.source, self.name, self.options, target + self._own])
 
     def _cubin(self, target: str) -> bytes:

@@ -43,16 +43,16 @@ class Launch:
 
     @property
     def threads(self) -> tuple[int, ...]:
-        """Of a block, along each axis."""
+        """Threads of a block, along each axis."""
         return self.block or (32 * self.warps,)
 
     @property
     def interpreted(self) -> bool:
-        """Whether it runs on the CPU, in Triton's interpreter."""
+        """Whether the launch runs on the CPU, in Triton's interpreter."""
         return type(_layers(self.kernel)[-1]).__name__ == "InterpretedFunction"
 
     def start(self, target: str | None = None) -> Launched | None:
-        """Launch it; with a ``target`` only compile it. None where there is nothing to do."""
+        """Launch the kernel; with a ``target`` only compile it. None if there is nothing to do."""
         if 0 in self.grid:
             return None
         if self.is_cuda:
@@ -69,13 +69,13 @@ class Launch:
         return launches[0]
 
     def compiled(self, target: str) -> Launched:
-        """What it would be on a GPU, without running it; Triton's kernels say nothing here."""
+        """The launch as it would be on a GPU, not run; Triton's kernels say nothing here."""
         if not self.is_cuda or 0 in self.grid:
             return Launched(grid=self.grid, compiled=None)
         return self.kernel.compiled(*self._geometry, shared_bytes=self.shared_bytes, target=target)
 
     def without_arguments(self) -> Launch:
-        """The same, to remember it: tensors would stay in memory."""
+        """The same launch without its tensors, which would stay in memory if it is remembered."""
         return replace(self, args=())
 
     @property

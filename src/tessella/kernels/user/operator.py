@@ -157,7 +157,7 @@ class Operator:
 
     @property
     def last_launch(self) -> Report:
-        """The last one of ``last_launches``."""
+        """The last of ``last_launches``."""
         return self.last_launches[-1]
 
     def check(self, *args: Any, tolerance: float | None = None) -> float:
@@ -188,7 +188,7 @@ class Operator:
         fits: Callable[[Problem], str | None] | None = None,
         targets: tuple[str, ...] = ("sm_90",),
     ) -> str:
-        """Let it compete for an operation of ours, in ``find`` and in plans.
+        """Let the operator compete for an operation of ours, in ``find`` and in plans.
 
         Tensor parameters are the operation's inputs in order (what may be left out is ``Tensor |
         None``), the others its attributes by name. Problems are refused that have more inputs, or
@@ -342,12 +342,12 @@ class Operator:
         return list(bound.args)
 
     def _version(self) -> int:
-        """Changes with the source of the launch and its kernels' module: old timings are void."""
+        """A number that changes with the source of the launch and of its kernels' module."""
         return int(hashlib.sha256(_source(self._function).encode()).hexdigest()[:8], 16)
 
 
 def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
-    """The operator's: without ``out``, which says what comes back; annotations are types."""
+    """The operator's signature without ``out``, which says what comes back."""
     found = inspect.signature(function)
     hints = typing.get_type_hints(function)
     if "out" not in found.parameters or "out" not in hints:
@@ -389,7 +389,7 @@ def _contiguous_outputs(made: Tensors) -> Tensors:
 
 
 def target_of(device: torch.device) -> str:
-    """For which GPU to compile: the device; for the CPU, Hopper."""
+    """The GPU to compile for: that of the device; for the CPU, Hopper."""
     if device.type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return "sm_90"

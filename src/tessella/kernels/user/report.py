@@ -35,7 +35,7 @@ class Report:
 
     @property
     def warps(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return -(-math.prod(self.block) // 32)
 
     def __str__(self) -> str:
