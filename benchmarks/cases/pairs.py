@@ -113,7 +113,7 @@ def _layer(
 
 
 def _apart(first: Problem, second: Problem, algorithms: tuple[str, ...] = NHWC) -> Peer:
-    """Both steps one after the other, each by the best of our kernels."""
+    """A run of both steps one after the other, each by our fastest kernel."""
     calls = [best(problem, algorithms, search.OWN) for problem in (first, second)]
     return lambda *inputs: calls[1](calls[0](*inputs))
 

@@ -56,7 +56,7 @@ def test_the_cache_is_filled(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("implicit_gemm.cubin"))) == 4
     assert compilers.compile_ahead(wanted, "sm_90").wait(0)  # not asked for again
     assert not any(compilers.crashed(one, "sm_90") for one in wanted)
-    made = compilers.workshop("sm_90")
+    made = compilers.kernel_cache("sm_90")
     assert len({k.cubin for k in made._kernels.values() if k.name == "implicit_gemm"}) == 4
 
 

@@ -69,7 +69,7 @@ class Step:
         inputs: names of buffers or constants, in the operation's order; None where one is left out.
         outputs: names of buffers.
         attrs: the operation's attributes, JSON values.
-        config: the kernel's configuration (tile sizes and the like), as it won the search.
+        config: the kernel's configuration (tile sizes and the like), as the search chose it.
         workspace: the buffer that is scratch memory for this step only, if the kernel needs one.
         frees: buffers that are not read again after this step.
         layer: path of the module that the step came from (``layer1.0.conv1``), for people.

@@ -124,7 +124,7 @@ class Binder:
         ]
         lasting = {*self.program.inputs, *self.program.outputs, *self.weights, *slices}
         return [
-            (row.overwrites,) if row is not None and row.overwrites in ends else ()
+            (row.overwritten,) if row is not None and row.overwritten in ends else ()
             for row, ends in zip(rows, liveness.dying(uses, lasting), strict=True)
         ]
 

@@ -3,7 +3,7 @@
 Triton's compiler is Python for half of its time, so threads wait for each other: eight of them are
 hardly faster than two. So one clean process without a GPU has a worker for each core, and is told
 line by line what to compile. Tensors are on the ``meta`` device: no memory, no GPU. What comes back
-lies in ``ahead_of_time.workshop``, and in Triton's cache on the disk.
+lies in ``ahead_of_time.kernel_cache``, and in Triton's cache on the disk.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class _Compilers:
         try:
             while True:
                 number, target, made, crashed = pickle.load(self._answers)
-                store = workshop(target)
+                store = kernel_cache(target)
                 if store is not None and made is not None:
                     store.add(made)
                 self._futures[number].set_result(crashed)

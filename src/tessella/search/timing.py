@@ -131,6 +131,14 @@ def _cuda_sampler(run: Run, device: torch.device) -> Sampler:
     repeats = max(1, min(10, math.ceil(REPLAY_S / max(once_s, 1e-9))))
     flushed = _l2_filler(torch.cuda.current_device())
     events = [_events(external=True) for _ in range(repeats)]
+
+    def calls() -> None:
+        for begin, end in events:
+            flushed.zero_()
+            begin.record()
+            run()
+            end.record()
+
     torch.cuda.synchronize()
     with warnings.catch_warnings():  # a view launches nothing
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")

@@ -34,7 +34,7 @@ def apply(
     for index, ends in enumerate(liveness.dying(uses, lasting)):
         choice = choices[index]
         rows = catalog.candidates(choice.node.op, tuner.target)
-        taken = {row.overwritten for row in rows} & set(ends)
+        taken = {row.overwritten for row in rows if row.overwritten is not None} & set(ends)
         if taken:
             problem = replace(choice.problem, dying=tuple(sorted(taken)))
             changed[index] = replace(

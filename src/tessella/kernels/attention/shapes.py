@@ -17,7 +17,6 @@ from tessella.core.dtype import FLOATS
 from tessella.operations.problem import Problem
 from tessella.operations.shapes import broadcast
 
-FLOATS = ("float32", "float16", "bfloat16")
 QUANTIZED = ("int8", "float8_e4m3fn")  # what results may be besides what they are made of
 
 

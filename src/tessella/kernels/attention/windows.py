@@ -19,7 +19,7 @@ from tessella.core.dtype import FLOATS
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import await_earlier, overlapping
-from tessella.kernels.attention.shapes import FLOATS, factor, operands, refusal, result, sizes
+from tessella.kernels.attention.shapes import Tile, factor, operands, refusal, result, sizes
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem

@@ -227,9 +227,9 @@ def bind(
         launch(
             _fma_kernel, (blocks,),
             o.a, o.b, o.epilogue.bias, o.epilogue.residual, o.epilogue.scale, o.out,
-            made.m, made.n, made.k,
-            *o.a.stride(), *o.b.stride(), *strides(o), *o.out.stride(),
-            alpha, beta, problem.gamma, **options,
+            (made.m, made.n, made.k),
+            (o.a.stride(), o.b.stride(), strides(o), o.out.stride()),
+            (alpha, beta, problem.gamma), **options,
         )  # fmt: skip
         return out
 

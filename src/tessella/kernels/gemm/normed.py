@@ -20,7 +20,8 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm import wgmma
 from tessella.kernels.gemm.normed_device import multiply_and_normalize
-from tessella.kernels.gemm.wgmma import FP8, ROW_BYTES, SHARED_BYTES, Product
+from tessella.kernels.gemm.wgmma import ROW_BYTES, Product
+from tessella.kernels.gemm.wgmma_device import Epilogue, Form
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
@@ -93,7 +94,7 @@ def _linear(problem: Problem, made: TensorMeta) -> Problem:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """One configuration: what two consumers can hold, and as many stages as have room."""
-    room = SHARED_BYTES[1] - BUFFER_BYTES - SMALL_BYTES
+    room = HOPPER.shared_bytes_of_block() - BUFFER_BYTES - SMALL_BYTES
     return ({"stages": room // STAGE_BYTES},)
 
 

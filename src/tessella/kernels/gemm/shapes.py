@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tessella.core.dtype import FLOATS, FP8
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta

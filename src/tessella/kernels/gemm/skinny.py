@@ -192,13 +192,13 @@ def bind(
             return out
         o = operands(problem, constants, inputs, out)
         partial = None if splits == 1 else workspace.view(sums_dtype(problem))
-        added = o.epilogue
+        epilogue = (o.epilogue.bias, o.epilogue.residual, o.epilogue.scale, o.out)
         bias_stride, _, row, column, scale_stride = strides(o)
         ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], *factors)
         launch(
             _skinny_kernel, (tiles, splits),
-            o.a, o.b, added.bias, added.residual, added.scale, o.out, partial,
-            made.m, made.n, made.k, *o.a.stride()[1:], *o.b.stride()[1:], *ends,
+            o.a, o.b, epilogue, partial, (made.m, made.n, made.k),
+            (*o.a.stride()[1:], *o.b.stride()[1:]), ends,
             **options,
         )  # fmt: skip
         if splits > 1:
@@ -224,6 +224,6 @@ def add_splits(
     added = o.epilogue
     launch(
         _reduce_kernel, (triton.cdiv(o.out.shape[2], 512), o.out.shape[1]),
-        partial, added.bias, added.residual, added.scale, o.out, o.out.shape[2], *ends,
+        partial, (added.bias, added.residual, added.scale, o.out), o.out.shape[2], ends,
         SPLITS=splits, BN=512, ACTIVATION=added.activation, **overlapping(),
     )  # fmt: skip

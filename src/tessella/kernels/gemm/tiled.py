@@ -20,7 +20,7 @@ from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast, finish
-from tessella.kernels.gemm.shapes import FP8, operands, refusal, sides, sizes, strides
+from tessella.kernels.gemm.shapes import operands, refusal, sides, sizes, strides
 from tessella.operations.problem import Problem
 
 PROMOTE_AFTER = 128  # fp8 tensor cores keep 14 bits: products summed before float32 takes over
@@ -179,8 +179,8 @@ def bind(
         launch(
             _tiled_kernel, (blocks,),
             o.a, o.b, o.epilogue.bias, o.epilogue.residual, o.epilogue.scale, o.out,
-            made.m, made.n, made.k,
-            *steps, alpha, beta, problem.gamma, INDEX=tl.int64 if wide else tl.int32, **options,
+            (made.m, made.n, made.k), steps, (alpha, beta, problem.gamma),
+            INDEX=tl.int64 if wide else tl.int32, **options,
         )  # fmt: skip
         return out
 

@@ -24,7 +24,7 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
 from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
 from tessella.kernels.gemm.shapes import second, sides
-from tessella.kernels.gemm.wgmma_device import add_ranges, multiply
+from tessella.kernels.gemm.wgmma_device import Epilogue, Form, Roles, add_ranges, multiply
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -535,7 +535,7 @@ def _turned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if TMA can read it, dense and aligned to 16 bytes; else a copy."""
-    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+    """The tensor itself if TMA can read it, dense and aligned; else a copy."""
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -90,7 +90,7 @@ def bind(
     rows: int | None = None,
 ) -> Call:
     """The call; without a configuration the whole result is one tile."""
-    as_bits = bool(problem.attr("non_negative")) and problem.output.dtype in HALVES
+    as_bits = bool(problem.attr("non_negative")) and problem.output.dtype in SIXTEEN_BIT
     dtype = torch.int16 if as_bits else getattr(torch, problem.output.dtype)
     half = _halves(problem, images, rows)[0] // dtype.itemsize
     steps = list(_steps(problem, images, rows))

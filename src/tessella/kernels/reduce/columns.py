@@ -37,7 +37,7 @@ def fits(problem: Problem) -> str | None:
             return str(reason)
         return None
     x, out = problem["input"], problem.output
-    if x.dtype not in TYPES or out.dtype not in TYPES:
+    if x.dtype not in FLOATS or out.dtype not in FLOATS:
         return f"no sum of {x.dtype}"
     if x.format == "strided" or out.format == "strided":
         return "needs dense tensors"

@@ -55,9 +55,9 @@ def fits(problem: Problem) -> str | None:
     if problem.output.dtype not in KINDS:
         return f"does not store {problem.output.dtype}"
     bias, residual = problem.epilogue.bias, problem.epilogue.residual
-    if bias is not None and bias.dtype not in _VECTORS:
-        return f"a bias of {', '.join(_VECTORS)}, not {bias.dtype}"
-    if residual is not None and residual.dtype not in (*_VECTORS, "int8"):
+    if bias is not None and bias.dtype not in FLOATS:
+        return f"a bias of {', '.join(FLOATS)}, not {bias.dtype}"
+    if residual is not None and residual.dtype not in (*FLOATS, "int8"):
         return f"does not add {residual.dtype}"
     return None
 

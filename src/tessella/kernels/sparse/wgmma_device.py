@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tessella.device.cuda_source import INSTRUCTIONS, TYPES, cuda_source
+from tessella.kernels.epilogue.cuda import ACTIVATIONS, KINDS, NONE, VECTORS, activation_source
 from tessella.operations.epilogue import Epilogue
+
+_KERNEL = cuda_source(__package__, "wgmma.cu")
 
 ROW_BYTES = 128  # of a stage's values; of x it is twice as much
 PAD = 4  # floats between columns of sums: no bank is asked twice, and vectors stay aligned
@@ -92,12 +96,9 @@ def source(
     }
     constants = "".join(f"constexpr int {name} = {value};\n" for name, value in settings.items())
     sums = "typedef int Sum;\n" if itemsize == 1 else "typedef float Sum;\n"
-    activate = (
-        "__device__ __forceinline__ float activate(float x) { return "
-        f"{ACTIVATIONS[epilogue.activation]}; }}\n"
-    )
-    machine = machine or MACHINE + _multiply(tiling.rows, dtype)
-    return constants + sums + TYPES + machine + EPILOGUE + activate + _KERNEL
+    machine = machine or INSTRUCTIONS + _multiply(tiling.rows, dtype)
+    activate = activation_source(ACTIVATIONS[epilogue.activation])
+    return constants + sums + TYPES + machine + VECTORS + activate + _KERNEL
 
 
 def _multiply(rows: int, dtype: str) -> str:
