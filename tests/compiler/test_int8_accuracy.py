@@ -23,7 +23,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
 from tessella.graph.graph import Graph
 from tessella.graph.onnx import write
-from tessella.kernels import onednn
+from tessella.kernels.shared import onednn
 from tests.support.networks import plan
 
 pytestmark = pytest.mark.instructions

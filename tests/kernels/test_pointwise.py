@@ -13,8 +13,8 @@ import torch
 from tessella.core.errors import CompileError
 from tessella.kernels import catalog
 from tessella.kernels.pointwise import generated, generated_several, sequence
-from tessella.kernels.pointwise.axes import common_axes
 from tessella.kernels.pointwise.walk import refusal
+from tessella.kernels.shared.axes import common_axes
 from tessella.operations.pointwise_program import CODES, ELEMENTWISE, ROWS, parse, text
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessella.kernels import catalog, onednn
+from tessella.kernels import catalog
+from tessella.kernels.shared import onednn
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta, meta_of

@@ -25,7 +25,7 @@ from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.graph.graph import Graph, Node, Value
 from tessella.graph.interpret import interpret
 from tessella.graph.value import fixed
-from tessella.kernels import onednn
+from tessella.kernels.shared import onednn
 from tessella.operations.reference.quant import dequantize, quantize
 from tessella.operations.table import operation
 

@@ -32,7 +32,8 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph, Node
 from tessella.graph.onnx import read
-from tessella.kernels import catalog, onednn
+from tessella.kernels import catalog
+from tessella.kernels.shared import onednn
 from tests.support.choices import problem_of
 from tests.support.networks import NETWORKS, captured, plan
 from tests.support.quantized import calibrated, graph_of

@@ -12,7 +12,7 @@ import torch
 
 from tessella.core.dtype import FP8
 from tessella.kernels.catalog import Call
-from tessella.kernels.gemm.shapes import b_by_rows, sides
+from tessella.kernels.shared.matrix_product import b_by_rows, sides
 from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 

@@ -10,7 +10,7 @@ import torch
 
 from tessella.core.dtype import FP8
 from tessella.kernels.catalog import Call
-from tessella.kernels.gemm.shapes import b_by_rows, operands, refusal, sides, sizes
+from tessella.kernels.shared.matrix_product import b_by_rows, operands, refusal, sides, sizes
 from tessella.operations.epilogue import finish_, store
 from tessella.operations.problem import Problem
 

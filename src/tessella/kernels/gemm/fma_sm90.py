@@ -18,7 +18,7 @@ from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.gluon_device import finish
-from tessella.kernels.gemm.shapes import b_by_rows, operands, refusal, sizes, strides
+from tessella.kernels.shared.matrix_product import b_by_rows, operands, refusal, sizes, strides
 from tessella.operations.problem import Problem
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.onednn import POST_OPS
+from tessella.kernels.shared.onednn import POST_OPS
 from tessella.operations.problem import Problem
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.onednn import (
+from tessella.kernels.shared.onednn import (
     SHIFT,
     int8_refusal,
     must_split,

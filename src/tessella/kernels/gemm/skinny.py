@@ -22,7 +22,7 @@ from tessella.device.machine import multiprocessors
 from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast, finish
-from tessella.kernels.gemm.shapes import Operands, operands, refusal, sizes, strides
+from tessella.kernels.shared.matrix_product import Operands, operands, refusal, sizes, strides
 from tessella.operations.problem import Problem
 
 MAX_ROWS = 64

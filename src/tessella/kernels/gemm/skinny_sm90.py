@@ -31,7 +31,14 @@ from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.gemm import skinny
-from tessella.kernels.gemm.shapes import b_by_rows, operands, second, sides, sizes, strides
+from tessella.kernels.shared.matrix_product import (
+    b_by_rows,
+    operands,
+    second,
+    sides,
+    sizes,
+    strides,
+)
 from tessella.operations.problem import Problem
 
 

@@ -20,7 +20,7 @@ from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast, finish
-from tessella.kernels.gemm.shapes import operands, refusal, sides, sizes, strides
+from tessella.kernels.shared.matrix_product import operands, refusal, sides, sizes, strides
 from tessella.operations.problem import Problem
 
 PROMOTE_AFTER = 128  # fp8 tensor cores keep 14 bits: products summed before float32 takes over

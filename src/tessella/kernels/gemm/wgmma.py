@@ -23,8 +23,8 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
 from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
-from tessella.kernels.gemm.shapes import second, sides
 from tessella.kernels.gemm.wgmma_device import Epilogue, Form, Roles, add_ranges, multiply
+from tessella.kernels.shared.matrix_product import second, sides
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta

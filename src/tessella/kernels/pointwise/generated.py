@@ -14,9 +14,9 @@ import torch
 from tessella.device.launch import launch
 from tessella.device.overlap import overlapping
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.pointwise.axes import tile_width
 from tessella.kernels.pointwise.generated_device import program_kernel
 from tessella.kernels.pointwise.walk import MAX_OPERANDS, MAX_OUTPUTS, refusal, walk
+from tessella.kernels.shared.axes import tile_width
 from tessella.operations.problem import Problem
 
 MAX_TILE = 16384

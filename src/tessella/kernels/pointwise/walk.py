@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from tessella.core.dtype import FLOATS
 from tessella.core.errors import CompileError, KernelError
-from tessella.kernels.pointwise.axes import Axes, common_axes
-from tessella.kernels.pointwise.lowering import SMALL, Lowered, lower
 from tessella.kernels.pointwise.single import as_program
+from tessella.kernels.shared.axes import Axes, common_axes
+from tessella.kernels.shared.lowering import SMALL, Lowered, lower
 from tessella.operations.problem import Problem
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits

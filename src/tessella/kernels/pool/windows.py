@@ -16,9 +16,9 @@ from tessella.core.errors import CompileError, KernelError
 from tessella.device.launch import launch
 from tessella.device.overlap import overlapping
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.pointwise.axes import along, tile_width
-from tessella.kernels.pool.chain import Chain, chain
 from tessella.kernels.pool.windows_device import Window, window_kernel
+from tessella.kernels.shared.axes import along, tile_width
+from tessella.kernels.shared.pooled_program import Chain, chain
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 

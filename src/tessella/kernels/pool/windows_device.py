@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tessella.device.overlap import await_earlier
 from tessella.kernels.epilogue.triton_device import cast
-from tessella.kernels.pointwise.generated_device import instruction
+from tessella.kernels.shared.instructions_device import steps
 
 
 class Window(NamedTuple):
@@ -161,18 +161,6 @@ def _before(
         x = _load(pointers[i], n, c, h, w, there, columns_in, 0.0, STRIDES, LAST, i)
         values = values + (x.to(tl.float32),)  # noqa: RUF005
     return steps(values, FIRST)
-
-
-@triton.jit
-def steps(values, STEPS: tl.constexpr):
-    """What the steps make of values."""
-    OPS: tl.constexpr = STEPS.OPS
-    READS: tl.constexpr = STEPS.READS
-    NUMBERS: tl.constexpr = STEPS.NUMBERS
-    for i in tl.static_range(len(OPS)):
-        x = instruction(values, None, 0, OPS, READS, NUMBERS, i)
-        values = values + (x,)  # noqa: RUF005
-    return values[STEPS.RESULT]
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from tessella.device.launch import launch
 from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.triton_device import cast
-from tessella.kernels.pool.chain import MAX_OPERANDS, Chain, Steps, chain
-from tessella.kernels.pool.windows_device import steps
+from tessella.kernels.shared.instructions_device import steps
+from tessella.kernels.shared.pooled_program import MAX_OPERANDS, Chain, Steps, chain
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 

@@ -8,7 +8,7 @@ import torch
 
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.gemm.shapes import sizes
+from tessella.kernels.shared.matrix_product import sizes
 from tessella.kernels.sparse import product
 from tessella.operations.epilogue import bias_inside, finish_, store
 from tessella.operations.problem import Problem

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tessella.kernels import pointwise_convolution
-from tessella.kernels.gemm.shapes import refusal as matrix_refusal
-from tessella.kernels.gemm.shapes import sides, sizes
+from tessella.kernels.shared import pointwise_convolution
+from tessella.kernels.shared.matrix_product import refusal as matrix_refusal
+from tessella.kernels.shared.matrix_product import sides, sizes
 from tessella.kernels.sparse.two_four import TWO_FOUR
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem

@@ -14,17 +14,17 @@ import torch
 
 from tessella.core.compiled import Tiles
 from tessella.core.dtype import FLOATS
+from tessella.device.cuda import CudaKernel, cuda
 from tessella.device.driver import MAP_BYTES, cuda_driver
 from tessella.device.launch import only_compiles, record
 from tessella.device.machine import ARCHITECTURES, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.cuda import KINDS
-from tessella.kernels.gemm.shapes import sizes
+from tessella.kernels.shared.matrix_product import sizes
 from tessella.kernels.sparse import product
 from tessella.kernels.sparse.two_four import ROWS, compress, wgmma_metadata
 from tessella.kernels.sparse.wgmma_device import ROW_BYTES, Tiling, depth, source, words
-from tessella.kernels.user.cuda import CudaKernel, cuda
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta

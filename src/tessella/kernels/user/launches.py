@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tessella.device import launch
+from tessella.device.cuda import CudaKernel
 from tessella.device.launch import Launched
-from tessella.kernels.user.cuda import CudaKernel
 
 
 @dataclass(frozen=True, kw_only=True)

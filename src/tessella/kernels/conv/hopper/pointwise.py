@@ -14,7 +14,7 @@ import torch
 
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.pointwise_convolution import linear_of, matrix, refusal
+from tessella.kernels.shared.pointwise_convolution import linear_of, matrix, refusal
 from tessella.operations.problem import Problem
 
 # What may multiply, and how many of its configurations are tried. The one that streams the weights

@@ -19,6 +19,7 @@ import torch
 
 from tessella.core.compiled import Tiles
 from tessella.core.dtype import FLOATS
+from tessella.device.cuda import CudaKernel, cuda
 from tessella.device.driver import MAP_BYTES, cuda_driver
 from tessella.device.launch import only_compiles, record
 from tessella.device.machine import multiprocessors
@@ -34,7 +35,6 @@ from tessella.kernels.conv.hopper.pooled_device import (
     source,
 )
 from tessella.kernels.epilogue.operands import operands_of
-from tessella.kernels.user.cuda import CudaKernel, cuda
 from tessella.operations.problem import Problem
 
 TARGET = "sm_90"

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from tessella.core.errors import KernelError
-from tessella.kernels.pointwise.axes import Strides, along
-from tessella.kernels.pointwise.lowering import Lowered, lower, metas_of
+from tessella.kernels.shared.axes import Strides, along
+from tessella.kernels.shared.lowering import Lowered, lower, metas_of
 from tessella.operations.pointwise_program import POOLS, Instruction, parse
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta

@@ -1,0 +1,1 @@
+"""What kernels of several families share, so that no family imports another."""
