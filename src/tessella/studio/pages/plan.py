@@ -226,8 +226,8 @@ class _Plan:
         if manifest.fingerprint.target.startswith("sm_"):
             code = sum(map(len, plan.compiled.cubins.values()))
             count = len(plan.compiled.kernels)
-            carried = f"{parts.nbytes(code)}, {count} kernels" if count else "none"
-            numbers.append(("machine code carried", carried))
+            compiled = f"{parts.nbytes(code)}, {count} kernels" if count else "none"
+            numbers.append(("machine code", compiled))
         with parts.card():
             text("h2", title_of(path)).style("font-size:19px")
             parts.stats(numbers)
