@@ -237,13 +237,16 @@ class _AbsentGpu:
 def resource_usage(cubin: bytes, function: str) -> dict[str, int]:
     """What one function of a cubin takes: ``REG``, ``STACK``, ``SHARED`` (with the system's)."""
     text = _cuobjdump(cubin, "--dump-resource-usage")
-    line = re.search(rf"Function {re.escape(function)}:\s*(.*)", text)[1]
-    return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", line)}
+    line = re.search(rf"Function {re.escape(function)}:\s*(.*)", text)
+    assert line is not None, f"cuobjdump says nothing of {function}"
+    return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", line[1])}
 
 
 def _cuobjdump(cubin: bytes, *options: str) -> str:
     """The output of the disassembler that comes with Triton."""
     triton = importlib.util.find_spec("triton")
+    assert triton is not None
+    assert triton.origin is not None
     folder = Path(triton.origin).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -5,7 +5,7 @@ A weight is packed again only where a bucket wants another layout; its packed fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tessella.device.launch import only_compiles
 
-_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight → {(how, layout): packed weight}
+# weight → {(how, layout): packed weight}
+_packed: MutableMapping[torch.Tensor, dict[tuple[str, Hashable], torch.Tensor]]
+_packed = WeakIdKeyDictionary()
 
 
 def packed(

@@ -40,13 +40,13 @@ class OwnStream:
             handle = free.pop()
         except IndexError:
             handle = cuda_driver().new_stream(index)
-        self.stream = torch.cuda.ExternalStream(handle, device=index)
+        self.stream = torch.cuda.ExternalStream(handle, device=index)  # type: ignore[no-untyped-call]
         weakref.finalize(self, free.append, handle).atexit = False
 
 
 @contextmanager
 def capturing(
-    *, pool: tuple[int, int] | None = None, stream: torch.cuda.Stream | None = None
+    *, pool: torch.cuda._POOL_HANDLE | None = None, stream: torch.cuda.Stream | None = None
 ) -> Iterator[torch.cuda.CUDAGraph]:
     """Record what the block launches in a graph, which can be replayed behind the block. Other
     threads may run and allocate meanwhile, but not draw random numbers on the GPU: torch's

@@ -36,7 +36,7 @@ class Captured(Generic[Results]):
         run: Callable[[], Results],
         *,
         warm_up_runs: int = WARM_UP_RUNS,
-        pool: tuple[int, int] | None = None,
+        pool: torch.cuda._POOL_HANDLE | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._run = run

@@ -77,6 +77,11 @@ class Problem:
         """An input of an operation that takes any number of them; None where it is left out."""
         return self.inputs[position] if position < len(self.inputs) else None
 
+    @property
+    def given(self) -> tuple[TensorMeta, ...]:
+        """The inputs that are not left out."""
+        return tuple(meta for meta in self.inputs if meta is not None)
+
     def is_constant(self, operand: str) -> bool:
         """Whether the operand's numbers are known when the plan is built."""
         return self.operation.position(operand) in self.constant
@@ -164,6 +169,12 @@ class Problem:
             constants[i] if i in constants else None if meta is None else next(rest)
             for i, meta in enumerate(self.inputs)
         ]
+
+    def tensors(
+        self, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """``operands`` but for those that are left out."""
+        return [t for t in self.operands(constants, inputs) if t is not None]
 
     @property
     def output(self) -> TensorMeta:

@@ -122,7 +122,8 @@ def _integers(values: Any) -> bool:
 class Rearranged(Protocol):
     """A problem ``rearrange``."""
 
-    attrs: dict[str, Any]
+    @property
+    def attrs(self) -> dict[str, Any]: ...
 
     def __getitem__(self, operand: str) -> TensorMeta: ...
 

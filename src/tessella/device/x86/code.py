@@ -130,8 +130,9 @@ def _parallel() -> Callable[..., None] | None:
         return None
     for file in dict.fromkeys(line.split()[-1] for line in maps.read_text().splitlines()):
         if RUNTIMES.search(file):
-            function = getattr(ctypes.CDLL(file), "GOMP_parallel", None)
-            if function is not None:
+            library = ctypes.CDLL(file)
+            if hasattr(library, "GOMP_parallel"):
+                function = library["GOMP_parallel"]
                 address, number = ctypes.c_void_p, ctypes.c_uint
                 function.argtypes, function.restype = (address, address, number, number), None
                 return function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -27,7 +27,9 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    attend: Callable[..., tuple[torch.Tensor, ...]] = (
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    )
     causal, scale = problem.attrs["is_causal"], problem.attrs["scale"]
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

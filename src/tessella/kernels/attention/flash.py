@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tessella.core.dtype import FLOATS
+from tessella.core.integers import power_of_two
 from tessella.device.launch import launch
 from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.attention.shapes import Tile, factor, operands, refusal, result, sizes
@@ -184,7 +185,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
 
 def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    return max(16, power_of_two(width))
 
 
 def bind(
@@ -199,7 +200,7 @@ def bind(
     made = sizes(problem)
     blocks = made.batch * made.heads * triton.cdiv(made.queries, tile_m)
     wide, value_wide = _padded(made.width), _padded(made.value_width)
-    options = {
+    options: dict[str, Any] = {
         "TILE": Tile(BM=tile_m, BN=tile_n, BE=wide, BV=value_wide),
         "CAUSAL": bool(problem.attr("is_causal")),
         "WHOLE": (wide, value_wide) == (made.width, made.value_width),

@@ -138,17 +138,19 @@ def operands(
     problem: Problem, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> Operands:
     """The tensors of a call as views; nothing is copied."""
-    q, k, v, mask = (*problem.operands(constants, inputs), None)[:4]
+    q, k, v, *masks = problem.tensors(constants, inputs)
+    mask = masks[0] if masks else None
     if mask is not None:
         weights = (*q.shape[:-1], k.shape[-2])
         if (times := repeats(problem)) > 1:
             weights = (weights[0] // times, *weights[1:])
         mask = mask.expand(weights)
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+        mask = mask if mask.dim() == 4 else mask[None]
     if not problem.attr("enable_gqa"):
         k, v = (t.expand(*q.shape[:-2], *t.shape[-2:]) for t in (k, v))
-    views = [t if t is None or t.dim() == 4 else t[None] for t in (q, k, v, mask)]
-    return Operands(q=views[0], k=views[1], v=views[2], mask=views[3])
+    q, k, v = (t if t.dim() == 4 else t[None] for t in (q, k, v))
+    return Operands(q=q, k=k, v=v, mask=mask)
 
 
 def result(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

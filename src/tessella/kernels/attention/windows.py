@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tessella.core.dtype import FLOATS
+from tessella.core.integers import power_of_two
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import await_earlier, overlapping
@@ -114,8 +115,9 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     """Long runs, where windows of a mask are many and there are blocks for every multiprocessor."""
     made, mask = sizes(problem), problem.get("attn_mask")
     ieee = problem["query"].dtype == "float32" and problem.math == "ieee"
-    own = mask is not None and len(mask.shape) == 4 and mask.shape[0] > 1
-    windows = made.batch // mask.shape[0] if own else made.batch
+    windows = made.batch
+    if mask is not None and len(mask.shape) == 4 and mask.shape[0] > 1:
+        windows //= mask.shape[0]
     blocks = made.batch * made.heads // (4 * multiprocessors())
     runs = [run for run in (16, 8, 4) if run <= min(windows, blocks)][:2]
     # two warps hold twice as much each: a wide head does not fit their registers
@@ -128,7 +130,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
 
 def _padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, power_of_two(size))
 
 
 def bind(
@@ -141,7 +143,7 @@ def bind(
 ) -> Call:
     made = sizes(problem)
     wide, value_wide = _padded(made.width), _padded(made.value_width)
-    options = {
+    options: dict[str, Any] = {
         "TILE": Tile(BM=_padded(made.queries), BN=_padded(made.keys), BE=wide, BV=value_wide),
         "RUN": run,
         "CAUSAL": bool(problem.attr("is_causal")),
@@ -159,7 +161,7 @@ def bind(
         out, shaped = result(problem, o.q)
         mask_strides = (0, 0, 0, 0) if o.mask is None else o.mask.stride()
         # windows of a mask that is one for all are one after the other
-        masks = 1 if mask_strides[0] == 0 else o.mask.shape[0]
+        masks = 1 if o.mask is None or mask_strides[0] == 0 else o.mask.shape[0]
         windows = made.batch // masks
         strides = (o.q.stride(), o.k.stride(), o.v.stride(), mask_strides, out.stride())
         far = 4 * max(MOST, wide, value_wide) * max(itertools.chain(*strides)) >= 2**31

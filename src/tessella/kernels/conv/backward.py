@@ -58,7 +58,8 @@ class Geometry:
         stride, padding, dilation = (
             tuple(problem.attrs[name]) for name in ("stride", "padding", "dilation")
         )
-        batch, image, out, taps = x.shape[0], x.shape[2:], y.shape[2:], weight.shape[2:]
+        batch = x.shape[0]
+        image, out, taps = ((t.shape[2], t.shape[3]) for t in (x, y, weight))
         if taps == (1, 1) and stride == (1, 1) and padding == (0, 0):
             batch, image, out = batch * math.prod(image), (1, 1), (1, 1)
         return cls(batch=batch, channels=x.shape[1], filters=y.shape[1], image=image, out=out,
@@ -133,7 +134,7 @@ def portable_refusal(
     problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta
 ) -> str | None:
     """Why the plain Triton kernels cannot take a gradient of y = x * weight, or None."""
-    made, types = problem.output, [meta.dtype for meta in problem.inputs]
+    made, types = problem.output, [meta.dtype for meta in problem.given]
     if len(set(types)) != 1 or types[0] not in FLOATS:
         return f"multiplies {', '.join(FLOATS)}, not {' × '.join(types)}"
     if made.dtype not in FLOATS:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
+from tessella.core.integers import ceil_div
 from tessella.device.launch import launch
 from tessella.device.machine import HOPPER, multiprocessors
 from tessella.device.packing import packed
@@ -97,7 +97,7 @@ class Strip:
             taps = math.prod(geometry.filter)
         rows = _lag(geometry) + self.lines
         held = self.values * (rows * self.columns + loads + taps)
-        return held + loads * (1 + triton.cdiv(self.values * size, 4)) + 12
+        return held + loads * (1 + ceil_div(self.values * size, 4)) + 12
 
     def instructions(self, geometry: Geometry) -> float:
         """Instructions of a step, roughly: products, loads with conversions, addresses and masks,
@@ -112,7 +112,7 @@ class Strip:
 
     def passes(self, geometry: Geometry, size: int) -> int:
         """Passes of a warp through the cache in a step, 128 bytes at a time."""
-        loads = self.loads(geometry) * triton.cdiv(self.values * size, 4)
+        loads = self.loads(geometry) * ceil_div(self.values * size, 4)
         return loads + (0 if self.holds(geometry) else math.prod(geometry.filter) * self.values)
 
     def nbytes(self, geometry: Geometry, size: int) -> int:
@@ -132,23 +132,23 @@ class Strip:
             first = strip * self.rows * stride - geometry.padding[1]
             end = min(geometry.image[1], first + (self.rows - 1) * stride + reach + 1)
             read = max(read, end - max(first, 0))
-        return triton.cdiv(read, self.lines * stride)
+        return ceil_div(read, self.lines * stride)
 
     def across(self, geometry: Geometry) -> int:
         """Items of ``columns`` in a row of the output."""
-        return triton.cdiv(geometry.out[2], self.columns)
+        return ceil_div(geometry.out[2], self.columns)
 
     def grid(self, geometry: Geometry) -> tuple[int, int]:
         """Tiles of filters × strips of rows, and the blocks of threads of each."""
         threads = geometry.batch * geometry.out[0] * self.across(geometry) * self.vectors
         tiles_of_filters = geometry.groups * geometry.filters // (self.values * self.vectors)
-        strips = triton.cdiv(geometry.out[1], self.rows)
-        return tiles_of_filters * strips, triton.cdiv(threads, 32 * self.warps)
+        strips = ceil_div(geometry.out[1], self.rows)
+        return tiles_of_filters * strips, ceil_div(threads, 32 * self.warps)
 
     def time(self, geometry: Geometry, size: int) -> float:
         """In clocks: of issuing instructions, of the cache, or of a warp that waits: for itself
         every second clock, and for what it loads."""
-        each = triton.cdiv(math.prod(self.grid(geometry)), multiprocessors())
+        each = ceil_div(math.prod(self.grid(geometry)), multiprocessors())
         together = max(1, HOPPER.registers // (32 * self.warps * self.registers(geometry, size)))
         instructions, passes = self.instructions(geometry), self.passes(geometry, size)
         nbytes = self.nbytes(geometry, size)
@@ -190,7 +190,7 @@ def configs(problem: Problem) -> list[Strip]:
     geometry = Geometry.of(problem)
     size = getattr(torch, problem["input"].dtype).itemsize
     last = problem.output.format == "channels_last"
-    shapes = PIXELS_LAST_SHAPES
+    shapes: tuple[tuple[int, int, int], ...] = PIXELS_LAST_SHAPES
     if last:
         taps = math.prod(geometry.filter)
         shapes = next(shapes for most, shapes in SHAPES.items() if taps <= most)
@@ -223,7 +223,7 @@ def _strips(
     if last:
         values = math.gcd(most, filters) if geometry.filters == 1 else 1
         vectors = _vectors(filters // values, values * size)
-    heights = {triton.cdiv(height, n) for n in range(1, height + 1)} if lines else {1}
+    heights = {ceil_div(height, n) for n in range(1, height + 1)} if lines else {1}
     strips = [
         Strip(values=values, columns=columns, lines=lines, rows=rows, vectors=vectors)
         for rows in sorted(heights, reverse=True)
@@ -310,7 +310,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], strip: Strip) 
 
 def _grid(cells: int, blocks: int) -> tuple[int, int, int]:
     """Blocks of neighbouring tiles are neighbours; only the first axis may be long."""
-    return cells, min(blocks, MOST_BLOCKS), triton.cdiv(blocks, MOST_BLOCKS)
+    return cells, min(blocks, MOST_BLOCKS), ceil_div(blocks, MOST_BLOCKS)
 
 
 def _is_whole(tensor: torch.Tensor, values: int) -> bool:
@@ -329,7 +329,7 @@ def _packed(problem: Problem, constants: Mapping[int, torch.Tensor]) -> dict[int
 
     def pack(weight: torch.Tensor) -> torch.Tensor:
         filters, _, *taps = weight.shape
-        pitch = PITCH * triton.cdiv(filters, PITCH)
+        pitch = PITCH * ceil_div(filters, PITCH)
         made = weight.new_zeros((*taps, pitch), dtype=torch.float32)[..., :filters]
         made.copy_(weight[:, 0].movedim(0, -1))
         return made.movedim(-1, 0).unsqueeze(1)

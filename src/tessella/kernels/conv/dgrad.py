@@ -41,7 +41,8 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 def _filters(problem: Problem) -> int:
     """Output channels of one group."""
-    return problem["weight"].shape[0] // problem.attrs["groups"]
+    groups: int = problem.attrs["groups"]
+    return problem["weight"].shape[0] // groups
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
@@ -51,7 +52,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     tiles = -(-pixels // config["pixels"]) * -(-weight_shape[1] // config["channels"])
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        dy, weight = problem.operands(constants, inputs)
+        dy, weight = problem.tensors(constants, inputs)
         launch(
             _dgrad,
             (tiles, groups),
@@ -67,7 +68,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             weight.stride(),
             out.stride(),
             WINDOW=Window(
-                TAPS=tuple(weight_shape[2:]),
+                TAPS=(weight_shape[2], weight_shape[3]),
                 STRIDE=tuple(attrs["stride"]),
                 PADDING=tuple(attrs["padding"]),
                 DILATION=tuple(attrs["dilation"]),

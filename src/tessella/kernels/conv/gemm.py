@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from tessella.core.dtype import FLOATS
+from tessella.core.integers import round_up
 from tessella.device.launch import launch
 from tessella.device.overlap import await_earlier
 from tessella.kernels.catalog import Call
@@ -59,17 +60,17 @@ def workspace_bytes(problem: Problem, **config: Any) -> int:
 
 def _depth(geometry: Geometry) -> int:
     """The depth of one group's columns, padded so that every column begins aligned."""
-    return triton.cdiv(geometry.depth, 16) * 16
+    return round_up(geometry.depth, 16)
 
 
 def _column_bytes(problem: Problem) -> int:
     geometry = Geometry.of(problem)
-    size = getattr(torch, problem["input"].dtype).itemsize
+    size: int = getattr(torch, problem["input"].dtype).itemsize
     return size * geometry.groups * _depth(geometry)
 
 
 def _pixels_at_once(problem: Problem) -> int:
-    pixels = triton.cdiv(Geometry.of(problem).pixels, 16) * 16
+    pixels = round_up(Geometry.of(problem).pixels, 16)
     return min(pixels, MOST_BYTES // _column_bytes(problem) // ALIGNED * ALIGNED)
 
 
@@ -85,6 +86,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         if out.numel() == 0:
             return out
         x, _, _ = operands_of(problem, product.constants, inputs)
+        assert workspace is not None
         columns = workspace[product.nbytes : product.nbytes + nbytes].view(x.dtype)
         pixels_last = tiles.are_pixels_last(out)
         m_stride, d_stride = (1, at_once) if pixels_last else (geometry.groups * depth, 1)

@@ -70,6 +70,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         if out.numel() == 0:
             return out
         x, _, _ = operands_of(problem, product.constants, inputs)
+        assert workspace is not None
         tables = workspace[product.nbytes : product.nbytes + 4 * entries].view(torch.int32)
         steps = (*tiles.strides(x)[2:], geometry.channels)
         aligned = x.stride(1) == 1 and all(step % 16 == 0 for step in steps)

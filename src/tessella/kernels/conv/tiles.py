@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import triton
 
 from tessella.core.dtype import FLOATS, FP8
+from tessella.core.integers import power_of_two
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import overlapping
@@ -233,7 +233,7 @@ def _depth(geometry: Geometry, most: int, least: int) -> int:
     """Values of the depth that a step takes: of one tap, if its channels divide into steps."""
     whole = geometry.channels & -geometry.channels  # the largest power of two that divides it
     fitting = min(most, whole) if whole >= least else most
-    return max(16 if least < 32 else 32, min(fitting, triton.next_power_of_2(geometry.depth)))
+    return max(16 if least < 32 else 32, min(fitting, power_of_two(geometry.depth)))
 
 
 def _ceil(a: int, b: int) -> int:
@@ -349,10 +349,12 @@ class Product:
         x, weight, epilogue = operands_of(problem, self.constants, inputs)
         end = geometry.pixels if end is None else end
         if self._packs:
+            assert workspace is not None
             weight = pack_into(workspace, weight, self._plain, copy=begin == 0)
         parts = None
         if tile.splits > 1:
             kind = torch.int32 if x.dtype == torch.int8 else torch.float32
+            assert workspace is not None
             parts = workspace[self.weight_bytes : self.nbytes].view(kind)
         fp8 = problem["input"].dtype in FP8
         accurate = fp8 and not problem.attr("fast_accumulation")

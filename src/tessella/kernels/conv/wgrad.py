@@ -66,15 +66,18 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     config, attrs, made = config or configs(problem)[0], problem.attrs, problem.output
     (rows, columns), pixels, splits = _matrix(problem), _pixels(problem), config["splits"]
     tiles = -(-rows // config["rows"]) * -(-columns // config["columns"])
-    taps = tuple(made.shape[2:])
+    taps = (made.shape[2], made.shape[3])
 
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
-        dy, x = problem.operands(constants, inputs)
+        dy, x = problem.tensors(constants, inputs)
         # parts are dense, in the order k, tap, c
         dense = (columns, 1, taps[1] * made.shape[1], made.shape[1])
-        target = workspace.view(torch.float32) if splits > 1 else out
+        target = out
+        if splits > 1:
+            assert workspace is not None
+            target = workspace.view(torch.float32)
         launch(
             _wgrad,
             (tiles, attrs["groups"], splits),

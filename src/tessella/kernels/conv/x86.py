@@ -137,8 +137,9 @@ def _places(problem: Problem, pixels: int) -> torch.Tensor:
 
     def line(axis: int, length: int, kernel: int) -> torch.Tensor:
         """Places along an axis that each result reads under each tap: [length, kernel]."""
-        first = torch.arange(length)[:, None] * a["stride"][axis] - a["padding"][axis]
-        return first + torch.arange(kernel) * a["dilation"][axis]
+        stride, padding, dilation = (int(a[n][axis]) for n in ("stride", "padding", "dilation"))
+        first = torch.arange(length)[:, None] * stride - padding
+        return first + torch.arange(kernel) * dilation
 
     r, s = problem["weight"].shape[2:]
     down, along = line(0, rows, r)[:, None, :, None], line(1, columns, s)[None, :, None, :]

@@ -16,4 +16,7 @@ def operands_of(
     """Input, weight and epilogue of a convolution's or a linear layer's call."""
     given = dict(zip(problem.operation.operands, problem.operands(constants, inputs)))
     added = problem.epilogue.of(given.get("bias"), given.get("residual"), given.get("scale"))
-    return given["input"], given["weight"], added
+    x, weight = given["input"], given["weight"]
+    assert x is not None
+    assert weight is not None
+    return x, weight, added

@@ -39,6 +39,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         tensors = problem.operands(constants, inputs)
         a, b, bias, residual, scale = (*tensors, None, None, None)[:5]
+        assert a is not None
+        assert b is not None
         a, b = (a.mT if transpose_a else a), (b.mT if transpose_b else b)
         residual = None if beta == 0 else residual
         if scale is not None or (bias is None and residual is None):
@@ -46,7 +48,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         elif bias is not None and bias.dtype == dtype:
             product(a, b, bias, out, alpha, 1.0)
             bias = None
-        elif bias is None and residual.dtype == dtype:
+        elif bias is None and residual is not None and residual.dtype == dtype:
             product(a, b, residual, out, alpha, beta)
             residual = None
         else:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 
+from tessella.core.integers import ceil_div
 from tessella.device.hopper import barrier, commit_copies, copy_elements, gl, gluon, wait_for_copies
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
@@ -182,8 +183,8 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     tiles = [t for t in _TILES if any(_by_depth(problem)) or t not in _SPILL_BY_COLUMNS]
 
     def cost(tile: tuple[int, ...]) -> float:
-        blocks = made.batch * triton.cdiv(made.m, tile[0]) * triton.cdiv(made.n, tile[1])
-        rounds = triton.cdiv(blocks, multiprocessors())
+        blocks = made.batch * ceil_div(made.m, tile[0]) * ceil_div(made.n, tile[1])
+        rounds = ceil_div(blocks, multiprocessors())
         return rounds * (tile[0] * tile[1] + 16 * (tile[0] + tile[1]))
 
     return tuple(dict(zip(_KEYS, tile, strict=True)) for tile in sorted(tiles, key=cost))
@@ -208,7 +209,7 @@ def bind(
     made = sizes(problem)
     a_by_depth, b_by_depth = _by_depth(problem)
     blocks = made.batch * triton.cdiv(made.m, tile_m) * triton.cdiv(made.n, tile_n)
-    options = {
+    options: dict[str, Any] = {
         "BM": tile_m,
         "BN": tile_n,
         "BK": tile_k,

@@ -15,7 +15,8 @@ from tessella.operations.problem import Problem
 
 def fits(problem: Problem) -> str | None:
     x, bias = problem["input"], problem.get("bias")
-    if not torch.backends.mkl.is_available() or not hasattr(torch.ops.mkl, "_mkl_linear"):
+    available = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    if not available or not hasattr(torch.ops.mkl, "_mkl_linear"):
         return "this torch was built without MKL"
     if not problem.is_constant("weight") or (bias is not None and not problem.is_constant("bias")):
         return "weight and bias must be constants"

@@ -59,10 +59,10 @@ def fits(problem: Problem) -> str | None:
     if problem["input"].dtype == "float32":
         return "16-bit and 8-bit factors only"
     for name in ("norm_weight", "norm_bias"):
-        meta = problem.get(name)
+        vector = problem.get(name)
         if not problem.is_constant(name):
             return "the norm's weight and bias are constants"
-        if meta is None or meta.shape != (product.n,) or meta.dtype not in FLOATS:
+        if vector is None or vector.shape != (product.n,) or vector.dtype not in FLOATS:
             return "the norm's weight and bias are vectors of floating numbers, one a column"
     scale = problem.get("code_scale")
     if scale is not None and scale.shape not in ((), (1,)):
@@ -132,6 +132,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def call(*inputs: torch.Tensor, workspace: torch.Tensor) -> Any:
         operands = problem.operands(ready, inputs)
         a, b, bias, residual, scale, *norm = (*operands, None)[:8]
+        assert a is not None
+        assert b is not None
         outs = tuple(meta.empty(a.device) for meta in problem.outputs)
         tiles = {
             name: wgmma.matrix_tiles(out, (m, n), piece)

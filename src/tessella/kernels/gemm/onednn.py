@@ -9,13 +9,13 @@ import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.shared.onednn import POST_OPS
+from tessella.kernels.onednn import POST_OPS, has_onednn
 from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
     x, bias, residual = problem["input"], problem.get("bias"), problem.get("residual")
-    if not torch.backends.mkldnn.is_available():
+    if not has_onednn():
         return "this torch was built without oneDNN"
     if not problem.is_constant("weight") or (bias is not None and not problem.is_constant("bias")):
         return "weight and bias must be constants"

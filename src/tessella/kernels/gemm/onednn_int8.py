@@ -6,7 +6,7 @@ slower (2048 → 1000, one row: 64 ms against 0.05).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -48,8 +48,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     )
     stored = getattr(torch, problem.output.dtype)
     small = stored == torch.int8
-    plain = torch.ops.onednn.qlinear_pointwise.default
-    summed = torch.ops.onednn.qlinear_pointwise.binary
+    plain: Callable[..., torch.Tensor] = torch.ops.onednn.qlinear_pointwise.default
+    summed: Callable[..., torch.Tensor] = torch.ops.onednn.qlinear_pointwise.binary
 
     def linear(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         x = x.view(-1, x.shape[-1])

@@ -191,7 +191,10 @@ def bind(
         if not out.numel():
             return out
         o = operands(problem, constants, inputs, out)
-        partial = None if splits == 1 else workspace.view(sums_dtype(problem))
+        partial = None
+        if splits > 1:
+            assert workspace is not None
+            partial = workspace.view(sums_dtype(problem))
         epilogue = (o.epilogue.bias, o.epilogue.residual, o.epilogue.scale, o.out)
         bias_stride, _, row, column, scale_stride = strides(o)
         ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], *factors)
@@ -201,7 +204,7 @@ def bind(
             (*o.a.stride()[1:], *o.b.stride()[1:]), ends,
             **options,
         )  # fmt: skip
-        if splits > 1:
+        if partial is not None:
             add_splits(problem, o, partial, splits, ends)
         return out
 

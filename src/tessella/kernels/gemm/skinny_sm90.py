@@ -15,6 +15,7 @@ import triton
 
 from tessella.core.dtype import FP8
 from tessella.core.errors import KernelError
+from tessella.core.integers import power_of_two
 from tessella.device.hopper import (
     barrier,
     descriptor,
@@ -183,7 +184,7 @@ def bind(
     factors = (float(problem.epilogue.alpha), float(problem.epilogue.beta), problem.gamma)
     tiles, rows = triton.cdiv(made.n, tile_n), _rows(made.m)
     two_steps = splits > 1 or _finishes(problem)
-    options = {
+    options: dict[str, Any] = {
         "STAGES": num_stages,
         "CONSTANT": 1 in constants,
         "num_warps": 4,
@@ -194,7 +195,10 @@ def bind(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
         o = operands(problem, ready, inputs, out)
-        sums = workspace.view(torch.float32) if two_steps else out
+        sums = out
+        if two_steps:
+            assert workspace is not None
+            sums = workspace.view(torch.float32)
         launch(
             _stream_kernel, (tiles, splits),
             _tiles(o.b[0].mT, (tile_n, tile_k)), _tiles(o.a[0], (rows, tile_k)), sums,
@@ -221,7 +225,7 @@ def _tiles(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
 
 
 def _rows(m: int) -> int:
-    return max(8, triton.next_power_of_2(m))
+    return max(8, power_of_two(m))
 
 
 def _itemsize(problem: Problem) -> int:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tessella.core.dtype import FP8
+from tessella.core.integers import ceil_div
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call
@@ -119,6 +120,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     """
     made, dtype = sizes(problem), problem["input"].dtype
     promoted = dtype in FP8 and not problem.attr("fast_accumulation")
+    tiles: tuple[tuple[int, int, int, int, int], ...]
     if dtype == "float32" and problem.math == "ieee":
         tiles = _IEEE
     elif any(t.format == "strided" or t.shape[-1] % 16 for t in sides(problem)):
@@ -129,9 +131,9 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
         tiles = (*_LARGE, *_TILES)
 
     def cost(tile: tuple[int, ...]) -> float:
-        blocks = made.batch * triton.cdiv(made.m, tile[0]) * triton.cdiv(made.n, tile[1])
+        blocks = made.batch * ceil_div(made.m, tile[0]) * ceil_div(made.n, tile[1])
         # loads of both edges count beside the products
-        rounds = triton.cdiv(blocks, multiprocessors())
+        rounds = ceil_div(blocks, multiprocessors())
         return rounds * (tile[0] * tile[1] + 64 * (tile[0] + tile[1]))
 
     keys = ("tile_m", "tile_n", "tile_k", "num_warps", "num_stages")

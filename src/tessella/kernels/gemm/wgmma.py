@@ -131,8 +131,8 @@ def _refused_layouts(problem: Problem) -> str | None:
         k_major = lies_right or _wants_k_major(dtype)
         if _row_bytes(product.k if k_major else meta.shape[-1], dtype) % 16:
             return f"rows of the {name} factor are not multiples of 16 bytes, as TMA wants them"
-    for meta in (problem.output, problem.epilogue.residual):
-        if meta is not None and meta.format != "contiguous":
+    for stored in (problem.output, problem.epilogue.residual):
+        if stored is not None and stored.format != "contiguous":
             return "makes, and adds, dense rows"
     if _row_bytes(product.n, problem.output.dtype) % 16:
         return "rows of the result are not multiples of 16 bytes, as TMA wants them"
@@ -403,26 +403,36 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     box_c = [1, tiling.rows, piece]
     box_p = [1, tiling.rows, _row_bytes(piece, problem.output.dtype) // 4]
     partial = torch.int32 if dtype == "int8" else torch.float32
-    epilogue = {
-        "ALPHA": float(problem.epilogue.alpha),
-        "BETA": float(problem.epilogue.beta),
-        "ACTIVATION": problem.epilogue.activation,
-    }
     m, n, k = product.m, product.n, product.k
     small = small_sums(problem, constants, product.k) and not work.split
     vectors = None if work.split else folded(problem, constants, small=small)
     gamma = problem.gamma
-    finished = dict(epilogue)  # of tiles over all of K
+    epilogue = Epilogue(
+        ALPHA=float(problem.epilogue.alpha),
+        BETA=float(problem.epilogue.beta),
+        ACTIVATION=problem.epilogue.activation,
+        FOLDED=vectors is not None,
+        SMALL=small,
+        SPREAD=spread,
+        HALVES=in_sixteen_bits(problem),
+    )
+    finished = epilogue  # of tiles over all of K
     if vectors:
-        finished |= {"ALPHA": 1.0, "BETA": epilogue["BETA"] * (gamma or 1.0)}
+        finished = epilogue._replace(ALPHA=1.0, BETA=epilogue.BETA * (gamma or 1.0))
         gamma = None
+    options: dict[str, Any] = {"maxnreg": 128} if tiling.schedule == "paired" else {}
 
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
         operands = problem.operands(ready, inputs)
-        a, b, bias, residual, scale = (*operands, *[None] * (5 - len(operands)))
-        sums = workspace.view(partial) if work.split else None
+        a, b, bias, residual, scale = (*operands, None, None, None)[:5]
+        assert a is not None
+        assert b is not None
+        sums = None
+        if work.split:
+            assert workspace is not None
+            sums = workspace.view(partial)
         scale, bias = vectors or (scale, bias)
         launch(
             multiply,
@@ -460,16 +470,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 PROMOTE=dtype in FP8 and not problem.attr("fast_accumulation"),
                 PRODUCER=40 if tiling.schedule == "cooperative" else 24,
             ),
-            EPILOGUE=Epilogue(
-                **finished,
-                FOLDED=vectors is not None,
-                SMALL=small,
-                SPREAD=spread,
-                HALVES=in_sixteen_bits(problem),
-            ),
+            EPILOGUE=finished,
             num_warps=8 if tiling.schedule == "cooperative" else 4,
             launch_pdl=True,
-            **({"maxnreg": 128} if tiling.schedule == "paired" else {}),
+            **options,
         )
         if sums is not None:
             launch(
@@ -492,8 +496,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 TILE_N=tiling.tile_n,
                 ROWS=ADDED_ROWS,
                 GROUP=tiling.group,
+                ALPHA=epilogue.ALPHA,
+                BETA=epilogue.BETA,
+                ACTIVATION=epilogue.ACTIVATION,
                 num_warps=4,
-                **epilogue,
             )
         return out
 

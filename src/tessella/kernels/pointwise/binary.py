@@ -31,12 +31,13 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
 
 def _function(op: str, alpha: float) -> Callable[..., Any]:
     if alpha == 1:
-        return {
+        functions: dict[str, Callable[..., Any]] = {
             "add": torch.add,
             "sub": torch.sub,
             "mul": torch.mul,
             "div": torch.div,
             "pow": torch.pow,
-        }[op]
+        }
+        return functions[op]
     plain = {"add": torch.add, "sub": torch.sub}[op]
     return lambda x, y, *, out: plain(x, y, alpha=alpha, out=out)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.integers import power_of_two
 from tessella.device.launch import launch
 from tessella.device.overlap import overlapping
 from tessella.kernels.catalog import Call, Config
@@ -34,7 +35,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     made = walk(problem)
     columns = made.axes.columns
     if made.lowered.rows:
-        width = _power_of_two(columns)
+        width = power_of_two(columns)
         few = (
             (1, width, max(1, min(16, width // 512))) if width >= 512 else (512 // width, width, 2)
         )
@@ -61,7 +62,7 @@ def bind(
     unit = math.gcd(axes.columns, WIDEST)
     sizes = axes.rows, axes.columns // unit
     grid = (-(-axes.rows // tile_rows) * -(-axes.columns // tile_columns),)
-    program = {
+    program: dict[str, Any] = {
         "INPUTS": len(lowered.operands),
         "OUTPUTS": len(problem.outputs),
         "UNIT": unit,
@@ -96,8 +97,4 @@ def _padded(tensors: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, 
 def _tile(rows: int, columns: int, size: int, warps: int) -> tuple[int, int, int]:
     """Rows, columns and warps of a tile of so many elements."""
     width = tile_width(columns, size)
-    return min(size // width, _power_of_two(rows)), width, warps
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
+    return min(size // width, power_of_two(rows)), width, warps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
-    call = generated.bind(problem, constants, **config)
+    call: Callable[..., tuple[torch.Tensor, ...]] = generated.bind(problem, constants, **config)
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return call(*inputs, out=tuple(m.empty(inputs[0].device) for m in problem.outputs))

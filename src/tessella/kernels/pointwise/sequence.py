@@ -103,9 +103,9 @@ def _planned(
             until = last.get(value, number)
             free = [
                 b
-                for b, meta in enumerate(buffers)
+                for b, (meta, held) in enumerate(zip(buffers, holds))
                 if meta == metas[value]
-                and (holds[b] is None or last.get(holds[b], -1) <= number)
+                and (held is None or last.get(held, -1) <= number)
                 and (b >= len(results) or until <= results[b] - inputs)
             ]
             chosen = free[0] if free else len(buffers)
@@ -120,7 +120,7 @@ def _planned(
 def _metas(problem: Problem, instructions: Sequence[Instruction]) -> list[TensorMeta]:
     """Every value as a buffer: those of the first output's shape have its format."""
     meta, like = torch.device("meta"), problem.outputs[0]
-    inputs = [None if m is None else m.empty(meta) for m in problem.inputs]
+    inputs = [m.empty(meta) for m in problem.given]
     with ShapeRules():
         values = evaluate(instructions, inputs, lambda op, *given: operation(op).call(*given)[0])
     return [

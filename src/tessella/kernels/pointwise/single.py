@@ -26,7 +26,7 @@ def as_program(problem: Problem) -> Problem:
         return problem
     given = [i for i, m in enumerate(problem.inputs) if m is not None]
     reads = tuple(None if m is None else given.index(i) for i, m in enumerate(problem.inputs))
-    inputs = tuple(problem.inputs[i] for i in given)
+    inputs = problem.given
     op, attrs, outputs = problem.op, dict(problem.attrs), problem.outputs
     if op not in ELEMENTWISE | CODES:
         op, attrs, inputs, outputs = _along_rows(problem, inputs)
@@ -77,7 +77,9 @@ def _along_rows(problem: Problem, inputs: tuple[TensorMeta, ...]) -> Rows:
 
 def _first_reduced(dim: Any, axes: int) -> int:
     """The first of the axes of a reduction, which must be the last ones."""
-    dims = sorted(d % axes for d in (range(axes) if dim is None else dim)) if axes else []
+    dims: list[int] = (
+        sorted(d % axes for d in (range(axes) if dim is None else dim)) if axes else []
+    )
     if not dims or dims != list(range(dims[0], axes)):
         raise KernelError("reduces the last axes")
     return dims[0]

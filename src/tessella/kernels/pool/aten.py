@@ -20,7 +20,7 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     a = problem.attrs
     if problem.op == "adaptive_avg_pool2d":
-        size = list(a["output_size"])
+        size = tuple(a["output_size"])
         return lambda x: F.adaptive_avg_pool2d(x, size)
     kernel, stride, padding = (list(a[n]) for n in ("kernel_size", "stride", "padding"))
     ceil_mode = a["ceil_mode"]

@@ -67,7 +67,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     """Tiles of some images, or of some of an image's rows, that fit a cache; and all at once."""
     x, (images, _, rows, _) = problem["input"], problem.output.shape
     image_bytes = x.nbytes // images
-    tiles = {}
+    tiles: dict[tuple[int, int], None] = {}
     for size in (TILES[0], x.nbytes, *TILES[1:]):
         some = max(1, min(images, size // image_bytes))
         lines = rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -94,7 +95,7 @@ def bind(
     before, after, last = made.before, made.after, _is_last(problem, made)
     rows, columns = _sizes(made.y, last)
     grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)
-    settings = {
+    settings: dict[str, Any] = {
         "STRIDES": (*before.strides, *after.strides[1:], along(problem.output, made.y.shape)),
         "FIRST": made.first,
         "WINDOW": _window(made),

@@ -8,7 +8,8 @@ after it, is done on the way.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -63,6 +64,10 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     return tuple(c for i, c in enumerate(found) if c not in found[:i])
 
 
+def _repeated(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(given) * MAX_OPERANDS
+
+
 def bind(
     problem: Problem,
     constants: Mapping[int, torch.Tensor],
@@ -73,13 +78,14 @@ def bind(
 ) -> Call:
     outer, reduced, inner = _sizes(problem)
     grid = (outer * triton.cdiv(inner, columns),)
-    settings = {
+    settings: dict[str, Any] = {
         "REDUCED": reduced,
         "INNER": inner,
         "DIVISOR": 1 if problem.op == "sum" else reduced,
         "TILE_ROWS": rows,
         "TILE_COLUMNS": columns,
     }
+    tensors: Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, ...]]
     if problem.op == "pointwise":
         made, strides = _chained(problem)
         settings |= {"FIRST": made.first, "THEN": made.then, "STRIDES": strides}
@@ -87,9 +93,7 @@ def bind(
     else:
         settings |= {"FIRST": ALONE, "THEN": ALONE._replace(COUNT=0)}
         settings["STRIDES"] = ((reduced * inner, 1, inner),)
-
-        def tensors(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-            return tuple(given) * MAX_OPERANDS
+        tensors = _repeated
 
     def run(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         operands = tensors(problem.operands(constants, inputs))

@@ -37,11 +37,15 @@ NARROW = 64  # 255 · 64 · 2 fits 16 bits
 PROBED = 64  # channels: oneDNN multiplies a few channels by other code, which is exact
 
 
+def has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
 def int8_refusal(problem: Problem) -> str | None:
     """Why oneDNN has no int8 layer, convolution or linear, for the problem; None if it has."""
     x, weight, out = problem["input"], problem["weight"], problem.output
     bias, residual, scale = problem.epilogue.bias, problem.epilogue.residual, problem.epilogue.scale
-    if not torch.backends.mkldnn.is_available():
+    if not has_onednn():
         return "this torch was built without oneDNN"
     if (x.dtype, weight.dtype) != ("int8", "int8"):
         return f"multiplies int8, not {x.dtype} × {weight.dtype}"
@@ -82,7 +86,7 @@ def saturates() -> bool:
     Asked of oneDNN itself: which instructions it takes depends on the processor, on its version and
     on ``ONEDNN_MAX_CPU_ISA``.
     """
-    if not torch.backends.mkldnn.is_available():
+    if not has_onednn():
         return False
     x = torch.full((1, PROBED, 8, 8), 255, dtype=torch.uint8).contiguous(
         memory_format=torch.channels_last

@@ -50,6 +50,7 @@ def matrices(
     """The layer's input as a view [M, K], and its epilogue, with a residual as a view [M, N]."""
     operands = (*problem.operands(constants, inputs), None, None, None)[:5]
     x, _, *added = (None if t is None else matrix(problem, t) for t in operands)
+    assert x is not None
     return x, problem.epilogue.of(*added)
 
 

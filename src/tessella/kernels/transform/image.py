@@ -77,7 +77,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         a, b = on_device[x.device]
         if same_order:
             count = n * pixels * channels
-            grid = (triton.cdiv(count, BLOCK),)
+            grid: tuple[int, ...] = (triton.cdiv(count, BLOCK),)
             launch(_same_order_kernel, grid, x, a, b, out, count, C=channels, BLOCK=BLOCK,
                    num_warps=4, fuse=False, **overlapping())  # fmt: skip
         else:

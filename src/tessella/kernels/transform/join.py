@@ -19,7 +19,7 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     dim, start = problem.attrs["dim"], 0
     copies = []
-    for position, meta in enumerate(problem.inputs):
+    for position, meta in enumerate(problem.given):
         size = meta.shape[dim]
         if position not in problem.in_place:
             copies.append((position, start, size))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -86,7 +87,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, pieces: int
     else:
         made = _of_pieces(made, vector)
         way = places(made, range(len(made.parts)), step=(vector, vector))
-    settings = {
+    settings: dict[str, Any] = {
         "DIGITS": way.digits, "TURNS": way.turns, "VECTOR": vector, "GATHER": gather,
         "PIECES": pieces, "num_warps": max(1, pieces // 128),
     }  # fmt: skip

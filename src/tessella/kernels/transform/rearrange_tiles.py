@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -74,7 +75,7 @@ def bind(
         * triton.cdiv(height, rows)
         * math.prod(made.parts[i].size for i in others),
     )
-    settings = {
+    settings: dict[str, Any] = {
         "DIGITS": way.digits, "TURNS": way.turns, "ROWS": rows, "COLUMNS": columns,
         "BEFORE": before, "AFTER": after, "num_warps": 4,
     }  # fmt: skip

@@ -78,7 +78,8 @@ class UserKernel(Kernel):
     def bind(self, problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Call:
         def call(*inputs: Tensor, out: Tensor) -> Tensor:
             arguments = self._arguments(problem, problem.operands(constants, inputs))
-            return self.operator.run(*arguments, out=out)
+            made: Tensor = self.operator.run(*arguments, out=out)
+            return made
 
         return call
 

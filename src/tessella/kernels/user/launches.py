@@ -35,7 +35,9 @@ class Launch:
 
     @property
     def name(self) -> str:
-        return self.kernel.name if self.is_cuda else _undecorated(self.kernel).__name__
+        if isinstance(self.kernel, CudaKernel):
+            return self.kernel.name
+        return str(_undecorated(self.kernel).__name__)
 
     @property
     def is_cuda(self) -> bool:
@@ -55,7 +57,7 @@ class Launch:
         """Launch the kernel; with a ``target`` only compile it. None if there is nothing to do."""
         if 0 in self.grid:
             return None
-        if self.is_cuda:
+        if isinstance(self.kernel, CudaKernel):
             made = self.kernel.launch(
                 *self._geometry, self.args, shared_bytes=self.shared_bytes, target=target
             )
@@ -70,7 +72,7 @@ class Launch:
 
     def compiled(self, target: str) -> Launched:
         """The launch as it would be on a GPU, not run; Triton's kernels say nothing here."""
-        if not self.is_cuda or 0 in self.grid:
+        if not isinstance(self.kernel, CudaKernel) or 0 in self.grid:
             return Launched(grid=self.grid, compiled=None)
         return self.kernel.compiled(*self._geometry, shared_bytes=self.shared_bytes, target=target)
 
@@ -79,9 +81,10 @@ class Launch:
         return replace(self, args=())
 
     @property
-    def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _geometry(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Grid and block in three dimensions."""
-        return (*self.grid, 1, 1)[:3], (*self.threads, 1, 1)[:3]
+        (x, y, z), (i, j, k) = (*self.grid, 1, 1)[:3], (*self.threads, 1, 1)[:3]
+        return (x, y, z), (i, j, k)
 
 
 def _layers(kernel: Any) -> list[Any]:

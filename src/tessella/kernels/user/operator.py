@@ -118,14 +118,14 @@ class Operator:
             KernelError: a tensor's element type is not among ``dtypes``; or the tensors are on the
                 CPU, and there is neither an interpreted kernel nor a reference.
         """
-        args = _contiguous(self._bound(args))
-        device = self._require(args)
-        made = self._shape(*args) if out is None else out
-        launches = self.launches(*args, out=made)
+        given = _contiguous(self._bound(args))
+        device = self._require(given)
+        made = self._shape(*given) if out is None else out
+        launches = self.launches(*given, out=made)
         where = self._where(device, launches)
         if where == "reference":
             started: list[Launched | None] = [None] * len(launches)
-            made = self._by_reference(args, out)
+            made = self._by_reference(given, out)
         else:
             target = target_of(device) if where == "compiled" else None
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -140,8 +140,8 @@ class Operator:
 
     def launches(self, *args: Any, out: Tensors | None = None) -> list[Launch]:
         """What a call with these arguments launches."""
-        args = self._bound(args)
-        made = self._function(*args, out=self._shape(*args) if out is None else out)
+        given = self._bound(args)
+        made = self._function(*given, out=self._shape(*given) if out is None else out)
         return [made] if isinstance(made, Launch) else list(made)
 
     @property
@@ -248,7 +248,7 @@ class Operator:
             )
         return devices.pop()
 
-    def _defined(self) -> Any:
+    def _defined(self) -> Callable[..., Tensors]:
         """The operator of torch."""
 
         def run(*args: Any) -> Tensors:
@@ -270,14 +270,14 @@ class Operator:
         return defined
 
     def _remember(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        inputs = self._bound(inputs)  # torch leaves out what has its default value
+        given = self._bound(inputs)  # torch leaves out what has its default value
         outputs = as_tuple(output) if self._gradient_reads_out else ()
-        tensors = [t for t in (*inputs, *outputs) if isinstance(t, Tensor)]
+        tensors = [t for t in (*given, *outputs) if isinstance(t, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.values = [
-            None if isinstance(i, Tensor) else (i,) for i in (*inputs, *outputs)
+            None if isinstance(i, Tensor) else (i,) for i in (*given, *outputs)
         ]  # a number in its place, None for the next saved tensor
-        ctx.arguments = len(inputs)
+        ctx.arguments = len(given)
 
     @property
     def _gradient_reads_out(self) -> bool:
@@ -288,7 +288,8 @@ class Operator:
         values = [next(saved) if kept is None else kept[0] for kept in ctx.values]
         args, outputs = values[: ctx.arguments], tuple(values[ctx.arguments :])
         grad = grads[0] if len(grads) == 1 else grads
-        if self._gradient == "reference":
+        if not callable(self._gradient):
+            assert self.reference is not None  # as ``__init__`` asks
             needed = [*ctx.needs_input_grad, *[False] * len(args)][: len(args)]
             return _through(self.reference, args, grads, needed)
         extra = {}
@@ -329,6 +330,7 @@ class Operator:
                 RuntimeWarning,
                 stacklevel=3,
             )
+        assert self.reference is not None  # as ``_where`` asks
         made = _contiguous_outputs(self.reference(*args))
         if out is None:
             return made

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.integers import power_of_two
 from tessella.device.launch import launch
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
@@ -210,7 +211,7 @@ class Cut:
     @property
     def half(self) -> int:
         """Half the frequencies of an axis, in a power of two."""
-        return max(8, triton.next_power_of_2(self.period // 2))
+        return max(8, power_of_two(self.period // 2))
 
 
 def _reach(problem: Problem) -> tuple[int, int]:
@@ -332,16 +333,16 @@ def bind(
     precision = "ieee" if plain else "tf32"
     entries = entries or (8 if tile > 16 else 16)
     transform = {"num_warps": transform_warps, "entries": entries}
-    dilation = problem.attrs["dilation"]
+    dilation, (rows, columns) = problem.attrs["dilation"], problem["weight"].shape[2:]
     # a captured call must not make them
     device = dft.device(constants)
     inverse_matrices(cut, problem.attrs["stride"], device)
     forward_matrices(cut, (tile, tile), (1, 1), device)
-    forward_matrices(cut, problem["weight"].shape[2:], dilation, device)
+    forward_matrices(cut, (rows, columns), dilation, device)
 
     def of_filters(weight: torch.Tensor, spectrum: torch.Tensor) -> torch.Tensor:
         filter_cut = Cut(period=tile, kept=(1, 1), grid=(1, 1), tiles=weight.shape[0], reach=(1, 1))
-        forward(weight, spectrum, filter_cut, sides=tuple(weight.shape[2:]), spread=dilation,
+        forward(weight, spectrum, filter_cut, sides=(rows, columns), spread=dilation,
                 step=(0, 0), padding=(0, 0), first=0, round_to_tf32=not plain,
                 **transform)  # fmt: skip
         return spectrum

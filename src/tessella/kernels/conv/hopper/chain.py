@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.integers import power_of_two
 from tessella.device.hopper import descriptor
 from tessella.device.launch import launch
 from tessella.device.machine import HOPPER, multiprocessors
@@ -110,8 +111,8 @@ def shape_of(problem: Problem) -> Shape:
         channels=channels,
         between=between,
         out=out,
-        wide_in=max(32 // itemsize, _power_of_two(channels)),
-        wide_out=max(64 if itemsize == 1 else 16, _power_of_two(out)),
+        wide_in=max(32 // itemsize, power_of_two(channels)),
+        wide_out=max(64 if itemsize == 1 else 16, power_of_two(out)),
         itemsize=itemsize,
     )
 
@@ -165,7 +166,8 @@ def shared_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
     groups, chunk = config["groups"], config["chunk"]
     tiles = config["buffers"] * shape.wide_in + config["slots"] * chunk + shape.wide_out
     weights = config["stages"] * chunk * (shape.wide_in + shape.wide_out)
-    return (groups * PIXELS * tiles + weights) * shape.itemsize
+    elements: int = groups * PIXELS * tiles + weights
+    return elements * shape.itemsize
 
 
 def _estimate(shape: Shape, config: Mapping[str, Any], reads: bool, keeps: bool) -> float:
@@ -177,7 +179,7 @@ def _estimate(shape: Shape, config: Mapping[str, Any], reads: bool, keeps: bool)
     one after another, about 600 clocks and 12 for each element of a thread.
     """
     groups, chunk = config["groups"], config["chunk"]
-    rows = groups * PIXELS
+    rows: int = groups * PIXELS
     chunks = -(-shape.between // chunk)
     ours = rows * (shape.channels + reads * shape.between) * shape.itemsize
     out = rows * (shape.out + keeps * shape.between) * shape.itemsize
@@ -188,7 +190,7 @@ def _estimate(shape: Shape, config: Mapping[str, Any], reads: bool, keeps: bool)
     products = rows * shape.between * (shape.wide_in + shape.wide_out) * shape.itemsize / 4096
     narrow = 1.3 if chunk * shape.itemsize == 64 else 1.0  # half-wide products, twice the reads
     elements = PIXELS * chunk / 128
-    tile = max(
+    tile: float = max(
         (ours + out) / 16.5,
         (ours + streamed) / 47,
         2800 * ours / ahead,
@@ -281,12 +283,16 @@ def _run(
     folds: tuple[tuple[bool, bool], tuple[bool, bool]],
 ) -> None:
     x, weight, bias, residual, scale, next_weight, next_bias, next_scale = operands
+    assert x is not None
+    assert weight is not None
+    assert next_weight is not None
     shape, chunk = shape_of(problem), config["chunk"]
     chunk_of = [PIXELS, chunk]
     pixels = _pixels(x)
     between = descriptor(_pixels(made[1]) if len(made) > 1 else pixels, chunk_of)
     tiles = -(-shape.pixels // (config["groups"] * PIXELS))
     beta = problem.epilogue.beta
+    options: dict[str, Any] = {"maxnreg": 168} if config["groups"] == 1 else {}
     launch(
         convolve_twice,
         (min(tiles, multiprocessors()),),
@@ -307,7 +313,7 @@ def _run(
         THEN=Ending(problem.attr("next_activation"), FOLDED=folds[1][0], SMALL=folds[1][1]),
         num_warps=4,
         launch_pdl=True,
-        **({"maxnreg": 168} if config["groups"] == 1 else {}),
+        **options,
     )  # fmt: skip
 
 
@@ -319,8 +325,3 @@ def _pixels(tensor: Tensor) -> Tensor:
 
 def _itemsize(problem: Problem) -> int:
     return int(getattr(torch, problem["input"].dtype).itemsize)
-
-
-def _power_of_two(value: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (value - 1).bit_length()

@@ -189,17 +189,19 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     across = [-(-n // s) for n, s in zip((geometry.batch, *_cells(geometry)), box)]
     blocks = -(-geometry.channels // columns)
     classes = _classes(geometry)
+    assert classes is not None  # as ``fits`` asks
     total = classes * blocks * math.prod(across)
     tiles = (blocks, across[2], across[1], across[0], total)
-    options = {} if config["warps"] == 8 else {"maxnreg": 128}
+    options: dict[str, Any] = {} if config["warps"] == 8 else {"maxnreg": 128}
     grid = min(total, multiprocessors() * (1 if config["warps"] == 8 else 2))
     weight_shape = (geometry.filters, R * S, geometry.channels)
 
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
-        dy, weight = problem.operands(held, inputs)
+        dy, weight = problem.tensors(held, inputs)
         if packs:
+            assert workspace is not None
             copy = workspace[: weight.nbytes].view(weight.dtype).view(geometry.filters, R, S, -1)
             weight = copy.copy_(weight.permute(0, 2, 3, 1))
         taps = weight.as_strided(weight_shape, (R * S * weight_shape[2], weight_shape[2], 1))

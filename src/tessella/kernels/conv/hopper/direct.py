@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.integers import round_up
 from tessella.device.hopper import (
     DTYPES,
     barrier,
@@ -158,8 +159,8 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 def workspace_bytes(problem: Problem, **config: Any) -> int:
     if problem.is_constant("weight"):
         return 0
-    filters = (config or configs(problem)[0])["filters"]
-    return Runs.of(problem).chunks * triton.cdiv(problem["weight"].shape[0], filters) * filters * 32
+    filters: int = (config or configs(problem)[0])["filters"]
+    return Runs.of(problem).chunks * round_up(problem["weight"].shape[0], filters) * 32
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from tessella.core.dtype import FLOATS
 from tessella.core.errors import KernelError
+from tessella.core.integers import round_up
 from tessella.device.hopper import DTYPES, descriptor, gl
 from tessella.device.launch import launch
 from tessella.device.machine import ALIGNMENT, multiprocessors
@@ -34,7 +35,6 @@ from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
     configs,
     itemsize_of,
     promotes,
-    round_up,
     shape_of,
     tile_counts,
 )
@@ -80,7 +80,8 @@ def fits(problem: Problem) -> str | None:
         return "float32 is multiplied as tf32"
     if _reads_no_pixels(problem):
         return "a stride of 2 over an axis of one pixel, beside which some taps lie"
-    if x.pixel_pitch is None or output.pixel_pitch is None:
+    x_pitch, out_pitch = x.pixel_pitch, output.pixel_pitch
+    if x_pitch is None or out_pitch is None:
         return "input and output must be channels_last, or slices of its channels"
     if weight.format == "strided":
         return "the weight must be contiguous or channels_last"
@@ -88,8 +89,8 @@ def fits(problem: Problem) -> str | None:
         residual.dtype != output.dtype or not residual.has("channels_last")
     ):
         return "the residual must have the result's type and format"
-    for name, meta in (("C", x), ("K", output)):
-        for channels in (meta.shape[1], meta.pixel_pitch):
+    for name, meta, pitch in (("C", x, x_pitch), ("K", output, out_pitch)):
+        for channels in (meta.shape[1], pitch):
             if channels * itemsize_of(meta.dtype) % 16:
                 return f"{name} = {channels} × {meta.dtype} is not a multiple of 16 bytes"
     if output.dtype == "int32" and (
@@ -169,6 +170,7 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
         if known is not None:
             weight = known
         elif wants_packing:
+            assert workspace is not None
             space = workspace[parts_bytes:].view(weight.dtype)[: K * C * R * S]
             weight = _pack(weight, K, space)
         if vectors and config["splits"] == 1:
@@ -237,11 +239,13 @@ def _run(
     else:
         images = round_up(shape.N, config["tile_n"])
         sums = torch.int32 if x.dtype == torch.int8 else torch.float32
+        assert workspace is not None
         target = workspace[: splits * images * shape.P * shape.Q * shape.K * 4].view(sums)
         target = _rows(target, (splits * images, shape.P, shape.Q, shape.K), shape.K)
     y = descriptor(target, [*box, tile_k])
-    adds = residual is not None and whole
-    added = descriptor(_rows(residual, out_shape, shape.K), [*box, tile_k]) if adds else y
+    adds, added = False, y
+    if residual is not None and whole:
+        adds, added = True, descriptor(_rows(residual, out_shape, shape.K), [*box, tile_k])
     tiles = tile_counts(shape, config)
     items = math.prod(tiles) * splits
     blocks = min(items, config["residents"] * multiprocessors())
@@ -255,7 +259,7 @@ def _run(
     channels = channels_read(shape, tile_k)
     chunks = math.ceil(channels / tile_c)
     group = (shape.K // shape.groups, shape.C // shape.groups) if shape.groups > 1 else (None, None)
-    options = {"launch_pdl": True}
+    options: dict[str, Any] = {"launch_pdl": True}
     is_lone = (config["groups"], config["warps"], config["residents"]) == (1, 4, 1)
     if config["warps"] == 4:
         options["maxnreg"] = REGISTERS[config["residents"]]
@@ -359,9 +363,10 @@ def _digits(number: int, bases: Sequence[int]) -> list[int]:
     return [*digits, number]
 
 
-def _rows(tensor: Tensor, shape: tuple[int, ...], pitch: int) -> Tensor:
+def _rows(tensor: Tensor, shape: tuple[int, ...], pitch: int | None) -> Tensor:
     """N, H, W, C in memory, ``pitch`` elements from pixel to pixel → the view [H, N, W, C]."""
     _check_aligned(tensor)
+    assert pitch is not None  # as ``fits`` asks
     N, H, W, C = shape
     return tensor.as_strided((H, N, W, C), (W * pitch, H * W * pitch, pitch, 1))
 

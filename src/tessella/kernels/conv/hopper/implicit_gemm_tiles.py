@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tessella.core.dtype import FP8
+from tessella.core.integers import power_of_two, round_up
 from tessella.device.hopper import OVERLAPPING_TILES
 from tessella.device.machine import HOPPER, multiprocessors
 from tessella.kernels.conv.hopper import grouped
@@ -94,7 +95,7 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
     """Every tile that fits registers and shared memory, with its ring as deep as memory allows."""
     residual = problem.epilogue.residual is not None
     least_k = 64 if problem.output.dtype in EIGHT_BITS else 16
-    wide_k = max(least_k, _power_of_two(shape.K))
+    wide_k = max(least_k, power_of_two(shape.K))
     for (groups, warps, residents), tile_k, pixels in itertools.product(
         TEAMS, (16, 32, 64, 128, 256), (64, 128, 256)
     ):
@@ -161,7 +162,7 @@ def _tile_c(shape: Shape, tile_k: int) -> list[int]:
     channels = channels_read(shape, tile_k)
     widest = 128 // shape.itemsize
     fewest = 32 // shape.itemsize
-    widest = min(widest, max(fewest, _power_of_two(channels)))
+    widest = min(widest, max(fewest, power_of_two(channels)))
     half = max(fewest, widest // 2)
     return [widest] if round_up(channels, half) == round_up(channels, widest) else [widest, half]
 
@@ -175,7 +176,7 @@ def _boxes(shape: Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
     boxes = []
     for h, w in itertools.product((1, 2, 4, 8, 16, 32), repeat=2):
         n = pixels // (h * w)
-        if n == 0 or n > max(1, _power_of_two(shape.N)) or n * h * w != pixels:
+        if n == 0 or n > max(1, power_of_two(shape.N)) or n * h * w != pixels:
             continue
         if h >= 2 * shape.P or w >= 2 * shape.Q:
             continue
@@ -220,16 +221,18 @@ def _deepen(shape: Shape, config: dict[str, Any], residual: bool) -> bool:
 
 def _stage_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
     taps = config["taps"]
-    pixels = config["tile_n"] * (config["tile_h"] + taps - 1) * config["tile_w"]
+    pixels: int = config["tile_n"] * (config["tile_h"] + taps - 1) * config["tile_w"]
     rows = 0 if config.get("held") else taps * config["tile_k"]
-    return (pixels + rows) * config["tile_c"] * shape.itemsize
+    elements: int = (pixels + rows) * config["tile_c"]
+    return elements * shape.itemsize
 
 
 def _held_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
     if not config.get("held"):
         return 0
-    channels = round_up(channels_read(shape, config["tile_k"]), config["tile_c"])
-    return shape.R * shape.S * config["tile_k"] * channels * shape.itemsize
+    tile_k: int = config["tile_k"]
+    channels = round_up(channels_read(shape, tile_k), config["tile_c"])
+    return shape.R * shape.S * tile_k * channels * shape.itemsize
 
 
 def stages_of_a_tile(shape: Shape, config: dict[str, Any]) -> float:
@@ -238,7 +241,8 @@ def stages_of_a_tile(shape: Shape, config: dict[str, Any]) -> float:
     rows = 1 if config["taps"] > 1 else shape.R
     taps = _taps_seen(shape.H, shape.P, rows, sh, ph, dh, config["tile_h"])
     taps *= _taps_seen(shape.W, shape.Q, shape.S, sw, pw, dw, config["tile_w"])
-    return taps * math.ceil(channels_read(shape, config["tile_k"]) / config["tile_c"])
+    chunks: int = math.ceil(channels_read(shape, config["tile_k"]) / config["tile_c"])
+    return taps * chunks
 
 
 @functools.lru_cache(maxsize=4096)  # candidates differ in few ways along one axis: half the time
@@ -318,20 +322,11 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
     moved += shape.R * shape.S * channels * shape.K * shape.itemsize
     moved += out_bytes * (2 if residual else 1)
     work, traffic = per_sm * tile, moved / (16.5 * multiprocessors())
-    total = max(work, traffic) + 0.2 * min(work, traffic) + epilogue + 2000
+    total: float = max(work, traffic) + 0.2 * min(work, traffic) + epilogue + 2000
     total += _held_bytes(shape, config) / 47
     if splits > 1:
         total += 5500 + 2 * splits * out_bytes / shape.out_itemsize * 4 / (40 * multiprocessors())
     return total
-
-
-def _power_of_two(value: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (value - 1).bit_length()
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def itemsize_of(dtype: str) -> int:

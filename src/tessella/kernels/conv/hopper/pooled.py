@@ -129,7 +129,8 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     Few long bands make few rows twice, but at the end leave multiprocessors with one or two, which
     do not hide what a block waits for.
     """
-    stem, found = stem_of(problem), {}
+    stem = stem_of(problem)
+    found: dict[int, float] = {}  # clocks, by rows
     for bands in range(1, stem.out_h + 1):
         rows = -(-stem.out_h // bands)
         tasks = stem.images * stem.across * -(-stem.out_h // rows)

@@ -154,8 +154,8 @@ def _clocks(geometry: Geometry, config: Config) -> float:
         x, dy = x * row_tiles, dy * (tiles // row_tiles)
     share = min(resident, max(1.0, blocks / multiprocessors()))
     small = 1.2 if config["warps"] == 4 else 1.0  # measured: four warps keep the units less busy
-    main = max(rounds * (longest * step * share * small + 1500), (x + dy) / MEMORY_BYTES)
-    parts = 4 * rows * columns * (blocks if config["splits"] else blocks + tiles)
+    main: float = max(rounds * (longest * step * share * small + 1500), (x + dy) / MEMORY_BYTES)
+    parts: int = 4 * rows * columns * (blocks if config["splits"] else blocks + tiles)
     return main + parts / min(blocks, multiprocessors()) / L2_BYTES + parts / PARTS_BYTES
 
 
@@ -164,7 +164,8 @@ def workspace_bytes(problem: Problem, **config: Any) -> int:
     geometry, config = _geometry(problem), config or configs(problem)[0]
     blocks, tiles, _, _ = _work(geometry, config)
     parts = blocks if config["splits"] else blocks + tiles - 1
-    return 4 * parts * config["rows"] * config["panels"] * _width(geometry)
+    rows: int = config["rows"] * config["panels"]
+    return 4 * parts * rows * _width(geometry)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
@@ -178,13 +179,13 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     size = (S, *geometry.padding, *geometry.dilation)
     splits = min(config["splits"], count)
     work = (tiles * count, count, splits, across[2], across[1], rows, _panels(geometry), c_panels)
-    options = {} if config["warps"] == 8 else {"maxnreg": 128}
+    options: dict[str, Any] = {} if config["warps"] == 8 else {"maxnreg": 128}
     # a tile's parts: as many as blocks that can share it
     together = min(triton.next_power_of_2(splits or -(-count // max(each, 1)) + 1), 32)
     chunk = min(max(1, 2048 // (together * width)), config["rows"])
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        dy, x = problem.operands(constants, inputs)
+        dy, x = problem.tensors(constants, inputs)
         images = geometry.pixels_last(x, geometry.channels, geometry.image)
         parts = workspace.view(torch.float32)
         launch(

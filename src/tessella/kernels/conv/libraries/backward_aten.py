@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -13,7 +13,7 @@ from tessella.operations.tensor_meta import memory_format
 
 
 def fits(problem: Problem) -> str | None:
-    grad, types = problem["grad"].dtype, [meta.dtype for meta in problem.inputs]
+    grad, types = problem["grad"].dtype, [meta.dtype for meta in problem.given]
     if problem.constant:
         return "operands must be arguments"
     if len(set(types)) != 1 or grad not in ("float64", *FLOATS):
@@ -28,7 +28,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    backward = torch.ops.aten.convolution_backward.default
+    backward: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten.convolution_backward.default
     attrs, made = problem.attrs, problem.output
     stride, padding, dilation = (list(attrs[n]) for n in ("stride", "padding", "dilation"))
     ending = (stride, padding, dilation, False, [0] * len(stride), attrs["groups"])

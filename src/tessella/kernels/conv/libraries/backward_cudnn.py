@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +21,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    call = backward_aten.bind(problem, constants)
+    call: Callable[..., torch.Tensor] = backward_aten.bind(problem, constants)
 
     def searched(*inputs: torch.Tensor) -> torch.Tensor:
         with _search():

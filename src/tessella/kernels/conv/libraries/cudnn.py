@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -40,8 +40,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
             ("conv2d.aten", problem.output.format),
             lambda w: w.contiguous(memory_format=memory_format),
         )
-    relu = torch.ops.aten.cudnn_convolution_relu.default
-    add_relu = torch.ops.aten.cudnn_convolution_add_relu.default
+    relu: Callable[..., torch.Tensor] = torch.ops.aten.cudnn_convolution_relu.default
+    add_relu: Callable[..., torch.Tensor] = torch.ops.aten.cudnn_convolution_add_relu.default
 
     def convolve(*inputs: torch.Tensor) -> torch.Tensor:
         x, weight, added = operands_of(problem, held, inputs)

@@ -84,7 +84,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, plan: int =
 
     def convolve(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         operands = dict(zip(problem.operation.operands, problem.operands(held, inputs)))
-        operands |= {"weight": _pixels_innermost(operands["weight"]), "beta": beta}
+        weight = operands["weight"]
+        assert weight is not None
+        operands |= {"weight": _pixels_innermost(weight), "beta": beta}
         given = {tensor: operands[name] for name, tensor in tensors.items()}
         workspace = torch.empty(nbytes, dtype=torch.uint8, device=out.device)
         if fence is not None and not is_captured():

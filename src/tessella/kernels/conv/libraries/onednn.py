@@ -5,20 +5,20 @@ A packed weight makes oneDNN answer in channels_last, whatever the input's forma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.shared.onednn import POST_OPS
+from tessella.kernels.onednn import POST_OPS, has_onednn
 from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
     x, weight, epilogue = problem["input"], problem["weight"], problem.epilogue
-    if not torch.backends.mkldnn.is_available():
+    if not has_onednn():
         return "this torch was built without oneDNN"
     vectors = () if epilogue.bias is None else ("bias",)
     if not all(map(problem.is_constant, ("weight", *vectors))):
@@ -44,7 +44,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     weight = packed_weight(problem, constants[1])
     if problem.epilogue.residual is None:
         name, numbers, variant = POST_OPS[activation]
-        unary = torch.ops.mkldnn._convolution_pointwise.default
+        unary: Callable[..., torch.Tensor] = torch.ops.mkldnn._convolution_pointwise.default
 
         def convolve(x: torch.Tensor) -> torch.Tensor:
             return unary(x, weight, bias, padding, stride, dilation, groups, name, numbers, variant)
@@ -53,7 +53,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     binary = torch.ops.mkldnn._convolution_pointwise.binary
     # after a residual, oneDNN's interface fuses relu only
     fused = activation if activation == "relu" else None
-    after = Epilogue(activation=None if fused else activation)
+    after = Epilogue[torch.Tensor](activation=None if fused else activation)
 
     def convolve_add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         made = binary(

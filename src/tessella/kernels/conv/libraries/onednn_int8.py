@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -62,8 +62,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     small = stored == torch.int8
     inside = activation if small or ending.residual is None else None
     inside = inside if inside == "relu" else None
-    plain = torch.ops.onednn.qconv2d_pointwise.default
-    summed = torch.ops.onednn.qconv2d_pointwise.binary
+    plain: Callable[..., torch.Tensor] = torch.ops.onednn.qconv2d_pointwise.default
+    summed: Callable[..., torch.Tensor] = torch.ops.onednn.qconv2d_pointwise.binary
 
     def convolve(x: torch.Tensor) -> torch.Tensor:
         made = plain(
@@ -92,5 +92,5 @@ def _twice(x: torch.Tensor, groups: int) -> torch.Tensor:
     """The channels of each group, and the same again."""
     if groups == 1:
         return torch.cat((x, x), 1)
-    parts = x.unflatten(1, (groups, -1))
+    parts = torch.unflatten(x, 1, (groups, -1))
     return torch.cat((parts, parts), 2).flatten(1, 2).contiguous(memory_format=torch.channels_last)

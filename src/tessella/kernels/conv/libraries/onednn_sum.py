@@ -6,7 +6,7 @@ batch of one, 39.9 → 37.3 ms on one core (AMD EPYC, Zen 5).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -39,7 +39,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     weight = onednn.packed_weight(problem, constants[1])
     bias, activation = constants.get(2), problem.epilogue.activation
     padding, stride, dilation, groups = onednn.window(problem)
-    add = torch.ops.mkldnn._convolution_pointwise_.binary
+    add: Callable[..., torch.Tensor] = torch.ops.mkldnn._convolution_pointwise_.binary
 
     def convolve(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return add(

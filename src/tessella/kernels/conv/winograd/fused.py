@@ -74,7 +74,7 @@ def workspace_bytes(problem: Problem, **config: Any) -> int:
     """The transformed filter, unless it is constant."""
     if problem.is_constant("weight"):
         return 0
-    dtype = getattr(torch, problem["input"].dtype)
+    dtype: torch.dtype = getattr(torch, problem["input"].dtype)
     return _elements(problem, config or configs(problem)[0]) * dtype.itemsize
 
 

@@ -45,6 +45,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     x, weight = problem["input"], problem["weight"]
     ieee = x.dtype == "float32" and problem.math == "ieee"
     small, large = (2, 4) if weight.shape[2] == 3 else (2, 2)
+    blocks: tuple[tuple[int, int, int, int], ...]
     if ieee:
         huge = 6 if weight.shape[2] == 3 else 4
         # N=1, 128 → 128 channels, 128 × 128: 32.6, 33.8, 32.9, 33.1 and 34.5 us for the products
@@ -54,8 +55,8 @@ def configs(problem: Problem) -> tuple[Config, ...]:
         made.append((small, "fma", 64, 64, 16, 4, 4))
     else:
         depth = 32 if x.dtype == "float32" else 64
-        blocks = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
-        made = [(large, "dot", i, j, depth, warps, 3) for i, j, warps in blocks]
+        blocks = ((128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3))
+        made = [(large, "dot", i, j, depth, warps, stages) for i, j, warps, stages in blocks]
         made.append((small, "dot", 128, 128, depth, 8, 3))
     names = ("tile", "product", "block_i", "block_j", "block_d", "warps", "stages")
     named = [dict(zip(names, values, strict=True)) for values in dict.fromkeys(made)]
@@ -154,6 +155,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         if out.numel() == 0:
             return out
         x, w, epilogue = operands_of(problem, constants, inputs)
+        assert workspace is not None
         v, u, m = _views(plan, workspace, u_known)
         _transform_inputs(plan, x, v, None if u_known is not None else w, u)
         _multiply(plan, v, u, m)

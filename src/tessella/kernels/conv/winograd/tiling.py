@@ -74,8 +74,8 @@ def refusal(problem: Problem, taps: tuple[int, ...]) -> str | None:
     epilogue = problem.epilogue
     if len(x.shape) != 4:
         return "winograd needs two spatial axes"
-    for name, wanted in (("stride", 1), ("dilation", 1)):
-        if set(attrs[name]) != {wanted}:
+    for name in ("stride", "dilation"):
+        if set(attrs[name]) != {1}:
             return f"winograd needs {name} 1"
     if attrs["groups"] != 1:
         return "winograd needs one group"
