@@ -146,6 +146,34 @@ def test_every_verb_has_its_file() -> None:
     assert files == set(VERBS)
 
 
+def is_for_the_gpu(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    decorators = map(ast.unparse, function.decorator_list)
+    return any(d.startswith(("triton.jit", "gluon.jit")) for d in decorators)
+
+
+def missing_annotations(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Its arguments without a type, but for a method's own, and ``return`` for its result."""
+    given = function.args
+    arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    arguments += [a for a in (given.vararg, given.kwarg) if a is not None]
+    bare = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
+    return bare if function.returns is not None else [*bare, "return"]
+
+
+@pytest.mark.parametrize("room", ["device", "kernels"])
+def test_functions_for_the_cpu_are_typed(room: str) -> None:
+    """mypy does not ask there, since functions for the GPU have no types."""
+    untyped = [
+        f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}: {', '.join(missing)}"
+        for path in sorted((SOURCE / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not is_for_the_gpu(node)
+        and (missing := missing_annotations(node))
+    ]
+    assert untyped == []
+
+
 def device_functions() -> Iterator[tuple[str, ast.FunctionDef, int]]:
     """Functions for the GPU, and how many of their parameters Triton must not specialize for."""
     for path in MODULES:

@@ -47,6 +47,13 @@ class Instruction:
     reads: tuple[int | None, ...]
     attrs: Mapping[str, Any]
 
+    @property
+    def x(self) -> int:
+        """The number of its first operand, which ``parse`` lets nobody leave out."""
+        value = self.reads[0]
+        assert value is not None
+        return value
+
     def data(self) -> tuple[Any, ...]:
         """As it stands in a node's attribute."""
         return (self.op, self.reads, dict(self.attrs))

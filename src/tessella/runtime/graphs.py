@@ -30,7 +30,7 @@ class GraphedBucket:
         inputs: Sequence[TensorMeta],
         *,
         math: Math,
-        pool: tuple[int, int],
+        pool: torch.cuda._POOL_HANDLE,
         stream: torch.cuda.Stream,
         device: torch.device,
     ) -> None:

@@ -78,7 +78,7 @@ def bind(
     }
 
     def run(*inputs: torch.Tensor, out: Any) -> Any:
-        tensors = operands(problem.operands(constants, inputs))
+        tensors = operands(problem.tensors(constants, inputs))
         inputs = _padded(tensors, MAX_OPERANDS)
         outs = _padded((out,) if single else out, MAX_OUTPUTS)
         launch(

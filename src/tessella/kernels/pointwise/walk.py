@@ -57,7 +57,7 @@ def walk(problem: Problem) -> Walk:
     if any(m.dtype not in (*FLOATS, *SMALL) for m in problem.outputs):
         raise KernelError("makes floating numbers of 16 or 32 bits, or codes")
     lowered = lower(problem)
-    tensors = [*lowered.metas(problem.inputs), *problem.outputs]
+    tensors = [*lowered.metas(problem.given), *problem.outputs]
     if len(lowered.operands) > MAX_OPERANDS or len(problem.outputs) > MAX_OUTPUTS:
         raise KernelError(f"reads at most {MAX_OPERANDS} tensors and makes at most {MAX_OUTPUTS}")
     if max(math.prod(m.shape) for m in tensors) > MAX_ELEMENTS:

@@ -108,7 +108,7 @@ def bind(
         launch(
             window_kernel,
             grid,
-            tensors(problem.operands(constants, inputs)),
+            tensors(problem.tensors(constants, inputs)),
             out,
             rows,
             TILE_ROWS=tile_rows,

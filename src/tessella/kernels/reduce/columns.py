@@ -64,7 +64,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     return tuple(c for i, c in enumerate(found) if c not in found[:i])
 
 
-def _repeated(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def _repeated(given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(given) * MAX_OPERANDS
 
 
@@ -85,7 +85,7 @@ def bind(
         "TILE_ROWS": rows,
         "TILE_COLUMNS": columns,
     }
-    tensors: Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, ...]]
+    tensors: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
     if problem.op == "pointwise":
         made, strides = _chained(problem)
         settings |= {"FIRST": made.first, "THEN": made.then, "STRIDES": strides}
@@ -96,7 +96,7 @@ def bind(
         tensors = _repeated
 
     def run(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        operands = tensors(problem.operands(constants, inputs))
+        operands = tensors(problem.tensors(constants, inputs))
         launch(columns_kernel, grid, operands, out, num_warps=warps, **overlapping(), **settings)
         return out
 

@@ -50,9 +50,8 @@ class ChannelAffine:
 
     def tensor(self, constants: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The vector [C, 1, …] in float32, computed in float64."""
-        mean, variance, weight, bias = (
-            None if i is None else constants[i].double() for i in self.sources
-        )
+        mean, variance = (constants[i].double() for i in self.sources[:2])
+        weight, bias = (None if i is None else constants[i].double() for i in self.sources[2:])
         factor = torch.rsqrt(variance + self.eps) * (1.0 if weight is None else weight)
         summand = (0.0 if bias is None else bias) - mean * factor
         made = factor if self.part == "factor" else summand
@@ -98,13 +97,13 @@ class Lowered:
     results: tuple[int, ...] = ()
     rows: bool = False
 
-    def metas(self, inputs: Sequence[TensorMeta | None]) -> list[TensorMeta]:
-        """The descriptions of the operands; ``inputs`` are the problem's, none left out."""
+    def metas(self, inputs: Sequence[TensorMeta]) -> list[TensorMeta]:
+        """The descriptions of the operands; ``inputs`` are the problem's."""
         return [inputs[o] if isinstance(o, int) else o.meta for o in self.operands]
 
     def binder(
         self, constants: Mapping[int, torch.Tensor]
-    ) -> Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor, ...]]:
+    ) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
         """A function from the problem's operands to the kernel's."""
         made = {o: o.tensor(constants) for o in self.operands if not isinstance(o, int)}
         return lambda given: tuple(
@@ -115,7 +114,8 @@ class Lowered:
         """Add a step; returns its number."""
         self.ops.append(op)
         self.reads.append((x, y))
-        self.numbers.append((*map(float, numbers), 0.0, 0.0, 0.0)[:3])
+        a, b, c = (*map(float, numbers), 0.0, 0.0, 0.0)[:3]
+        self.numbers.append((a, b, c))
         return len(self.operands) + len(self.ops) - 1
 
 
@@ -126,7 +126,7 @@ def lower(problem: Problem) -> Lowered:
         KernelError: an operation, a type or a shape that the kernel does not know.
         CompileError: no program.
     """
-    inputs = [meta for meta in problem.inputs if meta is not None]
+    inputs = problem.given
     instructions = parse(problem.attrs["program"], len(inputs), problem.attrs["results"])
     if len(inputs) != len(problem.inputs):
         raise KernelError("no input may be left out")
@@ -188,7 +188,7 @@ def _domain(
     instructions: Sequence[Instruction], shapes: Sequence[tuple[int, ...]], inputs: int
 ) -> tuple[int, ...]:
     """The shape to which all made values, and all rows that are reduced, broadcast."""
-    reduced = [shapes[step.reads[0]] for step in instructions if step.op in ROWS]
+    reduced = [shapes[step.x] for step in instructions if step.op in ROWS]
     if (made := broadcast(*shapes[inputs:], *reduced)) is None:
         raise KernelError("values that do not broadcast together")
     return made
@@ -216,10 +216,13 @@ def _prepared(
         return []
     if any(r is not None and r not in problem.constant for r in step.reads[1:]):
         raise KernelError(f"what {step.op} reads besides must be constants")
-    axes = len(shapes[step.reads[0]])
+    axes = len(shapes[step.x])
     if step.op == "batch_norm":
-        sources = (*step.reads[1:], None, None, None, None)[:4]
-        meta = TensorMeta(shape=(shapes[sources[0]][0], *[1] * (axes - 2)), dtype="float32")
+        mean, variance, weight, bias = (*step.reads[1:], None, None, None, None)[:4]
+        assert mean is not None
+        assert variance is not None
+        sources = (mean, variance, weight, bias)
+        meta = TensorMeta(shape=(shapes[mean][0], *[1] * (axes - 2)), dtype="float32")
         return [
             ChannelAffine(part=part, sources=sources, eps=step.attrs["eps"], meta=meta)
             for part in ("factor", "summand")
@@ -241,7 +244,7 @@ def _require_row(
     step: Instruction, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ...]
 ) -> None:
     """Refuse what does not work along the last axis of the whole shape."""
-    attrs, read = step.attrs, shapes[step.reads[0]]
+    attrs, read = step.attrs, shapes[step.x]
     if read != shape or not shape:
         raise KernelError(f"{step.op} of a value that is broadcast later")
     if shape[-1] > MAX_COLUMNS or shape[-1] == 0:
@@ -268,6 +271,7 @@ def _step(
     emit, op, attrs = lowered.emit, step.op, step.attrs
     reads = [None if r is None else places[r] for r in step.reads]
     x = reads[0]
+    assert x is not None
     y = reads[1] if len(reads) > 1 else None
     if op == "batch_norm":
         return emit("add", emit("mul", x, made[0]), made[1])

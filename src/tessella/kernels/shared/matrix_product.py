@@ -108,6 +108,8 @@ def operands(
     """The tensors of a call as views; nothing is copied."""
     made = sizes(problem)
     a, b, bias, residual, scale = (*problem.operands(constants, inputs), None, None, None)[:5]
+    assert a is not None
+    assert b is not None
     a = a.mT if problem.attr("transpose_a") else a
     b = b.mT if b_by_rows(problem) else b
     epilogue = problem.epilogue.of(bias, residual, scale)
@@ -122,7 +124,7 @@ def operands(
         b=b[None].expand(made.batch, -1, -1) if made.shared else stack(b, made.n),
         epilogue=epilogue
         if epilogue.residual is None
-        else replace(epilogue, residual=stack(residual, made.n)),
+        else replace(epilogue, residual=stack(epilogue.residual, made.n)),
         out=stack(out, made.n),
     )
 

@@ -52,11 +52,11 @@ class Part:
 
     def binder(
         self, constants: Mapping[int, torch.Tensor]
-    ) -> Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor, ...]]:
-        """A function from the whole problem's operands to this part's."""
+    ) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
+        """From the whole problem's operands to this part's; ``y`` is not there: another stands in."""
         own = {i: constants[r] for i, r in enumerate(self.reads) if r in constants}
         bound = self.lowered.binder(own)
-        return lambda given: bound([given[r] if r < len(given) else None for r in self.reads])
+        return lambda given: bound([given[r if r < len(given) else 0] for r in self.reads])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +85,11 @@ class Chain:
 
     def binder(
         self, constants: Mapping[int, torch.Tensor]
-    ) -> Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor, ...]]:
+    ) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
         """From the problem's operands to the kernels': before, after, the first again to eight."""
         first, then = self.before.binder(constants), self.after.binder(constants)
 
-        def tensors(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+        def tensors(given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             made = (*first(given), *then(given)[1:])
             return made + made[:1] * (MAX_OPERANDS - len(made))
 
@@ -117,21 +117,22 @@ def chain(problem: Problem) -> Chain:
     if problem.op in POOLS:
         attrs = {"program": ((problem.op, (0,), problem.attrs),), "results": (1,)}
         problem = replace(problem, op="pointwise", attrs=attrs)
-    if None in problem.inputs or len(problem.outputs) != 1:
+    inputs = problem.given
+    if len(inputs) != len(problem.inputs) or len(problem.outputs) != 1:
         raise KernelError("no input may be left out, and one result is made")
-    count = len(problem.inputs)
+    count = len(inputs)
     program = parse(problem.attrs["program"], count, problem.attrs["results"])
     pools = [i for i, step in enumerate(program) if step.op in POOLS]
     if len(pools) != 1:
         raise KernelError("needs one pooling")
     pool, made, result = program[pools[0]], count + pools[0], problem.attrs["results"][0]
-    metas = [*problem.inputs, *metas_of(program, problem.inputs)[count:]]
+    metas = [*inputs, *metas_of(program, inputs)[count:]]
     parts = _Parts(problem, program, metas)
     found = Chain(
         pool=pool,
-        x=metas[pool.reads[0]],
+        x=metas[pool.x],
         y=metas[made],
-        before=parts.part((), pool.reads[0], metas[pool.reads[0]].shape),
+        before=parts.part((), pool.x, metas[pool.x].shape),
         after=parts.part((made,), result, metas[made].shape),
     )
     if len(found.before.strides) + len(found.after.strides) - 1 > MAX_OPERANDS:
