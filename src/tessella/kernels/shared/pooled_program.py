@@ -53,7 +53,7 @@ class Part:
     def binder(
         self, constants: Mapping[int, torch.Tensor]
     ) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
-        """From the whole problem's operands to this part's; ``y`` is not there: another stands in."""
+        """From the whole problem's operands to this part's; another stands in for ``y``."""
         own = {i: constants[r] for i, r in enumerate(self.reads) if r in constants}
         bound = self.lowered.binder(own)
         return lambda given: bound([given[r if r < len(given) else 0] for r in self.reads])
