@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tessella.core.dtype import FLOATS, FP8
-from tessella.core.integers import power_of_two
+from tessella.core.integers import ceil_div, power_of_two
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import overlapping
@@ -169,7 +169,7 @@ class Tile:
 
     def blocks(self, geometry: Geometry, pixels: int) -> tuple[int, int, int]:
         """The grid: tiles (filters fastest), groups, splits."""
-        tiles = _ceil(pixels, self.pixels) * _ceil(geometry.filters, self.filters)
+        tiles = ceil_div(pixels, self.pixels) * ceil_div(geometry.filters, self.filters)
         return tiles, geometry.groups, self.splits
 
 
@@ -216,12 +216,12 @@ def configs(problem: Problem, most: int = 8) -> tuple[dict[str, Any], ...]:
         for splits in (1, 2, 4, 8, 16):
             tile = Tile(pixels=pixels, filters=filters, depth=depth, splits=splits, warps=warps,
                         stages=stages, pack=pack)  # fmt: skip
-            steps = _ceil(geometry.depth, depth * splits)
+            steps = ceil_div(geometry.depth, depth * splits)
             parts = splits * geometry.pixels * geometry.filters * geometry.groups
             if splits > 1 and (steps < 4 or parts * 4 > 2**28):
                 continue
             blocks = math.prod(tile.blocks(geometry, geometry.pixels))
-            rounds = _ceil(blocks, multiprocessors() * resident)
+            rounds = ceil_div(blocks, multiprocessors() * resident)
             share = resident if blocks > multiprocessors() else 1
             work = rounds * share * steps * depth * pixels * filters
             loading = 1 + 24 / pixels + 24 / filters
@@ -236,12 +236,8 @@ def _depth(geometry: Geometry, most: int, least: int) -> int:
     return max(16 if least < 32 else 32, min(fitting, power_of_two(geometry.depth)))
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _aligned(nbytes: int) -> int:
-    return _ceil(nbytes, 256) * 256
+    return ceil_div(nbytes, 256) * 256
 
 
 # ------------------------------------------------------------------ calls
@@ -374,7 +370,7 @@ class Product:
                 FILTERS=tile.filters,
                 DEPTH=tile.depth,
                 SPLITS=tile.splits,
-                STEPS=_ceil(geometry.depth, tile.depth * tile.splits),
+                STEPS=ceil_div(geometry.depth, tile.depth * tile.splits),
                 STAGES=tile.stages,
                 PRECISION=problem.math if problem["input"].dtype == "float32" else "ieee",
                 IMPRECISE=min(tile.depth, 128) if accurate else None,
@@ -388,7 +384,7 @@ class Product:
             all_filters = geometry.filters * geometry.groups
             launch(
                 add_parts,
-                (_ceil(geometry.pixels, 32), _ceil(all_filters, 32)),
+                (ceil_div(geometry.pixels, 32), ceil_div(all_filters, 32)),
                 parts,
                 out,
                 filters=all_filters,

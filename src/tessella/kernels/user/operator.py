@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def operator(
     name: str,
     *,
     shape: Callable[..., Tensors],
-    gradient: Callable[..., Any] | str | None = None,
+    gradient: Callable[..., Any] | Literal["reference"] | None = None,
     reference: Callable[..., Tensors] | None = None,
     dtypes: Sequence[str] = ("float32",),
 ) -> Callable[[Callable[..., Launch | Sequence[Launch]]], Operator]:
@@ -86,7 +86,7 @@ class Operator:
         function: Callable[..., Launch | Sequence[Launch]],
         *,
         shape: Callable[..., Tensors],
-        gradient: Callable[..., Any] | str | None,
+        gradient: Callable[..., Any] | Literal["reference"] | None,
         reference: Callable[..., Tensors] | None,
         dtypes: tuple[str, ...],
     ) -> None:
@@ -288,13 +288,14 @@ class Operator:
         values = [next(saved) if kept is None else kept[0] for kept in ctx.values]
         args, outputs = values[: ctx.arguments], tuple(values[ctx.arguments :])
         grad = grads[0] if len(grads) == 1 else grads
-        if not callable(self._gradient):
+        if self._gradient == "reference":
             assert self.reference is not None  # as ``__init__`` asks
             needed = [*ctx.needs_input_grad, *[False] * len(args)][: len(args)]
             return _through(self.reference, args, grads, needed)
         extra = {}
         if self._gradient_reads_out:
             extra["out"] = outputs[0] if len(outputs) == 1 else outputs
+        assert self._gradient is not None  # without one it is not registered
         made = self._gradient(grad, *args, **extra)
         made = (made,) if isinstance(made, Tensor) or made is None else tuple(made)
         if len(made) != len(args):

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessella.core.integers import round_up
 from tessella.device.launch import launch
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
@@ -189,16 +190,12 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     return tuple({"block_m": m, "block_k": block_k} for m in reversed(sizes))
 
 
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 def _shapes(problem: Problem, block_k: int, block_m: int) -> dict[str, tuple[int, ...]]:
     """Spectra, and what lies between two passes: it shares one part of the workspace."""
     period = Period.of(problem)
     filters, channels, lines, _ = problem["weight"].shape
-    images = _up(problem["input"].shape[0], block_m)
-    filters = _up(filters, block_k)
+    images = round_up(problem["input"].shape[0], block_m)
+    filters = round_up(filters, block_k)
     frequencies = period.half * period.height
     between = max(
         lines * channels * filters * (not problem.is_constant("weight")),
@@ -219,7 +216,7 @@ def workspace_bytes(problem: Problem, *, block_k: int = 64, block_m: int = 16, *
     shapes = _shapes(problem, block_k, block_m)
     if problem.is_constant("weight"):
         del shapes["weights"]
-    return sum(_up(4 * math.prod(shape), 256) for shape in shapes.values())
+    return sum(round_up(4 * math.prod(shape), 256) for shape in shapes.values())
 
 
 # ------------------------------------------------------------------ calls

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tessella.core.integers import power_of_two
+from tessella.core.integers import power_of_two, round_up
 from tessella.device.launch import launch
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
@@ -267,7 +267,7 @@ def _estimate_us(problem: Problem, cut: Cut, block_k: int, block_m: int, loss: f
     and read.
     """
     filters, channels = problem["weight"].shape[:2]
-    m, k = _up(cut.tiles, block_m), _up(filters, block_k)
+    m, k = round_up(cut.tiles, block_m), round_up(filters, block_k)
     products = 8 * cut.frequencies * m * k * channels * loss
     constant = problem.is_constant("weight")
     numbers = m * channels + m * k + k * channels * (0.5 if constant else 1)
@@ -276,17 +276,13 @@ def _estimate_us(problem: Problem, cut: Cut, block_k: int, block_m: int, loss: f
     return (products / 38e12 + transforms / 20e12 + numbers * cut.frequencies * 16 / 3.5e12) * 1e6
 
 
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 # ------------------------------------------------------------------ calls
 def _spectra(problem: Problem, cut: Cut, block_k: int, block_m: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the spectra: of filters, of tiles, and of their product."""
     filters, channels = problem["weight"].shape[:2]
-    a_pass = PASS_NUMBERS // (2 * cut.frequencies * max(channels, _up(filters, block_k)))
-    m = _up(min(cut.tiles, max(a_pass, block_m)), block_m)
-    k = _up(filters, block_k)
+    a_pass = PASS_NUMBERS // (2 * cut.frequencies * max(channels, round_up(filters, block_k)))
+    m = round_up(min(cut.tiles, max(a_pass, block_m)), block_m)
+    k = round_up(filters, block_k)
     return {
         "images": (2, cut.frequencies, channels, m),
         "products": (2, cut.frequencies, k, m),
@@ -302,7 +298,7 @@ def workspace_bytes(
     spectra = _spectra(problem, Cut.of(problem, tile), block_k, block_m)
     if problem.is_constant("weight"):
         del spectra["weights"]
-    return sum(_up(4 * math.prod(shape), 256) for shape in spectra.values())
+    return sum(round_up(4 * math.prod(shape), 256) for shape in spectra.values())
 
 
 def bind(

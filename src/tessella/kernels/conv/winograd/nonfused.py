@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.integers import round_up
 from tessella.device.launch import launch
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
@@ -96,9 +97,9 @@ class _Plan:
             tf32=problem["input"].dtype == "float32" and problem.math == "tf32",
             fma=config["product"] == "fma",
             pixels_inside=pixels_inside,
-            tiles=_up(tiling.count, tiles),
-            channels=_up(tiling.channels, max(CHANNELS, config["block_d"])),
-            filters=_up(tiling.filters, filters),
+            tiles=round_up(tiling.count, tiles),
+            channels=round_up(tiling.channels, max(CHANNELS, config["block_d"])),
+            filters=round_up(tiling.filters, filters),
         )
 
     @property
@@ -163,10 +164,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         return out
 
     return call
-
-
-def _up(extent: int, block: int) -> int:
-    return -(-extent // block) * block
 
 
 def _views(
