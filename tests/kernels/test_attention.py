@@ -195,7 +195,7 @@ TILINGS: tuple[dict[str, Any], ...] = (
 def test_hopper_agrees_with_float64(monkeypatch: pytest.MonkeyPatch, name: str, seed: int) -> None:
     """Roles in turns on NumPy, three blocks, whatever the ring."""
     monkeypatch.setattr(flash_sm90, "launch", functools.partial(gluon_roles.run, seed=seed))
-    monkeypatch.setattr(flash_sm90, "_multiprocessors", lambda: 3)
+    monkeypatch.setattr(flash_sm90, "multiprocessors", lambda: 3)
     case = HOPPER[name]
     for tiling in TILINGS if "many" in name else TILINGS[:1]:
         run(flash_sm90, case, config=tiling)
