@@ -9,7 +9,7 @@ import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.onednn import POST_OPS, has_onednn
+from tessella.kernels.shared.onednn import POST_OPS, has_onednn
 from tessella.operations.problem import Problem
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.onednn import POST_OPS, has_onednn
+from tessella.kernels.shared.onednn import POST_OPS, has_onednn
 from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 
