@@ -3,7 +3,8 @@ before the change, ``… check FOLDER`` after it, on one machine.
 
 Each network is compiled once and its lock is kept; a check compiles it again by that lock, so that
 nothing is measured, and compares the steps, the kernels with their configurations, the constants
-and the recorded answers, byte for byte. Neither training nor the server is imported.
+and the recorded answers, byte for byte; and it times a call, as the record did. Neither training
+nor the server is imported.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import statistics
 import sys
 import time
 from hashlib import sha256
@@ -20,14 +22,15 @@ from typing import Any
 import torch
 
 from benchmarks.networks import workload
-from tessella import compiler
+from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan
-from tessella.core.device import default_target
+from tessella.core.device import default_target, torch_device
 from tessella.core.record import canonical_json
 from tessella.core.spec import DimRange
 from tessella.graph import capture
 
 NETWORKS = "lenet,resnet50,googlenet,vit_b_16,swin_t"
+WARM_UP_CALLS, CALLS = 50, 200
 PRECISIONS = {"cpu": "fp32", "sm_90": "fp16"}
 
 
@@ -39,14 +42,20 @@ def main() -> int:
         begun = time.monotonic()
         path = args.folder / f"{name}-{args.target}.json.gz"
         if args.verb == "record":
-            content = _content(_plan(name, args, lock=None))
+            plan = _plan(name, args, lock=None)
+            content = _content(plan) | {"time_us": _time_us(plan, args, name)}
             path.write_bytes(gzip.compress(json.dumps(content).encode(), mtime=0))
-            outcome = f"{len(content['steps'])} steps recorded"
+            outcome = f"{len(content['steps'])} steps, {content['time_us']:.1f} µs recorded"
         else:
             before = json.loads(gzip.decompress(path.read_bytes()))
-            differs = _differences(before, _content(_plan(name, args, lock=before["lock"])))
+            plan = _plan(name, args, lock=before["lock"])
+            differs = _differences(before, _content(plan))
             wrong += bool(differs)
             outcome = "the same plan" if not differs else "\n  ".join(["differs", *differs])
+            if not differs and "time_us" in before:
+                time_us = _time_us(plan, args, name)
+                ratio = time_us / before["time_us"]
+                outcome += f", {time_us:.1f} µs a call, {ratio:.2f} of what was recorded"
         print(f"{name} on {args.target}: {outcome} ({time.monotonic() - begun:.1f} s)", flush=True)
     return int(wrong > 0)
 
@@ -76,6 +85,22 @@ def _plan(name: str, args: argparse.Namespace, lock: str | None) -> Plan:
         about=compiler.About(built_from=name, rebuild="python -m benchmarks.same_plans"),
         measuring=compiler.Measuring(lock=lock),
     )  # fmt: skip
+
+
+def _time_us(plan: Plan, args: argparse.Namespace, name: str) -> float:
+    """The median time of a call of the plan's engine, from call to answer."""
+    work, device = workload(name, args.batch), torch_device(args.target)
+    samples = work.sample(torch.device("cpu"))
+    fed = {s.name: t.to(device) for s, t in zip(work.inputs, samples, strict=True)}
+    times = []
+    with runtime.load(plan) as engine:
+        for _ in range(WARM_UP_CALLS + CALLS):
+            begun = time.perf_counter()
+            engine(**fed)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begun)
+    return 1e6 * statistics.median(times[WARM_UP_CALLS:])
 
 
 def _content(plan: Plan) -> dict[str, Any]:
