@@ -25,7 +25,8 @@ def test_what_promises_much(http: httpx.Client, what: str, content: bytes, why: 
     assert answer.status_code == 400
     assert why in answer.json()["error"]
     assert peak_bytes() - before < 100 << 20
-    assert time.perf_counter() - start < 5
+    # it answers in 0.1 s, but its decoding process takes seconds to start on a busy machine
+    assert time.perf_counter() - start < 20
 
 
 @pytest.mark.parametrize("kind", GOOD)
