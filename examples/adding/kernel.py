@@ -23,7 +23,7 @@ ROW = Kernel(
 
 
 def fits(problem: Problem) -> str | None:
-    x, y = problem.inputs[0], problem.output
+    x, y = problem["input"], problem.output
     if (x.dtype, y.dtype) != ("float32", "float32"):
         return f"makes float32 of float32, not {y.dtype} of {x.dtype}"
     if (x.format, y.format) != ("contiguous", "contiguous"):

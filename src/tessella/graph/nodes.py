@@ -12,14 +12,13 @@ from typing import Any
 
 from tessella.graph.names import Names
 from tessella.graph.value import Value
-from tessella.operations.operation import Operation
-from tessella.operations.table import operation
+from tessella.operations.named import NamedOperands
 
 # Between the places of neighbours: so many halvings before all places are given anew.
 _GAP = 1 << 128
 
 
-class Node:
+class Node(NamedOperands[Value]):
     """One operation.
 
     Attributes:
@@ -81,27 +80,6 @@ class Node:
     def output(self) -> Value:
         """The only output."""
         (value,) = self._outputs
-        return value
-
-    @property
-    def operation(self) -> Operation:
-        """The operation's row; raises ``CompileError`` if there is none."""
-        return operation(self.op)
-
-    def get(self, operand: str) -> Value | None:
-        """The input of this name; None where it is left out."""
-        position = self.operation.position(operand)
-        return self._inputs[position] if position < len(self._inputs) else None
-
-    def __getitem__(self, operand: str) -> Value:
-        """The input of this name.
-
-        Raises:
-            KeyError: it is left out, or the operation has no such operand.
-        """
-        value = self.get(operand)
-        if value is None:
-            raise KeyError(f"{self.op} → {self._outputs} is without {operand}")
         return value
 
     def rebind(self, **operands: Value | None) -> None:

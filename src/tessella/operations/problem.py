@@ -13,13 +13,12 @@ from tessella.core.dtype import Math
 from tessella.core.errors import KernelError, UsageError
 from tessella.core.record import digest
 from tessella.operations.epilogue import NUMBERS, TENSORS, Epilogue
-from tessella.operations.operation import Operation
-from tessella.operations.table import operation
+from tessella.operations.named import NamedOperands
 from tessella.operations.tensor_meta import TensorMeta
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(NamedOperands[TensorMeta]):
     """One operation on concrete shapes.
 
     Attributes:
@@ -51,27 +50,6 @@ class Problem:
                 seen=self.math,
                 fix=f"use math={' or '.join(get_args(Math))}",
             )
-
-    @functools.cached_property
-    def operation(self) -> Operation:
-        """The operation's row; raises ``CompileError`` if there is none."""
-        return operation(self.op)
-
-    def get(self, operand: str) -> TensorMeta | None:
-        """The operand of this name; None where it is left out."""
-        position = self.operation.position(operand)
-        return self.inputs[position] if position < len(self.inputs) else None
-
-    def __getitem__(self, operand: str) -> TensorMeta:
-        """The operand of this name.
-
-        Raises:
-            KeyError: it is left out, or the operation has no such operand.
-        """
-        meta = self.get(operand)
-        if meta is None:
-            raise KeyError(f"{self.op} is asked without {operand}")
-        return meta
 
     def meta(self, position: int) -> TensorMeta | None:
         """An input of an operation that takes any number of them; None where it is left out."""
