@@ -310,6 +310,9 @@ def export(
 ) -> graph.Graph:
     """Write a network as an ONNX file, for any batch, as it is before the compiler changes it.
 
+    A checkpoint's labels and preprocessing record go into the file's metadata, where ``compile``
+    and ``classify`` find them.
+
     Args:
         source, inputs, trust_code: as for ``compile``.
         opset: the version of ONNX's operators, 17 to 21.
@@ -320,9 +323,11 @@ def export(
     Raises:
         CompileError: ONNX has no word for one of its operations; the message lists all of them.
     """
-    network = opened(source, ANY, inputs=inputs, trust_code=trust_code).graph
-    onnx.write(network, out, opset=opset)
-    return network
+    network = opened(source, ANY, inputs=inputs, trust_code=trust_code)
+    metadata = onnx.Metadata(preprocess=network.preprocess, labels=network.labels)
+    known = network.preprocess is not None or network.labels
+    onnx.write(network.graph, out, opset=opset, metadata=metadata if known else None)
+    return network.graph
 
 
 def _calibration(

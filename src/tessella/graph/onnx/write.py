@@ -15,16 +15,20 @@ from tessella.core.errors import CompileError, UsageError
 from tessella.graph.graph import Graph
 from tessella.graph.onnx.export_fallbacks import FALLBACKS
 from tessella.graph.onnx.exports import EXPORTS
+from tessella.graph.onnx.metadata import Metadata, add_metadata
 from tessella.graph.onnx.writer import Writer
 
 OLDEST, NEWEST = 17, 21
 _ONE_FILE = 1 << 30  # bytes of constants in the file itself; protobuf ends at twice that
 
 
-def write(graph: Graph, path: str | Path, *, opset: int = 17) -> None:
+def write(
+    graph: Graph, path: str | Path, *, opset: int = 17, metadata: Metadata | None = None
+) -> None:
     """Write ``graph`` as an ONNX model, checked by onnx.
 
     Args:
+        metadata: how images become its input, and its labels; they stand in ``metadata_props``.
         opset: 17 to 21. Constants of more than 1 GiB lie beside the model, in ``PATH.data``.
 
     Raises:
@@ -33,6 +37,8 @@ def write(graph: Graph, path: str | Path, *, opset: int = 17) -> None:
     """
     path = Path(path)
     made = model(graph, opset=opset)
+    if metadata is not None:
+        add_metadata(made, metadata)
     if made.ByteSize() <= _ONE_FILE:
         onnx.checker.check_model(made, full_check=True)
         write_atomic(path, made.SerializeToString())
