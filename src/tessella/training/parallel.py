@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
-from tessella.core.events import Emit, EventLog, read_events
+from tessella.core.events import Emit, EventLog, read_events, warning
 
 ERROR_FILE = "error.json"
 LOG_FILE = "workers.log"
@@ -118,14 +118,14 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
     Raises:
         TessellaError: a worker raised it, or ended without an error of its own.
     """
-    events = out / "events.jsonl"
-    EventLog(events).close()  # cuts the line that a killed worker did not finish
-    offset = events.stat().st_size
     (out / ERROR_FILE).unlink(missing_ok=True)
-    environment = dict(os.environ)
-    if not torch.cuda.is_available():
-        share = max(1, len(os.sched_getaffinity(0)) // processes)
-        environment.setdefault("OMP_NUM_THREADS", str(share))
+    events, environment = out / "events.jsonl", dict(os.environ)
+    with closing(EventLog(events)) as told:  # cuts the line that a killed worker did not finish
+        offset = events.stat().st_size
+        if not torch.cuda.is_available():
+            cores = len(os.sched_getaffinity(0))
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+            told(warning(f"gpus={processes}, but no GPU is here: processes share {cores} cores"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     worker = ["-m", "tessella.training.worker", str(out), *(["--resumed"] if resumed else [])]
     with (out / LOG_FILE).open("ab") as log:
