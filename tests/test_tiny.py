@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import httpx
 import numpy as np
+import onnx
 import pytest
 
 import tessella as ts
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run
+from tessella.core.errors import ArtifactError, CompileError
 from tessella.server import Server
 from tests.support.pictures.folders import write_stripes
 
@@ -60,6 +63,29 @@ def test_a_run_becomes_a_plan_that_agrees(plan_path: Path, run: Run, dataset: Da
     assert report.agreement == 1.0
     assert report.max_abs_diff < 1e-4
     assert report.plan_accuracy == report.checkpoint_accuracy == 1.0
+
+
+def test_another_checkpoint_is_not_compared(
+    plan_path: Path, run: Run, dataset: Dataset, tmp_path: Path
+) -> None:
+    first = run.checkpoints()[0]
+    assert first.weights_sha256 != run.best("val/accuracy").weights_sha256
+    with pytest.raises(ArtifactError, match="made from another checkpoint"):
+        ts.verify(plan_path, against=first, data=dataset)
+
+
+def test_labels_and_preprocessing_travel_through_onnx(run: Run, tmp_path: Path) -> None:
+    ts.export(run, tmp_path / "stripes.onnx")
+    plan = ts.compile(tmp_path / "stripes.onnx", target="cpu")
+    best = run.best("val/accuracy").info
+    assert (plan.manifest.labels, plan.manifest.preprocess) == (best.labels, best.preprocess)
+    model = onnx.load(tmp_path / "stripes.onnx")
+    (said,) = model.metadata_props
+    assert json.loads(said.value)["labels"] == ["lying", "standing"]
+    said.value = '{"labels": [1], "preprocess": null}'
+    onnx.save(model, tmp_path / "changed.onnx")
+    with pytest.raises(CompileError, match="do not say how images become its input"):
+        ts.compile(tmp_path / "changed.onnx", target="cpu")
 
 
 def test_a_plan_runs_any_batch(plan_path: Path) -> None:

@@ -31,6 +31,7 @@ class Opened:
     preprocess: Preprocess | None
     labels: tuple[str, ...] = ()
     accuracy: Mapping[str, float] = field(default_factory=dict)
+    weights_sha256: str | None = None
 
     def about(self, rebuild: str) -> compiler.About:
         """The facts that a plan records; ``rebuild`` is the command that builds it again."""
@@ -40,6 +41,7 @@ class Opened:
             preprocess=self.preprocess,
             labels=self.labels,
             accuracy=self.accuracy,
+            weights_sha256=self.weights_sha256,
         )
 
 
@@ -60,8 +62,9 @@ def opened(
 ) -> Opened:
     """Capture a network. Arguments as for ``compile``; a checkpoint has its own ``preprocess``."""
     if isinstance(source, str | Path) and Path(source).suffix == ".onnx":
-        read = onnx.read(Path(source), batch=batch)
-        return Opened(graph=read, name=str(source), preprocess=preprocess)
+        said, read = onnx.read_metadata(source), onnx.read(Path(source), batch=batch)
+        record = said.preprocess if preprocess is None else preprocess
+        return Opened(graph=read, name=str(source), preprocess=record, labels=said.labels)
     name = str(source)
     if isinstance(source, str | Path) and is_network(name):
         source, usual = zoo.untrained(name, inputs[0].shape[1:] if inputs else None)
@@ -88,6 +91,7 @@ def opened(
         preprocess=info.preprocess,
         labels=info.labels,
         accuracy=info.metrics,
+        weights_sha256=checkpoint.weights_sha256,
     )
 
 

@@ -61,7 +61,8 @@ def verify(
     """Run a plan and the checkpoint that it came from on a split, and compare sample by sample.
 
     Raises:
-        ArtifactError: the two do not prepare their inputs in the same way.
+        ArtifactError: the plan was made from another checkpoint, or the two do not prepare their
+            inputs in the same way.
     """
     engine = plan if isinstance(plan, Engine) else load(plan)
     checkpoint = open_checkpoint(against)
@@ -71,6 +72,14 @@ def verify(
             "plan and checkpoint prepare their inputs differently",
             seen=f"{engine.preprocess} and {record}",
             fix="compile the plan from this checkpoint",
+        )
+    made_from, here = engine.manifest.weights_sha256, checkpoint.weights_sha256
+    if made_from is not None and made_from != here:
+        raise ArtifactError(
+            "the plan was made from another checkpoint",
+            seen=f"weights {made_from[:12]} in the plan of {engine.manifest.built_from},"
+            f" {str(here)[:12]} in {checkpoint.path}",
+            fix="verify it against the checkpoint that it was made from, or compile this one",
         )
     labels = checkpoint.info.labels
     samples = split_of(data, split, labels)

@@ -29,6 +29,7 @@ from tessella.core.preprocess import Preprocess
 from tessella.core.record import parse_json
 
 VERSION = 1
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +92,15 @@ class Checkpoint:
                 fix="restore the checkpoint; a changed record would change every answer",
             )
 
+    @property
+    def weights_sha256(self) -> str | None:
+        """The hash of the file of weights, by which a plan knows its checkpoint."""
+        weights = self.info.files.get(WEIGHTS)
+        return None if weights is None else weights.sha256
+
     def weights(self) -> dict[str, torch.Tensor]:
         """The network's state dict, on the CPU."""
-        return self._tensors("model.safetensors")
+        return self._tensors(WEIGHTS)
 
     def training_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Tensors and JSON values for resuming the training (see ``training.state``)."""

@@ -79,6 +79,7 @@ class Manifest:
             layer's product over the power of the error that rounding its operands causes, as
             measured in the calibration.
         receipt: the accuracy that these precisions cost, where it was measured.
+        weights_sha256: the hash of the file of weights of the checkpoint that it was made from.
     """
 
     fingerprint: Fingerprint
@@ -98,6 +99,7 @@ class Manifest:
     precisions: dict[str, str] = field(default_factory=dict)
     snr_db: dict[str, float] = field(default_factory=dict)
     receipt: Receipt | None = None
+    weights_sha256: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

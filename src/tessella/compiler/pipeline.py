@@ -150,6 +150,7 @@ def compile_graph(
         preprocess_hash=None if about.preprocess is None else about.preprocess.hash,
         labels=tuple(about.labels),
         accuracy=dict(about.accuracy),
+        weights_sha256=about.weights_sha256,
         built_from=about.built_from,
         built_with={"tessella": VERSION, **device.libraries},
         rebuild=about.rebuild,

@@ -19,6 +19,7 @@ class About:
         preprocess: how images become the input.
         labels: what the outputs are called.
         accuracy: what the source was measured at, by metric.
+        weights_sha256: the hash of the checkpoint's file of weights.
     """
 
     built_from: str
@@ -26,6 +27,7 @@ class About:
     preprocess: Preprocess | None = None
     labels: tuple[str, ...] = ()
     accuracy: Mapping[str, float] = field(default_factory=dict)
+    weights_sha256: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
