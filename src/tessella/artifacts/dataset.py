@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -293,6 +293,12 @@ class SplitWriter:
         if self._writer is not None:
             self._writer.close()
         self._writer, self._written = None, 0
+
+
+def content_hash(splits: Mapping[str, str]) -> str:
+    """The hash of a dataset's examples, from the hash of each split's rows."""
+    rows = "\n".join(f"{name} {value}" for name, value in splits.items())
+    return hashlib.sha256(rows.encode()).hexdigest()
 
 
 def write_info(folder: Path, info: DatasetInfo) -> None:

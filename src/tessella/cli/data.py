@@ -1,28 +1,35 @@
-"""``tessella data``: import images into a dataset."""
+"""``tessella data``: import images into a dataset, and examine it."""
 
 from __future__ import annotations
 
+import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
+from rich.text import Text
 from typer import Argument, Option
 
-from tessella.cli.output import Events, Json, output
+from tessella.artifacts.dataset import Dataset
+from tessella.cli.output import Events, Json, grid, output
 from tessella.cli.parsing import parse_resize, parse_size
 from tessella.cli.tables import dataset_table
+from tessella.core.errors import UsageError
 from tessella.core.record import to_plain
+from tessella.data.doctor import FIXES, Examination, Kind, examine, leave_out
 from tessella.data.importing import ImportSettings, import_images
 
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(
-        help="Import images into a dataset.\n\n"
+        help="Import images into a dataset, and examine it.\n\n"
         "Example: tessella data import flowers/ --out datasets/flowers --size 224",
         no_args_is_help=True,
     )
     group.command("import")(import_)
-    group.callback()(lambda: None)
+    group.command("doctor")(doctor)
     app.add_typer(group, name="data")
 
 
@@ -68,4 +75,61 @@ def import_(
             workers=workers,
         )
         dataset = import_images(source, out, settings, emit=out_.emit)
-        out_.result({"dataset": str(out), **to_plain(dataset.info)}, dataset_table(dataset))
+        shown = dataset_table(dataset, with_notes=False)
+        out_.note(f"copies, leaks and contradictions: tessella data doctor {shlex.quote(str(out))}")
+        out_.result({"dataset": str(out), **to_plain(dataset.info)}, shown)
+
+
+def doctor(
+    dataset: Annotated[Path, Argument(help="The dataset's folder.")],
+    fix: Annotated[
+        list[str] | None, Option(help=f"Leave these out of a new dataset: {', '.join(FIXES)}.")
+    ] = None,
+    out: Annotated[Path | None, Option(help="Folder of that dataset.")] = None,
+    groups: Annotated[int, Option(help="How many groups of images to list.", min=0)] = 20,
+    json: Json = False,
+    events: Events = None,
+) -> None:
+    """Find copies, leaks between splits, contradictions and lopsided classes.
+
+    A fix writes a new dataset and leaves the old one as it is.
+
+    Example: tessella data doctor datasets/flowers --fix leaks --fix copies --out datasets/clean
+    """
+    with output(json_only=json, events=events) as out_:
+        kinds = _kinds(fix or [], out)
+        there = Dataset(dataset)
+        found = examine(there, workers=len(os.sched_getaffinity(0)), emit=out_.emit)
+        plain = to_plain(found)
+        if kinds and out is not None:
+            gone = found.left_out(kinds)
+            made = leave_out(there, gone, out)
+            plain |= {"dataset": str(out), "left_out": sorted(gone)}
+            out_.note(f"{made!r} in {out}: {len(gone):,} images left out; {dataset} is as it was")
+        rows = [(str(f.kind), f.text) for f in found.findings] or [("", "nothing found")]
+        title = f"{there.info.name}: {found.images:,} images"
+        out_.result(plain, Group(grid(("finding", ""), rows, title=title), *_listed(found, groups)))
+
+
+def _kinds(fix: list[str], out: Path | None) -> list[Kind]:
+    kinds = [kind for kind in FIXES if kind in fix]
+    if unknown := sorted(set(fix) - set(kinds)):
+        raise UsageError(
+            "these cannot be fixed by leaving images out",
+            seen=", ".join(unknown),
+            fix=f"use {', '.join(FIXES)}",
+        )
+    if kinds and out is None:
+        raise UsageError("a fix writes a new dataset", fix="say where: --out datasets/clean")
+    return kinds
+
+
+def _listed(found: Examination, groups: int) -> list[Text]:
+    """The first groups of each finding, an image a line."""
+    lines = []
+    for finding in found.findings:
+        shown = finding.groups[:groups]
+        lines += [Text(f"{finding.kind}: " + "\n  = ".join(group)) for group in shown]
+        if len(finding.groups) > groups > 0:
+            lines.append(Text(f"{finding.kind}: and {len(finding.groups) - groups:,} groups more"))
+    return lines

@@ -13,8 +13,12 @@ from tessella.cli.output import grid
 MAX_CLASSES = 50
 
 
-def dataset_table(dataset: Dataset) -> Group:
-    """Classes and their counts in each split, then notes, skipped files and duplicates."""
+def dataset_table(dataset: Dataset, *, with_notes: bool = True) -> Group:
+    """Classes and their counts in each split, then notes, skipped files and duplicates.
+
+    Args:
+        with_notes: not where they have been told already, as by an import.
+    """
     info = dataset.info
     record = info.preprocess
     splits = list(info.splits)
@@ -29,7 +33,7 @@ def dataset_table(dataset: Dataset) -> Group:
         f"{info.name}: {len(info.classes)} classes, {record.height}×{record.width}×"
         f"{record.channels}, {record.depth} bit, {record.resize}"
     )
-    notes = [Text(f"note: {note}") for note in info.notes]
+    notes = [Text(f"note: {note}") for note in info.notes if with_notes]
     if info.skipped_count:
         notes.append(Text(f"{info.skipped_count:,} files were skipped:"))
         notes += [Text(f"  {s.path}: {s.reason}") for s in info.skipped[:10]]

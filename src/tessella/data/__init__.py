@@ -3,6 +3,7 @@
 Imports no torch: listing and importing start fast.
 """
 
+from tessella.data.doctor import examine, leave_out
 from tessella.data.importing import ImportSettings, images, import_images
 
-__all__ = ["ImportSettings", "images", "import_images"]
+__all__ = ["ImportSettings", "examine", "images", "import_images", "leave_out"]

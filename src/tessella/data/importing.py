@@ -5,7 +5,6 @@ The dataset is the same for any number of workers, and complete or absent.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import time
@@ -21,6 +20,7 @@ from tessella.artifacts.dataset import (
     SkippedFile,
     SplitInfo,
     SplitWriter,
+    content_hash,
     write_info,
 )
 from tessella.artifacts.files import write_folder
@@ -293,7 +293,7 @@ def _describe(
     """The ``dataset.json`` record; ``hashes`` are those of each split's rows."""
     mean, std = tally.moments.mean_std(full_scale(settings.depth))
     splits = {name: split for name, split in splits.items() if split.count}
-    rows = "\n".join(f"{name} {value}" for name, value in hashes.items() if name in splits)
+    hashes = {name: value for name, value in hashes.items() if name in splits}
 
     def place(number: int) -> str:
         return f"{SPLIT_NAMES[int(listing.splits[number])]}:{listing.sources[number].path}"
@@ -305,7 +305,7 @@ def _describe(
         preprocess=replace(settings.record(), mean=mean, std=tuple(s or 1.0 for s in std)),
         splits=splits,
         source=os.fsencode(source).decode("utf-8", "backslashreplace"),
-        content_hash=hashlib.sha256(rows.encode()).hexdigest(),
+        content_hash=content_hash(hashes),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         skipped=tuple(tally.skipped),
         skipped_count=tally.skipped_count,

@@ -1,0 +1,289 @@
+"""The doctor of a dataset: copies, contradictions and leaks among its images, and lopsided classes.
+
+Each image becomes a *look*: its colours at 16×16, without their means and of length one, so that
+the product of two looks is their correlation. Brightness, contrast, size and JPEG's losses change
+it little. Two images are nearly equal where it is high *and* far above what the image has with
+others: drawings of one kind are alike without being copies.
+
+Among 600 glyphs, 600 textures and 1,200 digits no two different glyphs or textures are taken for
+copies, and 21 digits (8×8 pixels); of planted copies (JPEG at quality 40 and 75, half and double
+size, a frame of 1 to 2 % cut off, 15 % brighter or darker, 20 % more contrast) all are found among
+the glyphs. A copy of noise that JPEG has smoothed is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+
+from tessella.artifacts.dataset import (
+    Dataset,
+    Example,
+    SplitWriter,
+    content_hash,
+    write_info,
+)
+from tessella.artifacts.files import write_folder
+from tessella.core.errors import UsageError
+from tessella.core.events import Emit, phase, progress, silent
+from tessella.core.preprocess import decode
+
+Kind = Literal["conflicts", "leaks", "copies", "imbalance", "tiny", "blank"]
+FIXES: tuple[Kind, ...] = ("conflicts", "leaks", "copies", "blank")  # by leaving images out
+
+SIDE = 16
+ALIKE = 0.92  # correlation of two looks, at least
+NEARER = 0.2  # of the distance to the eighth nearest, at most
+NEIGHBOURS = 8
+BLOCK = 1024  # looks that are compared with all others at a time
+MOST_LOOKS = 200_000  # beyond, only equal pixels are found: the time grows with the square
+FLAT = 2.0  # standard deviation of a blank image, of 255
+TINY = 20  # training images that a class should have
+IMBALANCE = 3  # times as many images in the largest class as in the smallest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that a person should look at before training.
+
+    Attributes:
+        text: what was found, in one sentence.
+        groups: the images, as ``split:class/file``; those that are copies of each other together.
+    """
+
+    kind: Kind
+    text: str
+    groups: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What the doctor found in a dataset, the most pressing first."""
+
+    images: int
+    findings: tuple[Finding, ...]
+
+    def left_out(self, kinds: Collection[Kind]) -> frozenset[str]:
+        """The images that would have to go so that these kinds of findings are gone.
+
+        Of a contradiction all images, since nobody knows which class is right; of a leak those in
+        training, so that results stay comparable; of copies all but the first.
+        """
+        out: set[str] = set()
+        for finding in self.findings:
+            if finding.kind not in kinds:
+                continue
+            for group in finding.groups:
+                if finding.kind in ("conflicts", "blank"):
+                    out.update(group)
+                elif finding.kind == "leaks":
+                    out.update(place for place in group if place.startswith("train:"))
+                else:
+                    out.update(group[1:])
+        return frozenset(out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Looks:
+    """All images of a dataset, in order: place, class, split, hash of the pixels, and look."""
+
+    places: list[str]
+    labels: list[int]
+    splits: list[str]
+    digests: list[bytes]
+    looks: npt.NDArray[np.float32]
+    blank: list[int]
+
+
+def examine(dataset: Dataset, *, workers: int = 1, emit: Emit = silent) -> Examination:
+    """Look at every image of a dataset.
+
+    Args:
+        workers: threads that decode.
+    """
+    emit(phase("examine", str(dataset.path)))
+    seen = _looks(dataset, workers, emit)
+    groups = _groups(seen)
+    findings = [
+        *_findings_of_groups(seen, groups),
+        *_findings_of_classes(dataset),
+    ]
+    if seen.blank:
+        places = tuple((seen.places[i],) for i in seen.blank)
+        findings.append(Finding(kind="blank", text=f"{_images(places)} blank", groups=places))
+    return Examination(images=len(seen.places), findings=tuple(findings))
+
+
+def leave_out(dataset: Dataset, places: Collection[str], out: str | Path) -> Dataset:
+    """A new dataset without some images; the old one stays as it is.
+
+    Args:
+        places: images as ``split:class/file``.
+
+    Raises:
+        UsageError: ``out`` is there already, or no image would be left to train on.
+    """
+    out = Path(out)
+    if out.exists():
+        raise UsageError("the folder is there already", seen=out, fix="choose another --out")
+    info = dataset.info
+
+    def fill(folder: Path) -> None:
+        splits, hashes = {}, {}
+        for name in info.splits:
+            kept = [e for e in dataset.split(name) if f"{name}:{e.path}" not in places]
+            if not kept and name == "train":
+                raise UsageError("no image would be left to train on", seen=dataset.path)
+            if kept:
+                writer = SplitWriter(folder, name, info.classes)
+                for example in kept:
+                    writer.add(example)
+                splits[name], hashes[name] = writer.close(), writer.row_hashes.hexdigest()
+        note = f"the doctor left out {len(places):,} images of {dataset.path.name}"
+        made = replace(
+            info,
+            splits=splits,
+            content_hash=content_hash(hashes),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            duplicates=(),
+            duplicate_count=0,
+            notes=(*info.notes, note),
+            import_hash="",
+        )
+        write_info(folder, made)
+
+    write_folder(out, fill)
+    return Dataset(out)
+
+
+def _looks(dataset: Dataset, workers: int, emit: Emit) -> _Looks:
+    places: list[str] = []
+    labels: list[int] = []
+    splits: list[str] = []
+    digests: list[bytes] = []
+    blank: list[int] = []
+    rows: list[npt.NDArray[np.float32]] = []
+    total = sum(s.count for s in dataset.info.splits.values())
+    with ThreadPoolExecutor(workers, thread_name_prefix="examine") as pool:
+        for name in dataset.info.splits:
+            split = dataset.split(name)
+            for start in range(0, len(split), BLOCK):
+                examples = [split[i] for i in range(start, min(start + BLOCK, len(split)))]
+                for example, (digest, flat, look) in zip(
+                    examples, pool.map(lambda e: _look(e, dataset), examples), strict=True
+                ):
+                    if flat:
+                        blank.append(len(places))
+                    places.append(f"{name}:{example.path}")
+                    labels.append(example.label)
+                    splits.append(name)
+                    digests.append(digest)
+                    rows.append(look)
+                emit(progress("examine", len(places), total))
+    return _Looks(
+        places=places, labels=labels, splits=splits, digests=digests, looks=np.stack(rows),
+        blank=blank,
+    )  # fmt: skip
+
+
+def _look(example: Example, dataset: Dataset) -> tuple[bytes, bool, npt.NDArray[np.float32]]:
+    """The hash of an image's pixels, whether it is blank, and its look."""
+    record = dataset.preprocess
+    pixels = decode(example.content, record, name=example.path)
+    digest = hashlib.blake2b(pixels.tobytes(), digest_size=16).digest()
+    small = cv2.resize(
+        pixels.astype(np.float32) * (1 if record.depth == 8 else 1 / 257), (SIDE, SIDE),
+        interpolation=cv2.INTER_AREA,
+    ).reshape(SIDE, SIDE, -1)  # fmt: skip
+    small -= small.mean((0, 1))
+    length = float(np.linalg.norm(small))
+    flat = length < FLAT * SIDE * small.shape[2] ** 0.5
+    look = (small / max(length, 1e-6)).astype(np.float32).ravel()
+    return digest, flat, look if not flat else np.zeros_like(look)
+
+
+def _groups(seen: _Looks) -> list[list[int]]:
+    """Images that are equal or nearly so, together; each group in order."""
+    parent = list(range(len(seen.places)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    first: dict[bytes, int] = {}
+    for i, digest in enumerate(seen.digests):
+        parent[root(i)] = root(first.setdefault(digest, i))
+    for i, j in _alike(seen.looks):
+        parent[root(i)] = root(j)
+    groups: dict[int, list[int]] = defaultdict(list)
+    for i in range(len(parent)):
+        groups[root(i)].append(i)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _alike(looks: npt.NDArray[np.float32]) -> Iterator[tuple[int, int]]:
+    """Pairs of images whose looks say that one was made of the other."""
+    if not 1 < len(looks) <= MOST_LOOKS:
+        return
+    for start in range(0, len(looks), BLOCK):
+        block = looks[start : start + BLOCK] @ looks.T
+        block[np.arange(len(block)), np.arange(start, start + len(block))] = -1
+        kth = max(0, block.shape[1] - NEIGHBOURS)
+        usual = np.partition(block, kth, axis=1)[:, kth]
+        near = (block > ALIKE) & (1 - block < NEARER * (1 - usual)[:, None])
+        near |= block > 1 - 1e-5  # also where there are many copies
+        for i, j in zip(*np.nonzero(near), strict=True):
+            yield start + int(i), int(j)
+
+
+def _findings_of_groups(seen: _Looks, groups: Sequence[Sequence[int]]) -> Iterator[Finding]:
+    """Each group under the worst that it is: of two classes, of two splits, or copies."""
+    found: dict[Kind, list[tuple[str, ...]]] = {"conflicts": [], "leaks": [], "copies": []}
+    for group in groups:
+        kind: Kind = "copies"
+        if len({seen.labels[i] for i in group}) > 1:
+            kind = "conflicts"
+        elif len({seen.splits[i] for i in group}) > 1:
+            kind = "leaks"
+        found[kind].append(tuple(seen.places[i] for i in group))
+    texts = {
+        "conflicts": "lie in more than one class: a network cannot learn both",
+        "leaks": "lie in more than one split: results flatter",
+        "copies": "are copies of each other",
+    }
+    for kind, alike in found.items():
+        if alike:
+            text = f"{_images(alike)} equal or nearly so, and {texts[kind]}"
+            yield Finding(kind=kind, text=text, groups=tuple(alike))
+
+
+def _findings_of_classes(dataset: Dataset) -> Iterator[Finding]:
+    counts = dict(zip(dataset.classes, dataset.info.splits["train"].class_counts, strict=True))
+    few, most = min(counts, key=lambda c: counts[c]), max(counts, key=lambda c: counts[c])
+    if counts[most] >= IMBALANCE * max(1, counts[few]):
+        text = (
+            f"{most!r} has {counts[most]:,} training images, {few!r} has {counts[few]:,}:"
+            " class_weights='balanced' evens it out"
+        )
+        yield Finding(kind="imbalance", text=text)
+    if small := [name for name, count in counts.items() if count < TINY]:
+        names = ", ".join(f"{name!r} {counts[name]}" for name in small[:10])
+        more = ", …" if len(small) > 10 else ""
+        yield Finding(kind="tiny", text=f"fewer than {TINY} training images have: {names}{more}")
+
+
+def _images(groups: Sequence[Sequence[str]]) -> str:
+    count = sum(map(len, groups))
+    return f"{count:,} images are" if count != 1 else "1 image is"

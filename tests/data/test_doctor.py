@@ -1,0 +1,112 @@
+"""The doctor beside planted copies, leaks and contradictions, and beside pictures without any."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance
+from sklearn.datasets import load_digits
+
+from benchmarks.pictures import glyph
+from tessella.artifacts.dataset import Dataset
+from tessella.core.errors import UsageError
+from tessella.data import examine, images, leave_out
+
+Change = Callable[[Image.Image], Image.Image]
+
+
+def jpeg(quality: int) -> Change:
+    def change(picture: Image.Image) -> Image.Image:
+        stream = io.BytesIO()
+        picture.save(stream, "JPEG", quality=quality)
+        return Image.open(stream).convert("RGB")
+
+    return change
+
+
+CHANGES: dict[str, Change] = {
+    "equal": lambda p: p,
+    "jpeg 75": jpeg(75),
+    "jpeg 40": jpeg(40),
+    "half": lambda p: p.resize((32, 32), Image.Resampling.BILINEAR),
+    "double": lambda p: p.resize((128, 128), Image.Resampling.BICUBIC),
+    "cropped": lambda p: p.crop((1, 1, 63, 63)),
+    "brighter": lambda p: ImageEnhance.Brightness(p).enhance(1.15),
+    "darker": lambda p: ImageEnhance.Brightness(p).enhance(0.85),
+    "contrast": lambda p: ImageEnhance.Contrast(p).enhance(1.2),
+}
+
+
+def drawn(number: int) -> Image.Image:
+    return Image.fromarray(glyph(number % 4, np.random.default_rng(number)))
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Three classes of 80, 80 and 22 glyphs in training; three copies of each kind."""
+    folder = tmp_path_factory.mktemp("planted")
+    for part, counts in {"train": (80, 80, 22), "val": (12, 12, 12)}.items():
+        for label, count in enumerate(counts):
+            (folder / part / f"c{label}").mkdir(parents=True)
+            for i in range(count):
+                number = (part == "val") * 10_000 + label * 1_000 + i
+                drawn(number).save(folder / part / f"c{label}" / f"{number}.png")
+    for n, (name, change) in enumerate(CHANGES.items()):
+        change(drawn(10 + n)).save(folder / "train" / "c0" / f"copy {name}.png")
+        change(drawn(30 + n)).save(folder / "val" / "c0" / f"leak {name}.png")
+        change(drawn(50 + n)).save(folder / "train" / "c1" / f"other class {name}.png")
+    Image.new("RGB", (64, 64), (90, 90, 90)).save(folder / "train" / "c1" / "blank.png")
+    out = folder / "dataset"
+    return images(folder / "train", size=64, val_folder=str(folder / "val"), out=out)
+
+
+def test_every_planted_copy_is_found_and_nothing_else(planted: Dataset) -> None:
+    found = {f.kind: f for f in examine(planted, workers=2).findings}
+    assert set(found) == {"conflicts", "leaks", "copies", "imbalance", "blank"}
+    right = {
+        "copies": {
+            (f"train:c0/{10 + n}.png", f"train:c0/copy {c}.png") for n, c in enumerate(CHANGES)
+        },
+        "leaks": {
+            (f"train:c0/{30 + n}.png", f"val:c0/leak {c}.png") for n, c in enumerate(CHANGES)
+        },
+        "conflicts": {
+            (f"train:c0/{50 + n}.png", f"train:c1/other class {c}.png")
+            for n, c in enumerate(CHANGES)
+        },
+    }
+    for kind, groups in right.items():
+        assert set(found[kind].groups) == groups  # type: ignore[index]
+    assert found["blank"].groups == (("train:c1/blank.png",),)
+    assert "'c1' has 90 training images, 'c2' has 22" in found["imbalance"].text
+
+
+def test_a_fix_is_a_new_dataset_without_the_findings(planted: Dataset, tmp_path: Path) -> None:
+    found = examine(planted)
+    gone = found.left_out(("conflicts", "leaks", "copies", "blank"))
+    clean = leave_out(planted, gone, tmp_path / "clean")
+    assert {f.kind for f in examine(clean).findings} == {"imbalance"}
+    assert len(clean.val) == len(planted.val)  # of a leak, training loses its images
+    assert len(clean.train) == len(planted.train) - len(gone)
+    assert clean.info.content_hash != planted.info.content_hash
+    assert {e.path: e.content for e in clean.train}.items() <= {
+        e.path: e.content for e in planted.train
+    }.items()
+    with pytest.raises(UsageError, match="there already"):
+        leave_out(planted, gone, tmp_path / "clean")
+
+
+def test_drawings_of_one_kind_are_no_copies(tmp_path: Path) -> None:
+    digits = load_digits()
+    for i in range(600):
+        folder = tmp_path / "digits" / str(digits.target[i])
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = (digits.images[i] * 15.9).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    dataset = images(tmp_path / "digits", size=8, channels=1, out=tmp_path / "dataset")
+    alike = [g for f in examine(dataset).findings for g in f.groups]
+    assert sum(map(len, alike)) <= 12  # 2 %: of 64 pixels some are as near as copies
