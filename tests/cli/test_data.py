@@ -27,6 +27,8 @@ def test_the_doctor_lists_and_fixes(tessella: Tessella, blobs: Path, tmp_path: P
     assert fixed.code == 0, fixed.err
     assert "conflicts" not in {f.kind for f in examine(Dataset(tmp_path / "clean")).findings}
     assert "say where" in tessella("data", "doctor", tmp_path / "data", "--fix", "leaks").err
+    trained = tessella("train", "lenet", folder, "--out", tmp_path / "run")
+    assert f"tessella data import {folder} --out" in trained.err
     refused = tessella(
         "data", "doctor", tmp_path / "data", "--fix", "tiny", "--out", tmp_path / "x"
     )

@@ -62,7 +62,7 @@ def opened(
 ) -> Opened:
     """Capture a network. Arguments as for ``compile``; a checkpoint has its own ``preprocess``."""
     if isinstance(source, str | Path) and Path(source).suffix == ".onnx":
-        said, read = onnx.read_metadata(source), onnx.read(Path(source), batch=batch)
+        read, said = onnx.read(Path(source), batch=batch), onnx.read_metadata(source)
         record = said.preprocess if preprocess is None else preprocess
         return Opened(graph=read, name=str(source), preprocess=record, labels=said.labels)
     name = str(source)

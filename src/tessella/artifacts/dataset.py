@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tessella.artifacts.files import Member, check_member, member, read_document, to_document
-from tessella.core.errors import CorruptArtifact, DataError, UsageError
+from tessella.core.errors import ArtifactError, CorruptArtifact, DataError, UsageError
 from tessella.core.preprocess import Preprocess
 
 VERSION = 1
@@ -153,6 +154,13 @@ class Dataset:
 
     def __init__(self, path: str | Path, *, deep: bool = True) -> None:
         self.path = Path(path)
+        if self.path.is_dir() and not (self.path / "dataset.json").exists():
+            raise ArtifactError(
+                "there is no dataset here",
+                seen=f"no dataset.json in {self.path}",
+                fix="import its images first: "
+                f"tessella data import {shlex.quote(str(self.path))} --out datasets/NAME",
+            )
         self.info = read_document(
             self.path / "dataset.json", DatasetInfo, kind="dataset", version=VERSION
         )

@@ -57,19 +57,23 @@ def bench(
             with torch.inference_mode():
                 timings = latency(runs, device=device, seconds=seconds)
             measured.append((size, {n: _row(t, size) for n, t in timings.items()}))
-        rows = [
-            (
-                size,
-                row["plan"]["median_ms"],
-                row["plan"]["images_per_s"],
-                row["torch"]["median_ms"] if "torch" in row else None,
-                row["torch"]["median_ms"] / row["plan"]["median_ms"] if "torch" in row else None,
-            )
-            for size, row in measured
-        ]
         plain = {"rows": [{"batch": size, **row} for size, row in measured]}
-        head = ("batch", "plan ms", "images/s", "torch ms", "ratio")
+        head, rows = (
+            ["batch", "plan ms", "images/s"],
+            [_cells(size, **row) for size, row in measured],
+        )
+        if module is not None:
+            head += ["torch ms", "ratio"]
         out.result(plain, grid(head, rows))
+
+
+def _cells(
+    size: int, plan: dict[str, float], torch: dict[str, float] | None = None
+) -> tuple[float, ...]:
+    own = size, plan["median_ms"], plan["images_per_s"]
+    return (
+        own if torch is None else (*own, torch["median_ms"], torch["median_ms"] / plan["median_ms"])
+    )
 
 
 def _row(timing: Timing, batch: int) -> dict[str, float]:

@@ -42,7 +42,7 @@ def read_metadata(path: str | Path) -> Metadata:
     """
     try:
         model = onnx.load(os.fspath(path), load_external_data=False)
-    except (DecodeError, ValueError) as error:
+    except (DecodeError, OSError, ValueError) as error:
         raise CompileError(f"{path} is not an ONNX file", seen=error) from error
     text = next((p.value for p in model.metadata_props if p.key == KEY), "{}")
     where = f"the metadata of {path}"
