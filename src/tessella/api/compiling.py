@@ -30,6 +30,7 @@ from tessella.core.dtype import plain_precision
 from tessella.core.errors import UsageError
 from tessella.core.events import Emit, phase, silent
 from tessella.core.preprocess import Preprocess, denormalize
+from tessella.core.reporter import reported
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import onnx
 
@@ -54,7 +55,7 @@ def compile(
     lock: Plan | str | Path | None = None,
     time_limit_s: float | None = None,
     trust_code: bool = False,
-    emit: Emit = silent,
+    emit: Emit | None = None,
 ) -> Plan:
     """Turn a network into a plan: fused, laid out, every kernel chosen by measurement.
 
@@ -81,9 +82,11 @@ def compile(
         time_limit_s: how long to measure at most. A build that needs longer raises
             ``BuildStopped``; the next one with the same ``cache`` goes on there.
         trust_code: let a checkpoint of a user's own Python network run the code that it brings.
+        emit: told what happens; by default bars show it on a terminal and in a notebook.
     """
     call = requests.compile_call(**{k: v for k, v in locals().items() if k != "emit"})
-    return _compile(call, emit) if budget is None else _search(call, emit).plan
+    with reported(emit) as told:
+        return _compile(call, told) if budget is None else _search(call, told).plan
 
 
 def pareto(
@@ -102,7 +105,7 @@ def pareto(
     cache: str | Path | None = None,
     time_limit_s: float | None = None,
     trust_code: bool = False,
-    emit: Emit = silent,
+    emit: Emit | None = None,
 ) -> compiler.Front:
     """The Pareto front of a network: no plan of it is worse than another in accuracy,
     time and memory.
@@ -124,7 +127,8 @@ def pareto(
             ``data`` that does not judge.
     """
     call = requests.compile_call(**{k: v for k, v in locals().items() if k != "emit"})
-    return _search(call, emit)
+    with reported(emit) as told:
+        return _search(call, told)
 
 
 def build(request: BuildRequest, *, emit: Emit = silent) -> tuple[Plan, compiler.Front | None]:

@@ -12,8 +12,9 @@ from tessella.artifacts.defaults import completed, describe_defaults
 from tessella.artifacts.run import Recipe, Run
 from tessella.artifacts.settings import spelled_out
 from tessella.core.errors import ArtifactError, UsageError
-from tessella.core.events import Emit, phase, silent
+from tessella.core.events import Emit, phase
 from tessella.core.record import from_plain, to_plain
+from tessella.core.reporter import reported
 from tessella.training import loop
 
 
@@ -23,7 +24,7 @@ def train(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    emit: Emit = silent,
+    emit: Emit | None = None,
     **settings: Any,
 ) -> Run:
     """Train a network on a dataset.
@@ -33,7 +34,7 @@ def train(
         dataset: a dataset or its folder.
         out: the run's folder; by default ``runs/NETWORK-DATE``.
         resume: go on where the run in ``out`` stopped; the loss curve is that of an unbroken run.
-        emit: told what happens.
+        emit: told what happens; by default bars show it on a terminal and in a notebook.
         settings: fields of ``Recipe`` (epochs, batch_size, solver, precision, backend, gpus, …),
             and as on the command line ``lr`` and the name of a solver or policy alone. What is
             left out of ``solver``, ``policy``, ``augment`` and ``label_smoothing`` is the default
@@ -42,6 +43,18 @@ def train(
     Returns:
         The run; ``run.best("val/accuracy")`` is its best checkpoint.
     """
+    with reported(emit) as told:
+        return _train(network, dataset, out, resume, told, settings)
+
+
+def _train(
+    network: str,
+    dataset: Dataset | str | Path,
+    out: str | Path | None,
+    resume: bool,
+    emit: Emit,
+    settings: Mapping[str, Any],
+) -> Run:
     folder = dataset.path if isinstance(dataset, Dataset) else Path(dataset)
     given = {"network": network, "dataset": str(folder), **spelled_out(settings)}
     going_on = resume and out is not None and (Path(out) / "run.json").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.events import Event, EventLog
+from tessella.core.reporter import Reporter
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 Events = Annotated[
@@ -25,7 +24,6 @@ Events = Annotated[
     typer.Option("--events", help="Append what happens to this file, a JSON line each."),
 ]
 
-PLAIN_INTERVAL_S = 2.0  # a progress line at most this often where there is no terminal
 PLAIN_WIDTH = 10_000
 
 
@@ -39,10 +37,7 @@ class Output:
         self.json_only = json_only
         self._printed_error = ""
         self._log = None if events is None else EventLog(events)
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._bars: Progress | None = None
-        self._tasks: dict[str, Any] = {}
-        self._last_line: dict[str, float] = {}
+        self._reporter = Reporter()
 
     def emit(self, event: Event) -> None:
         """Write an event to the log and show it to the person."""
@@ -50,52 +45,17 @@ class Output:
             self._log(event)
         if self.json_only:
             return
-        if event.kind == "phase":
-            self.close_bars()
-            self.note(f"{event.name}: {event.text}" if event.text else event.name)
-        elif event.kind == "progress":
-            self._progress(event)
-        elif event.kind == "metric" and any(k.startswith("val/") for k in event.values):
-            values = "  ".join(f"{k} {v:.4g}" for k, v in event.values.items())
-            self.note(f"epoch {event.epoch or 0:.4g}  {values}")
-        elif event.kind == "warning":
-            self.note(f"warning: {event.text}", style="yellow")
-        elif event.kind == "error":
+        if event.kind == "error":
             self._printed_error = event.text
-            self.note(f"error: {event.text}", style="red")
+        self._reporter(event)
 
-    def note(self, text: str, style: str = "") -> None:
+    def note(self, text: str) -> None:
         """A line for the person, above the bars."""
         if not self.json_only:
-            target = self._bars.console if self._bars is not None else self._console
-            target.print(Text(text, style=style))
-
-    def _progress(self, event: Event) -> None:
-        done, total = event.values["done"], event.values["total"]
-        if not self._console.is_terminal:
-            now = time.monotonic()
-            if done == total or now - self._last_line.get(event.name, 0.0) > PLAIN_INTERVAL_S:
-                self._last_line[event.name] = now
-                self.note(f"{event.name} {done}/{total}")
-            return
-        if self._bars is None:
-            self._bars = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._bars.start()
-        if event.name not in self._tasks:
-            self._tasks[event.name] = self._bars.add_task(event.name, total=total)
-        self._bars.update(self._tasks[event.name], completed=done, total=total)
+            self._reporter.note(text)
 
     def close_bars(self) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-        self._bars, self._tasks = None, {}
+        self._reporter.close()
 
     def result(self, plain: Any, text: str | Group | None = None) -> None:
         """Print the outcome: ``plain`` with ``--json``, ``text`` for people otherwise."""
@@ -118,7 +78,7 @@ class Output:
         if self.json_only:
             print(json.dumps(error.to_json(), ensure_ascii=False))
         if str(error) != self._printed_error:  # training emits its failure as an event, too
-            self._console.print(Text(f"error: {error}", style="red"))
+            self._reporter.note(f"error: {error}", style="red")
 
     def close(self) -> None:
         self.close_bars()

@@ -28,6 +28,7 @@ from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit, phase, progress, silent, warning
 from tessella.core.preprocess import Preprocess, ResizeMode, full_scale
 from tessella.core.record import digest
+from tessella.core.reporter import reported
 from tessella.data.duplicates import Duplicates
 from tessella.data.listing import SPLIT_NAMES, Listing, fingerprint, list_images
 from tessella.data.moments import Moments
@@ -130,13 +131,14 @@ def images(
     size: int | tuple[int, int] = 256,
     holdout: float = 0.1,
     out: str | Path | None = None,
-    emit: Emit = silent,
+    emit: Emit | None = None,
     **settings: Any,
 ) -> Dataset:
     """``import_images`` in one line: the same call gives the dataset that is there already.
 
     Args:
         out: the dataset's folder; ``datasets/NAME`` if None.
+        emit: told what happens; by default bars show it on a terminal and in a notebook.
         settings: further fields of ``ImportSettings``.
 
     Raises:
@@ -147,7 +149,8 @@ def images(
     source = Path(source)
     out = Path("datasets") / _file_name(_name(source, chosen)) if out is None else Path(out)
     if not (out / "dataset.json").exists():
-        return import_images(source, out, chosen, emit=emit)
+        with reported(emit) as told:
+            return import_images(source, out, chosen, emit=told)
     there, listing = Dataset(out), _list(source, chosen)
     if there.info.import_hash != fingerprint(listing, _settings_hash(chosen)):
         raise UsageError(
