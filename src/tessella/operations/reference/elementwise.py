@@ -1,4 +1,4 @@
-"""Element-wise operations in plain torch.
+"""Element-wise operations in plain torch. Those of one tensor alone are torch's: the rows name them.
 
 In the binary ones ``other`` is a tensor, or None when it is the number ``scalar``.
 """
@@ -67,40 +67,8 @@ def _like(input: Tensor, other: Tensor | Number) -> Tensor:
     return torch.full((), other, dtype=input.dtype, device=input.device)
 
 
-def relu(input: Tensor) -> Tensor:
-    return F.relu(input)
-
-
-def relu6(input: Tensor) -> Tensor:
-    return F.relu6(input)
-
-
-def sigmoid(input: Tensor) -> Tensor:
-    return torch.sigmoid(input)
-
-
-def tanh(input: Tensor) -> Tensor:
-    return torch.tanh(input)
-
-
-def silu(input: Tensor) -> Tensor:
-    return F.silu(input)
-
-
 def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     return F.gelu(input, approximate=approximate)
-
-
-def hardswish(input: Tensor) -> Tensor:
-    return F.hardswish(input)
-
-
-def hardsigmoid(input: Tensor) -> Tensor:
-    return F.hardsigmoid(input)
-
-
-def mish(input: Tensor) -> Tensor:
-    return F.mish(input)
 
 
 def leaky_relu(input: Tensor, *, negative_slope: float) -> Tensor:
@@ -125,38 +93,6 @@ def clamp(input: Tensor, *, min: Number | None, max: Number | None) -> Tensor:
     return torch.clamp(input, min, max)
 
 
-def exp(input: Tensor) -> Tensor:
-    return torch.exp(input)
-
-
-def log(input: Tensor) -> Tensor:
-    return torch.log(input)
-
-
-def sqrt(input: Tensor) -> Tensor:
-    return torch.sqrt(input)
-
-
-def rsqrt(input: Tensor) -> Tensor:
-    return torch.rsqrt(input)
-
-
-def reciprocal(input: Tensor) -> Tensor:
-    return torch.reciprocal(input)
-
-
-def neg(input: Tensor) -> Tensor:
-    return torch.neg(input)
-
-
-def abs(input: Tensor) -> Tensor:
-    return torch.abs(input)
-
-
-def erf(input: Tensor) -> Tensor:
-    return torch.erf(input)
-
-
 def _slope(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     """The slope of ``prelu`` is one number, or one a channel."""
     x, weight = shapes["input"], shapes["weight"]
@@ -170,14 +106,25 @@ def _unary(reference: Callable[..., Tensor], attributes: str = "") -> Operation:
     return row(reference, "input", attributes, aten=overload, elementwise=True)
 
 
+def _of_torch(function: Callable[..., Tensor]) -> Operation:
+    """A function of one tensor, without what else torch's takes, such as ``inplace``."""
+
+    def reference(input: Tensor) -> Tensor:
+        return function(input)
+
+    reference.__name__ = function.__name__
+    return _unary(reference)
+
+
 def _binary(reference: Callable[..., Tensor], attributes: str = "") -> Operation:
     """``other`` is left out where it is the number ``scalar``."""
     return row(reference, "input other?", f"scalar {attributes}", elementwise=True)
 
 
 ROWS = (
-    *map(_unary, (relu, relu6, sigmoid, tanh, silu, hardswish, hardsigmoid, mish)),
-    *map(_unary, (exp, log, sqrt, rsqrt, reciprocal, neg, abs, erf)),
+    *map(_of_torch, (F.relu, F.relu6, torch.sigmoid, torch.tanh, F.silu, F.hardswish)),
+    *map(_of_torch, (F.hardsigmoid, F.mish, torch.exp, torch.log, torch.sqrt, torch.rsqrt)),
+    *map(_of_torch, (torch.reciprocal, torch.neg, torch.abs, torch.erf)),
     _unary(gelu, "approximate"),
     _unary(leaky_relu, "negative_slope"),
     _unary(elu, "alpha scale input_scale"),
