@@ -156,280 +156,168 @@ _TORCH = ("cpu", "sm_90")
 _ALL = ("reference", *_TORCH)
 
 
-def _row(id: str, module: str, *targets: str, source: str, **flags: Any) -> Kernel:
-    op = id.partition(".")[0]
-    return Kernel(
-        id=id, op=op, module=f"tessella.kernels.{module}", targets=targets, source=source, **flags
-    )
-
-
-def _aten(ops: str, module: str, **flags: Any) -> tuple[Kernel, ...]:
-    """One row ``OP.aten`` for each operation that one module runs through torch."""
-    return tuple(_row(f"{op}.aten", module, *_TORCH, source="aten", **flags) for op in ops.split())
-
-
-def _rows(ops: str, algorithm: str, module: str, source: str, **flags: Any) -> tuple[Kernel, ...]:
-    """A row ``OP.algorithm`` for the GPU for each operation that one module carries out."""
+def _rows(
+    ops: str, algorithm: str, module: str, *targets: str, source: str = "tessella", **flags: Any
+) -> tuple[Kernel, ...]:
+    """A row ``OP.algorithm`` for each operation that one module carries out."""
     return tuple(
-        _row(f"{op}.{algorithm}", module, "sm_90", source=source, **flags) for op in ops.split()
+        Kernel(
+            id=f"{op}.{algorithm}",
+            op=op,
+            module=f"tessella.kernels.{module}",
+            targets=targets,
+            source=source,
+            **flags,
+        )
+        for op in ops.split()
     )
 
+
+def _cpu(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, ...]:
+    return _rows(ops, algorithm, module, "cpu", **flags)
+
+
+def _gpu(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, ...]:
+    return _rows(ops, algorithm, module, "sm_90", **flags)
+
+
+def _aten(ops: str, module: str, algorithm: str = "aten", **flags: Any) -> tuple[Kernel, ...]:
+    """Rows of what runs through torch, wherever that does."""
+    return _rows(ops, algorithm, module, *_TORCH, source="aten", **flags)
+
+
+_NEW: dict[str, Any] = {"writes_out": False}
+_ADDS: dict[str, Any] = {
+    "views": True,
+    "overwrites": "residual",
+    **_NEW,
+}  # the result takes the residual's memory
+_CONV, _DGRAD, _WGRAD = (f"conv1d{of} conv2d{of} conv3d{of}" for of in ("", "_dgrad", "_wgrad"))
+_ATTENTION = "scaled_dot_product_attention"
+_ACTIVATIONS = "relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish leaky_relu elu"
+_FUNCTIONS = "clamp exp log sqrt rsqrt reciprocal neg abs erf"
+_SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution
-    _row("conv2d.avx512", "conv.x86", "cpu", source="tessella", sliced_out=True),
-    _row(
-        "conv2d.avx512_sum",
-        "conv.x86_sum",
-        "cpu",
-        source="tessella",
-        views=True,
-        overwrites="residual",
-        writes_out=False,
-    ),
-    _row("conv2d.onednn", "conv.libraries.onednn", "cpu", source="onednn", writes_out=False),
-    _row(
-        "conv2d.onednn_sum",
-        "conv.libraries.onednn_sum",
-        "cpu",
-        source="onednn",
-        views=True,
-        overwrites="residual",
-        writes_out=False,
-    ),
-    _row(
-        "conv2d.onednn_linear",
-        "conv.libraries.onednn_linear",
-        "cpu",
-        source="onednn",
-        writes_out=False,
-    ),
-    _row(
-        "conv2d.onednn_int8", "conv.libraries.onednn_int8", "cpu", source="onednn", writes_out=False
-    ),
-    _row("conv2d.cudnn", "conv.libraries.cudnn", "sm_90", source="cudnn", writes_out=False),
-    _row("conv2d.cudnn_graph", "conv.libraries.cudnn_graph", "sm_90", source="cudnn"),
-    _row(
-        "conv2d.implicit_gemm.sm90",
+    *_cpu("conv2d", "avx512", "conv.x86", sliced_out=True),
+    *_cpu("conv2d", "avx512_sum", "conv.x86_sum", **_ADDS),
+    *_cpu("conv2d", "onednn", "conv.libraries.onednn", source="onednn", **_NEW),
+    *_cpu("conv2d", "onednn_sum", "conv.libraries.onednn_sum", source="onednn", **_ADDS),
+    *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", source="onednn", **_NEW),
+    *_cpu("conv2d", "onednn_int8", "conv.libraries.onednn_int8", source="onednn", **_NEW),
+    *_gpu("conv2d", "cudnn", "conv.libraries.cudnn", source="cudnn", **_NEW),
+    *_gpu("conv2d", "cudnn_graph", "conv.libraries.cudnn_graph", source="cudnn"),
+    *_gpu(
+        "conv2d",
+        "implicit_gemm.sm90",
         "conv.hopper.implicit_gemm",
-        "sm_90",
-        source="tessella",
         version=4,
         sliced_out=True,
         gamma=True,
     ),
-    _row(
-        "conv2d.pointwise.sm90",
-        "conv.hopper.pointwise",
-        "sm_90",
-        source="tessella",
-        version=2,
-        gamma=True,
+    *_gpu("conv2d", "pointwise.sm90", "conv.hopper.pointwise", version=2, gamma=True),
+    *_gpu("conv2d", "direct.sm90", "conv.hopper.direct", version=2, gamma=True),
+    *_gpu("conv2d_chain", "back_to_back.sm90", "conv.hopper.chain", version=3, **_NEW),
+    *_gpu("conv2d_pool", "direct.sm90", "conv.hopper.pooled", gamma=True),
+    *_gpu("conv2d conv1d conv3d", "direct", "conv.direct", version=3, gamma=True),
+    *_gpu("conv2d conv1d conv3d", "gemm", "conv.gemm", gamma=True),
+    *_gpu("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", gamma=True),
+    *_gpu(
+        "conv2d conv1d conv3d", "implicit_precomp_gemm", "conv.implicit_precomp_gemm", gamma=True
     ),
-    _row(
-        "conv2d.direct.sm90",
-        "conv.hopper.direct",
-        "sm_90",
-        source="tessella",
-        version=2,
-        gamma=True,
-    ),
-    _row(
-        "conv2d_chain.back_to_back.sm90",
-        "conv.hopper.chain",
-        "sm_90",
-        source="tessella",
-        version=3,
-        writes_out=False,
-    ),
-    _row("conv2d_pool.direct.sm90", "conv.hopper.pooled", "sm_90", source="tessella", gamma=True),
-    *_rows("conv2d conv1d conv3d", "direct", "conv.direct", "tessella", version=3, gamma=True),
-    *_rows("conv2d conv1d conv3d", "gemm", "conv.gemm", "tessella", gamma=True),
-    *_rows("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", "tessella", gamma=True),
-    *_rows(
-        "conv2d conv1d conv3d",
-        "implicit_precomp_gemm",
-        "conv.implicit_precomp_gemm",
-        "tessella",
-        gamma=True,
-    ),
-    _row("conv2d.winograd", "conv.winograd.fused", "sm_90", source="tessella", version=2),
-    _row(
-        "conv2d.winograd_nonfused", "conv.winograd.nonfused", "sm_90", source="tessella", version=2
-    ),
-    _row("conv2d.fft", "conv.fourier.fft", "sm_90", source="tessella", version=2),
-    _row("conv2d.fft_tiling", "conv.fourier.fft_tiling", "sm_90", source="tessella", version=2),
-    *_aten("conv1d conv2d conv3d", "conv.libraries.aten", writes_out=False),
+    *_gpu("conv2d", "winograd", "conv.winograd.fused", version=2),
+    *_gpu("conv2d", "winograd_nonfused", "conv.winograd.nonfused", version=2),
+    *_gpu("conv2d", "fft", "conv.fourier.fft", version=2),
+    *_gpu("conv2d", "fft_tiling", "conv.fourier.fft_tiling", version=2),
+    *_aten(_CONV, "conv.libraries.aten", **_NEW),
     # its gradients
-    _row("conv2d_dgrad.implicit_gemm.sm90", "conv.hopper.dgrad", "sm_90", source="tessella"),
-    _row(
-        "conv2d_wgrad.implicit_gemm.sm90",
-        "conv.hopper.wgrad",
-        "sm_90",
-        source="tessella",
-    ),
-    _row("conv2d_dgrad.implicit_gemm", "conv.dgrad", "sm_90", source="tessella"),
-    _row("conv2d_wgrad.implicit_gemm", "conv.wgrad", "sm_90", source="tessella"),
-    _row(
-        "conv2d_dgrad.cudnn",
+    *_gpu("conv2d_dgrad", "implicit_gemm.sm90", "conv.hopper.dgrad"),
+    *_gpu("conv2d_wgrad", "implicit_gemm.sm90", "conv.hopper.wgrad"),
+    *_gpu("conv2d_dgrad", "implicit_gemm", "conv.dgrad"),
+    *_gpu("conv2d_wgrad", "implicit_gemm", "conv.wgrad"),
+    *_gpu(
+        "conv2d_dgrad conv2d_wgrad",
+        "cudnn",
         "conv.libraries.backward_cudnn",
-        "sm_90",
         source="cudnn",
-        writes_out=False,
+        **_NEW,
     ),
-    _row(
-        "conv2d_wgrad.cudnn",
-        "conv.libraries.backward_cudnn",
-        "sm_90",
-        source="cudnn",
-        writes_out=False,
-    ),
-    *_aten(
-        "conv1d_dgrad conv2d_dgrad conv3d_dgrad", "conv.libraries.backward_aten", writes_out=False
-    ),
-    *_aten(
-        "conv1d_wgrad conv2d_wgrad conv3d_wgrad", "conv.libraries.backward_aten", writes_out=False
-    ),
+    *_aten(f"{_DGRAD} {_WGRAD}", "conv.libraries.backward_aten", **_NEW),
     # matrix products
-    _row("linear.onednn", "gemm.onednn", "cpu", source="onednn", writes_out=False),
-    _row("linear.onednn_int8", "gemm.onednn_int8", "cpu", source="onednn", writes_out=False),
-    _row("linear.mkl", "gemm.mkl", "cpu", source="mkl", writes_out=False),
-    *_rows("linear matmul", "cublaslt", "gemm.cublaslt", "cublaslt"),
-    *_rows("linear matmul", "wgmma.sm90", "gemm.wgmma", "tessella", version=4, gamma=True),
-    *_rows("linear matmul", "skinny.sm90", "gemm.skinny_sm90", "tessella", gamma=True),
-    *_rows("linear matmul", "skinny", "gemm.skinny", "tessella", gamma=True),
-    *_rows("linear matmul", "tiled", "gemm.tiled", "tessella", gamma=True),
-    *_rows(
-        "linear conv2d", "cusparselt", "sparse.cusparselt", "cusparselt", sparse=True, gamma=True
-    ),
-    *_rows("linear conv2d", "sparse.sm90", "sparse.wgmma", "tessella", sparse=True, gamma=True),
-    *_rows("linear matmul", "fma.sm90", "gemm.fma_sm90", "tessella", gamma=True),
-    *_aten("linear matmul", "gemm.aten"),
-    _row(
-        "linear_norm.normed.sm90",
-        "gemm.normed",
-        "sm_90",
-        source="tessella",
-        writes_out=False,
+    *_cpu("linear", "onednn", "gemm.onednn", source="onednn", **_NEW),
+    *_cpu("linear", "onednn_int8", "gemm.onednn_int8", source="onednn", **_NEW),
+    *_cpu("linear", "mkl", "gemm.mkl", source="mkl", **_NEW),
+    *_gpu("linear matmul", "cublaslt", "gemm.cublaslt", source="cublaslt"),
+    *_gpu("linear matmul", "wgmma.sm90", "gemm.wgmma", version=4, gamma=True),
+    *_gpu("linear matmul", "skinny.sm90", "gemm.skinny_sm90", gamma=True),
+    *_gpu("linear matmul", "skinny", "gemm.skinny", gamma=True),
+    *_gpu("linear matmul", "tiled", "gemm.tiled", gamma=True),
+    *_gpu(
+        "linear conv2d",
+        "cusparselt",
+        "sparse.cusparselt",
+        source="cusparselt",
+        sparse=True,
         gamma=True,
     ),
+    *_gpu("linear conv2d", "sparse.sm90", "sparse.wgmma", sparse=True, gamma=True),
+    *_gpu("linear matmul", "fma.sm90", "gemm.fma_sm90", gamma=True),
+    *_aten("linear matmul", "gemm.aten"),
+    *_gpu("linear_norm", "normed.sm90", "gemm.normed", gamma=True, **_NEW),
     # the other layers
-    _row("max_pool2d.avx512", "pool.x86", "cpu", source="tessella", sliced_out=True),
-    _row("max_pool2d.shifted", "pool.shifted", "cpu", source="tessella"),
-    *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", writes_out=False),
-    *_aten("batch_norm layer_norm", "norm.aten", writes_out=False),
+    *_cpu("max_pool2d", "avx512", "pool.x86", sliced_out=True),
+    *_cpu("max_pool2d", "shifted", "pool.shifted"),
+    *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
+    *_aten("batch_norm layer_norm", "norm.aten", **_NEW),
     *_aten("softmax log_softmax", "softmax.aten"),
     *_aten("mean sum", "reduce.aten"),
-    _row(
-        "scaled_dot_product_attention.flash.sm90",
-        "attention.flash_sm90",
-        "sm_90",
-        source="tessella",
-        version=3,
-        writes_out=False,
-        gamma=True,
-    ),
-    _row(
-        "scaled_dot_product_attention.flash",
-        "attention.flash",
-        "sm_90",
-        source="tessella",
-        writes_out=False,
-        gamma=True,
-    ),
-    _row(
-        "scaled_dot_product_attention.windows",
-        "attention.windows",
-        "sm_90",
-        source="tessella",
-        writes_out=False,
-        gamma=True,
-    ),
-    _row(
-        "scaled_dot_product_attention.cudnn",
-        "attention.cudnn",
-        "sm_90",
-        source="cudnn",
-        writes_out=False,
-    ),
-    *_aten("scaled_dot_product_attention", "attention.aten", writes_out=False),
+    *_gpu(_ATTENTION, "flash.sm90", "attention.flash_sm90", version=3, gamma=True, **_NEW),
+    *_gpu(_ATTENTION, "flash", "attention.flash", gamma=True, **_NEW),
+    *_gpu(_ATTENTION, "windows", "attention.windows", gamma=True, **_NEW),
+    *_gpu(_ATTENTION, "cudnn", "attention.cudnn", source="cudnn", **_NEW),
+    *_aten(_ATTENTION, "attention.aten", **_NEW),
     # element by element
-    *_aten(
-        "relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish",
-        "pointwise.unary",
-        sliced_out=True,
-        in_place=True,
-    ),
-    *_aten(
-        "leaky_relu elu clamp exp log sqrt rsqrt reciprocal neg abs erf",
-        "pointwise.unary",
-        sliced_out=True,
-        in_place=True,
-    ),
-    *_aten("add sub mul div pow", "pointwise.binary", sliced_out=True, in_place=True),
+    *_aten(f"{_ACTIVATIONS} {_FUNCTIONS}", "pointwise.unary", sliced_out=True, in_place=True),
+    *_aten(_SUMS, "pointwise.binary", sliced_out=True, in_place=True),
     # between floating numbers and int8 or fp8
-    *_rows("quantize dequantize", "tiled", "quant.tiled", "tessella", version=2),
+    *_gpu("quantize dequantize", "tiled", "quant.tiled", version=2),
     *_aten("quantize dequantize", "quant.aten"),
-    *_rows(
-        "pointwise relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish leaky_relu elu"
-        " softplus clamp exp log sqrt rsqrt reciprocal neg abs erf add sub mul div pow maximum"
-        " minimum to batch_norm softmax log_softmax layer_norm rms_norm mean sum amax amin"
-        " adaptive_avg_pool2d quantize dequantize",
+    *_gpu(
+        f"pointwise {_ACTIVATIONS} softplus {_FUNCTIONS} {_SUMS} maximum minimum to batch_norm"
+        " softmax log_softmax layer_norm rms_norm mean sum amax amin adaptive_avg_pool2d quantize"
+        " dequantize",
         "generated",
         "pointwise.generated",
-        "tessella",
         version=3,
         sliced_out=True,
     ),
-    _row("pointwise.aten", "pointwise.sequence", *_TORCH, source="aten", sliced_out=True),
-    *_rows(
-        "pointwise",
-        "generated_several",
-        "pointwise.generated_several",
-        "tessella",
-        version=3,
-        writes_out=False,
-    ),
-    *_rows(
+    *_aten("pointwise", "pointwise.sequence", sliced_out=True),
+    *_gpu("pointwise", "generated_several", "pointwise.generated_several", version=3, **_NEW),
+    *_gpu(
         "max_pool2d avg_pool2d adaptive_avg_pool2d pointwise",
         "windows",
         "pool.windows",
-        "tessella",
         version=4,
         sliced_out=True,
     ),
-    *_rows(
-        "mean sum adaptive_avg_pool2d pointwise",
-        "columns",
-        "reduce.columns",
-        "tessella",
-        version=3,
-    ),
+    *_gpu("mean sum adaptive_avg_pool2d pointwise", "columns", "reduce.columns", version=3),
     # moving elements
     *_aten("to cat", "transform.copy", sliced_out=True),
-    _row("cat.in_place", "transform.join", *_TORCH, source="aten", sliced_out=True),
-    _row("image_to_tensor.pointwise", "transform.image", "sm_90", source="tessella"),
+    *_aten("cat", "transform.join", "in_place", sliced_out=True),
+    *_gpu("image_to_tensor", "pointwise", "transform.image"),
     *_aten("image_to_tensor", "transform.image_aten"),
-    _row("rearrange.rows", "transform.rearrange_rows", "sm_90", source="tessella"),
-    _row("rearrange.tiles", "transform.rearrange_tiles", "sm_90", source="tessella"),
+    *_gpu("rearrange", "rows", "transform.rearrange_rows"),
+    *_gpu("rearrange", "tiles", "transform.rearrange_tiles"),
     *_aten("rearrange", "transform.rearrange_aten"),
-    _row("reshape.view", "transform.reshape", *_TORCH, source="aten", views=True, writes_out=False),
-    _row("permute.view", "transform.permute", *_TORCH, source="aten", views=True, writes_out=False),
-    *(
-        _row(
-            f"{op}.view",
-            "transform.cut",
-            *_TORCH,
-            source="aten",
-            views=True,
-            writes_out=False,
-            sliced_out=True,
-        )
-        for op in ("slice", "select", "split", "expand")
+    *_aten("reshape", "transform.reshape", "view", views=True, **_NEW),
+    *_aten("permute", "transform.permute", "view", views=True, **_NEW),
+    *_aten(
+        "slice select split expand", "transform.cut", "view", views=True, sliced_out=True, **_NEW
     ),
     # what a user wrote, and what has no kernel of its own
-    _row("user.operator", "user.step", *_ALL, source="user", writes_out=False),
-    _row("fallback.aten", "fallback.aten", *_ALL, source="aten", views=True, writes_out=False),
+    *_rows("user", "operator", "user.step", *_ALL, source="user", **_NEW),
+    *_rows("fallback", "aten", "fallback.aten", *_ALL, source="aten", views=True, **_NEW),
     Kernel(
         id="reference",
         op="*",
