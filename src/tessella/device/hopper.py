@@ -24,6 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tessella.core.errors import KernelError
+from tessella.device.machine import ALIGNMENT
+
 __all__ = [
     "DTYPES",
     "OVERLAPPING_TILES",
@@ -84,7 +87,16 @@ def descriptor(tensor: torch.Tensor, block: Sequence[int], **layout: Any) -> Ten
     Args:
         block: powers of two, each at most 256.
         layout: arguments of ``NVMMASharedLayout.get_default_for``, such as ``transposed``.
+
+    Raises:
+        KernelError: the tensor begins where TMA cannot.
     """
+    if tensor.data_ptr() % ALIGNMENT:
+        raise KernelError(
+            "a tensor is not aligned to 16 bytes, as TMA wants it",
+            seen=f"address {tensor.data_ptr():#x}, shape {tuple(tensor.shape)}",
+            fix="pass a copy of it (tensor.clone())",
+        )
     block = list(block)
     shared = gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype], **layout)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, shared)

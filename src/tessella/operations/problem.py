@@ -97,6 +97,11 @@ class Problem(NamedOperands[TensorMeta]):
         return None if gamma == 1 else gamma
 
     @property
+    def factors(self) -> tuple[float, float, float | None]:
+        """Alpha, beta and gamma as device code takes them."""
+        return float(self.epilogue.alpha), float(self.epilogue.beta), self.gamma
+
+    @property
     def plain(self) -> str | None:
         """None if the product is only added to (bias, residual) and activated; else what more."""
         if not self.epilogue.is_plain:

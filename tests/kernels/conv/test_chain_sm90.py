@@ -147,6 +147,16 @@ def test_roles_in_any_order_make_the_chain(
                 assert (one.double() - right).abs().max() <= 2e-3 * right.abs().max()
 
 
+def test_a_residual_that_counts_for_nothing_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of("float16", (32, 64, 64), N=1, size=(8, 8), beta=0.0)
+    operands = operands_of(problem, 0)
+    right = exact(problem, operands)
+    operands[3].fill_(torch.nan)
+    made = ran(problem, operands, monkeypatch, 0, **kernel.configs(problem)[0])
+    for one, wanted in zip(made, right, strict=True):
+        assert (one.double() - wanted).abs().max() <= 2e-3 * wanted.abs().max()
+
+
 def test_each_piece_of_a_wide_result_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four pieces, all on their way out at once, of several tiles a block."""
     problem = problem_of("float16", (32, 64, 256), N=1, size=(16, 16))

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tessella.core.errors import KernelError
+from tessella.device.hopper import descriptor
 from tessella.device.machine import HOPPER
 from tessella.kernels import catalog
 from tessella.kernels.conv.hopper import implicit_gemm as kernel
@@ -122,10 +123,10 @@ def test_refuses_formats_that_it_cannot_read() -> None:
 
 
 def test_refuses_misaligned_tensors() -> None:
-    aligned = torch.zeros(1 * 4 * 4 * 8 + 1, dtype=torch.float16)
-    assert kernel._rows(aligned[:-1], (1, 4, 4, 8), 8).shape == (4, 1, 4, 8)
-    with pytest.raises(KernelError, match="multiples of 16"):
-        kernel._rows(aligned[1:], (1, 4, 4, 8), 8)
+    aligned = torch.zeros(4 * 4 * 8 + 1, dtype=torch.float16)
+    assert descriptor(aligned[:-1].view(16, 8), (16, 8)).block_shape == [16, 8]
+    with pytest.raises(KernelError, match="not aligned to 16 bytes"):
+        descriptor(aligned[1:].view(16, 8), (16, 8))
 
 
 def sliced(problem: Problem, x: int | None = None, out: int | None = None) -> Problem:

@@ -81,6 +81,15 @@ def test_roles_in_any_order_make_the_norm(
     assert_right(PLAYED[case], operands, ran(PLAYED[case], operands, monkeypatch, seed))
 
 
+def test_a_residual_that_counts_for_nothing_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(200, 128, 128, "norm", beta=0.0)
+    operands = operands_of(problem, 0)
+    residual = operands[3]
+    assert residual is not None
+    unread = [*operands[:3], torch.full_like(residual, torch.nan), *operands[4:]]
+    assert_right(problem, operands, ran(problem, unread, monkeypatch, 0))
+
+
 def test_a_large_mean_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deviations of 1 around 1,000: squares of sums would leave nothing of them in float32."""
     problem = problem_of(128, 256, 64, "norm", residual=False)

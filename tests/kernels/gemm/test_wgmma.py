@@ -13,6 +13,7 @@ import torch
 
 from tessella.core.errors import KernelError
 from tessella.kernels.gemm import wgmma
+from tessella.kernels.shared.matrix_product import Sizes, sizes
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tests.support.emulators import gluon_roles
@@ -150,17 +151,28 @@ def test_constant_factors_are_turned() -> None:
 
 
 def test_what_is_multiplied() -> None:
-    def of(**changes: Any) -> wgmma.Product:
-        return wgmma.Product.of(draw(replace(Case(m=16, n=24, k=32), **changes))[0])
+    def of(**changes: Any) -> Sizes:
+        return sizes(draw(replace(Case(m=16, n=24, k=32), **changes))[0])
 
     plain = of()
     assert (plain.batch, plain.m, plain.n, plain.k) == (1, 16, 24, 32)
     assert of(batch=(2, 3)) == replace(plain, m=96)
-    matmul = of(op="matmul", batch=(2, 3))  # one B for all: rows
-    assert matmul == replace(plain, m=96, b_k_major=False)
+    assert of(op="matmul", batch=(2, 3)) == replace(plain, m=96)  # one B for all: rows
     turned = of(op="matmul", batch=(2, 3), transpose_a=True)
-    assert turned == replace(plain, batch=6, a_k_major=False, b_k_major=False)
-    assert of(op="matmul", batch=(2, 3), shared=False).b_batched
+    assert turned == replace(plain, batch=6, folded=False)
+    assert not of(op="matmul", batch=(2, 3), shared=False).shared
+
+
+def test_a_residual_that_counts_for_nothing_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(SMALL, residual="float16", beta=0.0)
+    made, (a, b, _, residual, _), out = draw(case, integers=True)
+    assert a is not None
+    assert b is not None
+    assert residual is not None
+    monkeypatch.setattr(wgmma, "launch", gluon_roles.run)
+    call = wgmma.bind(made, {}, **wgmma.configs(made)[0])
+    call(a, b, residual.fill_(torch.nan), out=out)
+    products.assert_exact(out, a.double() @ b.double().T)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -169,7 +181,7 @@ def test_configurations(name: str) -> None:
     configs = wgmma.configs(made)
     assert 2 <= len(configs) <= 12
     assert len({repr(config) for config in configs}) == len(configs)
-    product, width = wgmma.Product.of(made), 128 // getattr(torch, made.inputs[0].dtype).itemsize
+    product, width = sizes(made), 128 // getattr(torch, made.inputs[0].dtype).itemsize
     for config in configs:
         tiling = wgmma.Tiling(**config)
         assert tiling.residents * (tiling.shared_bytes() + 1024) <= 228 * 1024

@@ -173,7 +173,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
     Without tensor cores, the registers hold the factors too.
     """
-    made, itemsize = sizes(problem), getattr(torch, problem["query"].dtype).itemsize
+    made, itemsize = sizes(problem), problem["query"].itemsize
     row_bytes = _padded(max(made.width, made.value_width)) * itemsize
     ieee = problem["query"].dtype == "float32" and problem.math == "ieee"
     table = _IEEE if ieee else _TILES

@@ -188,7 +188,7 @@ def configs(problem: Problem) -> list[Strip]:
     far more or fewer rows, since that is no other kernel.
     """
     geometry = Geometry.of(problem)
-    size = getattr(torch, problem["input"].dtype).itemsize
+    size = problem["input"].itemsize
     last = problem.output.format == "channels_last"
     shapes: tuple[tuple[int, int, int], ...] = PIXELS_LAST_SHAPES
     if last:

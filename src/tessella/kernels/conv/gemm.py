@@ -65,7 +65,7 @@ def _depth(geometry: Geometry) -> int:
 
 def _column_bytes(problem: Problem) -> int:
     geometry = Geometry.of(problem)
-    size: int = getattr(torch, problem["input"].dtype).itemsize
+    size = problem["input"].itemsize
     return size * geometry.groups * _depth(geometry)
 
 

@@ -204,7 +204,7 @@ def configs(problem: Problem, most: int = 8) -> tuple[dict[str, Any], ...]:
     """
     geometry = Geometry.of(problem)
     plain = on_plain_units(problem)
-    size = getattr(torch, problem["input"].dtype).itemsize
+    size = problem["input"].itemsize
     pack = not problem.is_constant("weight")
     estimates: dict[Tile, float] = {}
     for pixels, filters, depth, warps, stages, resident in _PLAIN if plain else _TENSOR:

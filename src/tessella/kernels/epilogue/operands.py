@@ -1,4 +1,4 @@
-"""The tensors of one call by name: what is multiplied, and the epilogue."""
+"""The tensors of one call: what is multiplied, and the epilogue."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from tessella.operations.problem import Problem
 def operands_of(
     problem: Problem, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, Epilogue[torch.Tensor]]:
-    """Input, weight and epilogue of a convolution's or a linear layer's call."""
-    given = dict(zip(problem.operation.operands, problem.operands(constants, inputs)))
-    added = problem.epilogue.of(given.get("bias"), given.get("residual"), given.get("scale"))
-    x, weight = given["input"], given["weight"]
+    """The two factors and the epilogue of a convolution's or a matrix product's call.
+
+    All their rows have the input, the weight (or the other matrix), bias, residual and scale in
+    this order.
+    """
+    x, weight, bias, residual, scale = (*problem.operands(constants, inputs), None, None, None)[:5]
     assert x is not None
     assert weight is not None
-    return x, weight, added
+    return x, weight, problem.epilogue.of(bias, residual, scale)

@@ -13,13 +13,19 @@ from typing import Any
 import torch
 import triton
 
-from tessella.core.integers import ceil_div
 from tessella.device.hopper import barrier, commit_copies, copy_elements, gl, gluon, wait_for_copies
 from tessella.device.launch import launch
-from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.gluon_device import finish
-from tessella.kernels.shared.matrix_product import b_by_rows, operands, refusal, sizes, strides
+from tessella.kernels.shared.matrix_product import (
+    a_by_rows,
+    arguments,
+    b_by_rows,
+    operands,
+    ranked,
+    refusal,
+    sizes,
+)
 from tessella.operations.problem import Problem
 
 
@@ -179,20 +185,10 @@ _KEYS = ("tile_m", "tile_n", "tile_k", "num_warps", "num_stages", "warps_m")
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     """Large tiles where they fill the GPU, smaller ones where there would be too few."""
-    made = sizes(problem)
-    tiles = [t for t in _TILES if any(_by_depth(problem)) or t not in _SPILL_BY_COLUMNS]
+    made, by_depth = sizes(problem), a_by_rows(problem) or b_by_rows(problem)
+    tiles = [t for t in _TILES if by_depth or t not in _SPILL_BY_COLUMNS]
 
-    def cost(tile: tuple[int, ...]) -> float:
-        blocks = made.batch * ceil_div(made.m, tile[0]) * ceil_div(made.n, tile[1])
-        rounds = ceil_div(blocks, multiprocessors())
-        return rounds * (tile[0] * tile[1] + 16 * (tile[0] + tile[1]))
-
-    return tuple(dict(zip(_KEYS, tile, strict=True)) for tile in sorted(tiles, key=cost))
-
-
-def _by_depth(problem: Problem) -> tuple[bool, bool]:
-    """Whether A's rows, and B's columns, are contiguous."""
-    return not problem.attr("transpose_a"), b_by_rows(problem)
+    return tuple(dict(zip(_KEYS, tile, strict=True)) for tile in ranked(tiles, made, 16))
 
 
 def bind(
@@ -207,7 +203,6 @@ def bind(
     warps_m: int = 2,
 ) -> Call:
     made = sizes(problem)
-    a_by_depth, b_by_depth = _by_depth(problem)
     blocks = made.batch * triton.cdiv(made.m, tile_m) * triton.cdiv(made.n, tile_n)
     options: dict[str, Any] = {
         "BM": tile_m,
@@ -215,23 +210,16 @@ def bind(
         "BK": tile_k,
         "STAGES": num_stages,
         "WARPS_M": warps_m,
-        "A_BY_DEPTH": a_by_depth,
-        "B_BY_DEPTH": b_by_depth,
+        "A_BY_DEPTH": a_by_rows(problem),
+        "B_BY_DEPTH": b_by_rows(problem),
         "GROUP": 8,
         "ACTIVATION": problem.epilogue.activation,
         "num_warps": num_warps,
     }
-    alpha, beta = float(problem.epilogue.alpha), float(problem.epilogue.beta)
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        o = operands(problem, constants, inputs, out)
-        launch(
-            _fma_kernel, (blocks,),
-            o.a, o.b, o.epilogue.bias, o.epilogue.residual, o.epilogue.scale, o.out,
-            (made.m, made.n, made.k),
-            (o.a.stride(), o.b.stride(), strides(o), o.out.stride()),
-            (alpha, beta, problem.gamma), **options,
-        )  # fmt: skip
+        given = arguments(problem, operands(problem, constants, inputs, out), made)
+        launch(_fma_kernel, (blocks,), *given, **options)
         return out
 
     return call

@@ -20,8 +20,9 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm import wgmma
 from tessella.kernels.gemm.normed_device import multiply_and_normalize
-from tessella.kernels.gemm.wgmma import ROW_BYTES, Product
+from tessella.kernels.gemm.wgmma import ROW_BYTES
 from tessella.kernels.gemm.wgmma_device import Epilogue, Form
+from tessella.kernels.shared.matrix_product import sizes
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
@@ -50,7 +51,7 @@ def fits(problem: Problem) -> str | None:
     refused = wgmma.fits(_linear(problem, made))
     if refused:
         return refused
-    product = Product.of(_linear(problem, made))
+    product = sizes(_linear(problem, made))
     most = min(MOST_TILES, multiprocessors() // LAUNCHES)
     if product.n % TILE or product.n // TILE > most:
         return f"rows of a multiple of {TILE} numbers, up to {most * TILE}, not {product.n}"
@@ -102,7 +103,7 @@ def workspace_bytes(problem: Problem, **config: Any) -> int:
     """Room for what each tile knows of its rows: two float32 a row."""
     made = _sum(problem)
     assert made is not None
-    product = Product.of(_linear(problem, made))
+    product = sizes(_linear(problem, made))
     return 2 * 4 * -(-product.m // TILE) * TILE * _slots(product.n // TILE)
 
 
@@ -113,11 +114,10 @@ def _slots(tiles: int) -> int:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     made = _sum(problem)
     assert made is not None
-    product = Product.of(_linear(problem, made))
+    product = sizes(_linear(problem, made))
     m, n, k = product.m, product.n, product.k
     m_tiles, n_tiles, slots = -(-m // TILE), n // TILE, _slots(n // TILE)
-    dtype = problem["input"].dtype
-    width = ROW_BYTES // int(getattr(torch, dtype).itemsize)
+    width = ROW_BYTES // problem["input"].itemsize
     ready = dict(constants)
     weight, norm_weight = map(problem.operation.position, ("weight", "norm_weight"))
     if weight in ready:
@@ -132,6 +132,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def call(*inputs: torch.Tensor, workspace: torch.Tensor) -> Any:
         operands = problem.operands(ready, inputs)
         a, b, bias, residual, scale, *norm = (*operands, None)[:8]
+        residual = None if problem.epilogue.beta == 0 else residual
         assert a is not None
         assert b is not None
         outs = tuple(meta.empty(a.device) for meta in problem.outputs)

@@ -135,7 +135,7 @@ _TILES = ((64, 256, 4, 5), (64, 256, 4, 3), (32, 256, 4, 6), (16, 512, 4, 5))
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     """Tiles of weights, and as many splits of K as fill the GPU once or twice."""
-    made, itemsize = sizes(problem), getattr(torch, problem["input"].dtype).itemsize
+    made, itemsize = sizes(problem), problem["input"].itemsize
     keys = ("tile_n", "tile_k", "num_warps", "num_stages")
     found = []
     for tile_n, tile_k, warps, stages in _TILES:
@@ -183,7 +183,6 @@ def bind(
         "num_stages": num_stages,
         **overlapping(),
     }
-    factors = (float(problem.epilogue.alpha), float(problem.epilogue.beta), problem.gamma)
 
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
@@ -195,9 +194,7 @@ def bind(
         if splits > 1:
             assert workspace is not None
             partial = workspace.view(sums_dtype(problem))
-        epilogue = (o.epilogue.bias, o.epilogue.residual, o.epilogue.scale, o.out)
-        bias_stride, _, row, column, scale_stride = strides(o)
-        ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], *factors)
+        epilogue, ends = _ending(problem, o)
         launch(
             _skinny_kernel, (tiles, splits),
             o.a, o.b, epilogue, partial, (made.m, made.n, made.k),
@@ -205,7 +202,7 @@ def bind(
             **options,
         )  # fmt: skip
         if partial is not None:
-            add_splits(problem, o, partial, splits, ends)
+            add_splits(problem, o, partial, splits)
         return out
 
     return call
@@ -216,17 +213,19 @@ def sums_dtype(problem: Problem) -> torch.dtype:
     return torch.int32 if problem["input"].dtype == "int8" else torch.float32
 
 
-def add_splits(
-    problem: Problem,
-    o: Operands,
-    partial: torch.Tensor,
-    splits: int,
-    ends: tuple[float | None, ...],
-) -> None:
-    """Launch the second kernel: sums [splits, M, N] in order, then the epilogue."""
+def _ending(problem: Problem, o: Operands) -> tuple[tuple[Any, ...], tuple[float | None, ...]]:
+    """``epilogue`` and ``ends`` of the kernels."""
     added = o.epilogue
+    bias_stride, _, row, column, scale_stride = strides(o)
+    steps = (bias_stride, row, column, scale_stride, *o.out.stride()[1:])
+    return (added.bias, added.residual, added.scale, o.out), (*steps, *problem.factors)
+
+
+def add_splits(problem: Problem, o: Operands, partial: torch.Tensor, splits: int) -> None:
+    """Launch the second kernel: sums [splits, M, N] in order, then the epilogue."""
+    epilogue, ends = _ending(problem, o)
     launch(
         _reduce_kernel, (triton.cdiv(o.out.shape[2], 512), o.out.shape[1]),
-        partial, (added.bias, added.residual, added.scale, o.out), o.out.shape[2], ends,
-        SPLITS=splits, BN=512, ACTIVATION=added.activation, **overlapping(),
+        partial, epilogue, o.out.shape[2], ends,
+        SPLITS=splits, BN=512, ACTIVATION=o.epilogue.activation, **overlapping(),
     )  # fmt: skip

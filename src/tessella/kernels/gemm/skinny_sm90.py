@@ -14,7 +14,6 @@ import torch
 import triton
 
 from tessella.core.dtype import FP8
-from tessella.core.errors import KernelError
 from tessella.core.integers import power_of_two
 from tessella.device.hopper import (
     barrier,
@@ -28,7 +27,7 @@ from tessella.device.hopper import (
     warpgroup_mma_wait,
 )
 from tessella.device.launch import launch
-from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
+from tessella.device.machine import HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.gemm import skinny
@@ -38,7 +37,6 @@ from tessella.kernels.shared.matrix_product import (
     second,
     sides,
     sizes,
-    strides,
 )
 from tessella.operations.problem import Problem
 
@@ -121,7 +119,7 @@ def fits(problem: Problem) -> str | None:
         return "needs K innermost in both operands"
     if 0 in (made.m, made.n, made.k):
         return "nothing to stream"
-    if made.k * _itemsize(problem) % 16:
+    if made.k * problem["input"].itemsize % 16:
         return f"needs rows of a multiple of 16 bytes, not K = {made.k}"
     if made.m * made.n * _MOST_SPLITS >= 2**31:
         return "offsets have 32 bits"
@@ -144,7 +142,7 @@ _MOST_SPLITS = 32
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     """Tiles of weights, and as many splits of K as fill the GPU once or twice."""
-    made, itemsize = sizes(problem), _itemsize(problem)
+    made, itemsize = sizes(problem), problem["input"].itemsize
     found: list[dict[str, Any]] = []
     for tile_n, width, stages in _TILES:
         tiles, steps = triton.cdiv(made.n, tile_n), triton.cdiv(made.k * itemsize, width)
@@ -181,7 +179,6 @@ def bind(
     ready = dict(constants)
     if 1 in ready and not b_by_rows(problem):
         ready[1] = packed(ready[1], ("by rows",), lambda w: w.mT.contiguous()).mT
-    factors = (float(problem.epilogue.alpha), float(problem.epilogue.beta), problem.gamma)
     tiles, rows = triton.cdiv(made.n, tile_n), _rows(made.m)
     two_steps = splits > 1 or _finishes(problem)
     options: dict[str, Any] = {
@@ -201,32 +198,15 @@ def bind(
             sums = workspace.view(torch.float32)
         launch(
             _stream_kernel, (tiles, splits),
-            _tiles(o.b[0].mT, (tile_n, tile_k)), _tiles(o.a[0], (rows, tile_k)), sums,
+            descriptor(o.b[0].mT, (tile_n, tile_k)), descriptor(o.a[0], (rows, tile_k)), sums,
             made.m, made.n, made.k, **options,
         )  # fmt: skip
         if two_steps:
-            bias_stride, _, row, column, scale_stride = strides(o)
-            ends = (bias_stride, row, column, scale_stride, *o.out.stride()[1:], *factors)
-            skinny.add_splits(problem, o, sums, splits, ends)
+            skinny.add_splits(problem, o, sums, splits)
         return out
 
     return call
 
 
-def _tiles(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
-    """TMA's view of a matrix."""
-    if matrix.data_ptr() % ALIGNMENT:
-        raise KernelError(
-            "a tensor is not aligned to 16 bytes, as TMA wants it",
-            seen=f"address {matrix.data_ptr():#x}, shape {tuple(matrix.shape)}",
-            fix="pass a copy of it (tensor.clone())",
-        )
-    return descriptor(matrix, box)
-
-
 def _rows(m: int) -> int:
     return max(8, power_of_two(m))
-
-
-def _itemsize(problem: Problem) -> int:
-    return int(getattr(torch, problem["input"].dtype).itemsize)

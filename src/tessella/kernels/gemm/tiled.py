@@ -16,12 +16,17 @@ import triton
 import triton.language as tl
 
 from tessella.core.dtype import FP8
-from tessella.core.integers import ceil_div
 from tessella.device.launch import launch
-from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast, finish
-from tessella.kernels.shared.matrix_product import operands, refusal, sides, sizes, strides
+from tessella.kernels.shared.matrix_product import (
+    arguments,
+    operands,
+    ranked,
+    refusal,
+    sides,
+    sizes,
+)
 from tessella.operations.problem import Problem
 
 PROMOTE_AFTER = 128  # fp8 tensor cores keep 14 bits: products summed before float32 takes over
@@ -130,17 +135,11 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     else:
         tiles = (*_LARGE, *_TILES)
 
-    def cost(tile: tuple[int, ...]) -> float:
-        blocks = made.batch * ceil_div(made.m, tile[0]) * ceil_div(made.n, tile[1])
-        # loads of both edges count beside the products
-        rounds = ceil_div(blocks, multiprocessors())
-        return rounds * (tile[0] * tile[1] + 64 * (tile[0] + tile[1]))
-
     keys = ("tile_m", "tile_n", "tile_k", "num_warps", "num_stages")
-    itemsize = getattr(torch, dtype).itemsize
+    itemsize = problem["input"].itemsize
     return tuple(
         dict(zip(keys, (tm, tn, tk // itemsize, warps, stages), strict=True))
-        for tm, tn, tk, warps, stages in sorted(tiles, key=cost)
+        for tm, tn, tk, warps, stages in ranked(tiles, made, loading=64)
     )
 
 
@@ -172,18 +171,11 @@ def bind(
         "num_warps": num_warps,
         "num_stages": num_stages,
     }
-    alpha, beta = float(problem.epilogue.alpha), float(problem.epilogue.beta)
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        o = operands(problem, constants, inputs, out)
-        steps = (o.a.stride(), o.b.stride(), strides(o), o.out.stride())
-        wide = max(tile_m, tile_n, tile_k) * max(itertools.chain(*steps)) >= 2**31
-        launch(
-            _tiled_kernel, (blocks,),
-            o.a, o.b, o.epilogue.bias, o.epilogue.residual, o.epilogue.scale, o.out,
-            (made.m, made.n, made.k), steps, (alpha, beta, problem.gamma),
-            INDEX=tl.int64 if wide else tl.int32, **options,
-        )  # fmt: skip
+        given = arguments(problem, operands(problem, constants, inputs, out), made)
+        wide = max(tile_m, tile_n, tile_k) * max(itertools.chain(*given[-2])) >= 2**31
+        launch(_tiled_kernel, (blocks,), *given, INDEX=tl.int64 if wide else tl.int32, **options)
         return out
 
     return call

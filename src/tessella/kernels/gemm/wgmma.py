@@ -7,7 +7,6 @@ both kinds of fp8, with the whole epilogue fused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,16 +14,23 @@ from typing import Any
 import torch
 
 from tessella.core.dtype import FLOATS, FP8
-from tessella.core.errors import KernelError
 from tessella.device.hopper import TensorDescriptor, descriptor
 from tessella.device.launch import launch
 from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
 from tessella.kernels.gemm.wgmma_device import Epilogue, Form, Roles, add_ranges, multiply
-from tessella.kernels.shared.matrix_product import second, sides
+from tessella.kernels.shared.matrix_product import (
+    OUTPUTS,
+    a_by_rows,
+    b_by_rows,
+    second,
+    sides,
+    sizes,
+)
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -32,56 +38,6 @@ from tessella.operations.tensor_meta import TensorMeta
 ROW_BYTES = 128  # of a tile along K: what one swizzled line of shared memory holds
 BARRIER_BYTES = 1024  # room for barriers, and for the alignment of what comes before them
 ADDED_ROWS = 8  # of a tile, in a block of the second kernel
-
-RESULTS = {
-    "float16": (*FLOATS, "int8", *FP8),
-    "bfloat16": (*FLOATS, "int8", *FP8),
-    "float32": FLOATS,
-    "int8": ("int32", "int8", *FLOATS),
-    "float8_e4m3fn": (*FLOATS, *FP8),
-    "float8_e5m2": (*FLOATS, *FP8),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Product:
-    """C[batch, m, n] = Σ_k A[batch, m, k] B[batch, k, n], and how the operands lie in memory.
-
-    ``a_k_major``: the rows of A lie along K (else along M); ``b_k_major``: B lies as [n, k].
-    """
-
-    batch: int
-    m: int
-    n: int
-    k: int
-    b_batched: bool
-    a_k_major: bool
-    b_k_major: bool
-
-    @staticmethod
-    def of(problem: Problem) -> Product:
-        a, b = (side.shape for side in sides(problem))
-        if problem.op == "linear":
-            rows = math.prod(a[:-1])
-            return Product(
-                batch=1, m=rows, n=b[0], k=b[1], b_batched=False, a_k_major=True, b_k_major=True
-            )
-        a_k_major = not problem.attr("transpose_a")
-        b_k_major = bool(problem.attr("transpose_b"))
-        m, k = a[-2:] if a_k_major else a[:-3:-1]
-        n = b[-2] if b_k_major else b[-1]
-        batch = math.prod(a[:-2])
-        if len(b) == 2 and a_k_major:  # one B for all: more rows
-            batch, m = 1, batch * m
-        return Product(
-            batch=batch,
-            m=m,
-            n=n,
-            k=k,
-            b_batched=len(b) > 2,
-            a_k_major=a_k_major,
-            b_k_major=b_k_major,
-        )
 
 
 def fits(problem: Problem) -> str | None:
@@ -96,13 +52,13 @@ def fits(problem: Problem) -> str | None:
 
 
 def _refused_types(problem: Problem, a: TensorMeta, b: TensorMeta) -> str | None:
-    if a.dtype not in RESULTS:
+    if a.dtype not in OUTPUTS:
         return f"no tensor-core product of {a.dtype}"
     if a.dtype != b.dtype:
         return f"both factors of one element type, not {a.dtype} and {b.dtype}"
     if a.dtype == "float32" and problem.math != "tf32":
         return "float32 products are rounded to TF32 here; ieee was asked for"
-    if problem.output.dtype not in RESULTS[a.dtype]:
+    if problem.output.dtype not in OUTPUTS[a.dtype]:
         return f"no {problem.output.dtype} result of {a.dtype} factors"
     return None
 
@@ -118,10 +74,10 @@ def _refused_shapes(problem: Problem, a: TensorMeta, b: TensorMeta) -> str | Non
 
 
 def _refused_layouts(problem: Problem) -> str | None:
-    product, dtype = Product.of(problem), problem["input"].dtype
+    made, dtype = sizes(problem), problem["input"].dtype
     for name, operand, lies_right, along in (
-        ("first", "input", product.a_k_major, "M (transpose_a)"),
-        ("second", second(problem), product.b_k_major, "N (no transpose_b)"),
+        ("first", "input", a_by_rows(problem), "M (transpose_a)"),
+        ("second", second(problem), b_by_rows(problem), "N (no transpose_b)"),
     ):
         meta, constant = problem[operand], problem.is_constant(operand)
         if not constant and meta.format != "contiguous":
@@ -129,12 +85,12 @@ def _refused_layouts(problem: Problem) -> str | None:
         if not lies_right and not constant and _wants_k_major(dtype):
             return f"{dtype} is read along K; the {name} factor lies along {along}"
         k_major = lies_right or _wants_k_major(dtype)
-        if _row_bytes(product.k if k_major else meta.shape[-1], dtype) % 16:
+        if _row_bytes(made.k if k_major else meta.shape[-1], dtype) % 16:
             return f"rows of the {name} factor are not multiples of 16 bytes, as TMA wants them"
     for stored in (problem.output, problem.epilogue.residual):
         if stored is not None and stored.format != "contiguous":
             return "makes, and adds, dense rows"
-    if _row_bytes(product.n, problem.output.dtype) % 16:
+    if _row_bytes(made.n, problem.output.dtype) % 16:
         return "rows of the result are not multiples of 16 bytes, as TMA wants them"
     return None
 
@@ -144,7 +100,7 @@ def _row_bytes(elements: int, dtype: str) -> int:
 
 
 def _refused_epilogue(problem: Problem) -> str | None:
-    epilogue, n = problem.epilogue, Product.of(problem).n
+    epilogue, n = problem.epilogue, sizes(problem).n
     residual = epilogue.residual
     if epilogue.activation is not None and epilogue.activation not in ACTIVATIONS:
         return f"does not know the activation {epilogue.activation}"
@@ -350,7 +306,7 @@ class _Work:
 
     @staticmethod
     def of(problem: Problem, tiling: Tiling) -> _Work:
-        product = Product.of(problem)
+        product = sizes(problem)
         tiles_m = -(-product.m // tiling.tile_m)
         tiles_n = -(-product.n // tiling.tile_n)
         tiles = product.batch * tiles_m * tiles_n
@@ -383,19 +339,19 @@ class _Work:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     """The factors as [batch, rows, columns], descriptors of them, and one or two launches."""
     tiling = _tiling(problem, config)
-    product, work = Product.of(problem), _Work.of(problem, tiling)
+    product, work = sizes(problem), _Work.of(problem, tiling)
     dtype = problem["input"].dtype
-    a_k_major = product.a_k_major or _wants_k_major(dtype)
-    b_k_major = product.b_k_major or _wants_k_major(dtype)
+    a_k_major = a_by_rows(problem) or _wants_k_major(dtype)
+    b_k_major = b_by_rows(problem) or _wants_k_major(dtype)
     ready = dict(constants)
-    turns = (a_k_major != product.a_k_major, b_k_major != product.b_k_major)
+    turns = (a_k_major != a_by_rows(problem), b_k_major != b_by_rows(problem))
     for i, turn in enumerate(turns):
         if i in ready:
             ready[i] = packed(ready[i], ("dense rows", turn), _turned if turn else dense)
-    width = ROW_BYTES // int(getattr(torch, dtype).itemsize)
-    piece = min(ROW_BYTES // getattr(torch, problem.output.dtype).itemsize, tiling.tile_n)
+    width = ROW_BYTES // problem["input"].itemsize
+    piece = min(ROW_BYTES // problem.output.itemsize, tiling.tile_n)
     box_a = [1, tiling.rows, width] if a_k_major else [1, width, tiling.rows]
-    spread = _spreads(problem, product, tiling)
+    spread = _spreads(problem, tiling)
     if spread:
         box_b = [1, tiling.tile_n // 64, 8, 8, width]
     else:
@@ -425,15 +381,13 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
-        operands = problem.operands(ready, inputs)
-        a, b, bias, residual, scale = (*operands, None, None, None)[:5]
-        assert a is not None
-        assert b is not None
+        a, b, added = operands_of(problem, ready, inputs)
+        residual = added.residual
         sums = None
         if work.split:
             assert workspace is not None
             sums = workspace.view(partial)
-        scale, bias = vectors or (scale, bias)
+        scale, bias = vectors or (added.scale, added.bias)
         launch(
             multiply,
             (work.blocks,),
@@ -453,7 +407,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             work.tiles_n,
             work.tiles_k,
             work.k_each,
-            int(product.b_batched),
+            int(not product.shared),
             FORM=Form(
                 WM=tiling.rows,
                 WN=tiling.tile_n,
@@ -506,15 +460,14 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     return call
 
 
-def _spreads(problem: Problem, product: Product, tiling: Tiling) -> bool:
+def _spreads(problem: Problem, tiling: Tiling) -> bool:
     """Whether B's rows come in another order, which 8-bit results want: see ``multiply``."""
     eight = problem.output.dtype in ("int8", *FP8) and _wants_k_major(problem["input"].dtype)
-    return eight and tiling.split_k == 1 and tiling.tile_n % 64 == 0 == product.n % 64
+    return eight and tiling.split_k == 1 and tiling.tile_n % 64 == 0 == sizes(problem).n % 64
 
 
 def _spread(tensor: torch.Tensor, n: int, k: int, box: list[int]) -> TensorDescriptor:
     """TMA's view of a dense B, [batch, n, k], with every 64 rows transposed as 8 × 8."""
-    _check_aligned(tensor)
     count = tensor.numel() // (n * k)
     return descriptor(
         tensor.as_strided((count, n // 64, 8, 8, k), (n * k, 64 * k, k, 8 * k, 1)), box
@@ -523,17 +476,7 @@ def _spread(tensor: torch.Tensor, n: int, k: int, box: list[int]) -> TensorDescr
 
 def matrix_tiles(tensor: torch.Tensor, matrix: tuple[int, int], box: list[int]) -> TensorDescriptor:
     """TMA's view of a dense tensor as [batch, rows, columns]."""
-    _check_aligned(tensor)
     return descriptor(tensor.view(-1, *matrix), box)
-
-
-def _check_aligned(tensor: torch.Tensor) -> None:
-    if tensor.data_ptr() % ALIGNMENT:
-        raise KernelError(
-            "a tensor is not aligned to 16 bytes, as TMA wants it",
-            seen=f"address {tensor.data_ptr():#x}, shape {tuple(tensor.shape)}",
-            fix="pass a copy of it (tensor.clone())",
-        )
 
 
 def _turned(tensor: torch.Tensor) -> torch.Tensor:

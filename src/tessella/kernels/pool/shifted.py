@@ -195,7 +195,7 @@ def _halves(problem: Problem, images: int | None, rows: int | None) -> tuple[int
     for _, some, row, lines in _tiles(problem, images, rows):
         for i, (_, _, shape) in enumerate(_tile(problem, some, row, lines)[:-1]):
             largest[i % 2] = max(largest[i % 2], math.prod(shape))
-    itemsize = getattr(torch, problem.output.dtype).itemsize
+    itemsize = problem.output.itemsize
     first, second = (math.ceil(n * itemsize / ALIGNED) * ALIGNED for n in largest)
     return first, second
 

@@ -6,15 +6,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 from tessella.core.dtype import FLOATS, FP8
+from tessella.core.integers import ceil_div
+from tessella.device.machine import multiprocessors
+from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
+
+Tile = TypeVar("Tile", bound=tuple[int, ...])
 
 OUTPUTS = {
     "float32": FLOATS,
@@ -62,6 +68,11 @@ def sides(problem: Problem) -> tuple[TensorMeta, TensorMeta]:
     return problem["input"], problem[second(problem)]
 
 
+def a_by_rows(problem: Problem) -> bool:
+    """Whether A lies as [M, K]."""
+    return not problem.attr("transpose_a")
+
+
 def b_by_rows(problem: Problem) -> bool:
     """Whether B lies as [N, K]."""
     return problem.op == "linear" or bool(problem.attr("transpose_b"))
@@ -107,12 +118,9 @@ def operands(
 ) -> Operands:
     """The tensors of a call as views; nothing is copied."""
     made = sizes(problem)
-    a, b, bias, residual, scale = (*problem.operands(constants, inputs), None, None, None)[:5]
-    assert a is not None
-    assert b is not None
+    a, b, epilogue = operands_of(problem, constants, inputs)
     a = a.mT if problem.attr("transpose_a") else a
     b = b.mT if b_by_rows(problem) else b
-    epilogue = problem.epilogue.of(bias, residual, scale)
 
     def stack(x: torch.Tensor, columns: int) -> torch.Tensor:
         if made.folded:
@@ -127,6 +135,28 @@ def operands(
         else replace(epilogue, residual=stack(epilogue.residual, made.n)),
         out=stack(out, made.n),
     )
+
+
+def ranked(tiles: Iterable[Tile], made: Sizes, loading: int) -> list[Tile]:
+    """Tiles by estimated time, rows and columns first in each: rounds of blocks, times what one
+    multiplies, and ``loading`` for each number of both its edges.
+    """
+
+    def cost(tile: Tile) -> int:
+        blocks = made.batch * ceil_div(made.m, tile[0]) * ceil_div(made.n, tile[1])
+        rounds = ceil_div(blocks, multiprocessors())
+        return rounds * (tile[0] * tile[1] + loading * (tile[0] + tile[1]))
+
+    return sorted(tiles, key=cost)
+
+
+def arguments(problem: Problem, o: Operands, made: Sizes) -> tuple[Any, ...]:
+    """What a kernel over ``Operands`` is launched with; the strides are the last but one."""
+    added = o.epilogue
+    return (
+        o.a, o.b, added.bias, added.residual, added.scale, o.out, (made.m, made.n, made.k),
+        (o.a.stride(), o.b.stride(), strides(o), o.out.stride()), problem.factors,
+    )  # fmt: skip
 
 
 def strides(o: Operands) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def fits(problem: Problem) -> str | None:
         return refused
     made = moves(problem)
     if (vector := _together(problem, made)) == 1:
-        near = _near(made) * _itemsize(problem)
+        near = _near(made) * problem.output.itemsize
         if near > NEAR:
             return f"{near} bytes are read for pieces that lie together, {NEAR} are near"
     count = math.prod(problem.output.shape)
@@ -58,17 +58,13 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     return tuple({"pieces": pieces} for pieces in (512, 1024, 256))
 
 
-def _itemsize(problem: Problem) -> int:
-    return int(getattr(torch, problem.output.dtype).itemsize)
-
-
 def _together(problem: Problem, moves: Moves) -> int:
     """Elements that a thread can read at once and write at once: 16 bytes, 8 or 4; else 1."""
     if not moves.parts or moves.parts[-1].read != 1 or len(moves.parts) - 1 in moves.turning:
         return 1
     steps = (moves.parts[-1].size, *(p.read for p in moves.parts[:-1]))
-    vector = math.gcd(WIDEST // _itemsize(problem), *steps)
-    return vector if vector * _itemsize(problem) >= 4 else 1
+    vector = math.gcd(WIDEST // problem.output.itemsize, *steps)
+    return vector if vector * problem.output.itemsize >= 4 else 1
 
 
 def _near(moves: Moves) -> int:
@@ -82,7 +78,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, pieces: int
     count, vector = math.prod(problem.output.shape), _together(problem, made)
     gather = vector == 1
     if gather:
-        vector = math.gcd(WIDEST // _itemsize(problem), count)
+        vector = math.gcd(WIDEST // problem.output.itemsize, count)
         way = places(made, range(len(made.parts)))
     else:
         made = _of_pieces(made, vector)

@@ -45,7 +45,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
         moves(problem).parts,
         _tile(moves(problem)),
     )
-    line = LINE // int(getattr(torch, problem.output.dtype).itemsize)
+    line = LINE // problem.output.itemsize
     found = []
     for rows, columns in ((line, line), (line // 2, line), (line, line // 2), (line, 2 * line)):
         rows = min(rows, triton.next_power_of_2(parts[across].size))

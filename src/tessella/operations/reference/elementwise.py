@@ -1,4 +1,4 @@
-"""Element-wise operations in plain torch. Those of one tensor alone are torch's: the rows name them.
+"""Element-wise operations in plain torch; those of one tensor alone are torch's, named in the rows.
 
 In the binary ones ``other`` is a tensor, or None when it is the number ``scalar``.
 """
@@ -121,10 +121,14 @@ def _binary(reference: Callable[..., Tensor], attributes: str = "") -> Operation
     return row(reference, "input other?", f"scalar {attributes}", elementwise=True)
 
 
+_OF_TORCH: tuple[Callable[..., Tensor], ...] = (
+    F.relu, F.relu6, torch.sigmoid, torch.tanh, F.silu, F.hardswish, F.hardsigmoid, F.mish,
+    torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal, torch.neg, torch.abs,
+    torch.erf,
+)  # fmt: skip
+
 ROWS = (
-    *map(_of_torch, (F.relu, F.relu6, torch.sigmoid, torch.tanh, F.silu, F.hardswish)),
-    *map(_of_torch, (F.hardsigmoid, F.mish, torch.exp, torch.log, torch.sqrt, torch.rsqrt)),
-    *map(_of_torch, (torch.reciprocal, torch.neg, torch.abs, torch.erf)),
+    *map(_of_torch, _OF_TORCH),
     _unary(gelu, "approximate"),
     _unary(leaky_relu, "negative_slope"),
     _unary(elu, "alpha scale input_scale"),

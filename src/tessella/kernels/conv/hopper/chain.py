@@ -69,7 +69,7 @@ def fits(problem: Problem) -> str | None:
         return "inputs and results must be channels_last"
     if not all(map(problem.is_constant, WEIGHTS)):
         return "the weights must be constant: they are packed, and loaded before their turn"
-    itemsize = _itemsize(problem)
+    itemsize = problem["input"].itemsize
     for channels in (weight.shape[1], *after.shape[:2]):
         if channels * itemsize % 16:
             return f"{channels} channels × {x.dtype} are not a multiple of 16 bytes"
@@ -105,7 +105,7 @@ class Shape:
 def shape_of(problem: Problem) -> Shape:
     images, channels, height, width = problem["input"].shape
     out, between = problem["next_weight"].shape[:2]
-    itemsize = _itemsize(problem)
+    itemsize = problem["input"].itemsize
     return Shape(
         pixels=images * height * width,
         channels=channels,
@@ -286,6 +286,7 @@ def _run(
     assert x is not None
     assert weight is not None
     assert next_weight is not None
+    residual = None if problem.epilogue.beta == 0 else residual
     shape, chunk = shape_of(problem), config["chunk"]
     chunk_of = [PIXELS, chunk]
     pixels = _pixels(x)
@@ -321,7 +322,3 @@ def _pixels(tensor: Tensor) -> Tensor:
     """[N, C, H, W] channels_last → the view [pixels, C]."""
     count, channels, height, width = tensor.shape
     return tensor.as_strided((count * height * width, channels), (channels, 1))
-
-
-def _itemsize(problem: Problem) -> int:
-    return int(getattr(torch, problem["input"].dtype).itemsize)

@@ -97,7 +97,7 @@ class Runs:
     @classmethod
     def of(cls, problem: Problem) -> Runs:
         geometry = Geometry.of(problem)
-        size = getattr(torch, problem["input"].dtype).itemsize
+        size = problem["input"].itemsize
         last = problem["input"].has("channels_last")
         channels = geometry.channels
         unit, rows = (channels, 1) if last else (1, channels)
@@ -173,7 +173,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     across = max(1, min(count, multiprocessors() * chosen["blocks"] // columns))
     each = triton.cdiv(count, across)
     last = problem.output.has("channels_last")
-    size = getattr(torch, problem.output.dtype).itemsize
+    size = problem.output.itemsize
     bulk = last and geometry.filters * size % 16 == 0 and problem.output.dtype != "int32"
     alpha, beta = float(problem.epilogue.alpha), float(problem.epilogue.beta)
     held = dict(constants)

@@ -19,11 +19,10 @@ import triton
 import triton.language as tl
 
 from tessella.core.dtype import FLOATS
-from tessella.core.errors import KernelError
 from tessella.core.integers import round_up
 from tessella.device.hopper import DTYPES, descriptor, gl
 from tessella.device.launch import launch
-from tessella.device.machine import ALIGNMENT, multiprocessors
+from tessella.device.machine import multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper import grouped
@@ -33,7 +32,6 @@ from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
     Shape,
     channels_read,
     configs,
-    itemsize_of,
     promotes,
     shape_of,
     tile_counts,
@@ -91,7 +89,7 @@ def fits(problem: Problem) -> str | None:
         return "the residual must have the result's type and format"
     for name, meta, pitch in (("C", x, x_pitch), ("K", output, out_pitch)):
         for channels in (meta.shape[1], pitch):
-            if channels * itemsize_of(meta.dtype) % 16:
+            if channels * meta.itemsize % 16:
                 return f"{name} = {channels} × {meta.dtype} is not a multiple of 16 bytes"
     if output.dtype == "int32" and (
         any(t is not None for t in (epilogue.bias, residual, epilogue.scale))
@@ -327,7 +325,6 @@ def _interleave(problem: Problem, config: Mapping[str, Any]) -> int:
 
 
 def _weight_descriptor(weight: Tensor, interleave: int, tile_k: int, tile_c: int) -> Any:
-    _check_aligned(weight)
     K, C, R, S = weight.shape
     row = R * S * C
     if interleave == 1:
@@ -365,19 +362,9 @@ def _digits(number: int, bases: Sequence[int]) -> list[int]:
 
 def _rows(tensor: Tensor, shape: tuple[int, ...], pitch: int | None) -> Tensor:
     """N, H, W, C in memory, ``pitch`` elements from pixel to pixel → the view [H, N, W, C]."""
-    _check_aligned(tensor)
     assert pitch is not None  # as ``fits`` asks
     N, H, W, C = shape
     return tensor.as_strided((H, N, W, C), (W * pitch, H * W * pitch, pitch, 1))
-
-
-def _check_aligned(tensor: Tensor) -> None:
-    if tensor.data_ptr() % ALIGNMENT:
-        raise KernelError(
-            "the Hopper convolution moves tiles from addresses that are multiples of 16",
-            seen=f"a tensor at {tensor.data_ptr()}",
-            fix="pass a copy of it: tensor.clone()",
-        )
 
 
 def _some(view: Tensor, instead: Tensor) -> Tensor:

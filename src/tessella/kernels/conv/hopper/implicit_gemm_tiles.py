@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tessella.core.dtype import FP8
 from tessella.core.integers import power_of_two, round_up
 from tessella.device.hopper import OVERLAPPING_TILES
@@ -63,8 +61,7 @@ def shape_of(problem: Problem) -> Shape:
     return Shape(
         N=N, H=H, W=W, C=C, K=K, P=P, Q=Q, R=R, S=S, groups=problem.attrs["groups"],
         stride=stride, padding=padding, dilation=dilation,
-        itemsize=itemsize_of(problem["input"].dtype),
-        out_itemsize=itemsize_of(problem.output.dtype),
+        itemsize=problem["input"].itemsize, out_itemsize=problem.output.itemsize,
     )  # fmt: skip
 
 
@@ -327,7 +324,3 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
     if splits > 1:
         total += 5500 + 2 * splits * out_bytes / shape.out_itemsize * 4 / (40 * multiprocessors())
     return total
-
-
-def itemsize_of(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
