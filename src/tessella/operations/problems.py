@@ -48,12 +48,6 @@ def conv(
     """
     axes = _spatial_axes(x, weight)
     window = _window(axes, stride, padding, dilation, groups)
-    if x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups:
-        raise UsageError(
-            "channels do not match: weight is [out, in / groups, …]",
-            seen=f"input {x.shape}, weight {weight.shape}, groups {groups}",
-            fix="give weight.shape[1] = input channels / groups",
-        )
     if 0 in weight.shape[1:]:
         raise UsageError(
             "a convolution without channels or taps has no products",
@@ -62,8 +56,7 @@ def conv(
         )
     shape = (x.shape[0], weight.shape[0], *_out_sizes(x.shape[2:], weight.shape[2:], window))
     out = TensorMeta(shape=shape, dtype=out_dtype or _out_dtype(x, scale), format=_dense(x))
-    _check_epilogue(out, 1, bias, residual, scale, epilogue)
-    return Problem(
+    return _whole(
         op=f"conv{axes}d",
         inputs=_trimmed(x, weight, bias, residual, scale),
         outputs=(out,),
@@ -225,14 +218,13 @@ def conv_dgrad(
     axes = _spatial_axes(dy, weight)
     window = _window(axes, stride, padding, dilation, groups)
     shape = tuple(int(size) for size in input_size)
-    if len(shape) != axes + 2 or shape[1] != weight.shape[1] * groups:
+    if len(shape) != axes + 2:
         raise UsageError(
-            "input_size must be [N, C, spatial…] with weight.shape[1] · groups channels",
-            seen=f"{shape}, weight {weight.shape}, groups {groups}",
+            "input_size must be [N, C, spatial…]",
+            seen=shape,
             fix="give the shape of the convolution's input",
         )
-    _check_gradient(dy, (shape[0], weight.shape[0]), shape[2:], weight.shape[2:], window)
-    return Problem(
+    return _whole(
         op=f"conv{axes}d_dgrad",
         inputs=(dy, weight),
         outputs=(TensorMeta(shape=shape, dtype=dy.dtype, format=_dense(dy)),),
@@ -257,15 +249,8 @@ def conv_wgrad(
     axes = _spatial_axes(dy, x)
     window = _window(axes, stride, padding, dilation, groups)
     taps = _sizes(kernel_size, axes, "kernel_size")
-    if x.shape[1] % groups or dy.shape[1] % groups:
-        raise UsageError(
-            "channels must be a multiple of groups",
-            seen=f"dy {dy.shape}, x {x.shape}, groups {groups}",
-            fix="give the groups of the convolution",
-        )
-    _check_gradient(dy, (x.shape[0], dy.shape[1]), x.shape[2:], taps, window)
     shape = (dy.shape[1], x.shape[1] // groups, *taps)
-    return Problem(
+    return _whole(
         op=f"conv{axes}d_wgrad",
         inputs=(dy, x),
         outputs=(TensorMeta(shape=shape, dtype=out_dtype or x.dtype, format=_dense(x)),),
@@ -314,8 +299,7 @@ def matmul(
         )
     transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     out = TensorMeta(shape=(*a.shape[:-2], m, n), dtype=out_dtype or _out_dtype(a, scale))
-    _check_epilogue(out, -1, bias, residual, scale, epilogue)
-    return Problem(
+    return _whole(
         op="matmul",
         inputs=_trimmed(a, b, bias, residual, scale),
         outputs=(out,),
@@ -338,16 +322,9 @@ def linear(
     **epilogue: Any,
 ) -> Problem:
     """x [..., K] times weight [N, K] transposed."""
-    if len(weight.shape) != 2 or not x.shape or x.shape[-1] != weight.shape[1]:
-        raise UsageError(
-            "the input's last axis must be the weight's second: [..., K] and [N, K]",
-            seen=f"{x.shape} and {weight.shape}",
-            fix="check the layer's number of features",
-        )
     shape = (*x.shape[:-1], weight.shape[0])
     out = TensorMeta(shape=shape, dtype=out_dtype or _out_dtype(x, scale))
-    _check_epilogue(out, -1, bias, residual, scale, epilogue)
-    return Problem(
+    return _whole(
         op="linear",
         inputs=_trimmed(x, weight, bias, residual, scale),
         outputs=(out,),
@@ -366,6 +343,11 @@ def _given(epilogue: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(
             "unknown argument of a product", seen=sorted(unknown), fix=f"use {', '.join(DEFAULT)}"
         )
+    activation = epilogue.get("activation")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise UsageError(
+            "unknown activation", seen=activation, fix=f"use one of {', '.join(ACTIVATIONS)}"
+        )
     factors: dict[str, Any] = {n: epilogue[n] for n in ("alpha", "beta") if n in epilogue}
     if not all(map(isfinite, factors.values())):
         raise UsageError(
@@ -383,43 +365,16 @@ def _given(epilogue: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value != DEFAULT[name]}
 
 
-def _check_epilogue(
-    out: TensorMeta, axis: int, bias: Extra, residual: Extra, scale: Extra, epilogue: dict[str, Any]
-) -> None:
-    activation = epilogue.get("activation")
-    if activation is not None and activation not in ACTIVATIONS:
+def _whole(**asked: Any) -> Problem:
+    """A problem whose tensors have the shapes that the rule of its operation wants."""
+    problem = Problem(**asked)
+    if reason := problem.misfit:
         raise UsageError(
-            "unknown activation", seen=activation, fix=f"use one of {', '.join(ACTIVATIONS)}"
+            f"the tensors of {problem.op} do not go together",
+            seen=reason,
+            fix="give the shapes that the function's help names",
         )
-    for name, vector in (("bias", bias), ("scale", scale)):
-        if vector is not None and vector.shape != (out.shape[axis],):
-            raise UsageError(
-                f"{name} must have one number an output channel",
-                seen=vector.shape,
-                fix=f"give {(out.shape[axis],)}",
-            )
-    if residual is not None and residual.shape != out.shape:
-        raise UsageError(
-            "the residual must have the result's shape",
-            seen=residual.shape,
-            fix=f"give {out.shape}",
-        )
-
-
-def _check_gradient(
-    dy: TensorMeta,
-    leading: tuple[int, int],
-    in_sizes: Sequence[int],
-    taps: Sequence[int],
-    window: dict[str, Any],
-) -> None:
-    expected = (*leading, *_out_sizes(in_sizes, taps, window))
-    if dy.shape != expected:
-        raise UsageError(
-            "the gradient does not have the shape of the convolution's result",
-            seen=dy.shape,
-            fix=f"give {expected}",
-        )
+    return problem
 
 
 def _out_dtype(x: TensorMeta, scale: Extra) -> str:
