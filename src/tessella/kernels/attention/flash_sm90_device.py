@@ -35,6 +35,7 @@ from tessella.device.hopper import (
     warpgroup_mma_wait,
 )
 from tessella.kernels.epilogue.gluon_device import quantize
+from tessella.kernels.shared.ring_device import several
 
 HALF = gl.constexpr(64)  # queries of one consumer
 CONSUMERS = gl.constexpr(2)
@@ -61,11 +62,6 @@ class Form(NamedTuple):
     RAGGED: bool
     BY_KEY: bool
     PING_PONG: bool
-
-
-@gluon.constexpr_function
-def _several(count, shape):
-    return [count, *shape]
 
 
 @gluon.jit
@@ -394,10 +390,10 @@ def attend(
     """
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.STAGES
-    Q_SHAPE: gl.constexpr = _several(SLOTS * CONSUMERS, q.block_type.shape)
-    K_SHAPE: gl.constexpr = _several(STAGES, k.block_type.shape)
-    V_SHAPE: gl.constexpr = _several(STAGES, v.block_type.shape)
-    OUT_SHAPE: gl.constexpr = _several(CONSUMERS, out.block_type.shape)
+    Q_SHAPE: gl.constexpr = several(SLOTS * CONSUMERS, q.block_type.shape)
+    K_SHAPE: gl.constexpr = several(STAGES, k.block_type.shape)
+    V_SHAPE: gl.constexpr = several(STAGES, v.block_type.shape)
+    OUT_SHAPE: gl.constexpr = several(CONSUMERS, out.block_type.shape)
     q_ring = gl.allocate_shared_memory(q.dtype, Q_SHAPE, q.layout)
     k_ring = gl.allocate_shared_memory(k.dtype, K_SHAPE, k.layout)
     v_ring = gl.allocate_shared_memory(v.dtype, V_SHAPE, v.layout)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from tessella.core.dtype import FLOATS
-from tessella.device.hopper import TensorDescriptor, gl, gluon
+from tessella.device.hopper import TensorDescriptor
 from tessella.device.machine import HOPPER
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -23,6 +23,9 @@ CACHE_BYTES = 40 * 2**20  # of the L2, less what else is in it
 MEMORY_BYTES = 2400  # that all of them together get from memory in one clock
 
 
+WINDOW = ("stride", "padding", "dilation")
+
+
 class Window(NamedTuple):
     """How the filter moves, (rows, columns) each; constants of the compiler."""
 
@@ -30,6 +33,11 @@ class Window(NamedTuple):
     STRIDE: tuple[int, int]
     PADDING: tuple[int, int]
     DILATION: tuple[int, int]
+
+
+def window_of(problem: Problem, taps: Sequence[int]) -> Window:
+    stride, padding, dilation = (tuple(problem.attrs[name]) for name in WINDOW)
+    return Window(tuple(taps), stride, padding, dilation)  # type: ignore[arg-type]
 
 
 Box = tuple[int, int, int]  # images, rows, columns: each a power of two
@@ -55,9 +63,7 @@ class Geometry:
 
     @classmethod
     def of(cls, problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta) -> Geometry:
-        stride, padding, dilation = (
-            tuple(problem.attrs[name]) for name in ("stride", "padding", "dilation")
-        )
+        stride, padding, dilation = (tuple(problem.attrs[name]) for name in WINDOW)
         batch = x.shape[0]
         image, out, taps = ((t.shape[2], t.shape[3]) for t in (x, y, weight))
         if taps == (1, 1) and stride == (1, 1) and padding == (0, 0):
@@ -118,16 +124,6 @@ def four(views: Iterable[TensorDescriptor]) -> list[TensorDescriptor]:
     """One, two or four descriptors as four: Triton 3.6 launches no tuple of descriptors."""
     given = list(views)
     return given + given[:1] * (4 - len(given))
-
-
-@gluon.jit
-def before(stage, STAGES: gl.constexpr):
-    """The stage of the ring before this one.
-
-    A variable that follows ``stage`` through a loop would not do: where a name is set to another
-    one's value, Triton 3.6 takes both for one outside the loop, and carries neither.
-    """
-    return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
 def portable_refusal(

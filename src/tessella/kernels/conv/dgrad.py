@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tessella.device.launch import launch
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.conv.backward import Window, portable_refusal
+from tessella.kernels.conv.backward import portable_refusal, window_of
 from tessella.kernels.conv.tiles import is_wide, on_plain_units
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -67,12 +67,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             dy.stride(),
             weight.stride(),
             out.stride(),
-            WINDOW=Window(
-                TAPS=(weight_shape[2], weight_shape[3]),
-                STRIDE=tuple(attrs["stride"]),
-                PADDING=tuple(attrs["padding"]),
-                DILATION=tuple(attrs["dilation"]),
-            ),
+            WINDOW=window_of(problem, weight_shape[2:]),
             STEPS=-(-_filters(problem) // config["depth"]),
             PRECISION=problem.math if dy.dtype == torch.float32 else "ieee",
             WIDE=is_wide(dy, out),

@@ -36,6 +36,7 @@ from tessella.kernels.conv.tiles_device import (
 from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
+configs = tiles.configs
 MOST_BYTES = 2**30
 ALIGNED = 256  # pixels of a part, and a multiple of every tile
 
@@ -47,10 +48,6 @@ def fits(problem: Problem) -> str | None:
     if refused is None and _column_bytes(problem) * ALIGNED > MOST_BYTES:
         return "the columns of 256 pixels take more than a gibibyte"
     return refused
-
-
-def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
-    return tiles.configs(problem)
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
@@ -107,11 +104,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 tiles.strides(x),
                 m_stride,
                 d_stride,
-                C=geometry.channels,
-                FILTER=geometry.filter,
-                STRIDE=geometry.stride,
-                PADDING=geometry.padding,
-                DILATION=geometry.dilation,
+                WINDOW=geometry.window,
                 PIXELS_LAST=pixels_last,
                 WIDE=tiles.is_wide(x) or geometry.groups * depth * at_once > tiles.LARGEST_INT32,
                 PIXELS=across,
@@ -135,16 +128,19 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
 @triton.jit
 def write_columns(x, columns, begin, pixels, at_once, length, image, out, x_strides, m_stride,
-                  d_stride, C: tl.constexpr, FILTER: tl.constexpr, STRIDE: tl.constexpr,
-                  PADDING: tl.constexpr, DILATION: tl.constexpr, PIXELS_LAST: tl.constexpr,
-                  WIDE: tl.constexpr, PIXELS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+                  d_stride, WINDOW: tl.constexpr, PIXELS_LAST: tl.constexpr, WIDE: tl.constexpr,
+                  PIXELS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     """Columns [groups, length, at_once], or [at_once, groups, length] where pixels are first."""
+    C: tl.constexpr = WINDOW.C
+    FILTER: tl.constexpr = WINDOW.FILTER
+    PADDING: tl.constexpr = WINDOW.PADDING
+    DILATION: tl.constexpr = WINDOW.DILATION
     local = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     depth = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
     group = tl.program_id(2).to(tl.int64)
     m = (local.to(tl.int64) if WIDE else local) + begin
     n, o, p, q = split_pixel(m, out)
-    d, h, v, m_at = first_input(n, o, p, q, x_strides, STRIDE, PADDING)
+    d, h, v, m_at = first_input(n, o, p, q, x_strides, WINDOW.STRIDE, PADDING)
     t, r, s = split_tap(depth // C, FILTER)
     t, r, s = t * DILATION[0], r * DILATION[1], s * DILATION[2]
     depth_at = depth % C * x_strides[1] + t * x_strides[2] + r * x_strides[3] + s * x_strides[4]

@@ -32,13 +32,11 @@ from tessella.kernels.conv.tiles_device import (
 )
 from tessella.operations.problem import Problem
 
+configs = tiles.configs
+
 
 def fits(problem: Problem) -> str | None:
     return tiles.refusal(problem, (*FLOATS, *FP8, "int8"))
-
-
-def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
-    return tiles.configs(problem)
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:

@@ -35,6 +35,7 @@ from tessella.kernels.conv.tiles_device import (
 from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
+configs = tiles.configs
 MOST_TAPS = 32  # of one axis: bits of a mask
 
 
@@ -45,10 +46,6 @@ def fits(problem: Problem) -> str | None:
     if refused is None and max(Geometry.of(problem).filter) > MOST_TAPS:
         return f"more than {MOST_TAPS} taps along one axis"
     return refused
-
-
-def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
-    return tiles.configs(problem)
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
@@ -81,11 +78,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             geometry.image,
             geometry.out,
             tiles.strides(x),
-            C=geometry.channels,
-            FILTER=geometry.filter,
-            STRIDE=geometry.stride,
-            PADDING=geometry.padding,
-            DILATION=geometry.dilation,
+            WINDOW=geometry.window,
             SIZE=256,
             num_warps=4,
         )
@@ -102,10 +95,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
 
 @triton.jit
-def precompute(tables, image, out, x_strides, C: tl.constexpr, FILTER: tl.constexpr,
-               STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr,
-               SIZE: tl.constexpr):  # fmt: skip
+def precompute(tables, image, out, x_strides, WINDOW: tl.constexpr, SIZE: tl.constexpr):
     """Fill the tables: offsets [depth], taps [depth], masks of depths, rows and columns."""
+    C: tl.constexpr = WINDOW.C
+    FILTER: tl.constexpr = WINDOW.FILTER
+    DILATION: tl.constexpr = WINDOW.DILATION
     length = C * FILTER[0] * FILTER[1] * FILTER[2]
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     tap = i // C
@@ -120,19 +114,17 @@ def precompute(tables, image, out, x_strides, C: tl.constexpr, FILTER: tl.conste
     tl.store(tables + length + i, t | (r << 8) | (s << 16), mask=i < length)
     first = 2 * length
     for axis in tl.static_range(3):
-        mask = axis_mask(i - first, image[axis], FILTER[axis], STRIDE[axis], PADDING[axis],
-                         DILATION[axis])  # fmt: skip
+        mask = axis_mask(i - first, image[axis], WINDOW, axis)
         tl.store(tables + i, mask, mask=(i >= first) & (i < first + out[axis]))
         first += out[axis]
 
 
 @triton.jit
-def axis_mask(place, size, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
-              DILATION: tl.constexpr):  # fmt: skip
+def axis_mask(place, size, WINDOW: tl.constexpr, AXIS: tl.constexpr):
     """Bit i: tap i of a place of the output reads inside the image, along one axis."""
     mask = tl.zeros_like(place)
-    for tap in tl.static_range(TAPS):
-        read = place * STRIDE - PADDING + tap * DILATION
+    for tap in tl.static_range(WINDOW.FILTER[AXIS]):
+        read = place * WINDOW.STRIDE[AXIS] - WINDOW.PADDING[AXIS] + tap * WINDOW.DILATION[AXIS]
         mask |= ((read >= 0) & (read < size)).to(tl.int32) << tap
     return mask
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.conv.backward import Window, portable_refusal
+from tessella.kernels.conv.backward import portable_refusal, window_of
 from tessella.kernels.conv.tiles import is_wide, on_plain_units
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -93,12 +93,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             dense if splits > 1 else out.stride(),
             out.numel() if splits > 1 else 0,
             C=made.shape[1],
-            WINDOW=Window(
-                TAPS=taps,
-                STRIDE=tuple(attrs["stride"]),
-                PADDING=tuple(attrs["padding"]),
-                DILATION=tuple(attrs["dilation"]),
-            ),
+            WINDOW=window_of(problem, taps),
             STEPS=-(-pixels // (32 * splits)),
             PRECISION=problem.math if dy.dtype == torch.float32 else "ieee",
             WIDE=is_wide(dy, x),

@@ -64,19 +64,25 @@ def _is_one(number):
 
 
 @gluon.jit
-def channel_vector(pointer, offset, limit, LENGTH: gl.constexpr, LAYOUT: gl.constexpr):
+def channel_vector(
+    pointer, offset, limit, LENGTH: gl.constexpr, LAYOUT: gl.constexpr, AXIS: gl.constexpr = 0
+):  # fmt: skip
     """Elements offset … offset + LENGTH - 1 of a vector as float32; zero from ``limit`` on.
 
+    As a row of a tile, or with AXIS 1 a column; None where there is no vector.
     Where no tile reaches beyond the vector, ``limit`` is None: without a mask, whose steps the
     compiler does not know, a thread loads neighbours at once.
     ``LAYOUT``: of the vector, for example ``gl.SliceLayout(0, layout_of_the_tile)``.
     """
-    i = offset + gl.arange(0, LENGTH, layout=LAYOUT)
-    if limit is None:
-        x = gl.load(pointer + i)
-    else:
-        x = gl.load(pointer + i, mask=i < limit, other=0.0)
-    return x.to(gl.float32)
+    x = pointer
+    if pointer is not None:
+        i = offset + gl.arange(0, LENGTH, layout=LAYOUT)
+        if limit is None:
+            x = gl.load(pointer + i)
+        else:
+            x = gl.load(pointer + i, mask=i < limit, other=0.0)
+        x = x.to(gl.float32).expand_dims(AXIS)
+    return x
 
 
 @gluon.jit

@@ -37,16 +37,8 @@ from tessella.device.hopper import (
     warpgroup_mma_wait,
 )
 from tessella.kernels.epilogue.gluon_device import channel_vector, finish, quantize
-from tessella.kernels.gemm.wgmma_device import (
-    factors,
-    load_residual,
-    next_stage,
-    produce,
-    several,
-    skip,
-    stage_before,
-    unit_of,
-)
+from tessella.kernels.gemm.wgmma_device import factors, load_residual, produce, unit_of
+from tessella.kernels.shared.ring_device import next_stage, several, skip, stage_before
 
 CONSUMERS = gl.constexpr(2)
 PIECES = gl.constexpr(2)  # of a tile's columns: each is as wide as a buffer
@@ -113,12 +105,8 @@ def _summed(
     WIDTH: gl.constexpr = x.shape[1]
     L: gl.constexpr = x.type.layout
     V: gl.constexpr = gl.SliceLayout(0, L)
-    s = scale
-    if scale is not None:
-        s = channel_vector(scale, n0 + PIECE * WIDTH, None, WIDTH, V).expand_dims(0)
-    b = bias
-    if bias is not None:
-        b = channel_vector(bias, n0 + PIECE * WIDTH, None, WIDTH, V).expand_dims(0)
+    s = channel_vector(scale, n0 + PIECE * WIDTH, None, WIDTH, V)
+    b = channel_vector(bias, n0 + PIECE * WIDTH, None, WIDTH, V)
     old = None
     if r is not None:
         mbarrier.wait(r_full.index(FIRST + PIECE), r_phase)
@@ -185,8 +173,8 @@ def _moments(
 def _normalized(x, inverse, shift, norm, n0, PIECE: gl.constexpr):
     WIDTH: gl.constexpr = x.shape[1]
     V: gl.constexpr = gl.SliceLayout(0, x.type.layout)
-    weight = channel_vector(norm[0], n0 + PIECE * WIDTH, None, WIDTH, V).expand_dims(0)
-    bias = channel_vector(norm[1], n0 + PIECE * WIDTH, None, WIDTH, V).expand_dims(0)
+    weight = channel_vector(norm[0], n0 + PIECE * WIDTH, None, WIDTH, V)
+    bias = channel_vector(norm[1], n0 + PIECE * WIDTH, None, WIDTH, V)
     return (x * inverse + shift) * weight + bias
 
 

@@ -36,6 +36,7 @@ from tessella.device.hopper import (
 from tessella.kernels.epilogue.finish_device import finish_tile
 from tessella.kernels.epilogue.gluon_device import channel_vector, finish
 from tessella.kernels.epilogue.int8_device import by_channel, sorted_layout
+from tessella.kernels.shared.ring_device import next_stage, several, skip, stage_before
 
 
 class Form(NamedTuple):
@@ -88,11 +89,6 @@ class Epilogue(NamedTuple):
     HALVES: bool = False
 
 
-@gluon.constexpr_function
-def several(count, shape):
-    return [count, *shape]
-
-
 @gluon.jit
 def _tile(t, m_tiles, n_tiles, GROUP: gl.constexpr):
     """Tile ``t`` → batch, m, n, counted in tiles.
@@ -120,25 +116,6 @@ def unit_of(u, work, GROUP: gl.constexpr):
     batch, m, n = _tile(gl.minimum(u, whole + part % split), m_tiles, n_tiles, GROUP)
     count = gl.where(u < whole, k_tiles, gl.minimum(k_each, k_tiles - begin))
     return batch, m, n, begin, count
-
-
-@gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    wrap = stage == STAGES
-    return gl.where(wrap, 0, stage), gl.where(wrap, phase ^ 1, phase)
-
-
-@gluon.jit
-def stage_before(stage, STAGES: gl.constexpr):
-    # computed, not carried: Triton 3.6 freezes a copy of ``stage`` from the round before
-    return gl.where(stage == 0, STAGES - 1, stage - 1)
-
-
-@gluon.jit
-def skip(stage, phase, count, STAGES: gl.constexpr):
-    position = stage + count
-    return position % STAGES, (phase + position // STAGES) & 1
 
 
 @gluon.jit
@@ -249,12 +226,8 @@ def _store_columns(
         L: gl.constexpr = x.type.layout
         tile = buffers.index(BUFFER).reshape([WM, EN])
         V: gl.constexpr = gl.SliceLayout(0, L)
-        s = scale
-        if scale is not None:
-            s = channel_vector(scale, n0 + COLUMN, N, EN, V).expand_dims(0)
-        v = bias
-        if bias is not None:
-            v = channel_vector(bias, n0 + COLUMN, N, EN, V).expand_dims(0)
+        s = channel_vector(scale, n0 + COLUMN, N, EN, V)
+        v = channel_vector(bias, n0 + COLUMN, N, EN, V)
         if r is None:
             y = finish_tile(
                 x, s, v, None, ALPHA, BETA, gamma, FOLDED, SMALL, HALVES, ACTIVATION, DTYPE
@@ -477,12 +450,8 @@ def add_ranges(
     column += n * TILE_N
     inside = (row < M).expand_dims(1) & (column < N).expand_dims(0)
     to = (batch.to(gl.int64) * M + row).expand_dims(1) * N + column.expand_dims(0)
-    s = scale
-    if scale is not None:
-        s = channel_vector(scale, n * TILE_N, N, TILE_N, V).expand_dims(0)
-    v = bias
-    if bias is not None:
-        v = channel_vector(bias, n * TILE_N, N, TILE_N, V).expand_dims(0)
+    s = channel_vector(scale, n * TILE_N, N, TILE_N, V)
+    v = channel_vector(bias, n * TILE_N, N, TILE_N, V)
     old = r
     if r is not None:
         old = gl.load(r + to, mask=inside, other=0.0)

@@ -286,14 +286,9 @@ def _finish(
         FINAL: gl.constexpr = sorted_layout(by_channel(sums).type.layout)
         sums = gl.convert_layout(by_channel(sums), FINAL)
     L: gl.constexpr = sums.type.layout
-    s = None
-    b = None
-    if scale is not None:
-        s = channel_vector(scale, channel, channels, sums.shape[1], gl.SliceLayout(0, L))
-        s = s.expand_dims(0)
-    if bias is not None:
-        b = channel_vector(bias, channel, channels, sums.shape[1], gl.SliceLayout(0, L))
-        b = b.expand_dims(0)
+    V: gl.constexpr = gl.SliceLayout(0, L)
+    s = channel_vector(scale, channel, channels, sums.shape[1], V)
+    b = channel_vector(bias, channel, channels, sums.shape[1], V)
     added = None
     if RESIDUAL:
         added = staged.load(L)

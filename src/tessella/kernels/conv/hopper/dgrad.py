@@ -37,11 +37,11 @@ from tessella.kernels.conv.backward import (
     SHARED_BYTES,
     Box,
     Geometry,
-    before,
     boxes,
     four,
     refusal,
 )
+from tessella.kernels.shared.ring_device import stage_before
 from tessella.operations.problem import Problem
 
 DEPTH = 64  # channels of dy in a tile: 128 bytes, the widest swizzle
@@ -349,13 +349,13 @@ def _multiply(
                 acc = warpgroup_mma(pixels, taps, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             barrier()  # the product before this one is finished in all warps: its tiles are free
-            mbarrier.arrive(empty.index(before(stage, STAGES)), pred=i > 0)
+            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=i > 0)
             stage += 1
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
             stage = gl.where(stage == STAGES, 0, stage)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()
-        mbarrier.arrive(empty.index(before(stage, STAGES)), pred=steps > 0)
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=steps > 0)
         made = acc.to(c_tile.dtype)
         store_wait(pendings=0)
         barrier()

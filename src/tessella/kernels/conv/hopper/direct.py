@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -62,63 +61,51 @@ class Layer(NamedTuple):
     DILATION: int
 
 
-class Run(NamedTuple):
-    """``Runs``, as a constant of the compiler."""
+class Runs(NamedTuple):
+    """How the values that a pixel reads are laid out as a line of the left matrix.
+
+    A run is stored in GRANULES of 16 bytes each; two granules are the depth of one WGMMA. A
+    constant of the compiler.
+
+    Attributes:
+        UNIT: values between neighbouring columns of the image.
+        COUNT, LENGTH: runs of a pixel, and the values of one.
+        SHIFT: zeros before a run, so that words of it are aligned in memory.
+        GRANULES: of one run.
+        VALUES: of one granule.
+        CHUNKS: WGMMAs of one tile of filters.
+    """
 
     UNIT: int
-    RUNS: int
+    COUNT: int
     LENGTH: int
     SHIFT: int
     GRANULES: int
+    VALUES: int
     CHUNKS: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Runs:
-    """How the values that a pixel reads are laid out as a line of the left matrix.
-
-    A run is stored in ``granules`` of 16 bytes each; two granules are the depth of one WGMMA.
-
-    Attributes:
-        unit: values between neighbouring columns of the image.
-        count, length: runs of a pixel, and the values of one.
-        shift: zeros before a run, so that words of it are aligned in memory.
-        granules: of one run.
-        values: of one granule.
-    """
-
-    unit: int
-    count: int
-    length: int
-    shift: int
-    granules: int
-    values: int
-
-    @classmethod
-    def of(cls, problem: Problem) -> Runs:
-        geometry = Geometry.of(problem)
-        size = problem["input"].itemsize
-        last = problem["input"].has("channels_last")
-        channels = geometry.channels
-        unit, rows = (channels, 1) if last else (1, channels)
-        length = geometry.filter[2] * unit
-        # the largest word whose parts lie within one line of the image, wherever a pixel begins
-        word = math.gcd(4 // size, geometry.stride[2] * unit, geometry.image[2] * unit)
-        shift = -geometry.padding[2] * unit % word
-        values = 16 // size
-        return cls(
-            unit=unit,
-            count=geometry.filter[1] * rows,
-            length=length,
-            shift=shift,
-            granules=-(-(shift + length) // values),
-            values=values,
-        )
-
-    @property
-    def chunks(self) -> int:
-        """WGMMAs of one tile of filters."""
-        return -(-self.count * self.granules // 2)
+def runs_of(problem: Problem) -> Runs:
+    geometry = Geometry.of(problem)
+    size = problem["input"].itemsize
+    last = problem["input"].has("channels_last")
+    channels = geometry.channels
+    unit, rows = (channels, 1) if last else (1, channels)
+    length = geometry.filter[2] * unit
+    # the largest word whose parts lie within one line of the image, wherever a pixel begins
+    word = math.gcd(4 // size, geometry.stride[2] * unit, geometry.image[2] * unit)
+    shift = -geometry.padding[2] * unit % word
+    values = 16 // size
+    count, granules = geometry.filter[1] * rows, -(-(shift + length) // values)
+    return Runs(
+        UNIT=unit,
+        COUNT=count,
+        LENGTH=length,
+        SHIFT=shift,
+        GRANULES=granules,
+        VALUES=values,
+        CHUNKS=-(-count * granules // 2),
+    )
 
 
 def fits(problem: Problem) -> str | None:
@@ -134,7 +121,7 @@ def fits(problem: Problem) -> str | None:
         return "a view of any strides has no runs"
     if problem.attrs["dilation"][1] != 1 and weight.shape[3] != 1:
         return "columns of a dilated filter are no run"
-    if Runs.of(problem).chunks > MOST_CHUNKS:
+    if runs_of(problem).CHUNKS > MOST_CHUNKS:
         return f"for few channels: a filter of at most {32 * MOST_CHUNKS} bytes"
     if residual is not None and residual.format != problem.output.format:
         return "the residual must have the result's format"
@@ -146,7 +133,7 @@ def fits(problem: Problem) -> str | None:
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     filters = problem["weight"].shape[0]
     # the values of a second round take the registers of a wide tile's sums
-    widest = 64 if Runs.of(problem).chunks > AT_ONCE.value else 128
+    widest = 64 if AT_ONCE.value < runs_of(problem).CHUNKS else 128
     widths = [w for w in (16, 32, 64, 128) if w == 16 or (w < 2 * filters and w <= widest)]
     chosen = [
         {"filters": width, "warps": warps, "blocks": blocks}
@@ -160,12 +147,12 @@ def workspace_bytes(problem: Problem, **config: Any) -> int:
     if problem.is_constant("weight"):
         return 0
     filters: int = (config or configs(problem)[0])["filters"]
-    return Runs.of(problem).chunks * round_up(problem["weight"].shape[0], filters) * 32
+    return runs_of(problem).CHUNKS * round_up(problem["weight"].shape[0], filters) * 32
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     chosen = config or configs(problem)[0]
-    geometry, runs = Geometry.of(problem), Runs.of(problem)
+    geometry, runs = Geometry.of(problem), runs_of(problem)
     filters, warps = chosen["filters"], chosen["warps"]
     columns = triton.cdiv(geometry.filters, filters)
     pixels = 16 * warps
@@ -202,7 +189,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             direct,
             (triton.cdiv(count, each), columns),
             x,
-            descriptor(weight, (filters, 2 * runs.values)),
+            descriptor(weight, (filters, 2 * runs.VALUES)),
             y,
             (bias, residual, scale, alpha, beta, problem.gamma),
             geometry.pixels,
@@ -219,14 +206,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 PADDING=geometry.padding[1:],
                 DILATION=geometry.dilation[1],
             ),
-            RUN=Run(
-                UNIT=runs.unit,
-                RUNS=runs.count,
-                LENGTH=runs.length,
-                SHIFT=runs.shift,
-                GRANULES=runs.granules,
-                CHUNKS=runs.chunks,
-            ),
+            RUN=runs,
             ACTIVATION=problem.epilogue.activation,
             DTYPE=DTYPES[out.dtype],
             CONSTANT=problem.is_constant("weight"),
@@ -246,7 +226,7 @@ def _pack(
     weight: torch.Tensor, runs: Runs, filters: int, workspace: torch.Tensor | None
 ) -> torch.Tensor:
     """The filters as [chunks · filters, depth of a WGMMA], zero where nothing is read."""
-    shape = (runs.chunks * filters, 2 * runs.values)
+    shape = (runs.CHUNKS * filters, 2 * runs.VALUES)
     if workspace is None:
         made = torch.empty(shape, dtype=weight.dtype, device=weight.device)
     else:
@@ -264,12 +244,7 @@ def _pack(
         *weight.stride(),
         C=c,
         R=r,
-        UNIT=runs.unit,
-        RUNS=runs.count,
-        LENGTH=runs.length,
-        SHIFT=runs.shift,
-        GRANULES=runs.granules,
-        VALUES=runs.values,
+        RUN=runs,
         SIZE=1024,
         num_warps=4,
     )
@@ -278,49 +253,50 @@ def _pack(
 
 @triton.jit
 def pack_runs(weight, made, count, k_end, filters, k_stride, c_stride, r_stride, s_stride,
-              C: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr, RUNS: tl.constexpr,
-              LENGTH: tl.constexpr, SHIFT: tl.constexpr, GRANULES: tl.constexpr,
-              VALUES: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+              C: tl.constexpr, R: tl.constexpr, RUN: tl.constexpr,
+              SIZE: tl.constexpr):  # fmt: skip
+    VALUES: tl.constexpr = RUN.VALUES
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = i < count
     k = i // (2 * VALUES) % filters
     granule = i // (2 * VALUES) // filters * 2 + i % (2 * VALUES) // VALUES
-    run = granule // GRANULES
-    at = granule % GRANULES * VALUES + i % VALUES - SHIFT
-    if UNIT == C:
+    run = granule // RUN.GRANULES
+    at = granule % RUN.GRANULES * VALUES + i % VALUES - RUN.SHIFT
+    if RUN.UNIT == C:
         r, s, c = run, at // C, at % C
     else:
         r, s, c = run % R, at, run // R
-    used = inside & (k < k_end) & (run < RUNS) & (at >= 0) & (at < LENGTH)
+    used = inside & (k < k_end) & (run < RUN.COUNT) & (at >= 0) & (at < RUN.LENGTH)
     offset = k * k_stride + c * c_stride + r * r_stride + s * s_stride
     tl.store(made + i, tl.load(weight + offset, mask=used, other=0.0), mask=inside)
 
 
 @gluon.jit
-def load_chunk(x, first, row, column, inside, i: gl.constexpr, C: gl.constexpr,
-               IMAGE: gl.constexpr, R: gl.constexpr, DILATION: gl.constexpr, UNIT: gl.constexpr,
-               RUNS: gl.constexpr, LENGTH: gl.constexpr, SHIFT: gl.constexpr,
-               GRANULES: gl.constexpr, LEFT: gl.constexpr):  # fmt: skip
+def load_chunk(
+    x, first, row, column, inside, i: gl.constexpr, LAYER: gl.constexpr, RUN: gl.constexpr,
+    LEFT: gl.constexpr,
+):  # fmt: skip
     """Two granules of every pixel's line, in the registers from which WGMMA multiplies."""
-    VALUES: gl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    VALUES: gl.constexpr = RUN.VALUES
+    IMAGE: gl.constexpr = LAYER.IMAGE
     depth = 2 * VALUES * i + gl.arange(0, 2 * VALUES, layout=gl.SliceLayout(0, LEFT))
     granule = depth // VALUES
-    run = granule // GRANULES
-    at = granule % GRANULES * VALUES + depth % VALUES
-    if UNIT == C:
-        dr = run * DILATION
-        offset = dr * (IMAGE[1] * C) + at
+    run = granule // RUN.GRANULES
+    at = granule % RUN.GRANULES * VALUES + depth % VALUES
+    if RUN.UNIT == LAYER.C:
+        dr = run * LAYER.DILATION
+        offset = dr * (IMAGE[1] * LAYER.C) + at
     else:
-        dr = run % R * DILATION
-        offset = run // R * (IMAGE[0] * IMAGE[1]) + dr * IMAGE[1] + at
+        dr = run % LAYER.R * LAYER.DILATION
+        offset = run // LAYER.R * (IMAGE[0] * IMAGE[1]) + dr * IMAGE[1] + at
     r = row.expand_dims(1) + dr.expand_dims(0)
     e = column.expand_dims(1) + at.expand_dims(0)
-    valid = inside.expand_dims(1) & (run < RUNS).expand_dims(0)
-    valid = valid & (r >= 0) & (r < IMAGE[0]) & (e >= 0) & (e < IMAGE[1] * UNIT)
+    valid = inside.expand_dims(1) & (run < RUN.COUNT).expand_dims(0)
+    valid = valid & (r >= 0) & (r < IMAGE[0]) & (e >= 0) & (e < IMAGE[1] * RUN.UNIT)
     values = gl.load(x + (first.expand_dims(1) + offset.expand_dims(0)), mask=valid, other=0.0)
-    if SHIFT > 0 or LENGTH % VALUES != 0:
+    if RUN.SHIFT > 0 or RUN.LENGTH % VALUES != 0:
         # what lies beside the run is no part of the sum, and may be infinite
-        used = ((at >= SHIFT) & (at < SHIFT + LENGTH)).expand_dims(0)
+        used = ((at >= RUN.SHIFT) & (at < RUN.SHIFT + RUN.LENGTH)).expand_dims(0)
         values = gl.where(used, values, gl.zeros_like(values))
     return values
 
@@ -383,12 +359,8 @@ def direct(
             values = ()
             for i in gl.static_range(begin, min(begin + AT_ONCE, CHUNKS)):
                 values = values + (  # noqa: RUF005
-                    load_chunk(
-                        x, first, row, column, m < pixels, i, C, IMAGE, LAYER.R,
-                        LAYER.DILATION, RUN.UNIT, RUN.RUNS, RUN.LENGTH, RUN.SHIFT, RUN.GRANULES,
-                        LEFT,
-                    ),
-                )  # fmt: skip
+                    load_chunk(x, first, row, column, m < pixels, i, LAYER, RUN, LEFT),
+                )
             for i in gl.static_range(begin, min(begin + AT_ONCE, CHUNKS)):
                 acc = warpgroup_mma(
                     values[i - begin], w_s.index(i).permute((1, 0)), acc, is_async=True

@@ -151,12 +151,8 @@ def _multiply(
         steps, r, s, c, s_low, s_high = terms(p, q, grid, geometry, TILE)
         k0 = channel(k, grid, TILE.BCO)
         # what the epilogue wants of global memory is on its way while the products run
-        factor = None
-        b = None
-        if scale is not None:
-            factor = channel_vector(scale, k0, K, TILE.BCO, VECTOR).expand_dims(SIDE)
-        if bias is not None:
-            b = channel_vector(bias, k0, K, TILE.BCO, VECTOR).expand_dims(SIDE)
+        factor = channel_vector(scale, k0, K, TILE.BCO, VECTOR, SIDE)
+        b = channel_vector(bias, k0, K, TILE.BCO, VECTOR, SIDE)
         acc = gl.zeros((ROWS, COLUMNS), dtype=SUM, layout=LAYOUT)
         if RING.GROUPS == 2:  # in turns: a stage's parity tells only two rounds of the ring apart
             mbarrier.wait(turns.index(GROUP), (v & 1) ^ (1 - GROUP))

@@ -40,11 +40,11 @@ from tessella.kernels.conv.backward import (
     PRODUCTS,
     SHARED_BYTES,
     Geometry,
-    before,
     boxes,
     four,
     refusal,
 )
+from tessella.kernels.shared.ring_device import stage_before
 from tessella.operations.problem import Problem
 
 
@@ -337,13 +337,13 @@ def _multiply(
             acc = warpgroup_mma(a.permute((1, 0)), b_ring.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             barrier()  # the product before this one is finished in all warps: its tiles are free
-            mbarrier.arrive(empty.index(before(stage, STAGES)), pred=i > first)
+            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=i > first)
             stage += 1
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
             stage = gl.where(stage == STAGES, 0, stage)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()
-        mbarrier.arrive(empty.index(before(stage, STAGES)))
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)))
         # without splits block and tile only grow along the work: their sum names a slot once
         slot = (gl.program_id(0) + gl.where(splits > 0, 0, tile)).to(gl.int64)
         gl.store(parts + slot * (ROWS * COLUMNS) + (row * COLUMNS + column), acc)

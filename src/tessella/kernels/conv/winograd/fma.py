@@ -13,8 +13,6 @@ from typing import NamedTuple
 from tessella.device.hopper import barrier, commit_copies, copy_elements, gl, gluon, wait_for_copies
 from tessella.kernels.epilogue.gluon_device import channel_vector, finish
 
-SLICE = 16  # channels a step, the least that a product takes
-
 
 class Takes(NamedTuple):
     """The transform's matrices by what they take: two inputs and factors a row, all outputs."""
@@ -92,13 +90,9 @@ def _store_rows(
     q = t % tiles_w * 2 + lane % 2
     n = t // (tiles_w * tiles_h)
     inside = (t < T) & (p < P) & (q < Q) & (k < K)
-    s = None
-    b = None
+    s = channel_vector(scale, k0, K, KS, gl.SliceLayout(1, LAYOUT), 1)
+    b = channel_vector(bias, k0, K, KS, gl.SliceLayout(1, LAYOUT), 1)
     other = None
-    if scale is not None:
-        s = channel_vector(scale, k0, K, KS, gl.SliceLayout(1, LAYOUT))[:, None]
-    if bias is not None:
-        b = channel_vector(bias, k0, K, KS, gl.SliceLayout(1, LAYOUT))[:, None]
     if residual is not None:
         other = gl.load(residual + n * rn + k * rk + p * rp + q * rq, mask=inside, other=0.0)
     dtype: gl.constexpr = y.dtype.element_ty
