@@ -14,7 +14,6 @@ import importlib.util
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,11 +28,6 @@ from tessella.core.errors import KernelError
 from tessella.device import ahead_of_time, identity
 
 CAPABILITIES = {"sm_90": 90}
-# SASS: tensor-core products by type, and which of them are sparse; bulk tensor copies in and out,
-# products of the plain units, and what must not be there: local memory
-OPCODES = (
-    "HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "SP", "UTMALDG", "UTMASTG", "FFMA", "LDL", "STL",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +68,6 @@ class Launched:
             spilled_bytes=usage["STACK"],
             shared_bytes=self.compiled.metadata.shared,
         )
-
-    def opcodes(self) -> Counter[str]:
-        """How often each of ``OPCODES`` stands in the machine code."""
-        return Counter(op for op in re.findall(r"\b([A-Z0-9]+)\b", self.sass()) if op in OPCODES)
 
     def sass(self) -> str:
         """The machine code, disassembled."""

@@ -9,11 +9,11 @@ from torch.sparse import _semi_structured_conversions as peer
 from tessella.core.errors import UsageError
 from tessella.kernels.sparse.two_four import (
     compress,
-    decompress,
     is_two_four,
     prune_two_four,
     wgmma_metadata,
 )
+from tests.support.kernels.sparse_row import decompress
 
 NIBBLES = {torch.float16: 4, torch.bfloat16: 4, torch.int8: 8}  # of a word of the peer's metadata
 

@@ -13,14 +13,21 @@ import functools
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
+# SASS: tensor-core products by type, and which of them are sparse; bulk tensor copies in and out,
+# products of the plain units, and what must not be there: local memory
+OPCODES = (
+    "HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "SP", "UTMALDG", "UTMASTG", "FFMA", "LDL", "STL",
+)  # fmt: skip
 ANSWER = "answer "  # what else a line begins with, a case has printed
 
 
@@ -66,8 +73,15 @@ def compiled(cases: str, target: str) -> dict[str, list[dict[str, Any]]]:
             run()
         assert not made.left_out, "a plan could not carry it"
         assert made.compiled.wrong(target) is None, made.compiled.wrong(target)
-        found[name] = [{**asdict(one.resources()), "opcodes": one.opcodes()} for one in launches]
+        found[name] = [
+            {**asdict(one.resources()), "opcodes": opcodes(one.sass())} for one in launches
+        ]
     return found
+
+
+def opcodes(sass: str) -> Counter[str]:
+    """How often each of ``OPCODES`` stands in the machine code."""
+    return Counter(op for op in re.findall(r"\b([A-Z0-9]+)\b", sass) if op in OPCODES)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tessella.kernels import catalog
 from tessella.kernels.sparse import product
-from tessella.kernels.sparse.two_four import TWO_FOUR, compress, decompress
+from tessella.kernels.sparse.two_four import FOUR, TWO_FOUR, Compressed, compress
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 
@@ -48,3 +48,12 @@ def registered(*, unproven: bool = False) -> Iterator[str]:
         yield ID
     finally:
         catalog.unregister(ID)
+
+
+def decompress(compressed: Compressed) -> torch.Tensor:
+    """The matrix [N, K] with its zeros."""
+    places = compressed.places.long()
+    both = torch.stack([places & 3, places >> 2], -1)
+    values = compressed.values.view(*both.shape)
+    fours = values.new_zeros(*places.shape, FOUR).scatter_(-1, both, values)
+    return fours.view(len(values), -1)

@@ -29,7 +29,6 @@ from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
 OUTPUTS = (*FLOATS, *FP8, "int8", "int32")
-SPATIAL_AXES = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 LARGEST_INT32 = 2**31 - 1
 
 Axes = tuple[int, int, int]  # depth, height, width

@@ -1,7 +1,6 @@
 """2:4 sparsity: of each four weights along the reduction, at most two are not zero.
 
-A weight is stored as its two values of four and, for each, two bits that say where it was. What a
-sparse product means is the dense product with ``decompress``.
+A weight is stored as its two values of four and, for each, two bits that say where it was.
 """
 
 from __future__ import annotations
@@ -101,15 +100,6 @@ def compress(matrix: torch.Tensor) -> Compressed:
         values=fours.gather(-1, both).view(len(matrix), -1),
         places=(first | second << 2).to(torch.uint8),
     )
-
-
-def decompress(compressed: Compressed) -> torch.Tensor:
-    """The matrix [N, K] with its zeros."""
-    places = compressed.places.long()
-    both = torch.stack([places & 3, places >> 2], -1)
-    values = compressed.values.view(*both.shape)
-    fours = values.new_zeros(*places.shape, FOUR).scatter_(-1, both, values)
-    return fours.view(len(values), -1)
 
 
 def wgmma_metadata(places: torch.Tensor, itemsize: int) -> torch.Tensor:

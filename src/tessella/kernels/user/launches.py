@@ -40,10 +40,6 @@ class Launch:
         return str(_undecorated(self.kernel).__name__)
 
     @property
-    def is_cuda(self) -> bool:
-        return isinstance(self.kernel, CudaKernel)
-
-    @property
     def threads(self) -> tuple[int, ...]:
         """Threads of a block, along each axis."""
         return self.block or (32 * self.warps,)

@@ -13,9 +13,6 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-import torch
-import torch.nn.functional as F
-
 Matrix = tuple[tuple[Fraction, ...], ...]
 Coefficients = tuple[tuple[float, ...], ...]
 
@@ -52,16 +49,6 @@ class Transform:
         """Inputs of a tile along one axis, and products."""
         return len(self.bt)
 
-    @property
-    def saving(self) -> float:
-        """How many times fewer products than the direct sum, in two dimensions."""
-        return (self.m * self.r / self.n) ** 2
-
-    @property
-    def gain(self) -> float:
-        """How much larger than the largest input a transformed one can be, in two dimensions."""
-        return float(max(sum(abs(v) for v in row) for row in self.bt)) ** 2
-
 
 @functools.cache
 def transform(m: int, r: int) -> Transform:
@@ -85,27 +72,6 @@ def transform(m: int, r: int) -> Transform:
 def coefficients(matrix: Matrix) -> Coefficients:
     """The matrix in floating point, as kernels want it."""
     return tuple(tuple(map(float, row)) for row in matrix)
-
-
-def reference(
-    x: torch.Tensor, weight: torch.Tensor, padding: tuple[int, int], m: int
-) -> torch.Tensor:
-    """The convolution by its transforms in float64, step by step: what the kernels must agree with.
-
-    x [N, C, H, W], weight [K, C, r, r] → [N, K, P, Q], stride 1.
-    """
-    f = transform(m, weight.shape[-1])
-    at, g, bt = (torch.tensor(coefficients(a), dtype=torch.float64) for a in (f.at, f.g, f.bt))
-    extents = [x.shape[2 + i] + 2 * padding[i] - f.r + 1 for i in (0, 1)]
-    tiles = [-(-extent // m) for extent in extents]
-    h_extra, w_extra = (tiles[i] * m + f.r - 1 - x.shape[2 + i] - padding[i] for i in (0, 1))
-    padded = F.pad(x.double(), (padding[1], w_extra, padding[0], h_extra))
-    patches = padded.unfold(2, f.n, m).unfold(3, f.n, m)  # N, C, tiles, tiles, n, n
-    v = torch.einsum("ai,bj,nchwij->abnchw", bt, bt, patches)
-    u = torch.einsum("ai,bj,kcij->abkc", g, g, weight.double())
-    products = torch.einsum("abkc,abnchw->abnkhw", u, v)
-    y = torch.einsum("ia,jb,abnkhw->nkhiwj", at, at, products)
-    return y.flatten(2, 3).flatten(3, 4)[:, :, : extents[0], : extents[1]]
 
 
 def _vandermonde(points: list[Fraction], length: int) -> list[list[Fraction]]:
