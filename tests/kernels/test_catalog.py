@@ -273,7 +273,7 @@ CAPABILITIES = {"writes_out", "sliced_out", "in_place", "gamma", "views", "overw
 def test_a_misspelt_capability_is_an_error() -> None:
     assert {field.name for field in dataclasses.fields(catalog.Kernel)} >= CAPABILITIES
     with pytest.raises(TypeError, match="slices_out"):
-        catalog._row("relu.new", "pointwise.unary", "cpu", source="aten", slices_out=True)
+        catalog._cpu("relu", "new", "pointwise.unary", source="aten", slices_out=True)
 
 
 def test_every_kernel_of_the_cpu_is_exercised() -> None:

@@ -5,7 +5,7 @@ A weight is packed again only where a bucket wants another layout; its packed fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -36,6 +36,19 @@ def packed(
         return made
     forms = _packed.setdefault(weight, {})
     return forms.setdefault((repr(how), layout(made)), made)
+
+
+def with_packed(
+    constants: Mapping[int, torch.Tensor],
+    how: tuple[Any, ...],
+    pack: Callable[[torch.Tensor], torch.Tensor],
+    position: int = 1,
+) -> dict[int, torch.Tensor]:
+    """The constants, with the weight packed once if it is among them."""
+    held = dict(constants)
+    if position in held:
+        held[position] = packed(held[position], how, pack)
+    return held
 
 
 def forget(weights: Iterable[torch.Tensor]) -> None:

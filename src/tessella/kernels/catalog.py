@@ -310,10 +310,9 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu("rearrange", "rows", "transform.rearrange_rows"),
     *_gpu("rearrange", "tiles", "transform.rearrange_tiles"),
     *_aten("rearrange", "transform.rearrange_aten"),
-    *_aten("reshape", "transform.reshape", "view", views=True, **_NEW),
-    *_aten("permute", "transform.permute", "view", views=True, **_NEW),
+    *_aten("reshape permute", "transform.views", "view", views=True, **_NEW),
     *_aten(
-        "slice select split expand", "transform.cut", "view", views=True, sliced_out=True, **_NEW
+        "slice select split expand", "transform.views", "view", views=True, sliced_out=True, **_NEW
     ),
     # what a user wrote, and what has no kernel of its own
     *_rows("user", "operator", "user.step", *_ALL, source="user", **_NEW),

@@ -24,7 +24,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
-from tessella.kernels.transform import cut
+from tessella.kernels.transform import views
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tests.support.choices import problem_of
@@ -339,4 +339,4 @@ def test_a_view_is_not_called_dense() -> None:
     part = TensorMeta(shape=(2, 2, 6, 6), dtype="float32")
     attrs = {"sizes": (2, 2), "dim": 1}
     asked = Problem(op="split", inputs=(meta,), outputs=(part, part), attrs=attrs)
-    assert cut.fits(asked) == "makes a view, cannot make contiguous"
+    assert views.fits(asked) == "makes a view, cannot make contiguous"

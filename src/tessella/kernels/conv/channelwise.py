@@ -255,8 +255,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], strip: Strip) 
     def convolve(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if out.numel() == 0:
-            return out
         x, weight, epilogue = operands_of(problem, held, inputs)
         bias, residual, scale = epilogue.bias, epilogue.residual, epilogue.scale
         ending = tiles.destination(problem, geometry, x, epilogue, out)

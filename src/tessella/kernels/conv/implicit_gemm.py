@@ -49,7 +49,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def convolve(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return product.launch(implicit_gemm, inputs, out, workspace) if out.numel() else out
+        return product.launch(implicit_gemm, inputs, out, workspace)
 
     return convolve
 

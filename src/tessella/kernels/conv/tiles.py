@@ -22,7 +22,7 @@ from tessella.core.integers import ceil_div, power_of_two
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import overlapping
-from tessella.device.packing import packed
+from tessella.device.packing import with_packed
 from tessella.kernels.conv.tiles_device import Block, Ending, Window, add_parts
 from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.epilogue import Epilogue
@@ -416,13 +416,8 @@ def with_packed_weight(
     constants: Mapping[int, torch.Tensor], *, filters_last: bool
 ) -> dict[int, torch.Tensor]:
     """The constants, with the weight packed once."""
-    if 1 not in constants:
-        return dict(constants)
     how = ("conv.tiles", filters_last)
-    return {
-        **constants,
-        1: packed(constants[1], how, lambda weight: pack(weight, filters_last=filters_last)),
-    }
+    return with_packed(constants, how, lambda weight: pack(weight, filters_last=filters_last))
 
 
 def pack_into(

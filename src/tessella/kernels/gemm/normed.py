@@ -16,7 +16,7 @@ import torch
 from tessella.core.dtype import FLOATS, FP8, SIXTEEN_BIT
 from tessella.device.launch import launch
 from tessella.device.machine import HOPPER, multiprocessors
-from tessella.device.packing import packed
+from tessella.device.packing import with_packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.gemm import wgmma
 from tessella.kernels.gemm.normed_device import multiply_and_normalize
@@ -118,10 +118,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     m, n, k = product.m, product.n, product.k
     m_tiles, n_tiles, slots = -(-m // TILE), n // TILE, _slots(n // TILE)
     width = ROW_BYTES // problem["input"].itemsize
-    ready = dict(constants)
     weight, norm_weight = map(problem.operation.position, ("weight", "norm_weight"))
-    if weight in ready:
-        ready[weight] = packed(ready[weight], ("dense rows", False), wgmma.dense)
+    ready = with_packed(constants, ("dense rows", False), wgmma.dense, weight)
     box, piece = [1, TILE, width], [1, TILE, PIECE]
     # a round's tiles of the same rows are the same blocks', side by side
     blocks = min(m_tiles, multiprocessors() // n_tiles) * n_tiles

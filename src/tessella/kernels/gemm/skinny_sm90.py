@@ -28,7 +28,7 @@ from tessella.device.hopper import (
 )
 from tessella.device.launch import launch
 from tessella.device.machine import HOPPER, multiprocessors
-from tessella.device.packing import packed
+from tessella.device.packing import with_packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.gemm import skinny
 from tessella.kernels.shared.matrix_product import (
@@ -177,8 +177,8 @@ def bind(
 ) -> Call:
     made = sizes(problem)
     ready = dict(constants)
-    if 1 in ready and not b_by_rows(problem):
-        ready[1] = packed(ready[1], ("by rows",), lambda w: w.mT.contiguous()).mT
+    if not b_by_rows(problem):
+        ready = with_packed(constants, ("by rows",), lambda w: w.mT.contiguous().mT)
     tiles, rows = triton.cdiv(made.n, tile_n), _rows(made.m)
     two_steps = splits > 1 or _finishes(problem)
     options: dict[str, Any] = {

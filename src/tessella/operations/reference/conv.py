@@ -261,7 +261,11 @@ def _products_of_gradient(shapes: Shapes, result: Shape, attrs: Attributes) -> i
 WINDOW = "stride padding dilation groups"
 FACTORS = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
 OF_QUANTIZED = {"dtype": None, "fast_accumulation": False, "sparsity": None}
-HINTS = "fast_accumulation sparsity"
+PRODUCT: dict[str, Any] = {  # facts of a row whose sums get an epilogue
+    "defaults": {"activation": None, **FACTORS, **OF_QUANTIZED},
+    "hints": "fast_accumulation sparsity",
+    "epilogues": ("",),
+}
 
 ROWS = (
     *(
@@ -272,9 +276,7 @@ ROWS = (
             name=name,
             aten=f"{name}.default",
             late="scale",
-            defaults={"activation": None, **FACTORS, **OF_QUANTIZED},
-            hints=HINTS,
-            epilogues=("",),
+            **PRODUCT,
             rule=_convolved,
             flops=products,
         )
@@ -304,9 +306,7 @@ ROWS = (
         "input weight bias? residual?",
         f"{WINDOW} activation kernel_size pool_stride pool_padding pool_dilation ceil_mode",
         late="scale",
-        defaults={"activation": None, **FACTORS, **OF_QUANTIZED},
-        hints=HINTS,
-        epilogues=("",),
+        **PRODUCT,
         rule=_pooled,
         flops=_products_before_pooling,
         pair=("conv2d", "max_pool2d"),

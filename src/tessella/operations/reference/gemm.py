@@ -31,7 +31,7 @@ from tessella.operations.operation import (
     shown,
     vectors,
 )
-from tessella.operations.reference.conv import FACTORS, HINTS, OF_QUANTIZED, products
+from tessella.operations.reference.conv import FACTORS, PRODUCT, products
 from tessella.operations.reference.quant import quantize
 
 Tensor = torch.Tensor
@@ -152,9 +152,7 @@ ROWS = (
         "activation",
         aten="linear.default",
         late="scale",
-        defaults={"activation": None, **FACTORS, **OF_QUANTIZED},
-        hints=HINTS,
-        epilogues=("",),
+        **PRODUCT,
         rule=_linear,
         flops=products,
     ),
@@ -163,9 +161,7 @@ ROWS = (
         linear_norm,
         "input weight bias? residual? scale? norm_weight norm_bias code_scale?",
         "activation eps results",
-        defaults={"activation": None, **FACTORS, **OF_QUANTIZED, "code_dtype": None},
-        hints=HINTS,
-        epilogues=("",),
+        **{**PRODUCT, "defaults": {**PRODUCT["defaults"], "code_dtype": None}},
         rule=_linear,
         flops=products,
         pair=("linear", "layer_norm"),

@@ -29,7 +29,7 @@ from tessella.device.hopper import (
 )
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
-from tessella.device.packing import packed
+from tessella.device.packing import with_packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.backward import (
     L2_BYTES,
@@ -172,13 +172,12 @@ def workspace_bytes(problem: Problem, **config: Any) -> int:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     geometry, config = _geometry(problem), config or configs(problem)[0]
-    held, packs = dict(constants), workspace_bytes(problem) > 0
-    if 1 in constants:
-        held[1] = packed(
-            constants[1],
-            ("conv2d.channels_last",),
-            lambda weight: weight.contiguous(memory_format=torch.channels_last),
-        )
+    packs = workspace_bytes(problem) > 0
+    held = with_packed(
+        constants,
+        ("conv2d.channels_last",),
+        lambda weight: weight.contiguous(memory_format=torch.channels_last),
+    )
     box = (config["box_n"], config["box_h"], config["box_w"])
     (R, S), (sh, sw), columns = geometry.taps, geometry.stride, config["columns"]
     steps = [math.gcd(s, d) for s, d in zip(geometry.stride, geometry.dilation)]

@@ -36,7 +36,7 @@ from tessella.device.hopper import (
 )
 from tessella.device.launch import launch
 from tessella.device.machine import ALIGNMENT, multiprocessors
-from tessella.device.packing import packed
+from tessella.device.packing import with_packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.tiles import Geometry
@@ -163,13 +163,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     size = problem.output.itemsize
     bulk = last and geometry.filters * size % 16 == 0 and problem.output.dtype != "int32"
     alpha, beta = float(problem.epilogue.alpha), float(problem.epilogue.beta)
-    held = dict(constants)
-    if 1 in constants:
-        held[1] = packed(
-            constants[1],
-            ("conv.direct_sm90", repr(runs), filters),
-            lambda weight: _pack(weight, runs, columns * filters, None),
-        )
+    held = with_packed(
+        constants,
+        ("conv.direct_sm90", repr(runs), filters),
+        lambda weight: _pack(weight, runs, columns * filters, None),
+    )
 
     def convolve(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None

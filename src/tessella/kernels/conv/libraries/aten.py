@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from tessella.core.dtype import FLOATS
-from tessella.device.packing import packed
+from tessella.device.packing import with_packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.epilogue import bias_inside, finish_
@@ -34,25 +34,33 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    attrs = problem.attrs
-    padding, stride, dilation = (list(attrs[n]) for n in ("padding", "stride", "dilation"))
-    groups = attrs["groups"]
-    layout = memory_format(problem.output.format, len(problem.output.shape))
-    product = getattr(torch, problem.op)
-    held = dict(constants)
-    if 1 in constants:
-        held[1] = packed(
-            constants[1],
-            ("conv2d.aten", problem.output.format),
-            lambda w: w.contiguous(memory_format=layout),
-        )
+    product, how, layout = getattr(torch, problem.op), window(problem), layout_of(problem)
+    held = with_packed(constants, *in_layout(problem))
 
     def convolve(*inputs: torch.Tensor) -> torch.Tensor:
         x, weight, epilogue = operands_of(problem, held, inputs)
         weight = weight.contiguous(memory_format=layout)
         inside, rest = bias_inside(epilogue, x.dtype)
-        made = product(x, weight, inside, stride, padding, dilation, groups)
+        made = product(x, weight, inside, *how)
         # with one channel torch cannot tell the formats apart, and may answer in the other one
         return finish_(made.contiguous(memory_format=layout), rest, axis=1)
 
     return convolve
+
+
+def window(problem: Problem) -> tuple[list[int], list[int], list[int], int]:
+    """Stride, padding, dilation and groups, as torch's operators take them."""
+    stride, padding, dilation = (list(problem.attrs[n]) for n in ("stride", "padding", "dilation"))
+    return stride, padding, dilation, problem.attrs["groups"]
+
+
+def layout_of(problem: Problem) -> torch.memory_format:
+    return memory_format(problem.output.format, len(problem.output.shape))
+
+
+def in_layout(
+    problem: Problem,
+) -> tuple[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]]:
+    """How a weight is packed for torch: as the result lies."""
+    layout = layout_of(problem)
+    return ("conv2d.aten", problem.output.format), lambda w: w.contiguous(memory_format=layout)

@@ -8,6 +8,7 @@ import torch
 
 from tessella.core.dtype import FLOATS
 from tessella.kernels.catalog import Call
+from tessella.kernels.conv.libraries.aten import window
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import memory_format
 
@@ -29,9 +30,8 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     backward: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten.convolution_backward.default
-    attrs, made = problem.attrs, problem.output
-    stride, padding, dilation = (list(attrs[n]) for n in ("stride", "padding", "dilation"))
-    ending = (stride, padding, dilation, False, [0] * len(stride), attrs["groups"])
+    made, (stride, padding, dilation, groups) = problem.output, window(problem)
+    ending = (stride, padding, dilation, False, [0] * len(stride), groups)
     form = memory_format(made.format, len(made.shape))
     dtype = getattr(torch, made.dtype)
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tessella.device.packing import packed
+from tessella.device.packing import with_packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import aten
 from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import MEMORY_FORMATS
 
 
 def fits(problem: Problem) -> str | None:
@@ -29,28 +28,19 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    attrs = problem.attrs
-    padding, stride, dilation = (list(attrs[n]) for n in ("padding", "stride", "dilation"))
-    groups = attrs["groups"]
-    memory_format = MEMORY_FORMATS[problem.output.format]
-    held = dict(constants)
-    if 1 in constants:
-        held[1] = packed(
-            constants[1],
-            ("conv2d.aten", problem.output.format),
-            lambda w: w.contiguous(memory_format=memory_format),
-        )
+    window, layout = aten.window(problem), aten.layout_of(problem)
+    held = with_packed(constants, *aten.in_layout(problem))
     relu: Callable[..., torch.Tensor] = torch.ops.aten.cudnn_convolution_relu.default
     add_relu: Callable[..., torch.Tensor] = torch.ops.aten.cudnn_convolution_add_relu.default
 
     def convolve(*inputs: torch.Tensor) -> torch.Tensor:
         x, weight, added = operands_of(problem, held, inputs)
-        weight = weight.contiguous(memory_format=memory_format)
-        how = (added.bias, stride, padding, dilation, groups)
+        weight = weight.contiguous(memory_format=layout)
+        how = (added.bias, *window)
         if added.residual is None:
             made = relu(x, weight, *how)
         else:
             made = add_relu(x, weight, added.residual, added.beta, *how)
-        return made.contiguous(memory_format=memory_format)
+        return made.contiguous(memory_format=layout)
 
     return convolve

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tessella.core.errors import KernelError
-from tessella.device.packing import packed
+from tessella.device.packing import with_packed
 from tessella.device.streams import is_captured
 from tessella.kernels.catalog import Call, Config
 from tessella.operations.problem import Problem
@@ -61,9 +61,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, plan: int = 0) -> Call:
-    held = dict(constants)
-    if 1 in constants:
-        held[1] = packed(constants[1], ("conv2d.cudnn_graph",), _pixels_innermost)
+    held = with_packed(constants, ("conv2d.cudnn_graph",), _pixels_innermost)
     library, handle = _library(), _handle(torch.cuda.current_device())
     graph, tensors, out_tensor = _proposed(problem)
     count = graph.get_execution_plan_count()

@@ -11,6 +11,7 @@ import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
+from tessella.kernels.conv.libraries.aten import window
 from tessella.kernels.shared.onednn import POST_OPS, has_onednn
 from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
@@ -39,7 +40,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    padding, stride, dilation, groups = window(problem)
+    stride, padding, dilation, groups = window(problem)
     activation, bias = problem.epilogue.activation, constants.get(2)
     weight = packed_weight(problem, constants[1])
     if problem.epilogue.residual is None:
@@ -65,15 +66,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     return convolve_add
 
 
-def window(problem: Problem) -> tuple[list[int], list[int], list[int], int]:
-    """Padding, stride, dilation and groups, as torch's oneDNN operators take them."""
-    padding, stride, dilation = (list(problem.attrs[n]) for n in ("padding", "stride", "dilation"))
-    return padding, stride, dilation, problem.attrs["groups"]
-
-
 def packed_weight(problem: Problem, weight: torch.Tensor) -> torch.Tensor:
     """The weight as oneDNN wants it for the problem's shapes."""
-    padding, stride, dilation, groups = window(problem)
+    stride, padding, dilation, groups = window(problem)
     return packed(
         weight,
         ("conv2d.onednn", stride, padding, dilation, groups),

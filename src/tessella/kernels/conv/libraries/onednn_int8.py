@@ -8,6 +8,7 @@ import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
+from tessella.kernels.conv.libraries.aten import window
 from tessella.kernels.shared.onednn import (
     SHIFT,
     int8_refusal,
@@ -28,9 +29,8 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    a = problem.attrs
-    padding, stride, dilation = (list(a[n]) for n in ("padding", "stride", "dilation"))
-    groups, ending = a["groups"], problem.epilogue
+    geometry, ending = window(problem), problem.epilogue
+    groups = geometry[3]
     activation, beta = ending.activation, ending.beta
     scale, zeros = scales(problem, constants)
     bias = constants.get(2)
@@ -39,17 +39,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     shape = [images, 2 * channels if split else channels, *size]
     weight = packed(
         constants[1],
-        ("conv2d.onednn_int8", stride, padding, dilation, groups, split),
+        ("conv2d.onednn_int8", *geometry, split),
         lambda w: torch.ops.onednn.qconv_prepack(
-            narrow_weight(w, split),
-            scale,
-            1.0,
-            SHIFT,
-            stride,
-            padding,
-            dilation,
-            groups,
-            shape,
+            narrow_weight(w, split), scale, 1.0, SHIFT, *geometry, shape
         ),
         layout=onednn_layout,
     )
@@ -57,7 +49,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     def given(x: torch.Tensor) -> torch.Tensor:
         return shifted(_twice(x, groups) if split else x)
 
-    geometry = (stride, padding, dilation, groups)
     stored = getattr(torch, problem.output.dtype)
     small = stored == torch.int8
     inside = activation if small or ending.residual is None else None

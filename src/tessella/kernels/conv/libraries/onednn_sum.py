@@ -12,6 +12,7 @@ import torch
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import onednn
+from tessella.kernels.conv.libraries.aten import window
 from tessella.operations.problem import Problem
 
 
@@ -38,7 +39,7 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     weight = onednn.packed_weight(problem, constants[1])
     bias, activation = constants.get(2), problem.epilogue.activation
-    padding, stride, dilation, groups = onednn.window(problem)
+    stride, padding, dilation, groups = window(problem)
     add: Callable[..., torch.Tensor] = torch.ops.mkldnn._convolution_pointwise_.binary
 
     def convolve(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
