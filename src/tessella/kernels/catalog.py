@@ -15,6 +15,8 @@ A kernel that can be tuned, or that needs scratch memory, has two functions more
     def configs(problem: Problem) -> tuple[Config, ...]: ...     # arguments of bind, best first
     def workspace_bytes(problem: Problem, **config) -> int: ...  # then call(..., workspace=uint8)
 
+Without a configuration ``bind`` and ``workspace_bytes`` take the first.
+
 One that has been far behind wherever it was measured says where, and is tried there only by name,
 or for a report (``benchmarks.behind`` counts; some dozen compilations less for each network)::
 

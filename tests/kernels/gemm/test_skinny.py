@@ -21,7 +21,7 @@ from tests.support.problems.products import Case, assert_exact, assert_right, dr
 FULL: dict[str, Any] = {
     "bias": "float32", "residual": "float16", "scale": True, "alpha": 0.5, "beta": -2.0,
 }  # fmt: skip
-SMALL = {"tile_n": 16, "tile_k": 32}
+SMALL = {"tile_n": 16, "tile_k": 32, "splits": 1, "num_warps": 4, "num_stages": 4}
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -110,7 +110,8 @@ def cases(draw_from: st.DrawFn) -> Case:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(case=cases(), seed=st.integers(0, 99))
 def test_any_problem_is_right(case: Case, seed: int) -> None:
-    assert_right(*run(tiled, case, seed=seed, config={"tile_m": 16, "tile_n": 16}), case)
+    tile = {"tile_m": 16, "tile_n": 16, "tile_k": 32, "num_warps": 4, "num_stages": 3}
+    assert_right(*run(tiled, case, seed=seed, config=tile), case)
 
 
 @pytest.mark.parametrize(("changes", "reason"), [

@@ -188,15 +188,9 @@ def _padded(width: int) -> int:
     return max(16, power_of_two(width))
 
 
-def bind(
-    problem: Problem,
-    constants: Mapping[int, torch.Tensor],
-    *,
-    tile_m: int = 64,
-    tile_n: int = 32,
-    num_warps: int = 4,
-    num_stages: int = 2,
-) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    tile = config or configs(problem)[0]
+    tile_m, tile_n = tile["tile_m"], tile["tile_n"]
     made = sizes(problem)
     blocks = made.batch * made.heads * triton.cdiv(made.queries, tile_m)
     wide, value_wide = _padded(made.width), _padded(made.value_width)
@@ -207,8 +201,8 @@ def bind(
         "PRECISION": problem.math,
         # the interpreter's bfloat16 products are garbage
         "WIDEN": problem["query"].dtype == "bfloat16" and triton.knobs.runtime.interpret,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
+        "num_warps": tile["num_warps"],
+        "num_stages": tile["num_stages"],
         **overlapping(),
     }
     scale = factor(problem) * _LOG2_E.value

@@ -133,14 +133,9 @@ def _padded(size: int) -> int:
     return max(16, power_of_two(size))
 
 
-def bind(
-    problem: Problem,
-    constants: Mapping[int, torch.Tensor],
-    *,
-    run: int = 1,
-    num_warps: int = 4,
-    num_stages: int = 1,
-) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    chosen = config or configs(problem)[0]
+    run = chosen["run"]
     made = sizes(problem)
     wide, value_wide = _padded(made.width), _padded(made.value_width)
     options: dict[str, Any] = {
@@ -150,8 +145,8 @@ def bind(
         "PRECISION": problem.math,
         # the interpreter's bfloat16 products are garbage
         "WIDEN": problem["query"].dtype == "bfloat16" and triton.knobs.runtime.interpret,
-        "STAGES": num_stages,
-        "num_warps": num_warps,
+        "STAGES": chosen["num_stages"],
+        "num_warps": chosen["num_warps"],
         **overlapping(),
     }
     scale = factor(problem) * _LOG2_E.value

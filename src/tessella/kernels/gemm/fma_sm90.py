@@ -191,30 +191,21 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     return tuple(dict(zip(_KEYS, tile, strict=True)) for tile in ranked(tiles, made, 16))
 
 
-def bind(
-    problem: Problem,
-    constants: Mapping[int, torch.Tensor],
-    *,
-    tile_m: int = 64,
-    tile_n: int = 64,
-    tile_k: int = 16,
-    num_warps: int = 4,
-    num_stages: int = 4,
-    warps_m: int = 2,
-) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    tile = config or configs(problem)[0]
     made = sizes(problem)
-    blocks = made.batch * triton.cdiv(made.m, tile_m) * triton.cdiv(made.n, tile_n)
+    blocks = made.batch * triton.cdiv(made.m, tile["tile_m"]) * triton.cdiv(made.n, tile["tile_n"])
     options: dict[str, Any] = {
-        "BM": tile_m,
-        "BN": tile_n,
-        "BK": tile_k,
-        "STAGES": num_stages,
-        "WARPS_M": warps_m,
+        "BM": tile["tile_m"],
+        "BN": tile["tile_n"],
+        "BK": tile["tile_k"],
+        "STAGES": tile["num_stages"],
+        "WARPS_M": tile["warps_m"],
         "A_BY_DEPTH": a_by_rows(problem),
         "B_BY_DEPTH": b_by_rows(problem),
         "GROUP": 8,
         "ACTIVATION": problem.epilogue.activation,
-        "num_warps": num_warps,
+        "num_warps": tile["num_warps"],
     }
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

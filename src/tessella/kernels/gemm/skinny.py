@@ -148,39 +148,32 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-def workspace_bytes(problem: Problem, *, splits: int = 1, **_: Any) -> int:
-    made = sizes(problem)
+def workspace_bytes(problem: Problem, **config: Any) -> int:
+    made, splits = sizes(problem), (config or configs(problem)[0])["splits"]
     return splits * made.m * made.n * 4 if splits > 1 else 0
 
 
-def bind(
-    problem: Problem,
-    constants: Mapping[int, torch.Tensor],
-    *,
-    tile_n: int = 64,
-    tile_k: int = 64,
-    splits: int = 1,
-    num_warps: int = 4,
-    num_stages: int = 4,
-) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    tile = config or configs(problem)[0]
+    bn, bk, splits = (tile[name] for name in ("tile_n", "tile_k", "splits"))
     made, dtype = sizes(problem), problem["input"].dtype
     promote = dtype in FP8 and not problem.attr("fast_accumulation")
     interpreted = triton.knobs.runtime.interpret
-    tiles = triton.cdiv(made.n, tile_n)
+    tiles = triton.cdiv(made.n, bn)
     options = {
         "BM": max(16, triton.next_power_of_2(made.m)),
-        "BN": tile_n,
-        "BK": tile_k,
-        "EVEN_K": made.k % tile_k == 0,
+        "BN": bn,
+        "BK": bk,
+        "EVEN_K": made.k % bk == 0,
         "ACTIVATION": problem.epilogue.activation,
         "PRECISION": problem.math,
         "SUM": tl.int32 if dtype == "int8" else tl.float32,
-        "IMPRECISE": min(128, tile_k) if promote else None,
+        "IMPRECISE": min(128, bk) if promote else None,
         # the interpreter's bfloat16 products are garbage
         "WIDEN": dtype == "bfloat16" and interpreted,
         "SPLIT": splits > 1,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
+        "num_warps": tile["num_warps"],
+        "num_stages": tile["num_stages"],
         **overlapping(),
     }
 

@@ -156,8 +156,8 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     return tuple(found[:12])
 
 
-def workspace_bytes(problem: Problem, *, splits: int = 1, **_: Any) -> int:
-    made = sizes(problem)
+def workspace_bytes(problem: Problem, **config: Any) -> int:
+    made, splits = sizes(problem), (config or configs(problem)[0])["splits"]
     return splits * made.m * made.n * 4 if splits > 1 or _finishes(problem) else 0
 
 
@@ -166,15 +166,9 @@ def _finishes(problem: Problem) -> bool:
     return not problem.epilogue.is_empty or problem.output.dtype in ("int8", *FP8)
 
 
-def bind(
-    problem: Problem,
-    constants: Mapping[int, torch.Tensor],
-    *,
-    tile_n: int = 64,
-    tile_k: int = 64,
-    splits: int = 1,
-    num_stages: int = 4,
-) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    tile = config or configs(problem)[0]
+    tile_n, tile_k, splits = (tile[name] for name in ("tile_n", "tile_k", "splits"))
     made = sizes(problem)
     ready = dict(constants)
     if not b_by_rows(problem):
@@ -182,7 +176,7 @@ def bind(
     tiles, rows = triton.cdiv(made.n, tile_n), _rows(made.m)
     two_steps = splits > 1 or _finishes(problem)
     options: dict[str, Any] = {
-        "STAGES": num_stages,
+        "STAGES": tile["num_stages"],
         "CONSTANT": 1 in constants,
         "num_warps": 4,
         "launch_pdl": True,

@@ -143,38 +143,31 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     )
 
 
-def bind(
-    problem: Problem,
-    constants: Mapping[int, torch.Tensor],
-    *,
-    tile_m: int = 64,
-    tile_n: int = 64,
-    tile_k: int = 32,
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    tile = config or configs(problem)[0]
+    bm, bn, bk = (tile[name] for name in ("tile_m", "tile_n", "tile_k"))
     made, dtype = sizes(problem), problem["input"].dtype
     promote = dtype in FP8 and not problem.attr("fast_accumulation")
-    blocks = made.batch * triton.cdiv(made.m, tile_m) * triton.cdiv(made.n, tile_n)
+    blocks = made.batch * triton.cdiv(made.m, bm) * triton.cdiv(made.n, bn)
     options = {
-        "BM": tile_m,
-        "BN": tile_n,
-        "BK": tile_k,
+        "BM": bm,
+        "BN": bn,
+        "BK": bk,
         "GROUP": 8,
-        "EVEN_K": made.k % tile_k == 0,
+        "EVEN_K": made.k % bk == 0,
         "ACTIVATION": problem.epilogue.activation,
         "PRECISION": problem.math,
         "SUM": tl.int32 if dtype == "int8" else tl.float32,
-        "IMPRECISE": min(PROMOTE_AFTER, tile_k) if promote else None,
+        "IMPRECISE": min(PROMOTE_AFTER, bk) if promote else None,
         # the interpreter's bfloat16 products are garbage
         "WIDEN": dtype == "bfloat16" and triton.knobs.runtime.interpret,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
+        "num_warps": tile["num_warps"],
+        "num_stages": tile["num_stages"],
     }
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         given = arguments(problem, operands(problem, constants, inputs, out), made)
-        wide = max(tile_m, tile_n, tile_k) * max(itertools.chain(*given[-2])) >= 2**31
+        wide = max(bm, bn, bk) * max(itertools.chain(*given[-2])) >= 2**31
         launch(_tiled_kernel, (blocks,), *given, INDEX=tl.int64 if wide else tl.int32, **options)
         return out
 

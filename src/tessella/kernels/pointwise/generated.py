@@ -47,21 +47,15 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     return tuple({"tile_rows": r, "tile_columns": c, "warps": w} for r, c, w in kept)
 
 
-def bind(
-    problem: Problem,
-    constants: Mapping[int, torch.Tensor],
-    *,
-    tile_rows: int,
-    tile_columns: int,
-    warps: int,
-) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    tile = config or configs(problem)[0]
     walked = walk(problem)
     lowered, axes = walked.lowered, walked.axes
     single = len(problem.outputs) == 1
     operands = lowered.binder(constants)
     unit = math.gcd(axes.columns, WIDEST)
     sizes = axes.rows, axes.columns // unit
-    grid = (-(-axes.rows // tile_rows) * -(-axes.columns // tile_columns),)
+    grid = (-(-axes.rows // tile["tile_rows"]) * -(-axes.columns // tile["tile_columns"]),)
     program: dict[str, Any] = {
         "INPUTS": len(lowered.operands),
         "OUTPUTS": len(problem.outputs),
@@ -73,8 +67,8 @@ def bind(
         "SIZES": axes.sizes[1:-1],
         "STRIDES": tuple((0, *s) if len(axes.sizes) == 1 else s for s in axes.strides),
         "FORMS": walked.forms,
-        "TILE_ROWS": tile_rows,
-        "TILE_COLUMNS": tile_columns,
+        "TILE_ROWS": tile["tile_rows"],
+        "TILE_COLUMNS": tile["tile_columns"],
     }
 
     def run(*inputs: torch.Tensor, out: Any) -> Any:
@@ -83,7 +77,7 @@ def bind(
         outs = _padded((out,) if single else out, MAX_OUTPUTS)
         launch(
             program_kernel, grid, inputs, outs, *sizes,
-            num_warps=warps, **overlapping(), **program,
+            num_warps=tile["warps"], **overlapping(), **program,
         )  # fmt: skip
         return out
 

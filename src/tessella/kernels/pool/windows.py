@@ -83,18 +83,12 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     return tuple({"tile_rows": rows, "tile_columns": width, "warps": 4} for rows in sizes)
 
 
-def bind(
-    problem: Problem,
-    constants: Mapping[int, torch.Tensor],
-    *,
-    tile_rows: int,
-    tile_columns: int,
-    warps: int,
-) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    tile = config or configs(problem)[0]
     made = chain(problem)
     before, after, last = made.before, made.after, _is_last(problem, made)
     rows, columns = _sizes(made.y, last)
-    grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)
+    grid = (triton.cdiv(rows, tile["tile_rows"]) * triton.cdiv(columns, tile["tile_columns"]),)
     settings: dict[str, Any] = {
         "STRIDES": (*before.strides, *after.strides[1:], along(problem.output, made.y.shape)),
         "FIRST": made.first,
@@ -111,9 +105,9 @@ def bind(
             tensors(problem.tensors(constants, inputs)),
             out,
             rows,
-            TILE_ROWS=tile_rows,
-            TILE_COLUMNS=tile_columns,
-            num_warps=warps,
+            TILE_ROWS=tile["tile_rows"],
+            TILE_COLUMNS=tile["tile_columns"],
+            num_warps=tile["warps"],
             **overlapping(),
             **settings,
         )

@@ -68,22 +68,16 @@ def _repeated(given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(given) * MAX_OPERANDS
 
 
-def bind(
-    problem: Problem,
-    constants: Mapping[int, torch.Tensor],
-    *,
-    rows: int,
-    columns: int,
-    warps: int,
-) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    tile = config or configs(problem)[0]
     outer, reduced, inner = _sizes(problem)
-    grid = (outer * triton.cdiv(inner, columns),)
+    grid = (outer * triton.cdiv(inner, tile["columns"]),)
     settings: dict[str, Any] = {
         "REDUCED": reduced,
         "INNER": inner,
         "DIVISOR": 1 if problem.op == "sum" else reduced,
-        "TILE_ROWS": rows,
-        "TILE_COLUMNS": columns,
+        "TILE_ROWS": tile["rows"],
+        "TILE_COLUMNS": tile["columns"],
     }
     tensors: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
     if problem.op == "pointwise":
@@ -97,7 +91,15 @@ def bind(
 
     def run(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         operands = tensors(problem.tensors(constants, inputs))
-        launch(columns_kernel, grid, operands, out, num_warps=warps, **overlapping(), **settings)
+        launch(
+            columns_kernel,
+            grid,
+            operands,
+            out,
+            num_warps=tile["warps"],
+            **overlapping(),
+            **settings,
+        )
         return out
 
     return run

@@ -210,26 +210,22 @@ def _shapes(problem: Problem, block_k: int, block_m: int) -> dict[str, tuple[int
     }
 
 
-def workspace_bytes(problem: Problem, *, block_k: int = 64, block_m: int = 16, **_: Any) -> int:
+def workspace_bytes(problem: Problem, **config: Any) -> int:
     if problem.output_is_empty:
         return 0
-    shapes = _shapes(problem, block_k, block_m)
+    shapes = _shapes(problem, **(config or configs(problem)[0]))
     if problem.is_constant("weight"):
         del shapes["weights"]
     return sum(round_up(4 * math.prod(shape), 256) for shape in shapes.values())
 
 
 # ------------------------------------------------------------------ calls
-def bind(
-    problem: Problem,
-    constants: Mapping[int, torch.Tensor],
-    *,
-    block_k: int = 64,
-    block_m: int = 16,
-) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     """Filters that are constant are transformed here, once."""
     if problem.output_is_empty:
         return lambda *inputs, out, workspace=None: out
+    chosen = config or configs(problem)[0]
+    block_k, block_m = chosen["block_k"], chosen["block_m"]
     period = Period.of(problem)
     shapes = _shapes(problem, block_k, block_m)
     plain = on_plain_units(problem)
