@@ -26,6 +26,7 @@ import torch
 
 from tessella.core.errors import KernelError
 from tessella.device import ahead_of_time, identity
+from tessella.device.occupancy import Occupancy, occupancy
 
 CAPABILITIES = {"sm_90": 90}
 
@@ -46,6 +47,15 @@ class Resources:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+
+    def occupancy(self, target: str = "sm_90") -> Occupancy:
+        """How many of its blocks a multiprocessor holds at a time."""
+        return occupancy(
+            threads=self.threads,
+            registers=self.registers,
+            shared_bytes=self.shared_bytes,
+            target=target,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

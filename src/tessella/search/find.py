@@ -90,11 +90,8 @@ def find(
     """
     search = Search(problem, constants, target, cache or TimingCache(), options, inputs, candidates)
     rows = _admitted(problem, target, options)
-    refusals = _refusals(rows, problem, options)
+    refusals = search.refusals(rows)
     fitting = _fitting(rows, refusals)
-    large = {row.id: search.over_limit(row) for row in fitting}
-    fitting = [row for row in fitting if large[row.id] is None]
-    refusals |= large
     trials = [Trial(kernel=k, refused=r) for k, r in refusals.items() if r is not None]
     trials += search.trials(fitting)
     if all(trial.refused for trial in trials):
@@ -120,13 +117,6 @@ def _admitted(problem: Problem, target: str, options: SearchOptions) -> list[Ker
         if (options.algorithms is None or row.algorithm in options.algorithms)
         and (options.sources is None or row.source in options.sources)
     ]
-
-
-def _refusals(
-    rows: Sequence[Kernel], problem: Problem, options: SearchOptions
-) -> dict[str, str | None]:
-    """Why each row but the last resorts does not take part; None where it does."""
-    return {row.id: _refusal(row, problem, options) for row in rows if not row.last_resort}
 
 
 def _refusal(row: Kernel, problem: Problem, options: SearchOptions) -> str | None:
@@ -227,11 +217,7 @@ class Search:
     def unknown_rows(self) -> list[Kernel]:
         """The rows that fit, if the cache does not know them all."""
         rows = _admitted(self._problem, self._target, self._options)
-        fitting = [
-            row
-            for row in _fitting(rows, _refusals(rows, self._problem, self._options))
-            if self.over_limit(row) is None
-        ]
+        fitting = _fitting(rows, self.refusals(rows))
         device, key = fingerprint(self._target).hash, self._problem.key
         known = [self._cache.get(device, key, row.id, row.version) for row in fitting]
         return [] if all(known) else fitting
@@ -250,7 +236,16 @@ class Search:
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self._device)
         return candidates
 
-    def over_limit(self, row: Kernel) -> str | None:
+    def refusals(self, rows: Sequence[Kernel]) -> dict[str, str | None]:
+        """Why each row but the last resorts does not take part; None where it does."""
+        problem, options = self._problem, self._options
+        return {
+            row.id: _refusal(row, problem, options) or self._over_limit(row)
+            for row in rows
+            if not row.last_resort
+        }
+
+    def _over_limit(self, row: Kernel) -> str | None:
         """Why no configuration of a kernel may have the workspace that it needs, or None."""
         needs = [row.workspace_bytes(self._problem, c) for c in row.configs(self._problem)]
         return self._too_much(min(needs, default=0))

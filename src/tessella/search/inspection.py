@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from tessella.device.launch import watching
-from tessella.device.occupancy import occupancy
 from tessella.operations.epilogue import store
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
@@ -85,16 +84,7 @@ def inspect(
         launches=len(launches),
         registers=resources.registers if resources else None,
         shared_bytes=resources.shared_bytes if resources else None,
-        occupancy=round(
-            occupancy(
-                threads=resources.threads,
-                registers=resources.registers,
-                shared_bytes=resources.shared_bytes,
-            ).share,
-            3,
-        )
-        if resources
-        else None,
+        occupancy=round(resources.occupancy().share, 3) if resources else None,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tessella.device.launch import Launched, Resources
 from tessella.device.machine import ARCHITECTURES
-from tessella.device.occupancy import Occupancy, occupancy
+from tessella.device.occupancy import Occupancy
 
 Where = Literal["gpu", "interpreter", "reference", "compiled"]
 
@@ -67,14 +67,7 @@ def report(
     used = launched.resources()
     if used.threads > math.prod(block):  # specialized warps come on top
         block = (used.threads,)
-    held = None
-    if target in ARCHITECTURES:
-        held = occupancy(
-            threads=used.threads,
-            registers=used.registers,
-            shared_bytes=used.shared_bytes,
-            target=target,
-        )
+    held = used.occupancy(target) if target in ARCHITECTURES else None
     return Report(
         where=where,
         kernel=kernel,
