@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -35,7 +35,7 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     product, how, layout = getattr(torch, problem.op), window(problem), layout_of(problem)
-    held = with_packed(constants, *in_layout(problem))
+    held = in_layout(problem, constants)
 
     def convolve(*inputs: torch.Tensor) -> torch.Tensor:
         x, weight, epilogue = operands_of(problem, held, inputs)
@@ -58,9 +58,7 @@ def layout_of(problem: Problem) -> torch.memory_format:
     return memory_format(problem.output.format, len(problem.output.shape))
 
 
-def in_layout(
-    problem: Problem,
-) -> tuple[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]]:
-    """How a weight is packed for torch: as the result lies."""
-    layout = layout_of(problem)
-    return ("conv2d.aten", problem.output.format), lambda w: w.contiguous(memory_format=layout)
+def in_layout(problem: Problem, constants: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The constants, the weight in the result's memory format."""
+    layout, how = layout_of(problem), ("conv2d.aten", problem.output.format)
+    return with_packed(constants, how, lambda w: w.contiguous(memory_format=layout))

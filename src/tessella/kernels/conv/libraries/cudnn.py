@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tessella.device.packing import with_packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import aten
 from tessella.kernels.epilogue.operands import operands_of
@@ -29,7 +28,7 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     window, layout = aten.window(problem), aten.layout_of(problem)
-    held = with_packed(constants, *aten.in_layout(problem))
+    held = aten.in_layout(problem, constants)
     relu: Callable[..., torch.Tensor] = torch.ops.aten.cudnn_convolution_relu.default
     add_relu: Callable[..., torch.Tensor] = torch.ops.aten.cudnn_convolution_add_relu.default
 
