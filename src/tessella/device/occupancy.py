@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tessella.core.errors import UsageError
+from tessella.core.integers import ceil_div, round_up
 from tessella.device.machine import ARCHITECTURES
 
 
@@ -41,9 +42,9 @@ def occupancy(
         UsageError: not one such block can run there.
     """
     unit = ARCHITECTURES[target]
-    warps = _up(threads, 32) // 32
-    of_warp = _up(32 * max(registers, 1), unit.register_unit)
-    of_block = _up(shared_bytes + unit.reserved_shared_bytes, unit.shared_unit)
+    warps = ceil_div(threads, 32)
+    of_warp = round_up(32 * max(registers, 1), unit.register_unit)
+    of_block = round_up(shared_bytes + unit.reserved_shared_bytes, unit.shared_unit)
     # warps come from four schedulers, each with a quarter of the registers
     resident_warps = 4 * (unit.registers // 4 // of_warp)
     limits = {
@@ -68,7 +69,3 @@ def occupancy(
         share=blocks * warps / unit.warps,
         limited_by=limited_by,
     )
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

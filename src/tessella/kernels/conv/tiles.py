@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tessella.core.dtype import FLOATS, FP8
-from tessella.core.integers import ceil_div, power_of_two
+from tessella.core.integers import ceil_div, power_of_two, round_up
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import overlapping
@@ -235,10 +235,6 @@ def _depth(geometry: Geometry, most: int, least: int) -> int:
     return max(16 if least < 32 else 32, min(fitting, power_of_two(geometry.depth)))
 
 
-def _aligned(nbytes: int) -> int:
-    return ceil_div(nbytes, 256) * 256
-
-
 # ------------------------------------------------------------------ calls
 def are_pixels_last(out: torch.Tensor) -> bool:
     """Whether the neighbour in memory is the next pixel, not the next channel."""
@@ -302,14 +298,14 @@ class Product:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the workspace for the weight that a call packs."""
-        return _aligned(self.problem["weight"].nbytes) if self._packs else 0
+        return round_up(self.problem["weight"].nbytes, 256) if self._packs else 0
 
     @property
     def parts_bytes(self) -> int:
         """Bytes of the workspace for the parts of a split product, four bytes a number."""
         all_filters = self.geometry.filters * self.geometry.groups
         parts = self.tile.splits * self.geometry.pixels * all_filters
-        return _aligned(4 * parts) if self.tile.splits > 1 else 0
+        return round_up(4 * parts, 256) if self.tile.splits > 1 else 0
 
     @property
     def nbytes(self) -> int:

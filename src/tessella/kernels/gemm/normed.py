@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tessella.core.dtype import FLOATS, FP8, SIXTEEN_BIT
+from tessella.core.integers import power_of_two
 from tessella.device.launch import launch
 from tessella.device.machine import HOPPER, multiprocessors
 from tessella.device.packing import with_packed
@@ -108,7 +109,7 @@ def workspace_bytes(problem: Problem, **config: Any) -> int:
 
 
 def _slots(tiles: int) -> int:
-    return max(4, 1 << (tiles - 1).bit_length())  # 4: what a thread reads at once
+    return max(4, power_of_two(tiles))  # 4: what a thread reads at once
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
