@@ -1,14 +1,11 @@
-"""What the gradients of a convolution share: what is refused, boxes of pixels, the ring."""
+"""What the gradients of a convolution share: what is refused, windows, boxes of pixels."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch
 
 from tessella.core.dtype import FLOATS
 from tessella.device.hopper import TensorDescriptor
@@ -41,45 +38,6 @@ def window_of(problem: Problem, taps: Sequence[int]) -> Window:
 
 
 Box = tuple[int, int, int]  # images, rows, columns: each a power of two
-
-
-@dataclass(frozen=True, kw_only=True)
-class Geometry:
-    """A convolution x [N, C, H, W] * weight [K, C, R, S] → y [N, K, P, Q]; pairs are
-    (rows, columns).
-
-    A convolution that moves no pixel is seen as N·H·W images of one pixel.
-    """
-
-    batch: int
-    channels: int
-    filters: int
-    image: tuple[int, int]
-    out: tuple[int, int]
-    taps: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-
-    @classmethod
-    def of(cls, problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta) -> Geometry:
-        stride, padding, dilation = (tuple(problem.attrs[name]) for name in WINDOW)
-        batch = x.shape[0]
-        image, out, taps = ((t.shape[2], t.shape[3]) for t in (x, y, weight))
-        if taps == (1, 1) and stride == (1, 1) and padding == (0, 0):
-            batch, image, out = batch * math.prod(image), (1, 1), (1, 1)
-        return cls(batch=batch, channels=x.shape[1], filters=y.shape[1], image=image, out=out,
-                   taps=taps, stride=stride, padding=padding, dilation=dilation)  # fmt: skip
-
-    def pixels_last(
-        self, tensor: torch.Tensor, channels: int, image: tuple[int, int]
-    ) -> torch.Tensor:
-        """A channels_last tensor as [N, H, W, C]: strides of axes of one element are made whole."""
-        height, width = image
-        return tensor.as_strided(
-            (self.batch, height, width, channels),
-            (height * width * channels, width * channels, channels, 1),
-        )
 
 
 def refusal(problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta) -> str | None:

@@ -24,11 +24,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     """A function of the inputs that are not constant, in order."""
     target, args, kwargs = (problem.attrs[name] for name in ("target", "args", "kwargs"))
     function = resolve(target, args, kwargs, problem.inputs)
-    free = [i for i, m in enumerate(problem.inputs) if m is not None and i not in constants]
 
     def run(*tensors: torch.Tensor) -> Any:
-        inputs = {**constants, **dict(zip(free, tensors, strict=True))}
-        filled_args, filled_kwargs = arguments(args, kwargs, inputs)
+        operands = problem.operands(constants, tensors)
+        filled_args, filled_kwargs = arguments(args, kwargs, operands)
         return function(*filled_args, **filled_kwargs)
 
     return run

@@ -21,22 +21,16 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    slots: list[torch.Tensor | None] = [constants.get(i) for i in range(len(problem.inputs))]
-    open_slots = [
-        i for i, meta in enumerate(problem.inputs) if meta is not None and i not in constants
-    ]
     op, attrs, outputs = problem.op, dict(problem.attrs), problem.outputs
     small = any(m is not None and m.dtype in SMALL for m in problem.inputs)
 
     def run(*inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        filled = list(slots)
-        for slot, tensor in zip(open_slots, inputs, strict=True):
-            filled[slot] = tensor
+        operands = problem.operands(constants, inputs)
         made = tuple(
             tensor
             if meta.format == "strided"
             else tensor.contiguous(memory_format=memory_format(meta.format, tensor.dim()))
-            for tensor, meta in zip(operation(op).call(filled, attrs), outputs, strict=True)
+            for tensor, meta in zip(operation(op).call(operands, attrs), outputs, strict=True)
         )
         if small:  # references of small types answer in float64
             made = tuple(

@@ -24,10 +24,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     """A function of the inputs that are not constant, in order."""
     operator = named(problem.attrs["target"])
     args = problem.attrs["args"]
-    free = [i for i, m in enumerate(problem.inputs) if m is not None and i not in constants]
 
     def run(*tensors: torch.Tensor) -> Any:
-        inputs = {**constants, **dict(zip(free, tensors, strict=True))}
-        return operator.run(*arguments(args, {}, inputs)[0])
+        return operator.run(*arguments(args, {}, problem.operands(constants, tensors))[0])
 
     return run

@@ -36,11 +36,11 @@ from tessella.kernels.conv.backward import (
     PRODUCTS,
     SHARED_BYTES,
     Box,
-    Geometry,
     boxes,
     four,
     refusal,
 )
+from tessella.kernels.conv.hopper.implicit_gemm_tiles import Shape
 from tessella.kernels.shared.ring_device import stage_before
 from tessella.operations.problem import Problem
 
@@ -54,13 +54,13 @@ def fits(problem: Problem) -> str | None:
     return refusal(problem, dx, weight, dy) or _without_taps(_geometry(problem))
 
 
-def _without_taps(geometry: Geometry) -> str | None:
+def _without_taps(geometry: Shape) -> str | None:
     if _classes(geometry) is None:
         return f"with stride {geometry.stride}, taps reach neither all pixels nor every first one"
     return None
 
 
-def _classes(geometry: Geometry) -> int | None:
+def _classes(geometry: Shape) -> int | None:
     """How many classes of pixels get products: all, or, as with 1 × 1 and stride 2, the first one.
 
     The others are zeros, which are written before. None where it is otherwise.
@@ -68,7 +68,11 @@ def _classes(geometry: Geometry) -> int | None:
     reached = [
         {(tap * dilation - padding) % stride for tap in range(taps)}
         for stride, padding, dilation, taps in zip(
-            geometry.stride, geometry.padding, geometry.dilation, geometry.taps, strict=True
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+            geometry.taps,
+            strict=True,
         )
     ]
     if all(len(each) == stride for each, stride in zip(reached, geometry.stride, strict=True)):
@@ -81,7 +85,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     geometry = _geometry(problem)
     found = []
     for pixels, columns, warps, swap in _TILES:
-        if columns > 64 and columns >= 2 * geometry.channels:
+        if columns > 64 and columns >= 2 * geometry.C:
             continue
         for box in _boxes(geometry, pixels):
             resident = 2 if warps == 4 else 1
@@ -97,10 +101,10 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     return tuple(config for _, config in found[:12])
 
 
-def _boxes(geometry: Geometry, pixels: int) -> list[Box]:
+def _boxes(geometry: Shape, pixels: int) -> list[Box]:
     """Many images of few pixels first: measured up to 12 % faster than square boxes on images of
     7 × 7 to 56 × 56, for they read no more taps than they must. Larger ones: the square box."""
-    found = boxes(geometry.batch, _cells(geometry), pixels)
+    found = boxes(geometry.N, _cells(geometry), pixels)
     deep = sorted(found, key=lambda box: -box[0])[:2]
     first = deep if max(_cells(geometry)) <= 64 else found[:1]
     return list(dict.fromkeys([*first, found[0], *deep]))[:3]
@@ -118,31 +122,31 @@ _TILES = (
 )
 
 
-def _geometry(problem: Problem) -> Geometry:
-    return Geometry.of(problem, problem.output, problem["weight"], problem["grad"])
+def _geometry(problem: Problem) -> Shape:
+    return Shape.of(problem, problem.output, problem["weight"], problem["grad"])
 
 
-def _cells(geometry: Geometry) -> tuple[int, int]:
+def _cells(geometry: Shape) -> tuple[int, int]:
     """Extents of the pixels of one class."""
     (height, width), (down, right) = geometry.image, geometry.stride
     return -(-height // down), -(-width // right)
 
 
-def _clocks(geometry: Geometry, box: Box, columns: int, resident: int) -> float:
+def _clocks(geometry: Shape, box: Box, columns: int, resident: int) -> float:
     """About how long a multiprocessor is busy: taps that a box misses are not multiplied."""
     pixels = math.prod(box)
     taps = [_mean_taps(geometry, axis, box[axis + 1]) for axis in (0, 1)]
-    tiles = (_classes(geometry) or 1) * -(-geometry.channels // columns) * math.prod(
-        -(-extent // side) for extent, side in zip((geometry.batch, *_cells(geometry)), box)
+    tiles = (_classes(geometry) or 1) * -(-geometry.C // columns) * math.prod(
+        -(-extent // side) for extent, side in zip((geometry.N, *_cells(geometry)), box)
     )  # fmt: skip
-    steps = math.prod(taps) * -(-geometry.filters // DEPTH)
+    steps = math.prod(taps) * -(-geometry.K // DEPTH)
     step = max(pixels * columns * DEPTH / PRODUCTS, 2 * DEPTH * (pixels + columns) / L2_BYTES)
     ending = 2 * pixels * columns / L2_BYTES
     rounds = -(-tiles // (multiprocessors() * resident)) * resident
     return rounds * (steps * step + ending + 300)
 
 
-def _mean_taps(geometry: Geometry, axis: int, side: int) -> float:
+def _mean_taps(geometry: Shape, axis: int, side: int) -> float:
     """How many taps along an axis a box of this side reads, on average over boxes and classes."""
     stride, dilation = geometry.stride[axis], geometry.dilation[axis]
     counts = [
@@ -182,18 +186,18 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     (R, S), (sh, sw), columns = geometry.taps, geometry.stride, config["columns"]
     steps = [math.gcd(s, d) for s, d in zip(geometry.stride, geometry.dilation)]
     size = (
-        geometry.filters, *geometry.out, R, S, *geometry.padding, *geometry.dilation,
+        geometry.K, *geometry.out, R, S, *geometry.padding, *geometry.dilation,
         *(d // g for d, g in zip(geometry.dilation, steps)),
     )  # fmt: skip
-    across = [-(-n // s) for n, s in zip((geometry.batch, *_cells(geometry)), box)]
-    blocks = -(-geometry.channels // columns)
+    across = [-(-n // s) for n, s in zip((geometry.N, *_cells(geometry)), box)]
+    blocks = -(-geometry.C // columns)
     classes = _classes(geometry)
     assert classes is not None  # as ``fits`` asks
     total = classes * blocks * math.prod(across)
     tiles = (blocks, across[2], across[1], across[0], total)
     options: dict[str, Any] = {} if config["warps"] == 8 else {"maxnreg": 128}
     grid = min(total, multiprocessors() * (1 if config["warps"] == 8 else 2))
-    weight_shape = (geometry.filters, R * S, geometry.channels)
+    weight_shape = (geometry.K, R * S, geometry.C)
 
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
@@ -201,11 +205,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         dy, weight = problem.tensors(held, inputs)
         if packs:
             assert workspace is not None
-            copy = workspace[: weight.nbytes].view(weight.dtype).view(geometry.filters, R, S, -1)
+            copy = workspace[: weight.nbytes].view(weight.dtype).view(geometry.K, R, S, -1)
             weight = copy.copy_(weight.permute(0, 2, 3, 1))
         taps = weight.as_strided(weight_shape, (R * S * weight_shape[2], weight_shape[2], 1))
-        pixels = geometry.pixels_last(dy, geometry.filters, geometry.out)
-        made = geometry.pixels_last(out, geometry.channels, geometry.image)
+        pixels = geometry.pixels_last(dy, geometry.K, geometry.out)
+        made = geometry.pixels_last(out, geometry.C, geometry.image)
         if classes < sh * sw:
             out.zero_()
         launch(

@@ -13,12 +13,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tessella.core.dtype import FP8
 from tessella.core.integers import power_of_two, round_up
 from tessella.device.hopper import OVERLAPPING_TILES
 from tessella.device.machine import HOPPER, multiprocessors
 from tessella.kernels.conv.hopper import grouped
 from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 # of a block, by how many a multiprocessor holds, less what barriers and the compiler take
 SHARED_BYTES = {n: HOPPER.shared_bytes_of_block(n) - 2048 // n for n in (1, 2)}
@@ -48,21 +51,47 @@ class Shape:
     itemsize: int
     out_itemsize: int
 
+    @classmethod
+    def of(cls, problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta) -> Shape:
+        N, C, H, W = x.shape
+        _, K, P, Q = y.shape
+        R, S = weight.shape[2:]
+        stride, padding, dilation = (
+            tuple(problem.attrs[name]) for name in ("stride", "padding", "dilation")
+        )
+        if (R, S) == (1, 1) and stride == (1, 1) and padding == (0, 0):
+            N, H, W, P, Q = N * H * W, 1, 1, 1, 1
+        return cls(
+            N=N, H=H, W=W, C=C, K=K, P=P, Q=Q, R=R, S=S, groups=problem.attrs["groups"],
+            stride=stride, padding=padding, dilation=dilation,
+            itemsize=x.itemsize, out_itemsize=y.itemsize,
+        )  # fmt: skip
+
+    @property
+    def image(self) -> tuple[int, int]:
+        return self.H, self.W
+
+    @property
+    def out(self) -> tuple[int, int]:
+        return self.P, self.Q
+
+    @property
+    def taps(self) -> tuple[int, int]:
+        return self.R, self.S
+
+    def pixels_last(
+        self, tensor: torch.Tensor, channels: int, image: tuple[int, int]
+    ) -> torch.Tensor:
+        """A channels_last tensor as [N, H, W, C]: strides of axes of one element are made whole."""
+        height, width = image
+        return tensor.as_strided(
+            (self.N, height, width, channels),
+            (height * width * channels, width * channels, channels, 1),
+        )
+
 
 def shape_of(problem: Problem) -> Shape:
-    N, C, H, W = problem["input"].shape
-    K, _, R, S = problem["weight"].shape
-    P, Q = problem.output.shape[2:]
-    stride, padding, dilation = (
-        tuple(problem.attrs[name]) for name in ("stride", "padding", "dilation")
-    )
-    if (R, S) == (1, 1) and stride == (1, 1) and padding == (0, 0):
-        N, H, W, P, Q = N * H * W, 1, 1, 1, 1
-    return Shape(
-        N=N, H=H, W=W, C=C, K=K, P=P, Q=Q, R=R, S=S, groups=problem.attrs["groups"],
-        stride=stride, padding=padding, dilation=dilation,
-        itemsize=problem["input"].itemsize, out_itemsize=problem.output.itemsize,
-    )  # fmt: skip
+    return Shape.of(problem, problem["input"], problem["weight"], problem.output)
 
 
 def configs(problem: Problem) -> tuple[dict[str, Any], ...]:

@@ -39,11 +39,11 @@ from tessella.kernels.conv.backward import (
     MEMORY_BYTES,
     PRODUCTS,
     SHARED_BYTES,
-    Geometry,
     boxes,
     four,
     refusal,
 )
+from tessella.kernels.conv.hopper.implicit_gemm_tiles import Shape
 from tessella.kernels.shared.ring_device import stage_before
 from tessella.operations.problem import Problem
 
@@ -66,11 +66,11 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     panels = _panels(geometry)
     found = []
     for rows, columns, pixels, warps in _TILES:
-        if rows > 64 and rows >= 2 * geometry.filters:
+        if rows > 64 and rows >= 2 * geometry.K:
             continue
         if columns > 64 and columns >= 2 * panels * width:
             continue
-        for box in boxes(geometry.batch, geometry.out, pixels)[:3]:
+        for box in boxes(geometry.N, geometry.out, pixels)[:3]:
             resident = 2 if warps == 4 else 1
             stages = min(SHARED_BYTES // resident // (2 * pixels * (rows + columns)), 8)
             for splits in SPLITS:
@@ -114,24 +114,24 @@ _TILES = (
 )
 
 
-def _geometry(problem: Problem) -> Geometry:
-    return Geometry.of(problem, problem["input"], problem.output, problem["grad"])
+def _geometry(problem: Problem) -> Shape:
+    return Shape.of(problem, problem["input"], problem.output, problem["grad"])
 
 
-def _width(geometry: Geometry) -> int:
+def _width(geometry: Shape) -> int:
     """Channels of x in one panel of columns: as many as one swizzled row can hold, or all."""
-    return 64 if geometry.channels > 32 else 32 if geometry.channels > 16 else 16
+    return 64 if geometry.C > 32 else 32 if geometry.C > 16 else 16
 
 
-def _panels(geometry: Geometry) -> int:
-    return math.prod(geometry.taps) * -(-geometry.channels // _width(geometry))
+def _panels(geometry: Shape) -> int:
+    return math.prod(geometry.taps) * -(-geometry.C // _width(geometry))
 
 
-def _work(geometry: Geometry, config: Config) -> tuple[int, int, int, list[int]]:
+def _work(geometry: Shape, config: Config) -> tuple[int, int, int, list[int]]:
     """(blocks, tiles, tiles along the rows, boxes along each axis)."""
     box = (config["box_n"], config["box_h"], config["box_w"])
-    across = [-(-n // s) for n, s in zip((geometry.batch, *geometry.out), box)]
-    rows = -(-geometry.filters // config["rows"])
+    across = [-(-n // s) for n, s in zip((geometry.N, *geometry.out), box)]
+    rows = -(-geometry.K // config["rows"])
     tiles = rows * -(-_panels(geometry) // config["panels"])
     boxes = math.prod(across)
     even = multiprocessors() * (2 if config["warps"] == 4 else 1)
@@ -139,7 +139,7 @@ def _work(geometry: Geometry, config: Config) -> tuple[int, int, int, list[int]]
     return blocks, tiles, rows, across
 
 
-def _clocks(geometry: Geometry, config: Config) -> float:
+def _clocks(geometry: Shape, config: Config) -> float:
     """About how long it takes: products or loads, whichever is slower, and then the parts."""
     blocks, tiles, row_tiles, across = _work(geometry, config)
     rows, columns = config["rows"], config["panels"] * _width(geometry)
@@ -148,8 +148,8 @@ def _clocks(geometry: Geometry, config: Config) -> float:
     step = max(rows * columns * pixels / PRODUCTS, 2 * pixels * (rows + columns) / L2_BYTES)
     rounds = -(-blocks // (multiprocessors() * resident))
     longest = -(-tiles * units // blocks)
-    x = 2 * geometry.batch * math.prod(geometry.image) * geometry.channels
-    dy = 2 * geometry.batch * math.prod(geometry.out) * geometry.filters
+    x = 2 * geometry.N * math.prod(geometry.image) * geometry.C
+    dy = 2 * geometry.N * math.prod(geometry.out) * geometry.K
     if config["splits"] == 0 and x + dy > CACHE_BYTES:  # tiles read the same pixels far apart
         x, dy = x * row_tiles, dy * (tiles // row_tiles)
     share = min(resident, max(1.0, blocks / multiprocessors()))
@@ -175,7 +175,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     blocks, tiles, rows, across = _work(geometry, config)
     count, columns = math.prod(across), config["panels"] * width
     each, more = divmod(tiles * count, blocks)
-    c_panels = -(-geometry.channels // width)
+    c_panels = -(-geometry.C // width)
     size = (S, *geometry.padding, *geometry.dilation)
     splits = min(config["splits"], count)
     work = (tiles * count, count, splits, across[2], across[1], rows, _panels(geometry), c_panels)
@@ -186,14 +186,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
         dy, x = problem.tensors(constants, inputs)
-        images = geometry.pixels_last(x, geometry.channels, geometry.image)
+        images = geometry.pixels_last(x, geometry.C, geometry.image)
         parts = workspace.view(torch.float32)
         launch(
             _kernel,
             (blocks,),
-            descriptor(
-                geometry.pixels_last(dy, geometry.filters, geometry.out), (*box, config["rows"])
-            ),
+            descriptor(geometry.pixels_last(dy, geometry.K, geometry.out), (*box, config["rows"])),
             *four(
                 descriptor(images[:, a::sh, b::sw], (*box, width))
                 for a, b in itertools.product(range(sh), range(sw))
@@ -214,8 +212,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             (config["rows"] // chunk, config["panels"], tiles),
             parts,
             out,
-            geometry.filters,
-            geometry.channels,
+            geometry.K,
+            geometry.C,
             R * S,
             count,
             splits,
