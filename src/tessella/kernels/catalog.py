@@ -280,8 +280,12 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu(_ATTENTION, "cudnn", "attention.cudnn", source="cudnn", **_NEW),
     *_aten(_ATTENTION, "attention.aten", **_NEW),
     # element by element
-    *_aten(f"{_ACTIVATIONS} {_FUNCTIONS}", "pointwise.unary", sliced_out=True, in_place=True),
-    *_aten(_SUMS, "pointwise.binary", sliced_out=True, in_place=True),
+    *_aten(
+        f"{_ACTIVATIONS} {_FUNCTIONS} {_SUMS}",
+        "pointwise.elementwise",
+        sliced_out=True,
+        in_place=True,
+    ),
     # between floating numbers and int8 or fp8
     *_gpu("quantize dequantize", "tiled", "quant.tiled", version=2),
     *_aten("quantize dequantize", "quant.aten"),

@@ -13,7 +13,7 @@ import torch
 
 from tessella.core.errors import CompileError
 from tessella.kernels.catalog import Call
-from tessella.kernels.pointwise import binary, unary
+from tessella.kernels.pointwise import elementwise
 from tessella.operations.epilogue import OUT
 from tessella.operations.pointwise_program import ELEMENTWISE, Instruction, evaluate, parse
 from tessella.operations.problem import Problem
@@ -22,7 +22,7 @@ from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
 
 _UNARY = frozenset((*OUT, "leaky_relu", "elu", "clamp")) - {"gelu_tanh"}
-_BINARY = frozenset(("add", "sub", "mul", "div", "pow"))
+_BINARY = frozenset(elementwise.BINARY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +144,10 @@ def _into(step: Instruction) -> Callable[..., torch.Tensor] | None:
         return lambda x, *, out: function(x, dim, dtype=out.dtype, out=out)
     if step.op not in _UNARY | _BINARY:
         return None
-    module = unary if step.op in _UNARY else binary
     count = sum(r is not None for r in step.reads)
     metas = tuple(TensorMeta(shape=(), dtype="float32") for _ in range(count))
     inputs = metas if step.op in _UNARY or count == 2 else (*metas, None)
-    call = module.bind(
+    call = elementwise.bind(
         Problem(op=step.op, inputs=inputs, outputs=metas[:1], attrs=dict(step.attrs)), {}
     )
     return call if count == len(step.reads) else lambda x, _, *, out: call(x, out=out)
