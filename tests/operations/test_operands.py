@@ -115,3 +115,11 @@ def test_no_kernel_takes_a_short_bias(op: str) -> None:
             constant=(1, 2, 4),
         )
         assert row.refusal(problem) == "bias has the shape 1, not 4", row.id
+
+
+def test_every_product_has_its_operands_in_one_order() -> None:
+    """``Problem.product_operands`` counts on it."""
+    products = [row for row in OPERATIONS.values() if "" in row.epilogues]
+    assert {"conv2d", "conv2d_pool", "linear", "matmul"} <= {row.name for row in products}
+    for row in products:
+        assert row.operands[2:5] == ("bias", "residual", "scale"), row.name

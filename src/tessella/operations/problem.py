@@ -159,6 +159,19 @@ class Problem(NamedOperands[TensorMeta]):
         """``operands`` but for those that are left out."""
         return [t for t in self.operands(constants, inputs) if t is not None]
 
+    def product_operands(
+        self, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, Epilogue[torch.Tensor]]:
+        """The two factors and the epilogue of a convolution's or a matrix product's call.
+
+        All their rows have the input, the weight (or the other matrix), bias, residual and scale in
+        this order.
+        """
+        x, weight, bias, residual, scale = (*self.operands(constants, inputs), None, None, None)[:5]
+        assert x is not None
+        assert weight is not None
+        return x, weight, self.epilogue.of(bias, residual, scale)
+
     @property
     def output(self) -> TensorMeta:
         """The only output."""

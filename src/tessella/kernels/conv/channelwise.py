@@ -20,7 +20,6 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.channelwise_device import StripOfThread, channelwise_sums
 from tessella.kernels.conv.tiles import Geometry
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
 MOST_TAPS = 49  # of a filter: its code is unrolled
@@ -255,7 +254,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], strip: Strip) 
     def convolve(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x, weight, epilogue = operands_of(problem, held, inputs)
+        x, weight, epilogue = problem.product_operands(held, inputs)
         bias, residual, scale = epilogue.bias, epilogue.residual, epilogue.scale
         ending = tiles.destination(problem, geometry, x, epilogue, out)
         whole = all(_is_whole(t, strip.values) for t in (x, out, residual) if t is not None)

@@ -21,7 +21,6 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv import channelwise, tiles
 from tessella.kernels.conv.tiles import Geometry
 from tessella.kernels.conv.tiles_device import first_input, is_inside, place, split_pixel, store
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
 
@@ -70,7 +69,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def convolve(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x, weight, epilogue = operands_of(problem, held, inputs)
+        x, weight, epilogue = problem.product_operands(held, inputs)
         ending = tiles.destination(problem, geometry, x, epilogue, out)
         ending["strides"] = (tiles.strides(x), tiles.strides(weight), *ending["strides"])
         launch(

@@ -32,7 +32,6 @@ from tessella.kernels.conv.tiles_device import (
     tile_of_program,
     zeros,
 )
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
 configs = tiles.configs
@@ -66,7 +65,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        x, _, _ = operands_of(problem, product.constants, inputs)
+        x, _, _ = problem.product_operands(product.constants, inputs)
         assert workspace is not None
         tables = workspace[product.nbytes : product.nbytes + 4 * entries].view(torch.int32)
         steps = (*tiles.strides(x)[2:], geometry.channels)

@@ -24,7 +24,6 @@ from tessella.device.machine import multiprocessors
 from tessella.device.overlap import overlapping
 from tessella.device.packing import with_packed
 from tessella.kernels.conv.tiles_device import Block, Ending, Window, add_parts
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
@@ -337,7 +336,7 @@ class Product:
             more: what the kernel takes beside the arguments that are always the same.
         """
         problem, geometry, tile = self.problem, self.geometry, self.tile
-        x, weight, epilogue = operands_of(problem, self.constants, inputs)
+        x, weight, epilogue = problem.product_operands(self.constants, inputs)
         end = geometry.pixels if end is None else end
         if self._packs:
             assert workspace is not None

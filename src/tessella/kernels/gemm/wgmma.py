@@ -20,7 +20,6 @@ from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
 from tessella.kernels.gemm.wgmma_device import Epilogue, Form, Roles, add_ranges, multiply
 from tessella.kernels.shared.matrix_product import (
@@ -381,7 +380,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def call(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
-        a, b, added = operands_of(problem, ready, inputs)
+        a, b, added = problem.product_operands(ready, inputs)
         residual = added.residual
         sums = None
         if work.split:

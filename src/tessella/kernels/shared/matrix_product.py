@@ -15,7 +15,6 @@ import torch
 from tessella.core.dtype import FLOATS, FP8
 from tessella.core.integers import ceil_div
 from tessella.device.machine import multiprocessors
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -118,7 +117,7 @@ def operands(
 ) -> Operands:
     """The tensors of a call as views; nothing is copied."""
     made = sizes(problem)
-    a, b, epilogue = operands_of(problem, constants, inputs)
+    a, b, epilogue = problem.product_operands(constants, inputs)
     a = a.mT if problem.attr("transpose_a") else a
     b = b.mT if b_by_rows(problem) else b
 

@@ -22,7 +22,6 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.fourier import dft
 from tessella.kernels.conv.tiles import on_plain_units
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.kernels.epilogue.triton_device import cast, finish
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
@@ -257,7 +256,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         weights = packed(constants[1], how, pack)
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        x, weight, epilogue = operands_of(problem, constants, inputs)
+        x, weight, epilogue = problem.product_operands(constants, inputs)
         between, images, products, *own = dft.carved(workspace, shapes)
         spectrum = of_filters(weight, between, own[0]) if weights is None else weights
         forward(x, between, images, period, of_image, not plain)

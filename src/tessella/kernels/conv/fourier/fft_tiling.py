@@ -24,7 +24,6 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.fourier import dft
 from tessella.kernels.conv.tiles import on_plain_units
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.kernels.epilogue.triton_device import cast, finish
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
@@ -352,7 +351,7 @@ def bind(
         )
 
     def call(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        x, weight, epilogue = operands_of(problem, constants, inputs)
+        x, weight, epilogue = problem.product_operands(constants, inputs)
         images, products, *own = dft.carved(workspace, shapes)
         spectrum = of_filters(weight, own[0]) if weights is None else weights
         step = tuple(k * s for k, s in zip(cut.kept, problem.attrs["stride"]))

@@ -41,7 +41,6 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.tiles import Geometry
 from tessella.kernels.epilogue.gluon_device import finish
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
 AT_ONCE = gl.constexpr(12)  # chunks whose values lie in registers, four a thread each
@@ -174,7 +173,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        x, weight, epilogue = operands_of(problem, held, inputs)
+        x, weight, epilogue = problem.product_operands(held, inputs)
         bias, residual, scale = epilogue.bias, epilogue.residual, epilogue.scale
         if 1 not in constants:
             weight = _pack(weight, runs, columns * filters, workspace)

@@ -38,7 +38,6 @@ from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
 )
 from tessella.kernels.conv.hopper.walk_device import Ring, Tile
 from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
 from tessella.kernels.epilogue.triton_device import cast, finish
 from tessella.operations.epilogue import Epilogue
@@ -164,7 +163,7 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
     vectors = folded(problem, constants, small=is_small)
 
     def call(*inputs: Tensor, out: Tensor, workspace: Tensor | None = None) -> Tensor:
-        x, weight, epilogue = operands_of(problem, constants, inputs)
+        x, weight, epilogue = problem.product_operands(constants, inputs)
         if known is not None:
             weight = known
         elif wants_packing:

@@ -34,7 +34,6 @@ from tessella.kernels.conv.hopper.pooled_device import (
     Stem,
     source,
 )
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
 TARGET = "sm_90"
@@ -157,7 +156,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     gamma, grid = float(problem.epilogue.gamma), min(stem.tasks, TOGETHER * multiprocessors())
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        x, _, epilogue = operands_of(problem, constants, inputs)
+        x, _, epilogue = problem.product_operands(constants, inputs)
         shift = out if epilogue.bias is None else epilogue.bias  # no place is left empty
         launched = kernel.launch(
             (grid, 1, 1),

@@ -9,7 +9,6 @@ import torch
 from tessella.core.dtype import FLOATS
 from tessella.device.packing import with_packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.epilogue import bias_inside, finish_
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import memory_format
@@ -38,7 +37,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     held = in_layout(problem, constants)
 
     def convolve(*inputs: torch.Tensor) -> torch.Tensor:
-        x, weight, epilogue = operands_of(problem, held, inputs)
+        x, weight, epilogue = problem.product_operands(held, inputs)
         weight = weight.contiguous(memory_format=layout)
         inside, rest = bias_inside(epilogue, x.dtype)
         made = product(x, weight, inside, *how)

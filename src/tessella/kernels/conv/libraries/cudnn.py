@@ -8,7 +8,6 @@ import torch
 
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import aten
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.problem import Problem
 
 
@@ -33,7 +32,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     add_relu: Callable[..., torch.Tensor] = torch.ops.aten.cudnn_convolution_add_relu.default
 
     def convolve(*inputs: torch.Tensor) -> torch.Tensor:
-        x, weight, added = operands_of(problem, held, inputs)
+        x, weight, added = problem.product_operands(held, inputs)
         weight = weight.contiguous(memory_format=layout)
         how = (added.bias, *window)
         if added.residual is None:

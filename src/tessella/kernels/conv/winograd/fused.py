@@ -23,7 +23,6 @@ from tessella.kernels.conv.winograd.device import finish_tiles, stored, transfor
 from tessella.kernels.conv.winograd.fma import Block, Takes, convolve_fma
 from tessella.kernels.conv.winograd.tiling import Tiling, refusal
 from tessella.kernels.conv.winograd.transforms import coefficients, transform
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
@@ -90,7 +89,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        x, w, epilogue = operands_of(problem, constants, inputs)
+        x, w, epilogue = problem.product_operands(constants, inputs)
         u = _filter(problem, config, w, workspace) if known is None else known
         _convolve(problem, config, x, u, out, epilogue)
         return out

@@ -26,7 +26,6 @@ from tessella.kernels.conv.winograd.device import (
 from tessella.kernels.conv.winograd.product import multiply, multiply_fma
 from tessella.kernels.conv.winograd.tiling import LARGEST_INT32, Tiling, refusal
 from tessella.kernels.conv.winograd.transforms import coefficients
-from tessella.kernels.epilogue.operands import operands_of
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
@@ -155,7 +154,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         if out.numel() == 0:
             return out
-        x, w, epilogue = operands_of(problem, constants, inputs)
+        x, w, epilogue = problem.product_operands(constants, inputs)
         assert workspace is not None
         v, u, m = _views(plan, workspace, u_known)
         _transform_inputs(plan, x, v, None if u_known is not None else w, u)
