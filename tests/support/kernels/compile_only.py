@@ -49,7 +49,10 @@ def compile_all(cases: str, target: str = "sm_90") -> dict[str, list[dict[str, A
 def _compiler() -> subprocess.Popen[str]:
     """Kept, as importing torch takes seconds; it ends with this process."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    given = environment.get("PYTHONPATH", "").split(os.pathsep)  # another Triton, for instance
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT), *filter(None, given)]
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.kernels.compile_only"],
         env=environment,

@@ -139,7 +139,8 @@ def write_columns(x, columns, begin, pixels, at_once, length, image, out, x_stri
     group = tl.program_id(2).to(tl.int64)
     m = (local.to(tl.int64) if WIDE else local) + begin
     n, o, p, q = split_pixel(m, out)
-    d, h, v, m_at = first_input(n, o, p, q, x_strides, WINDOW.STRIDE, PADDING)
+    STRIDE: tl.constexpr = WINDOW.STRIDE
+    d, h, v, m_at = first_input(n, o, p, q, x_strides, STRIDE, PADDING)
     t, r, s = split_tap(depth // C, FILTER)
     t, r, s = t * DILATION[0], r * DILATION[1], s * DILATION[2]
     depth_at = depth % C * x_strides[1] + t * x_strides[2] + r * x_strides[3] + s * x_strides[4]

@@ -121,9 +121,13 @@ def precompute(tables, image, out, x_strides, WINDOW: tl.constexpr, SIZE: tl.con
 @triton.jit
 def axis_mask(place, size, WINDOW: tl.constexpr, AXIS: tl.constexpr):
     """Bit i: tap i of a place of the output reads inside the image, along one axis."""
+    TAPS: tl.constexpr = WINDOW.FILTER[AXIS]
+    STRIDE: tl.constexpr = WINDOW.STRIDE[AXIS]
+    PADDING: tl.constexpr = WINDOW.PADDING[AXIS]
+    DILATION: tl.constexpr = WINDOW.DILATION[AXIS]
     mask = tl.zeros_like(place)
-    for tap in tl.static_range(WINDOW.FILTER[AXIS]):
-        read = place * WINDOW.STRIDE[AXIS] - WINDOW.PADDING[AXIS] + tap * WINDOW.DILATION[AXIS]
+    for tap in tl.static_range(TAPS):
+        read = place * STRIDE - PADDING + tap * DILATION
         mask |= ((read >= 0) & (read < size)).to(tl.int32) << tap
     return mask
 
