@@ -1,4 +1,4 @@
-"""Machine code for AVX-512: each instruction beside binutils' disassembler, and how it is run."""
+"""Machine code for AVX-512 and AVX2: each instruction beside what binutils disassembles."""
 
 from __future__ import annotations
 
@@ -12,9 +12,20 @@ import pytest
 import torch
 
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import REGISTERS, VECTOR, Assembler, At
+from tessella.device.x86.assembler import (
+    AVX2,
+    AVX512,
+    REGISTERS,
+    VECTOR,
+    Assembler,
+    At,
+    InstructionSet,
+)
 
-pytestmark = pytest.mark.skipif(code.refusal() is not None, reason=str(code.refusal()))
+HERE = code.instructions() or AVX512
+REFUSAL = code.refusal(HERE.name)
+pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+ONLY_AVX512 = ("vdpbf16ps",)
 
 FREE = [r for r in REGISTERS if r != "rsp"]
 
@@ -43,21 +54,9 @@ def test_every_instruction_with_every_register(tmp_path: Path) -> None:
     a.enter()
     for base in REGISTERS:
         place = At(base=base, distance=-0x1234)
-        a.broadcast(30, At(base=base, index="rdx", distance=0x40))
         a.store_number(place, 0x345)
         a.add_to_stored(place, -1)
         a.prefetch(place)
-        a.broadcast(17, place)
-        a.load_bfloat16(5, place)
-        a.load_bfloat16(28, place)
-        a.store_bfloat16(place, 20)
-        for register in (0, 9, 18, 31):
-            a.load_vector(register, place)
-            a.load_vector(register, place, 3)
-            a.store_vector(place, register)
-            a.store_vector(place, register, 7)
-            for name in VECTOR:
-                a.vector(name, register, 31 - register, place)
     for register in FREE:
         a.set(register, 0x1234567890ABCDEF)
         a.set(register, -1)
@@ -77,17 +76,58 @@ def test_every_instruction_with_every_register(tmp_path: Path) -> None:
             a.add(register, other)
             a.subtract(register, other)
             a.compare(register, other)
+    a.leave()
+    agrees(a, tmp_path)
+
+
+@pytest.mark.parametrize("isa", [AVX512, AVX2], ids=lambda isa: isa.name)
+def test_every_vector_instruction(isa: InstructionSet, tmp_path: Path) -> None:
+    a, last = Assembler(isa), isa.vectors - 1
+    names = [name for name in VECTOR if isa == AVX512 or name not in ONLY_AVX512]
+    for base in REGISTERS:
+        place = At(base=base, distance=-0x1234)
+        a.broadcast(last - 1, At(base=base, index="rdx", distance=0x40))
+        a.broadcast(last // 2 + 2, place)
+        for register in (0, last // 3, last // 2 + 3, last):
+            a.load_vector(register, place)
+            a.store_vector(place, register)
+            for name in names:
+                a.vector(name, register, last - register, place)
+    for register in REGISTERS[:8]:
+        a.broadcast_bits(last - 1, register)
+    for one in (0, 7, 8, last // 2, last // 2 + 1, last):
+        a.copy_vector(one, last - one)
+        a.shift_left(one, last - one, 23)
+        for name in names:
+            a.vector(name, one, last - one, (last // 2 + 1) ^ one)
+    agrees(a, tmp_path)
+
+
+def test_what_only_avx512_has(tmp_path: Path) -> None:
+    a = Assembler()
+    for base in REGISTERS:
+        place = At(base=base, distance=-0x1234)
+        a.load_bfloat16(5, place)
+        a.load_bfloat16(28, place)
+        a.store_bfloat16(place, 20)
+        a.load_vector(18, place, 3)
+        a.store_vector(place, 31, 7)
     for register in REGISTERS[:8]:
         a.mask(6, register)
-        a.broadcast_bits(30, register)
     for one in (0, 7, 8, 15, 16, 31):
         a.compare_ordered(2, one, 31 - one)
         a.copy_mask(1, 5)
-        a.copy_vector(one, 31 - one)
         a.copy_vector(one, 31 - one, 4)
-        for name in VECTOR:
-            a.vector(name, one, 31 - one, 16 ^ one)
-    a.leave()
+    agrees(a, tmp_path)
+
+
+def test_what_only_avx2_has(tmp_path: Path) -> None:
+    a = Assembler(AVX2)
+    for one in (0, 7, 8, 15):
+        a.unordered(one, 15 - one, one ^ 8)
+        for base in REGISTERS:
+            a.load_some(one, At(base=base, index="rdx", distance=8), 15 - one)
+            a.store_some(At(base=base, distance=-8), one, one ^ 8)
     agrees(a, tmp_path)
 
 

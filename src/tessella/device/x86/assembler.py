@@ -1,17 +1,18 @@
-"""Machine code for x86-64 with AVX-512: the few instructions that our kernels are made of.
+"""Machine code for x86-64 with AVX-512 or AVX2: the few instructions that our kernels are made of.
 
 No compiler is needed where a plan is loaded, and none is asked: a kernel's loop is known when its
 problem is known, and writing it down takes a millisecond or two. Operands stand as in Intel's
 manual, the result first; addresses are a register and a distance.
 
-Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: chapter 2.7 (EVEX),
-the opcodes in its chapters 3 to 5.
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: chapters 2.3 (VEX)
+and 2.7 (EVEX), the opcodes in its chapters 3 to 5.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 REGISTERS = (
     "rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi",
@@ -21,22 +22,55 @@ NUMBER = {name: i for i, name in enumerate(REGISTERS)}
 
 SAVED = ("rbx", "rbp", "r12", "r13", "r14", "r15")  # what a function gives back as it was
 
-NONE, X66, XF3, XF2 = range(4)  # prefixes, as EVEX says them
+NONE, X66, XF3, XF2 = range(4)  # prefixes, as VEX and EVEX say them
 M0F, M0F38 = 1, 2  # maps of opcodes
 
 # name → prefix, map, opcode; three vectors, the last one perhaps from memory
 VECTOR = {
     "vaddps": (NONE, M0F, 0x58),
     "vmaxps": (NONE, M0F, 0x5F),
-    "vpxord": (X66, M0F, 0xEF),
+    "vminps": (NONE, M0F, 0x5D),
+    "vmulps": (NONE, M0F, 0x59),
+    "vsubps": (NONE, M0F, 0x5C),
+    "vdivps": (NONE, M0F, 0x5E),
+    "vandps": (NONE, M0F, 0x54),
+    "vxorps": (NONE, M0F, 0x57),
+    "vorps": (NONE, M0F, 0x56),
+    "vpaddd": (X66, M0F, 0xFE),
     "vpmaxsw": (X66, M0F, 0xEE),
     "vpmaxub": (X66, M0F, 0xDE),
     "vpmaxsb": (X66, M0F38, 0x3C),
     "vfmadd231ps": (X66, M0F38, 0xB8),
+    "vfmadd213ps": (X66, M0F38, 0xA8),
+    "vfmsub132ps": (X66, M0F38, 0x9A),
     "vdpbf16ps": (XF3, M0F38, 0x52),
 }
 CONDITIONS = {"jge": 0x8D, "je": 0x84, "jne": 0x85}
-ORDERED = 7  # of vcmpps: neither is a NaN
+ORDERED, UNORDERED = 7, 3  # of vcmpps: neither is a NaN, one is
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionSet:
+    """An instruction set, by its vector registers.
+
+    Attributes:
+        name: as the catalogue has it.
+        vector_bytes: of a register.
+        vectors: how many registers there are.
+    """
+
+    name: str
+    vector_bytes: int
+    vectors: int
+
+    @property
+    def lanes(self) -> int:
+        """How many float32 numbers a register holds."""
+        return self.vector_bytes // 4
+
+
+AVX512 = InstructionSet(name="avx512", vector_bytes=64, vectors=32)
+AVX2 = InstructionSet(name="avx2", vector_bytes=32, vectors=16)  # with FMA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +90,18 @@ class At:
 class Assembler:
     """Instructions, one method each; ``listing`` has them as text, as ``objdump`` says them.
 
-    Vectors have 64 bytes and are named by number, and so are masks. A mask of a load or of a store
-    leaves out the bytes, of a comparison and ``vmovaps`` the numbers, whose bit is 0.
+    Vectors are named by number, and so are masks, which only AVX-512 has. A mask of a load or of a
+    store leaves out the bytes, of a comparison and ``vmovaps`` the numbers, whose bit is 0.
+
+    Args:
+        instructions: AVX-512's or AVX2's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, instructions: InstructionSet = AVX512) -> None:
+        self.instructions = instructions
+        self._wide = instructions == AVX512
+        self._name = "zmm" if self._wide else "ymm"
+        self._place = f"{self._name.upper()}WORD PTR"
         self.listing: list[str] = []
         self._code = bytearray()
         self._labels: dict[str, int] = {}
@@ -176,56 +217,91 @@ class Assembler:
         self._emit(f"kmovq k{to},k{source}", code)
 
     def broadcast_bits(self, to: int, register: str) -> None:
-        """The lower 32 bits of one of the first eight registers, sixteen times."""
+        """The lower 32 bits of one of the first eight registers, in each lane."""
         assert NUMBER[register] < 8
-        name = f"e{register[1:]}"
-        self._vector(f"vpbroadcastd zmm{to},{name}", X66, M0F38, 0x7C, to, 0, NUMBER[register])
+        name, i = f"e{register[1:]}", NUMBER[register]
+        if self._wide:
+            self._vector(f"vpbroadcastd zmm{to},{name}", X66, M0F38, 0x7C, to, 0, i)
+        else:
+            self._vector(f"vmovd xmm{to},{name}", X66, M0F, 0x6E, to, 0, i, short=True)
+            self._vector(f"vpbroadcastd ymm{to},xmm{to}", X66, M0F38, 0x58, to, 0, to)
 
     def broadcast(self, to: int, source: At) -> None:
-        """32 bits, sixteen times."""
-        text = f"vbroadcastss zmm{to},DWORD PTR {source}"
+        """32 bits, in each lane."""
+        text = f"vbroadcastss {self._name}{to},DWORD PTR {source}"
         self._vector(text, X66, M0F38, 0x18, to, 0, source)
 
     def load_vector(self, to: int, source: At, mask: int = 0) -> None:
         """Zero where the mask is."""
         masked = f"{{k{mask}}}{{z}}" if mask else ""
-        text = f"vmovdqu8 zmm{to}{masked},ZMMWORD PTR {source}"
-        self._vector(text, XF2, M0F, 0x6F, to, 0, source, mask=mask, zero=bool(mask))
+        text = f"{self._name}{to}{masked},{self._place} {source}"
+        self._copy(text, 0x6F, to, source, mask=mask, zero=bool(mask))
 
     def store_vector(self, to: At, source: int, mask: int = 0) -> None:
         masked = f"{{k{mask}}}" if mask else ""
-        text = f"vmovdqu8 ZMMWORD PTR {to}{masked},zmm{source}"
-        self._vector(text, XF2, M0F, 0x7F, source, 0, to, mask=mask)
+        text = f"{self._place} {to}{masked},{self._name}{source}"
+        self._copy(text, 0x7F, source, to, mask=mask)
+
+    def _copy(self, text: str, opcode: int, reg: int, place: At, **masked: Any) -> None:
+        """From memory or to it, by bytes, as masks of AVX-512 want."""
+        name, prefix = ("vmovdqu8", XF2) if self._wide else ("vmovdqu", XF3)
+        self._vector(f"{name} {text}", prefix, M0F, opcode, reg, 0, place, **masked)
+
+    def load_some(self, to: int, source: At, mask: int) -> None:
+        """The lanes of AVX2 whose highest bit the vector ``mask`` has; the others are 0."""
+        assert not self._wide, "AVX-512 has masks of its own"
+        text = f"vmaskmovps ymm{to},ymm{mask},{self._place} {source}"
+        self._vector(text, X66, M0F38, 0x2C, to, mask, source)
+
+    def store_some(self, to: At, source: int, mask: int) -> None:
+        """The lanes of AVX2 whose highest bit the vector ``mask`` has; nothing else is written."""
+        assert not self._wide, "AVX-512 has masks of its own"
+        text = f"vmaskmovps {self._place} {to},ymm{mask},ymm{source}"
+        self._vector(text, X66, M0F38, 0x2E, source, mask, to)
 
     def copy_vector(self, to: int, source: int, mask: int = 0) -> None:
         masked = f"{{k{mask}}}" if mask else ""
-        text = f"vmovaps zmm{to}{masked},zmm{source}"
+        text = f"vmovaps {self._name}{to}{masked},{self._name}{source}"
         self._vector(text, NONE, M0F, 0x28, to, 0, source, mask=mask)
 
     def vector(self, name: str, to: int, one: int, other: int | At) -> None:
         """One of ``VECTOR``."""
-        said = f"zmm{other}" if isinstance(other, int) else f"ZMMWORD PTR {other}"
-        self._vector(f"{name} zmm{to},zmm{one},{said}", *VECTOR[name], to, one, other)
+        registers = self._name
+        said = f"{registers}{other}" if isinstance(other, int) else f"{self._place} {other}"
+        text = f"{name} {registers}{to},{registers}{one},{said}"
+        self._vector(text, *VECTOR[name], to, one, other)
+
+    def shift_left(self, to: int, source: int, bits: int) -> None:
+        """Each 32 bits for themselves."""
+        text = f"vpslld {self._name}{to},{self._name}{source},{bits:#x}"
+        self._vector(text, X66, M0F, 0x72, 6, to, source)
+        self._code.append(bits)
 
     def load_bfloat16(self, to: int, source: At) -> None:
         """Sixteen of them as float32."""
         text = f"vpmovzxwd zmm{to},YMMWORD PTR {source}"
         self._vector(text, X66, M0F38, 0x33, to, 0, source)
-        self._vector(f"vpslld zmm{to},zmm{to},0x10", X66, M0F, 0x72, 6, to, to)
-        self._code.append(16)
+        self.shift_left(to, to, 16)
 
     def store_bfloat16(self, to: At, source: int) -> None:
         """Sixteen float32, rounded; the vector holds what was stored then."""
         text = f"vcvtneps2bf16 ymm{source},zmm{source}"
         self._vector(text, XF3, M0F38, 0x72, source, 0, source)
         text = f"vmovdqu8 YMMWORD PTR {to},ymm{source}"
-        self._vector(text, XF2, M0F, 0x7F, source, 0, to, half=True)
+        self._vector(text, XF2, M0F, 0x7F, source, 0, to, short=True)
 
     def compare_ordered(self, mask: int, one: int, other: int) -> None:
         """Clears the mask's bits where one of the two is a NaN."""
         text = f"vcmpordps k{mask}{{k{mask}}},zmm{one},zmm{other}"
         self._vector(text, NONE, M0F, 0xC2, mask, one, other, mask=mask)
         self._code.append(ORDERED)
+
+    def unordered(self, to: int, one: int, other: int) -> None:
+        """All bits of AVX2's lanes in which one of the two is a NaN, no bit of the others."""
+        assert not self._wide, "AVX-512 compares into a mask"
+        text = f"vcmpunordps ymm{to},ymm{one},ymm{other}"
+        self._vector(text, NONE, M0F, 0xC2, to, one, other)
+        self._code.append(UNORDERED)
 
     # encoding
 
@@ -271,25 +347,29 @@ class Assembler:
         *,
         mask: int = 0,
         zero: bool = False,
-        half: bool = False,
+        short: bool = False,
     ) -> None:
-        """EVEX: the extra bits of registers stand inverted, and ``second`` too."""
+        """EVEX for AVX-512, else VEX; the extra bits of registers stand inverted in both.
+
+        Args:
+            short: of half the register's bytes.
+        """
         if isinstance(rm, At):
             high, middle, tail = 0, NUMBER[rm.base] >> 3, _address(reg, rm)
         else:
             high, middle = rm >> 4, rm >> 3 & 1
             tail = bytes((0xC0 | (reg & 7) << 3 | rm & 7,))
-        extended = (reg >> 3 & 1) << 7 | high << 6 | middle << 5 | (reg >> 4) << 4
-        code = bytes(
-            (
-                0x62,
-                extended ^ 0xF0 | map,
-                (~second & 15) << 3 | 4 | prefix,
-                zero << 7 | (1 if half else 2) << 5 | (~second >> 4 & 1) << 3 | mask,
-                opcode,
-            )
-        )
-        self._emit(text, code + tail)
+        if self._wide:
+            extended = (reg >> 3 & 1) << 7 | high << 6 | middle << 5 | (reg >> 4) << 4
+            length = zero << 7 | (1 if short else 2) << 5 | (~second >> 4 & 1) << 3 | mask
+            head = bytes((0x62, extended ^ 0xF0 | map, (~second & 15) << 3 | 4 | prefix, length))
+        else:
+            assert not mask, "AVX2 has no masks"
+            assert max(reg, second, rm if isinstance(rm, int) else 0) < self.instructions.vectors
+            extended = (reg >> 3) << 7 | middle << 5
+            last = (~second & 15) << 3 | (not short) << 2 | prefix
+            head = bytes((0xC4, extended ^ 0xE0 | map, last))
+        self._emit(text, head + bytes((opcode,)) + tail)
 
 
 def _address(reg: int, place: At) -> bytes:

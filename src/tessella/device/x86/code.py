@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tessella.core.errors import KernelError
-from tessella.device.x86.assembler import Assembler, At
+from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 
 Table = ctypes.Array[ctypes.c_int64]
 
@@ -21,10 +21,30 @@ RUNTIMES = re.compile(r"/lib(g|i)?omp")  # whose threads torch uses, by file nam
 
 
 @functools.cache
-def refusal() -> str | None:
-    """Why this machine cannot run such code, or None."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return "needs a processor with AVX-512"
+def instructions() -> InstructionSet | None:
+    """The widest vectors that torch uses here (``ATEN_CPU_CAPABILITY=avx2`` narrows them), or None
+    if no code of ours is written for them."""
+    return {"AVX512": AVX512, "AVX2": AVX2}.get(torch.backends.cpu.get_cpu_capability())
+
+
+def require_instructions() -> InstructionSet:
+    """``instructions()`` where ``refusal`` has been asked."""
+    here = instructions()
+    assert here is not None, "asked for in spite of refusal()"
+    return here
+
+
+def refusal(isa: str) -> str | None:
+    """Why this machine cannot run code of an instruction set, or None; it can if that is the widest
+    of its own."""
+    here = instructions()
+    if here is None or here.name != isa:
+        return f"needs a processor whose widest vectors are those of {isa}"
+    return _refusal()
+
+
+@functools.cache
+def _refusal() -> str | None:
     if _parallel() is None:
         return "finds no OpenMP in this process, whose threads it would use"
     try:
@@ -34,10 +54,9 @@ def refusal() -> str | None:
     return None
 
 
-@functools.cache
 def has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 (AVX512_BF16)."""
-    return bool(torch.cpu._is_avx512_bf16_supported())
+    return instructions() == AVX512 and bool(torch.cpu._is_avx512_bf16_supported())
 
 
 class MachineCode:
