@@ -35,6 +35,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from tessella.core.errors import CompileError, UsageError
+from tessella.device.x86 import code
 from tessella.operations.epilogue import is_gamma
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
@@ -76,6 +77,7 @@ class Kernel:
         unproven: compiled, but never run on a GPU in its present form, so that it might hang: it
             takes part only where its algorithm is asked for by name.
         sparse: it takes layers whose constant weight is 2:4 sparse, and no others.
+        isa: the instruction set that its machine code is of, which must be the processor's widest.
     """
 
     id: str
@@ -93,6 +95,7 @@ class Kernel:
     last_resort: bool = False
     unproven: bool = False
     sparse: bool = False
+    isa: str | None = None
 
     @property
     def algorithm(self) -> str:
@@ -123,6 +126,8 @@ class Kernel:
             return f"gamma is a number above zero that float32 holds, not {gamma!r}"
         if gamma != 1 and not self.gamma:
             return "has no factor behind the activation (gamma)"
+        if self.isa and (reason := code.refusal(self.isa)):
+            return reason
         return self.load().fits(problem)
 
     def outclassed(self, problem: Problem) -> str | None:
@@ -179,6 +184,15 @@ def _cpu(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, .
     return _rows(ops, algorithm, module, "cpu", **flags)
 
 
+def _x86(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, ...]:
+    """Rows of one module that writes machine code, for each instruction set that it writes."""
+    return tuple(
+        row
+        for isa in ("avx512", "avx2")
+        for row in _cpu(ops, algorithm.format(isa), module, isa=isa, **flags)
+    )
+
+
 def _gpu(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, ...]:
     return _rows(ops, algorithm, module, "sm_90", **flags)
 
@@ -202,8 +216,9 @@ _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution
-    *_cpu("conv2d", "avx512", "conv.x86", sliced_out=True),
-    *_cpu("conv2d", "avx512_sum", "conv.x86_sum", **_ADDS),
+    *_x86("conv2d", "{}", "shared.x86_convolution", sliced_out=True),
+    *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
+    *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
     *_cpu("conv2d", "onednn", "conv.libraries.onednn", source="onednn", **_NEW),
     *_cpu("conv2d", "onednn_sum", "conv.libraries.onednn_sum", source="onednn", **_ADDS),
     *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", source="onednn", **_NEW),
@@ -247,6 +262,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_aten(f"{_DGRAD} {_WGRAD}", "conv.libraries.backward_aten", **_NEW),
     # matrix products
+    *_x86("linear", "{}", "gemm.x86"),
     *_cpu("linear", "onednn", "gemm.onednn", source="onednn", **_NEW),
     *_cpu("linear", "onednn_int8", "gemm.onednn_int8", source="onednn", **_NEW),
     *_cpu("linear", "mkl", "gemm.mkl", source="mkl", **_NEW),
@@ -268,7 +284,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("linear matmul", "gemm.aten"),
     *_gpu("linear_norm", "normed.sm90", "gemm.normed", gamma=True, **_NEW),
     # the other layers
-    *_cpu("max_pool2d", "avx512", "pool.x86", sliced_out=True),
+    *_x86("max_pool2d", "{}", "pool.x86", sliced_out=True),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
     *_aten("batch_norm layer_norm", "norm.aten", **_NEW),
@@ -297,6 +313,14 @@ KERNELS: tuple[Kernel, ...] = (
         "pointwise.generated",
         version=3,
         sliced_out=True,
+    ),
+    *_x86(
+        "pointwise add sub mul div relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid clamp"
+        " neg batch_norm",
+        "{}",
+        "pointwise.x86",
+        sliced_out=True,
+        in_place=True,
     ),
     *_aten("pointwise", "pointwise.sequence", sliced_out=True),
     *_gpu("pointwise", "generated_several", "pointwise.generated_several", version=3, **_NEW),

@@ -9,26 +9,32 @@ from typing import Any
 import pytest
 import torch
 
+from tessella.device.x86.assembler import InstructionSet
 from tessella.kernels import catalog
-from tessella.kernels.conv import x86, x86_sum
+from tessella.kernels.conv import x86_depthwise, x86_sum
+from tessella.kernels.shared import x86_convolution as x86
+from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import find as search
+from tests.support.instructions import isa as isa
 
 CPU = torch.device("cpu")
-ROW, SUM = (catalog.kernel(f"conv2d.{name}") for name in ("avx512", "avx512_sum"))
 # float32: sums in another order; bfloat16: the result's rounding, and some of the sum's
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
-@pytest.fixture(autouse=True)
-def _avx512() -> None:
-    if (why := x86.code.refusal()) is not None:
-        pytest.skip(why)
+pytestmark = pytest.mark.usefixtures("isa")
+
+
+def row(suffix: str = "") -> catalog.Kernel:
+    here = x86.code.instructions()
+    assert here is not None
+    return catalog.kernel(f"conv2d.{here.name}{suffix}")
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
+def dtype(request: pytest.FixtureRequest, isa: InstructionSet) -> str:
     if request.param == "bfloat16" and not x86.code.has_bfloat16():
         pytest.skip("this CPU has no bfloat16 instructions")
     return str(request.param)
@@ -89,10 +95,12 @@ def exact(
 ) -> torch.Tensor:
     bias = constants[2].double() if 2 in constants else None
     window = [p.attrs[n] for n in ("stride", "padding", "dilation")]
-    made = torch.conv2d(given[0].double(), constants[1].double(), bias, *window)
+    image, weight, groups = given[0].double(), constants[1].double(), p.attrs["groups"]
+    made = torch.conv2d(image, weight, bias, *window, groups)
     if len(given) > 1:
         made = made + given[1].double()
-    return made.relu() if p.attr("activation") == "relu" else made
+    activation = p.attr("activation")
+    return made if activation is None else ACTIVATIONS[activation](made)
 
 
 def near(made: torch.Tensor, right: torch.Tensor) -> None:
@@ -110,20 +118,43 @@ SHAPES = [
     ((2, 24, 9, 31), 112),
     ((1, 512, 14, 14), 128),
     ((8, 16, 28, 28), 96),
+    ((2, 768, 5, 7), 48),
+    ((1, 4, 9, 9), 32),
 ]
 
 
-@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_each_activation_from_very_small_to_very_large(
+    activation: str, isa: InstructionSet
+) -> None:
+    """The image's first channel passes through, and numbers of every size stand in it."""
+    p = problem((1, 16, 1, 4096), isa.lanes, activation=activation, bias=False)
+    (x,), constants = drawn(p)
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.rand(4096, generator=generator) * 70 - 35
+    x[0, 0, 0] = exponents.exp2() * torch.randn(4096, generator=generator).sign()
+    x[0, 0, 0, :2048] = torch.linspace(-20, 20, 2048)
+    x[0, 0, 0, 2048:2052] = torch.tensor([0.0, torch.inf, -1e30, 1e30])
+    constants[1].zero_()[:, 0] = 1
+    made = x86.bind(p, constants)(x, out=p.output.empty(CPU))[0, :, 0].double()
+    right = ACTIVATIONS[activation](x[0, 0, 0].double()).expand_as(made)
+    torch.testing.assert_close(made, right, rtol=3e-6, atol=2e-6)
+    x[0, 0, 0, ::5] = torch.nan
+    made = x86.bind(p, constants)(x, out=p.output.empty(CPU))
+    assert torch.equal(made[0, :, 0].isnan(), x[0, 0, 0].isnan().expand(isa.lanes, -1))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(("shape", "channels"), SHAPES)
 def test_beside_float64(
     shape: tuple[int, int, int, int], channels: int, residual: bool, activation: str, dtype: str
 ) -> None:
     p = problem(shape, channels, dtype, residual=residual, activation=activation)
-    assert ROW.refusal(p) is None
+    assert row().refusal(p) is None
     given, constants = drawn(p)
     right = exact(p, given, constants)
-    for config in ROW.configs(p):
+    for config in x86.configs(p):
         call = x86.bind(p, constants, **config)
         for _ in range(2):
             out = p.output.empty(CPU).fill_(torch.nan)
@@ -153,12 +184,73 @@ def test_any_filter_beside_float64(window: str, residual: bool, dtype: str) -> N
         p = problem(
             shape, channels, dtype, kernel=kernel, residual=residual, activation="relu", **attrs
         )
-        assert ROW.refusal(p) is None
+        assert row().refusal(p) is None
         given, constants = drawn(p)
         right = exact(p, given, constants)
-        for config in ROW.configs(p):
+        for config in x86.configs(p):
             out = p.output.empty(CPU).fill_(torch.nan)
             near(x86.bind(p, constants, **config)(*given, out=out), right)
+
+
+def test_any_number_of_channels_beside_float64() -> None:
+    for channels in (1, 2, 3, 5, 6):
+        p = problem((2, channels, 11, 12), 48, kernel=(7, 7), stride=(2, 2), padding=(3, 3))
+        given, constants = drawn(p)
+        for config in x86.configs(p):
+            out = p.output.empty(CPU).fill_(torch.nan)
+            near(x86.bind(p, constants, **config)(*given, out=out), exact(p, given, constants))
+
+
+def test_passes_over_some_channels_beside_float64() -> None:
+    """The first begins with the bias, the last adds the residual and activates; one is between."""
+    for channels, kernel in ((1536, (1, 1)), (512, (3, 3))):
+        p = problem((1, channels, 7, 9), 192, kernel=kernel, residual=True, activation="gelu")
+        given, constants = drawn(p)
+        split = [
+            config for config in x86.configs(p) if channels / config.get("depth", channels) > 2
+        ]
+        assert split
+        for config in split:
+            out = p.output.empty(CPU).fill_(torch.nan)
+            near(x86.bind(p, constants, **config)(*given, out=out), exact(p, given, constants))
+
+
+@pytest.mark.parametrize("activation", [None, "hardswish"])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_depthwise_beside_float64(window: str, activation: str | None, dtype: str) -> None:
+    kernel, attrs = WINDOWS[window]
+    for shape in ((2, 64, 13, 11), (1, 112, 9, 10), (3, 16, 9, 9), (1, 192, 30, 17)):
+        p = problem(
+            shape, shape[1], dtype, kernel=kernel, groups=shape[1], activation=activation, **attrs
+        )
+        assert row("_depthwise").refusal(p) is None
+        given, constants = drawn(p)
+        right = exact(p, given, constants)
+        for config in x86_depthwise.configs(p):
+            out = p.output.empty(CPU).fill_(torch.nan)
+            near(x86_depthwise.bind(p, constants, **config)(*given, out=out), right)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_depthwise_threads_share_the_work(
+    threads: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an image alone has too few pixels; a slice is read and written, nothing beside."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for pixels in (7, 20):
+        p = problem((1, 96, pixels, pixels), 96, dtype, kernel=(5, 5), padding=(2, 2), groups=96)
+        (x,), constants = drawn(p)
+        whole_x, whole = (replace(m, shape=(1, 160, *m.shape[2:])) for m in (p.inputs[0], p.output))
+        sliced = replace(
+            p, inputs=(whole_x.part(1, 96), *p.inputs[1:]), outputs=(whole.part(1, 96),)
+        )
+        assert row("_depthwise").refusal(sliced) is None
+        image, out = whole_x.empty(CPU).fill_(9), whole.empty(CPU).fill_(3)
+        image[:, 32:128] = x
+        x86_depthwise.bind(sliced, constants)(image[:, 32:128], out=out[:, 32:128])
+        near(out[:, 32:128], exact(p, [x], constants))
+        assert (out[:, :32] == 3).all()
+        assert (out[:, 128:] == 3).all()
 
 
 @pytest.mark.parametrize("threads", [2, 5])
@@ -174,7 +266,9 @@ def test_torchs_threads_share_the_work(
 
 
 @pytest.mark.parametrize("vectors", [1, 2, 3, 4])
-def test_each_width_of_a_tile(vectors: int, dtype: str) -> None:
+def test_each_width_of_a_tile(vectors: int, dtype: str, isa: InstructionSet) -> None:
+    if vectors not in x86.PIXELS[isa]:
+        pytest.skip(f"{isa.name} has too few registers")
     p = problem((2, 32, 9, 11), 192, dtype, bias=False, residual=True)
     given, constants = drawn(p)
     out = x86.bind(p, constants, vectors=vectors)(*given, out=p.output.empty(CPU))
@@ -184,12 +278,12 @@ def test_each_width_of_a_tile(vectors: int, dtype: str) -> None:
 def test_a_sum_where_its_residual_lies(dtype: str) -> None:
     for shape, channels in SHAPES:
         p = problem(shape, channels, dtype, residual=True, activation="relu")
-        assert SUM.refusal(p) == "the residual is needed afterwards"
+        assert row("_sum").refusal(p) == "the residual is needed afterwards"
         p = replace(p, dying=(3,))
-        assert SUM.refusal(p) is None
+        assert row("_sum").refusal(p) is None
         (x, residual), constants = drawn(p)
         right = exact(p, [x, residual], constants)
-        made = x86_sum.bind(p, constants, **SUM.configs(p)[0])(x, residual)
+        made = x86_sum.bind(p, constants, **x86_sum.configs(p)[0])(x, residual)
         assert made is residual
         near(made, right)
 
@@ -198,9 +292,9 @@ def test_a_search_gives_a_sum_its_residual_back_before_it_looks() -> None:
     """What earlier calls have added to must not be taken for a wrong answer."""
     p = replace(problem((1, 64, 9, 9), 64, residual=True, activation="relu"), dying=(3,))
     constants = drawn(p)[1]
-    options = search.SearchOptions(algorithms=["avx512_sum"])
+    options = search.SearchOptions(algorithms=[row("_sum").algorithm])
     best, *_ = search.find(p, constants, target="cpu", options=options)
-    assert (best.kernel, best.refused) == (SUM.id, None)
+    assert (best.kernel, best.refused) == (row("_sum").id, None)
 
 
 def test_slices_are_read_and_written_and_nothing_beside_them(dtype: str) -> None:
@@ -209,7 +303,7 @@ def test_slices_are_read_and_written_and_nothing_beside_them(dtype: str) -> None
     metas = [replace(m, shape=(2, 112, 6, 7)) for m in (p.inputs[0], p.inputs[3], p.output)]
     image, added, made = (m.part(1, n) for m, n in zip(metas, (32, 48, 48), strict=True))
     sliced = replace(p, inputs=(image, *p.inputs[1:3], added), outputs=(made,))
-    assert ROW.refusal(sliced) is None
+    assert row().refusal(sliced) is None
     whole_x, whole_residual, whole = (m.empty(CPU).fill_(3) for m in metas)
     whole_x[:, 80:] = x
     whole_residual[:, 16:64] = residual
@@ -231,7 +325,7 @@ def test_a_nan_reaches_its_pixel_and_no_other(dtype: str) -> None:
 
 
 def test_no_work_at_all() -> None:
-    assert ROW.refusal(problem((0, 16, 5, 5), 32)) == "nothing to make"
+    assert row().refusal(problem((0, 16, 5, 5), 32)) == "nothing to make"
 
 
 def test_threads_do_not_disturb_each_other() -> None:
@@ -258,14 +352,15 @@ def test_threads_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"activation": "gelu"}, "activation gelu is not fused"),
+        ({"gamma": 2.0}, "has no factor behind the activation (gamma)"),
         ({"groups": 2}, "one group"),
     ],
 )
 def test_what_it_leaves_to_others(changes: dict[str, Any], why: str) -> None:
-    assert ROW.refusal(problem((2, 16, 8, 8), 32, **changes)) == why
+    assert row().refusal(problem((2, 16, 8, 8), 32, **changes)) == why
 
 
 def test_sizes_that_it_leaves_to_others() -> None:
-    assert "channels by 16" in str(ROW.refusal(problem((2, 16, 8, 8), 40)))
-    assert "channels by 16" in str(ROW.refusal(problem((2, 3, 8, 8), 32)))
+    assert "channels by" in str(row().refusal(problem((2, 16, 8, 8), 36)))
+    wide = problem((2, 3, 8, 8), 32, "bfloat16")
+    assert "input by 4 bytes" in str(x86.fits(wide)) or not x86.code.has_bfloat16()

@@ -1,4 +1,4 @@
-"""The convolution of ``x86`` that writes its result into the memory of its residual.
+"""The convolution of ``shared.x86_convolution`` that writes into the memory of its residual.
 
 Each tile reads its part of the residual just before it writes there.
 """
@@ -9,12 +9,15 @@ from collections.abc import Mapping
 
 import torch
 
-from tessella.kernels.catalog import Call
-from tessella.kernels.conv import x86
+from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.libraries import onednn_sum
+from tessella.kernels.shared import x86_convolution as x86
 from tessella.operations.problem import Problem
 
-configs = x86.configs
+
+def configs(problem: Problem) -> tuple[Config, ...]:
+    """No passes: sums cannot wait where the residual lies."""
+    return tuple(config for config in x86.configs(problem) if "depth" not in config)
 
 
 def fits(problem: Problem) -> str | None:

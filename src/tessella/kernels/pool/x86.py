@@ -1,12 +1,13 @@
-"""Max pooling on a CPU with AVX-512, channels last: each image is read once, and nothing between.
+"""Max pooling on a CPU with AVX-512 or AVX2, channels last: each image is read once, and nothing
+between.
 
-A thread takes one row of the result after another. Of its pixels 64 bytes of channels at a time,
+A thread takes one row of the result after another. Of its pixels a vector of channels at a time,
 four of them together, are the maxima of what the window reads; a table says which rows and columns
 of each window lie inside of the image.
 
-NaNs spread, as in torch: of float32 a mask remembers where all numbers were ordered, since
-``vmaxps`` forgets. 16-bit floats that are 0 or more (``non_negative``) are ordered as the integers
-of their bits, NaNs above all.
+NaNs spread, as in torch: of float32 a mask remembers where all numbers were ordered (in AVX2 a
+vector, where one was not), since ``vmaxps`` forgets. 16-bit floats that are 0 or more
+(``non_negative``) are ordered as the integers of their bits, NaNs above all.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from dataclasses import dataclass
 import torch
 
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import Assembler, At
+from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-VECTOR = 64  # bytes
 TOGETHER = 4  # vectors
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
 ALONE_BYTES = 2**15  # so little is not worth waking a thread
-SMALLEST, TAKEN, NAN = 29, 30, 31  # vectors
+SMALLEST, TAKEN, NAN = 13, 14, 15  # vectors; the first ones are the maxima
+SEEN = TOGETHER  # AVX2's vectors of where a NaN was, behind the maxima
 ALL, REST = 5, 6  # masks; the first ones are of float32's numbers that were ordered
 
 # the instruction for a type, and 32 bits of the number that all others are at least
@@ -42,8 +43,7 @@ MAXIMUM = {
 
 def fits(problem: Problem) -> str | None:
     x, y = problem["input"], problem.output
-    if why := code.refusal():
-        return why
+    isa = code.require_instructions()
     if len(x.shape) != 4:
         return f"images have four axes, not {len(x.shape)}"
     if x.dtype not in MAXIMUM or x.dtype != y.dtype:
@@ -54,6 +54,8 @@ def fits(problem: Problem) -> str | None:
         return "strides must be known when the plan is built"
     if x.pixel_pitch is None or y.pixel_pitch is None:
         return "a pixel's channels must lie together"
+    if isa == AVX2 and x.shape[1] * x.itemsize < isa.vector_bytes:
+        return f"a pixel's channels have fewer than {isa.vector_bytes} bytes"
     if 0 in x.shape or 0 in y.shape:
         return "nothing to pool"
     if not all(count for axis in (0, 1) for _, count in _spans(problem, axis)):
@@ -70,6 +72,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     _require_inside(problem, lines, columns)
     items, spans = code.table(lines), code.table(columns)
     pool = _Pool(
+        isa=code.require_instructions(),
         dtype=x.dtype,
         channel_bytes=x.shape[1] * x.itemsize,
         row=_strides(x)[2] * problem.attrs["dilation"][0],
@@ -116,6 +119,7 @@ class _Pool:
         rows, columns: of all results.
     """
 
+    isa: InstructionSet
     dtype: str
     channel_bytes: int
     row: int
@@ -132,7 +136,7 @@ class _Pool:
         in the table, and the table's end; r14, r15: where the window begins, and its columns; rsi,
         rdx and rax, rcx: the row and the pixel that are read, and how many are left.
         """
-        a = Assembler()
+        a, vector = Assembler(self.isa), self.isa.vector_bytes
         a.enter()
         a.load("r8", At(base="rdi", distance=8))
         a.load("r9", At(base="rdi", distance=16))
@@ -141,9 +145,10 @@ class _Pool:
         a.broadcast_bits(SMALLEST, "rax")
         a.set("rax", 0x7FC00000)
         a.broadcast_bits(NAN, "rax")
-        a.set("rax", -1)
-        a.mask(ALL, "rax")
-        if rest := self.channel_bytes % VECTOR:
+        if self.isa == AVX512:
+            a.set("rax", -1)
+            a.mask(ALL, "rax")
+        if rest := self.channel_bytes % vector:
             a.set("rax", (1 << rest) - 1)
             a.mask(REST, "rax")
         code.take_item(a, "rcx", lines, self.rows, 3)
@@ -157,19 +162,19 @@ class _Pool:
         a.load("r14", At(base="r13"))
         a.add("r14", "r10")
         a.load("r15", At(base="r13", distance=8))
-        vectors, rest = divmod(self.channel_bytes, VECTOR)
+        vectors = self.channel_bytes // vector
         many, some = divmod(vectors, TOGETHER)
         if many:
             a.set("rbx", many)
             a.label("channels")
             self._maxima(a, "many", TOGETHER)
-            a.add("r14", TOGETHER * VECTOR)
-            a.add("r12", TOGETHER * VECTOR)
+            a.add("r14", TOGETHER * vector)
+            a.add("r12", TOGETHER * vector)
             a.subtract("rbx", 1)
             a.jump_if("jne", "channels")
         if some or rest:
-            self._maxima(a, "some", some + bool(rest), masked=bool(rest))
-        a.add("r12", self.out_pixel - many * TOGETHER * VECTOR)
+            self._maxima(a, "some", some + bool(rest), rest=rest)
+        a.add("r12", self.out_pixel - many * TOGETHER * vector)
         a.add("r13", 2 * code.NUMBER)
         a.compare("r13", "rbp")
         a.jump_if("jne", "column")
@@ -178,37 +183,53 @@ class _Pool:
         a.leave()
         return a
 
-    def _maxima(self, a: Assembler, name: str, vectors: int, *, masked: bool = False) -> None:
-        """Of one window, so many vectors of channels from where r14 is; the last perhaps masked."""
+    def _maxima(self, a: Assembler, name: str, vectors: int, *, rest: int = 0) -> None:
+        """Of one window, so many vectors of channels from where r14 is. If only some bytes are left
+        for the last, it is masked, or without masks begins so much earlier, and is made again.
+        """
         maximum, _ = MAXIMUM[self.dtype]
+        vector, has_masks = self.isa.vector_bytes, self.isa == AVX512
         has_nan = self.dtype == "float32"
-        masks = [REST if masked and i == vectors - 1 else 0 for i in range(vectors)]
+        masks, places = [0] * vectors, [i * vector for i in range(vectors)]
+        if rest and has_masks:
+            masks[-1] = REST
+        elif rest:
+            places[-1] -= vector - rest
         for i in range(vectors):
             a.copy_vector(i, SMALLEST)
-            if has_nan:
+            if has_nan and has_masks:
                 a.copy_mask(1 + i, ALL)
+            elif has_nan:
+                a.vector("vxorps", SEEN + i, SEEN + i, SEEN + i)
         a.move("rsi", "r14")
         a.move("rdx", "r11")
         a.label(f"{name} row")
         a.move("rax", "rsi")
         a.move("rcx", "r15")
         a.label(f"{name} pixel")
-        for i, mask in enumerate(masks):
-            a.load_vector(TAKEN, At(base="rax", distance=i * VECTOR), mask)
+        for i, (place, mask) in enumerate(zip(places, masks, strict=True)):
+            a.load_vector(TAKEN, At(base="rax", distance=place), mask)
             a.vector(maximum, i, i, TAKEN)
-            if has_nan:
+            if has_nan and has_masks:
                 a.compare_ordered(1 + i, TAKEN, TAKEN)
+            elif has_nan:
+                a.unordered(TAKEN, TAKEN, TAKEN)
+                a.vector("vorps", SEEN + i, SEEN + i, TAKEN)
         a.add("rax", self.pixel)
         a.subtract("rcx", 1)
         a.jump_if("jne", f"{name} pixel")
         a.add("rsi", self.row)
         a.subtract("rdx", 1)
         a.jump_if("jne", f"{name} row")
-        for i, mask in enumerate(masks):
-            if has_nan:
+        for i, (place, mask) in enumerate(zip(places, masks, strict=True)):
+            made = i
+            if has_nan and has_masks:
                 a.copy_vector(TAKEN, NAN)
                 a.copy_vector(TAKEN, i, 1 + i)
-            a.store_vector(At(base="r12", distance=i * VECTOR), TAKEN if has_nan else i, mask)
+                made = TAKEN
+            elif has_nan:
+                a.vector("vorps", i, i, SEEN + i)  # all bits set are a NaN
+            a.store_vector(At(base="r12", distance=place), made, mask)
 
 
 def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:

@@ -1,11 +1,13 @@
-"""Convolutions on a CPU with AVX-512, in float32 or bfloat16, with all around them.
+"""Convolutions on a CPU with AVX-512 or AVX2, in float32 or bfloat16, with all around them.
 
-A tile of the result waits in registers, so many pixels by so many vectors of 16 channels, while one
-channel of the image after another is multiplied in; bias, residual and ReLU are done to it there.
-Of bfloat16 two channels at a time are multiplied, and sums are float32. Where the pixels lie that a
-tile reads, a table says for each place of the filter, so that any stride, padding and dilation is
-the same code; beside the image it points to zeros. What is read of the residual is asked for when
-the tile begins, and is there when it ends; oneDNN waits for it.
+A tile of the result waits in registers, so many pixels by so many vectors of 16 or 8 channels,
+while one channel of the image after another is multiplied in; bias, residual and activation are
+done to it there. Of bfloat16 two channels at a time are multiplied, and sums are float32. Where the
+pixels lie that a tile reads, a table says for each place of the filter, so that any stride, padding
+and dilation is the same code; beside the image it points to zeros. What is read of the residual is
+asked for when the tile begins, and is there when it ends; oneDNN waits for it. Where the weights of
+a panel are more than the first cache holds, some channels of all pixels may be multiplied before
+the next ones: sums then wait in the result.
 
 Source: the table is the indirection buffer of Dukhan, "The Indirect Convolution Algorithm" (2019).
 """
@@ -21,29 +23,41 @@ import torch
 
 from tessella.device.packing import packed
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import Assembler, At
+from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 from tessella.kernels.catalog import Call, Config
+from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-LANES = 16  # float32 in a vector
-VECTOR = 64  # bytes
 WORD = 4  # bytes: one channel of float32, two of bfloat16
-UNROLLED = 4  # words of a pixel
-PIXELS = {4: 6, 3: 8, 2: 9, 1: 9}  # of a tile, by its vectors: as many as registers allow
+UNROLLED = 4  # words of a pixel, at most
+# pixels of a tile, by its vectors: as many as registers allow
+PIXELS = {AVX512: {4: 6, 3: 8, 2: 9, 1: 9}, AVX2: {3: 4, 2: 6, 1: 9}}
 BLOCK_PIXELS = 96  # that one thread takes at a time
+PASS_BYTES = (24 * 2**10, 128 * 2**10)  # of a panel's weights in a pass: first and second cache
+MIN_DEPTH = 32  # words of a pass; fewer are not worth reading and writing sums for
 BLOCK_WEIGHT_BYTES = 2**18  # of the weight: they stay in a core's second cache
 FEW_ITEMS = 8
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
 
 
 def fits(problem: Problem) -> str | None:
-    x, weight, y = problem["input"], problem["weight"], problem.output
-    epilogue, residual = problem.epilogue, problem.epilogue.residual
-    if why := code.refusal():
+    x, weight, isa = problem["input"], problem["weight"], code.require_instructions()
+    if why := refusal(problem):
         return why
-    vectors = () if epilogue.bias is None else ("bias",)
-    if not all(map(problem.is_constant, ("weight", *vectors))):
+    if problem.attrs["groups"] != 1:
+        return "one group"
+    if weight.shape[0] % isa.lanes or weight.shape[1] * x.itemsize % WORD:
+        return f"channels by {isa.lanes}, of the input by {WORD} bytes"
+    return None
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why no convolution of ours in machine code takes a problem, whatever its groups."""
+    x, y = problem["input"], problem.output
+    epilogue, residual = problem.epilogue, problem.epilogue.residual
+    bias = () if epilogue.bias is None else ("bias",)
+    if not all(map(problem.is_constant, ("weight", *bias))):
         return "weight and bias must be constants"
     if problem.plain:
         return problem.plain
@@ -51,56 +65,80 @@ def fits(problem: Problem) -> str | None:
         return "float32 or bfloat16 throughout"
     if x.dtype == "bfloat16" and not code.has_bfloat16():
         return "this CPU has no bfloat16 instructions"
-    if problem.attrs["groups"] != 1:
-        return "one group"
-    if epilogue.activation not in (None, "relu"):
-        return f"activation {epilogue.activation} is not fused"
     if residual is not None and residual.shape != y.shape:
         return "the residual is not like the result"
     images = [m for m in (x, y, residual) if m is not None]
     if any(m.pixel_pitch is None for m in images):
         return "a pixel's channels must lie together"
-    if weight.shape[0] % LANES or weight.shape[1] * x.itemsize % (UNROLLED * WORD):
-        return f"channels by {LANES}, of the input by {UNROLLED * WORD} bytes"
     if 0 in y.shape:
         return "nothing to make"
-    if max(math.prod(m.shape[2:]) * _pitch(m) for m in images) > MAX_BYTES:
+    if max(math.prod(m.shape[2:]) * pixel_bytes(m) for m in images) > MAX_BYTES:
         return "distances have 32 bits"
     return None
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """Tiles of 64 channels and fewer pixels, or the other way around."""
-    channels = problem["weight"].shape[0] // LANES
-    wide = [vectors for vectors in PIXELS if channels % vectors == 0]
-    return tuple({"vectors": vectors} for vectors in wide[:2])
+    """Tiles of many channels and fewer pixels, or the other way around; at once or in passes."""
+    isa = code.require_instructions()
+    count = problem["weight"].shape[0] // isa.lanes
+    wide = [vectors for vectors in PIXELS[isa] if count % vectors == 0][:2]
+    depths = [(vectors, _depth(problem, vectors * isa.lanes)) for vectors in wide]
+    return (
+        *({"vectors": vectors} for vectors in wide),
+        *({"vectors": vectors, "depth": depth} for vectors, depth in depths if depth),
+    )
+
+
+def _depth(problem: Problem, width: int) -> int | None:
+    """How many of a pixel's words a pass should take, None for all: sums are kept as float32."""
+    x, taps = problem["input"], math.prod(problem["weight"].shape[2:])
+    words = x.shape[1]
+    if x.itemsize != WORD:
+        return None
+    for limit in PASS_BYTES:
+        most = min(limit // (taps * width * WORD), words - 1)
+        for depth in range(most // UNROLLED * UNROLLED, MIN_DEPTH - 1, -UNROLLED):
+            if words % depth == 0:
+                return depth
+    return None
 
 
 def bind(
-    problem: Problem, constants: Mapping[int, torch.Tensor], *, vectors: int | None = None
+    problem: Problem,
+    constants: Mapping[int, torch.Tensor],
+    *,
+    vectors: int | None = None,
+    depth: int | None = None,
 ) -> Call:
     vectors = configs(problem)[0]["vectors"] if vectors is None else vectors
     problem.require_constants(constants)
+    isa = code.require_instructions()
     x, y, residual = problem["input"], problem.output, problem.epilogue.residual
-    weight = _panels(constants[1], vectors)
+    words = x.shape[1] * x.itemsize // WORD
+    depth = words if depth is None else depth
+    weight = _panels(constants[1], vectors * isa.lanes, depth)
     bias = constants[2].float() if 2 in constants else None
+    pixels = PIXELS[isa][vectors]
     tiles = _Tiles(
+        isa=isa,
         vectors=vectors,
-        pixels=PIXELS[vectors],
-        rest=math.prod(y.shape[2:]) % PIXELS[vectors],
+        pixels=pixels,
+        rest=math.prod(y.shape[2:]) % pixels,
         size=x.itemsize,
-        words=x.shape[1] * x.itemsize // WORD,
+        words=words,
+        depth=depth,
         taps=math.prod(problem["weight"].shape[2:]),
-        pitches=(_pitch(y), None if residual is None else _pitch(residual)),
+        pitches=(pixel_bytes(y), None if residual is None else pixel_bytes(residual)),
         has_bias=bias is not None,
-        relu=problem.epilogue.activation == "relu",
+        activation=problem.epilogue.activation,
+        constants=Constants(isa),
     )
-    places, zeros = _places(problem, tiles.pixels), torch.zeros(tiles.words)
+    places, zeros = indirection(problem, tiles.pixels), torch.zeros(tiles.words)
     items = list(_items(problem, tiles, weight, bias, places))
     _require_inside(problem, tiles, items, weight, bias, places)
     table = code.table(items)
     written = tiles.written(ctypes.addressof(table), len(items))
-    made = code.MachineCode(written.code(), table, places, zeros, weight, bias)
+    made = code.MachineCode(written.code(), table, places, zeros, weight, bias, tiles.constants)
     beside = zeros.data_ptr()
 
     def run(
@@ -114,25 +152,26 @@ def bind(
     return run
 
 
-def _panels(weight: torch.Tensor, vectors: int) -> torch.Tensor:
-    """[K, C, R, S] → [K / width, R·S, words of C, width, in a word]: as a tile reads it."""
-    width, inside = vectors * LANES, WORD // weight.itemsize
+def _panels(weight: torch.Tensor, width: int, depth: int) -> torch.Tensor:
+    """[K, C, R, S] → [K / width, passes, R·S, words of a pass, width, in a word]: as a tile reads
+    it."""
+    inside = WORD // weight.itemsize
     taps = math.prod(weight.shape[2:])
 
     def pack(w: torch.Tensor) -> torch.Tensor:
-        parts = w.reshape(len(w) // width, width, -1, inside, taps)
-        return parts.permute(0, 4, 2, 1, 3).contiguous()
+        parts = w.reshape(len(w) // width, width, -1, depth, inside, taps)
+        return parts.permute(0, 2, 5, 3, 1, 4).contiguous()
 
-    return packed(weight, ("conv2d.avx512", width), pack)
+    return packed(weight, ("conv2d.x86", width, depth), pack)
 
 
-def _places(problem: Problem, pixels: int) -> torch.Tensor:
+def indirection(problem: Problem, pixels: int) -> torch.Tensor:
     """Where the pixels lie that each tile reads: distances in an image, -1 beside it.
 
     int32 [tiles, R·S, pixels], and [R·S, rest] for what makes no whole tile, in one row.
     """
     x, (_, _, rows, columns) = problem["input"], problem.output.shape
-    (_, _, height, width), pitch = x.shape, _pitch(x)
+    (_, _, height, width), pitch = x.shape, pixel_bytes(x)
     a = problem.attrs
 
     def line(axis: int, length: int, kernel: int) -> torch.Tensor:
@@ -164,7 +203,7 @@ def _items(
     places, how many tiles and panels, and whether the pixels that make no whole tile follow.
     """
     x, y = problem["input"], problem.output
-    pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * _pitch(x)
+    pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * pixel_bytes(x)
     result, residual = tiles.pitches
     panels, panel_bytes = len(weight), weight[0].nbytes
     some_tiles = BLOCK_PIXELS // tiles.pixels
@@ -173,7 +212,7 @@ def _items(
     while together > 1 and y.shape[0] * blocks * math.ceil(panels / together) < FEW_ITEMS:
         together = math.ceil(together / 2)
     for panel in range(0, panels, together):
-        column = panel * tiles.vectors * LANES * tiles.size
+        column = panel * tiles.width * tiles.size
         for n in range(y.shape[0]):
             for block in range(blocks):
                 begin = block * some_tiles * tiles.pixels
@@ -183,7 +222,7 @@ def _items(
                     (n * pixels + begin) * result + column,
                     (n * pixels + begin) * (residual or 0) + column,
                     weight.data_ptr() + panel * panel_bytes,
-                    0 if bias is None else bias.data_ptr() + panel * tiles.vectors * VECTOR,
+                    0 if bias is None else bias.data_ptr() + panel * tiles.width * WORD,
                     places.data_ptr() + begin * tiles.taps * places.itemsize,
                     count,
                     min(together, panels - panel),
@@ -203,17 +242,17 @@ def _require_inside(
     image, result, residual, panel, begin, place, count, panels, rest = torch.tensor(items).T
     x, y, added = problem["input"], problem.output, problem.epilogue.residual
     pixels = count * tiles.pixels + rest * tiles.rest
-    written = panels * tiles.vectors * LANES * tiles.size
+    written = panels * tiles.width * tiles.size
     reach = int(places.max()) + x.shape[1] * x.itemsize
     code.require_inside("image", image, torch.full_like(image, reach), x.extent)
-    code.require_inside("result", result, (pixels - 1) * _pitch(y) + written, y.extent)
+    code.require_inside("result", result, (pixels - 1) * pixel_bytes(y) + written, y.extent)
     if added is not None:
-        spans = (pixels - 1) * _pitch(added) + written
+        spans = (pixels - 1) * pixel_bytes(added) + written
         code.require_inside("residual", residual, spans, added.extent)
     first = weight.data_ptr()
     code.require_inside("weight", panel - first, panels * weight[0].nbytes, weight.nbytes)
     if bias is not None:
-        spans = panels * tiles.vectors * VECTOR
+        spans = panels * tiles.width * WORD
         code.require_inside("bias", begin - bias.data_ptr(), spans, bias.nbytes)
     spans = pixels * tiles.taps * places.itemsize
     code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
@@ -227,9 +266,7 @@ IMAGE, RESULT, RESIDUAL, WEIGHT, BIAS, PLACES, COUNT, PANELS, HAS_REST = ITEM
 STACK = range(0, 64, code.NUMBER)
 BASE, ZEROS, LEFT, LEFT_PANELS, COLUMN, PANEL, TAPS, OWN_ITEM = STACK
 POINTERS = ("rax", "rsi", "r8", "r9", "r10", "r11", "r14", "r15", "rbx")  # to a tile's pixels
-TAKEN = 24  # vectors, behind the sums: those of the weight, two of the image, a zero
-SPREAD = 28
-ZERO = 30
+CACHE_LINE = 64
 
 
 def _kept(place: int) -> At:
@@ -240,23 +277,39 @@ def _kept(place: int) -> At:
 class _Tiles:
     """Machine code for tiles of ``pixels`` by ``vectors``.
 
+    Sums are the first vectors; behind them are those of the weight and, as many as are left up to
+    two, of the image's numbers.
+
     Attributes:
         rest: pixels of an image that make no whole tile.
         size: of a number, in bytes.
-        words: of a pixel of the image.
+        words: of a pixel of the image; ``depth`` of them in a pass.
         taps: places of the filter.
         pitches: bytes from a pixel to the next: result, residual (None if there is none).
     """
 
+    isa: InstructionSet
     vectors: int
     pixels: int
     rest: int
     size: int
     words: int
+    depth: int
     taps: int
     pitches: tuple[int, int | None]
     has_bias: bool
-    relu: bool
+    activation: str | None
+    constants: Constants
+
+    @property
+    def width(self) -> int:
+        """The channels of a tile."""
+        return self.vectors * self.isa.lanes
+
+    @property
+    def _taken(self) -> int:
+        """The first vector behind the sums."""
+        return self.vectors * self.pixels
 
     def written(self, items: int, count: int) -> Assembler:
         """The code, for a table of so many items at this address.
@@ -264,10 +317,9 @@ class _Tiles:
         rdi: the call; rbp: the tile's places; r13, r12: the tile in the result and the residual;
         rcx, rdx: where the weight is read, and how far the pixels.
         """
-        a = Assembler()
+        a = Assembler(self.isa)
         a.enter()
         a.subtract("rsp", len(STACK) * code.NUMBER)
-        a.vector("vpxord", ZERO, ZERO, ZERO)
         code.take_item(a, "rbx", items, count, len(ITEM))
         a.store(_kept(OWN_ITEM), "rbx")
         a.load("rax", At(base="rdi", distance=CALL_IMAGE))
@@ -281,6 +333,20 @@ class _Tiles:
             a.store(_kept(place), "rax")
         a.store_number(_kept(COLUMN), 0)
         a.label("panel")
+        for number in range(self.words // self.depth):
+            self._pass(a, number)
+        a.add_to_stored(_kept(COLUMN), self.width * self.size)
+        a.add_to_stored(_kept(LEFT_PANELS), -1)
+        a.jump_if("jne", "panel")
+        a.jump("next")
+        a.label("done")
+        a.add("rsp", len(STACK) * code.NUMBER)
+        a.leave()
+        return a
+
+    def _pass(self, a: Assembler, number: int) -> None:
+        """All tiles of the item, and ``depth`` words of their pixels."""
+        name = f"pass {number}"
         a.load("rbx", _kept(OWN_ITEM))
         for register, base, place in (
             ("r13", CALL_RESULT, RESULT),
@@ -293,39 +359,35 @@ class _Tiles:
         a.load("rax", At(base="rbx", distance=COUNT))
         a.store(_kept(LEFT), "rax")
         a.compare("rax", 0)
-        a.jump_if("je", "rest")
-        a.label("tile")
-        self._tile(a, "tile", self.pixels)
+        a.jump_if("je", f"{name}, rest")
+        a.label(f"{name}, tile")
+        self._tile(a, f"{name}, tile", self.pixels, number)
         result, residual = self.pitches
         a.add("r13", self.pixels * result)
         a.add("r12", self.pixels * (residual or 0))
         a.add_to_stored(_kept(LEFT), -1)
-        a.jump_if("jne", "tile")
-        a.label("rest")
+        a.jump_if("jne", f"{name}, tile")
+        a.label(f"{name}, rest")
         if self.rest:
             a.load("rbx", _kept(OWN_ITEM))
             a.load("rax", At(base="rbx", distance=HAS_REST))
             a.compare("rax", 0)
-            a.jump_if("je", "panel's end")
-            self._tile(a, "rest", self.rest)
-        a.label("panel's end")
-        a.add_to_stored(_kept(PANEL), self.taps * self.words * self.vectors * VECTOR)
-        a.add_to_stored(_kept(COLUMN), self.vectors * LANES * self.size)
-        a.add_to_stored(_kept(LEFT_PANELS), -1)
-        a.jump_if("jne", "panel")
-        a.jump("next")
-        a.label("done")
-        a.add("rsp", len(STACK) * code.NUMBER)
-        a.leave()
-        return a
+            a.jump_if("je", f"{name}, end")
+            self._tile(a, f"{name}, rest", self.rest, number)
+        a.label(f"{name}, end")
+        a.add_to_stored(_kept(PANEL), self.taps * self.depth * self.width * WORD)
 
-    def _tile(self, a: Assembler, name: str, pixels: int) -> None:
-        _, residual = self.pitches
+    def _tile(self, a: Assembler, name: str, pixels: int, number: int) -> None:
         places = [(p, v) for p in range(pixels) for v in range(self.vectors)]
-        self._begin(a, places)
-        for p, v in places:
-            if residual is not None and v * LANES * self.size % VECTOR == 0:
-                a.prefetch(At(base="r12", distance=p * residual + v * LANES * self.size))
+        is_last = (number + 1) * self.depth == self.words
+        if number == 0:
+            self._begin(a, places)
+        for i, (p, v) in enumerate(places if number else ()):
+            a.load_vector(i, self._of_result(p, v))
+        for p, v in places if is_last else ():
+            added = self._of_residual(p, v)
+            if added is not None and v * self.isa.lanes * self.size % CACHE_LINE == 0:
+                a.prefetch(added)
         a.load("rcx", _kept(PANEL))
         a.store_number(_kept(TAPS), self.taps)
         a.label(f"{name} tap")
@@ -335,26 +397,40 @@ class _Tiles:
             a.load_if_negative(pointer, _kept(ZEROS))
             a.add_stored(pointer, _kept(BASE))
         a.add("rbp", 4 * pixels)
-        a.set("rdx", 0)
-        a.label(f"{name} channel")
-        multiply = "vfmadd231ps" if self.size == WORD else "vdpbf16ps"
-        for word in range(UNROLLED):
-            for v in range(self.vectors):
-                distance = (word * self.vectors + v) * VECTOR
-                a.load_vector(TAKEN + v, At(base="rcx", distance=distance))
-            for p in range(pixels):
-                spread = SPREAD + p % 2
-                a.broadcast(spread, At(base=POINTERS[p], index="rdx", distance=word * WORD))
-                for v in range(self.vectors):
-                    a.vector(multiply, p * self.vectors + v, TAKEN + v, spread)
-        a.add("rcx", UNROLLED * self.vectors * VECTOR)
-        a.add("rdx", UNROLLED * WORD)
-        a.compare("rdx", self.words * WORD)
-        a.jump_if("jne", f"{name} channel")
+        self._multiply(a, f"{name} channel", pixels, number)
         a.add_to_stored(_kept(TAPS), -1)
         a.jump_if("jne", f"{name} tap")
+        if is_last:
+            self.constants.begin(a)
         for i, (p, v) in enumerate(places):
-            self._finish(a, i, p, v)
+            if is_last:
+                self._finish(a, i, p, v)
+            if self.size == WORD:
+                a.store_vector(self._of_result(p, v), i)
+            else:
+                a.store_bfloat16(self._of_result(p, v), i)
+
+    def _multiply(self, a: Assembler, label: str, pixels: int, number: int) -> None:
+        """The pass's words of the tile's pixels under one tap."""
+        multiply = "vfmadd231ps" if self.size == WORD else "vdpbf16ps"
+        taken, spread = self._taken, self._taken + self.vectors
+        spreads = min(2, self.isa.vectors - spread)
+        unrolled = next(n for n in range(UNROLLED, 0, -1) if self.depth % n == 0)
+        a.set("rdx", number * self.depth * WORD)
+        a.label(label)
+        for word in range(unrolled):
+            for v in range(self.vectors):
+                distance = (word * self.vectors + v) * self.isa.vector_bytes
+                a.load_vector(taken + v, At(base="rcx", distance=distance))
+            for p in range(pixels):
+                of_pixel = spread + p % spreads
+                a.broadcast(of_pixel, At(base=POINTERS[p], index="rdx", distance=word * WORD))
+                for v in range(self.vectors):
+                    a.vector(multiply, p * self.vectors + v, taken + v, of_pixel)
+        a.add("rcx", unrolled * self.width * WORD)
+        a.add("rdx", unrolled * WORD)
+        a.compare("rdx", (number + 1) * self.depth * WORD)
+        a.jump_if("jne", label)
 
     def _begin(self, a: Assembler, places: list[tuple[int, int]]) -> None:
         """Sums start as the bias."""
@@ -367,30 +443,32 @@ class _Tiles:
             if p:
                 a.copy_vector(i, v)
             elif self.has_bias:
-                a.load_vector(i, At(base="rax", distance=v * VECTOR))
+                a.load_vector(i, At(base="rax", distance=v * self.isa.vector_bytes))
             else:
-                a.vector("vpxord", i, i, i)
+                a.vector("vxorps", i, i, i)
 
     def _finish(self, a: Assembler, sums: int, pixel: int, vector: int) -> None:
-        result, residual = self.pitches
-        column = vector * LANES * self.size
-        if residual is not None:
-            added = At(base="r12", distance=pixel * residual + column)
-            if self.size == WORD:
-                a.vector("vaddps", sums, sums, added)
-            else:
-                a.load_bfloat16(TAKEN, added)
-                a.vector("vaddps", sums, sums, TAKEN)
-        if self.relu:
-            a.vector("vmaxps", sums, ZERO, sums)  # of a NaN the second
-        to = At(base="r13", distance=pixel * result + column)
-        if self.size == WORD:
-            a.store_vector(to, sums)
-        else:
-            a.store_bfloat16(to, sums)
+        """Add the residual, and activate."""
+        added = self._of_residual(pixel, vector)
+        if added is not None and self.size == WORD:
+            a.vector("vaddps", sums, sums, added)
+        elif added is not None:
+            a.load_bfloat16(self._taken + 1, added)
+            a.vector("vaddps", sums, sums, self._taken + 1)
+        activate(a, self.activation, self.constants, sums, self._taken)
+
+    def _of_result(self, pixel: int, vector: int) -> At:
+        column = vector * self.isa.lanes * self.size
+        return At(base="r13", distance=pixel * self.pitches[0] + column)
+
+    def _of_residual(self, pixel: int, vector: int) -> At | None:
+        if self.pitches[1] is None:
+            return None
+        column = vector * self.isa.lanes * self.size
+        return At(base="r12", distance=pixel * self.pitches[1] + column)
 
 
-def _pitch(meta: TensorMeta) -> int:
+def pixel_bytes(meta: TensorMeta) -> int:
     """Bytes from a pixel to the next."""
     assert meta.pixel_pitch is not None
     return meta.pixel_pitch * meta.itemsize

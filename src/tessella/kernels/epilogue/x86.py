@@ -1,0 +1,229 @@
+"""Activations in machine code for AVX-512 and AVX2: of one vector of float32 in a register.
+
+Constants lie in memory, each as often as a vector has lanes, since instructions take their last
+operand from there. NaNs spread: of minimum and maximum the processor returns the second operand if
+one is a NaN, so that is the number and the first the bound.
+
+Sources: the exponential is 2ⁿ · 2ᶠ with n rounded by adding 1.5 · 2²³, and a polynomial of degree 6
+(interpolated at Chebyshev nodes, 2.5e-9) for 2ᶠ; erf is Abramowitz and Stegun, 7.1.26 (1.5e-7).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tessella.device.x86.assembler import Assembler, At, InstructionSet
+
+TEMPORARIES = 4  # vectors beside the one of the numbers
+MOST_CONSTANTS = 64
+
+LOG2E = 1.44269504088896341
+LOG2E_LOW = LOG2E - float(torch.tensor(LOG2E))  # what float32 leaves of it
+EXP2 = (1.0, 0.6931471824645996, 0.24022650718688965, 0.05550327152013779, 0.009618056938052177,
+        0.0013400427997112274, 0.00015461444854736328)  # fmt: skip
+ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+ERF_P = 0.3275911
+TANH_GELU = 2 * math.sqrt(2 / math.pi)
+ROUNDS = 1.5 * 2**23  # added to a number it leaves no bits behind the point
+LARGEST = 87.0  # e to it, and to minus it, are normal numbers
+ERF_LARGEST = 80.0  # and so is what erf multiplies e to minus it with: subnormal numbers are slow
+ALL_BUT_SIGN = float(torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32))  # a NaN
+
+
+class Constants:
+    """The numbers that some machine code takes from memory; they must live as long as it does.
+
+    Args:
+        isa: whose vectors.
+        pointer: the register that holds their address from ``begin`` on.
+    """
+
+    def __init__(self, isa: InstructionSet, pointer: str = "rax") -> None:
+        self._table = torch.zeros(MOST_CONSTANTS, isa.lanes)
+        self._places: dict[object, int] = {}
+        self._isa, self._pointer = isa, pointer
+
+    def begin(self, a: Assembler) -> None:
+        """Set the pointer."""
+        a.set(self._pointer, self._table.data_ptr())
+
+    def first(self, lanes: int) -> At:
+        """Where a vector lies whose first lanes have all bits, and the others none."""
+        bits = -(torch.arange(self._isa.lanes) < lanes).to(torch.int32)
+        return self._at(("first", lanes), bits.view(torch.float32))
+
+    def at(self, number: float) -> At:
+        """Where a vector of this number lies."""
+        return self._at(number, torch.tensor(number))
+
+    def _at(self, key: object, vector: torch.Tensor) -> At:
+        place = self._places.setdefault(key, len(self._places))
+        self._table[place] = vector
+        return At(base=self._pointer, distance=place * self._isa.vector_bytes)
+
+
+def activate(a: Assembler, name: str | None, constants: Constants, x: int, first: int) -> None:
+    """Change the numbers of vector ``x``; vectors ``first`` to ``first + 3`` are overwritten.
+
+    Args:
+        name: of ``ACTIVATIONS``, or None: nothing is done.
+    """
+    if name is not None:
+        WRITTEN[name](_Vector(a, constants, x, first))
+
+
+class _Vector:
+    """The numbers ``x`` and four temporaries, all vectors, and instructions on them."""
+
+    def __init__(self, a: Assembler, constants: Constants, x: int, first: int) -> None:
+        self._a, self._constants, self.x = a, constants, x
+        self.temporaries = tuple(range(first, first + TEMPORARIES))
+
+    def do(self, name: str, to: int, one: int, other: int | float) -> None:
+        """``to`` = ``one`` and ``other`` combined: a vector, or a float, the constant."""
+        place = self._constants.at(other) if isinstance(other, float) else other
+        self._a.vector(name, to, one, place)
+
+    def load(self, to: int, constant: float) -> None:
+        self._a.load_vector(to, self._constants.at(constant))
+
+    def copy(self, to: int, source: int) -> None:
+        self._a.copy_vector(to, source)
+
+    def zero(self, to: int) -> None:
+        self._a.vector("vxorps", to, to, to)
+
+    def clamp(self, to: int, x: int, low: float, high: float, spare: int) -> None:
+        """NaNs stay what they are."""
+        self.load(spare, low)
+        self.do("vmaxps", to, spare, x)
+        self.load(spare, high)
+        self.do("vminps", to, spare, to)
+
+    def polynomial(self, made: int, x: int, coefficients: Sequence[float]) -> None:
+        self.load(made, coefficients[-1])
+        for coefficient in reversed(coefficients[:-1]):
+            self.do("vfmadd213ps", made, x, coefficient)
+
+    def exponential(self, y: int, made: int, n: int, f: int) -> None:
+        """``made`` = eʸ for y between -87 and 87, which stays; the other two are overwritten."""
+        self.do("vmulps", n, y, LOG2E)
+        self.do("vaddps", n, n, ROUNDS)
+        self.do("vsubps", made, n, ROUNDS)
+        self.copy(f, y)
+        self.do("vfmsub132ps", f, made, LOG2E)  # y · log2 e - n, rounded once
+        self.do("vfmadd231ps", f, y, LOG2E_LOW)
+        self.polynomial(made, f, EXP2)
+        self._a.shift_left(n, n, 23)  # what was added to round leaves no bit
+        self.do("vpaddd", made, made, n)
+
+    def logistic(self, y: int, numerator: int | float) -> None:
+        """``x`` = numerator / (1 + e⁻ʸ); y is the first temporary, and any number."""
+        a, b, c, d = self.temporaries
+        assert y == a
+        self.clamp(y, y, -LARGEST, LARGEST, b)
+        self.zero(b)
+        self.do("vsubps", y, b, y)
+        self.exponential(y, b, c, d)
+        self.do("vsubps", c, y, y)  # 0, or a NaN, whose bits the exponent would have changed
+        self.do("vaddps", b, b, c)
+        self.do("vaddps", b, b, 1.0)
+        if isinstance(numerator, float):
+            self.load(c, numerator)
+            numerator = c
+        self.do("vdivps", self.x, numerator, b)
+
+
+def _relu(v: _Vector) -> None:
+    a = v.temporaries[0]
+    v.zero(a)
+    v.do("vmaxps", v.x, a, v.x)
+
+
+def _relu6(v: _Vector) -> None:
+    a = v.temporaries[0]
+    v.clamp(v.x, v.x, 0.0, 6.0, a)
+
+
+def _hardsigmoid(v: _Vector) -> None:
+    a, b, *_ = v.temporaries
+    v.do("vaddps", a, v.x, 3.0)
+    v.clamp(a, a, 0.0, 6.0, b)
+    v.do("vmulps", v.x, a, 1 / 6)
+
+
+def _hardswish(v: _Vector) -> None:
+    a, b, *_ = v.temporaries
+    v.do("vaddps", a, v.x, 3.0)
+    v.clamp(a, a, 0.0, 6.0, b)
+    v.do("vmulps", a, a, 1 / 6)
+    v.do("vmulps", v.x, v.x, a)
+
+
+def _sigmoid(v: _Vector) -> None:
+    a = v.temporaries[0]
+    v.copy(a, v.x)
+    v.logistic(a, 1.0)
+
+
+def _silu(v: _Vector) -> None:
+    a = v.temporaries[0]
+    v.copy(a, v.x)
+    v.logistic(a, v.x)
+
+
+def _tanh(v: _Vector) -> None:
+    a = v.temporaries[0]
+    v.do("vaddps", a, v.x, v.x)
+    v.logistic(a, 2.0)
+    v.do("vsubps", v.x, v.x, 1.0)
+
+
+def _gelu_tanh(v: _Vector) -> None:
+    a, b, *_ = v.temporaries
+    v.do("vmulps", b, v.x, v.x)
+    v.do("vmulps", b, b, TANH_GELU * 0.044715)
+    v.do("vaddps", b, b, TANH_GELU)
+    v.do("vmulps", a, b, v.x)
+    v.logistic(a, v.x)
+
+
+def _gelu(v: _Vector) -> None:
+    """relu(x) - |x| / 2 · erfc(|x| / √2)."""
+    a, b, c, d = v.temporaries
+    v.do("vmulps", a, v.x, v.x)
+    v.do("vmulps", a, a, -0.5)
+    v.load(b, -ERF_LARGEST)
+    v.do("vmaxps", a, b, a)
+    v.exponential(a, c, b, d)
+    v.do("vandps", a, v.x, ALL_BUT_SIGN)
+    v.load(b, LARGEST)
+    v.do("vminps", a, b, a)  # infinity times 0 would be a NaN
+    v.do("vmulps", b, a, ERF_P / math.sqrt(2))
+    v.do("vaddps", b, b, 1.0)
+    v.load(d, 1.0)
+    v.do("vdivps", b, d, b)
+    v.polynomial(d, b, ERF)
+    v.do("vmulps", d, d, b)
+    v.do("vmulps", d, d, c)
+    v.do("vmulps", d, d, a)
+    v.do("vmulps", d, d, 0.5)
+    v.zero(b)
+    v.do("vmaxps", v.x, b, v.x)
+    v.do("vsubps", v.x, v.x, d)
+
+
+WRITTEN: dict[str, Callable[[_Vector], None]] = {
+    "relu": _relu,
+    "relu6": _relu6,
+    "hardsigmoid": _hardsigmoid,
+    "hardswish": _hardswish,
+    "sigmoid": _sigmoid,
+    "silu": _silu,
+    "tanh": _tanh,
+    "gelu_tanh": _gelu_tanh,
+    "gelu": _gelu,
+}

@@ -1,0 +1,278 @@
+"""``pointwise`` on a CPU with AVX-512 or AVX2: a program of float32 numbers in one pass.
+
+A thread takes some rows at a time. Of a row a vector of columns after the other is loaded, goes
+through the program in registers, and is stored; what is one number a row, or a vector that all rows
+share, is read as it lies. Single operations are programs of one instruction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tessella.core.errors import CompileError, KernelError
+from tessella.device.x86 import code
+from tessella.device.x86.assembler import AVX512, Assembler, At, InstructionSet
+from tessella.kernels.catalog import Call
+from tessella.kernels.epilogue.x86 import TEMPORARIES, Constants, activate
+from tessella.kernels.pointwise.walk import Walk, walk
+from tessella.kernels.shared.axes import Axes
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import Problem
+
+BLOCK_NUMBERS = 2**14  # that one thread takes at a time
+ALONE_NUMBERS = 2**13  # so few are not worth waking a thread
+MAX_BYTES = 2**31 - 1  # distances have 32 bits
+POINTERS = ("r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rsi", "rbp")  # one a tensor
+REST = 1  # the mask of what is left of a row; in AVX2 a vector
+
+BINARY = {"add": "vaddps", "sub": "vsubps", "mul": "vmulps", "div": "vdivps"}
+WITH_NUMBER = {"plus": "vaddps", "times": "vmulps", "over": "vdivps"}
+BOUNDS = {"at_least": "vmaxps", "at_most": "vminps"}
+
+
+def fits(problem: Problem) -> str | None:
+    if any(m is not None and m.dtype != "float32" for m in (*problem.inputs, *problem.outputs)):
+        return "float32 throughout"
+    if len(problem.outputs) != 1:
+        return "makes one result"
+    try:
+        walked, isa = walk(problem), code.require_instructions()
+    except (KernelError, CompileError) as reason:
+        return str(reason)
+    lowered, axes = walked.lowered, walked.axes
+    if 0 in problem.output.shape:
+        return "nothing to make"
+    if unknown := sorted({op for op, n in zip(lowered.ops, lowered.numbers) if not _known(op, n)}):
+        return f"no machine code for {', '.join(unknown)}"
+    if len(axes.strides) > len(POINTERS):
+        return f"at most {len(POINTERS)} tensors"
+    if any(s[-1] not in (0, 1) for s in axes.strides) or axes.strides[-1][-1] != 1:
+        return "numbers of a row lie apart"
+    if max(math.prod(m.shape) for m in problem.given) * 4 > MAX_BYTES or problem.output.extent > (
+        MAX_BYTES
+    ):
+        return "distances have 32 bits"
+    if _registers(walked) > isa.vectors - TEMPORARIES - 1:
+        return "more values at a time than registers"
+    return None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    walked, isa = walk(problem), code.require_instructions()
+    operands = walked.lowered.binder(constants)
+    axes = _rows_of_columns(walked.axes, isa)
+    items = list(_items(axes))
+    _require_inside(problem, walked, axes, items)
+    table = code.table(items)
+    program = _Program(isa=isa, walked=walked, axes=axes, constants=Constants(isa))
+    written = program.written(ctypes.addressof(table), len(items))
+    made = code.MachineCode(written.code(), table, program.constants)
+    few = math.prod(axes.sizes) <= ALONE_NUMBERS
+
+    def run(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        tensors = operands(problem.tensors(constants, inputs))
+        threads = 1 if few else torch.get_num_threads()
+        made.run(*(t.data_ptr() for t in tensors), out.data_ptr(), threads=threads)
+        return out
+
+    return run
+
+
+def _known(op: str, numbers: tuple[float, float, float]) -> bool:
+    if op == "power":
+        return numbers[0] == 2
+    return op in {*BINARY, *WITH_NUMBER, *BOUNDS, *ACTIVATIONS, "neg"}
+
+
+def _registers(walked: Walk) -> int:
+    """The vectors that hold values at the same time, at most."""
+    _, most = _places(walked)
+    return most
+
+
+def _places(walked: Walk) -> tuple[list[int], int]:
+    """The vector of each operand and each step, and how many there are.
+
+    An operand is loaded where it is read first; a step takes the place of what it is the last to
+    read.
+    """
+    lowered, count = walked.lowered, walked.inputs
+    last = {r: n for n, reads in enumerate(_reads(walked)) for r in reads}
+    last[lowered.results[0]] = len(lowered.ops)
+    places: dict[int, int] = {}
+    free: list[int] = []
+    most = itertools.count()
+    for number, reads in enumerate(_reads(walked)):
+        for read in (r for r in reads if r not in places):
+            places[read] = free.pop() if free else next(most)
+        free += [places[r] for r in dict.fromkeys(reads) if last[r] == number]
+        places[count + number] = free.pop() if free else next(most)
+    for result in lowered.results:
+        if result not in places:
+            places[result] = next(most)
+    return [places.get(v, 0) for v in range(count + len(lowered.ops))], next(most)
+
+
+def _reads(walked: Walk) -> list[tuple[int, ...]]:
+    """The values that each step reads."""
+    lowered = walked.lowered
+    both = zip(lowered.ops, lowered.reads, strict=True)
+    return [(x, y) if op in BINARY else (x,) for op, (x, y) in both]
+
+
+def _rows_of_columns(axes: Axes, isa: InstructionSet) -> Axes:
+    """The same walk with at least two axes; long rows are cut into equal ones where that goes."""
+    *rows, columns = axes.sizes
+    widths = range(min(BLOCK_NUMBERS, columns) // isa.lanes * isa.lanes, 0, -isa.lanes)
+    width = next((w for w in widths if columns % w == 0), columns)
+    if columns <= BLOCK_NUMBERS and rows:
+        return axes
+    strides = tuple((*s[:-1], s[-1] * width, s[-1]) for s in axes.strides)
+    return Axes(sizes=(*rows, columns // width, width), strides=strides)
+
+
+def _items(axes: Axes) -> Iterator[tuple[int, ...]]:
+    """What threads take one by one: where some rows begin in each tensor, in bytes; how many."""
+    *outer, rows, columns = axes.sizes
+    some = max(1, min(rows, BLOCK_NUMBERS // columns))
+    for place in itertools.product(*map(range, outer)):
+        for row in range(0, rows, some):
+            begins = (
+                4 * (sum(i * s for i, s in zip(place, strides)) + row * strides[-2])
+                for strides in axes.strides
+            )
+            yield (*begins, min(some, rows - row))
+
+
+def _require_inside(
+    problem: Problem, walked: Walk, axes: Axes, items: list[tuple[int, ...]]
+) -> None:
+    """Refuse a table that leads out of a tensor, whoever wrote it."""
+    *begins, rows = torch.tensor(items).T
+    metas = [*walked.lowered.metas(problem.given), problem.output]
+    for meta, begin, strides in zip(metas, begins, axes.strides, strict=True):
+        columns = (axes.columns - 1) * strides[-1] + 1
+        spans = 4 * ((rows - 1) * strides[-2] + columns)
+        code.require_inside("tensor", begin, spans, meta.extent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Program:
+    """Machine code for rows of columns."""
+
+    isa: InstructionSet
+    walked: Walk
+    axes: Axes
+    constants: Constants
+
+    def written(self, items: int, count: int) -> Assembler:
+        """The code, for a table of so many items at this address.
+
+        rdi: the call, from whose second number on the tensors' addresses stand; rbx: the item;
+        ``POINTERS``: the row of each tensor; rcx: rows that are left; rdx: the column, in bytes.
+        """
+        a, tensors = Assembler(self.isa), len(self.axes.strides)
+        whole, rest = divmod(self.axes.columns, self.isa.lanes)
+        a.enter()
+        if rest:
+            self._begin_rest(a, rest)
+        code.take_item(a, "rbx", items, count, tensors + 1)
+        for i, pointer in enumerate(POINTERS[:tensors]):
+            a.load(pointer, At(base="rdi", distance=(1 + i) * code.NUMBER))
+            a.add_stored(pointer, At(base="rbx", distance=i * code.NUMBER))
+        a.load("rcx", At(base="rbx", distance=tensors * code.NUMBER))
+        self.constants.begin(a)
+        a.label("row")
+        a.set("rdx", 0)
+        if whole:
+            a.label("columns")
+            self._vector(a, is_rest=False)
+            a.add("rdx", self.isa.vector_bytes)
+            a.compare("rdx", whole * self.isa.vector_bytes)
+            a.jump_if("jne", "columns")
+        if rest:
+            self._vector(a, is_rest=True)
+        for pointer, strides in zip(POINTERS, self.axes.strides, strict=False):
+            if strides[-2]:
+                a.add(pointer, 4 * strides[-2])
+        a.subtract("rcx", 1)
+        a.jump_if("jne", "row")
+        a.jump("next")
+        a.label("done")
+        a.leave()
+        return a
+
+    def _begin_rest(self, a: Assembler, rest: int) -> None:
+        """The mask of the columns that make no whole vector."""
+        if self.isa == AVX512:
+            a.set("rax", (1 << 4 * rest) - 1)
+            a.mask(REST, "rax")
+        else:
+            self.constants.begin(a)
+            a.load_vector(self._rest, self.constants.first(rest))
+
+    @property
+    def _rest(self) -> int:
+        """AVX2's mask: the last vector."""
+        return self.isa.vectors - 1
+
+    def _vector(self, a: Assembler, *, is_rest: bool) -> None:
+        """A vector of columns from rdx on, or what is left of the row."""
+        lowered = self.walked.lowered
+        places, _ = _places(self.walked)
+        loaded: set[int] = set()
+        for number, (op, reads) in enumerate(zip(lowered.ops, _reads(self.walked), strict=True)):
+            for read in reads:
+                if read < self.walked.inputs and read not in loaded:
+                    self._load(a, places[read], read, is_rest)
+                    loaded.add(read)
+            to = places[self.walked.inputs + number]
+            self._step(a, op, to, [places[r] for r in reads], lowered.numbers[number][0])
+        (result,) = lowered.results
+        if result < self.walked.inputs and result not in loaded:
+            self._load(a, places[result], result, is_rest)
+        at = self._at(len(self.axes.strides) - 1)
+        if not is_rest:
+            a.store_vector(at, places[result])
+        elif self.isa == AVX512:
+            a.store_vector(at, places[result], REST)
+        else:
+            a.store_some(at, places[result], self._rest)
+
+    def _load(self, a: Assembler, to: int, operand: int, is_rest: bool) -> None:
+        at = self._at(operand)
+        if self.axes.strides[operand][-1] == 0:
+            a.broadcast(to, At(base=at.base))
+        elif not is_rest:
+            a.load_vector(to, at)
+        elif self.isa == AVX512:
+            a.load_vector(to, at, REST)
+        else:
+            a.load_some(to, at, self._rest)
+
+    def _at(self, tensor: int) -> At:
+        return At(base=POINTERS[tensor], index="rdx")
+
+    def _step(self, a: Assembler, op: str, to: int, reads: list[int], number: float) -> None:
+        x, first = reads[0], self.isa.vectors - 1 - TEMPORARIES
+        if op in BINARY:
+            a.vector(BINARY[op], to, x, reads[1])
+        elif op in WITH_NUMBER:
+            a.vector(WITH_NUMBER[op], to, x, self.constants.at(number))
+        elif op == "neg":
+            a.vector("vmulps", to, x, self.constants.at(-1.0))
+        elif op == "power":
+            a.vector("vmulps", to, x, x)
+        elif op in BOUNDS:  # of a NaN the second
+            a.load_vector(first, self.constants.at(number))
+            a.vector(BOUNDS[op], to, first, x)
+        else:
+            if to != x:
+                a.copy_vector(to, x)
+            activate(a, op, self.constants, to, first)

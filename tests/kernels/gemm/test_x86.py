@@ -1,0 +1,62 @@
+"""Linear in machine code, beside float64: rows of any number of axes, residuals, activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tessella.device.x86 import code
+from tessella.device.x86.assembler import InstructionSet
+from tessella.kernels import catalog
+from tessella.kernels.gemm import x86
+from tessella.operations import problems
+from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
+from tests.support.instructions import isa as isa
+
+TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def problem(
+    rows: tuple[int, ...], channels: int, made: int, dtype: str, *, residual: bool, activation: str
+) -> Problem:
+    x = TensorMeta(shape=(*rows, channels), dtype=dtype)
+    weight, bias = (TensorMeta(shape=shape, dtype=dtype) for shape in ((made, channels), (made,)))
+    added = TensorMeta(shape=(*rows, made), dtype=dtype) if residual else None
+    return problems.linear(x, weight, bias, added, activation=activation, constant=(1, 2))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_beside_float64(isa: InstructionSet, activation: str, residual: bool, dtype: str) -> None:
+    if dtype == "bfloat16" and not code.has_bfloat16():
+        pytest.skip("this CPU has no bfloat16 instructions")
+    row = catalog.kernel(f"linear.{isa.name}")
+    generator = torch.Generator().manual_seed(0)
+    for rows, channels, made in (((1,), 40, 48), ((3, 7), 772, 96), ((2, 5, 4), 1024, 32)):
+        p = problem(rows, channels, made, dtype, residual=residual, activation=activation)
+        assert row.refusal(p) is None
+        x, weight, bias, *added = (
+            torch.randn(m.shape, generator=generator).to(getattr(torch, dtype))
+            for m in p.inputs
+            if m is not None
+        )
+        weight = (weight.float() * channels**-0.5).to(weight.dtype)
+        right = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        right = right + added[0].double() if added else right
+        right = right if activation is None else ACTIVATIONS[activation](right)
+        for config in x86.configs(p):
+            out = torch.full_like(right, torch.nan, dtype=x.dtype)
+            assert x86.bind(p, {1: weight, 2: bias}, **config)(x, *added, out=out) is out
+            assert (out.double() - right).abs().max() / right.abs().max() < TOLERANCES[dtype]
+
+
+def test_what_it_leaves_to_others(isa: InstructionSet) -> None:
+    row = catalog.kernel(f"linear.{isa.name}")
+    p = problem((4,), 32, 64, "float32", residual=False, activation="relu")
+    assert row.refusal(p) is None
+    scaled = problems.linear(*p.inputs[:3], alpha=0.5, constant=(1, 2))
+    assert row.refusal(scaled) == "no scale, alpha, beta or gamma"
+    assert "constants" in str(row.refusal(problems.linear(*p.inputs[:3])))
