@@ -1,9 +1,11 @@
 """Our CPU kernels beside oneDNN's and torch's: ``python -m benchmarks.cpu_kernels``.
 
 The distinct convolutions of ResNet-50 and GoogLeNet with bias, ReLU and, where they expand, a
-residual; and max pooling. Weights are constant, as in a plan. All kernels of the catalogue race in
-interleaved rounds with warm caches; the fastest of ours stands beside the fastest of the libraries.
-A ratio above 1 means that we win.
+residual; max pooling; depthwise convolutions of MobileNetV3 and ConvNeXt; products of ViT, BERT and
+ConvNeXt; DenseNet's norms before a convolution. Weights are constant, as in a plan.
+``ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2`` in front shows what a processor without AVX-512
+gains. All kernels of the catalogue race in interleaved rounds with warm caches; the fastest of ours
+stands beside the fastest of the libraries. A ratio above 1 means that we win.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from benchmarks.cases.case import meta
 from benchmarks.cases.conv import layers
 from benchmarks.report import RESULTS, document, markdown, write
+from tessella.device.x86 import code
 from tessella.kernels import catalog
 from tessella.operations import problems
 from tessella.operations.problem import Problem
@@ -29,6 +32,19 @@ from tessella.search.find import OWN, SearchOptions
 from tessella.search.inputs import sample_inputs
 
 CPU = torch.device("cpu")
+# channels, pixels, window, stride, activation: MobileNetV3-L's and ConvNeXt-T's
+DEPTHWISE = (
+    (16, 112, 3, 1, "relu"), (64, 112, 3, 2, "relu"), (72, 56, 3, 1, "relu"),
+    (120, 28, 5, 1, "relu"), (240, 28, 3, 2, "hardswish"), (480, 14, 3, 1, "hardswish"),
+    (672, 14, 5, 2, "hardswish"), (960, 7, 5, 1, "hardswish"), (96, 56, 7, 1, None),
+    (192, 28, 7, 1, None), (384, 14, 7, 1, None), (768, 7, 7, 1, None),
+)  # fmt: skip
+# rows an item, channels in and out, activation: ViT-B/16's, BERT-base's and ConvNeXt-T's
+PRODUCTS = (
+    (197, 768, 2304, None), (197, 768, 3072, "gelu"), (197, 3072, 768, None), (128, 768, 768, None),
+    (128, 768, 3072, "gelu"), (3136, 96, 384, "gelu"), (784, 768, 192, None),
+    (49, 768, 3072, "gelu"), (1, 2048, 1000, None),
+)  # fmt: skip
 # channels, pixels, stride, padding of 3×3 windows: GoogLeNet's and ResNet's
 POOLS = ((64, 112, 2, 1), (192, 56, 2, 0), (256, 28, 1, 1), (480, 28, 2, 0), (528, 14, 1, 1),
          (832, 7, 1, 1))  # fmt: skip
@@ -37,9 +53,16 @@ POOLS = ((64, 112, 2, 1), (192, 56, 2, 0), (256, 28, 1, 1), (480, 28, 2, 0), (52
 def main() -> None:
     args = _arguments()
     rows: list[dict[str, Any]] = []
+    dtypes = ("float32", "bfloat16") if code.has_bfloat16() else ("float32",)
     for batch in (1, 8):
-        for dtype in ("float32", "bfloat16"):
-            for family, name, problem in (*_convolutions(batch, dtype), *_pools(batch, dtype)):
+        for dtype in dtypes:
+            for family, name, problem in (
+                *_convolutions(batch, dtype),
+                *_pools(batch, dtype),
+                *_depthwise(batch, dtype),
+                *_products(batch, dtype),
+                *_norms(batch, dtype),
+            ):
                 row = _row(family, name, problem, args.seconds)
                 rows.append(row)
                 outcome = row.get("ratio") or row["refused"]
@@ -82,6 +105,42 @@ def _pools(batch: int, dtype: str) -> Iterator[tuple[str, str, Problem]]:
         yield f"max pool {dtype} N={batch}", f"{channels} 3x3@{size} s{stride}", problem
 
 
+def _depthwise(batch: int, dtype: str) -> Iterator[tuple[str, str, Problem]]:
+    for channels, size, taps, stride, activation in DEPTHWISE:
+        x = meta(dtype, batch, channels, size, size, last=True)
+        weight, bias = meta(dtype, channels, 1, taps, taps), meta(dtype, channels)
+        problem = problems.conv(
+            x, weight, bias, stride=stride, padding=taps // 2, groups=channels,
+            activation=activation, constant=(1, 2),
+        )  # fmt: skip
+        name = f"{channels} {taps}x{taps}@{size}" + (f" s{stride}" if stride > 1 else "")
+        yield f"depthwise {dtype} N={batch}", name, problem
+
+
+def _products(batch: int, dtype: str) -> Iterator[tuple[str, str, Problem]]:
+    for rows, channels, out, activation in PRODUCTS:
+        x = meta(dtype, batch * rows, channels)
+        weight, bias = meta(dtype, out, channels), meta(dtype, out)
+        problem = problems.linear(x, weight, bias, activation=activation, constant=(1, 2))
+        name = f"{rows} rows {channels}->{out}" + (f" {activation}" if activation else "")
+        yield f"linear {dtype} N={batch}", name, problem
+
+
+def _norms(batch: int, dtype: str) -> Iterator[tuple[str, str, Problem]]:
+    """A batch norm and a ReLU that no convolution stands before, as in DenseNet."""
+    for channels, size in ((128, 56), (512, 28), (896, 14), (1024, 7)):
+        x, vector = meta(dtype, batch, channels, size, size, last=True), meta(dtype, channels)
+        program: tuple[Any, ...] = (
+            ("batch_norm", (0, 1, 2, 3, 4), {"eps": 1e-5}),
+            ("relu", (5,), {}),
+        )
+        problem = Problem(
+            op="pointwise", inputs=(x, *[vector] * 4), outputs=(x,),
+            attrs={"program": program, "results": (6,)}, constant=(1, 2, 3, 4),
+        )  # fmt: skip
+        yield f"norm + ReLU {dtype} N={batch}", f"{channels} @{size}", problem
+
+
 def _row(family: str, name: str, problem: Problem, seconds: float) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     constants = {
@@ -90,6 +149,8 @@ def _row(family: str, name: str, problem: Problem, seconds: float) -> dict[str, 
         if m is not None and i in problem.constant
     }
     inputs = sample_inputs(problem, CPU)
+    if problem.op == "pointwise":
+        constants = {i: tensor.abs() for i, tensor in constants.items()}  # a variance among them
     if problem.op == "max_pool2d":
         inputs = [x.abs() for x in inputs]
     options = SearchOptions(budget_s=seconds)
@@ -117,6 +178,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[object
     lines: list[list[object]] = []
     for family in dict.fromkeys(row["family"] for row in rows):
         ratios = [row["ratio"] for row in rows if row["family"] == family and "ratio" in row]
+        if not ratios:
+            continue
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         lines.append([family, len(ratios), *(f"{r:.2f}" for r in (mean, min(ratios), max(ratios)))])
     return ["family", "shapes", "ratio (geometric mean)", "worst", "best"], lines
