@@ -3,9 +3,9 @@
 The distinct convolutions of ResNet-50 and GoogLeNet with bias, ReLU and, where they expand, a
 residual; max pooling; depthwise convolutions of MobileNetV3 and ConvNeXt; products of ViT, BERT and
 ConvNeXt; DenseNet's norms before a convolution. Weights are constant, as in a plan.
-``ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2`` in front shows what a processor without AVX-512
-gains. All kernels of the catalogue race in interleaved rounds with warm caches; the fastest of ours
-stands beside the fastest of the libraries. A ratio above 1 means that we win.
+``TESSELLA_ISA=avx2`` in front shows what a processor without AVX-512 gains. All kernels of the
+catalogue race in interleaved rounds with warm caches; the fastest of ours stands beside the fastest
+of the libraries. A ratio above 1 means that we win.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tests marked ``instructions`` once more, as on a processor with AVX2 and nothing newer.
 
-Most desktops have such a processor, the machines of CI seldom do. torch and oneDNN are told by
-their own variables, which must be set before they are loaded: hence a process of its own.
+Most desktops have such a processor, the machines of CI seldom do. torch and oneDNN read the
+variables that narrow them when they are first used: hence a process of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-NARROW = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+NARROW = {"TESSELLA_ISA": "avx2"}
 
 
 def main() -> int:

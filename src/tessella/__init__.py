@@ -25,6 +25,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tessella.core.processor import limit_libraries
 from tessella.core.version import VERSION
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tessella.api import calibrate, compile, export, load, pareto, serve, train, verify
 
 __version__ = VERSION
+limit_libraries()
 
 __all__ = [
     "__version__",

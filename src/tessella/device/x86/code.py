@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tessella.core.errors import KernelError
+from tessella.core.processor import widest_allowed
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 
 Table = ctypes.Array[ctypes.c_int64]
@@ -22,9 +23,10 @@ RUNTIMES = re.compile(r"/lib(g|i)?omp")  # whose threads torch uses, by file nam
 
 @functools.cache
 def instructions() -> InstructionSet | None:
-    """The widest vectors that torch uses here (``ATEN_CPU_CAPABILITY=avx2`` narrows them), or None
-    if no code of ours is written for them."""
-    return {"AVX512": AVX512, "AVX2": AVX2}.get(torch.backends.cpu.get_cpu_capability())
+    """The widest vectors that torch uses here and ``TESSELLA_ISA`` allows, or None if no code of
+    ours is written for them."""
+    here = {"AVX512": AVX512, "AVX2": AVX2}.get(torch.backends.cpu.get_cpu_capability())
+    return AVX2 if here and widest_allowed() == "avx2" else here
 
 
 def require_instructions() -> InstructionSet:
