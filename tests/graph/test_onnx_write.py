@@ -152,6 +152,9 @@ FUNCTIONS: dict[str, Any] = {
         F.interpolate(x, size=(9, 12), mode="bilinear"),
         F.interpolate(x, size=(9, 12), mode="bicubic", align_corners=True),
     ),
+    "lstm": nn.Sequential(nn.Flatten(2), nn.LSTM(48, 5, 2, bidirectional=True, batch_first=True)),
+    "gru": nn.Sequential(nn.Flatten(2), nn.GRU(48, 5, bias=False, batch_first=True)),
+    "rnn": nn.Sequential(nn.Flatten(2), nn.RNN(48, 5, nonlinearity="relu", batch_first=True)),
     "embedding": lambda x: F.embedding((x > 0).to(torch.int64), V),
     "clone": lambda x: (x, x * 1.0),
     "fallback": lambda x: (

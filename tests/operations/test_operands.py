@@ -53,6 +53,18 @@ RIGHT: dict[str, tuple[list[Any], tuple[int, ...], dict[str, Any]]] = {
     "scaled_dot_product_attention": (
         [(2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 4), (2, 1, 5, 7)], (2, 3, 5, 4), {},
     ),
+    "lstm": (
+        [(6, 3, 5), (2, 16, 5), (2, 16, 2), (2, 16), (2, 16), (2, 2, 4), (2, 3, 2), (2, 3, 4),
+         (3,)], (6, 3, 4), {"direction": "bidirectional"},
+    ),
+    "gru": (
+        [(6, 3, 5), (1, 12, 5), (1, 12, 4), (1, 12), (1, 12), (1, 3, 4), (3,)], (6, 3, 4),
+        {"direction": "reverse", "reset_after": True},
+    ),
+    "rnn": (
+        [(6, 3, 5), (1, 4, 5), (1, 4, 4), (1, 4), (1, 4), (1, 3, 4), (3,)], (6, 3, 4),
+        {"direction": "forward", "nonlinearity": "relu"},
+    ),
 }  # fmt: skip
 
 

@@ -40,5 +40,21 @@ def test_operations_are_those_that_torch_counts(problem: Problem) -> None:
     assert problem.flops == counter.get_total_flops()
 
 
+@pytest.mark.parametrize("projection", [0, 3])
+def test_recurrent_layers_do_what_torch_counts(projection: int) -> None:
+    layer = torch.nn.LSTM(5, 4, bidirectional=True, proj_size=projection)
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", *["weight_hr"] * bool(projection))
+    weights = [
+        torch.stack([getattr(layer, f"{name}_l0{end}") for end in ("", "_reverse")])
+        for name in names
+    ]
+    inputs = [torch.zeros(7, 2, 5), *(w.detach() for w in weights)]
+    row, attrs = operation("lstm"), {"direction": "bidirectional"}
+    with FlopCounterMode(display=False) as counter:
+        output = row.call(inputs, attrs)[0]
+    flops = row.flops(row.shapes(inputs), tuple(output.shape), attrs)
+    assert flops == counter.get_total_flops()
+
+
 def test_bytes_are_those_of_every_operand_once() -> None:
     assert problems.conv(X, W, **WINDOW).nbytes == X.nbytes + W.nbytes + DY.nbytes

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tessella.core.errors import CompileError
+from tessella.graph import recurrent
 from tessella.graph.attributes import is_attribute
 from tessella.graph.build import Builder
 from tessella.graph.graph import Dim, Value
@@ -32,6 +33,8 @@ def translate(call: OperatorCall, build: Builder) -> Result:
     Raises:
         CompileError: the operator has no operation of ours and may not run as a fallback.
     """
+    if call.operator.namespace == "tessella":
+        return recurrent.TRANSLATORS[call.overload](call, build)
     if call.operator.namespace in ("aten", "quantized_decomposed"):
         translator = TRANSLATORS.get(call.overload)
         if translator is not None and (made := translator(call, build)) is not None:

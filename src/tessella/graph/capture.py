@@ -26,9 +26,11 @@ from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Shape, Value
 from tessella.graph.operator_call import OperatorCall
 from tessella.graph.recognize import recognize
+from tessella.graph.recurrent import CaughtWhole, require_known_readers
 
-# torch treats 0 and 1 as known, and a size that equals another by chance as the same: an odd one.
-_EXAMPLE_BATCH = 5
+# torch treats 0 and 1 as known, and a size that equals another by chance as the same: tried in this
+# order, the first is taken that no other axis of the inputs has.
+_EXAMPLE_BATCHES = (5, 7, 11, 13, 17, 3, 2, 4, 6, 8)
 
 # Checks and hints that torch.export leaves in a graph, which compute nothing.
 _NO_COMPUTATION = ("_assert", "sym_", "_check", "_functional_sym", "_functional_assert")
@@ -91,16 +93,18 @@ def _export(
     device = next((p.device for p in (*module.parameters(), *module.buffers())), None)
     ranges = [s.batch for s, d in zip(inputs, dynamic, strict=True) if d]
     least, most = max((r.min for r in ranges), default=1), min((r.max for r in ranges), default=1)
-    some = min(max(least, _EXAMPLE_BATCH), most)
+    some = _example_batch(inputs, least, most)
     example = tuple(
         torch.zeros(s.at(some if d else s.batch.opt), dtype=getattr(torch, s.dtype), device=device)
         for s, d in zip(inputs, dynamic, strict=True)
     )
     batch = ExportDim("batch", min=least, max=most) if ranges else None
     shapes = tuple({0: batch} if d else {} for d in dynamic)
-    with _evaluation_mode(module), torch.no_grad(), warnings.catch_warnings():
+    with _evaluation_mode(module), torch.no_grad(), CaughtWhole(), warnings.catch_warnings():
         # torch 2.11 uses in torch.export what it deprecates itself.
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
+        # A recurrent module's list of its own weights, which torch.export swaps and gives back.
+        warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights", UserWarning)
         try:
             exported: torch.export.ExportedProgram = torch.export.export(
                 module, example, dynamic_shapes=_star(module, shapes), strict=False
@@ -115,6 +119,14 @@ def _export(
                 fix="see whether torch.export takes the module; where only its batch is the "
                 "matter, compile it for one batch size",
             ) from error
+
+
+def _example_batch(inputs: Sequence[TensorSpec], least: int, most: int) -> int:
+    """A batch within the range that is none of the other sizes, if there is one."""
+    others = {size for spec in inputs for size in spec.at(1)[1:]}
+    usual = [size for size in _EXAMPLE_BATCHES if least <= size <= most]
+    every = [*usual, *range(max(2, least), min(most, least + len(others) + 1) + 1)]
+    return next((size for size in every if size not in others), (usual or [most])[0])
 
 
 def _star(module: torch.nn.Module, shapes: tuple[dict[int, Any], ...]) -> tuple[Any, ...]:
@@ -173,6 +185,7 @@ class _Reader:
 
     def read(self, outputs: Sequence[str] | None) -> Graph:
         self._refuse_changed_buffers()
+        require_known_readers(self.exported.graph)
         self._placeholders()
         for node in self.exported.graph.nodes:
             if node.op == "call_function":

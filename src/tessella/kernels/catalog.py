@@ -295,6 +295,10 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu(_ATTENTION, "windows", "attention.windows", gamma=True, **_NEW),
     *_gpu(_ATTENTION, "cudnn", "attention.cudnn", source="cudnn", **_NEW),
     *_aten(_ATTENTION, "attention.aten", **_NEW),
+    # recurrent layers
+    *_cpu("lstm", "onednn", "recurrent.onednn", source="onednn", **_NEW),
+    *_gpu("lstm gru rnn", "cudnn", "recurrent.cudnn", source="cudnn", **_NEW),
+    *_aten("lstm gru rnn", "recurrent.steps", "steps", **_NEW),
     # element by element
     *_aten(
         f"{_ACTIVATIONS} {_FUNCTIONS} {_SUMS}",

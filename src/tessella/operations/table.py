@@ -14,6 +14,7 @@ from tessella.operations.reference import (
     pointwise,
     pool,
     quant,
+    recurrent,
     reduce,
     softmax,
     transform,
@@ -24,7 +25,7 @@ OPERATIONS: dict[str, Operation] = {
     row.name: row
     for family in (
         conv, gemm, norm, pool, softmax, attention, reduce, elementwise, quant, transform,
-        pointwise, fallback, user,
+        recurrent, pointwise, fallback, user,
     )
     for row in family.ROWS
 }  # fmt: skip

@@ -30,7 +30,7 @@ DENSE = frozenset((
     "conv2d", "linear", "matmul", "layer_norm", "softmax", "log_softmax", "reshape", "embedding",
     "clone", "pad", "interpolate", "local_response_norm", "group_norm", "rms_norm", "conv1d",
     "conv3d", "conv_transpose2d", "maximum", "minimum", "prelu", "softplus", "amax", "amin", "user",
-    "image_to_tensor",
+    "image_to_tensor", "lstm", "gru", "rnn",
 ))
 # fmt: on
 

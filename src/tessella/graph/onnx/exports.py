@@ -6,5 +6,6 @@ from tessella.graph.onnx.export import Export
 from tessella.graph.onnx.export_elements import ELEMENTS
 from tessella.graph.onnx.export_layers import LAYERS
 from tessella.graph.onnx.export_moving import MOVING
+from tessella.graph.onnx.export_recurrent import RECURRENT
 
-EXPORTS: dict[str, Export] = {**LAYERS, **ELEMENTS, **MOVING}
+EXPORTS: dict[str, Export] = {**LAYERS, **ELEMENTS, **MOVING, **RECURRENT}

@@ -1,4 +1,7 @@
-"""ONNX's recurrent layers, step by step: their number of steps is known when a plan is made.
+"""ONNX's recurrent layers: one operation for a whole sequence, as torch has them.
+
+What these cannot say (peepholes, coupled gates, limits, activations of the file's own) is written
+step by step, and its number of steps is known when a plan is made then.
 
 Letters as in ONNX: X [T, N, I], W [D, G·H, I], R [D, G·H, H], B [D, 2·G·H], states [D, N, H].
 """
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +18,7 @@ from tessella.graph.graph import Value
 from tessella.graph.onnx.call import Call, Result, Translator, table
 from tessella.graph.onnx.indexing import reversed_sequences
 from tessella.graph.onnx.layers import static
+from tessella.graph.recurrent import is_zero, layer
 
 _MOST_STEPS = 512
 
@@ -63,6 +68,8 @@ def _layer(cell: Callable[..., tuple[Value, ...]], gates: int, states: int) -> T
     """A layer of ``cell``, with ``gates`` gates and ``states`` states (2: LSTM's cell)."""
 
     def translator(call: Call) -> Result:
+        if _is_plain(call):
+            return _whole(call, gates)
         x = call.value(0)
         batch_first = bool(call.attrs.get("layout", 0))
         x = call.emit("permute", x, dims=(1, 0, 2)) if batch_first else x
@@ -80,6 +87,78 @@ def _layer(cell: Callable[..., tuple[Value, ...]], gates: int, states: int) -> T
         return _results(call, rows, lasts, batch_first)
 
     return translator
+
+
+_DEFAULT = {"RNN": ["tanh"], "GRU": ["sigmoid", "tanh"], "LSTM": ["sigmoid", "tanh", "tanh"]}
+# ONNX's order of gates, by the places of torch's: i o f c → i f c o, z r h → r z h
+_ORDER = {"RNN": (0,), "GRU": (1, 0, 2), "LSTM": (0, 2, 3, 1)}
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether torch's cells say all of it."""
+    named = [n.lower() for n in call.attrs.get("activations", ())]
+    usual = _DEFAULT[call.op]
+    plain = not named or named in (usual, usual * 2)
+    if call.op == "RNN":
+        plain = plain or set(named) == {"relu"}
+    special = [call.attrs.get(f"activation_{g}", ()) for g in ("alpha", "beta")]
+    if call.op == "LSTM" and (call.has(7) or call.attrs.get("input_forget", 0)):
+        return False
+    return plain and not any(map(len, special)) and "clip" not in call.attrs
+
+
+def _whole(call: Call, gates: int) -> Result:
+    """The layer as one operation; results as ONNX lays them out."""
+    weights = [call.value(1), call.value(2)]
+    if any(len(w.shape) != 3 or not isinstance(w.shape[1], int) for w in weights):
+        raise call.wrong("its weights have three axes", seen=", ".join(map(str, weights)))
+    hidden = call.attrs.get("hidden_size", weights[1].shape[2])
+    layout = call.attrs.get("layout", 0)
+    direction = call.attrs.get("direction", "forward")
+    first = (1, 0, 2)  # the batch's axis and the next, exchanged
+    x = call.value(0)
+    x = call.emit("permute", x, dims=first) if layout else x
+    operands = {"weight_ih": _in_order(call, weights[0], gates)}
+    operands["weight_hh"] = _in_order(call, weights[1], gates)
+    if call.has(3):
+        sizes = [gates * hidden] * 2
+        both = call.build.node("split", [call.value(3)], name="bias", sizes=sizes, dim=1)
+        for name, bias in zip(("bias_ih", "bias_hh"), both, strict=True):
+            operands[name] = _in_order(call, bias, gates)
+    if call.has(4):
+        operands["lengths"] = call.value(4)
+    for place, name in zip((5, 6), ("h_0", "c_0"), strict=True):
+        if (name == "h_0" or call.op == "LSTM") and call.has(place):
+            start = call.value(place)
+            if not is_zero(call.build.graph, start):
+                operands[name] = call.emit("permute", start, dims=first) if layout else start
+    attrs: dict[str, Any] = {"direction": direction}
+    if call.op == "GRU":
+        attrs["reset_after"] = bool(call.attrs.get("linear_before_reset", 0))
+    elif call.op == "RNN":
+        named = call.attrs.get("activations", ("tanh",))
+        attrs["nonlinearity"] = named[0].lower()
+    named_like = next(filter(None, call.outputs), None)
+    output, *lasts = layer(call.build, call.op.lower(), x, operands, attrs, named_like)
+    steps, n, _ = output.shape
+    wide = call.emit("reshape", output, shape=(steps, n, _ways(direction), hidden))
+    made = [call.emit("permute", wide, dims=(1, 0, 2, 3) if layout else (0, 2, 1, 3)), *lasts]
+    if layout:
+        made[1:] = [call.emit("permute", last, dims=first) for last in lasts]
+    return made
+
+
+def _ways(direction: str) -> int:
+    return 2 if direction == "bidirectional" else 1
+
+
+def _in_order(call: Call, weight: Value, gates: int) -> Value:
+    """Weights or a bias [D, G·H, …] with torch's order of gates."""
+    if gates == 1:
+        return weight
+    sizes = [weight.shape[1] // gates] * gates
+    parts = call.build.node("split", [weight], name="gates", sizes=sizes, dim=1)
+    return call.emit("cat", *(parts[place] for place in _ORDER[call.op]), dim=1)
 
 
 def _run(
@@ -150,8 +229,7 @@ def _direction(call: Call, x: Value, gates: int, index: int) -> _Direction:
     if call.op == "LSTM" and call.has(7):
         peephole = call.emit("select", call.value(7), dim=0, index=index)
     count = {"RNN": 1, "GRU": 2, "LSTM": 3}[call.op]
-    default = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
-    names = call.attrs.get("activations", default[call.op] * 2)
+    names = call.attrs.get("activations", _DEFAULT[call.op] * 2)
     slopes = [call.attrs.get(f"activation_{g}", ()) for g in ("alpha", "beta")]
     if any(len(s) for s in slopes):
         raise call.wrong("activations with settings", seen=slopes)

@@ -1,0 +1,1 @@
+"""Recurrent layers: a whole sequence in one step."""
