@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.spec import DimRange
-from tessella.graph import capture
+from tessella.graph import Graph, capture
+from tessella.graph.onnx import read
 from tessella.search.timing import latency
 
 Run = Callable[[], object]
@@ -67,6 +68,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument(
         "--peers", help="eager_nhwc,torch_compile on a GPU; on a CPU what is installed"
+    )
+    parser.add_argument(
+        "--source", choices=("torch", "onnx"), default="torch", help="what plans are made of"
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="a row, at most")
     parser.add_argument("--cache", type=Path, help="timing cache, read and added to")
@@ -111,6 +115,7 @@ def measure(name: str, precision: str, batch: int, args: argparse.Namespace) -> 
     bucket = plan.program.buckets[-1]
     return {
         "network": name,
+        "source": args.source,
         "precision": precision,
         "batch": batch,
         "times": times,
@@ -130,7 +135,7 @@ def _plan(
 ) -> tuple[Plan, float]:
     """The plan for one batch size with its machine code, and the seconds that building it took."""
     begun = time.monotonic()
-    graph = capture(work.module, work.inputs)
+    graph = _from_onnx(work, inputs) if args.source == "onnx" else capture(work.module, work.inputs)
     fed = dict(zip((spec.name for spec in work.inputs), inputs, strict=True))
     words = any(not value.is_floating_point() for value in inputs)
     calibration = None
@@ -152,6 +157,14 @@ def _plan(
     for kernel, reason in left_out.items():
         print(f"{kernel} is left out: {reason}")
     return plan, time.monotonic() - begun
+
+
+def _from_onnx(work: Workload, inputs: Tensors) -> Graph:
+    """The network's graph as its ONNX file says it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "network.onnx")
+        path.write_bytes(_onnx(work.module, inputs, [spec.name for spec in work.inputs]))
+        return read(path)
 
 
 def _load_s(plan: Plan) -> float:
@@ -228,11 +241,11 @@ def torch_compile(module: torch.nn.Module, inputs: Tensors, precision: str) -> R
     return lambda: compiled(*cast)
 
 
-def _onnx(module: torch.nn.Module, inputs: Tensors) -> bytes:
-    names = [f"input_{i}" for i in range(len(inputs))]
+def _onnx(module: torch.nn.Module, inputs: Tensors, names: Sequence[str] = ()) -> bytes:
+    names = names or [f"input_{i}" for i in range(len(inputs))]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "network.onnx")
-        torch.onnx.export(module, inputs, path, dynamo=False, input_names=names)
+        torch.onnx.export(module, inputs, path, dynamo=False, input_names=list(names))
         return path.read_bytes()
 
 

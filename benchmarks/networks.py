@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.nn import zoo
 
 TOKENS = 384  # of a sequence
+FRAMES = 100  # of a sequence of sound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,7 @@ class Workload:
 
 
 def workload(name: str, batch: int) -> Workload:
-    """A network of the zoo, any classifier of torchvision, or transformers' ``bert_large``."""
+    """A network of the zoo, any classifier of torchvision, or one of ``OTHERS``."""
     torch.manual_seed(0)
     if name in OTHERS:
         return OTHERS[name](batch)
@@ -98,7 +100,34 @@ class _Encoder(torch.nn.Module):
         return hidden
 
 
-OTHERS: dict[str, Callable[[int], Workload]] = {"vit_b_16": _vit_b_16, "bert_large": _bert_large}
+class _Recurrent(torch.nn.Module):
+    """Two recurrent layers over frames of 80 numbers, and a linear layer, as in recognizers."""
+
+    def __init__(self, cell: type[torch.nn.LSTM] | type[torch.nn.GRU], units: int) -> None:
+        super().__init__()
+        self.layers = cell(80, units, 2, batch_first=True)
+        self.head = torch.nn.Linear(units, 32)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.layers(frames)[0])
+        return scores
+
+
+def _recurrent(cell: type[torch.nn.LSTM] | type[torch.nn.GRU], units: int, batch: int) -> Workload:
+    sizes = DimRange(min=1, opt=batch, max=batch)
+    frames = TensorSpec(name="frames", dtype="float32", shape=(sizes, FRAMES, 80))
+    module = _Recurrent(cell, units).eval()
+    return Workload(name=f"{cell.__name__.lower()}_{units}", module=module, inputs=(frames,))
+
+
+OTHERS: dict[str, Callable[[int], Workload]] = {
+    "vit_b_16": _vit_b_16,
+    "bert_large": _bert_large,
+    "lstm_64": partial(_recurrent, torch.nn.LSTM, 64),
+    "lstm_256": partial(_recurrent, torch.nn.LSTM, 256),
+    "lstm_512": partial(_recurrent, torch.nn.LSTM, 512),
+    "gru_256": partial(_recurrent, torch.nn.GRU, 256),
+}
 
 
 def _image(batch: int, *shape: int) -> TensorSpec:
