@@ -24,10 +24,10 @@ from tessella.api.sources import Batch, Opened, Source, batch_range, opened
 from tessella.artifacts.build import BuildRequest, is_network
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_atomic
-from tessella.artifacts.plan import Plan
+from tessella.artifacts.plan import Plan, read_back
 from tessella.core.device import default_target
 from tessella.core.dtype import plain_precision
-from tessella.core.errors import UsageError
+from tessella.core.errors import CompileError, TessellaError, UsageError
 from tessella.core.events import Emit, phase, silent
 from tessella.core.preprocess import Preprocess, denormalize
 from tessella.core.reporter import reported
@@ -193,7 +193,7 @@ def _compile(call: CompileCall, emit: Emit) -> Plan:
         measuring=_measuring(call),
         emit=emit,
     )
-    plan = call.with_imports(_with_machine_code(plan, emit))
+    plan = call.with_imports(_finished(plan, emit))
     return plan if chosen is None else locks.as_judged(plan, chosen)
 
 
@@ -218,7 +218,7 @@ def _search(call: CompileCall, emit: Emit) -> compiler.Front:
         feed=partial(_as_pixels, record=record)
         if request.input == "uint8" and record
         else lambda batch: batch,
-        finish=lambda plan: call.with_imports(_with_machine_code(plan, emit)),
+        finish=lambda plan: call.with_imports(_finished(plan, emit)),
         budget=arguments["budget"],
         metric=arguments.get("metric", compiler.budget.top1),
         least=request.precision,
@@ -347,9 +347,23 @@ def _calibration(
     return calibrated(network, data, target, kinds=kinds)
 
 
-def _with_machine_code(plan: Plan, emit: Emit) -> Plan:
-    """The plan with its kernels' machine code."""
-    plan, left_out = runtime.carry(plan)
+def _finished(plan: Plan, emit: Emit) -> Plan:
+    """The plan with its kernels' machine code, once it was read and loaded as its file will be.
+
+    Raises:
+        CompileError: it cannot be.
+    """
+    try:
+        read_back(plan)
+        plan, left_out = runtime.carry(plan)
+        runtime.load(plan).close()
+    except TessellaError as error:
+        raise CompileError(
+            "the plan that was built cannot be loaded again",
+            seen=error,
+            fix="compile for one batch size (batch=8); and tell us of this network: a plan that is "
+            "made should load",
+        ) from error
     for kernel, reason in left_out.items():
         emit(phase("carry", f"{kernel} is compiled where the plan is loaded: {reason}"))
     return plan

@@ -142,15 +142,12 @@ class Plan:
 
 def to_bytes(plan: Plan) -> bytes:
     """The plan file's bytes; the manifest's members are computed here."""
-    members = {
-        "program.json": (canonical_json(plan.program) + "\n").encode(),
-        "weights.safetensors": save_tensors({k: v.contiguous() for k, v in plan.weights.items()}),
-        "golden.safetensors": save_tensors({k: v.contiguous() for k, v in plan.golden.items()}),
-        "tuning.jsonl": "".join(canonical_json(c) + "\n" for c in plan.tuning).encode(),
-        "graph.txt": plan.graph.encode(),
-        "lock.jsonl": plan.lock.encode(),
-        "kernels.jsonl": "".join(canonical_json(k) + "\n" for k in plan.compiled.kernels).encode(),
+    tensors = {
+        f"{name}.safetensors": save_tensors({k: v.contiguous() for k, v in held.items()})
+        for name, held in (("weights", plan.weights), ("golden", plan.golden))
     }
+    held = _texts(plan) | tensors
+    members = {name: held[name] for name in _REQUIRED}
     members |= {_cubin(h): plan.compiled.cubins[h] for h in sorted(plan.compiled.cubins)}
     vouched = {
         name: Member(sha256=sha256(content).hexdigest(), nbytes=len(content))
@@ -158,6 +155,17 @@ def to_bytes(plan: Plan) -> bytes:
     }
     manifest = Manifest(**{**vars(plan.manifest), "members": vouched})
     return archive_of({MANIFEST: to_document("plan", VERSION, manifest), **members})
+
+
+def _texts(plan: Plan) -> dict[str, bytes]:
+    """The members that are text."""
+    return {
+        "program.json": (canonical_json(plan.program) + "\n").encode(),
+        "tuning.jsonl": "".join(canonical_json(c) + "\n" for c in plan.tuning).encode(),
+        "graph.txt": plan.graph.encode(),
+        "lock.jsonl": plan.lock.encode(),
+        "kernels.jsonl": "".join(canonical_json(k) + "\n" for k in plan.compiled.kernels).encode(),
+    }
 
 
 def archive_of(members: Mapping[str, bytes]) -> bytes:
@@ -205,6 +213,24 @@ def from_bytes(content: bytes, *, where: str = "plan") -> Plan:
         ) from error
 
 
+def read_back(plan: Plan) -> Plan:
+    """The plan as its own file would say it; its tensors are shared, not copied.
+
+    Raises:
+        ArtifactError: what would be written is no plan.
+    """
+    where = "the plan that was built"
+    manifest = from_document(
+        to_document("plan", VERSION, plan.manifest),
+        Manifest,
+        kind="plan",
+        version=VERSION,
+        where=f"{where}:{MANIFEST}",
+    )
+    cubins = {_cubin(hashed): code for hashed, code in plan.compiled.cubins.items()}
+    return _parsed(manifest, _texts(plan) | cubins, plan.weights, plan.golden, where)
+
+
 def _read(content: bytes, where: str) -> Plan:
     members = _members(content, where)
     manifest = from_document(
@@ -229,14 +255,28 @@ def _read(content: bytes, where: str) -> Plan:
             f"the preprocessing record in {where} does not match its hash",
             fix="build the plan again; a changed record would change every answer",
         )
+    weights, golden = (
+        _tensors(members[f"{name}.safetensors"], f"{where}:{name}.safetensors")
+        for name in ("weights", "golden")
+    )
+    return _parsed(manifest, members, weights, golden, where)
+
+
+def _parsed(
+    manifest: Manifest,
+    members: Mapping[str, bytes],
+    weights: Mapping[str, torch.Tensor],
+    golden: Mapping[str, torch.Tensor],
+    where: str,
+) -> Plan:
+    """A plan from its members, whose program is checked."""
     program = _program(members["program.json"], where)
-    weights = _tensors(members["weights.safetensors"], f"{where}:weights.safetensors")
     _check_program(manifest, program, weights, where)
     return Plan(
         manifest=manifest,
         program=program,
         weights=weights,
-        golden=_tensors(members["golden.safetensors"], f"{where}:golden.safetensors"),
+        golden=golden,
         tuning=_lines(Candidate, members["tuning.jsonl"], f"{where}:tuning.jsonl"),
         graph=members["graph.txt"].decode("utf-8", "replace"),
         lock=members["lock.jsonl"].decode("utf-8", "replace"),

@@ -343,7 +343,9 @@ def _same_but_shapes(one: Step, other: Step) -> bool:
 
 
 # Attributes that may hold a number that follows the batch.
-_FOLLOW_BATCH = frozenset({"shape", "size", "sizes", "start", "end", "input_size", "args"})
+_FOLLOW_BATCH = frozenset(
+    {"shape", "size", "sizes", "start", "end", "input_size", "args", "groups"}
+)
 
 # Two steps in one, where that is faster: at some batch sizes it is, at others it is not. The rows
 # of ``operations`` say which; the studio reads plans without torch, so the names are here, too.

@@ -32,6 +32,8 @@ from tessella.graph.recurrent import CaughtWhole, require_known_readers
 # order, the first is taken that no other axis of the inputs has.
 _EXAMPLE_BATCHES = (5, 7, 11, 13, 17, 3, 2, 4, 6, 8)
 
+_LEAST_RANGE = 3  # batches that torch.export is told of at least
+
 # Checks and hints that torch.export leaves in a graph, which compute nothing.
 _NO_COMPUTATION = ("_assert", "sym_", "_check", "_functional_sym", "_functional_assert")
 
@@ -93,6 +95,8 @@ def _export(
     device = next((p.device for p in (*module.parameters(), *module.buffers())), None)
     ranges = [s.batch for s, d in zip(inputs, dynamic, strict=True) if d]
     least, most = max((r.min for r in ranges), default=1), min((r.max for r in ranges), default=1)
+    # up to 2 torch sees one size, for 1 is special, and calls that of each input by another name
+    most = max(most, _LEAST_RANGE)
     some = _example_batch(inputs, least, most)
     example = tuple(
         torch.zeros(s.at(some if d else s.batch.opt), dtype=getattr(torch, s.dtype), device=device)
