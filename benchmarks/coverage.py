@@ -289,7 +289,7 @@ def alive(module: torch.nn.Module, network: Network, factor: float = 1.0) -> tor
 
 
 def feeds(network: Network, batch: int) -> dict[str, torch.Tensor]:
-    """Random images or tokens, with a mask that hides the last third of all samples but the first."""
+    """Random images or tokens, with a mask that hides a third of all samples but the first."""
     generator = torch.Generator().manual_seed(batch)
     made = {}
     for name, (dtype, (_, *shape)) in network.inputs.items():

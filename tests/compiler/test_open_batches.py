@@ -95,6 +95,6 @@ def test_a_plan_that_could_not_be_loaded_is_not_returned(monkeypatch: pytest.Mon
     known = program._FOLLOW_BATCH - {"groups"}
     monkeypatch.setattr(program, "_FOLLOW_BATCH", known)
     network, specs = DynamicFilters().eval(), NETWORKS[DynamicFilters]
-    with pytest.raises(CompileError, match="cannot be loaded again.*groups") as raised:
+    with pytest.raises(CompileError, match=r"cannot be loaded again.*groups") as raised:
         ts.compile(network, inputs=specs, batch=(1, 1, 2), target="cpu")
     assert "batch=" in str(raised.value.fix)

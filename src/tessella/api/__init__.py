@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tessella.api.compiling import build, calibrate, compile, explain, export, pareto
+    from tessella.api.loading import load
     from tessella.api.predicting import (
         Model,
         classify,
         eager_predictor,
         engine_predictor,
-        load,
         open_model,
         predictor,
     )
@@ -36,9 +36,9 @@ __all__ = [
 
 _PLACES = {
     "api.compiling": ("build", "calibrate", "compile", "explain", "export", "pareto"),
+    "api.loading": ("load",),
     "api.predicting": (
-        "Model", "classify", "eager_predictor", "engine_predictor", "load", "open_model",
-        "predictor",
+        "Model", "classify", "eager_predictor", "engine_predictor", "open_model", "predictor",
     ),
     "api.samples": ("CalibrationData", "JudgingData"),
     "api.serving": ("serve",),

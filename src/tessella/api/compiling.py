@@ -62,7 +62,8 @@ def compile(
     Args:
         source: a checkpoint, a run (its best checkpoint), a path of one of these or of an ONNX
             file, ``file.py:NAME`` of a function or class that makes a torch module, a network's
-            name, or a torch module (then ``inputs`` says what it takes).
+            name, a torch module (then ``inputs`` says what it takes), or a graph: what
+            ``tessella.graph.onnx.read`` makes of a file, perhaps with some inputs bound.
         batch: one size, or the smallest, the usual and the largest.
         target: ``cpu``, ``sm_90`` or ``reference``; by default what this machine has.
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
@@ -232,7 +233,7 @@ def _search(call: CompileCall, emit: Emit) -> compiler.Front:
 
 def _open(call: CompileCall, emit: Emit) -> Opened:
     request, source = call.request, call.arguments["source"]
-    if not isinstance(source, torch.nn.Module) and is_network(str(source)):
+    if isinstance(source, str | Path) and is_network(str(source)):
         emit(phase("network", f"{source} is as its code makes it: nothing is loaded into it"))
     return opened(
         source,

@@ -1,4 +1,4 @@
-"""load and classify: a checkpoint or a plan as a function of images."""
+"""classify: a checkpoint or a plan as a function of images."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from tessella import runtime
+from tessella.api.loading import load
 from tessella.api.sources import open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint
-from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess, denormalize
@@ -19,19 +18,6 @@ from tessella.nn import zoo
 from tessella.runtime.engine import Engine
 
 Model = Checkpoint | Engine
-
-
-def load(path: str | Path | Plan, *, compiled: bool = True) -> Engine:
-    """A plan, ready to run; needs neither model code nor compiler.
-
-    Args:
-        compiled: run the machine code that a plan for a GPU carries; without, its kernels are
-            compiled from Tessella's own sources, for a plan by someone you do not trust.
-
-    >>> engine = load("flowers.plan")
-    >>> scores = engine(image=images)["scores"]
-    """
-    return runtime.load(path, compiled=compiled)
 
 
 def open_model(path: str | Path, *, compiled: bool = True) -> Model:

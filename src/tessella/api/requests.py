@@ -20,6 +20,7 @@ from tessella.compiler.samples import CalibrationSet
 from tessella.core.device import default_target
 from tessella.core.errors import UsageError
 from tessella.core.spec import DimRange
+from tessella.graph.graph import Graph
 
 FIELDS = frozenset(f.name for f in fields(BuildRequest))
 
@@ -96,6 +97,8 @@ def _recorded(name: str, value: Any) -> Any:
         return dict(value) if value else None
     if isinstance(value, torch.nn.Module):
         return f"<{type(value).__name__}>"
+    if isinstance(value, Graph):
+        return f"<{value.name or 'graph'}>"
     if isinstance(value, Checkpoint | Run | Dataset):
         value = value.path
     if isinstance(value, str | Path) and name in ("source", "calibration", "data", "lock", "cache"):

@@ -19,7 +19,7 @@ from tessella.graph import onnx
 from tessella.nn import zoo
 
 Batch = int | Sequence[int] | DimRange
-Source = Checkpoint | Run | torch.nn.Module | str | Path
+Source = Checkpoint | Run | torch.nn.Module | graph.Graph | str | Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,17 @@ def opened(
     preprocess: Preprocess | None = None,
 ) -> Opened:
     """Capture a network. Arguments as for ``compile``; a checkpoint has its own ``preprocess``."""
-    if isinstance(source, str | Path) and Path(source).suffix == ".onnx":
+    is_file = isinstance(source, str | Path) and Path(source).suffix == ".onnx"
+    if inputs is not None and (is_file or isinstance(source, graph.Graph)):
+        raise UsageError(
+            "an ONNX file and a graph say themselves what they take",
+            seen=f"inputs={', '.join(map(str, inputs))}",
+            fix="leave out inputs; a value for an input that shapes depend on is bound when the "
+            "file is read: ts.compile(tessella.graph.onnx.read(path, bound={name: tensor}))",
+        )
+    if isinstance(source, graph.Graph):
+        return Opened(graph=source, name=source.name, preprocess=preprocess)
+    if isinstance(source, str | Path) and is_file:
         read, said = onnx.read(Path(source), batch=batch), onnx.read_metadata(source)
         record = said.preprocess if preprocess is None else preprocess
         return Opened(graph=read, name=str(source), preprocess=record, labels=said.labels)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tessella.api.predicting import Model, eager_predictor, engine_predictor, load, predictor
+from tessella.api.loading import load
+from tessella.api.predicting import Model, eager_predictor, engine_predictor, predictor
 from tessella.api.samples import Data, split_of
 from tessella.api.sources import open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint

@@ -146,7 +146,8 @@ class Call:
             f"input {index} must be known when the plan is made",
             input=behind[0],
             seen=f"it comes from the model's input {behind[0]!r}",
-            fix="make it a constant of the model, or give its value: read(…, bound={name: tensor})",
+            fix="make it a constant of the model, or give its value: "
+            f"ts.compile(tessella.graph.onnx.read(path, bound={{{behind[0]!r}: tensor}}))",
         )
 
     def sizes(self, index: int) -> Sizes:

@@ -262,7 +262,8 @@ class _Reader:
                 f"input {info.name!r} has no elements",
                 input=info.name,
                 seen=dims,
-                fix="make it a constant: read(…, bound={name: tensor})",
+                fix="make it a constant of the model, or give its value: "
+                f"ts.compile(tessella.graph.onnx.read(path, bound={{{info.name!r}: tensor}}))",
             )
         if None in dims[1:] or any(d is not None and d < 1 for d in dims):
             shown = [d.dim_param or d.dim_value or "?" for d in tensor.shape.dim]

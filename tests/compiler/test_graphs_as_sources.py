@@ -1,0 +1,54 @@
+"""``compile`` takes a graph, so that inputs of an ONNX file can be bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+import tessella as ts
+from tessella.core.errors import UnboundInput, UsageError
+from tessella.core.spec import TensorSpec
+from tessella.graph.onnx import read
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A model that reshapes to a shape that is an input."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 6])
+    shape = helper.make_tensor_value_info("shape", TensorProto.INT64, [3])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", "a", "b"])
+    node = helper.make_node("Reshape", ["x", "shape"], ["y"])
+    model = helper.make_model(
+        helper.make_graph([node], "shaped", [x, shape], [y]),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    onnx.save(model, tmp_path / "shaped.onnx")
+    return tmp_path / "shaped.onnx"
+
+
+def test_a_graph_with_a_bound_input(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnboundInput, match="shape") as raised:
+        ts.compile(path, batch=(1, 2, 4), target="cpu")
+    assert "ts.compile(tessella.graph.onnx.read(path, bound={'shape': tensor}))" in str(
+        raised.value
+    )
+    network = read(path, bound={"shape": torch.tensor([-1, 2, 3])})
+    before = len(network.nodes)
+    plan = ts.compile(network, batch=(1, 2, 4), target="cpu")
+    assert len(network.nodes) == before
+    assert "shaped" in plan.manifest.rebuild
+    x = np.arange(18, dtype=np.float32).reshape(3, 6)
+    made = ts.load(plan.save(tmp_path / "shaped.plan"))(x=x)["y"]
+    assert np.array_equal(made, x.reshape(3, 2, 3))
+
+
+def test_inputs_are_not_silently_ignored(path: Path) -> None:
+    x = TensorSpec(name="x", dtype="float32", shape=(1, 6))
+    with pytest.raises(UsageError, match="say themselves what they take"):
+        ts.compile(path, inputs=[x], target="cpu")
