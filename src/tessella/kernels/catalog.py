@@ -296,6 +296,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu(_ATTENTION, "cudnn", "attention.cudnn", source="cudnn", **_NEW),
     *_aten(_ATTENTION, "attention.aten", **_NEW),
     # recurrent layers
+    *_x86("lstm gru rnn", "{}", "recurrent.x86", **_NEW),
     *_cpu("lstm", "onednn", "recurrent.onednn", source="onednn", **_NEW),
     *_gpu("lstm gru rnn", "cudnn", "recurrent.cudnn", source="cudnn", **_NEW),
     *_aten("lstm gru rnn", "recurrent.steps", "steps", **_NEW),
