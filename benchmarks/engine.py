@@ -13,6 +13,7 @@ import argparse
 import copy
 import importlib.util
 import io
+import itertools
 import os
 import shutil
 import subprocess
@@ -49,13 +50,12 @@ def main() -> None:
     args = _arguments()
     path = Path(args.out or RESULTS / f"engine-{args.target}.json")
     rows: list[dict[str, Any]] = []
-    for name in args.networks.split(","):
-        for precision in args.precisions.split(","):
-            for batch in (int(b) for b in args.batches.split(",")):
-                row = measure(name, precision, batch, args)
-                rows.append(row)
-                write(path, document(args.target, rows))  # what was measured is kept
-                print(*_table([row])[1][0], sep="  ", flush=True)
+    asked = (args.networks, args.precisions, args.batches, args.sources)
+    for name, precision, batch, source in itertools.product(*(texts.split(",") for texts in asked)):
+        row = measure(name, precision, int(batch), source, args)
+        rows.append(row)
+        write(path, document(args.target, rows))  # what was measured is kept
+        print(*_table([row])[1][0], sep="  ", flush=True)
     print(markdown(*_table(rows)))
     print(f"wrote {path}")
 
@@ -69,9 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peers", help="eager_nhwc,torch_compile on a GPU; on a CPU what is installed"
     )
-    parser.add_argument(
-        "--source", choices=("torch", "onnx"), default="torch", help="what plans are made of"
-    )
+    parser.add_argument("--sources", default="torch", help="what plans are made of: torch,onnx")
     parser.add_argument("--seconds", type=float, default=10.0, help="a row, at most")
     parser.add_argument("--cache", type=Path, help="timing cache, read and added to")
     parser.add_argument("--out")
@@ -94,11 +92,13 @@ def runs_in(peer: str, precision: str) -> bool:
     return peer != "onnxruntime" or precision == "fp32"
 
 
-def measure(name: str, precision: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    name: str, precision: str, batch: int, source: str, args: argparse.Namespace
+) -> dict[str, Any]:
     """One network at one precision and batch: the plan and every peer, interleaved."""
     work, device = workload(name, batch), torch_device(args.target)
     inputs = work.sample(device)
-    plan, setup_s = _plan(work, inputs, precision, args)
+    plan, setup_s = _plan(work, inputs, precision, source, args)
     engine = runtime.load(plan)
     fed = dict(zip((spec.name for spec in work.inputs), inputs, strict=True))
     runs: dict[str, Run] = {"plan": lambda: engine(**fed)}
@@ -114,8 +114,7 @@ def measure(name: str, precision: str, batch: int, args: argparse.Namespace) -> 
     best = min((p for p in runs if p != "plan"), key=lambda p: times[p]["median_ms"])
     bucket = plan.program.buckets[-1]
     return {
-        "network": name,
-        "source": args.source,
+        "network": f"{name} (ONNX)" if source == "onnx" else name,
         "precision": precision,
         "batch": batch,
         "times": times,
@@ -131,11 +130,15 @@ def measure(name: str, precision: str, batch: int, args: argparse.Namespace) -> 
 
 
 def _plan(
-    work: Workload, inputs: tuple[torch.Tensor, ...], precision: str, args: argparse.Namespace
+    work: Workload,
+    inputs: tuple[torch.Tensor, ...],
+    precision: str,
+    source: str,
+    args: argparse.Namespace,
 ) -> tuple[Plan, float]:
     """The plan for one batch size with its machine code, and the seconds that building it took."""
     begun = time.monotonic()
-    graph = _from_onnx(work, inputs) if args.source == "onnx" else capture(work.module, work.inputs)
+    graph = _from_onnx(work, inputs) if source == "onnx" else capture(work.module, work.inputs)
     fed = dict(zip((spec.name for spec in work.inputs), inputs, strict=True))
     words = any(not value.is_floating_point() for value in inputs)
     calibration = None

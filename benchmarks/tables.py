@@ -23,6 +23,7 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- results: python -m benchmarks.tables --write -->", "<!-- end of results -->"
 
 H200, EPYC, XEON = "H200", "EPYC, 2 cores, AVX-512", "Xeon, 2 cores, AMX"
+SHARED = "EPYC, 1 busy core, AVX-512"
 # One file of plans a machine: its name, the machine's, and what a reader has to know.
 PLANS = (
     ("engine-sm_90.json", H200, "An NVIDIA H200. Eager PyTorch is replayed from a CUDA graph,"
@@ -33,6 +34,9 @@ PLANS = (
      " do not hold."),
     ("engine-cpu-openvino.json", EPYC, "The same machine with OpenVINO beside the plan, in a run of"
      " its own: the threads of several runtimes in one process slow each other down."),
+    ("engine-cpu-recurrent.json", SHARED, "Two recurrent layers over 100 frames of 80 numbers, from"
+     " torch and from the ONNX file of the same module; one thread of an EPYC with AVX-512 that"
+     " others computed on, so that times are high and uneven; ratios are interleaved."),
     ("engine-cpu-amx.json", XEON, "Two cores of an Intel Xeon with AMX (bfloat16 products of"
      " tiles)."),
 )  # fmt: skip
