@@ -21,6 +21,21 @@ from tessella.operations.user_operators import named
 # A folded constant may be larger than what it is made of, up to this many elements.
 _FOLD_ELEMENTS = 1 << 20
 
+_NO_SHAPE = (
+    "a plan's shapes are fixed: keep all places, and a mask of those that count; or compile the "
+    "network up to here"
+)
+# what to do where torch's operator may not run
+_INSTEAD = {
+    "aten::histc": "count classes with torch.nn.functional.one_hot(ids, n).sum(0)",
+    "aten::bincount": "count classes with torch.nn.functional.one_hot(ids, n).sum(0)",
+    "aten::nonzero": _NO_SHAPE,
+    "aten::masked_select": _NO_SHAPE,
+    "aten::_unique2": _NO_SHAPE,
+    "torchvision::nms": "compile the network up to its boxes and scores, and run "
+    "torchvision.ops.nms on what the plan answers",
+}
+
 
 class Builder:
     """A graph that grows node by node.
@@ -128,7 +143,7 @@ class Builder:
             raise CompileError(
                 "the network uses an operator that cannot be part of a plan",
                 seen=f"{reason} (in {self.layer or 'the network itself'})",
-                fix="write this layer with other operators",
+                fix=_INSTEAD.get(target.split(".")[0], "write this layer with other operators"),
             )
         tensors: list[Value] = []
         return self.node(

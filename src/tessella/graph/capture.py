@@ -26,7 +26,8 @@ from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Shape, Value
 from tessella.graph.operator_call import OperatorCall
 from tessella.graph.recognize import recognize
-from tessella.graph.recurrent import CaughtWhole, require_known_readers
+from tessella.graph.recurrent import require_known_readers
+from tessella.graph.traced import traced
 
 # torch treats 0 and 1 as known, and a size that equals another by chance as the same: tried in this
 # order, the first is taken that no other axis of the inputs has.
@@ -104,7 +105,7 @@ def _export(
     )
     batch = ExportDim("batch", min=least, max=most) if ranges else None
     shapes = tuple({0: batch} if d else {} for d in dynamic)
-    with _evaluation_mode(module), torch.no_grad(), CaughtWhole(), warnings.catch_warnings():
+    with _evaluation_mode(module), torch.no_grad(), traced(), warnings.catch_warnings():
         # torch 2.11 uses in torch.export what it deprecates itself.
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
         # A recurrent module's list of its own weights, which torch.export swaps and gives back.
@@ -120,8 +121,7 @@ def _export(
             raise CompileError(
                 f"{type(module).__name__} cannot be captured",
                 seen=_relevant(error),
-                fix="see whether torch.export takes the module; where only its batch is the "
-                "matter, compile it for one batch size",
+                fix=next((fix for text, fix in _FIXES.items() if text in str(error)), _TRY),
             ) from error
 
 
@@ -150,6 +150,24 @@ def _evaluation_mode(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for m in training:
             m.training = True
+
+
+_TRY = (
+    "see whether torch.export takes the module; where only its batch is the matter, compile it for "
+    "one batch size"
+)
+_BY_DATA = (
+    "a plan's shapes are fixed: let no size and no branch depend on values. Of a detection network "
+    "compile what comes before its boxes are sorted out (backbone and heads, as a module of your "
+    "own), and run torchvision.ops.nms on what the plan answers"
+)
+# what torch's messages hold, and what to do then
+_FIXES = {
+    "data-dependent": _BY_DATA,
+    "DataDependent": _BY_DATA,
+    "PackedParams": "a plan quantizes by itself: take the float32 network (quantize=False) and "
+    "compile it with precision='int8' and calibration=…",
+}
 
 
 # Sentences of torch's messages that are about torch: how to see more of it, where else to ask.
@@ -262,7 +280,7 @@ class _Reader:
             ),
         )
         if any(isinstance(a, Value) for a in pytree.tree_leaves((args, kwargs))):
-            return translate(call, self.build)
+            return _as_torch_says(call, translate(call, self.build), self.build.layer)
         batched = any(v.shape and v.shape[0] == Dim() for v in self.build.graph.inputs)
         counts = batched and call.overload == "arange.default" and args == (Dim(),)
         if counts and _picks_samples(node):
@@ -319,10 +337,13 @@ class _Reader:
             factor = expression.subs(self.symbol, 1) - offset
             if sympy.expand(expression - factor * self.symbol - offset) == 0:
                 return Dim(int(factor), int(offset))
+        by_data = any(str(symbol).startswith("u") for symbol in expression.free_symbols)
         raise CompileError(
-            "a size in the network is not a multiple of the batch plus a constant",
+            "a size in the network depends on data"
+            if by_data
+            else "a size in the network is not a multiple of the batch plus a constant",
             seen=f"{expression} in {self.build.layer or 'the network itself'}",
-            fix="compile for one fixed batch size",
+            fix=_BY_DATA if by_data else "compile for one fixed batch size",
         )
 
     def _outputs(self, names: Sequence[str] | None) -> Graph:
@@ -351,6 +372,26 @@ class _Reader:
                 seen=f"{len(names)} names, {len(results)} outputs",
             )
         return self.build.finish(values, names)
+
+
+def _as_torch_says(call: OperatorCall, made: Any, layer: str) -> Any:
+    """What an operator became, if it has torch's element types.
+
+    Raises:
+        CompileError: it has not: a layer of ours takes other types than torch's.
+    """
+    values = made if isinstance(made, tuple) else (made,)
+    kinds = [v.dtype if isinstance(v, Value) else None for v in values]
+    wrong = [
+        (a, b) for a, b in zip(kinds, call.dtypes, strict=False) if None not in (a, b) and a != b
+    ]
+    if wrong:
+        raise CompileError(
+            f"{call.name} of this element type would be computed in another",
+            seen=f"{wrong[0][1]}, not {wrong[0][0]}, in {layer or 'the network itself'}",
+            fix="change the type of its inputs with .to(…), to float32 as a rule",
+        )
+    return made
 
 
 def _picks_samples(count: torch.fx.Node) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tessella.core.errors import CompileError
 from tessella.graph.build import Builder
@@ -114,25 +113,20 @@ class _Lengths:
         )
 
 
-class CaughtWhole(TorchFunctionMode):
-    """Inside, recurrent layers and packing are calls of the operators above."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if kwargs:
-            return func(*args, **kwargs)
-        if func is torch._VF._pack_padded_sequence:
-            return _pack(*args)
-        if func is torch._VF._pad_packed_sequence and isinstance(args[1], _Lengths):
-            return _pad(*args)
-        kind = next((k for f, k in KINDS.items() if func is f), None)
-        packed = kind is not None and isinstance(args[1], _Lengths)
-        is_tensor = kind is not None and isinstance(args[2], Tensor)  # batch sizes of torch's own
-        if kind is None or (is_tensor and not packed):
-            return func(*args)
-        return _packed_layers(kind, *args) if packed else _padded_layers(kind, *args)
+def caught(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call of torch's is as calls of the operators above; NotImplemented for any other."""
+    if kwargs:
+        return NotImplemented
+    if func is torch._VF._pack_padded_sequence:
+        return _pack(*args)
+    if func is torch._VF._pad_packed_sequence and isinstance(args[1], _Lengths):
+        return _pad(*args)
+    kind = next((k for f, k in KINDS.items() if func is f), None)
+    packed = kind is not None and isinstance(args[1], _Lengths)
+    is_tensor = kind is not None and isinstance(args[2], Tensor)  # batch sizes of torch's own
+    if kind is None or (is_tensor and not packed):
+        return NotImplemented
+    return _packed_layers(kind, *args) if packed else _padded_layers(kind, *args)
 
 
 def _pack(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, _Lengths]:

@@ -205,7 +205,7 @@ def store(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def exact(x: torch.Tensor) -> torch.Tensor:
     """What a reference computes with: float64 for the types that are too small to (int8, fp8)."""
-    if x.is_floating_point() and x.dtype.itemsize > 1:
+    if x.is_complex() or (x.is_floating_point() and x.dtype.itemsize > 1):
         return x
     return torch.empty(x.shape, dtype=torch.float64, device="meta") if x.is_meta else x.double()
 

@@ -23,6 +23,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.build import Builder
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
+from tessella.graph.onnx import linear_models
 from tessella.graph.onnx.call import Attributes, Call, Result, Sizes, Translator
 from tessella.graph.onnx.control import CONTROL
 from tessella.graph.onnx.functions import FUNCTIONS, body, version
@@ -52,10 +53,15 @@ OPERATORS: dict[str, Translator] = {
     **RESIZE,
     **QUANTIZE,
     **RECURRENT,
+    **linear_models.LINEAR_MODELS,
     **SIGNAL,
     **CONTROL,
 }
 NEWEST_OPSET = 28
+_BY_DATA = (
+    "a plan's shapes are fixed: export the model up to where its boxes are sorted out, and do that "
+    "with what the plan answers (torchvision.ops.nms)"
+)
 _MOST_NODES = 1 << 15  # loops in loops multiply
 
 
@@ -191,6 +197,8 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def _unknown(node: onnx.NodeProto) -> bool:
+    if node.domain == linear_models.DOMAIN:
+        return node.op_type not in linear_models.LINEAR_MODELS
     if node.domain not in ("", "ai.onnx"):
         return True
     defined = node.op_type in FUNCTIONS and node.op_type not in REFUSED
@@ -211,7 +219,9 @@ def _refuse_unknown(model: onnx.ModelProto) -> None:
             seen="; ".join(
                 [", ".join(f"{op} ({count}×)" for op, count in sorted(unknown.items())), *reasons]
             ),
-            fix="export the model without them, or compile the torch module instead",
+            fix=linear_models.advice([op.rpartition(".")[2] for op in sorted(unknown)])
+            or (_BY_DATA if {*unknown} & {"NonMaxSuppression", "NonZero"} else None)
+            or "export the model without them, or compile the torch module instead",
         )
 
 
