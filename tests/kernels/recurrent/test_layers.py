@@ -119,3 +119,34 @@ def kernels_that_agree(n: int, dtype: torch.dtype, isa: str | None) -> set[str]:
                     error = float((ours.double() - theirs).abs().max() / max(1, theirs.abs().max()))
                     assert error <= TOLERANCES[dtype], (kernel.id, config, asked)
     return fitted
+
+
+def test_machine_code_spreads_nans_and_takes_threads(isa: InstructionSet) -> None:
+    """Samples in blocks of two sizes on two threads; a NaN stays in its sample."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    for op, attrs in (("lstm", {}), ("gru", ATTRS["gru"][0]), ("rnn", ATTRS["rnn"][1])):
+        row = operation(op)
+        given = operands(op, 2, 13, 96, "bias_ih", "bias_hh")
+        given["input"][2, 5, 0] = torch.nan
+        given["input"][1, 4] = 1e30
+        operands_in_order = row.ordered(**given)
+        attrs = {"direction": "bidirectional", **attrs}
+        right = row.call(operands_in_order, attrs)
+        asked = Problem(
+            op=op,
+            inputs=tuple(None if t is None else meta_of(t) for t in operands_in_order),
+            outputs=tuple(map(meta_of, right)),
+            attrs=attrs,
+            constant=row.positions(name for name in WEIGHTS if name in given),
+        )
+        known = {i: operands_in_order[i] for i in asked.constant}
+        try:
+            torch.set_num_threads(2)
+            call, _ = bind(catalog.kernel(f"{op}.{isa.name}"), asked, known, CPU)
+            made = call(given["input"])
+        finally:
+            torch.set_num_threads(threads)
+        assert made[0][:, 5].isnan().any()
+        for ours, theirs in zip(made, right, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
