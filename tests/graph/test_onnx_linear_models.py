@@ -77,3 +77,25 @@ def test_what_is_not_a_linear_model_is_told(
 ) -> None:
     with pytest.raises(CompileError, match=said):
         read(model(op, attrs, 1 + (op == "LinearClassifier"), tmp_path / "model.onnx"))
+
+
+def test_numbering_the_samples_is_refused_with_the_way_around(tmp_path: Path) -> None:
+    """``Range`` to the batch size, as exported text classifiers pick their last token."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 6])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 6])
+    numbers = [
+        helper.make_tensor(name, TensorProto.INT64, [], [n]) for name, n in zip("ab", (0, 1))
+    ]
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "a"], ["n"]),
+        helper.make_node("Range", ["a", "n", "b"], ["range"]),
+        helper.make_node("Gather", ["x", "range"], ["y"]),
+    ]
+    graph = helper.make_graph(nodes, "numbered", [x], [y], numbers)
+    imports = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), tmp_path / "n.onnx")
+    with pytest.raises(CompileError, match="used as a number") as raised:
+        ts.compile(tmp_path / "n.onnx", batch=(1, 2, 4), target="cpu")
+    assert "batch=8" in str(raised.value.fix)
+    assert ts.compile(tmp_path / "n.onnx", batch=8, target="cpu").program.buckets[0].batch == 8

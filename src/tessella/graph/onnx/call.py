@@ -111,7 +111,11 @@ class Call:
         given = self.given(index)
         if isinstance(given, np.ndarray):
             if any(isinstance(d, Dim) for d in given.flat):
-                raise self.wrong("the batch size is used as a number in a tensor")
+                raise self.wrong(
+                    "the batch size is used as a number in a tensor",
+                    fix="compile it for one batch size (batch=8), or export it without that: "
+                    "samples may be run in parts, so none knows its number",
+                )
             return self.tensor(torch.tensor(given.astype(np.int64)))
         return given
 
@@ -208,9 +212,9 @@ class Call:
             known = "output is" if made == 1 else f"{made} outputs are"
             raise self.wrong(f"only its first {known} known", seen=", ".join(self.outputs))
 
-    def wrong(self, what: str, *, seen: object = None) -> CompileError:
+    def wrong(self, what: str, *, seen: object = None, fix: str | None = None) -> CompileError:
         where = f"{self.op} {self.name or self.outputs[0]!r}"
-        return CompileError(f"the ONNX node {where} cannot be read: {what}", seen=seen)
+        return CompileError(f"the ONNX node {where} cannot be read: {what}", seen=seen, fix=fix)
 
 
 def _inputs_behind(graph: Graph, value: Value) -> list[str]:
