@@ -20,9 +20,9 @@ def float32_math(math: Math) -> Iterator[None]:
     mine = object()
     with _lock:
         before = _settings()
-        _set(math, math, False)
+        _set(math, math, math, False)
         _active.setdefault(None, before)
-        _active[mine] = (math, math, False)
+        _active[mine] = (math, math, math, False)
     try:
         yield
     finally:
@@ -33,17 +33,23 @@ def float32_math(math: Math) -> Iterator[None]:
                 _active.clear()
 
 
-_Settings = tuple[str, str, bool]
+_Settings = tuple[str, str, str, bool]
 _lock = threading.Lock()
 _active: dict[object, _Settings] = {}  # what was set before, then by whom, in order
 
 
 def _settings() -> _Settings:
-    cudnn = torch.backends.cudnn
-    return cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision, cudnn.benchmark
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    return (
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
+        matmul.fp32_precision,
+        cudnn.benchmark,
+    )
 
 
-def _set(conv: str, matmul: str, search: bool) -> None:
+def _set(conv: str, rnn: str, matmul: str, search: bool) -> None:
     torch.backends.cudnn.conv.fp32_precision = conv
+    torch.backends.cudnn.rnn.fp32_precision = rnn
     torch.backends.cuda.matmul.fp32_precision = matmul
     torch.backends.cudnn.benchmark = search
