@@ -21,7 +21,8 @@ ATTRS: dict[str, list[dict[str, Any]]] = {
     "gru": [{"reset_after": True}, {"reset_after": False}],
     "rnn": [{"nonlinearity": "tanh"}, {"nonlinearity": "relu"}],
 }
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+# cuDNN's tanh on an H200: 1.14e-5 in five steps of an RNN
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
 
