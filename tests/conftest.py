@@ -2,11 +2,16 @@
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# 0.2 s, the usual bound of an example, is the machine's doing where others compute beside it.
+hypothesis.settings.register_profile("tessella", deadline=None)
+hypothesis.settings.load_profile("tessella")
 
 # Their assertions say what was compared, as those of test files do.
 pytest.register_assert_rewrite("tests.support")

@@ -211,7 +211,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     field=st.sampled_from(["name", "datatype", "shape", "data", "parameters"]),
     value=JSON,
@@ -231,7 +231,7 @@ def test_any_json_in_any_field_is_an_error_or_the_right_request(
     assert not tail
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     header=st.integers(-5, 2000) | st.integers(),
     first=st.integers(-5, 100) | st.integers(),
@@ -264,7 +264,7 @@ def test_lying_sizes_of_two_tensors(
         assert request.arrays["b"].shape == (batch, 2, 3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(body=st.binary(max_size=200), header=st.none() | st.integers(0, 220))
 def test_any_bytes_are_refused(body: bytes, header: int | None) -> None:
     with pytest.raises(InputError):

@@ -134,11 +134,6 @@ class _Program:
     def _op(self, index: int) -> str:
         return self.choices[index].node.op
 
-    def _writes_alone(self, index: int) -> bool:
-        """Whether a step makes one tensor of its own, and not views of another."""
-        choice = self.choices[index]
-        return len(choice.node.outputs) == 1 and not catalog.kernel(choice.kernel).views
-
     def _free(self, value: Value) -> bool:
         """Whether a value lies in nothing yet, and nothing in it."""
         lies = value.name in self._slices
