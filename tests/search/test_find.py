@@ -48,14 +48,15 @@ def test_fastest_first_and_refused_last() -> None:
     trials = search.find(
         half, {1: WEIGHT[1].half()}, target="cpu", options=search.SearchOptions(budget_s=0.0)
     )
-    refused = ["linear.onednn", "linear.onednn_int8", "linear.mkl"]
-    assert [t.kernel for t in trials] == ["linear.aten", *refused]
+    assert [t.kernel for t in trials if t.refused is None] == ["linear.aten"] == [trials[0].kernel]
     assert trials[0].time_us > 0
-    assert all("float16" in t.refused for t in trials[1:])
+    refused = {t.kernel: t.refused for t in trials[1:]}
+    assert all("float16" in refused[f"linear.{name}"] for name in ("onednn", "onednn_int8", "mkl"))
     trials = search.find(LINEAR, WEIGHT, target="cpu", options=search.SearchOptions(budget_s=0.0))
-    times = [t.time_us for t in trials if t.refused is None]
-    assert len(times) == 3
-    assert times == sorted(times)
+    ran = [t for t in trials if t.refused is None]
+    assert {"linear.onednn", "linear.mkl", "linear.aten"} <= {t.kernel for t in ran}
+    assert [t.time_us for t in ran] == sorted(t.time_us for t in ran)
+    assert all(t.refused is not None for t in trials[len(ran) :])
 
 
 def test_a_cache_answers_without_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
