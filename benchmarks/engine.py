@@ -108,7 +108,7 @@ def measure(
     with torch.inference_mode():
         timings = latency(runs, device=device, seconds=args.seconds)
     times = {
-        name: {"median_ms": t.time_us / 1e3, "spread_ms": t.spread_us / 1e3}
+        name: {"median_ms": t.time_us / 1e3, "spread_ms": (t.spread_us or 0.0) / 1e3}
         for name, t in timings.items()
     }
     best = min((p for p in runs if p != "plan"), key=lambda p: times[p]["median_ms"])

@@ -25,7 +25,8 @@ from tessella.core.record import to_plain
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
 from tessella.search import find as search
-from tessella.search.find import OWN, Candidate, SearchOptions
+from tessella.search.evidence import Candidate
+from tessella.search.find import OWN, SearchOptions
 from tessella.search.inputs import sample_inputs
 from tessella.search.limits import Limits, measured
 from tessella.search.prefetch import Prefetch

@@ -153,6 +153,41 @@ def test_the_table_names_the_batch_and_once_each_layer_in_another_precision() ->
     assert text.count("fc fp32") == 1
 
 
+def timed(**kernels: tuple[float, float | None, bool]) -> Plan:
+    """The plan with times, spreads and noise of the kernels of its first step; the first won."""
+    batch = GOOD.program.buckets[-1].batch
+    tuning = tuple(
+        Candidate(batch=batch, step="hidden", kernel=f"linear.{name}", chosen=i == 0,
+                  time_us=time_us, spread_us=spread_us, noisy=noisy)
+        for i, (name, (time_us, spread_us, noisy)) in enumerate(kernels.items())
+    )  # fmt: skip
+    return replace(GOOD, tuning=tuning)
+
+
+def row_of(plan: Plan) -> str:
+    return next(line for line in str(plan).splitlines() if line.startswith("0 "))
+
+
+def test_the_table_says_how_sure_a_choice_is() -> None:
+    one = timed(a=(10.0, 0.5, False), b=(10.9, 0.5, False), c=(11.1, 0.5, False))
+    assert "10.0 ± 0.5  linear.b" in row_of(one)
+    assert "linear.c" not in row_of(one)
+    assert "±" not in row_of(timed(a=(10.0, None, False)))  # one sample: no spread is known
+
+
+def test_a_plan_timed_on_a_busy_machine_says_so() -> None:
+    noisy = timed(a=(10.0, 2.0, True), b=(30.0, 0.5, False))
+    assert (noisy.noisy_share, noisy.is_noisy) == (1.0, True)
+    assert "10.0 ± 2.0 ~" in row_of(noisy)
+    assert "timed on a busy machine: 100% of the steps' time" in str(noisy)
+    assert "timed on a busy machine" in repr(noisy)
+    assert from_bytes(to_bytes(noisy)).is_noisy  # it is in the file
+    loser = timed(a=(10.0, 0.5, False), b=(30.0, 9.0, True))
+    assert not loser.is_noisy
+    assert "busy" not in str(loser) + repr(loser)
+    assert not replace(GOOD, tuning=()).is_noisy
+
+
 # --- damage -------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,9 @@ from onnxruntime import InferenceSession
 import tessella as ts
 from tessella import api
 from tessella.artifacts.plan import load_plan
-from tessella.cli import VERBS
+from tessella.cli import VERBS, bench
 from tessella.core.events import read_events
+from tessella.search.timing import Timing
 from tests.support.cli import Tessella
 
 
@@ -59,7 +60,9 @@ def test_every_verb_explains_itself_with_an_example(tessella: Tessella, verb: st
     assert f"Example: tessella {verb}" in answer.out
 
 
-def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path) -> None:
+def test_the_whole_way_by_verbs(
+    tessella: Tessella, blobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset, run = tmp_path / "dataset", tmp_path / "run"
     plan, events = tmp_path / "blobs.plan", tmp_path / "events.jsonl"
 
@@ -158,6 +161,14 @@ def test_the_whole_way_by_verbs(tessella: Tessella, blobs: Path, tmp_path: Path)
     assert all(
         row["plan"]["median_ms"] > 0 < row["torch"]["median_ms"] for row in benched.json["rows"]
     )
+    for noisy in (True, False):
+        timing = Timing(time_us=1500.0, spread_us=None, noisy=noisy)
+        monkeypatch.setattr(bench, "latency", lambda runs, t=timing, **_: dict.fromkeys(runs, t))
+        told = tessella("bench", plan, "--batch", "2")
+        assert "1.5" in told.out
+        assert ("other work disturbed these times" in told.err) == noisy
+    row = tessella("bench", plan, "--batch", "2", "--json").json["rows"][0]["plan"]
+    assert (row["spread_ms"], row["noisy"]) == (None, False)
 
 
 @pytest.mark.parametrize(

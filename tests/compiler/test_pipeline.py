@@ -20,6 +20,7 @@ from tessella.kernels import catalog
 from tessella.kernels.conv.libraries import aten as conv_aten
 from tessella.kernels.conv.libraries import onednn as conv_onednn
 from tessella.runtime import profiler
+from tessella.search import timing
 from tests.support.kernels import scratch
 from tests.support.networks import NETWORKS, build, captured, network, plan
 
@@ -249,3 +250,29 @@ def test_a_kernel_with_configurations_and_a_workspace(
         program = replace(loaded.program, buckets=(replace(bucket, steps=steps),))
         with pytest.raises(ArtifactError, match=what):
             runtime.load(replace(loaded, program=program))
+
+
+def test_sizes_are_searched_beside_those_that_are_done_and_stand_in_order() -> None:
+    told: list[Event] = []
+    made = plan(captured("lenet"), (1, 4, 8), emit=told.append)
+    searched = [event.text for event in told if event.name == "tune"]
+    assert searched == ["batch 4", "batch 8", "batch 2", "batch 1"]
+    assert [bucket.batch for bucket in made.program.buckets] == [1, 2, 4, 8]
+    batches = [candidate.batch for candidate in made.tuning]
+    assert batches == sorted(batches)
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+def test_a_build_on_a_busy_machine_says_so(noisy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    timing_of = timing._timing
+    monkeypatch.setattr(timing, "_timing", lambda samples: replace(timing_of(samples), noisy=noisy))
+    told: list[Event] = []
+    made = plan(captured("lenet"), emit=told.append)
+    warnings = [event.text for event in told if event.kind == "warning"]
+    assert made.is_noisy == noisy
+    assert len(warnings) == noisy
+    assert all("the machine was busy: 100% of the steps' time" in text for text in warnings)
+    told.clear()
+    again = plan(captured("lenet"), emit=told.append, lock=made.lock)  # nothing is measured
+    assert again.is_noisy == noisy  # the mark is that of the lock's times
+    assert not [event for event in told if event.kind == "warning"]

@@ -150,8 +150,11 @@ def preselected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(allowances, "time", SimpleNamespace(monotonic=lambda: float(len(order))))
 
     class Search:
-        def __init__(self, problem: Any, *_: Any) -> None:
+        def __init__(self, problem: Any, *_: Any, evidence: Any) -> None:
             self.name = problem
+
+        def shortlist(self, rows: list[Any]) -> list[Any]:
+            return [(row, {"shown": True}) for row in rows] if self.name == "shown" else []
 
         def unknown_rows(self) -> list[Any]:
             return [] if self.name == "known" else [ROW]
@@ -165,8 +168,17 @@ def preselected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(prefetching, "Search", Search)
     monkeypatch.setattr(prefetching, "torch_device", lambda target: torch.device("cuda"))
-    monkeypatch.setattr(prefetching, "compile_ahead", lambda *_: compilers.Compiling([]))
+
+    def compiled(requests: list[Any], target: str) -> compilers.Compiling:
+        COMPILED.extend((problem, config) for problem, _, config in requests)
+        return compilers.Compiling([])
+
+    COMPILED.clear()
+    monkeypatch.setattr(prefetching, "compile_ahead", compiled)
     return order
+
+
+COMPILED: list[Any] = []  # problems and configurations
 
 
 def prefetch(names: list[str], seconds: float | None) -> tuple[prefetching.Prefetch, Allowance]:
@@ -186,6 +198,13 @@ def test_some_problems_are_preselected_ahead_of_their_searches(preselected: list
         assert ahead.candidates(name) == [(ROW, {"preselected": True})]
         assert preselected == names[: prefetching.AHEAD + done]
     assert ahead.candidates(names[0]) is None  # a search is held once
+
+
+def test_what_others_have_shown_is_compiled_at_once_and_alone(preselected: list[str]) -> None:
+    ahead, _ = prefetch(["shown", "p0"], None)
+    assert dict(COMPILED) == {"shown": {"shown": True}, "p0": {}}
+    assert ahead.candidates("shown") == [(ROW, {"shown": True})]
+    assert preselected == ["p0"]  # meanwhile
 
 
 def test_preselecting_counts_as_measuring_and_yet_something_is_measured(

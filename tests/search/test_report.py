@@ -15,7 +15,9 @@ from tessella.core.errors import UsageError
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
+from tessella.search import find as search
 from tessella.search import limits, report, roofline
+from tessella.search.timing import Timing
 from tests.support.kernels import scratch
 
 LIMITS = limits.Limits(
@@ -165,6 +167,49 @@ def test_the_roofline_is_a_picture_with_a_point_a_kernel() -> None:
     assert [float(p.get("cy")) for p in points] == sorted(float(p.get("cy")) for p in points)
     labels = [float(t.get("y")) for t in root.findall(".//{*}text") if " µs" in (t.text or "")]
     assert min(b - a for a, b in pairwise(labels)) >= 15.9
+
+
+def test_a_report_says_what_is_close_and_what_was_disturbed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = {"onednn": (10.0, 1.0, False), "mkl": (11.5, 1.0, True), "scratch": (13.0, 0.5, False)}
+
+    def race(runs: object, heats: dict[str, str], **_: object) -> dict[str, Timing]:
+        known = {
+            n: times.get(kernel.split(".")[1], (99.0, None, False)) for n, kernel in heats.items()
+        }
+        return {
+            n: Timing(time_us=t, spread_us=s, noisy=noisy) for n, (t, s, noisy) in known.items()
+        }
+
+    monkeypatch.setattr(search, "race", race)
+    x, w = torch.randn(16, 64), torch.randn(32, 64)
+    made = kernels.find("linear", x, w, budget_s=0.0, constant_weight=True)
+    by = {f.algorithm: f for f in made}
+    assert {n for n, finding in by.items() if finding.close} == {"mkl"}
+    lines = {line.split()[0]: line for line in str(made).splitlines()}
+    assert "close to the fastest; noisy" in lines["mkl"]
+    assert "close" not in lines["onednn"] + lines["scratch"]
+    assert "99.0  " in lines["aten"]  # sampled once: no spread is known
+
+
+def test_limits_keep_the_quickest_of_several_readings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by a process of its own; then they are believed."""
+    readings = iter([(1e10, 3e11), (4e10, 1e11), (2e10, 2e11)])
+
+    def measured(target: str, name: str) -> limits.Limits:
+        copied, multiplied = next(readings)
+        return limits.Limits(device=name, copy_bytes_s=copied, flops_s={"float32": multiplied})
+
+    monkeypatch.setattr(limits, "measured", measured)
+    for _ in range(limits.READINGS + 2):
+        monkeypatch.setattr(limits, "_measured_here", set())
+        found = limits.limits("cpu", tmp_path)
+        assert limits.limits("cpu", tmp_path) == found  # once a process
+    assert (found.copy_bytes_s, found.flops_s) == (4e10, {"float32": 3e11})
+    assert found.readings == limits.READINGS
 
 
 def test_limits_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

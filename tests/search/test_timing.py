@@ -2,36 +2,177 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tessella.search import timing
-from tessella.search.timing import measure
+from tessella.search.timing import Sample, Timing, latency, measure
 
 CPU = torch.device("cpu")
 
 
+def timed(*times_us: float, disturbed: int = 0) -> Timing:
+    """The timing of these samples, the first few of which were disturbed."""
+    return timing._timing([Sample(t, i < disturbed) for i, t in enumerate(times_us)])
+
+
 def test_the_median_of_what_was_not_disturbed() -> None:
-    quiet = [10.0, 10.2, 10.4]
-    assert timing._timing(quiet).time_us == 10.2
-    assert timing._timing([*quiet, 95.0, 80.0, 400.0, 51.0]).time_us == 10.2
-    assert timing._timing([10.0, 14.0, 13.0, 12.0]).time_us == pytest.approx(12.5)
-    assert timing._timing([7.0]).spread_us == 0.0
+    quiet = (10.0, 10.2, 10.4)
+    assert timed(*quiet) == Timing(time_us=10.2, spread_us=0.1)
+    assert timed(*quiet, 95.0, 80.0, 400.0, 51.0).time_us == 10.2
+    assert timed(10.0, 14.0, 13.0, 12.0).time_us == pytest.approx(12.5)
+    assert timed(14.0, 14.1, *quiet, disturbed=2).time_us == 10.2
+    assert timed(7.0) == Timing(time_us=7.0, spread_us=None)  # one sample shows no spread
 
 
+def test_a_timing_says_that_it_was_disturbed() -> None:
+    assert not timed(10.0, 10.1, 10.2, 95.0).noisy
+    assert timed(10.0, 10.1, 10.2, 95.0, 80.0).noisy  # two of five are far off
+    assert timed(10.0, 10.1, 10.2, 10.0, disturbed=2).noisy
+    assert timed(10.0, 12.0, 14.0, 11.0).noisy  # they lie far apart
+    assert timed(10.0, disturbed=1).noisy
+
+
+def sampler(name: str, *times_us: float) -> Callable[[], list[Sample]]:
+    """Samples that take these times, again and again; ``TAKEN`` counts them."""
+    times = itertools.cycle(times_us)
+
+    def sample() -> list[Sample]:
+        TAKEN[name] += 1
+        return [Sample(next(times))]
+
+    return sample
+
+
+TAKEN: collections.Counter[str] = collections.Counter()
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is the sampler of its times."""
+    TAKEN.clear()
+    monkeypatch.setattr(timing, "_sampler", lambda run, device: run)
+
+
+@pytest.mark.usefixtures("simulated")
 def test_a_burst_of_other_work_does_not_turn_the_order() -> None:
     """The faster call is interrupted in most of its rounds; the slower one never is."""
-    calls = {"fast": 0, "slow": 0}
+    runs = {"fast": sampler("fast", 30.0, 1.0, 30.0), "slow": sampler("slow", 4.0)}
+    times = measure(runs, device=CPU, budget_s=0.01)
+    assert times["fast"].time_us == 1.0
+    assert times["slow"].time_us == 4.0
+    assert times["fast"].noisy
+    assert not times["slow"].noisy
 
-    def fast() -> None:
-        calls["fast"] += 1
-        time.sleep(0.03 if calls["fast"] % 3 else 0.001)
 
-    def slow() -> None:
-        calls["slow"] += 1
-        time.sleep(0.004)
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(
+    ("times_us", "threads", "longer"),
+    [
+        ((10.0, 30.0, 30.0), 2, True),
+        ((10.0,), 2, False),
+        ((10.0, 30.0, 30.0), 1, False),  # what others had is known, and what is left agrees
+        ((10.0, 12.0, 14.0), 1, True),
+    ],
+)
+def test_what_may_be_the_fastest_is_measured_longer_while_it_is_noisy(
+    times_us: tuple[float, ...], threads: int, longer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    runs = {"first": sampler("first", *times_us), "far": sampler("far", 40.0)}
+    times = measure(runs, device=CPU, budget_s=0.01)
+    assert times["first"].noisy == (len(times_us) > 1)  # and it ends though it stays so
+    assert (TAKEN["first"] > timing.MAX_ROUNDS) == longer
+    assert TAKEN["far"] <= timing.MAX_ROUNDS
 
-    times = measure({"fast": fast, "slow": slow}, device=CPU, budget_s=0.3)
-    assert times["fast"].time_us < times["slow"].time_us
+
+@pytest.mark.usefixtures("simulated")
+def test_kernels_that_are_far_behind_are_sampled_once() -> None:
+    """So are configurations; a first sample that is known to be disturbed is taken again."""
+    times = {"best": 1.0, "config": 1.35, "near": 1.4, "far": 20.0}
+    runs = {name: sampler(name, t) for name, t in times.items()}
+    heats = {"best": "a", "config": "a", "near": "b", "far": "c"}
+    timings = timing.race(runs, heats, device=CPU, budget_s=0.01, far=1.5)
+    assert {n: t.time_us for n, t in timings.items()} == times
+    assert {n for n, t in timings.items() if t.spread_us is None} == {"config", "far"}
+    disturbed = iter([Sample(50.0, True), Sample(40.0, True), Sample(2.0)])
+    assert timing.glance({"x": lambda: [next(disturbed)]}, device=CPU) == {"x": 2.0}
+
+
+@pytest.mark.parametrize(("call_us", "calls"), [(2000.0, 1), (100.0, 2)])
+def test_a_long_call_is_not_called_again_to_see_how_long_it_is(
+    call_us: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+
+    def watched(run: Callable[[], object], repeats: int = 1) -> Sample:
+        called.append(repeats)
+        return Sample(call_us)
+
+    monkeypatch.setattr(timing, "_watched", watched)
+    sample = timing._cpu_sampler(lambda: None)
+    assert called == [1] * calls
+    assert sample() == [Sample(call_us)]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_the_limits_of_a_machine_are_its_quickest_moments() -> None:
+    run = sampler("copy", *[30.0] * 9, 10.0)
+    assert timing.quickest_us(run, device=CPU, budget_s=0.01) == 10.0
+
+
+BURNER = """
+import os, sys, time
+os.sched_setaffinity(0, {int(sys.argv[1])})
+print("burning", flush=True)
+until = time.monotonic() + 60
+while time.monotonic() < until and os.getppid() == int(sys.argv[2]):
+    pass
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins no process")
+def test_another_process_on_the_core_does_not_show_in_a_time_on_one_thread() -> None:
+    """A call of many slices of the scheduler takes twice as long by the clock, and is marked."""
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    core = max(allowed)
+    factor = torch.randn(640, 640)
+
+    def call() -> None:
+        for _ in range(4):
+            factor @ factor
+
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    command = [sys.executable, "-c", BURNER, str(core), str(os.getpid())]
+    burner = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert burner.stdout is not None
+        burner.stdout.readline()
+        begun, own = time.perf_counter(), time.thread_time()
+        for _ in range(20):
+            call()
+        share = (time.thread_time() - own) / (time.perf_counter() - begun)
+        assert share < 0.8, "the burner does not burn"
+        begun = time.thread_time()
+        busy = latency({"call": call}, device=CPU, seconds=0.5)["call"]
+    finally:
+        burner.kill()
+        burner.communicate()
+        os.sched_setaffinity(0, allowed)
+        torch.set_num_threads(threads)
+    own_us = []
+    for _ in range(5):
+        begun = time.thread_time()
+        call()
+        own_us.append(1e6 * (time.thread_time() - begun))
+    assert busy.noisy
+    assert busy.time_us < 1.5 * min(own_us)

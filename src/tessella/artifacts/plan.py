@@ -12,7 +12,7 @@ import io
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -38,6 +38,7 @@ from tessella.core.spec import DimRange, TensorSpec
 VERSION = 3
 MAX_JSON_BYTES = 64 << 20
 MANIFEST = "manifest.json"
+NOISY_SHARE = 0.1  # of the steps' time: a plan of which so much was disturbed is called noisy
 
 
 R = TypeVar("R")
@@ -53,6 +54,7 @@ class Candidate:
         refused: why the kernel was not measured or not chosen.
         workspace_bytes: scratch memory of the kernel.
         program_us: time of the whole program with this kernel, where that settled a close call.
+        noisy: other work on the machine disturbed the measurement.
     """
 
     batch: int
@@ -64,6 +66,14 @@ class Candidate:
     refused: str | None = None
     workspace_bytes: int = 0
     program_us: float | None = None
+    noisy: bool = False
+
+    def is_close_to(self, other: Candidate) -> bool:
+        """Whether the spreads of two times overlap, so that either may be the faster."""
+        if self.time_us is None or other.time_us is None or self.refused or other.refused:
+            return False
+        spreads_us = (self.spread_us or 0.0) + (other.spread_us or 0.0)
+        return abs(self.time_us - other.time_us) <= spreads_us
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +147,20 @@ class Plan:
     def __repr__(self) -> str:
         count = len(self.program.buckets[-1].steps)
         steps = f"{count} step" + "s" * (count != 1)
-        return f"<{_title(self)}: {steps}, {_weight_bytes(self):,} bytes of weights>"
+        busy = ", timed on a busy machine" * self.is_noisy
+        return f"<{_title(self)}: {steps}, {_weight_bytes(self):,} bytes of weights{busy}>"
+
+    @property
+    def noisy_share(self) -> float:
+        """How much of the steps' time was measured while other work disturbed it, from 0 to 1."""
+        chosen = [c for c in self.tuning if c.chosen and c.time_us is not None]
+        noisy_us = sum(c.time_us or 0.0 for c in chosen if c.noisy)
+        return noisy_us / (sum(c.time_us or 0.0 for c in chosen) or 1.0)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the times of a plan are to be doubted, and with them what was chosen by them."""
+        return self.noisy_share >= NOISY_SHARE
 
 
 def to_bytes(plan: Plan) -> bytes:
@@ -419,16 +442,18 @@ def _check_imports(manifest: Manifest, program: Program, where: str) -> None:
 def table(plan: Plan) -> str:
     """The program of the largest bucket as a table for people: step, kernel, layer, time."""
     bucket = plan.program.buckets[-1]
-    times = {(c.batch, c.step): c.time_us for c in plan.tuning if c.chosen}
-    rows = [("step", "kernel", "output", "layer", "time_us")]
+    tried: dict[str, list[Candidate]] = {}
+    for candidate in plan.tuning:
+        if candidate.batch == bucket.batch:
+            tried.setdefault(candidate.step, []).append(candidate)
+    rows = [("step", "kernel", "output", "layer", "time_us", "close to")]
     buffers = {b.name: b for b in bucket.buffers}
     for index, step in enumerate(bucket.steps):
         out = buffers[step.outputs[0]]
-        time_us = times.get((bucket.batch, step.outputs[0]))
         shape = "×".join(str(d) for d in out.shape)
-        shown = "" if time_us is None else f"{time_us:.1f}"
-        rows.append((str(index), step.title, f"{out.dtype} {shape}", step.layer, shown))
-    widths = [max(len(r[c]) for r in rows) for c in range(5)]
+        timed = _timed(tried.get(step.outputs[0], ()))
+        rows.append((str(index), step.title, f"{out.dtype} {shape}", step.layer, *timed))
+    widths = [max(len(r[c]) for r in rows) for c in range(6)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)) for r in rows]
     manifest = plan.manifest
     memory = (
@@ -437,11 +462,27 @@ def table(plan: Plan) -> str:
     )
     named = f"batch {bucket.batch}:"
     closing = [memory, *_close_calls(plan, bucket.batch)]
+    if plan.is_noisy:
+        closing.append(
+            f"timed on a busy machine: {plan.noisy_share:.0%} of the steps' time, in all batch "
+            "sizes, was measured while other work disturbed it (~ above); compile again on a quiet "
+            "one, with another --cache if there was one"
+        )
     if manifest.precisions:
         layers = ", ".join(f"{name} {kind}" for name, kind in manifest.precisions.items())
         closing.append(f"layers in another precision: {layers}")
     closing += [] if manifest.receipt is None else [str(manifest.receipt)]
     return "\n".join([_title(plan), named, *(line.rstrip() for line in lines), *closing])
+
+
+def _timed(candidates: Sequence[Candidate]) -> tuple[str, str]:
+    """The time of the chosen kernel, ``~`` behind a noisy one, and which others may be as fast."""
+    chosen = next((c for c in candidates if c.chosen), None)
+    if chosen is None or chosen.time_us is None:
+        return "", ""
+    spread = "" if chosen.spread_us is None else f" ± {chosen.spread_us:.1f}"
+    close = [c.kernel for c in candidates if c is not chosen and c.is_close_to(chosen)]
+    return f"{chosen.time_us:.1f}{spread}{' ~' * chosen.noisy}", ", ".join(close)
 
 
 def _title(plan: Plan) -> str:

@@ -44,7 +44,7 @@ def bench(
             checkpoint = api.open_checkpoint(against)
             module = zoo.load(checkpoint, trust_code=trust_code).to(device)
         (spec,) = engine.inputs
-        measured: list[tuple[int, dict[str, dict[str, float]]]] = []
+        measured: list[tuple[int, dict[str, Timing]]] = []
         for size in sizes:
             image = torch.randn(spec.at(size), device=device)
             given = image
@@ -56,29 +56,33 @@ def bench(
                 runs["torch"] = lambda image=image: module(image)
             with torch.inference_mode():
                 timings = latency(runs, device=device, seconds=seconds)
-            measured.append((size, {n: _row(t, size) for n, t in timings.items()}))
-        plain = {"rows": [{"batch": size, **row} for size, row in measured]}
+            measured.append((size, timings))
+        plain = {
+            "rows": [
+                {"batch": size, **{name: _row(timing, size) for name, timing in timings.items()}}
+                for size, timings in measured
+            ]
+        }
         head, rows = (
             ["batch", "plan ms", "images/s"],
-            [_cells(size, **row) for size, row in measured],
+            [_cells(size, **timings) for size, timings in measured],
         )
         if module is not None:
             head += ["torch ms", "ratio"]
         out.result(plain, grid(head, rows))
+        if any(timing.noisy for _, timings in measured for timing in timings.values()):
+            out.note("warning: other work disturbed these times; --json has the spread of each")
 
 
-def _cells(
-    size: int, plan: dict[str, float], torch: dict[str, float] | None = None
-) -> tuple[float, ...]:
-    own = size, plan["median_ms"], plan["images_per_s"]
-    return (
-        own if torch is None else (*own, torch["median_ms"], torch["median_ms"] / plan["median_ms"])
-    )
+def _cells(size: int, plan: Timing, torch: Timing | None = None) -> tuple[float, ...]:
+    own = size, plan.time_us / 1e3, size / (plan.time_us * 1e-6)
+    return own if torch is None else (*own, torch.time_us / 1e3, torch.time_us / plan.time_us)
 
 
-def _row(timing: Timing, batch: int) -> dict[str, float]:
+def _row(timing: Timing, batch: int) -> dict[str, float | None]:
     return {
         "median_ms": timing.time_us / 1e3,
-        "spread_ms": timing.spread_us / 1e3,
+        "spread_ms": None if timing.spread_us is None else timing.spread_us / 1e3,
+        "noisy": timing.noisy,
         "images_per_s": batch / (timing.time_us * 1e-6),
     }

@@ -26,16 +26,18 @@ from tessella.compiler.verify import Expected
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.errors import CompileError, UsageError
-from tessella.core.events import Emit, phase, silent
+from tessella.core.events import Emit, phase, silent, warning
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.core.version import VERSION
 from tessella.device.ahead_of_time import kernel_cache, using_kernels
+from tessella.execution.host_memory import keep_freed_memory
 from tessella.graph.graph import Dim, Graph, Value
 from tessella.graph.sample import in_its_size, one_sample
 from tessella.graph.show import text
 from tessella.graph.value import fixed
 from tessella.operations import user_operators as registry
 from tessella.search.allowance import Allowance
+from tessella.search.interruptions import cpu_use, others_cores
 from tessella.search.tuning import Lock
 
 WRONG_KERNELS = 8  # that one batch size may turn out to have before the build is given up
@@ -90,7 +92,7 @@ def compile_graph(
         preprocess=about.preprocess,
     )
     graph = run(graph, request, until="input")
-    device = fingerprint(target)
+    device, began = fingerprint(target), cpu_use()
     emit(phase("optimize", f"{len(graph.nodes)} operations"))
     if samples is None and calibration is not None:
         samples = calibration.samples_for(graph)
@@ -115,13 +117,15 @@ def compile_graph(
         budget_s=measuring.budget_s,
         allowance=Allowance(measuring.time_limit_s),
     )
+    if torch_device(target).type == "cpu":
+        keep_freed_memory()  # as where the plan will run: a library's large results cost less then
     with (
         stopping(measuring.cache, tuner.allowance) as progress,
         using_kernels(kernel_cache(target)),
     ):
         lowered, formats = fastest(variants, batch.opt, precision, tuner, emit)
         buckets, tuning = [], []
-        for size in bucket_sizes(batch):
+        for size in outwards(bucket_sizes(batch), batch.opt):
             progress.begin(size)
             emit(phase("tune", f"batch {size}"))
             concrete = lowered.at_batch(size)
@@ -141,6 +145,8 @@ def compile_graph(
                     choices = _chosen(concrete, formats, tuner, emit, size)
             buckets.append(bucket)
             tuning += _candidates(choices, size)
+    buckets.sort(key=lambda bucket: bucket.batch)
+    tuning.sort(key=lambda candidate: candidate.batch)
     manifest = Manifest(
         fingerprint=device,
         inputs=tuple(_spec(v, batch) for v in graph.inputs),
@@ -165,7 +171,7 @@ def compile_graph(
         outputs=tuple(v.name for v in graph.outputs),
         buckets=tuple(buckets),
     )
-    return Plan(
+    plan = Plan(
         manifest=manifest,
         program=program,
         weights={v.name: t.contiguous() for v, t in lowered.constants.items()},
@@ -173,6 +179,18 @@ def compile_graph(
         tuning=tuple(tuning),
         graph=text(lowered),
         lock=trials.used,
+    )
+    if plan.is_noisy and measuring.lock is None:
+        emit(warning(_busy(plan, others_cores(began, cpu_use()))))
+    return plan
+
+
+def _busy(plan: Plan, cores: float) -> str:
+    """What a busy machine did to a plan's times, for people."""
+    return (
+        f"the machine was busy: {plan.noisy_share:.0%} of the steps' time was measured while other "
+        f"work disturbed it, and other processes kept {cores:.1f} cores busy on average; what was "
+        "chosen may not be the fastest, and the plan says so"
     )
 
 
@@ -250,6 +268,15 @@ def bucket_sizes(batch: DimRange) -> list[int]:
     return sorted(powers | {batch.min, batch.opt, batch.max})
 
 
+def outwards(sizes: Sequence[int], usual: int) -> list[int]:
+    """Batch sizes in the order of their searches: each beside one that is done.
+
+    >>> outwards([1, 2, 4, 8, 16], 4)
+    [4, 8, 16, 2, 1]
+    """
+    return [s for s in sizes if s >= usual] + [s for s in reversed(sizes) if s < usual]
+
+
 def _candidates(choices: list[Choice], batch: int) -> list[Candidate]:
     """``tuning.jsonl``: every trial of every step."""
     return [
@@ -263,6 +290,7 @@ def _candidates(choices: list[Choice], batch: int) -> list[Candidate]:
             refused=trial.refused,
             workspace_bytes=trial.workspace_bytes,
             program_us=choice.raced_us.get(trial.kernel),
+            noisy=trial.noisy,
         )
         for choice in choices
         for trial in choice.trials

@@ -54,7 +54,7 @@ def stopping(cache: Path | None, allowance: Allowance) -> Iterator[Progress]:
 
 def _out_of_memory(progress: Progress, cache: Path | None, text: str) -> BuildStopped:
     if progress.done:
-        fix = f"build it for batches up to {progress.done[-1]}, which fits"
+        fix = f"build it for batches up to {max(progress.done)}, which fits"
     elif progress.batch is not None and progress.batch > 1:
         fix = f"build it for batches below {progress.batch}"
     else:

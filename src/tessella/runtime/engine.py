@@ -27,13 +27,13 @@ from tessella.core.spec import TensorSpec
 from tessella.device.ahead_of_time import PlanKernels, collecting, kernel_cache, using_kernels
 from tessella.execution.arena import Arena
 from tessella.execution.bucket import BoundBucket
+from tessella.execution.host_memory import keep_freed_memory
 from tessella.execution.steps import Binder, first_line
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.operations.user_operators import require
 from tessella.runtime import lifetimes
 from tessella.runtime.cover import covers
 from tessella.runtime.graphs import GraphedBucket
-from tessella.runtime.host_memory import keep_freed_memory
 from tessella.runtime.streams import Turns
 
 Array = np.ndarray | torch.Tensor

@@ -47,6 +47,7 @@ class StepTime:
         peak_share: arithmetic rate over what the machine reaches in large products of the step's
             types; None where the step is no product, or the machine was not measured in its types.
         tensor_cores: whether those products, and so this step's limit, are the tensor cores'.
+        noisy: other work on the machine disturbed the measurement.
     """
 
     step: str
@@ -54,7 +55,7 @@ class StepTime:
     kernel: str
     layer: str
     time_us: float
-    spread_us: float
+    spread_us: float | None
     in_run_us: float | None
     nbytes: int
     flops: int | None
@@ -63,6 +64,7 @@ class StepTime:
     bound: Literal["memory", "arithmetic"]
     peak_share: float | None
     tensor_cores: bool
+    noisy: bool = False
 
     @property
     def reached(self) -> float:
@@ -180,6 +182,7 @@ def _step_time(
         bound="arithmetic" if busy_us and busy_us > moved_us else "memory",
         peak_share=None if busy_us is None else busy_us / max(timing.time_us, 1e-3),
         tensor_cores=work is not None and _on_tensor_cores(problem, ceilings),
+        noisy=timing.noisy,
     )
 
 
@@ -277,6 +280,8 @@ def summary(profile: Profile) -> str:
     ]
     if any(s.tensor_cores for s in profile):
         parts.append(f"tensor cores busy {100 * profile.tensor_core_share:.0f} %")
+    if noisy := sum(s.noisy for s in profile):
+        parts.append(f"{noisy} of {len(profile)} steps were disturbed by other work on the machine")
     return f"batch {profile.batch}: " + ", ".join(parts)
 
 

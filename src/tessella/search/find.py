@@ -30,14 +30,15 @@ from tessella.operations.problem import Problem
 from tessella.search.allowance import Allowance
 from tessella.search.buffers import allocated
 from tessella.search.compile_ahead import compile_ahead, crashed
+from tessella.search.evidence import NEAR, Candidate, Evidence
 from tessella.search.inputs import expose_errors, joined, sample_inputs
 from tessella.search.inspection import exact_answers, inspect, wrong
 from tessella.search.timing import Run, Timing, glance, race
 from tessella.search.tuning import Inspection, TimingCache, Trial, Tried
 
-Candidate = tuple[Kernel, Config]
 COMPILERS = 8  # threads that load what is compiled, and compile what users registered
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
+FAR = 1.5  # a kernel whose first sample takes this many times the best one's is sampled once
 UNPROVEN = "has not run on a GPU yet, and might hang; ask for its algorithm by name"
 
 
@@ -75,6 +76,7 @@ def find(
     options: SearchOptions = SearchOptions(),
     inputs: Sequence[torch.Tensor] | None = None,
     candidates: Sequence[Candidate] | None = None,
+    evidence: Evidence | None = None,
 ) -> tuple[Trial, ...]:
     """Every kernel of the catalog for this problem: the fastest first, refused ones last.
 
@@ -84,16 +86,22 @@ def find(
         inputs: the other inputs, in order; random ones if left out, or where they would not show
             a wrong kernel: not finite, or zeros.
         candidates: what ``Prefetch`` found worth running, if it was asked.
+        evidence: what other searches have shown; this one's trials are added.
 
     Raises:
         CompileError: no kernel can carry the problem out.
     """
-    search = Search(problem, constants, target, cache or TimingCache(), options, inputs, candidates)
+    cache = cache or TimingCache()
+    search = Search(problem, constants, target, cache, options, inputs, candidates, evidence)
     rows = _admitted(problem, target, options)
     refusals = search.refusals(rows)
     fitting = _fitting(rows, refusals)
     trials = [Trial(kernel=k, refused=r) for k, r in refusals.items() if r is not None]
     trials += search.trials(fitting)
+    left_out = [row for row in fitting for t in trials if t.kernel == row.id and t.behind]
+    if left_out and all(trial.refused for trial in trials):  # so it is not what the others showed
+        alone = Search(problem, constants, target, cache, options, inputs)
+        trials = [t for t in trials if not t.behind] + alone.trials(left_out)
     if all(trial.refused for trial in trials):
         last = [row for row in rows if row.last_resort]
         trials += search.trials([row for row in last if row.refusal(problem) is None])
@@ -104,9 +112,12 @@ def find(
             fix="choose another algorithm, precision or target",
         )
     order = {row.id: i for i, row in enumerate(rows)}
-    return tuple(
+    found = tuple(
         sorted(trials, key=lambda t: (t.refused is not None, t.time_us or 0.0, order[t.kernel]))
     )
+    if evidence is not None:
+        evidence.add(problem, found)
+    return found
 
 
 def _admitted(problem: Problem, target: str, options: SearchOptions) -> list[Kernel]:
@@ -183,9 +194,10 @@ class Search:
         options: SearchOptions,
         inputs: Sequence[torch.Tensor] | None,
         candidates: Sequence[Candidate] | None = None,
+        evidence: Evidence | None = None,
     ) -> None:
         self._problem, self._constants, self._options = problem, constants, options
-        self._candidates = candidates
+        self._candidates, self._evidence = candidates, evidence
         self._target, self._cache = target, cache
         self._device = torch_device(target)
         self._inputs = inputs
@@ -199,7 +211,7 @@ class Search:
             return [Trial(kernel=row.id) for row in rows]
         device, key = fingerprint(self._target).hash, self._problem.key
         known = [self._cache.get(device, key, row.id, row.version) for row in rows]
-        if all(t and (t.inspection or t.refused or not self._options.inspect) for t in known):
+        if all(trial and self._is_enough(trial) for trial in known):
             return [self._within_limit(trial) for trial in known if trial is not None]
         if self._options.allowance is not None:
             self._options.allowance.spend()
@@ -214,13 +226,29 @@ class Search:
             self._cache.put(device, key, row.version, trial, lasting=lasting and enough)
         return [self._within_limit(trial) for trial in trials]
 
+    def _is_enough(self, trial: Trial) -> bool:
+        """Whether a trial from the cache answers this search."""
+        if trial.behind:
+            return self._evidence is not None
+        return bool(trial.inspection or trial.refused or not self._options.inspect)
+
     def unknown_rows(self) -> list[Kernel]:
         """The rows that fit, if the cache does not know them all."""
         rows = _admitted(self._problem, self._target, self._options)
         fitting = _fitting(rows, self.refusals(rows))
         device, key = fingerprint(self._target).hash, self._problem.key
         known = [self._cache.get(device, key, row.id, row.version) for row in fitting]
-        return [] if all(known) else fitting
+        return [] if all(trial and self._is_enough(trial) for trial in known) else fitting
+
+    def shortlist(self, rows: Sequence[Kernel]) -> list[Candidate] | None:
+        """The candidates that may win by what problems of this kind have shown, if any were."""
+        return self._shortlist(rows)[0] or None
+
+    def _shortlist(self, rows: Sequence[Kernel]) -> tuple[list[Candidate], dict[str, float]]:
+        if self._evidence is None or self._options.inspect:
+            return [], {}
+        configs = {row: self.configs(row) for row in rows}
+        return self._evidence.shortlist(self._problem, configs)
 
     def first_candidates(self, rows: list[Kernel]) -> list[Candidate]:
         """The first configuration of each kernel."""
@@ -228,6 +256,8 @@ class Search:
 
     def preselect(self, rows: list[Kernel]) -> list[Candidate]:
         """The candidates worth running; the buffers with which they were found are let go."""
+        if listed := self.shortlist(rows):
+            return listed
         self._inputs = sample_inputs(self._problem, self._device)
         with self._running():
             candidates = self._worth_running(rows)
@@ -284,6 +314,7 @@ class Search:
                 {name: one.row.id for name, one in runnable.items()},
                 device=self._device,
                 budget_s=self._options.budget_s,
+                far=math.inf if self._options.inspect else FAR,
             )
             trials = [self._trial(row, tried, timings) for row in rows]
             return trials if self._options.inspect else self._winner_checked(trials, runnable)
@@ -299,7 +330,12 @@ class Search:
             yield
 
     def _worth_running(self, rows: list[Kernel]) -> list[Candidate]:
-        """All configurations of kernels whose first one is fast enough; of the others the first."""
+        """All configurations of kernels whose first one is fast enough; of the others the first.
+
+        Where problems of this kind were searched, what may win by what they have shown.
+        """
+        if listed := self.shortlist(rows):
+            return listed
         configs = {row.id: self.configs(row) for row in rows}
         cutoff = self._options.cutoff
         if cutoff == math.inf or all(len(c) == 1 for c in configs.values()):
@@ -336,6 +372,9 @@ class Search:
             time_us = timings[name].time_us
             tried.append(Tried(config=config, time_us=time_us))
             ran.append((time_us, len(tried), one))
+        if not ran and not tried and (behind := self._behind(row)):
+            far = f"takes {behind:.1f} times the fastest's time or more on a problem like this one"
+            return Trial(kernel=row.id, refused=far, behind=behind)
         if not ran:
             none = "it has no configuration for this problem"
             return Trial(kernel=row.id, refused=tried[0].refused if tried else none)
@@ -352,7 +391,14 @@ class Search:
             workspace_bytes=best.workspace_bytes,
             inspection=inspection,
             tried=tuple(tried) if len(tried) > 1 else (),
+            noisy=timing.noisy,
         )
+
+    def _behind(self, row: Kernel) -> float | None:
+        """How far a kernel is behind that was left out; None if it was not."""
+        if self._evidence is None or not self.configs(row):
+            return None
+        return self._shortlist([row])[1].get(row.id, NEAR)
 
     def _winner_checked(
         self, trials: list[Trial], runnable: Mapping[str, _Runnable]
@@ -362,13 +408,19 @@ class Search:
         while ran := [t for t in checked.values() if t.refused is None]:
             best = min(ran, key=lambda t: t.time_us or 0.0)
             winner = runnable[f"{best.kernel} {best.config}"]
-            if winner.row.source not in OWN:
+            if winner.row.source not in OWN or self._has_shown_right(winner):
                 break
             reason = wrong(self._inspect(winner), self._problem)
             if reason is None:
+                if self._evidence is not None:
+                    self._evidence.add_right(self._problem, best.kernel, best.config)
                 break
             checked[best.kernel] = Trial(kernel=best.kernel, refused=reason)
         return list(checked.values())
+
+    def _has_shown_right(self, one: _Runnable) -> bool:
+        known = self._evidence
+        return known is not None and known.has_shown_right(self._problem, one.row.id, one.config)
 
     def _compile(self, candidates: list[Candidate]) -> None:
         """Compile candidates into the kernel cache; one that fails, fails again when it is run."""

@@ -10,6 +10,8 @@ import torch
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta, memory_format
 
+POOL = 1_000_003
+
 
 def sample_inputs(
     problem: Problem,
@@ -32,7 +34,7 @@ def sample_inputs(
                 -127, 128, meta.shape, generator=generator, dtype=dtype, device=device
             )
         elif dtype.is_floating_point:
-            made = torch.randn(meta.shape, generator=generator, device=device)
+            made = _normal(meta.shape, generator)
             if problem.attr("non_negative"):
                 made = made.abs()
         elif dtype == torch.bool:
@@ -56,6 +58,19 @@ def sample_inputs(
         for i, meta in enumerate(problem.inputs)
         if meta is not None and i not in problem.constant
     ]
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Normal numbers; of a large tensor on a CPU those of a pool, again and again.
+
+    Drawing them takes longer there than many a kernel. The pool's length is prime, so that images
+    and rows are not alike.
+    """
+    count = math.prod(shape)
+    if generator.device.type != "cpu" or count <= POOL:
+        return torch.randn(shape, generator=generator, device=generator.device)
+    pool = torch.randn(POOL, generator=generator)
+    return pool.repeat(-(-count // POOL))[:count].view(shape)
 
 
 def expose_errors(inputs: Sequence[torch.Tensor]) -> bool:

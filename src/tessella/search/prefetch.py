@@ -11,7 +11,8 @@ from tessella.kernels.catalog import Kernel
 from tessella.operations.problem import Problem
 from tessella.search.allowance import Allowance
 from tessella.search.compile_ahead import Compiling, Request, compile_ahead
-from tessella.search.find import Candidate, Search, SearchOptions
+from tessella.search.evidence import Candidate, Evidence
+from tessella.search.find import Search, SearchOptions
 from tessella.search.tuning import TimingCache
 
 AHEAD = 16  # problems that are preselected before the first search: some hundred to compile
@@ -25,6 +26,8 @@ class Prefetch:
 
     Args:
         problems: each with its constants, by a name, in the order of their searches.
+        evidence: what searches have shown that are done: of a problem of a kind that was searched,
+            only what may win is compiled.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Prefetch:
         target: str,
         cache: TimingCache,
         options: SearchOptions,
+        evidence: Evidence | None = None,
     ) -> None:
         self._target, self._allowance = target, options.allowance or Allowance()
         self._waiting: dict[str, tuple[Search, list[Kernel], Compiling]] = {}
@@ -43,8 +47,12 @@ class Prefetch:
         self._problems = {name: problem for name, (problem, _) in problems.items()}
         wanted = {}
         for name, one in problems.items():
-            search = Search(*one, target, cache, options, None)
-            if rows := search.unknown_rows():
+            search = Search(*one, target, cache, options, None, evidence=evidence)
+            rows = search.unknown_rows()
+            if listed := search.shortlist(rows) if rows else None:
+                requests = self._requests(name, listed)
+                self._ready[name] = listed, compile_ahead(requests, target)
+            elif rows:
                 wanted[name] = search, rows, self._requests(name, search.first_candidates(rows))
         compile_ahead([request for *_, requests in wanted.values() for request in requests], target)
         for name, (search, rows, requests) in wanted.items():  # they have been asked for

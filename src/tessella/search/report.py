@@ -56,6 +56,8 @@ class Finding:
         limit_share: time that the machine's measured limits allow, over the time taken; above 1
             where an algorithm needs fewer operations than the direct sum.
         refused: why it did not take part.
+        noisy: other work on the machine disturbed the measurement.
+        close: its spread and the fastest one's overlap: either may be the faster.
     """
 
     algorithm: str
@@ -76,6 +78,8 @@ class Finding:
     limit_share: float | None = None
     tried: tuple[Tried, ...] = ()
     refused: str | None = None
+    noisy: bool = False
+    close: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +173,10 @@ def find(
         problem=problem,
         target=target,
         limits=ceilings,
-        findings=tuple(_finding(trial, problem, ceilings) for trial in trials),
+        findings=tuple(
+            replace(_finding(t, problem, ceilings), close=i > 0 and _is_close(t, trials[0]))
+            for i, t in enumerate(trials)
+        ),
     )
 
 
@@ -242,6 +249,7 @@ def _finding(trial: Trial, problem: Problem, ceilings: Limits) -> Finding:
         **(vars(trial.inspection) if trial.inspection else {}),
         time_us=trial.time_us,
         spread_us=trial.spread_us,
+        noisy=trial.noisy,
         tflops=None if work is None else work / trial.time_us * 1e-6,
         tbytes=problem.nbytes / trial.time_us * 1e-6,
         limit_share=ceilings.least_us(problem) / trial.time_us,
@@ -279,7 +287,7 @@ def cells(finding: Finding) -> tuple[str, ...]:
         finding.algorithm,
         finding.kernel,
         finding.source,
-        f"{finding.time_us:.1f} ± {finding.spread_us:.1f}",
+        _time(finding),
         _bytes(finding.workspace_bytes) if finding.workspace_bytes else "none",
         _shown(finding.max_rel_error, ".1e"),
         _shown(finding.registers, "d"),
@@ -292,10 +300,27 @@ def cells(finding: Finding) -> tuple[str, ...]:
     )
 
 
+def _is_close(trial: Trial, best: Trial) -> bool:
+    if trial.time_us is None or best.time_us is None:
+        return False
+    return trial.time_us - best.time_us <= (trial.spread_us or 0.0) + (best.spread_us or 0.0)
+
+
+def _time(finding: Finding) -> str:
+    spread = "" if finding.spread_us is None else f" ± {finding.spread_us:.1f}"
+    return f"{finding.time_us:.1f}{spread}"
+
+
 def _note(finding: Finding) -> str:
     config = " ".join(f"{k}={v}" for k, v in finding.config.items())
     tried = f"best of {len(finding.tried)}: {config}" if finding.tried else config
-    return "; ".join(filter(None, [tried, "" if finding.repeatable else "not repeatable"]))
+    notes = [
+        tried,
+        "" if finding.repeatable else "not repeatable",
+        "close to the fastest" if finding.close else "",
+        "noisy: the machine was busy" if finding.noisy else "",
+    ]
+    return "; ".join(filter(None, notes))
 
 
 def _shown(value: float | None, spec: str) -> str:

@@ -1,4 +1,9 @@
-"""How long calls take: candidates in interleaved rounds, so that a busy moment hits all alike."""
+"""How long calls take: candidates in interleaved rounds, so that a busy moment hits all alike.
+
+What other work takes of the core is watched. On one thread it is subtracted; samples in which it
+happened count only if there are hardly any others; and where too little is left to be sure, it is
+measured for longer, and the timing says so (``noisy``).
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,33 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from tessella.execution.capture import Captured
+from tessella.search.interruptions import interruptions
 
 Run = Callable[[], object]
 
 MIN_SAMPLE_S = 50e-6  # a sample repeats a short call until the clock's own cost is below a percent
+LONG_S = 10 * MIN_SAMPLE_S  # a call that takes so long is a sample by itself, cold or warm
+WARM_UP_S = 0.1  # after so long, what is timed as a whole is warm
 MIN_ROUNDS, MAX_ROUNDS = 3, 31
 REPLAY_S = 2e-3  # one replay on a GPU holds about this much of a call, at most ten of it
+# A kernel's configurations whose first sample is this near its best run to the end. On a CPU that
+# is one call, not the median of ten: in a busy moment 1.1 dropped the better of two for good
+CLOSE = {"cpu": 1.3, "cuda": 1.1}
+RIVAL = 1.1  # times the quickest: what may be the fastest once it is measured longer
+ENOUGH = 4  # candidates or more share the whole budget; fewer have nothing to tell apart for long
+LOST = 0.02  # of a sample: others may have the core for so long before it counts as disturbed
 DISTURBED = 1.5  # a sample that took this many times the quickest: something else had the machine
-CLOSE = 1.1  # a kernel's configurations whose first sample is this near its best run to the end
+NOISY_SHARE = 1 / 3  # of the samples were disturbed: so was, probably, what was left of them
+NOISY_SPREAD, LEAST_US = 0.05, 0.5  # of the time, and at least so much; usual is 0.005
+TRIES = 3  # to get a first sample that is not disturbed
+LONGER = 3.0  # times as long again may be measured, where it is noisy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +47,26 @@ class Timing:
 
     Samples in which something else had the machine do not count. With other work on every core
     they are the most, and one burst made a kernel look ten times slower than it is.
+
+    Attributes:
+        spread_us: None of a single sample.
+        noisy: other work disturbed a third of the samples, or they lie far apart.
     """
 
     time_us: float
-    spread_us: float
+    spread_us: float | None
+    noisy: bool = False
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The time of one call, and whether other work is known to have had the core meanwhile."""
+
+    time_us: float
+    disturbed: bool = False
+
+
+Sampler = Callable[[], list[Sample]]  # single calls, a few of them
 
 
 def measure(
@@ -44,14 +78,24 @@ def measure(
         runs: what to call, by name; each has run once already and does not synchronize.
         device: on CUDA, calls are timed inside a graph, so that launch cost does not hide theirs,
             and with a cold L2.
-        budget_s: about how long to measure, all candidates together; at least three rounds.
+        budget_s: about how long to measure, all candidates together; at least three rounds, and
+            up to ``LONGER`` times as long again where it is noisy.
     """
     return _rounds({name: _sampler(run, device) for name, run in runs.items()}, budget_s)
 
 
+def quickest_us(run: Run, *, device: torch.device, budget_s: float) -> float:
+    """The least time of a call: what the machine can do, whatever else it had to do meanwhile."""
+    sampler, started = _sampler(run, device), time.perf_counter()
+    best = min(sample.time_us for sample in sampler())
+    while time.perf_counter() - started < budget_s:
+        best = min(best, *(sample.time_us for sample in sampler()))
+    return best
+
+
 def glance(runs: Mapping[str, Run], *, device: torch.device) -> dict[str, float]:
     """About how many microseconds each call takes: one sample, to drop slow ones."""
-    return {n: statistics.median(_sampler(run, device)()) * 1e6 for n, run in runs.items()}
+    return {n: _timing(_once(_sampler(run, device))).time_us for n, run in runs.items()}
 
 
 def race(
@@ -60,59 +104,124 @@ def race(
     *,
     device: torch.device,
     budget_s: float = 0.02,
+    far: float = math.inf,
 ) -> dict[str, Timing]:
     """``measure``, but a call much slower than the best of its heat is sampled only once.
 
     Args:
         heats: the heat of each run: here, the kernel that it is one configuration of.
+        far: a heat whose best takes this many times the best of all is not run to the end either.
     """
     samplers = {name: _sampler(run, device) for name, run in runs.items()}
-    once = {name: [t * 1e6 for t in sampler()] for name, sampler in samplers.items()}
-    first = {name: statistics.median(times) for name, times in once.items()}
+    once = {name: _timing(_once(sampler)) for name, sampler in samplers.items()}
     best: dict[str, float] = {}
-    for name, time_us in first.items():
-        best[heats[name]] = min(time_us, best.get(heats[name], time_us))
-    close = {n: s for n, s in samplers.items() if first[n] <= CLOSE * best[heats[n]]}
-    return {name: _timing(times) for name, times in once.items()} | _rounds(close, budget_s)
-
-
-Sampler = Callable[[], list[float]]  # seconds of single calls, a few of them
+    for name, timing in once.items():
+        best[heats[name]] = min(timing.time_us, best.get(heats[name], math.inf))
+    limit_us = far * min(best.values(), default=0.0)
+    close = {
+        name: sampler
+        for name, sampler in samplers.items()
+        if once[name].time_us <= CLOSE[device.type] * best[heats[name]]
+        and best[heats[name]] <= limit_us
+    }
+    return once | _rounds(close, budget_s * min(1.0, len(close) / ENOUGH))
 
 
 def _sampler(run: Run, device: torch.device) -> Sampler:
     return _cuda_sampler(run, device) if device.type == "cuda" else _cpu_sampler(run)
 
 
+def _once(sampler: Sampler) -> list[Sample]:
+    """A sample that was not disturbed, if there is one in a few tries."""
+    samples = sampler()
+    for _ in range(TRIES - 1):
+        if not all(sample.disturbed for sample in samples):
+            break
+        samples += sampler()
+    return samples
+
+
 def _rounds(samplers: Mapping[str, Sampler], budget_s: float) -> dict[str, Timing]:
-    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    """Interleaved samples of all; then of those that may be the fastest, while they are noisy."""
+    samples: dict[str, list[Sample]] = {name: [] for name in samplers}
     started, rounds = time.perf_counter(), 0
     while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() - started < budget_s):
         for name, sampler in samplers.items():
-            samples[name] += [t * 1e6 for t in sampler()]
+            samples[name] += sampler()
         rounds += 1
-    return {name: _timing(times) for name, times in samples.items()}
+    timings = {name: _timing(taken) for name, taken in samples.items()}
+    until = time.perf_counter() + LONGER * (time.perf_counter() - started)
+    while budget_s and _is_undecided(timings) and time.perf_counter() < until:
+        for name in _first(timings):
+            for _ in range(MIN_ROUNDS):
+                samples[name] += samplers[name]()
+            timings[name] = _timing(samples[name])
+    return timings
 
 
-def _timing(times_us: list[float]) -> Timing:
-    quickest = min(times_us)
-    times_us = [t for t in times_us if t <= DISTURBED * quickest]
-    if len(times_us) == 1:
-        return Timing(time_us=round(times_us[0], 3), spread_us=0.0)
-    low, middle, high = statistics.quantiles(times_us, n=4, method="inclusive")
-    return Timing(time_us=round(middle, 3), spread_us=round((high - low) / 2, 3))
+def _first(timings: Mapping[str, Timing]) -> list[str]:
+    """Those that may be the fastest, by their times."""
+    best = min(timings.values(), key=lambda timing: timing.time_us)
+    limit_us = RIVAL * best.time_us + (best.spread_us or 0.0)
+    return [n for n, t in timings.items() if t.time_us - (t.spread_us or 0.0) <= limit_us]
+
+
+def _is_undecided(timings: Mapping[str, Timing]) -> bool:
+    """Whether more samples could tell more of those that may be the fastest.
+
+    On one thread what others had is subtracted: where what is left lies together, it is enough.
+    """
+    alone = torch.get_num_threads() == 1
+    first = [timings[name] for name in _first(timings)] if timings else []
+    return any(t.noisy and not (alone and _lies_together(t)) for t in first)
+
+
+def _lies_together(timing: Timing) -> bool:
+    return (timing.spread_us or 0.0) <= max(LEAST_US, NOISY_SPREAD * timing.time_us)
+
+
+def _timing(samples: Sequence[Sample]) -> Timing:
+    quickest_us = min(sample.time_us for sample in samples)
+    plausible = [s for s in samples if s.time_us <= DISTURBED * quickest_us]
+    quiet = [s for s in plausible if not s.disturbed]
+    counted = [s.time_us for s in (quiet if len(quiet) >= MIN_ROUNDS else plausible)]
+    noisy = len(samples) - len(quiet) > NOISY_SHARE * len(samples)
+    if len(counted) == 1:
+        return Timing(time_us=round(counted[0], 3), spread_us=None, noisy=noisy)
+    low, middle, high = statistics.quantiles(counted, n=4, method="inclusive")
+    spread_us = (high - low) / 2
+    timing = Timing(time_us=round(middle, 3), spread_us=round(spread_us, 3), noisy=noisy)
+    return timing if _lies_together(timing) else replace(timing, noisy=True)
+
+
+def _watched(run: Run, repeats: int = 1, *, computes: bool = True) -> Sample:
+    """One sample of a call.
+
+    Args:
+        computes: it runs on this processor. On one thread, what others had of the core is
+            subtracted; the thread's own time bounds that, as they may have had it just outside.
+    """
+    before, own_s, start = interruptions(), time.thread_time(), time.perf_counter()
+    for _ in range(repeats):
+        run()
+    taken_s = time.perf_counter() - start
+    own_s, after = time.thread_time() - own_s, interruptions()
+    lost_s = after.waited_s - before.waited_s
+    alone = torch.get_num_threads() == 1
+    disturbed = lost_s > LOST * taken_s or (not alone and after.switches > before.switches)
+    if computes and alone:
+        taken_s = max(taken_s - lost_s, min(own_s, taken_s))
+    return Sample(1e6 * taken_s / repeats, disturbed)
 
 
 def _cpu_sampler(run: Run) -> Sampler:
-    start = time.perf_counter()
-    run()
-    once_s = time.perf_counter() - start
+    once_s = 1e-6 * _watched(run).time_us
+    if once_s < LONG_S:  # the first call may have found its data and code outside the caches
+        once_s = min(once_s, 1e-6 * _watched(run).time_us)
     repeats = max(1, min(1000, math.ceil(MIN_SAMPLE_S / max(once_s, 1e-9))))
 
-    def sample() -> list[float]:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        return [(time.perf_counter() - start) / repeats]
+    def sample() -> list[Sample]:
+        return [_watched(run, repeats)]
 
     return sample
 
@@ -144,10 +253,10 @@ def _cuda_sampler(run: Run, device: torch.device) -> Sampler:
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         captured = Captured(calls, warm_up_runs=0)
 
-    def sample() -> list[float]:
+    def sample() -> list[Sample]:
         captured.replay()
         torch.cuda.synchronize()
-        return [begin.elapsed_time(end) * 1e-3 for begin, end in events]
+        return [Sample(begin.elapsed_time(end) * 1e3) for begin, end in events]
 
     return sample
 
@@ -176,24 +285,33 @@ def latency(
 
     Args:
         runs: what to call, by name, in turn: a slow moment of the machine falls on all alike.
-        seconds: stop after this long or after ``rounds``; at least five rounds.
+        seconds: stop after this long or after ``rounds``; at least five rounds (three of long
+            calls), and up to ``LONGER`` times as long again where it is noisy.
     """
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        for _ in range(3):
-            _waited_s(run, device)
+    samples: dict[str, list[Sample]] = {name: [] for name in runs}
+    waiting = {name: partial(_finished, run, device) for name, run in runs.items()}
     started = time.perf_counter()
-    for done in range(rounds):
-        if done >= 5 and time.perf_counter() - started > seconds:
+    for _ in range(3):
+        for run in waiting.values():
+            run()
+        if time.perf_counter() - started > WARM_UP_S:
             break
-        for name, run in runs.items():
-            samples[name].append(_waited_s(run, device) * 1e6)
-    return {name: _timing(times) for name, times in samples.items()}
+    started, patience, least = time.perf_counter(), 1.0, 5
+    for done in range(rounds):
+        taken_s = time.perf_counter() - started
+        if done == MIN_ROUNDS and taken_s > 2 * seconds:
+            least = MIN_ROUNDS
+        if done >= least and taken_s > patience * seconds:
+            timings = {name: _timing(taken) for name, taken in samples.items()}
+            if patience > LONGER or not _is_undecided(timings):
+                return timings
+            patience += 1.0
+        for name, run in waiting.items():
+            samples[name].append(_watched(run, computes=device.type == "cpu"))
+    return {name: _timing(taken) for name, taken in samples.items()}
 
 
-def _waited_s(run: Run, device: torch.device) -> float:
-    begin = time.perf_counter()
+def _finished(run: Run, device: torch.device) -> None:
     run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - begin

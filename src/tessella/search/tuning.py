@@ -70,6 +70,9 @@ class Trial:
             allocator handed out during a call.
         tried: every configuration, in the order in which the kernel proposes them, if several.
         refused: why it did not take part.
+        noisy: other work disturbed the measurement.
+        behind: how many times the fastest's time it takes at least, as problems of this kind have
+            shown; it was not run then, and is refused.
     """
 
     kernel: str
@@ -80,6 +83,8 @@ class Trial:
     inspection: Inspection | None = None
     tried: tuple[Tried, ...] = ()
     refused: str | None = None
+    noisy: bool = False
+    behind: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

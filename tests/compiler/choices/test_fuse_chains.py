@@ -388,6 +388,16 @@ def test_a_plan_with_chains_agrees_with_float64(
             torch.testing.assert_close(tensor.double(), wanted.detach(), rtol=1e-4, atol=1e-5)
 
 
+def _faster_at(batch: int) -> Callable[..., list[float]]:
+    """Races in which chains win at one batch size."""
+
+    def times_us(programs: race.Programs, *_: object, **__: object) -> list[float]:
+        here = programs[0][0].inputs[0].shape[0]
+        return [2.0, 1.0 if here == batch else 3.0][: len(programs)]
+
+    return times_us
+
+
 @pytest.mark.parametrize("name", ["bottlenecks", "two chains of three", "a chain beside"])
 @pytest.mark.parametrize("chained_at", [1, 2])
 def test_chains_at_one_batch_size_only(
@@ -395,11 +405,7 @@ def test_chains_at_one_batch_size_only(
 ) -> None:
     """A plan's sizes need not have the same steps: the file loads, and every size is tested."""
 
-    def faster(programs: race.Programs, *_: object, **__: object) -> list[float]:
-        batch = programs[0][0].inputs[0].shape[0]
-        return [2.0, 1.0 if batch == chained_at else 3.0][: len(programs)]
-
-    monkeypatch.setattr(race, "times_us", faster)
+    monkeypatch.setattr(race, "times_us", _faster_at(chained_at))
     plan = from_bytes(to_bytes(planned(name)))
     chained = {b.batch: any(s.op in PAIRS for s in b.steps) for b in plan.program.buckets}
     assert chained == {1: chained_at == 1, 2: chained_at == 2}
@@ -415,9 +421,7 @@ def test_chains_at_one_batch_size_only(
 def test_a_pair_that_computes_something_else_is_refused(
     chained_at: int, scratch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faster = {1: [[2.0, 1.0], [1.0, 2.0]], 2: [[1.0, 2.0], [2.0, 1.0]]}[chained_at]
-    raced = iter(faster)
-    monkeypatch.setattr(race, "times_us", lambda *_, **__: next(raced))
+    monkeypatch.setattr(race, "times_us", _faster_at(chained_at))
     plan = planned("nobody else reads")
     index = chained_at - 1
     bucket = plan.program.buckets[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from tessella.compiler.choices import join_in_place
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import interpret
 from tessella.graph.graph import Graph, Node, Value
+from tessella.operations.problem import Problem
 from tessella.search.tuning import Trial
 from tests.support.arena import check_memory
 from tests.support.choices import for_nothing, trials
@@ -113,6 +115,28 @@ def test_parts_lie_in_the_whole(always: None, name: str) -> None:
     assert len(written) == wanted
     assert set(joins(made.program.buckets[-1])) <= {"cat.in_place", "cat.aten"}
     assert "cat.in_place" in joins(made.program.buckets[-1])
+
+
+def test_concatenations_are_measured_as_they_are_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the way, their times are computed from the bytes that are still copied."""
+    asked: collections.Counter[str] = collections.Counter()
+
+    def counted(node: Node, problem: Problem, *more: Any) -> tuple[Trial, ...]:
+        if node.op == "cat":
+            asked[f"{problem.outputs[0].shape} {node.output.name}"] += 1
+        found = trials(node, problem, *more)
+        return tuple(t if t.refused else replace(t, time_us=0.0) for t in found)
+
+    monkeypatch.setattr(join_in_place, "trials", counted)
+    _, made = compiled(dense_block, 4, 3, 4)
+    assert asked
+    assert set(asked.values()) == {1}
+    for bucket in made.program.buckets:
+        chosen = {c.step: c for c in made.tuning if c.chosen and c.batch == bucket.batch}
+        for step in bucket.steps:
+            assert chosen[step.outputs[0]].kernel == step.kernel
 
 
 def test_a_cat_of_one_size_of_the_batch_is_dense_slices(always: None) -> None:

@@ -79,6 +79,37 @@ def test_what_was_chosen_stays_unless_the_other_is_clearly_faster(
     assert all(c.raced_us for c in made if c.node.op == "conv2d")
 
 
+def test_what_one_batch_size_decided_holds_for_the_next(
+    choices: list[Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raced: list[int] = []
+
+    def programs_us(programs: race.Programs, *_: object, **__: object) -> list[float]:
+        raced.append(len(programs))
+        return [sum(c.kernel == "conv2d.onednn" for c in made) for _, made in programs]
+
+    monkeypatch.setattr(race, "times_us", programs_us)
+    graph = captured("lenet")
+    tuner = tuner_of(graph, 0.01)
+    first = race_close_calls.apply(graph.at_batch(2), choices, tuner, lambda event: None)
+    assert convolutions(first) == ["conv2d.aten"] * 2
+    assert raced == [2, 2]
+    next_ = choices_of(graph.at_batch(4))
+    second = race_close_calls.apply(graph.at_batch(4), next_, tuner, lambda event: None)
+    assert convolutions(second) == ["conv2d.aten"] * 2
+    assert raced == [2, 2]
+
+
+def test_long_steps_of_a_cpu_are_not_asked_again(choices: list[Choice]) -> None:
+    """Their data do not fit its caches, alone or in the program."""
+    long = [
+        replace(c, trials=tuple(replace(t, time_us=80 * (t.time_us or 0)) for t in c.trials))
+        for c in choices
+    ]
+    assert race_close_calls._close_calls(long, "cpu") == []
+    assert race_close_calls._close_calls(long, "sm_90") != []
+
+
 @pytest.mark.parametrize(
     ("behind_us", "program_us", "taken"),
     [(1.0, 90.0, True), (1.0, 99.9, False), (2.0, 90.0, False)],
@@ -116,7 +147,7 @@ def test_what_is_close(
         Trial(kernel=second, time_us=other_us, spread_us=spread_us),
     )
     changed = [replace(c, trials=trials) if c.node.op == "conv2d" else c for c in choices]
-    assert bool(race_close_calls._close_calls(changed)) is close
+    assert bool(race_close_calls._close_calls(changed, "cpu")) is close
 
 
 def test_light_steps_and_views_are_left_alone(choices: list[Choice]) -> None:
@@ -126,7 +157,7 @@ def test_light_steps_and_views_are_left_alone(choices: list[Choice]) -> None:
         else replace(c, trials=(replace(c.trials[0], time_us=1000.0),))
         for c in choices
     ]
-    assert race_close_calls._close_calls(light) == []
+    assert race_close_calls._close_calls(light, "cpu") == []
     view = next(c for c in choices if c.node.op == "reshape")
     trials = (view.trials[0], Trial(kernel="reference", time_us=0.5))
     assert race_close_calls._within_noise(replace(view, trials=trials)) is None

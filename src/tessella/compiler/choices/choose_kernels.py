@@ -21,7 +21,8 @@ from tessella.kernels.epilogue.sixteen_bit import LEAST_GAMMA, MOST_GAMMA
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.allowance import Allowance
-from tessella.search.find import Candidate, SearchOptions, find
+from tessella.search.evidence import Candidate, Evidence
+from tessella.search.find import SearchOptions, find
 from tessella.search.prefetch import Prefetch
 from tessella.search.tuning import TimingCache, Trial
 
@@ -69,6 +70,8 @@ class Tuner:
         constants: by name, on the target's device.
         budget_s: about how long to measure one problem.
         allowance: of time, for all that is measured.
+        evidence: what the searches have shown so far, for those of other batch sizes.
+        raced: the kernel that a program was faster with, by the kind of the problem and the two.
     """
 
     target: str
@@ -77,6 +80,8 @@ class Tuner:
     cache: TimingCache
     budget_s: float
     allowance: Allowance = field(default_factory=Allowance)
+    evidence: Evidence = field(default_factory=Evidence)
+    raced: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     @property
     def options(self) -> SearchOptions:
@@ -111,6 +116,7 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
         target=tuner.target,
         cache=tuner.cache,
         options=tuner.options,
+        evidence=tuner.evidence,
     )
     for done, (node, problem) in enumerate(zip(graph.nodes, problems, strict=True)):
         key = measured[done].key
@@ -157,6 +163,7 @@ def trials(
         cache=tuner.cache,
         options=options or tuner.options,
         candidates=candidates,
+        evidence=tuner.evidence,
     )
 
 

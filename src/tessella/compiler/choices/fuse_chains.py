@@ -153,6 +153,7 @@ def _winners(
         target=tuner.target,
         cache=tuner.cache,
         options=options,
+        evidence=tuner.evidence,
     )
     for pair, problem in zip(fitting, problems, strict=True):
         with contextlib.suppress(CompileError):  # none that fits runs: the steps stay two

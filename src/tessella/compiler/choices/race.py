@@ -56,7 +56,7 @@ def times_us(programs: Programs, tuner: Tuner, *, seconds: float | None = None) 
         )
     for name in names:
         timing = timings[name]
-        trial = Trial(kernel=name, time_us=timing.time_us, spread_us=timing.spread_us)
+        trial = Trial(kernel=name, **vars(timing))
         tuner.cache.put(device, key, VERSION, trial)
     return [timings[name].time_us for name in names]
 

@@ -2,7 +2,8 @@
 
 oneDNN's results come from the C library's allocator. By default it returns large blocks to the
 system when they are freed, and every run takes them page by page again: 14,000 page faults in a
-ResNet-50 of batch 8, 6 to 10 % of its time (163 → 153 ms on two cores).
+ResNet-50 of batch 8, 6 to 10 % of its time (163 → 153 ms on two cores). Engines run so, and so the
+compiler measures.
 """
 
 from __future__ import annotations
