@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -21,6 +22,7 @@ from tessella.runtime.profiler import Profile, profile, table
 from tessella.runtime.trace import chrome_trace
 from tessella.search.limits import Limits
 from tessella.search.timing import Timing
+from tessella.studio.plan_profile import trace_of
 from tests.support.networks import build, captured, plan
 from tests.support.plans.joined import subject
 
@@ -115,6 +117,17 @@ def test_as_a_trace(measured: Profile) -> None:
     steps = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
     assert [e["dur"] for e in steps] == [t.in_run_us for t in measured]
     assert steps[0]["args"]["kernel"] == measured[0].kernel
+
+
+def test_disturbed_steps_are_marked(measured: Profile, tmp_path: Path) -> None:
+    steps = [replace(step, noisy=index == 1) for index, step in enumerate(measured)]
+    busy = replace(measured, steps=tuple(steps))
+    assert f"1 of {len(steps)} steps were disturbed by other work" in table(busy)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(chrome_trace(busy)))
+    assert [step.noisy for step in trace_of(path).steps] == [step.noisy for step in steps]
+    quiet = replace(measured, steps=tuple(replace(step, noisy=False) for step in steps))
+    assert "disturbed" not in table(quiet)
 
 
 def test_as_a_picture(measured: Profile) -> None:

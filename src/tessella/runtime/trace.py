@@ -58,6 +58,7 @@ def _event(step: StepTime, thread: int, start_us: float, time_us: float) -> dict
             "step": step.step,
             "kernel": step.kernel,
             "alone_us": step.time_us,
+            "noisy": step.noisy,
             "bytes": step.nbytes,
             "flops": step.flops,
             "limit_us": round(step.least_us, 3),

@@ -39,6 +39,7 @@ class TracedStep:
     flops: float | None
     bound: str
     of_peak: float | None
+    noisy: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,7 @@ def trace_of(path: Path) -> Trace:
                     flops=e["args"]["flops"],
                     bound=str(e["args"]["bound"]),
                     of_peak=e["args"]["share_of_peak"],
+                    noisy=bool(e["args"].get("noisy")),
                 )
                 for e in read["traceEvents"]
                 if e["ph"] == "X" and e["tid"] == STEPS
@@ -156,6 +158,9 @@ def _show_trace(trace: Trace) -> None:
     )
     text("p", "Dark: what the machine's measured limits allow; light: the time above that."
          ).classes("muted small")  # fmt: skip
+    if noisy := sum(s.noisy for s in steps):
+        parts.note(f"Other work on the machine disturbed {noisy} of {len(steps)} steps (~ behind "
+                   "the time alone): measure again when it is quiet.")  # fmt: skip
     columns = [parts.Column(title="#", classes="r")]
     columns += [parts.Column(title="layer", classes="m nowrap")]
     columns += [parts.Column(title="kernel", classes="m nowrap"), parts.Column(title="time")]
@@ -171,7 +176,7 @@ def _show_trace(trace: Trace) -> None:
             parts.Bar(fraction=time_us / longest, inner=step.limit_us / longest,
                       text=f"{step.time_us:,.1f} µs"),
             f"{100 * time_us / total:.1f} %",
-            f"{step.alone_us:,.1f} µs",
+            f"{step.alone_us:,.1f} µs{' ~' * step.noisy}",
             f"{step.nbytes / time_us / 1e3:,.1f}",
             "" if step.flops is None else f"{step.flops / time_us / 1e3:,.1f}",
             "" if step.of_peak is None else f"{100 * step.of_peak:.0f} %",

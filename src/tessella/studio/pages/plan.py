@@ -357,7 +357,8 @@ def total_time(plan: Plan, bucket: Bucket) -> str:
     if not times:
         return "not measured"
     total = sum(times)
-    return f"{total / 1000:.2f} ms" if total >= 1000 else f"{total:.0f} µs"
+    shown = f"{total / 1000:.2f} ms" if total >= 1000 else f"{total:.0f} µs"
+    return shown + ", on a busy machine" * plan.is_noisy
 
 
 def _candidates(plan: Plan, batch: int) -> dict[str, list[Candidate]]:
@@ -372,13 +373,17 @@ def _rows(candidates: list[Candidate]) -> tuple[list[tuple[parts.Cell, ...]], li
     """Fastest first, the refused ones last."""
     ordered = sorted(candidates, key=lambda c: (c.time_us is None, c.time_us or 0.0, c.kernel))
     slowest = max((c.time_us or 0.0 for c in ordered), default=0.0) or 1.0
+    chosen = next((c for c in ordered if c.chosen), None)
     rows: list[tuple[parts.Cell, ...]] = []
     for c in ordered:
         shown: parts.Cell = ""
         if c.time_us is not None:
             spread = "" if c.spread_us is None else f" ± {c.spread_us:.1f}"
             shown = parts.Bar(fraction=c.time_us / slowest, text=f"{c.time_us:,.1f}{spread} µs")
-        why = c.refused or ("chosen" if c.chosen else "slower")
+        other = "close" if chosen is not None and c.is_close_to(chosen) else "slower"
+        why = c.refused or ("chosen" if c.chosen else other)
+        if c.noisy:
+            why = f"{why}; the machine was busy"
         if c.program_us is not None:
             why = f"{why}: a close call; the whole program takes {c.program_us:,.0f} µs with it"
         scratch = parts.nbytes(c.workspace_bytes) if c.workspace_bytes else ""
