@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from tessella.artifacts.plan import Plan, read_back
 from tessella.core.device import default_target
 from tessella.core.dtype import plain_precision
 from tessella.core.errors import CompileError, TessellaError, UsageError
-from tessella.core.events import Emit, phase, silent
+from tessella.core.events import Emit, phase, silent, warning
 from tessella.core.preprocess import Preprocess, denormalize
 from tessella.core.reporter import reported
 from tessella.core.spec import DimRange, TensorSpec
@@ -179,6 +180,7 @@ def _compile(call: CompileCall, emit: Emit) -> Plan:
         call = replace(call, request=request)
     target = request.target or default_target()
     kinds = {request.precision, *map(plain_precision, (request.precisions or {}).values())}
+    _warn_of_slow(network, kinds, target, emit)
     kinds &= set(compiler.KINDS)
     calibration = arguments["calibration"] if kinds or chosen else None
     plan = compiler.compile_graph(
@@ -198,11 +200,20 @@ def _compile(call: CompileCall, emit: Emit) -> Plan:
     return plan if chosen is None else locks.as_judged(plan, chosen)
 
 
+def _warn_of_slow(network: Opened, precisions: Iterable[str], target: str, emit: Emit) -> None:
+    """Tell of precisions in which this processor is slower; Python's callers by a warning."""
+    for text in compiler.warnings_for(network.graph, precisions, target):
+        emit(warning(text))
+        if emit is silent:
+            warnings.warn(text, stacklevel=4)
+
+
 def _search(call: CompileCall, emit: Emit) -> compiler.Front:
     """The Pareto front that a search within a budget finds."""
     request, arguments = call.request, call.arguments
     target = request.target or default_target()
     network = _open(call, emit)
+    _warn_of_slow(network, {request.precision}, target, emit)
     data, calibration = arguments["data"], arguments["calibration"]
     if isinstance(data, str | Path):
         data = Dataset(data)

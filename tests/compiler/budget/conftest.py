@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,16 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
-from tessella.compiler.budget import Labelled, of_tensors
+from tessella.compiler.budget import Labelled, mixes, of_tensors
 from tests.support.digits import TRAIN, Net
+
+
+@pytest.fixture(scope="package", autouse=True)
+def bfloat16_is_offered() -> Iterator[None]:
+    """On every processor, also without instructions for it: the searches here do not time it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixes, "slowdown", lambda kind, target: 1.0)
+        yield
 
 
 @pytest.fixture(scope="package")

@@ -17,6 +17,7 @@ from tessella.compiler.calibration import Calibration, lowerable
 from tessella.compiler.layers import PRODUCTS
 from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import Assignment
+from tessella.compiler.slow_precisions import slowdown
 from tessella.core.dtype import SPARSE, plain_precision
 from tessella.core.errors import UsageError
 from tessella.graph.graph import Graph, Node, Value
@@ -50,7 +51,8 @@ class Unit:
 def offered(target: str, least: str) -> tuple[str, ...]:
     """The precisions to choose from: what suits the target, nothing less exact than ``least``.
 
-    Where sparse weights have a kernel, each is there a second time with them.
+    A 16-bit precision in which this processor is slower than in float32 is none of them, unless it
+    is ``least``. Where sparse weights have a kernel, each is there a second time with them.
 
     Raises:
         UsageError: the target has nothing between float32 and ``least``.
@@ -65,10 +67,11 @@ def offered(target: str, least: str) -> tuple[str, ...]:
 def _precisions(target: str, least: str) -> tuple[str, ...]:
     order = list(precision_of.ORDER)
     if least == "fp32":
-        return OFFERED[target]
+        return tuple(kind for kind in OFFERED[target] if slowdown(kind, target) == 1.0)
     if least in ("bf16", "fp16"):
         return (least,)
-    kinds = tuple(p for p in OFFERED[target] if order.index(p) <= order.index(least))
+    quick = _precisions(target, "fp32")
+    kinds = tuple(p for p in quick if order.index(p) <= order.index(least))
     if least not in kinds:
         raise UsageError(
             "a budget cannot be spent on this precision here",
