@@ -16,10 +16,12 @@ from tessella.artifacts.files import (
     from_document,
     member,
     read_document,
+    read_file,
     to_document,
     write_atomic,
     write_folder,
 )
+from tessella.artifacts.plan import load_plan
 from tessella.core.errors import ArtifactError, CorruptArtifact, UnknownVersion
 
 
@@ -231,3 +233,26 @@ def test_members(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(CorruptArtifact, match="missing"):
         check_member(path, vouched)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/proc/self", "/", "pipe", "missing", "x" * 5000])
+def test_what_is_no_plain_file_is_not_read(tmp_path: Path, path: str) -> None:
+    """Nothing is waited for, and nothing without an end is read."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArtifactError, match="no plan here|plan cannot be read"):
+        read_file(tmp_path / path, "plan")
+
+
+def test_files_of_the_system_say_no_length_and_are_empty(tmp_path: Path) -> None:
+    """Read to their end, some wait and some fail: /proc/self/mem, /proc/kmsg."""
+    (tmp_path / "link").symlink_to("/proc/self/mem")
+    assert read_file(tmp_path / "link", "plan") == b""
+    with pytest.raises(ArtifactError, match="is not a plan"):
+        load_plan(tmp_path / "link")
+
+
+def test_a_file_larger_than_memory_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 43)
+    with pytest.raises(ArtifactError, match="cannot be read.*of memory"):
+        read_file(tmp_path / "sparse", "plan")

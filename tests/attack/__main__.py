@@ -1,4 +1,4 @@
-"""``python -m tests.attack fallback --seed 0 --count 20000``: attacks, and what came of them."""
+"""``python -m tests.attack KIND --seed 0 --count 20000``: attacks, and what came of them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,47 @@ import argparse
 import sys
 import time
 
-from tests.attack.children import PATTERNS, attack
+from tests.attack.children import PATTERNS, Report, attack
 
-SUBJECTS = {"fallback": "tests.attack.fallback"}
+SUBJECTS = {
+    "fallback": "tests.attack.fallback",
+    "plans": "tests.attack.plans",
+    "images": "tests.attack.images",
+    "onnx": "tests.attack.onnx_files",
+    "prototxt": "tests.attack.prototxts",
+    "datasets": "tests.attack.datasets",
+    "http": "tests.attack.http_server",
+}
+TWICE = ("fallback",)  # run with fresh memory of two contents, to see what nothing has written
+
+
+def run(kind: str, seed: int, first: int, count: int, *, once: bool = False) -> Report:
+    """The cases of one kind, and what became of them."""
+    patterns = PATTERNS if kind in TWICE and not once else PATTERNS[:1]
+    return attack(SUBJECTS[kind], seed, first, count, patterns=patterns)
 
 
 def main() -> int:
     """Print what became of the cases; 1 if one of them did what none may."""
     parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__)
-    parser.add_argument("subjects", nargs="*", help=f"of {', '.join(SUBJECTS)}; all by default")
+    parser.add_argument("kinds", nargs="+", choices=[*SUBJECTS, "all"], metavar="KIND",
+                        help=f"of {', '.join(SUBJECTS)}, all")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--once", action="store_true", help="do not look for unwritten memory")
     chosen = parser.parse_args()
     failed = False
-    for name in chosen.subjects or SUBJECTS:
+    for kind in SUBJECTS if "all" in chosen.kinds else chosen.kinds:
         began = time.perf_counter()
-        patterns = PATTERNS[:1] if chosen.once else PATTERNS
-        report = attack(SUBJECTS[name], chosen.seed, chosen.first, chosen.count, patterns=patterns)
-        print(*report.failures, sep="\n")
-        never = sorted(t for t in report.tried if not report.answered[t])
-        print(f"{name}: never answered: {', '.join(never) or 'none'}")
+        report = run(kind, chosen.seed, chosen.first, chosen.count, once=chosen.once)
+        for failure in report.failures:
+            number = failure.partition(" ")[0].rpartition("/")[2]
+            again = f"--seed {chosen.seed} --first {number} --count 1"
+            print(f"FAILED {failure}\n  again: python -m tests.attack {kind} {again}")
+        told = ", ".join(f"{count:,} {word}" for word, count in report.outcomes.most_common())
         print(
-            f"{name}: {chosen.count} cases of {len(report.tried)} kinds, {dict(report.outcomes)},"
+            f"{kind}: {chosen.count:,} cases of {len(report.tried):,} sorts: {told};"
             f" {len(report.failures)} failures, {time.perf_counter() - began:.0f} s"
         )
         failed |= bool(report.failures)

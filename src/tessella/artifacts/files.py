@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,43 @@ def check_member(path: Path, expected: Member, *, deep: bool = True) -> None:
             seen=path,
             fix="restore it or make it again",
         )
+
+
+def read_file(path: Path, kind: str) -> bytes:
+    """The content of a plain file, whatever a path from elsewhere may name.
+
+    Args:
+        kind: what the file should be, in words.
+
+    Raises:
+        ArtifactError: there is none; it is a folder, a device, a pipe or a file of the system, that
+            does not say how long it is; it is larger than memory; or it cannot be read.
+    """
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            found = os.fstat(file.fileno())
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            if not stat.S_ISREG(found.st_mode):
+                raise IsADirectoryError("neither folders nor devices are read")
+            if found.st_size > memory:
+                raise MemoryError(f"{found.st_size:,} bytes, with {memory:,} of memory")
+            return file.read(found.st_size) if found.st_size else b""
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise ArtifactError(
+            f"there is no {kind} here", seen=str(path)[:200], fix=f"give the path of a {kind}"
+        ) from error
+    except (OSError, ValueError, MemoryError) as error:
+        shown = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ArtifactError(
+            f"the {kind} cannot be read",
+            seen=f"{shown}: {str(path)[:200]}",
+            fix="check that it is whole, and that you may read it",
+        ) from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; of a pipe nobody is waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -169,6 +207,4 @@ def from_document(content: bytes, cls: type[R], *, kind: str, version: int, wher
 
 def read_document(path: Path, cls: type[R], *, kind: str, version: int) -> R:
     """The record in a file; a missing file is an ``ArtifactError`` that names the path."""
-    if not path.is_file():
-        raise ArtifactError(f"there is no {kind} here", seen=path, fix=f"give the path of a {kind}")
-    return from_document(path.read_bytes(), cls, kind=kind, version=version, where=str(path))
+    return from_document(read_file(path, kind), cls, kind=kind, version=version, where=str(path))

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from tessella.artifacts.files import Member, from_document, to_document, write_atomic
+from tessella.artifacts.files import Member, from_document, read_file, to_document, write_atomic
 from tessella.artifacts.program import ALIGNMENT, Program
 from tessella.artifacts.program import wrong as impossible
 from tessella.artifacts.receipt import Receipt
@@ -218,10 +218,7 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         ArtifactError: no such file; not a plan; truncated, changed, or of an unknown version.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ArtifactError("there is no plan here", seen=path, fix="give the path of a plan file")
-    return from_bytes(path.read_bytes(), where=str(path))
+    return from_bytes(read_file(Path(path), "plan"), where=str(path))
 
 
 def from_bytes(content: bytes, *, where: str = "plan") -> Plan:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,11 +86,13 @@ def _read_chunk(
 def read(source: Source, record: Preprocess, decoder: Decoder) -> Picture | SkippedFile:
     """One file decoded, fitted and encoded, or a ``SkippedFile`` with the reason."""
     try:
-        nbytes = os.stat(source.file).st_size
-        if nbytes > MAX_FILE_BYTES:
-            raise DataError("the file is too large", seen=f"{nbytes:,} bytes")
+        found = os.stat(source.file)
+        if not stat.S_ISREG(found.st_mode):  # before it is opened: a pipe would wait, a device
+            raise DataError("it is no plain file")  # would never end
+        if found.st_size > MAX_FILE_BYTES:
+            raise DataError("the file is too large", seen=f"{found.st_size:,} bytes")
         with open(source.file, "rb") as file:
-            content = file.read(MAX_FILE_BYTES)
+            content = file.read(found.st_size)  # 0 of a file of the system, which could wait, too
         pixels = decoder(content, record, name="the file")
     except DataError as error:
         seen = "" if error.seen is None else f" ({error.seen})"

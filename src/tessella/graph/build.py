@@ -14,6 +14,7 @@ from tessella.graph import infer
 from tessella.graph.attributes import is_attribute
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
 from tessella.graph.value import fixed
+from tessella.operations.operation import Operation
 from tessella.operations.table import operation
 from tessella.operations.torch_operators.operators import refusal
 from tessella.operations.user_operators import named
@@ -100,6 +101,7 @@ class Builder:
         names = [like] if len(kinds) == 1 else [f"{like}.{i}" for i in range(len(kinds))]
         a_weight = op == "dequantize" and len(kinds[0][1]) > 1  # quantized, as a layer reads it
         if self._fold and not a_weight and self._foldable(inputs, kinds, attrs):
+            self._before_folding(row, inputs, kinds, attrs)
             tensors = [self.graph.constant(v) for v in inputs]
             made = row.call(tensors, attrs)
             return tuple(self.constant(n, t) for n, t in zip(names, made, strict=True))
@@ -130,6 +132,15 @@ class Builder:
         read = sum(self.graph.constants[v].numel() for v in inputs if v is not None)
         made = sum(math.prod(map(fixed, shape)) for _, shape in kinds)
         return made <= max(_FOLD_ELEMENTS, read)
+
+    def _before_folding(
+        self,
+        row: Operation,
+        inputs: Sequence[Value | None],
+        kinds: Sequence[tuple[str, Shape]],
+        attrs: Mapping[str, Any],
+    ) -> None:
+        """Called before a constant is computed: a builder with a budget refuses here."""
 
     def fallback(
         self, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str = ""

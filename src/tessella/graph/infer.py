@@ -50,15 +50,15 @@ def _inferred(
     attrs: Mapping[str, Any],
     batch: int,
 ) -> tuple[Kind, ...]:
-    tensors = [
-        None if k is None else torch.empty(k[1], dtype=getattr(torch, k[0]), device="meta")
-        for k in kinds
-    ]
     try:
+        tensors = [
+            None if k is None else torch.empty(k[1], dtype=getattr(torch, k[0]), device="meta")
+            for k in kinds
+        ]
         made = operation(op).call(tensors, attrs)
     except TessellaError:
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         shown = ", ".join("None" if v is None else repr(v) for v in inputs)
         raise CompileError(
             f"{op} does not accept its inputs at batch {batch}",

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tessella.core.errors import InputError
+from tessella.core.errors import CompileError, InputError
+from tessella.core.memory import is_out_of_memory
 from tessella.execution import liveness
 from tessella.execution.liveness import Use
 from tessella.graph.graph import Dim, Graph, Node, Value, shape_at
@@ -34,6 +35,7 @@ def interpret(
 
     Raises:
         InputError: an input is missing, unknown, or of another shape or element type.
+        CompileError: an operation does not take such numbers: an index that is out of range.
     """
     batch = _batch(graph, inputs)
     device = next((t.device for t in inputs.values()), torch.device("cpu"))
@@ -53,13 +55,29 @@ def interpret(
             else _cast(graph.constants[v].to(device), upcast)
             for v in node.inputs
         ]
-        made = operation(node.op).call(tensors, attrs)
+        made = _computed(node, tensors, attrs)
         if watch is not None:
             watch(node, tensors, made)
         live.update(zip(node.outputs, made, strict=True))
         for value in frees[index]:
             del live[value]
     return {v.name: live[v] for v in graph.outputs}
+
+
+def _computed(
+    node: Node, tensors: Sequence[torch.Tensor | None], attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    """What a node makes. Shapes were checked before; element types and indices are torch's."""
+    try:
+        return operation(node.op).call(tensors, attrs)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise CompileError(
+            f"{node.op} cannot compute with these inputs",
+            seen=f"{node.outputs[0]}: {str(error).strip()[:300]}",
+            fix="correct the element types, indices or attributes in the network or its file",
+        ) from error
 
 
 def _batch(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> int:

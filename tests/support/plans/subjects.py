@@ -18,6 +18,8 @@ from tessella.artifacts.receipt import Flip, Receipt
 from tessella.compiler.choices import join_in_place
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.kernels import catalog
+from tessella.operations.problem import Problem
 from tests.support.choices import for_nothing
 from tests.support.networks import ABOUT, build, graph_of, plan
 
@@ -87,6 +89,20 @@ class Joined(nn.Module):
         return F.scaled_dot_product_attention(x, x, x).mean((1, 2))
 
 
+class Wide(nn.Module):
+    """Channels by 16, for what is machine code of ours on a CPU with AVX-512; a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.third, self.fc = nn.Conv2d(32, 32, 1), nn.Linear(288, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.tile(1, 16, 1, 1)).relu()
+        x = torch.max_pool2d(self.third((self.second(x) + x).relu()), 2, 2)
+        return self.fc(x.flatten(1))
+
+
 def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -105,6 +121,24 @@ def _small() -> Subject:
     made = plan(graph, precision="int8", calibration=compiler.calibrate(graph, images))
     content = to_bytes(made)
     return Subject(content, _normal, _own_answers(content), 0.15)
+
+
+def _machine_code() -> Subject:
+    """Convolutions and a pooling that are written as machine code when the plan is loaded.
+
+    Where the CPU has no AVX-512, the plan has the kernels that there are.
+    """
+    module = _seeded(Wide)
+    refusal = catalog.Kernel.refusal
+
+    def own_first(kernel: catalog.Kernel, problem: Problem) -> str | None:
+        own = [r for r in catalog.candidates(problem.op, "cpu") if "avx512" in r.id]
+        others = kernel not in own and any(refusal(r, problem) is None for r in own)
+        return "machine code of ours can do it" if others else refusal(kernel, problem)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog.Kernel, "refusal", own_first)
+        return Subject(to_bytes(build(module, IMAGE)), _normal, module)
 
 
 def _joined() -> Subject:
@@ -147,7 +181,8 @@ def _pixels() -> Subject:
     return Subject(content, sample, _own_answers(content), 0.1)
 
 
-KINDS = {"plain": _tiny, "int8": _small, "slices": _joined, "pixels": _pixels}
+KINDS = {"plain": _tiny, "int8": _small, "slices": _joined, "pixels": _pixels,
+         "x86": _machine_code}  # fmt: skip
 
 
 @functools.cache

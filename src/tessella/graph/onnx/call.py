@@ -14,12 +14,11 @@ import torch
 from tessella.core.errors import CompileError, UnboundInput
 from tessella.graph.build import Builder
 from tessella.graph.graph import Dim, Graph, Value
+from tessella.graph.onnx.budget import MOST_ELEMENTS, MOST_SIZES
 
 # What shapes are computed with: a small array of objects, each an int or a Dim.
 Sizes = np.ndarray[Any, np.dtype[np.object_]]
 Result = Value | Sizes | Sequence[Value | Sizes]
-
-_MOST_ELEMENTS = 1 << 24  # of a constant that is computed; more than any network counts
 
 # What changes no result: hints for training, for the order of indices nobody reads, and for types
 # that are refused by themselves.
@@ -93,7 +92,7 @@ class Call:
 
     def modest(self, *sizes: int) -> None:
         """Refuse to make a constant of these sizes if a small file could ask for much memory."""
-        if math.prod(sizes) > _MOST_ELEMENTS:
+        if min(sizes, default=0) < 0 or math.prod(sizes) > MOST_ELEMENTS:
             raise self.wrong("it makes too many numbers", seen=" × ".join(map(str, sizes)))
 
     def has(self, index: int) -> bool:
@@ -159,7 +158,10 @@ class Call:
         given = self._given(index)
         if isinstance(given, np.ndarray):
             return given
-        return self.known(index).numpy().astype(object)
+        tensor = self.known(index)
+        if tensor.numel() > MOST_SIZES:
+            raise self.wrong(f"input {index} has too many numbers for a shape", seen=tensor.numel())
+        return tensor.numpy().astype(object)
 
     def _given(self, index: int) -> Value | Sizes | None:
         self.read.add(index)
@@ -213,7 +215,7 @@ class Call:
             raise self.wrong(f"only its first {known} known", seen=", ".join(self.outputs))
 
     def wrong(self, what: str, *, seen: object = None, fix: str | None = None) -> CompileError:
-        where = f"{self.op} {self.name or self.outputs[0]!r}"
+        where = f"{self.op} {(self.name or self.outputs[0])[:80]!r}"
         return CompileError(f"the ONNX node {where} cannot be read: {what}", seen=seen, fix=fix)
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from tessella.graph.graph import Dim, Value
+from tessella.graph.onnx.budget import MOST_TURNS
 from tessella.graph.onnx.call import Call, Result, Sizes, Translator, table
-
-_MOST_TURNS = 512  # a network's loops run over layers or steps; a file may ask for anything
 
 
 def _if(call: Call) -> Result:
@@ -19,15 +18,15 @@ def _if(call: Call) -> Result:
 
 def _loop(call: Call) -> Result:
     """A loop whose number of turns and conditions do not depend on data."""
-    turns = int(call.known(0).item()) if call.has(0) else _MOST_TURNS + 1
+    turns = int(call.known(0).item()) if call.has(0) else MOST_TURNS + 1
     go_on = bool(call.known(1).item()) if call.has(1) else True
     state = [call.given(i) for i in range(2, len(call.inputs))]
     body = call.attrs["body"]
     rows: list[list[Value]] = [[] for _ in range(len(body.output) - 1 - len(state))]
     turn = 0
     while go_on and turn < turns:
-        if turn == _MOST_TURNS:
-            raise call.wrong(f"it makes more than {_MOST_TURNS} turns")
+        if turn == MOST_TURNS:
+            raise call.wrong(f"it makes more than {MOST_TURNS} turns")
         numbers = [call.tensor(torch.tensor(turn)), call.tensor(torch.tensor(True))]
         go, *made = call.inner(body, [*numbers, *state])
         go_on = _decided(call, go)
@@ -52,7 +51,7 @@ def _scan(call: Call) -> Result:
     out_axes, out_backwards = (call.attrs.get(f"scan_output_{k}", [0] * made_count) for k in _SCAN)
     axes = [call.from_front(a, len(x.shape)) for a, x in zip(axes, scanned, strict=True)]
     turns = scanned[0].shape[axes[0]]
-    if isinstance(turns, Dim) or turns > _MOST_TURNS:
+    if isinstance(turns, Dim) or turns > MOST_TURNS:
         raise call.wrong("its number of turns is not known, or large", seen=turns)
     rows: list[list[Value]] = [[] for _ in range(made_count)]
     for turn in range(turns):

@@ -43,6 +43,8 @@ def body(
     else:
         return None
     function: onnx.FunctionProto = onnx.FunctionProto.FromString(data)
+    if not function.node or not function.opset_import:  # onnx could not build it for these inputs
+        return None
     given = {name: a.default_value for name, a in schema.attributes.items()}
     given = {name: a for name, a in given.items() if a.type != AttributeProto.UNDEFINED}
     given |= {a.name: a for a in node.attribute}

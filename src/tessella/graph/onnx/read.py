@@ -5,10 +5,13 @@ An ONNX file is hostile until it is checked: it may name external files, and des
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,12 +21,20 @@ import torch
 from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, inliner, numpy_helper
 
-from tessella.core.errors import CompileError, UnboundInput
+from tessella.artifacts.files import read_file
+from tessella.core.errors import ArtifactError, CompileError, TessellaError, UnboundInput
 from tessella.core.spec import DimRange, TensorSpec
-from tessella.graph.build import Builder
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
 from tessella.graph.onnx import linear_models
+from tessella.graph.onnx.budget import (
+    MOST_SIZES,
+    Budget,
+    BudgetedBuilder,
+    External,
+    check_functions,
+    check_size,
+)
 from tessella.graph.onnx.call import Attributes, Call, Result, Sizes, Translator
 from tessella.graph.onnx.control import CONTROL
 from tessella.graph.onnx.functions import FUNCTIONS, body, version
@@ -62,7 +73,6 @@ _BY_DATA = (
     "a plan's shapes are fixed: export the model up to where its boxes are sorted out, and do that "
     "with what the plan answers (torchvision.ops.nms)"
 )
-_MOST_NODES = 1 << 15  # loops in loops multiply
 
 
 def supported() -> tuple[str, ...]:
@@ -109,57 +119,59 @@ def read(
 def _load(source: str | Path | bytes) -> onnx.ModelProto:
     """The checked model with all its data inside."""
     try:
-        if isinstance(source, bytes):
-            model = onnx.load_model_from_string(source)
-        else:
-            model = onnx.load(os.fspath(source), load_external_data=False)
+        content = source if isinstance(source, bytes) else read_file(Path(source), "ONNX file")
+        model = onnx.load_model_from_string(content)
+    except ArtifactError as error:
+        raise CompileError("the ONNX file cannot be opened", seen=error.seen) from error
     except (DecodeError, ValueError) as error:
         raise CompileError("this is not an ONNX file", seen=str(error)[:200]) from error
-    except OSError as error:
-        raise CompileError("the ONNX file cannot be opened", seen=error) from error
     folder = None if isinstance(source, bytes) else Path(source).parent
-    for tensor in _tensors(model.graph):
+    external = External()
+    for tensor in _tensors([model.graph.node, *(f.node for f in model.functions)], model.graph):
         if tensor.data_location == TensorProto.EXTERNAL:
-            _load_external(tensor, folder)
-    if model.functions:
-        model = inliner.inline_local_functions(model)
+            _load_external(tensor, folder, external)
+    check_functions(model)
     try:
+        if model.functions:
+            model = inliner.inline_local_functions(model)
         onnx.checker.check_model(model)
-    except (onnx.checker.ValidationError, ValueError) as error:
+    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise CompileError("the ONNX file is not valid", seen=str(error).strip()[:400]) from error
     return model
 
 
-def _tensors(graph: onnx.GraphProto) -> Iterator[TensorProto]:
-    """Every tensor in a graph: initializers, attributes, and those of graphs inside."""
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    for node in graph.node:
+def _tensors(
+    bodies: Iterable[Iterable[onnx.NodeProto]], *graphs: onnx.GraphProto
+) -> Iterator[TensorProto]:
+    """Every tensor in graphs and in lists of nodes: initializers, attributes, and those inside."""
+    for graph in graphs:
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+    for node in chain.from_iterable(bodies):
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
-            if attribute.HasField("g"):
-                yield from _tensors(attribute.g)
-            for inner in attribute.graphs:
-                yield from _tensors(inner)
+            for inner in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
+                yield from _tensors([inner.node], inner)
 
 
-def _load_external(tensor: TensorProto, folder: Path | None) -> None:
+def _load_external(tensor: TensorProto, folder: Path | None, external: External) -> None:
     """Read a tensor's data from a file beside the model, which must really be beside it."""
     entries = {e.key: e.value for e in tensor.external_data}
     location = entries.get("location", "")
 
     def refused(why: str) -> CompileError:
         return CompileError(
-            f"the external data of {tensor.name!r} cannot be read: {why}",
-            seen=repr(location),
+            f"the external data of {tensor.name[:80]!r} cannot be read: {why}",
+            seen=repr(location[:200]),
             fix="put the data file into the folder of the model, under a plain relative name",
         )
 
     if folder is None:
         raise refused("a model given as bytes has no folder")
+    wanted = math.prod(tensor.dims) * getattr(torch, _dtype(tensor.data_type)).itemsize
     relative = PurePosixPath(location)
     if not location or relative.is_absolute() or ".." in relative.parts or "\\" in location:
         raise refused("its location leaves the folder of the model")
@@ -172,11 +184,14 @@ def _load_external(tensor: TensorProto, folder: Path | None) -> None:
         if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: a pipe would wait
             raise refused("it is not a plain file")
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            found = os.fstat(file.fileno())
             offset = int(entries.get("offset", 0))
-            length = int(entries.get("length", size - offset))
-            if offset < 0 or length < 0 or offset + length > size:
-                raise refused(f"bytes {offset} to {offset + length} of {size}")
+            length = int(entries.get("length", wanted))
+            if length != wanted:
+                raise refused(f"its {list(tensor.dims)} take {wanted} bytes, not {length}")
+            if offset < 0 or length < 0 or offset + length > found.st_size:
+                raise refused(f"bytes {offset} to {offset + length} of {found.st_size}")
+            external.read((found.st_dev, found.st_ino), found.st_size, length)
             file.seek(offset)
             tensor.raw_data = file.read(length)
     except OSError as error:
@@ -242,21 +257,24 @@ class _Reader:
         self.opset = opset
         self.batch = batch
         self.bound = bound
-        self.build = Builder(name or graph.name or "onnx", reserved=names, fold=True)
-        self.count = 0
+        held = sum(math.prod(t.dims) for t in _tensors([graph.node], graph))
+        held = min(held, model.ByteSize())  # what the checker let pass takes a byte or more each
+        self.budget = Budget(held)
+        self.build = BudgetedBuilder(name or graph.name or "onnx", names, self.budget)
         self.known: dict[str, Value | Sizes | None] = {}
 
     def read(self) -> Graph:
-        for tensor in self.source.initializer:
-            self.known[tensor.name] = self.build.constant(tensor.name, _to_torch(tensor))
         if self.source.sparse_initializer:
             raise CompileError("a model with sparse initializers cannot be read")
-        for info in self.source.input:
-            if info.name in self.bound:
-                value = self.bound[info.name]
-                self.known[info.name] = self.build.constant(f"{info.name}.bound", value)
-            elif info.name not in self.known:  # old files list their initializers as inputs too
-                self.known[info.name] = self._input(info)
+        with _told("the ONNX file is not valid"):
+            for tensor in self.source.initializer:
+                self.known[tensor.name] = self.build.constant(tensor.name, _to_torch(tensor))
+            for info in self.source.input:
+                if info.name in self.bound:
+                    value = self.bound[info.name]
+                    self.known[info.name] = self.build.constant(f"{info.name}.bound", value)
+                elif info.name not in self.known:  # old files list their initializers as inputs
+                    self.known[info.name] = self._input(info)
         for node in self.source.node:
             self._node(node)
         outputs = [self._output(info.name) for info in self.source.output]
@@ -295,18 +313,21 @@ class _Reader:
                 seen=f"{first} in the file, {batch} asked for",
                 fix="export the model with a named first dimension",
             )
+        check_size(info.name, tuple(d if isinstance(d, int) else d.max for d in shape))
         spec = TensorSpec(name=info.name, dtype=_dtype(tensor.elem_type), shape=tuple(shape))
         return self.build.input(spec, dynamic=dynamic)
 
     def _node(self, node: onnx.NodeProto) -> None:
-        self.count += 1
-        if self.count > _MOST_NODES:
-            raise CompileError(
-                "the model's loops make too many operations", seen=f"more than {_MOST_NODES}"
-            )
-        if node.op_type not in OPERATORS:
-            self._defined(node)
-            return
+        self.budget.node()
+        where = f"{node.op_type} {(node.name or ', '.join(node.output))[:80]!r}"
+        with _told(f"the ONNX node {where} cannot be read"):
+            if node.op_type in OPERATORS:
+                self._translated(node)
+            else:
+                self._defined(node)
+
+    def _translated(self, node: onnx.NodeProto) -> None:
+        """A node whose operator is translated."""
         self.build.layer = node.name or self.build.layer
         call = Call(
             op=node.op_type,
@@ -319,14 +340,7 @@ class _Reader:
             inner=self._inner,
         )
         translator = on_sizes(call) or OPERATORS[node.op_type]
-        try:
-            made: Result = translator(call)
-        except ArithmeticError as error:
-            raise CompileError(
-                "a size in the network is not a multiple of the batch plus a constant",
-                seen=f"{error} in {node.op_type} {node.name!r}",
-                fix="fix the batch: batch=DimRange(min=n, opt=n, max=n)",
-            ) from error
+        made: Result = translator(call)
         results = [made] if isinstance(made, Value | np.ndarray) else list(made)
         call.check_all_read(len(results))
         for name, result in zip(node.output, results):
@@ -358,6 +372,7 @@ class _Reader:
         self, graph: onnx.GraphProto, inputs: Sequence[Value | Sizes]
     ) -> list[Value | Sizes]:
         """The outputs of a graph inside a node, which sees the names around it."""
+        self.budget.node()
         outer = dict(self.known)
         self.known |= {
             tensor.name: self.build.constant(tensor.name, _to_torch(tensor))
@@ -372,7 +387,14 @@ class _Reader:
 
     def _settle(self, name: str, result: Value | Sizes) -> Value | Sizes:
         """Sizes that do not follow the batch are a constant like any other."""
-        if isinstance(result, Value) or any(isinstance(d, Dim) for d in result.flat):
+        if isinstance(result, Value):
+            return result
+        if result.size > MOST_SIZES:
+            raise CompileError("a shape in the model has too many sizes", seen=result.size)
+        dims = [d for d in result.flatten().tolist() if isinstance(d, Dim)]
+        for dim in dims:
+            check_size(name, (max(abs(dim.factor), abs(dim.offset)),))
+        if dims:
             return result
         return self.build.constant(name, _settled(result))
 
@@ -387,16 +409,40 @@ class _Reader:
         )
 
 
+@contextmanager
+def _told(wrong: str) -> Iterator[None]:
+    """Tell what Python, torch or onnx say of a file that makes no sense as an error of ours."""
+    try:
+        yield
+    except TessellaError:
+        raise
+    except (
+        ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, MemoryError,
+        onnx.defs.SchemaError, onnx.checker.ValidationError,
+    ) as error:  # fmt: skip
+        if type(error) is ArithmeticError:  # a ``Dim``'s
+            raise CompileError(
+                "a size in the network is not a multiple of the batch plus a constant",
+                seen=f"{error}: {wrong}",
+                fix="fix the batch: batch=DimRange(min=n, opt=n, max=n)",
+            ) from error
+        seen = f"{type(error).__name__}: {error}"
+        raise CompileError(wrong, seen=seen[:300], fix="check this node in the file") from error
+
+
 def _settled(sizes: Sizes) -> torch.Tensor:
     numbers = [0 if isinstance(d, Dim) else int(d) for d in sizes.flatten().tolist()]
     return torch.tensor(numbers, dtype=torch.int64).reshape(sizes.shape)
+
+
+_TYPE_NAMES = {number: name for name, number in TensorProto.DataType.items()}
 
 
 def _dtype(element: int) -> str:
     if element not in DTYPES:
         raise CompileError(
             "the model has tensors of an element type that cannot be read",
-            seen=TensorProto.DataType.Name(element),
+            seen=_TYPE_NAMES.get(element, element),
             fix=f"use one of {', '.join(DTYPES.values())}",
         )
     return DTYPES[element]

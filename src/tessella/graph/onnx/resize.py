@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tessella.graph.graph import Dim, Value
+from tessella.graph.onnx.budget import MOST_ELEMENTS, MOST_ROWS
 from tessella.graph.onnx.call import Call, Result, Translator, table
 from tessella.graph.value import fixed
 
@@ -73,6 +74,9 @@ def _resize(call: Call) -> Result:
         if axis.new == axis.old and axis.scale == 1.0 and rule.where != "tf_crop_and_resize":
             continue
         call.modest(axis.new, axis.old)
+        reach = 4 / min(1.0, axis.scale) if rule.antialias else 4.0
+        if axis.new > MOST_ROWS or axis.new * reach > MOST_ELEMENTS:
+            raise call.wrong("it makes too many numbers", seen=f"{axis.new} of scale {axis.scale}")
         weights, inside = _weights(axis, rule)
         made = _along(call, made, index, weights)
         if not inside.all():

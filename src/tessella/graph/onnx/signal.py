@@ -7,11 +7,10 @@ import math
 import torch
 
 from tessella.graph.graph import Value
+from tessella.graph.onnx.budget import LONGEST_TRANSFORM
 from tessella.graph.onnx.call import Call, Result, Translator, table
 from tessella.graph.onnx.layers import static
 from tessella.graph.value import fixed
-
-_LONGEST = 8192  # of a transform: its matrix has the square of it
 
 
 def _dft(call: Call) -> Result:
@@ -46,8 +45,8 @@ def _fourier(
     call: Call, length: int, bins: int, given: int, parts: int, inverse: bool, half: bool
 ) -> torch.Tensor:
     """[bins · results, given · parts] in float64: a transform of interleaved numbers."""
-    if length > _LONGEST:
-        raise call.wrong(f"it is longer than {_LONGEST}", seen=length)
+    if length > LONGEST_TRANSFORM:
+        raise call.wrong(f"it is longer than {LONGEST_TRANSFORM}", seen=length)
     turn = torch.arange(bins)[:, None] * torch.arange(given)[None, :] % length
     angle = turn.double() * (2 * math.pi / length) * (1 if inverse else -1)
     cos, sin = angle.cos(), angle.sin()

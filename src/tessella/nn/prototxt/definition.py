@@ -21,6 +21,8 @@ DATA_TYPES = (
     "Input", "Data", "ImageData", "HDF5Data", "MemoryData", "DummyData", "WindowData",
 )  # fmt: skip
 
+MAX_LAYERS = 2000  # each takes milliseconds; the deepest nets of Caffe's time have 1,000
+
 # The blob that is the image where a text declares no input, as in DIGITS.
 DEFAULT_INPUT = "data"
 
@@ -109,6 +111,12 @@ def read(text: str) -> Net:
     if not layers:
         raise UsageError(
             "the network's text has no layers", seen=f"{len(text)} characters", fix="add layers"
+        )
+    if len(layers) > MAX_LAYERS:
+        raise UsageError(
+            "the network's text has too many layers",
+            seen=f"{len(layers):,}, at most {MAX_LAYERS:,}",
+            fix="write the network in Python (file.py:Class)",
         )
     dims = message.take_all("input_dim", int)
     shapes = [m.take_all("dim", int) for m in message.messages("input_shape")]

@@ -27,6 +27,19 @@ Shapes = list[torch.Size]
 Make = Callable[[Layer, Message, Shapes], nn.Module]
 
 
+MAX_WEIGHTS = 1 << 28  # of a network, 1 GiB; the largest of Caffe's time has 144 million
+
+
+def require_modest(layer: Layer, *weights: int) -> None:
+    """Refuse a weight of these sizes before memory is taken for it."""
+    if math.prod(weights) > MAX_WEIGHTS:
+        raise layer.message.error(
+            "the network has too many weights",
+            seen=f"{' × '.join(map(str, weights))}, at most {MAX_WEIGHTS:,}",
+            fix="correct num_output or kernel_size, or pool before this layer",
+        )
+
+
 def outputs(layer: Layer, settings: Message) -> int:
     """``num_output``, which every layer with weights needs, except for the classifier."""
     count = settings.take("num_output", int)
@@ -118,6 +131,7 @@ def convolution(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
             "group must divide the input's channels and num_output",
             seen=f"group {group}, {channels} channels, num_output {count}",
         )
+    require_modest(layer, count, channels // group, *kernel)
     module = nn.Conv2d(
         channels,
         count,
@@ -134,9 +148,11 @@ def convolution(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
 
 def inner_product(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
     _require_axis(settings, 1)
+    fan_in, count = math.prod(shapes[0][1:]), outputs(layer, settings)
+    require_modest(layer, count, fan_in)
     module = InnerProduct(
-        math.prod(shapes[0][1:]),
-        outputs(layer, settings),
+        fan_in,
+        count,
         bias=settings.take("bias_term", bool, default=True),
     )
     _fill_both(settings, module)
@@ -190,6 +206,7 @@ def relu(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
 
 def prelu(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
     shared = settings.take("channel_shared", bool, default=False)
+    require_modest(layer, shapes[0][1])
     module = nn.PReLU(1 if shared else shapes[0][1])
     _fill(settings, "filler", module.weight, default="constant", value=0.25)
     return module
@@ -199,6 +216,7 @@ def batch_norm(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
     """``use_global_stats`` says how Caffe's phases use stored statistics; a text brings none, so
     training uses the batch's and inference the running ones, whatever it says."""
     settings.take("use_global_stats", bool)
+    require_modest(layer, shapes[0][1])
     return BatchNorm(
         shapes[0][1],
         eps=settings.take("eps", float, default=1e-5),
@@ -210,6 +228,7 @@ def scale(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
     _require_axis(settings, 1)
     if settings.take("num_axes", int, default=1) != 1 or len(shapes) != 1:
         raise layer.message.error("only a scale for each channel, learned, is supported")
+    require_modest(layer, shapes[0][1])
     module = Scale(shapes[0][1], bias=settings.take("bias_term", bool, default=False))
     _fill(settings, "filler", module.weight, default="constant", value=1.0)
     if module.bias is not None:
@@ -317,7 +336,14 @@ def make(layer: Layer, shapes: Shapes, *, classes: int | None = None) -> nn.Modu
     settings = layer.message.message(field)
     if classes is not None:
         settings.entries.append(Entry(name="num_output", value=classes, line=settings.line))
-    module = maker(layer, settings, shapes)
+    try:
+        module = maker(layer, settings, shapes)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise layer.message.error(
+            "the layer cannot be made",
+            seen=f"inputs {[list(s) for s in shapes]}: {str(error).strip()[:200]}",
+            fix="correct its settings, or the layers before it",
+        ) from error
     settings.finish(*IGNORED_IN_SETTINGS)
     layer.message.finish(*IGNORED_IN_LAYER)
     return module

@@ -20,7 +20,7 @@ from tessella.nn.prototxt.definition import (
     State,
     read,
 )
-from tessella.nn.prototxt.layer_types import make
+from tessella.nn.prototxt.layer_types import make, require_modest
 
 # Layers after the logits. What they compute is the trainer's work.
 LOSSES = ("SoftmaxWithLoss", "SoftmaxLoss", "Accuracy", "Silence")
@@ -205,13 +205,15 @@ def _make_modules(
     plan: Plan, modules: dict[str, nn.Module], image: torch.Size, classes: int
 ) -> torch.Size:
     """Add the plan's modules to ``modules``, made for their inputs; returns the logits' shape."""
-    shapes = {IMAGE: image}
+    shapes, weights = {IMAGE: image}, 0
     with_outputs = [s for s in plan.steps if s.layer.type in WITH_OUTPUTS]
     for step in plan.steps:
         inputs = [shapes[name] for name in step.inputs]
         if step.key not in modules:
             is_classifier = bool(with_outputs) and step is with_outputs[-1]
             modules[step.key] = make(step.layer, inputs, classes=classes if is_classifier else None)
+            weights += sum(p.numel() for p in modules[step.key].parameters())
+            require_modest(step.layer, weights)
         shape = _output_shape(modules[step.key], step.layer, inputs)
         shapes.update((name, shape) for name in step.outputs)
     return shapes[plan.logits]
@@ -227,10 +229,11 @@ def _output_shape(module: nn.Module, layer: Layer, inputs: list[torch.Size]) -> 
     module.eval()
     try:
         shape: torch.Size = torch.func.functional_call(module, weights, xs).shape
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
         raise layer.message.error(
             "the layer cannot take its input",
-            seen=f"{[list(s) for s in inputs]}: {str(error).splitlines()[0][:200]}",
+            seen=f"{[list(s) for s in inputs]}: {why[:200]}",
             fix="use a larger input size, or correct the layers before it",
         ) from error
     module.train()

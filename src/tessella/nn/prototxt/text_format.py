@@ -17,6 +17,9 @@ from tessella.core.errors import UsageError
 T = TypeVar("T")
 
 MAX_DEPTH = 32  # Caffe nets nest four deep; deeper is an attack on the recursion
+MAX_CHARACTERS = 1 << 20  # Caffe's largest nets have 200,000
+MAX_NUMBER = 1 << 31
+MAX_DIGITS = 100
 
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r\n\f\v]+|\#[^\n]*)
@@ -133,6 +136,12 @@ class Message:
             value = bool(value)
         elif kind is float and isinstance(value, int):
             value = float(value)
+        if kind is int and isinstance(value, int) and abs(value) >= MAX_NUMBER:
+            raise UsageError(
+                f"{self.owner}: {entry.name} is out of range",
+                seen=f"{value} in line {entry.line}",
+                fix="correct the text",
+            )
         if isinstance(value, kind) and type(value) is kind:
             return value
         raise UsageError(
@@ -144,6 +153,12 @@ class Message:
 
 def parse(text: str) -> Message:
     """The message in a text; raises ``UsageError`` with the line of the first mistake."""
+    if len(text) > MAX_CHARACTERS:
+        raise UsageError(
+            "the network's text is too long",
+            seen=f"{len(text):,} characters, at most {MAX_CHARACTERS:,}",
+            fix="write the network in Python (file.py:Class)",
+        )
     return _Parser(_tokens(text)).message(Token(kind="mark", text="", line=1), depth=0)
 
 
@@ -227,6 +242,8 @@ class _Parser:
                 text += _unquote(self._next())
             return text
         if token.kind == "number":
+            if len(token.text) > MAX_DIGITS:
+                raise _syntax("a number is too long", token.text[:40], token.line)
             return _number(token.text)
         if token.kind == "word":
             special = token.text.lstrip("-").lower() in ("inf", "infinity", "nan")
