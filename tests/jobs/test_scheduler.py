@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tessella.core.errors import JobError
+from tessella.jobs import outcome, processes
 from tessella.jobs import scheduler as scheduler_module
+from tessella.jobs.processes import executors_in
 from tessella.jobs.store import Store
 from tests.support.jobs.steps import PROGRAM, drive, finish, spec, wait_for
 
@@ -405,3 +408,44 @@ def test_a_stopped_scheduler_leaves_its_jobs_running(store, make):
     scheduler.stop()
     assert alive(store.job(job.id).pid)
     assert finish(make(), job).status == "done"
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "running"])
+def test_a_store_restored_from_an_older_copy_starts_no_job_again(
+    store, make, tmp_path, caplog, ended
+):
+    """In the copy the job still waits, and a later one is not there at all."""
+    job = store.submit(spec("count", str(tmp_path / "ticks")))
+    store.close()  # so that all of it lies in the file
+    shutil.copy(tmp_path / "queue.db", tmp_path / "older.db")
+    first = make()
+    first.step()
+    later = store.submit(spec("sleep", "600"))
+    if ended:
+        finish(first, job)
+    first.step()
+    first.stop()
+    store.close()
+    for end in ("", "-wal", "-shm"):
+        (tmp_path / f"queue.db{end}").unlink(missing_ok=True)
+    shutil.copy(tmp_path / "older.db", tmp_path / "queue.db")
+    assert statuses(store) == {"count": "waiting"}
+    second = make()
+    try:
+        assert finish(second, job).status == "done"
+        assert job.log_path.read_text() == "fresh at 0\n"  # once
+        assert "was started before" in caplog.text
+        (stranger,) = executors_in(store.folder)
+        assert stranger.folder == Path(later.folder)
+        assert (
+            f"a job runs that this queue does not know, and may hold GPUs: process {stranger.pid}"
+            in caplog.text
+        )
+    finally:
+        processes.kill_marked(Path(later.folder))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"exit_code": "x"}', b"\xff"])
+def test_an_exit_code_that_cannot_be_read_is_none(tmp_path, content):
+    (tmp_path / "exit.json").write_bytes(content)
+    assert outcome.exit_code(tmp_path) is None

@@ -23,9 +23,14 @@ KILLED = (
 
 
 def exit_code(folder: Path) -> int | None:
-    """The command's exit code (negative: its signal); None if the executor died, too."""
-    path = folder / EXIT_FILE
-    return int(json.loads(path.read_text())["exit_code"]) if path.exists() else None
+    """The command's exit code (negative: its signal); None if the executor died, too.
+
+    A file that cannot be read, as a disk leaves it that lost its power, says as little as none.
+    """
+    try:
+        return int(json.loads((folder / EXIT_FILE).read_text())["exit_code"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def error_text(job: Job, code: int) -> str:

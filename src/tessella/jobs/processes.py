@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ class Executor:
         if self.child is not None:
             return self.child.poll() is not None
         try:
-            return not _is_executor_of(psutil.Process(self.pid), self.folder)
+            return _folder_of(psutil.Process(self.pid)) != self.folder
         except psutil.NoSuchProcess:
             return True
 
@@ -58,19 +59,24 @@ def start(folder: Path, command: list[str], *, cwd: Path, environment: dict[str,
     return Executor(folder=folder, pid=child.pid, child=child)
 
 
+def executors_in(root: Path) -> list[Executor]:
+    """The living executors of all jobs whose folders lie in ``root``."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
+            folder = _folder_of(process)
+            if folder is not None and folder.parent == root:
+                found.append(Executor(folder=folder, pid=process.pid))
+    return found
+
+
 def adopt(folder: Path) -> Executor | None:
     """The living executor of the job in ``folder``, whoever started it, or None.
 
     No other process has the job's folder in its command line. Unlike a process id and a start time,
     this survives a change of the clock, and a crash before they were saved.
     """
-    for process in psutil.process_iter():
-        try:
-            if _is_executor_of(process, folder):
-                return Executor(folder=folder, pid=process.pid)
-        except psutil.Error:  # ended meanwhile, or another user's
-            continue
-    return None
+    return next((e for e in executors_in(folder.parent) if e.folder == folder), None)
 
 
 def kill_marked(folder: Path, *, timeout_s: float = 2.0) -> None:
@@ -110,11 +116,9 @@ def _is_zombie(process: psutil.Process) -> bool:
     return zombie
 
 
-def _is_executor_of(process: psutil.Process, folder: Path) -> bool:
-    if _is_zombie(process):
-        return False
-    arguments: list[str] = process.cmdline()
-    if executor.__name__ not in arguments:
-        return False
-    after = arguments.index(executor.__name__) + 1
-    return after < len(arguments) and arguments[after] == str(folder)
+def _folder_of(process: psutil.Process) -> Path | None:
+    """The folder of the job whose executor a process is, or None."""
+    arguments: list[str] = [] if _is_zombie(process) else process.cmdline()
+    if executor.__name__ not in arguments[:-1]:
+        return None
+    return Path(arguments[arguments.index(executor.__name__) + 1])

@@ -90,7 +90,7 @@ class Scheduler:
             while not self._stopping.is_set():
                 try:
                     self.step()
-                except JobError as error:  # the disk is full or the database away: it may come back
+                except (JobError, OSError) as error:  # the disk is full or away: it may come back
                     log.error("the queue stands still: %s", error)
                 self._stopping.wait(self.interval_s)
         finally:
@@ -125,6 +125,18 @@ class Scheduler:
         lock.write(f"{os.getpid()}\n")
         lock.flush()
         self._lock = lock
+        self._tell_of_strangers()
+
+    def _tell_of_strangers(self) -> None:
+        """Jobs run on that the store does not know if it was restored from an older copy."""
+        known = {job.id for trashed in (False, True) for job in self.store.jobs(trashed=trashed)}
+        for executor in processes.executors_in(self.store.folder):
+            if executor.folder.name not in known:
+                log.warning(
+                    "a job runs that this queue does not know, and may hold GPUs: process %d, %s; "
+                    "was an older copy of the queue restored? kill %d ends it",
+                    executor.pid, executor.folder, executor.pid,
+                )  # fmt: skip
 
     def _free_lock(self) -> None:
         if self._lock is not None:
@@ -203,6 +215,8 @@ class Scheduler:
         self.store.settle(job.id, "failed", error=error)
 
     def _launch(self, job: Job) -> None:
+        if job.attempts == 1 and not job.continues and self._ran_before(job):
+            return
         resume = job.resume_argv if job.continues else ()
         command = [*self.program, *job.argv, *resume, "--events", str(job.events_path)]
         try:
@@ -215,6 +229,25 @@ class Scheduler:
             return
         self._executors[job.id] = executor
         self.store.attach(job.id, executor.pid)
+
+    def _ran_before(self, job: Job) -> bool:
+        """Take over a job that was started before, as a store that is older than the job knows not.
+
+        Started again it would write into its own results, or beside itself.
+        """
+        executor = processes.adopt(Path(job.folder))
+        if executor is None and outcome.exit_code(Path(job.folder)) is None:
+            return False
+        log.warning(
+            "job %s was started before: was an older copy of the queue restored? It is not started "
+            "again; resume or clone it to do so", job.id,
+        )  # fmt: skip
+        if executor is None:
+            self._settle(job)
+        else:
+            self._executors[job.id] = executor
+            self.store.attach(job.id, executor.pid)
+        return True
 
     def _environment(self, job: Job) -> dict[str, str]:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
