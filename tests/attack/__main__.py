@@ -16,6 +16,7 @@ SUBJECTS = {
     "prototxt": "tests.attack.prototxts",
     "datasets": "tests.attack.datasets",
     "http": "tests.attack.http_server",
+    "stops": "tests.attack.stops",
 }
 TWICE = ("fallback",)  # run with fresh memory of two contents, to see what nothing has written
 

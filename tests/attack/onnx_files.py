@@ -52,14 +52,14 @@ PLACES = ("/etc/passwd", "../x", "x", "", "/proc/self/mem", "/dev/zero", "a/../.
 
 
 @functools.cache
-def originals() -> tuple[tuple[str, ModelProto], ...]:
-    """The models that are spoilt, by name."""
-    small = [c for c in cases() if c.model.ByteSize() < LARGEST_FILE]
-    return tuple((c.name.removeprefix("test_"), _with_constants(c)) for c in small)
+def _cases() -> tuple[Any, ...]:
+    return tuple(c for c in cases() if c.model.ByteSize() < LARGEST_FILE)
 
 
-def _with_constants(case: Any) -> ModelProto:
-    """The model of a case, with the inputs that decide shapes made constants of the file."""
+@functools.cache
+def original(number: int) -> ModelProto:
+    """A model to be spoilt, with the inputs that decide shapes made constants of the file."""
+    case = _cases()[number]
     model = ModelProto.FromString(case.model.SerializeToString())
     given = [numpy_helper.to_array(i) if isinstance(i, TensorProto) else np.asarray(i)
              for i in case.data_sets[0][0]]  # fmt: skip
@@ -81,16 +81,15 @@ def _with_constants(case: Any) -> ModelProto:
 def prepare() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        originals()
+        _cases()
 
 
 def case(seed: int, index: int) -> tuple[str, Callable[[], str]]:
     """The file of this number: the same one for the same seed."""
     rng = random.Random(f"{seed}/{index}")
-    name, original = originals()[index % len(originals())] if rng.random() < 0.7 else rng.choice(
-        originals()
-    )  # fmt: skip
-    model, done = ModelProto.FromString(original.SerializeToString()), []
+    number = index if rng.random() < 0.7 else rng.randrange(len(_cases()))
+    number %= len(_cases())
+    model, done = ModelProto.FromString(original(number).SerializeToString()), []
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
         spoil = rng.choice(SPOILING)
         try:
@@ -104,7 +103,15 @@ def case(seed: int, index: int) -> tuple[str, Callable[[], str]]:
         content = spoil_bytes(rng, content)
         done.append(spoil_bytes.__name__)
     inside = rng.random() < 0.3
-    return f"{name} {' '.join(done) or 'as it is'}", functools.partial(outcome, content, inside)
+    return (
+        f"{_cases()[number].name.removeprefix('test_')} {' '.join(done) or 'as it is'}",
+        functools.partial(outcome, content, inside),
+    )
+
+
+def _any(rng: random.Random) -> ModelProto:
+    model: ModelProto = rng.choice(_cases()).model
+    return model
 
 
 # --- what is spoilt -------------------------------------------------------------------------------
@@ -163,7 +170,7 @@ def another_attribute(rng: random.Random, model: ModelProto) -> None:
     if node.attribute and rng.random() < 0.4:
         del node.attribute[rng.randrange(len(node.attribute))]
         return
-    others = _attributes(rng.choice(originals())[1])
+    others = _attributes(_any(rng))
     added = rng.choice(others) if others and rng.random() < 0.7 else helper.make_attribute(
         rng.choice(("axis", "axes", "to", "group", "pads", "value", "kernel_shape", "x")),
         rng.choice((1, 1.5, "x", [1, 2], [1.5])),
@@ -257,7 +264,7 @@ def rewired(rng: random.Random, model: ModelProto) -> None:
 def operator(rng: random.Random, model: ModelProto) -> None:
     """The same inputs for another operator."""
     node = rng.choice(_nodes(model.graph))
-    other = rng.choice(_nodes(rng.choice(originals())[1].graph))
+    other = rng.choice(_nodes(_any(rng).graph))
     node.op_type = other.op_type
     if rng.random() < 0.5:
         del node.attribute[:]

@@ -9,9 +9,9 @@ from tests.attack.children import attack
 from tests.attack.known import KNOWN
 
 # How many cases: seconds each.
-FEW = {"fallback": 600, "plans": 240, "images": 600, "onnx": 250, "prototxt": 120, "datasets": 120,
-       "http": 90}  # fmt: skip
-MOSTLY_REFUSED = 0.02  # of what is spoilt so many a subject still takes, or it tests nothing
+FEW = {"fallback": 600, "plans": 120, "images": 600, "onnx": 200, "prototxt": 80, "datasets": 80,
+       "http": 60, "stops": 6}  # fmt: skip
+BOTH = 0.02  # so many at least are refused, and so many taken, or an attack tests nothing
 
 
 def test_every_attack_is_run() -> None:
@@ -22,8 +22,9 @@ def test_every_attack_is_run() -> None:
 def test_hostile_input_is_refused_or_answered(kind: str) -> None:
     report = run(kind, 0, 0, FEW[kind])
     assert report.failures == []
-    assert report.outcomes["refused"] > FEW[kind] / 5
-    assert FEW[kind] - report.outcomes["refused"] > FEW[kind] * MOSTLY_REFUSED
+    taken = sum(report.outcomes[word] for word in ("answered", "same", "alone"))
+    assert taken > FEW[kind] * BOTH
+    assert report.outcomes["refused"] > FEW[kind] * BOTH or kind == "stops"
 
 
 def test_calls_that_ended_the_process() -> None:
