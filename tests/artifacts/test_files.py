@@ -239,7 +239,7 @@ def test_members(tmp_path: Path) -> None:
 def test_what_is_no_plain_file_is_not_read(tmp_path: Path, path: str) -> None:
     """Nothing is waited for, and nothing without an end is read."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ArtifactError, match="no plan here|plan cannot be read"):
+    with pytest.raises(ArtifactError, match=r"no plan here|plan cannot be read"):
         read_file(tmp_path / path, "plan")
 
 
@@ -254,5 +254,5 @@ def test_files_of_the_system_say_no_length_and_are_empty(tmp_path: Path) -> None
 def test_a_file_larger_than_memory_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 43)
-    with pytest.raises(ArtifactError, match="cannot be read.*of memory"):
+    with pytest.raises(ArtifactError, match=r"cannot be read.*of memory"):
         read_file(tmp_path / "sparse", "plan")

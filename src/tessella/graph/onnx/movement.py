@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tessella.graph.graph import Dim, Value
+from tessella.graph.onnx.budget import MOST_SIZES
 from tessella.graph.onnx.call import Call, Result, Translator, table
 from tessella.graph.value import fixed, product
 
@@ -162,6 +163,8 @@ def _split(call: Call) -> Result:
         if isinstance(total, Dim):
             raise call.wrong("it splits the batch")
         count = call.attrs.get("num_outputs", len(call.outputs))
+        if not 1 <= count <= MOST_SIZES:
+            raise call.wrong("it makes too many parts, or none", seen=count)
         each = -(-total // count)
         sizes = (*[each] * (count - 1), total - each * (count - 1))
     return call.build.node("split", [x], name=call.outputs[0], sizes=sizes, dim=axis)
