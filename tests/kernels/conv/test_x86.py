@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tessella.core.errors import KernelError
 from tessella.device.x86.assembler import InstructionSet
 from tessella.kernels import catalog
 from tessella.kernels.conv import x86_depthwise, x86_sum
@@ -108,7 +109,8 @@ def near(made: torch.Tensor, right: torch.Tensor) -> None:
     assert error < TOLERANCES[str(made.dtype).removeprefix("torch.")]
 
 
-# whole tiles, tiles and a rest, one rest alone, several panels, panels of one vector
+# whole tiles, tiles and a rest, one rest alone, several panels, panels of one vector, panels and
+# vectors that overlap
 SHAPES = [
     ((2, 64, 12, 12), 64),
     ((1, 256, 7, 7), 320),
@@ -120,6 +122,10 @@ SHAPES = [
     ((8, 16, 28, 28), 96),
     ((2, 768, 5, 7), 48),
     ((1, 4, 9, 9), 32),
+    ((2, 72, 7, 9), 24),
+    ((1, 16, 6, 6), 17),
+    ((2, 32, 5, 9), 72),
+    ((1, 64, 4, 7), 1000),
 ]
 
 
@@ -219,7 +225,7 @@ def test_passes_over_some_channels_beside_float64() -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 def test_depthwise_beside_float64(window: str, activation: str | None, dtype: str) -> None:
     kernel, attrs = WINDOWS[window]
-    for shape in ((2, 64, 13, 11), (1, 112, 9, 10), (3, 16, 9, 9), (1, 192, 30, 17)):
+    for shape in ((2, 64, 13, 11), (1, 112, 9, 10), (3, 16, 9, 9), (1, 72, 30, 17), (2, 19, 7, 8)):
         p = problem(
             shape, shape[1], dtype, kernel=kernel, groups=shape[1], activation=activation, **attrs
         )
@@ -280,6 +286,10 @@ def test_a_sum_where_its_residual_lies(dtype: str) -> None:
         p = problem(shape, channels, dtype, residual=True, activation="relu")
         assert row("_sum").refusal(p) == "the residual is needed afterwards"
         p = replace(p, dying=(3,))
+        lanes = x86.code.require_instructions().lanes
+        if channels % lanes:
+            assert row("_sum").refusal(p) == f"channels by {lanes}"
+            continue
         assert row("_sum").refusal(p) is None
         (x, residual), constants = drawn(p)
         right = exact(p, [x, residual], constants)
@@ -295,6 +305,15 @@ def test_a_search_gives_a_sum_its_residual_back_before_it_looks() -> None:
     options = search.SearchOptions(algorithms=[row("_sum").algorithm])
     best, *_ = search.find(p, constants, target="cpu", options=options)
     assert (best.kernel, best.refused) == (row("_sum").id, None)
+
+
+def test_nothing_is_added_twice_where_panels_would_overlap(isa: InstructionSet) -> None:
+    p = problem((1, 16, 6, 6), 5 * isa.lanes, residual=True)
+    (x, residual), constants = drawn(p)
+    with pytest.raises(KernelError, match="added twice"):
+        x86_sum.bind(p, constants, vectors=2)(x, residual)
+    with pytest.raises(KernelError, match="cannot wait"):
+        x86.bind(p, constants, vectors=2, depth=8)
 
 
 def test_slices_are_read_and_written_and_nothing_beside_them(dtype: str) -> None:
@@ -361,6 +380,6 @@ def test_what_it_leaves_to_others(changes: dict[str, Any], why: str) -> None:
 
 
 def test_sizes_that_it_leaves_to_others() -> None:
-    assert "channels by" in str(row().refusal(problem((2, 16, 8, 8), 36)))
+    assert "channels at least" in str(row().refusal(problem((2, 16, 8, 8), 7)))
     wide = problem((2, 3, 8, 8), 32, "bfloat16")
     assert "input by 4 bytes" in str(x86.fits(wide)) or not x86.code.has_bfloat16()

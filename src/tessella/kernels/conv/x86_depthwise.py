@@ -37,8 +37,8 @@ def fits(problem: Problem) -> str | None:
     isa, groups = code.require_instructions(), problem.attrs["groups"]
     if not problem["input"].shape[1] == problem["weight"].shape[0] == groups:
         return "one channel a group"
-    if groups % isa.lanes:
-        return f"channels by {isa.lanes}"
+    if groups < isa.lanes:
+        return f"{isa.lanes} channels at least"
     if problem.epilogue.residual is not None:
         return "adds no residual"
     if math.prod(problem["weight"].shape[2:]) > MAX_TAPS:
@@ -48,10 +48,8 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Tiles of many channels and fewer pixels, or the other way around."""
-    isa = code.require_instructions()
-    count = problem["weight"].shape[0] // isa.lanes
-    wide = [vectors for vectors in x86.PIXELS[isa] if count % vectors == 0]
-    return tuple({"vectors": vectors} for vectors in wide[:2])
+    wide = x86.widths(problem["weight"].shape[0], code.require_instructions())
+    return tuple({"vectors": vectors} for vectors in wide)
 
 
 def bind(
@@ -61,11 +59,12 @@ def bind(
     problem.require_constants(constants)
     isa, y = code.require_instructions(), problem.output
     pixels = x86.PIXELS[isa][vectors]
-    weight = _panels(constants[1], vectors * isa.lanes)
-    bias = constants[2].float() if 2 in constants else None
+    panels = x86.Panels(channels=y.shape[1], vectors=vectors, lanes=isa.lanes)
+    weight = _weight(constants[1], panels)
+    bias = panels.laid_out(constants[2].float()) if 2 in constants else None
     tiles = _Tiles(
         isa=isa,
-        vectors=vectors,
+        panels=panels,
         pixels=pixels,
         rest=math.prod(y.shape[2:]) % pixels,
         size=y.itemsize,
@@ -90,13 +89,15 @@ def bind(
     return run
 
 
-def _panels(weight: torch.Tensor, width: int) -> torch.Tensor:
-    """[C, 1, R, S] → float32 [C / width, R·S, width]: as a tile reads it."""
+def _weight(weight: torch.Tensor, panels: x86.Panels) -> torch.Tensor:
+    """[C, 1, R, S] → float32 [panels, R·S, width]: as a tile reads it."""
 
     def pack(w: torch.Tensor) -> torch.Tensor:
-        return w.float().reshape(len(w) // width, width, -1).transpose(1, 2).contiguous()
+        taps = w.shape[2:].numel()
+        parts = panels.laid_out(w.float()).reshape(len(panels.begins), -1, taps)
+        return parts.transpose(1, 2).contiguous()
 
-    return packed(weight, ("conv2d.x86_depthwise", width), pack)
+    return packed(weight, ("conv2d.x86_depthwise", panels), pack)
 
 
 def _items(
@@ -122,16 +123,16 @@ def _items(
         for block in range(blocks):
             begin = block * some_tiles * tiles.pixels
             count = min(some_tiles, (pixels - begin) // tiles.pixels)
-            for panel in range(0, len(weight), together):
-                channel = panel * tiles.width
+            for panel, some in tiles.panels.together(together):
+                channel = tiles.panels.begins[panel]
                 yield (
                     n * image + channel * tiles.size,
                     (n * pixels + begin) * tiles.pitch + channel * tiles.size,
                     weight.data_ptr() + panel * weight[0].nbytes,
-                    0 if bias is None else bias.data_ptr() + channel * WORD,
+                    0 if bias is None else bias.data_ptr() + panel * tiles.width * WORD,
                     places.data_ptr() + begin * tiles.taps * places.itemsize,
                     count,
-                    min(together, len(weight) - panel),
+                    some,
                     int(begin + count * tiles.pixels < pixels and block == blocks - 1),
                 )
 
@@ -147,14 +148,16 @@ def _require_inside(
     """Refuse a table that leads out of a tensor, whoever wrote it."""
     image, result, panel, begin, place, count, panels, rest = torch.tensor(items).T
     x, y = problem["input"], problem.output
-    pixels, channels = count * tiles.pixels + rest * tiles.rest, panels * tiles.width
+    pixels = count * tiles.pixels + rest * tiles.rest
+    channels = (panels - 1) * tiles.width + tiles.panels.span
     code.require_inside("image", image, int(places.max()) + channels * tiles.size, x.extent)
     spans = (pixels - 1) * tiles.pitch + channels * tiles.size
     code.require_inside("result", result, spans, y.extent)
     spans = panels * weight[0].nbytes
     code.require_inside("weight", panel - weight.data_ptr(), spans, weight.nbytes)
     if bias is not None:
-        code.require_inside("bias", begin - bias.data_ptr(), channels * WORD, bias.nbytes)
+        spans = panels * tiles.width * WORD
+        code.require_inside("bias", begin - bias.data_ptr(), spans, bias.nbytes)
     spans = pixels * tiles.taps * places.itemsize
     code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
 
@@ -181,7 +184,7 @@ class _Tiles:
     """
 
     isa: InstructionSet
-    vectors: int
+    panels: x86.Panels
     pixels: int
     rest: int
     size: int
@@ -192,8 +195,12 @@ class _Tiles:
     constants: Constants
 
     @property
+    def vectors(self) -> int:
+        return self.panels.vectors
+
+    @property
     def width(self) -> int:
-        """The channels of a tile."""
+        """The channels of a tile, those counted twice that are computed twice."""
         return self.vectors * self.isa.lanes
 
     def written(self, items: int, count: int) -> Assembler:
@@ -247,6 +254,7 @@ class _Tiles:
         self.constants.begin(a)
         a.label(f"{name} panel")
         vector = self.isa.vector_bytes
+        columns = [column * self.size for column in self.panels.columns]
         places = [(p, v) for p in range(pixels) for v in range(self.vectors)]
         taken = self.vectors * self.pixels
         for i, (p, v) in enumerate(places):  # sums start as the bias
@@ -263,7 +271,7 @@ class _Tiles:
         for i, (p, v) in enumerate(places):
             if v == 0:
                 a.load("r8", At(base="rsi", distance=p * code.NUMBER))
-            read = At(base="r8", index="rdx", distance=v * self.isa.lanes * self.size)
+            read = At(base="r8", index="rdx", distance=columns[v])
             if self.size == WORD:
                 a.vector("vfmadd231ps", i, taken + v, read)
             else:
@@ -273,7 +281,7 @@ class _Tiles:
         self._next_tap(a, f"{name} tap", pixels)
         for i, (p, v) in enumerate(places):
             activate(a, self.activation, self.constants, i, taken)
-            to = At(base="r14", distance=p * self.pitch + v * self.isa.lanes * self.size)
+            to = At(base="r14", distance=p * self.pitch + columns[v])
             if self.size == WORD:
                 a.store_vector(to, i)
             else:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
+from tessella.core.errors import KernelError
+from tessella.device.x86 import code
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.libraries import onednn_sum
 from tessella.kernels.shared import x86_convolution as x86
@@ -16,14 +18,29 @@ from tessella.operations.problem import Problem
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """No passes: sums cannot wait where the residual lies."""
-    return tuple(config for config in x86.configs(problem) if "depth" not in config)
+    """Tiles whose panels do not overlap, since nothing may be added twice; and no passes, since
+    sums cannot wait where the residual lies."""
+    isa, channels = code.require_instructions(), problem["weight"].shape[0]
+    wide = [vectors for vectors in x86.PIXELS[isa] if channels % (vectors * isa.lanes) == 0]
+    return tuple({"vectors": vectors} for vectors in wide[:2])
 
 
 def fits(problem: Problem) -> str | None:
-    return onednn_sum.refusal(problem) or x86.fits(problem)
+    if why := onednn_sum.refusal(problem) or x86.fits(problem):
+        return why
+    if not configs(problem):
+        return f"channels by {code.require_instructions().lanes}"
+    return None
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
+    config = config or dict(configs(problem)[0])
+    lanes = code.require_instructions().lanes
+    if problem["weight"].shape[0] % (config["vectors"] * lanes) or "depth" in config:
+        raise KernelError(
+            "a residual would be added twice where panels overlap or sums wait",
+            seen=config,
+            fix=f"take one of {configs(problem)}",
+        )
     product = x86.bind(problem, constants, **config)
     return lambda x, residual: product(x, residual, out=residual)

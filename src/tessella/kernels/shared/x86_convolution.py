@@ -7,7 +7,8 @@ pixels lie that a tile reads, a table says for each place of the filter, so that
 and dilation is the same code; beside the image it points to zeros. What is read of the residual is
 asked for when the tile begins, and is there when it ends; oneDNN waits for it. Where the weights of
 a panel are more than the first cache holds, some channels of all pixels may be multiplied before
-the next ones: sums then wait in the result.
+the next ones: sums then wait in the result. Where channels do not fill the last vectors, these
+begin earlier, and some channels are computed twice, to the same numbers.
 
 Source: the table is the indirection buffer of Dukhan, "The Indirect Convolution Algorithm" (2019).
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
@@ -33,6 +35,8 @@ WORD = 4  # bytes: one channel of float32, two of bfloat16
 UNROLLED = 4  # words of a pixel, at most
 # pixels of a tile, by its vectors: as many as registers allow
 PIXELS = {AVX512: {4: 6, 3: 8, 2: 9, 1: 9}, AVX2: {3: 4, 2: 6, 1: 9}}
+# products a cycle, of the best, by the vectors of a tile: one vector is as many loads as products
+OF_BEST = {4: 1.0, 3: 1.0, 2: 0.95, 1: 0.75}
 BLOCK_PIXELS = 96  # that one thread takes at a time
 PASS_BYTES = (24 * 2**10, 128 * 2**10)  # of a panel's weights in a pass: first and second cache
 MIN_DEPTH = 32  # words of a pass; fewer are not worth reading and writing sums for
@@ -41,14 +45,69 @@ FEW_ITEMS = 8
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
 
 
+@dataclass(frozen=True, kw_only=True)
+class Panels:
+    """How channels are cut into panels, which begin earlier where too few are left.
+
+    Attributes:
+        channels: of the result; as many as a vector has lanes at least.
+        vectors: of a panel.
+    """
+
+    channels: int
+    vectors: int
+    lanes: int
+
+    @property
+    def span(self) -> int:
+        """The channels from a panel's first to its last."""
+        return min(self.vectors * self.lanes, self.channels)
+
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """The first channel of each panel."""
+        count = math.ceil(self.channels / self.span)
+        return tuple(min(i * self.span, self.channels - self.span) for i in range(count))
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The first channel of each vector, from the panel's on."""
+        return tuple(min(v * self.lanes, self.span - self.lanes) for v in range(self.vectors))
+
+    @property
+    def computed(self) -> int:
+        """Channels, those counted again that are computed again."""
+        return len(self.begins) * self.vectors * self.lanes
+
+    @property
+    def overlap(self) -> bool:
+        return self.computed > self.channels
+
+    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor's rows, one a channel, in the order in which panels have them."""
+        if not self.overlap:
+            return tensor
+        steps = (self.begins, self.columns, range(self.lanes))
+        begins, columns, lanes = (torch.tensor(list(step)) for step in steps)
+        return tensor[(begins[:, None, None] + columns[:, None] + lanes).flatten()]
+
+    def together(self, most: int) -> Iterator[tuple[int, int]]:
+        """Panels for one item, as (first, how many): neighbours, and one that overlaps alone."""
+        alone = len(self.begins) - (self.channels % self.span != 0)
+        for first in range(0, alone, most):
+            yield first, min(most, alone - first)
+        for first in range(alone, len(self.begins)):
+            yield first, 1
+
+
 def fits(problem: Problem) -> str | None:
     x, weight, isa = problem["input"], problem["weight"], code.require_instructions()
     if why := refusal(problem):
         return why
     if problem.attrs["groups"] != 1:
         return "one group"
-    if weight.shape[0] % isa.lanes or weight.shape[1] * x.itemsize % WORD:
-        return f"channels by {isa.lanes}, of the input by {WORD} bytes"
+    if weight.shape[0] < isa.lanes or weight.shape[1] * x.itemsize % WORD:
+        return f"{isa.lanes} channels at least, those of the input by {WORD} bytes"
     return None
 
 
@@ -79,14 +138,27 @@ def refusal(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Tiles of many channels and fewer pixels, or the other way around; at once or in passes."""
-    isa = code.require_instructions()
-    count = problem["weight"].shape[0] // isa.lanes
-    wide = [vectors for vectors in PIXELS[isa] if count % vectors == 0][:2]
-    depths = [(vectors, _depth(problem, vectors * isa.lanes)) for vectors in wide]
+    isa, channels = code.require_instructions(), problem["weight"].shape[0]
+    wide = widths(channels, isa)
+    depths = [
+        (vectors, _depth(problem, vectors * isa.lanes))
+        for vectors in wide
+        if channels % (vectors * isa.lanes) == 0  # sums cannot wait where others are written
+    ]
     return (
         *({"vectors": vectors} for vectors in wide),
         *({"vectors": vectors, "depth": depth} for vectors, depth in depths if depth),
     )
+
+
+def widths(channels: int, isa: InstructionSet) -> list[int]:
+    """The vectors of a tile that are worth trying: those that compute the fewest channels twice."""
+    worth = {
+        vectors: Panels(channels=channels, vectors=vectors, lanes=isa.lanes).computed
+        for vectors in PIXELS[isa]
+        if (vectors - 1) * isa.lanes < channels
+    }
+    return sorted(worth, key=lambda vectors: (worth[vectors] / OF_BEST[vectors], -vectors))[:2]
 
 
 def _depth(problem: Problem, width: int) -> int | None:
@@ -116,12 +188,19 @@ def bind(
     x, y, residual = problem["input"], problem.output, problem.epilogue.residual
     words = x.shape[1] * x.itemsize // WORD
     depth = words if depth is None else depth
-    weight = _panels(constants[1], vectors * isa.lanes, depth)
-    bias = constants[2].float() if 2 in constants else None
+    panels = Panels(channels=y.shape[1], vectors=vectors, lanes=isa.lanes)
+    if panels.overlap and depth != words:
+        raise KernelError(
+            "sums of a pass cannot wait where another panel's are",
+            seen=f"{y.shape[1]} channels by {vectors} vectors, {depth} words a pass",
+            fix="leave out depth",
+        )
+    weight = _weight(constants[1], panels, depth)
+    bias = panels.laid_out(constants[2].float()) if 2 in constants else None
     pixels = PIXELS[isa][vectors]
     tiles = _Tiles(
         isa=isa,
-        vectors=vectors,
+        panels=panels,
         pixels=pixels,
         rest=math.prod(y.shape[2:]) % pixels,
         size=x.itemsize,
@@ -152,17 +231,19 @@ def bind(
     return run
 
 
-def _panels(weight: torch.Tensor, width: int, depth: int) -> torch.Tensor:
-    """[K, C, R, S] → [K / width, passes, R·S, words of a pass, width, in a word]: as a tile reads
+def _weight(weight: torch.Tensor, panels: Panels, depth: int) -> torch.Tensor:
+    """[K, C, R, S] → [panels, passes, R·S, words of a pass, width, in a word]: as a tile reads
     it."""
     inside = WORD // weight.itemsize
     taps = math.prod(weight.shape[2:])
 
     def pack(w: torch.Tensor) -> torch.Tensor:
-        parts = w.reshape(len(w) // width, width, -1, depth, inside, taps)
+        passes = w.shape[1] // (depth * inside)
+        shape = (len(panels.begins), -1, passes, depth, inside, taps)
+        parts = panels.laid_out(w).reshape(shape)
         return parts.permute(0, 2, 5, 3, 1, 4).contiguous()
 
-    return packed(weight, ("conv2d.x86", width, depth), pack)
+    return packed(weight, ("conv2d.x86", panels, depth), pack)
 
 
 def indirection(problem: Problem, pixels: int) -> torch.Tensor:
@@ -205,14 +286,14 @@ def _items(
     x, y = problem["input"], problem.output
     pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * pixel_bytes(x)
     result, residual = tiles.pitches
-    panels, panel_bytes = len(weight), weight[0].nbytes
+    panels, panel_bytes = tiles.panels, weight[0].nbytes
     some_tiles = BLOCK_PIXELS // tiles.pixels
     blocks = math.ceil(pixels / (some_tiles * tiles.pixels))
-    together = max(1, min(panels, BLOCK_WEIGHT_BYTES // panel_bytes))
-    while together > 1 and y.shape[0] * blocks * math.ceil(panels / together) < FEW_ITEMS:
+    together = max(1, min(len(weight), BLOCK_WEIGHT_BYTES // panel_bytes))
+    while together > 1 and y.shape[0] * blocks * math.ceil(len(weight) / together) < FEW_ITEMS:
         together = math.ceil(together / 2)
-    for panel in range(0, panels, together):
-        column = panel * tiles.width * tiles.size
+    for panel, some in panels.together(together):
+        column = panels.begins[panel] * tiles.size
         for n in range(y.shape[0]):
             for block in range(blocks):
                 begin = block * some_tiles * tiles.pixels
@@ -225,7 +306,7 @@ def _items(
                     0 if bias is None else bias.data_ptr() + panel * tiles.width * WORD,
                     places.data_ptr() + begin * tiles.taps * places.itemsize,
                     count,
-                    min(together, panels - panel),
+                    some,
                     int(begin + count * tiles.pixels < pixels and block == blocks - 1),
                 )
 
@@ -242,7 +323,7 @@ def _require_inside(
     image, result, residual, panel, begin, place, count, panels, rest = torch.tensor(items).T
     x, y, added = problem["input"], problem.output, problem.epilogue.residual
     pixels = count * tiles.pixels + rest * tiles.rest
-    written = panels * tiles.width * tiles.size
+    written = ((panels - 1) * tiles.width + tiles.panels.span) * tiles.size
     reach = int(places.max()) + x.shape[1] * x.itemsize
     code.require_inside("image", image, torch.full_like(image, reach), x.extent)
     code.require_inside("result", result, (pixels - 1) * pixel_bytes(y) + written, y.extent)
@@ -289,7 +370,7 @@ class _Tiles:
     """
 
     isa: InstructionSet
-    vectors: int
+    panels: Panels
     pixels: int
     rest: int
     size: int
@@ -302,8 +383,12 @@ class _Tiles:
     constants: Constants
 
     @property
+    def vectors(self) -> int:
+        return self.panels.vectors
+
+    @property
     def width(self) -> int:
-        """The channels of a tile."""
+        """The channels of a tile, those counted twice that are computed twice."""
         return self.vectors * self.isa.lanes
 
     @property
@@ -386,7 +471,7 @@ class _Tiles:
             a.load_vector(i, self._of_result(p, v))
         for p, v in places if is_last else ():
             added = self._of_residual(p, v)
-            if added is not None and v * self.isa.lanes * self.size % CACHE_LINE == 0:
+            if added is not None and self._column(v) % CACHE_LINE == 0:
                 a.prefetch(added)
         a.load("rcx", _kept(PANEL))
         a.store_number(_kept(TAPS), self.taps)
@@ -457,15 +542,17 @@ class _Tiles:
             a.vector("vaddps", sums, sums, self._taken + 1)
         activate(a, self.activation, self.constants, sums, self._taken)
 
+    def _column(self, vector: int) -> int:
+        """Bytes from the panel's first channel to the vector's."""
+        return self.panels.columns[vector] * self.size
+
     def _of_result(self, pixel: int, vector: int) -> At:
-        column = vector * self.isa.lanes * self.size
-        return At(base="r13", distance=pixel * self.pitches[0] + column)
+        return At(base="r13", distance=pixel * self.pitches[0] + self._column(vector))
 
     def _of_residual(self, pixel: int, vector: int) -> At | None:
         if self.pitches[1] is None:
             return None
-        column = vector * self.isa.lanes * self.size
-        return At(base="r12", distance=pixel * self.pitches[1] + column)
+        return At(base="r12", distance=pixel * self.pitches[1] + self._column(vector))
 
 
 def pixel_bytes(meta: TensorMeta) -> int:
