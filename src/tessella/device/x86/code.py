@@ -15,9 +15,8 @@ from tessella.core.errors import KernelError
 from tessella.core.processor import widest_allowed
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 
-Table = ctypes.Array[ctypes.c_int64]
-
 NUMBER = 8  # bytes, in tables and in what a function is given
+_COUNTER, _ITEMS, _COUNT, _FIRST = range(4)  # numbers of a call: those of ``run`` come last
 RUNTIMES = re.compile(r"/lib(g|i)?omp")  # whose threads torch uses, by file name
 
 
@@ -64,8 +63,8 @@ def has_bfloat16() -> bool:
 class MachineCode:
     """A function of one address, which all of torch's threads call at the same time.
 
-    At that address stand a counter from 0, by which threads take their items, and the numbers that
-    ``run`` was given.
+    At that address, which rdi holds, stand a counter from 0, by which threads take their items,
+    the address of the items and how many there are, and the numbers that ``run`` was given.
 
     Args:
         held: what the code has addresses of.
@@ -78,18 +77,33 @@ class MachineCode:
         self._memory, self._address = _executable(code)
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
-    def run(self, *numbers: int, threads: int) -> None:
-        given = (ctypes.c_int64 * (1 + len(numbers)))(0, *numbers)
+    def run(self, items: Table, *numbers: int, threads: int) -> None:
+        """Run it on all items."""
+        given = (ctypes.c_int64 * (_FIRST + len(numbers)))(0, items.address, items.count, *numbers)
         if threads == 1:
             self._alone(ctypes.addressof(given))
         else:
             self._parallel(self._address, given, threads, 0)
 
 
-def table(rows: Iterable[Iterable[int]]) -> Table:
-    """Numbers that code reads by their address."""
-    numbers = [n for row in rows for n in row]
-    return (ctypes.c_int64 * len(numbers))(*numbers)
+class Table:
+    """Rows of numbers, all of one length, that code reads by their address.
+
+    Args:
+        held: what the rows have addresses of.
+    """
+
+    def __init__(self, rows: Iterable[Iterable[int]], *held: object) -> None:
+        lines = [tuple(row) for row in rows]
+        numbers = [n for line in lines for n in line]
+        self.count, self._held = len(lines), held
+        self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
+        self.address = ctypes.addressof(self._numbers)
+
+
+def given(number: int) -> At:
+    """Where a number lies that ``run`` was given, from 0."""
+    return At(base="rdi", distance=(_FIRST + number) * NUMBER)
 
 
 def require_inside(name: str, begins: torch.Tensor, spans: torch.Tensor, nbytes: int) -> None:
@@ -113,21 +127,18 @@ def require_inside(name: str, begins: torch.Tensor, spans: torch.Tensor, nbytes:
         )
 
 
-def take_item(a: Assembler, to: str, items: int, count: int, row: int) -> None:
-    """Code that begins the loop ``next``: the address of the next row of a table that no other
-    thread has taken, or to the label ``done`` after the last. It uses rax.
-
-    Args:
-        items: the table's address.
-        count: its rows, of so many numbers each.
+def take_item(a: Assembler, to: str, row: int) -> None:
+    """Code that begins the loop ``next``: the address of the next item, a row of so many numbers,
+    that no other thread has taken, or to the label ``done`` after the last. It uses rax.
     """
     a.label("next")
     a.set("rax", 1)
-    a.fetch_add(At(base="rdi"), "rax")
-    a.compare("rax", count)
+    a.fetch_add(At(base="rdi", distance=_COUNTER * NUMBER), "rax")
+    a.load(to, At(base="rdi", distance=_COUNT * NUMBER))
+    a.compare("rax", to)
     a.jump_if("jge", "done")
     a.multiply("rax", row * NUMBER)
-    a.set(to, items)
+    a.load(to, At(base="rdi", distance=_ITEMS * NUMBER))
     a.add(to, "rax")
 
 

@@ -10,7 +10,7 @@ Source: the table of places is that of ``shared.x86_convolution``.
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -72,18 +72,16 @@ def bind(
         pitch=x86.pixel_bytes(y),
         has_bias=bias is not None,
         activation=problem.epilogue.activation,
-        constants=Constants(isa),
     )
     places, zeros = x86.indirection(problem, pixels), torch.zeros(problem["input"].shape[1])
     items = list(_items(problem, tiles, weight, bias, places))
     _require_inside(problem, tiles, items, weight, bias, places)
-    table = code.table(items)
-    written = tiles.written(ctypes.addressof(table), len(items))
-    made = code.MachineCode(written.code(), table, places, zeros, weight, bias, tiles.constants)
+    table, made = code.Table(items, weight, bias, places, zeros), _machine_code(tiles)
     beside = zeros.data_ptr()
 
     def run(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        made.run(x.data_ptr(), out.data_ptr(), beside, threads=torch.get_num_threads())
+        threads = torch.get_num_threads()
+        made.run(table, x.data_ptr(), out.data_ptr(), beside, threads=threads)
         return out
 
     return run
@@ -163,8 +161,7 @@ def _require_inside(
 
 
 # where things lie: the numbers of a call, of an item, and what a thread keeps on its stack
-CALL = range(0, 32, code.NUMBER)
-_, CALL_IMAGE, CALL_RESULT, CALL_ZEROS = CALL
+CALL_IMAGE, CALL_RESULT, CALL_ZEROS = map(code.given, range(3))
 ITEM = range(0, 64, code.NUMBER)
 IMAGE, RESULT, WEIGHT, BIAS, PLACES, COUNT, PANELS, HAS_REST = ITEM
 BASE, ZEROS, LEFT, ADDRESSES = range(0, 32, code.NUMBER)  # from ADDRESSES on: a tile's
@@ -192,7 +189,6 @@ class _Tiles:
     pitch: int
     has_bias: bool
     activation: str | None
-    constants: Constants
 
     @property
     def vectors(self) -> int:
@@ -203,8 +199,8 @@ class _Tiles:
         """The channels of a tile, those counted twice that are computed twice."""
         return self.vectors * self.isa.lanes
 
-    def written(self, items: int, count: int) -> Assembler:
-        """The code, for a table of so many items at this address.
+    def written(self, constants: Constants) -> Assembler:
+        """The code.
 
         rdi: the call; rbx: the item; rbp: the tile's places; r13, r14: the tile in the result, and
         its panel there; rcx, r9: the panel's weight and bias; rdx: how far its channels begin; rsi:
@@ -214,14 +210,14 @@ class _Tiles:
         kept = ADDRESSES + self.taps * self.pixels * code.NUMBER
         a.enter()
         a.subtract("rsp", kept)
-        code.take_item(a, "rbx", items, count, len(ITEM))
-        a.load("rax", At(base="rdi", distance=CALL_IMAGE))
+        code.take_item(a, "rbx", len(ITEM))
+        a.load("rax", CALL_IMAGE)
         a.add_stored("rax", At(base="rbx", distance=IMAGE))
         a.store(_kept(BASE), "rax")
-        a.load("rcx", At(base="rdi", distance=CALL_ZEROS))
+        a.load("rcx", CALL_ZEROS)
         a.subtract("rcx", "rax")
         a.store(_kept(ZEROS), "rcx")
-        a.load("r13", At(base="rdi", distance=CALL_RESULT))
+        a.load("r13", CALL_RESULT)
         a.add_stored("r13", At(base="rbx", distance=RESULT))
         a.load("rbp", At(base="rbx", distance=PLACES))
         a.load("rax", At(base="rbx", distance=COUNT))
@@ -229,7 +225,7 @@ class _Tiles:
         a.compare("rax", 0)
         a.jump_if("je", "rest")
         a.label("tile")
-        self._tile(a, "tile", self.pixels)
+        self._tile(a, "tile", self.pixels, constants)
         a.add("r13", self.pixels * self.pitch)
         a.add_to_stored(_kept(LEFT), -1)
         a.jump_if("jne", "tile")
@@ -238,20 +234,20 @@ class _Tiles:
             a.load("rax", At(base="rbx", distance=HAS_REST))
             a.compare("rax", 0)
             a.jump_if("je", "next")
-            self._tile(a, "rest", self.rest)
+            self._tile(a, "rest", self.rest, constants)
         a.jump("next")
         a.label("done")
         a.add("rsp", kept)
         a.leave()
         return a
 
-    def _tile(self, a: Assembler, name: str, pixels: int) -> None:
+    def _tile(self, a: Assembler, name: str, pixels: int, constants: Constants) -> None:
         self._addresses(a, name, pixels)
         for register, place in (("rcx", WEIGHT), ("r9", BIAS), ("r11", PANELS)):
             a.load(register, At(base="rbx", distance=place))
         a.move("r14", "r13")
         a.set("rdx", 0)
-        self.constants.begin(a)
+        constants.begin(a)
         a.label(f"{name} panel")
         vector = self.isa.vector_bytes
         columns = [column * self.size for column in self.panels.columns]
@@ -280,7 +276,7 @@ class _Tiles:
         a.add("rcx", self.vectors * vector)
         self._next_tap(a, f"{name} tap", pixels)
         for i, (p, v) in enumerate(places):
-            activate(a, self.activation, self.constants, i, taken)
+            activate(a, self.activation, constants, i, taken)
             to = At(base="r14", distance=p * self.pitch + columns[v])
             if self.size == WORD:
                 a.store_vector(to, i)
@@ -313,6 +309,13 @@ class _Tiles:
         a.add("rsi", pixels * code.NUMBER)
         a.subtract("r10", 1)
         a.jump_if("jne", label)
+
+
+@functools.lru_cache(256)
+def _machine_code(tiles: _Tiles) -> code.MachineCode:
+    """Code is the same for all batch sizes, and for layers that differ in their weights alone."""
+    constants = Constants(tiles.isa)
+    return code.MachineCode(tiles.written(constants).code(), constants)
 
 
 def _kept(place: int) -> At:

@@ -7,7 +7,6 @@ share, is read as it lies. Single operations are programs of one instruction.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -69,16 +68,15 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     axes = _rows_of_columns(walked.axes, isa)
     items = list(_items(axes))
     _require_inside(problem, walked, axes, items)
-    table = code.table(items)
+    table = code.Table(items)
     program = _Program(isa=isa, walked=walked, axes=axes, constants=Constants(isa))
-    written = program.written(ctypes.addressof(table), len(items))
-    made = code.MachineCode(written.code(), table, program.constants)
+    made = code.MachineCode(program.written().code(), program.constants)
     few = math.prod(axes.sizes) <= ALONE_NUMBERS
 
     def run(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         tensors = operands(problem.tensors(constants, inputs))
         threads = 1 if few else torch.get_num_threads()
-        made.run(*(t.data_ptr() for t in tensors), out.data_ptr(), threads=threads)
+        made.run(table, *(t.data_ptr() for t in tensors), out.data_ptr(), threads=threads)
         return out
 
     return run
@@ -171,10 +169,10 @@ class _Program:
     axes: Axes
     constants: Constants
 
-    def written(self, items: int, count: int) -> Assembler:
-        """The code, for a table of so many items at this address.
+    def written(self) -> Assembler:
+        """The code.
 
-        rdi: the call, from whose second number on the tensors' addresses stand; rbx: the item;
+        rdi: the call, with the tensors' addresses; rbx: the item;
         ``POINTERS``: the row of each tensor; rcx: rows that are left; rdx: the column, in bytes.
         """
         a, tensors = Assembler(self.isa), len(self.axes.strides)
@@ -182,9 +180,9 @@ class _Program:
         a.enter()
         if rest:
             self._begin_rest(a, rest)
-        code.take_item(a, "rbx", items, count, tensors + 1)
+        code.take_item(a, "rbx", tensors + 1)
         for i, pointer in enumerate(POINTERS[:tensors]):
-            a.load(pointer, At(base="rdi", distance=(1 + i) * code.NUMBER))
+            a.load(pointer, code.given(i))
             a.add_stored(pointer, At(base="rbx", distance=i * code.NUMBER))
         a.load("rcx", At(base="rbx", distance=tensors * code.NUMBER))
         self.constants.begin(a)

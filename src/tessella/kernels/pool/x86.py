@@ -12,7 +12,6 @@ vector, where one was not), since ``vmaxps`` forgets. 16-bit floats that are 0 o
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -70,7 +69,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     x, y = problem["input"], problem.output
     lines, columns = _lines(problem), _spans(problem, 1)
     _require_inside(problem, lines, columns)
-    items, spans = code.table(lines), code.table(columns)
+    items, spans = code.Table(lines), code.Table(columns)
     pool = _Pool(
         isa=code.require_instructions(),
         dtype=x.dtype,
@@ -78,16 +77,14 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         row=_strides(x)[2] * problem.attrs["dilation"][0],
         pixel=_strides(x)[3] * problem.attrs["dilation"][1],
         out_pixel=_strides(y)[3],
-        rows=len(lines),
         columns=len(columns),
     )
-    written = pool.written(ctypes.addressof(items), ctypes.addressof(spans))
-    made = code.MachineCode(written.code(), items, spans)
+    made = code.MachineCode(pool.written(spans.address).code(), spans)
     few = x.nbytes <= ALONE_BYTES
 
     def run(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         threads = 1 if few else torch.get_num_threads()
-        made.run(x.data_ptr(), out.data_ptr(), threads=threads)
+        made.run(items, x.data_ptr(), out.data_ptr(), threads=threads)
         return out
 
     return run
@@ -116,7 +113,7 @@ class _Pool:
 
     Attributes:
         row, pixel: from one to the next of a window; ``out_pixel`` of the result.
-        rows, columns: of all results.
+        columns: of a row of results.
     """
 
     isa: InstructionSet
@@ -125,21 +122,20 @@ class _Pool:
     row: int
     pixel: int
     out_pixel: int
-    rows: int
     columns: int
 
-    def written(self, lines: int, spans: int) -> Assembler:
-        """The code, for tables at these addresses.
+    def written(self, spans: int) -> Assembler:
+        """The code, for a table of the columns' windows at this address.
 
-        rdi: its numbers (counter, image, result); r8, r9: image, result; r10, r12: where the row's
+        rdi: the call, with image and result; r8, r9: image, result; r10, r12: where the row's
         windows begin and where their maxima go; r11: rows of a window; r13, rbp: its column's place
         in the table, and the table's end; r14, r15: where the window begins, and its columns; rsi,
         rdx and rax, rcx: the row and the pixel that are read, and how many are left.
         """
         a, vector = Assembler(self.isa), self.isa.vector_bytes
         a.enter()
-        a.load("r8", At(base="rdi", distance=8))
-        a.load("r9", At(base="rdi", distance=16))
+        a.load("r8", code.given(0))
+        a.load("r9", code.given(1))
         a.set("rbp", spans + 2 * code.NUMBER * self.columns)
         a.set("rax", MAXIMUM[self.dtype][1])
         a.broadcast_bits(SMALLEST, "rax")
@@ -151,7 +147,7 @@ class _Pool:
         if rest := self.channel_bytes % vector:
             a.set("rax", (1 << rest) - 1)
             a.mask(REST, "rax")
-        code.take_item(a, "rcx", lines, self.rows, 3)
+        code.take_item(a, "rcx", 3)
         a.load("r10", At(base="rcx"))
         a.add("r10", "r8")
         a.load("r11", At(base="rcx", distance=8))

@@ -7,7 +7,6 @@ finished in registers. Samples and directions are the items that threads take.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ def bind(problem: Problem, constants: Mapping[int, Tensor]) -> Call:
     parts = []
     for size in sorted({size for _, size in blocks}):
         begins = [begin for begin, its in blocks if its == size]
-        items = code.table(_items(problem, packed_hh, new_bias, begins))
+        items = code.Table(_items(problem, packed_hh, new_bias, begins), packed_hh, new_bias)
         constant = Constants(isa, "rbp")
         part = _Layer(
             isa=isa,
@@ -85,11 +84,8 @@ def bind(problem: Problem, constants: Mapping[int, Tensor]) -> Call:
             steps=steps,
             samples=samples,
             together=size,
-            items=len(begins) * ways,
         )
-        written = part.written(ctypes.addressof(items))
-        held = (items, constant, packed_hh, new_bias)
-        parts.append((code.MachineCode(written.code(), *held), part.items))
+        parts.append((code.MachineCode(part.written().code(), constant), items))
     few = (problem.flops or 0) <= ALONE_FLOPS
     names = [name for name in operands(problem) if name not in WEIGHTS]
 
@@ -104,8 +100,8 @@ def bind(problem: Problem, constants: Mapping[int, Tensor]) -> Call:
             c[:] = states.get("c_0", 0.0)
         addresses = [t.data_ptr() for t in (by_input, output, h, c)]
         for machine_code, items in parts:
-            threads = 1 if few else min(torch.get_num_threads(), items)
-            machine_code.run(*addresses, threads=threads)
+            threads = 1 if few else min(torch.get_num_threads(), items.count)
+            machine_code.run(items, *addresses, threads=threads)
         last = h[steps % 2]
         return (output, last, c) if problem.op == "lstm" else (output, last)
 
@@ -215,7 +211,6 @@ class _Layer:
     steps: int
     samples: int
     together: int
-    items: int
 
     @property
     def gates(self) -> int:
@@ -230,22 +225,22 @@ class _Layer:
             chains *= 2
         return chains
 
-    def written(self, items: int) -> Assembler:
-        """The code, for a table at this address.
+    def written(self) -> Assembler:
+        """The code.
 
-        rdi: its numbers (counter; inputs' product, output, h twice, c); rcx: the item; r8, r9: the
+        rdi: the call, with the inputs' product, the output, h twice, c; rcx: the item; r8, r9: the
         product's and the output's row of the step; r10, r11: h before and after it; r12: c; r13:
         the weights; rbp: the constants; r14: the bias; r15: steps that are left; rbx: the bytes of
         the units before these; rsi, rdx: the h that is read, and its end.
         """
         a = Assembler(self.isa)
         a.enter()
-        code.take_item(a, "rcx", items, self.items, ITEM)
+        code.take_item(a, "rcx", ITEM)
         self.constants.begin(a)
         for register, number, place in (
-            ("r8", 1, INPUT), ("r9", 2, OUTPUT), ("r10", 3, STATE), ("r12", 4, STATE),
+            ("r8", 0, INPUT), ("r9", 1, OUTPUT), ("r10", 2, STATE), ("r12", 3, STATE),
         ):  # fmt: skip
-            a.load(register, At(base="rdi", distance=number * code.NUMBER))
+            a.load(register, code.given(number))
             a.add_stored(register, At(base="rcx", distance=place * code.NUMBER))
         a.move("r11", "r10")
         a.add("r11", self.ways * self.samples * self.units * BYTES)

@@ -15,7 +15,7 @@ Source: the table is the indirection buffer of Dukhan, "The Indirect Convolution
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -210,14 +210,11 @@ def bind(
         pitches=(pixel_bytes(y), None if residual is None else pixel_bytes(residual)),
         has_bias=bias is not None,
         activation=problem.epilogue.activation,
-        constants=Constants(isa),
     )
     places, zeros = indirection(problem, tiles.pixels), torch.zeros(tiles.words)
     items = list(_items(problem, tiles, weight, bias, places))
     _require_inside(problem, tiles, items, weight, bias, places)
-    table = code.table(items)
-    written = tiles.written(ctypes.addressof(table), len(items))
-    made = code.MachineCode(written.code(), table, places, zeros, weight, bias, tiles.constants)
+    table, made = code.Table(items, weight, bias, places, zeros), _machine_code(tiles)
     beside = zeros.data_ptr()
 
     def run(
@@ -225,7 +222,7 @@ def bind(
     ) -> torch.Tensor:
         added = 0 if residual is None else residual.data_ptr()
         threads = torch.get_num_threads()
-        made.run(x.data_ptr(), out.data_ptr(), added, beside, threads=threads)
+        made.run(table, x.data_ptr(), out.data_ptr(), added, beside, threads=threads)
         return out
 
     return run
@@ -340,8 +337,7 @@ def _require_inside(
 
 
 # where things lie: the numbers of a call, of an item, and what a thread keeps on its stack
-CALL = range(0, 40, code.NUMBER)
-_, CALL_IMAGE, CALL_RESULT, CALL_RESIDUAL, CALL_ZEROS = CALL
+CALL_IMAGE, CALL_RESULT, CALL_RESIDUAL, CALL_ZEROS = map(code.given, range(4))
 ITEM = range(0, 72, code.NUMBER)
 IMAGE, RESULT, RESIDUAL, WEIGHT, BIAS, PLACES, COUNT, PANELS, HAS_REST = ITEM
 STACK = range(0, 64, code.NUMBER)
@@ -380,7 +376,6 @@ class _Tiles:
     pitches: tuple[int, int | None]
     has_bias: bool
     activation: str | None
-    constants: Constants
 
     @property
     def vectors(self) -> int:
@@ -396,8 +391,8 @@ class _Tiles:
         """The first vector behind the sums."""
         return self.vectors * self.pixels
 
-    def written(self, items: int, count: int) -> Assembler:
-        """The code, for a table of so many items at this address.
+    def written(self, constants: Constants) -> Assembler:
+        """The code.
 
         rdi: the call; rbp: the tile's places; r13, r12: the tile in the result and the residual;
         rcx, rdx: where the weight is read, and how far the pixels.
@@ -405,12 +400,12 @@ class _Tiles:
         a = Assembler(self.isa)
         a.enter()
         a.subtract("rsp", len(STACK) * code.NUMBER)
-        code.take_item(a, "rbx", items, count, len(ITEM))
+        code.take_item(a, "rbx", len(ITEM))
         a.store(_kept(OWN_ITEM), "rbx")
-        a.load("rax", At(base="rdi", distance=CALL_IMAGE))
+        a.load("rax", CALL_IMAGE)
         a.add_stored("rax", At(base="rbx", distance=IMAGE))
         a.store(_kept(BASE), "rax")
-        a.load("rcx", At(base="rdi", distance=CALL_ZEROS))
+        a.load("rcx", CALL_ZEROS)
         a.subtract("rcx", "rax")
         a.store(_kept(ZEROS), "rcx")
         for place, source in ((PANEL, WEIGHT), (LEFT_PANELS, PANELS)):
@@ -419,7 +414,7 @@ class _Tiles:
         a.store_number(_kept(COLUMN), 0)
         a.label("panel")
         for number in range(self.words // self.depth):
-            self._pass(a, number)
+            self._pass(a, number, constants)
         a.add_to_stored(_kept(COLUMN), self.width * self.size)
         a.add_to_stored(_kept(LEFT_PANELS), -1)
         a.jump_if("jne", "panel")
@@ -429,7 +424,7 @@ class _Tiles:
         a.leave()
         return a
 
-    def _pass(self, a: Assembler, number: int) -> None:
+    def _pass(self, a: Assembler, number: int, constants: Constants) -> None:
         """All tiles of the item, and ``depth`` words of their pixels."""
         name = f"pass {number}"
         a.load("rbx", _kept(OWN_ITEM))
@@ -437,7 +432,7 @@ class _Tiles:
             ("r13", CALL_RESULT, RESULT),
             ("r12", CALL_RESIDUAL, RESIDUAL),
         ):
-            a.load(register, At(base="rdi", distance=base))
+            a.load(register, base)
             a.add_stored(register, At(base="rbx", distance=place))
             a.add_stored(register, _kept(COLUMN))
         a.load("rbp", At(base="rbx", distance=PLACES))
@@ -446,7 +441,7 @@ class _Tiles:
         a.compare("rax", 0)
         a.jump_if("je", f"{name}, rest")
         a.label(f"{name}, tile")
-        self._tile(a, f"{name}, tile", self.pixels, number)
+        self._tile(a, f"{name}, tile", self.pixels, number, constants)
         result, residual = self.pitches
         a.add("r13", self.pixels * result)
         a.add("r12", self.pixels * (residual or 0))
@@ -458,11 +453,13 @@ class _Tiles:
             a.load("rax", At(base="rbx", distance=HAS_REST))
             a.compare("rax", 0)
             a.jump_if("je", f"{name}, end")
-            self._tile(a, f"{name}, rest", self.rest, number)
+            self._tile(a, f"{name}, rest", self.rest, number, constants)
         a.label(f"{name}, end")
         a.add_to_stored(_kept(PANEL), self.taps * self.depth * self.width * WORD)
 
-    def _tile(self, a: Assembler, name: str, pixels: int, number: int) -> None:
+    def _tile(
+        self, a: Assembler, name: str, pixels: int, number: int, constants: Constants
+    ) -> None:
         places = [(p, v) for p in range(pixels) for v in range(self.vectors)]
         is_last = (number + 1) * self.depth == self.words
         if number == 0:
@@ -486,10 +483,10 @@ class _Tiles:
         a.add_to_stored(_kept(TAPS), -1)
         a.jump_if("jne", f"{name} tap")
         if is_last:
-            self.constants.begin(a)
+            constants.begin(a)
         for i, (p, v) in enumerate(places):
             if is_last:
-                self._finish(a, i, p, v)
+                self._finish(a, i, p, v, constants)
             if self.size == WORD:
                 a.store_vector(self._of_result(p, v), i)
             else:
@@ -532,7 +529,9 @@ class _Tiles:
             else:
                 a.vector("vxorps", i, i, i)
 
-    def _finish(self, a: Assembler, sums: int, pixel: int, vector: int) -> None:
+    def _finish(
+        self, a: Assembler, sums: int, pixel: int, vector: int, constants: Constants
+    ) -> None:
         """Add the residual, and activate."""
         added = self._of_residual(pixel, vector)
         if added is not None and self.size == WORD:
@@ -540,7 +539,7 @@ class _Tiles:
         elif added is not None:
             a.load_bfloat16(self._taken + 1, added)
             a.vector("vaddps", sums, sums, self._taken + 1)
-        activate(a, self.activation, self.constants, sums, self._taken)
+        activate(a, self.activation, constants, sums, self._taken)
 
     def _column(self, vector: int) -> int:
         """Bytes from the panel's first channel to the vector's."""
@@ -553,6 +552,13 @@ class _Tiles:
         if self.pitches[1] is None:
             return None
         return At(base="r12", distance=pixel * self.pitches[1] + self._column(vector))
+
+
+@functools.lru_cache(256)
+def _machine_code(tiles: _Tiles) -> code.MachineCode:
+    """Code is the same for all batch sizes, and for layers that differ in their weights alone."""
+    constants = Constants(tiles.isa)
+    return code.MachineCode(tiles.written(constants).code(), constants)
 
 
 def pixel_bytes(meta: TensorMeta) -> int:
