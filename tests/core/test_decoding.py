@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tessella.core.decoding import Budget, Decoder
+from tessella.core.confined import Budget
+from tessella.core.decoding import Decoder
 from tessella.core.errors import DataError, UsageError
 from tessella.core.headers import PLAIN_SCANS, is_plain
 from tessella.core.preprocess import Preprocess, decode, fit, fitted

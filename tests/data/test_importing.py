@@ -19,11 +19,11 @@ from PIL import Image
 
 import tessella as ts
 from tessella.artifacts.dataset import Dataset
-from tessella.core.decoding import Budget
+from tessella.core.confined import Budget
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Event
 from tessella.core.preprocess import decode
-from tessella.data import importing
+from tessella.data import importing, reading
 from tessella.data.importing import ImportSettings, import_images
 from tessella.data.reading import read_all
 from tests.support.pictures.encoded import png
@@ -126,10 +126,12 @@ def test_bad_files_are_listed_and_skipped(tmp_path: Path) -> None:
     assert not any(str(tmp_path) in reason for reason in reasons.values())
 
 
+@pytest.mark.parametrize("few", [1, 64], ids=["by processes", "by threads"])
 def test_hostile_files_are_listed_with_their_reasons(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would take the import down, in memory or for minutes; the others are imported."""
+    monkeypatch.setattr(reading, "FEW", few)
     budget = Budget(pixels=1 << 26, nbytes=128 << 20, seconds=1.0)
     monkeypatch.setattr(importing, "read_all", partial(read_all, budget=budget))
     source = write_folder_of(tmp_path / "s", {"a": 3, "b": 3})

@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from tessella.core.decoding import Budget
+from tessella.core.confined import Budget
 from tessella.server import Limits, Server
 from tests.support.engines import RECORD, Scores, expected_scores, repository
 from tests.support.pictures.encoded import png

@@ -13,52 +13,17 @@ import contextlib
 import functools
 import json
 import math
-import os
-import resource
 import signal
-import subprocess
-import sys
 import threading
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
-from typing import Any
 
 import numpy as np
 
+from tessella.core.confined import DEFAULT_BUDGET, Budget, Confined, Order, serve
 from tessella.core.errors import DataError
 from tessella.core.headers import is_plain
 from tessella.core.pictures import MAX_SAMPLES, Pixels, out_of_memory, read_pixels
 from tessella.core.preprocess import Preprocess, fitted, to_depth
 from tessella.core.record import canonical_json, from_plain
-
-# Freed memory goes back at once instead of staying in the allocator's heap; one thread each, since
-# thread pools of libraries count against the limit and there are several processes.
-_ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(32 << 20),
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
-_READY = b"ready"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """The limits for decoding one picture.
-
-    Attributes:
-        pixels: the most pixels that the header may promise.
-        nbytes: address space of the decoder beyond the file itself. 2²⁶ pixels take 0.7 GB of it in
-            every format but WebP, whose decoder takes twice as much.
-        seconds: by the clock. 2²⁶ pixels take 1.5 s as JPEG, 3 s as PNG or TIFF with LZW.
-    """
-
-    pixels: int = 1 << 26
-    nbytes: int = 1 << 30
-    seconds: float = 10.0
-
-
-DEFAULT_BUDGET = Budget()
 
 
 class Decoder:
@@ -71,7 +36,7 @@ class Decoder:
     def __init__(self, budget: Budget = DEFAULT_BUDGET, *, processes: int) -> None:
         self.budget = budget
         self._slots = threading.Semaphore(processes)
-        self._idle: list[_Process] = []  # the last one used is the first one used again
+        self._idle: list[Confined] = []  # the last one used is the first one used again
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -94,14 +59,14 @@ class Decoder:
         with self._slots:
             process = self._take()
             try:
-                pixels = process.decode(content, record, name)
+                pixels = _decode_in(process, content, record, name)
             except DataError as error:  # told by a process that lives on
                 self._give_back(process)
                 raise error
             except BaseException as error:
                 process.end()
                 if isinstance(error, EOFError | OSError):
-                    raise process.reason(name, content) from error
+                    raise why_it_ended(process, self.budget, name, len(content)) from error
                 raise
             self._give_back(process)
         return pixels
@@ -114,15 +79,15 @@ class Decoder:
         for process in idle:
             process.end()
 
-    def _take(self) -> _Process:
+    def _take(self) -> Confined:
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
                 if process.is_alive:
                     return process
-        return _Process(self.budget)
+        return Confined("tessella.core.decoding", self.budget)
 
-    def _give_back(self, process: _Process) -> None:
+    def _give_back(self, process: Confined) -> None:
         with self._lock:
             if not self._is_closed:
                 self._idle.append(process)
@@ -139,79 +104,39 @@ def _decode(content: bytes, record: Preprocess | None, name: str, most_pixels: i
         raise out_of_memory(name, content) from error
 
 
-class _Process:
-    """One decoding process, as its parent sees it."""
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._connection, theirs = Pipe()
-        limits = [str(budget.pixels), str(budget.nbytes), str(budget.seconds)]
-        # A plain program, not ``multiprocessing``'s: that runs the parent's main module again,
-        # which may import torch or lack a guard. It starts in 0.25 s and holds 40 MB.
-        with theirs:
-            handle = theirs.fileno()
-            self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tessella.core.decoding", str(handle), *limits],
-                env=os.environ
-                | _ENVIRONMENT
-                | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=(handle,),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the parent's to handle
-            )
-        try:
-            if self._connection.recv_bytes(len(_READY)) != _READY:
-                raise EOFError("another greeting")
-        except (EOFError, OSError) as error:
-            self.end()
-            raise RuntimeError(
-                "a decoding process does not start; see its message above"
-            ) from error
-
-    def decode(self, content: bytes, record: Preprocess | None, name: str) -> Pixels:
-        """Decode in this process.
-
-        Raises:
-            DataError: the process says why the picture cannot be decoded.
-            EOFError, OSError: the process has ended.
-        """
-        order = {"record": None if record is None else _text_of(record), "name": name}
-        self._connection.send_bytes(json.dumps(order).encode())
-        self._connection.send_bytes(content)
-        reply = json.loads(self._connection.recv_bytes(1 << 20))
-        if "wrong" in reply:
-            raise DataError(reply["wrong"], seen=reply["seen"], fix=reply["fix"])
-        if reply["dtype"] not in ("uint8", "uint16") or math.prod(reply["shape"]) > MAX_SAMPLES:
-            raise EOFError("no pixels")  # it decodes foreign bytes: not even it is believed
-        out = np.empty(reply["shape"], reply["dtype"])
-        self._connection.recv_bytes_into(out.data.cast("B"))
-        return out
-
-    def reason(self, name: str, content: bytes) -> DataError:
-        """Why the process has ended without an answer."""
-        code = self._popen.wait()
-        if code == -signal.SIGALRM:
-            return DataError(
-                f"{name} takes longer than {self._budget.seconds:g} s to decode",
-                seen=f"a file of {len(content):,} bytes",
-                fix="shrink it first, or save it as JPEG or PNG",
-            )
-        seen = f"exit code {code}"
-        with contextlib.suppress(ValueError):
-            seen = signal.Signals(-code).name
+def why_it_ended(process: Confined, budget: Budget, name: str, nbytes: int) -> DataError:
+    """What to say of the picture that a process was decoding when it ended."""
+    code = process.exit_code()
+    if code == -signal.SIGALRM:
         return DataError(
-            f"{name} made its decoder fail", seen=seen, fix="save it again, as JPEG or PNG"
+            f"{name} takes longer than {budget.seconds:g} s to decode",
+            seen=f"a file of {nbytes:,} bytes",
+            fix="shrink it first, or save it as JPEG or PNG",
         )
+    seen = f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        seen = signal.Signals(-code).name
+    return DataError(
+        f"{name} made its decoder fail", seen=seen, fix="save it again, as JPEG or PNG"
+    )
 
-    @property
-    def is_alive(self) -> bool:
-        return self._popen.poll() is None
 
-    def end(self) -> None:
-        self._connection.close()
-        self._popen.kill()
-        self._popen.wait()
+def _decode_in(process: Confined, content: bytes, record: Preprocess | None, name: str) -> Pixels:
+    """Decode in a process.
+
+    Raises:
+        DataError: the process says why the picture cannot be decoded.
+        EOFError, OSError: the process has ended.
+    """
+    process.send({"record": None if record is None else _text_of(record), "name": name}, content)
+    reply = process.reply()
+    if "wrong" in reply:
+        raise DataError(reply["wrong"], seen=reply["seen"], fix=reply["fix"])
+    if reply["dtype"] not in ("uint8", "uint16") or math.prod(reply["shape"]) > MAX_SAMPLES:
+        raise EOFError("no pixels")  # it decodes foreign bytes: not even it is believed
+    out = np.empty(reply["shape"], reply["dtype"])
+    process.connection.recv_bytes_into(out.data.cast("B"))
+    return out
 
 
 _text_of = functools.lru_cache(maxsize=64)(canonical_json)
@@ -221,57 +146,34 @@ _text_of = functools.lru_cache(maxsize=64)(canonical_json)
 
 
 def main() -> None:
-    """Decode one picture after another until the parent closes the connection."""
-    connection = Connection(int(sys.argv[1]))
-    most_pixels, nbytes, seconds = int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    """Decode one picture after another."""
     import cv2  # before the limit and the first alarm
     import tifffile  # noqa: F401
 
     cv2.setNumThreads(1)
-    connection.send_bytes(_READY)
-    # Decoders print what they think of a hostile file; nobody may fill the parent's log with that.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    with contextlib.suppress(EOFError):
-        while True:
-            _serve_one(connection, Budget(pixels=most_pixels, nbytes=nbytes, seconds=seconds))
+    serve(_answer)
 
 
-def _serve_one(connection: Connection, budget: Budget) -> None:
-    order = json.loads(connection.recv_bytes())
-    content = connection.recv_bytes()
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = _virtual_bytes() + budget.nbytes
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
-    signal.setitimer(signal.ITIMER_REAL, budget.seconds)  # unhandled: it ends the process
-    reply, pixels = _answer(content, order["record"], order["name"], budget)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-    connection.send_bytes(json.dumps(reply).encode())
-    if pixels is not None:
-        connection.send_bytes(pixels.data.cast("B"))
-
-
-def _answer(
-    content: bytes, text: str | None, name: str, budget: Budget
-) -> tuple[dict[str, Any], Pixels | None]:
+def _answer(order: Order, content: bytes, budget: Budget) -> tuple[Order, memoryview | None]:
     try:
-        record = None if text is None else _record_of(text)
-        pixels = np.ascontiguousarray(_decode(content, record, name, budget.pixels))
+        record = None if order["record"] is None else record_of(order["record"])
+        pixels = np.ascontiguousarray(_decode(content, record, order["name"], budget.pixels))
     except DataError as error:
-        if isinstance(error.__cause__, MemoryError):
-            error.wrong = f"{name} takes more than {budget.nbytes:,} bytes to decode"
-        return error.to_json(), None
-    return {"shape": pixels.shape, "dtype": str(pixels.dtype)}, pixels
+        return told(error, order["name"], budget), None
+    return {"shape": pixels.shape, "dtype": str(pixels.dtype)}, pixels.data.cast("B")
+
+
+def told(error: DataError, name: str, budget: Budget) -> Order:
+    """An error as a confined process tells it: memory that was missing was the budget's."""
+    if isinstance(error.__cause__, MemoryError):
+        error.wrong = f"{name} takes more than {budget.nbytes:,} bytes to decode"
+    return dict(error.to_json())
 
 
 @functools.lru_cache(maxsize=64)
-def _record_of(text: str) -> Preprocess:
+def record_of(text: str) -> Preprocess:
+    """The record that ``canonical_json`` wrote."""
     return from_plain(Preprocess, json.loads(text), where="the record")
-
-
-def _virtual_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

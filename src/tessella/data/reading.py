@@ -1,8 +1,9 @@
 """Files to stored pictures, in parallel: decode, fit, encode, in the order of the listing.
 
-Threads are enough: Pillow and OpenCV release the interpreter lock while they work. Files whose cost
-is not plain from their header go through processes with a budget, so that a file that takes all
-memory or never ends is one bad file. A script needs no ``__main__`` guard for either.
+Many files are read by confined processes, each of which makes whole pictures: threads of one
+interpreter read 424 JPEGs a second on 16 cores. Few files are not worth starting those; threads
+read them, and hand on what is not plain from its header. Either way a file that takes all memory
+or never ends is one bad file, and a script needs no ``__main__`` guard.
 """
 
 from __future__ import annotations
@@ -13,23 +14,28 @@ import itertools
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 from tessella.artifacts.dataset import SkippedFile
-from tessella.core.decoding import Budget, Decoder
+from tessella.core.confined import Budget, Confined
+from tessella.core.decoding import Decoder, why_it_ended
 from tessella.core.errors import DataError
-from tessella.core.pictures import MAX_PIXELS
+from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess, encode
+from tessella.core.record import canonical_json
 from tessella.data.moments import sums_of
 from tessella.data.sources import Source
 
 MAX_FILE_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 20  # of pixels: what a task reads, so that many small files cost few tasks
 MAX_CHUNK = 32
+FEW = 64  # files for each process: a start costs as much as reading 50 JPEGs of 500 × 375
 # Scientific pictures are larger than what a server takes: 2²⁸ pixels of 16-bit RGB, some copies.
 BUDGET = Budget(pixels=MAX_PIXELS, nbytes=8 << 30, seconds=120.0)
+Decode = Callable[[bytes], Pixels]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,24 +55,30 @@ class Picture:
     squares: list[int]
 
 
+Read = Picture | SkippedFile
+
+
 def read_all(
     sources: Sequence[Source], record: Preprocess, *, workers: int, budget: Budget = BUDGET
-) -> Iterator[Picture | SkippedFile]:
+) -> Iterator[Read]:
     """Each source's picture, or why there is none, in order; holds a few pictures a worker."""
     nbytes = record.height * record.width * record.channels * record.depth // 8
     size = min(MAX_CHUNK, max(1, CHUNK_BYTES // nbytes))
     starts = iter(range(0, len(sources), size))
-    pending: deque[Future[list[Picture | SkippedFile]]] = deque()
-    decoder = Decoder(budget, processes=workers)
+    pending: deque[Future[list[Read]]] = deque()
+    readers: _Processes | _Threads
+    if len(sources) > FEW:
+        workers, readers = min(workers, -(-len(sources) // FEW)), _Processes(record, budget)
+    else:
+        readers = _Threads(record, budget, workers)
     with (
-        contextlib.closing(decoder),
+        contextlib.closing(readers),
         ThreadPoolExecutor(workers, thread_name_prefix="import") as pool,
     ):
 
         def submit(count: int) -> None:
             for start in itertools.islice(starts, count):
-                chunk = sources[start : start + size]
-                pending.append(pool.submit(_read_chunk, chunk, record, decoder))
+                pending.append(pool.submit(readers.read, sources[start : start + size]))
 
         try:
             submit(2 * workers)
@@ -77,30 +89,101 @@ def read_all(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _read_chunk(
-    sources: Sequence[Source], record: Preprocess, decoder: Decoder
-) -> list[Picture | SkippedFile]:
-    return [read(source, record, decoder) for source in sources]
+class _Threads:
+    """Files read in the calling thread, but for the decoding of what is not plain."""
+
+    def __init__(self, record: Preprocess, budget: Budget, processes: int) -> None:
+        self._decoder = Decoder(budget, processes=processes)
+        self._record = record
+
+    def read(self, sources: Sequence[Source]) -> list[Read]:
+        def decode(content: bytes) -> Pixels:
+            return self._decoder(content, self._record, name="the file")
+
+        return [read(source.file, source.path, decode) for source in sources]
+
+    def close(self) -> None:
+        self._decoder.close()
 
 
-def read(source: Source, record: Preprocess, decoder: Decoder) -> Picture | SkippedFile:
+class _Processes:
+    """Files read by confined processes, one for each thread that asks."""
+
+    def __init__(self, record: Preprocess, budget: Budget) -> None:
+        self._record, self._budget = canonical_json(record), budget
+        self._idle: SimpleQueue[Confined] = SimpleQueue()
+
+    def read(self, sources: Sequence[Source]) -> list[Read]:
+        """A few files at once, so that the process finds the next order when it is done."""
+        made: list[Read] = []
+        while len(made) < len(sources):
+            process = self._take()
+            try:
+                left = sources[len(made) :]
+                with contextlib.suppress(OSError):  # it has ended: its last answers are still there
+                    for source in left:
+                        order = {"file": source.file, "path": source.path}
+                        process.send({**order, "record": self._record})
+                made.extend(_received(process) for _ in left)
+            except (EOFError, OSError):  # it ended over the first file without an answer
+                process.connection.close()
+                source = sources[len(made)]
+                nbytes = os.path.getsize(source.file) if os.path.exists(source.file) else 0
+                why = why_it_ended(process, self._budget, "the file", nbytes)
+                made.append(_skipped(source.path, why))
+            else:
+                self._idle.put(process)
+        return made
+
+    def _take(self) -> Confined:
+        with contextlib.suppress(Empty):
+            while True:
+                process = self._idle.get_nowait()
+                if process.is_alive:
+                    return process
+        return Confined("tessella.data.reading_process", self._budget)
+
+    def close(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._idle.get_nowait().end()
+
+
+def _received(process: Confined) -> Read:
+    reply = process.reply()
+    if "reason" in reply:
+        return SkippedFile(path=str(reply["path"]), reason=str(reply["reason"]))
+    return Picture(
+        content=process.connection.recv_bytes(),
+        digest=bytes.fromhex(reply["digest"]),
+        count=int(reply["count"]),
+        sums=list(map(int, reply["sums"])),
+        squares=list(map(int, reply["squares"])),
+    )
+
+
+def read(file: str | os.PathLike[str], path: str, decode: Decode) -> Read:
     """One file decoded, fitted and encoded, or a ``SkippedFile`` with the reason."""
     try:
-        found = os.stat(source.file)
+        found = os.stat(file)
         if not stat.S_ISREG(found.st_mode):  # before it is opened: a pipe would wait, a device
             raise DataError("it is no plain file")  # would never end
         if found.st_size > MAX_FILE_BYTES:
             raise DataError("the file is too large", seen=f"{found.st_size:,} bytes")
-        with open(source.file, "rb") as file:
-            content = file.read(found.st_size)  # 0 of a file of the system, which could wait, too
-        pixels = decoder(content, record, name="the file")
+        with open(file, "rb") as opened:
+            content = opened.read(found.st_size)  # 0 of a file of the system, which could wait, too
+        pixels = decode(content)
     except DataError as error:
-        seen = "" if error.seen is None else f" ({error.seen})"
-        return SkippedFile(path=source.path, reason=f"{error.wrong}{seen}")
+        return _skipped(path, error)
     except (OSError, ValueError) as error:  # ValueError: a NUL in a listed path
         reason = getattr(error, "strerror", None) or str(error)
-        return SkippedFile(path=source.path, reason=f"the file cannot be opened: {reason}")
+        return SkippedFile(path=path, reason=f"the file cannot be opened: {reason}")
     shape = f"{pixels.dtype}{pixels.shape}".encode()
     digest = hashlib.blake2b(pixels.tobytes(), digest_size=16, key=shape).digest()
     count, sums, squares = sums_of(pixels)
     return Picture(content=encode(pixels), digest=digest, count=count, sums=sums, squares=squares)
+
+
+def _skipped(path: str, error: DataError) -> SkippedFile:
+    seen = "" if error.seen is None else f" ({error.seen})"
+    return SkippedFile(path=path, reason=f"{error.wrong}{seen}")

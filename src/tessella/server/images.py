@@ -14,7 +14,8 @@ import numpy as np
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from tessella.core.decoding import Budget, Decoder
+from tessella.core.confined import Budget
+from tessella.core.decoding import Decoder
 from tessella.core.errors import InputError
 from tessella.core.headers import is_plain
 from tessella.core.preprocess import Preprocess, centre_crop, normalize

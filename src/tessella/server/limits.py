@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tessella.core.decoding import DEFAULT_BUDGET, Budget
+from tessella.core.confined import DEFAULT_BUDGET, Budget
 
 
 @dataclass(frozen=True, kw_only=True)

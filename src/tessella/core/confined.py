@@ -1,0 +1,152 @@
+"""Work on the bytes of strangers, in processes that can be ended.
+
+A decoder in C cannot be interrupted, and what a thread has taken does not always come back. A
+confined process has an address-space limit and an alarm for each order, which end it from within,
+whatever its decoder does; its parent is told which signal it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+# Freed memory goes back at once instead of staying in the allocator's heap; one thread each, since
+# thread pools of libraries count against the limit and there are several processes.
+_ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(32 << 20),
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_READY = b"ready"
+_MOST_REPLY = 1 << 20  # bytes of an answer's JSON: it comes from foreign bytes
+Order = dict[str, Any]
+Answer = Callable[[Order, bytes, "Budget"], tuple[Order, memoryview | bytes | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The limits for decoding one picture.
+
+    Attributes:
+        pixels: the most pixels that the header may promise.
+        nbytes: address space of the decoder beyond the file itself. 2²⁶ pixels take 0.7 GB of it in
+            every format but WebP, whose decoder takes twice as much.
+        seconds: by the clock. 2²⁶ pixels take 1.5 s as JPEG, 3 s as PNG or TIFF with LZW.
+    """
+
+    pixels: int = 1 << 26
+    nbytes: int = 1 << 30
+    seconds: float = 10.0
+
+
+DEFAULT_BUDGET = Budget()
+
+
+class Confined:
+    """A confined process, as its parent sees it.
+
+    Args:
+        module: the program; its ``main`` calls ``serve``.
+    """
+
+    def __init__(self, module: str, budget: Budget) -> None:
+        self.connection, theirs = Pipe()
+        limits = [str(budget.pixels), str(budget.nbytes), str(budget.seconds)]
+        # A plain program, not ``multiprocessing``'s: that runs the parent's main module again,
+        # which may import torch or lack a guard. It starts in 0.25 s and holds 40 MB.
+        with theirs:
+            handle = theirs.fileno()
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(handle), *limits],
+                env=os.environ
+                | _ENVIRONMENT
+                | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=(handle,),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        try:
+            if self.connection.recv_bytes(len(_READY)) != _READY:
+                raise EOFError("another greeting")
+        except (EOFError, OSError) as error:
+            self.end()
+            raise RuntimeError(
+                f"a process of {module} does not start; see its message above"
+            ) from error
+
+    def send(self, order: Order, content: bytes | None = None) -> None:
+        """Give an order; ``content`` follows as it is."""
+        self.connection.send_bytes(json.dumps({**order, "follows": content is not None}).encode())
+        if content is not None:
+            self.connection.send_bytes(content)
+
+    def reply(self) -> Order:
+        """The answer to the first order that was not answered; what follows lies in the connection.
+
+        Raises:
+            EOFError, OSError: the process has ended.
+        """
+        answer: Order = json.loads(self.connection.recv_bytes(_MOST_REPLY))
+        return answer
+
+    def exit_code(self) -> int:
+        """Of a process that has ended, negative for a signal."""
+        return self._popen.wait()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def end(self) -> None:
+        self.connection.close()
+        self._popen.kill()
+        self._popen.wait()
+
+
+# --- inside the process ---------------------------------------------------------------------------
+
+
+def serve(answer: Answer) -> None:
+    """Answer one order after another until the parent closes the connection."""
+    connection = Connection(int(sys.argv[1]))
+    budget = Budget(pixels=int(sys.argv[2]), nbytes=int(sys.argv[3]), seconds=float(sys.argv[4]))
+    connection.send_bytes(_READY)
+    # Decoders print what they think of a hostile file; nobody may fill the parent's log with that.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            order = json.loads(connection.recv_bytes())
+            content = connection.recv_bytes() if order.pop("follows") else b""
+            reply, follows = _within(budget, answer, order, content)
+            connection.send_bytes(json.dumps(reply).encode())
+            if follows is not None:
+                connection.send_bytes(follows)
+
+
+def _within(
+    budget: Budget, answer: Answer, order: Order, content: bytes
+) -> tuple[Order, memoryview | bytes | None]:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = _virtual_bytes() + budget.nbytes
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
+    signal.setitimer(signal.ITIMER_REAL, budget.seconds)  # unhandled: it ends the process
+    made = answer(order, content, budget)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    return made
+
+
+def _virtual_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
