@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
-from tessella.artifacts.comparison import compare
-from tessella.artifacts.plan import Candidate, Manifest, Plan
+from tessella.artifacts.comparison import Comparison, compare
+from tessella.artifacts.plan import Candidate, Manifest, Plan, load_outline
 from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.core.device import Fingerprint
 from tessella.core.preprocess import Preprocess
@@ -96,6 +97,13 @@ def made(
     )
 
 
+def compared(a: Plan, b: Plan) -> Comparison:
+    """The comparison of two plans, read from their files as everybody reads them."""
+    with TemporaryDirectory() as folder:
+        paths = [plan.save(Path(folder) / f"{i}.plan") for i, plan in enumerate((a, b))]
+        return compare(load_outline(paths[0]), load_outline(paths[1]))
+
+
 def changed(plan: Plan, **fields: object) -> Plan:
     return replace(plan, manifest=replace(plan.manifest, **fields))
 
@@ -105,7 +113,7 @@ FUSED = made(fused=True, kernel="linear.mkl", times={"relu": 5.0, "scores": 4.0}
 
 
 def test_a_plan_is_the_same_as_itself_whatever_was_measured() -> None:
-    found = compare(APART, made(times={"linear": 3.0, "relu": 1.0, "scores": 2.0}))
+    found = compared(APART, made(times={"linear": 3.0, "relu": 1.0, "scores": 2.0}))
     assert found.same
     assert found.differences == ()
     assert [b.count("same") for b in found.buckets] == [3, 3]
@@ -114,7 +122,7 @@ def test_a_plan_is_the_same_as_itself_whatever_was_measured() -> None:
 
 
 def test_a_fused_activation_is_a_changed_step_and_a_removed_one() -> None:
-    found = compare(APART, FUSED)
+    found = compared(APART, FUSED)
     assert not found.same
     bucket = found.buckets[-1]
     assert [(s.change, s.name, s.layer) for s in bucket.steps] == [
@@ -132,7 +140,7 @@ def test_a_fused_activation_is_a_changed_step_and_a_removed_one() -> None:
 
 
 def test_the_other_way_round_the_step_is_added() -> None:
-    bucket = compare(FUSED, APART).buckets[0]
+    bucket = compared(FUSED, APART).buckets[0]
     assert [s.change for s in bucket.steps] == ["changed", "added", "same"]
     assert bucket.ratio == pytest.approx(12 / 9)
 
@@ -141,7 +149,7 @@ def test_a_layer_more_does_not_shift_the_steps_behind_it() -> None:
     """Values are numbered: what ``linear.1`` was in one network is ``linear.2`` in the other."""
 
     def chain(layers: list[str]) -> Plan:
-        names = ["linear", *(f"linear.{i}" for i in range(1, len(layers)))]
+        names = ["linear", *(f"linear.{i}" for i in range(1, len(layers) - 1)), "scores"]
         read = ["image", *names]
         bucket = Bucket(
             batch=1,
@@ -159,7 +167,7 @@ def test_a_layer_more_does_not_shift_the_steps_behind_it() -> None:
         )  # fmt: skip
         return replace(APART, program=replace(APART.program, buckets=(bucket,)))
 
-    found = compare(chain(["a", "b", "c"]), chain(["a", "new", "b", "c"])).buckets[0]
+    found = compared(chain(["a", "b", "c"]), chain(["a", "new", "b", "c"])).buckets[0]
     assert [(s.layer, s.change) for s in found.steps] == [
         ("a", "same"),
         ("new", "added"),
@@ -171,7 +179,7 @@ def test_a_layer_more_does_not_shift_the_steps_behind_it() -> None:
 
 def test_fields_of_the_manifest() -> None:
     other = replace(RECORD, height=3)
-    found = compare(
+    found = compared(
         APART,
         changed(
             APART, precision="bf16", preprocess=other, preprocess_hash=other.hash,
@@ -192,17 +200,19 @@ def test_fields_of_the_manifest() -> None:
 
 
 def test_weights_bit_for_bit() -> None:
-    weights = {"w": torch.full((4, 4), 1.0 + 2**-20), "u": torch.ones(3, dtype=torch.bfloat16)}
-    found = compare(APART, replace(APART, weights=weights))
-    assert found.weights == {"equal": 0, "changed": 1, "only_a": 1, "only_b": 1}
-    assert found.weight_bytes == (128, 70)
+    kept = {"v": torch.ones(4, 4)}
+    a = replace(APART, weights=kept | {"w": torch.ones(4, 4), "t": torch.ones(2)})
+    other = {"w": torch.full((4, 4), 1.0 + 2**-20), "u": torch.ones(3, dtype=torch.bfloat16)}
+    found = compared(a, replace(APART, weights=kept | other))
+    assert found.weights == {"equal": 1, "changed": 1, "only_a": 1, "only_b": 1}
+    assert found.weight_bytes == (136, 134)
     assert not found.same
-    nan = replace(APART, weights={"w": torch.tensor(float("nan"))})
-    assert compare(nan, nan).weights["equal"] == 1
+    nan = replace(APART, weights=kept | {"w": torch.tensor(float("nan"))})
+    assert compared(nan, nan).weights["equal"] == 2
 
 
 def test_memory_and_batches() -> None:
-    found = compare(APART, made(batches=(1, 4), offset=64))
+    found = compared(APART, made(batches=(1, 4), offset=64))
     assert (found.only_a, found.only_b) == ((2,), (4,))
     assert [b.batch for b in found.buckets] == [1]
     assert found.buckets[0].arena_bytes == (192, 256)
@@ -210,7 +220,7 @@ def test_memory_and_batches() -> None:
 
 
 def test_without_a_measurement_of_every_step_there_is_no_total() -> None:
-    bucket = compare(APART, made(times={"linear": 3.0})).buckets[0]
+    bucket = compared(APART, made(times={"linear": 3.0})).buckets[0]
     assert bucket.total_us == (12.0, None)
     assert bucket.ratio is None
     assert [s.ratio for s in bucket.steps] == [0.5, None, None]

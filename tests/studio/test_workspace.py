@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from tessella.core.errors import UsageError
@@ -55,3 +58,9 @@ def test_a_taken_name_is_told(space):
 def test_a_dataset_is_found_by_its_content(space):
     assert space.find_dataset("ab" * 32) is not None
     assert space.find_dataset("cd" * 32) is None
+
+
+def test_the_studio_needs_no_torch():
+    """Torch alone holds 520 MB in a process that shows pages."""
+    program = "import sys, tessella.studio.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

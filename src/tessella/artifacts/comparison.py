@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
-from tessella.artifacts.plan import Plan
+from tessella.artifacts.plan import Constant, Outline
 from tessella.artifacts.program import Bucket, Step
 from tessella.core.record import to_plain
 
@@ -118,8 +116,8 @@ class Comparison:
         return not self.differences and batches and steps and memory and weights
 
 
-def compare(a: Plan, b: Plan) -> Comparison:
-    """What differs between two plans.
+def compare(a: Outline, b: Outline) -> Comparison:
+    """What differs between two plans, as ``load_outline`` reads them.
 
     Steps are matched by their layer and output first; the remaining ones by layer and operation, in
     order (a step that an activation was fused into has another output); the rest by their output.
@@ -139,7 +137,7 @@ def compare(a: Plan, b: Plan) -> Comparison:
     )
 
 
-def _differences(a: Plan, b: Plan) -> tuple[Difference, ...]:
+def _differences(a: Outline, b: Outline) -> tuple[Difference, ...]:
     first, second = _flat(_manifest(a)), _flat(_manifest(b))
     return tuple(
         Difference(name=name, a=first.get(name), b=second.get(name))
@@ -148,7 +146,7 @@ def _differences(a: Plan, b: Plan) -> tuple[Difference, ...]:
     )
 
 
-def _manifest(plan: Plan) -> dict[str, Any]:
+def _manifest(plan: Outline) -> dict[str, Any]:
     """The manifest without the members' hashes, and with each library listed once."""
     plain: dict[str, Any] = to_plain(plan.manifest)
     del plain["members"]
@@ -168,7 +166,7 @@ def _flat(plain: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _times(plan: Plan, batch: int) -> dict[str, float | None]:
+def _times(plan: Outline, batch: int) -> dict[str, float | None]:
     """Times of the chosen kernels at one batch size, by the first output of their steps."""
     return {c.step: c.time_us for c in plan.tuning if c.chosen and c.batch == batch}
 
@@ -276,23 +274,16 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None or a <= 0 else b / a
 
 
-def _nbytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+def _nbytes(tensors: Mapping[str, Constant]) -> int:
+    return sum(t.nbytes for t in tensors.values())
 
 
-def _weights(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def _weights(a: Mapping[str, Constant], b: Mapping[str, Constant]) -> dict[str, int]:
     shared = a.keys() & b.keys()
-    equal = sum(_same_bits(a[name], b[name]) for name in shared)
+    equal = sum(a[name] == b[name] for name in shared)
     return {
         "equal": equal,
         "changed": len(shared) - equal,
         "only_a": len(a.keys() - shared),
         "only_b": len(b.keys() - shared),
     }
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(flat[0], flat[1])

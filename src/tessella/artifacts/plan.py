@@ -12,16 +12,14 @@ import io
 import re
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
+from safetensors import SafetensorError, deserialize
 
 from tessella.artifacts.files import Member, from_document, read_file, to_document, write_atomic
 from tessella.artifacts.program import ALIGNMENT, Program
@@ -34,6 +32,9 @@ from tessella.core.errors import ArtifactError, CorruptArtifact
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain, parse_json
 from tessella.core.spec import DimRange, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 VERSION = 3
 MAX_JSON_BYTES = 64 << 20
@@ -112,14 +113,31 @@ class Manifest:
     weights_sha256: str | None = None
 
 
+class Constant(Protocol):
+    """What is known of a constant with or without its values: a tensor of torch's is one, too."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def dtype(self) -> object: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a file, without its values; ``sha256`` is that of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    sha256: str
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan:
-    """A plan in memory.
+class Outline:
+    """A plan without the values of its tensors: what people look at, read without torch.
 
     Attributes:
         weights: constants by name, packed where their kernels require it.
-        golden: ``input.NAME`` and ``output.NAME`` tensors for the self-test on load; samples that
-            are repeated up to the smallest batch.
         graph: the optimized graph as text, for people.
         lock: the measurements that decided the plan, as JSON lines: a build with this lock makes
             the same plan.
@@ -128,12 +146,36 @@ class Plan:
 
     manifest: Manifest
     program: Program
-    weights: Mapping[str, torch.Tensor]
-    golden: Mapping[str, torch.Tensor]
+    weights: Mapping[str, Constant]
     tuning: tuple[Candidate, ...] = ()
     graph: str = ""
     lock: str = ""
     compiled: CompiledKernels = field(default_factory=CompiledKernels)
+
+    @property
+    def noisy_share(self) -> float:
+        """How much of the steps' time was measured while other work disturbed it, from 0 to 1."""
+        chosen = [c for c in self.tuning if c.chosen and c.time_us is not None]
+        noisy_us = sum(c.time_us or 0.0 for c in chosen if c.noisy)
+        return noisy_us / (sum(c.time_us or 0.0 for c in chosen) or 1.0)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the times of a plan are to be doubted, and with them what was chosen by them."""
+        return self.noisy_share >= NOISY_SHARE
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Outline):
+    """A plan in memory.
+
+    Attributes:
+        golden: ``input.NAME`` and ``output.NAME`` tensors for the self-test on load; samples that
+            are repeated up to the smallest batch.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    golden: Mapping[str, torch.Tensor]
 
     def save(self, path: str | Path) -> Path:
         """Write the plan file, atomically. Equal plans give equal bytes."""
@@ -150,21 +192,11 @@ class Plan:
         busy = ", timed on a busy machine" * self.is_noisy
         return f"<{_title(self)}: {steps}, {_weight_bytes(self):,} bytes of weights{busy}>"
 
-    @property
-    def noisy_share(self) -> float:
-        """How much of the steps' time was measured while other work disturbed it, from 0 to 1."""
-        chosen = [c for c in self.tuning if c.chosen and c.time_us is not None]
-        noisy_us = sum(c.time_us or 0.0 for c in chosen if c.noisy)
-        return noisy_us / (sum(c.time_us or 0.0 for c in chosen) or 1.0)
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether the times of a plan are to be doubted, and with them what was chosen by them."""
-        return self.noisy_share >= NOISY_SHARE
-
 
 def to_bytes(plan: Plan) -> bytes:
     """The plan file's bytes; the manifest's members are computed here."""
+    from safetensors.torch import save as save_tensors
+
     tensors = {
         f"{name}.safetensors": save_tensors({k: v.contiguous() for k, v in held.items()})
         for name, held in (("weights", plan.weights), ("golden", plan.golden))
@@ -221,14 +253,30 @@ def load_plan(path: str | Path) -> Plan:
     return from_bytes(read_file(Path(path), "plan"), where=str(path))
 
 
+def load_outline(path: str | Path) -> Outline:
+    """Read and check a plan file as ``load_plan`` does, and keep all but the tensors' values."""
+    content = read_file(Path(path), "plan")
+    with _memory(str(path), len(content)):
+        return _read(content, str(path), _stored)[0]
+
+
 def from_bytes(content: bytes, *, where: str = "plan") -> Plan:
     """A plan from the file's bytes; see ``load_plan``."""
+    with _memory(where, len(content)):
+        outline, members = _read(content, where, _tensors)
+        golden = _tensors(members["golden.safetensors"], f"{where}:golden.safetensors")
+        return Plan(**vars(outline), golden=golden)
+
+
+@contextmanager
+def _memory(where: str, nbytes: int) -> Iterator[None]:
+    """Turn the end of the memory into an error of ours."""
     try:
-        return _read(content, where)
+        yield
     except MemoryError as error:
         raise ArtifactError(
             f"there is not enough memory to read {where}",
-            seen=f"{len(content):,} bytes",
+            seen=f"{nbytes:,} bytes",
             fix="free memory; or build the plan again, if its file was changed",
         ) from error
 
@@ -248,10 +296,14 @@ def read_back(plan: Plan) -> Plan:
         where=f"{where}:{MANIFEST}",
     )
     cubins = {_cubin(hashed): code for hashed, code in plan.compiled.cubins.items()}
-    return _parsed(manifest, _texts(plan) | cubins, plan.weights, plan.golden, where)
+    outline = _parsed(manifest, _texts(plan) | cubins, plan.weights, where)
+    return Plan(**vars(outline), golden=plan.golden)
 
 
-def _read(content: bytes, where: str) -> Plan:
+def _read(
+    content: bytes, where: str, tensors: Callable[[bytes, str], Mapping[str, Constant]]
+) -> tuple[Outline, dict[str, bytes]]:
+    """A plan file, checked: its outline, with the weights that ``tensors`` makes, and its members."""
     members = _members(content, where)
     manifest = from_document(
         members.pop(MANIFEST), Manifest, kind="plan", version=VERSION, where=f"{where}:{MANIFEST}"
@@ -275,28 +327,20 @@ def _read(content: bytes, where: str) -> Plan:
             f"the preprocessing record in {where} does not match its hash",
             fix="build the plan again; a changed record would change every answer",
         )
-    weights, golden = (
-        _tensors(members[f"{name}.safetensors"], f"{where}:{name}.safetensors")
-        for name in ("weights", "golden")
-    )
-    return _parsed(manifest, members, weights, golden, where)
+    weights = tensors(members["weights.safetensors"], f"{where}:weights.safetensors")
+    return _parsed(manifest, members, weights, where), members
 
 
 def _parsed(
-    manifest: Manifest,
-    members: Mapping[str, bytes],
-    weights: Mapping[str, torch.Tensor],
-    golden: Mapping[str, torch.Tensor],
-    where: str,
-) -> Plan:
-    """A plan from its members, whose program is checked."""
+    manifest: Manifest, members: Mapping[str, bytes], weights: Mapping[str, Constant], where: str
+) -> Outline:
+    """The outline of a plan from its members, whose program is checked."""
     program = _program(members["program.json"], where)
     _check_program(manifest, program, weights, where)
-    return Plan(
+    return Outline(
         manifest=manifest,
         program=program,
         weights=weights,
-        golden=golden,
         tuning=_lines(Candidate, members["tuning.jsonl"], f"{where}:tuning.jsonl"),
         graph=members["graph.txt"].decode("utf-8", "replace"),
         lock=members["lock.jsonl"].decode("utf-8", "replace"),
@@ -357,7 +401,33 @@ def _program(content: bytes, where: str) -> Program:
     return from_plain(Program, parse_json(content, where=where), where=where)
 
 
+# By safetensors' names; those that a plan cannot use keep theirs.
+_TORCH_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
+    "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "U64": "uint64",
+    "U32": "uint32", "U16": "uint16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+
+
+def _stored(content: bytes, where: str) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, without their values."""
+    try:
+        return {
+            name: StoredTensor(
+                dtype=_TORCH_NAMES.get(about["dtype"], about["dtype"]),
+                shape=tuple(about["shape"]),
+                nbytes=len(about["data"]),
+                sha256=sha256(about["data"]).hexdigest(),
+            )
+            for name, about in deserialize(content)
+        }
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise _not_a_plan(where, str(error)[:120]) from error
+
+
 def _tensors(content: bytes, where: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load as load_tensors
+
     try:
         return load_tensors(content)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -384,7 +454,7 @@ def _compiled(manifest: Manifest, members: Mapping[str, bytes], where: str) -> C
 
 
 def _check_program(
-    manifest: Manifest, program: Program, weights: Mapping[str, torch.Tensor], where: str
+    manifest: Manifest, program: Program, weights: Mapping[str, object], where: str
 ) -> None:
     """Check that the program is a straight line within bounds and agrees with the manifest.
 
@@ -436,7 +506,7 @@ def _check_imports(manifest: Manifest, program: Program, where: str) -> None:
             )
 
 
-def table(plan: Plan) -> str:
+def table(plan: Outline) -> str:
     """The program of the largest bucket as a table for people: step, kernel, layer, time."""
     bucket = plan.program.buckets[-1]
     tried: dict[str, list[Candidate]] = {}
@@ -482,7 +552,7 @@ def _timed(candidates: Sequence[Candidate]) -> tuple[str, str]:
     return f"{chosen.time_us:.1f}{spread}{' ~' * chosen.noisy}", ", ".join(close)
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: Outline) -> str:
     """One line: source, device, precision and batch sizes of the plan."""
     manifest, buckets = plan.manifest, plan.program.buckets
     device = manifest.fingerprint
@@ -492,11 +562,11 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _weight_bytes(plan: Plan) -> int:
+def _weight_bytes(plan: Outline) -> int:
     return sum(tensor.nbytes for tensor in plan.weights.values())
 
 
-def _close_calls(plan: Plan, batch: int) -> list[str]:
+def _close_calls(plan: Outline, batch: int) -> list[str]:
     """One line for each step of a bucket whose kernel was chosen by timing the whole program."""
     raced: dict[str, list[Candidate]] = {}
     for candidate in plan.tuning:

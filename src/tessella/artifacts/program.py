@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-
 from tessella.core.dtype import DTYPES
 from tessella.core.record import canonical_json
 from tessella.core.spec import TensorSpec
@@ -130,7 +128,7 @@ def wrong(
     program: Program,
     bucket: Bucket,
     specs: Sequence[TensorSpec],
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, object],
 ) -> str | None:
     """Why one bucket of a program cannot be run, or None.
 
@@ -227,7 +225,7 @@ def _names(
     program: Program,
     bucket: Bucket,
     specs: Sequence[TensorSpec],
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, object],
 ) -> str | None:
     """Why a name is missing or ambiguous, or None."""
     buffers = {b.name: b for b in bucket.buffers}
@@ -243,7 +241,7 @@ def _names(
     return None
 
 
-def _steps(program: Program, bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> str | None:
+def _steps(program: Program, bucket: Bucket, weights: Mapping[str, object]) -> str | None:
     """Why the steps are not a straight line that makes the outputs, or None."""
     buffers = {b.name: b for b in bucket.buffers}
     live, made = set(program.inputs), set(program.inputs)

@@ -11,7 +11,7 @@ from rich.text import Text
 from typer import Argument, Option
 
 from tessella.artifacts.comparison import BucketPair, Comparison, StepPair, compare
-from tessella.artifacts.plan import load_plan
+from tessella.artifacts.plan import load_outline
 from tessella.cli.output import Json, grid, output
 from tessella.core.errors import UsageError
 from tessella.core.record import canonical_json, to_plain
@@ -37,7 +37,7 @@ def diff(
     Example: tessella diff flowers-fp32.plan flowers-fp16.plan
     """
     with output(json_only=json) as out:
-        found = compare(load_plan(a), load_plan(b))
+        found = compare(load_outline(a), load_outline(b))
         shown = _bucket(found, batch)
         plain = {"a": str(a), "b": str(b), "same": found.same, **to_plain(found)}
         parts: list[Text | Group] = [_manifests(found)]

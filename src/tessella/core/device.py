@@ -1,4 +1,8 @@
-"""Which device this is: the target that a plan is built for and the fingerprint that it carries."""
+"""Which device this is: the target that a plan is built for and the fingerprint that it carries.
+
+Torch is imported where a device is asked for: who only reads fingerprints, as the studio does, is
+spared its 500 MB.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from tessella.core.errors import UsageError, WrongDevice
 from tessella.core.record import digest
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,8 @@ class Fingerprint:
 
 def default_target() -> str:
     """``sm_90`` where a Hopper GPU is present, ``cpu`` otherwise."""
+    import torch
+
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         return "sm_90"
     return "cpu"
@@ -62,6 +70,8 @@ def default_target() -> str:
 
 def torch_device(target: str) -> torch.device:
     """The torch device that holds a target's tensors."""
+    import torch
+
     if target in ("reference", "cpu"):
         return torch.device("cpu")
     if target == "sm_90":
@@ -77,6 +87,8 @@ def torch_device(target: str) -> torch.device:
 
 def fingerprint(target: str) -> Fingerprint:
     """This machine's fingerprint for ``target``."""
+    import torch
+
     device = torch_device(target)
     libraries = {"torch": torch.__version__.split("+")[0]}
     if device.type == "cuda":

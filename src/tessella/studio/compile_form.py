@@ -11,8 +11,7 @@ from nicegui.element import Element
 
 from tessella.artifacts.build import ROUNDED, BuildRequest, read_batch
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.plan import Plan
-from tessella.core.device import default_target
+from tessella.artifacts.plan import Outline
 from tessella.studio import parts
 from tessella.studio.compile_request import (
     LEAST,
@@ -30,6 +29,7 @@ from tessella.studio.compile_request import (
 )
 from tessella.studio.parts import E
 from tessella.studio.theme import text
+from tessella.telemetry.gpus import capability, visible_gpus
 
 
 class CompileForm:
@@ -49,7 +49,7 @@ class CompileForm:
         classes: dict[str, tuple[str, ...]],
         homes: dict[str, str | None],
         datasets: dict[str, Dataset],
-        plans: dict[str, Plan],
+        plans: dict[str, Outline],
         on_change: Callable[[], None],
     ) -> None:
         self._classes, self._homes = classes, homes
@@ -94,7 +94,7 @@ class CompileForm:
     def _precision_fields(self) -> None:
         with parts.box("fields"):
             self._target = parts.field(
-                ui.select(TARGETS, value=default_target(), label="Target", on_change=self._changed)
+                ui.select(TARGETS, value=_usual_target(), label="Target", on_change=self._changed)
             )
             self._precision = self._add(
                 ui.select(["fp32"], value="fp32", label="Precision", on_change=self._changed), ""
@@ -254,3 +254,9 @@ class CompileForm:
         if element.props.get("hint") != help_:
             element.props["hint"] = help_
             element.update()
+
+
+def _usual_target() -> str:
+    """The target of this machine, told by the driver: a CUDA context would hold 500 MB here."""
+    hopper = any(capability(index) == (9, 0) for index in visible_gpus())
+    return "sm_90" if hopper else "cpu"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tessella.artifacts.build import ROUNDED, BuildRequest
-from tessella.artifacts.plan import Plan
+from tessella.artifacts.plan import Outline
 from tessella.core.dtype import plain_precision
 from tessella.core.errors import UsageError
 from tessella.studio.workspace import plain_name
@@ -85,7 +85,7 @@ def named(how: How, name: str, settings: Mapping[str, Any]) -> str:
     return plain_name(Path(settings["source"]).name) + ending
 
 
-def followed(plan: Plan) -> dict[str, object]:
+def followed(plan: Outline) -> dict[str, object]:
     """The settings of a request that following a plan decides, besides the kernels."""
     manifest = plan.manifest
     judged = manifest.receipt is not None
@@ -102,14 +102,14 @@ def followed(plan: Plan) -> dict[str, object]:
     }
 
 
-def rounds(plan: Plan) -> bool:
+def rounds(plan: Outline) -> bool:
     """Whether building the plan again needs a calibration."""
     manifest = plan.manifest
     used = {manifest.precision, *map(plain_precision, manifest.precisions.values())}
     return bool(used & set(ROUNDED))
 
 
-def describe_followed(plan: Plan) -> str:
+def describe_followed(plan: Outline) -> str:
     """The settings that following a plan decides, in a line for people."""
     manifest = plan.manifest
     batch = manifest.inputs[0].batch

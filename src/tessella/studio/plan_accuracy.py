@@ -11,7 +11,7 @@ from typing import TypedDict
 from nicegui import ui
 
 from tessella.artifacts.dataset import Dataset, Split
-from tessella.artifacts.plan import Plan
+from tessella.artifacts.plan import Outline
 from tessella.artifacts.program import Bucket, Step
 from tessella.artifacts.receipt import Receipt
 from tessella.core.dtype import PRECISIONS
@@ -63,7 +63,7 @@ class Verification(TypedDict):
 class Accuracy:
     """The card: the budget's receipt, the checkpoint's metrics, and a comparison of the two."""
 
-    def __init__(self, context: Context, plan: Plan, ref: str) -> None:
+    def __init__(self, context: Context, plan: Outline, ref: str) -> None:
         self._context, self._plan, self._ref = context, plan, ref
         self._source, self._data = self._origin()
         manifest = plan.manifest
@@ -247,7 +247,7 @@ def _flip(flip: ChangedAnswer, dataset: Dataset, ref: str, places: dict[str, int
 # --- layer by layer ---------------------------------------------------------------------
 
 
-def show_layers(plan: Plan, bucket: Bucket) -> None:
+def show_layers(plan: Outline, bucket: Bucket) -> None:
     """The card with each layer's precision and its signal-to-noise ratio."""
     found = [(s, precision_of(plan, bucket, s)) for s in bucket.steps if s.op in LAYERS]
     if not found:
@@ -275,7 +275,7 @@ def _layer(step: Step, precision: str, snr: dict[str, float]) -> tuple[parts.Cel
     return (*row, bar)
 
 
-def precision_of(plan: Plan, bucket: Bucket, step: Step) -> str:
+def precision_of(plan: Outline, bucket: Bucket, step: Step) -> str:
     """The precision in which a layer multiplies: that of the values which it reads."""
     types = {b.name: b.dtype for b in bucket.buffers}
     types |= {s.name: s.dtype for s in plan.manifest.inputs}

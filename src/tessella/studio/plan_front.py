@@ -9,7 +9,7 @@ from nicegui import ui
 from tessella.artifacts import front as fronts
 from tessella.artifacts.files import write_atomic
 from tessella.artifacts.front import FrontInfo, FrontPoint, read_front
-from tessella.artifacts.plan import Plan
+from tessella.artifacts.plan import Outline
 from tessella.core.errors import TessellaError
 from tessella.studio import charts, parts
 from tessella.studio.context import Context
@@ -26,7 +26,7 @@ def front_of(plan: Path) -> Path | None:
     return None
 
 
-def precision_named(plan: Plan) -> str:
+def precision_named(plan: Outline) -> str:
     """The precision of all layers, or "by layer" where each has its own."""
     return "by layer" if plan.manifest.precisions else plan.manifest.precision
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nicegui import ui
 
-from tessella.artifacts.plan import Plan
+from tessella.artifacts.plan import Outline
 from tessella.core.errors import CorruptArtifact, TessellaError
 from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
@@ -52,7 +52,7 @@ class Trace:
 class Profile:
     """The card: a button that measures, then the trace that ``tessella profile`` has written."""
 
-    def __init__(self, context: Context, plan: Plan, ref: str) -> None:
+    def __init__(self, context: Context, plan: Outline, ref: str) -> None:
         self._context, self._plan, self._ref = context, plan, ref
         self._batch = plan.program.buckets[-1].batch
         with parts.card("Where the time goes"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nicegui import ui
 
-from tessella.artifacts.plan import Plan
+from tessella.artifacts.plan import Outline
 from tessella.jobs import commands
 from tessella.jobs.job import Job, JobSpec
 from tessella.studio import parts
@@ -18,7 +18,7 @@ from tessella.studio.workspace import plain_name
 class Service:
     """The card; it shows the job that serves the plan, whoever started that job."""
 
-    def __init__(self, context: Context, plan: Plan, ref: str) -> None:
+    def __init__(self, context: Context, plan: Outline, ref: str) -> None:
         self._context, self._plan, self._ref = context, plan, ref
         with parts.card("Serve", "Open Inference Protocol over HTTP"):
             with parts.box("row-line"):
@@ -79,7 +79,7 @@ class Service:
                 self._context.store.abort(job.id)
 
 
-def curl(name: str, port: int, plan: Plan) -> str:
+def curl(name: str, port: int, plan: Outline) -> str:
     """A request to try: an image where the plan takes images, its metadata otherwise."""
     url = f"http://127.0.0.1:{port}/v2/models/{name}"
     if plan.manifest.preprocess is None:

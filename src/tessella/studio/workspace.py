@@ -17,7 +17,7 @@ from typing import Generic, Literal, TypeVar
 from tessella.artifacts import front
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.plan import Plan, load_plan
+from tessella.artifacts.plan import Outline, load_outline
 from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError, TessellaError, UsageError
 
@@ -104,7 +104,7 @@ class Workspace:
             self._found(p, Run, p / "run.json") for k, p in self._walk() if k == "run"
         )
 
-    def plans(self) -> list[Found[Plan]]:
+    def plans(self) -> list[Found[Outline]]:
         return _newest_first(self._found(p, open_plan, p) for k, p in self._walk() if k == "plan")
 
     def _walk(self) -> Iterator[tuple[Kind, Path]]:
@@ -143,7 +143,7 @@ class Workspace:
     def checkpoint(self, ref: str) -> Checkpoint:
         return Checkpoint(self.path(ref))
 
-    def plan(self, ref: str) -> Plan:
+    def plan(self, ref: str) -> Outline:
         return open_plan(self.path(ref))
 
     def find_dataset(self, content_hash: str) -> Path | None:
@@ -179,7 +179,7 @@ def open_dataset(path: Path) -> Dataset:
     return _dataset_at(path, _stamp(path / "dataset.json"))
 
 
-def open_plan(path: Path) -> Plan:
+def open_plan(path: Path) -> Outline:
     """A plan, kept while its file does not change; reading one means hashing all of it."""
     return _plan_at(path, _stamp(path))
 
@@ -198,5 +198,5 @@ def _dataset_at(path: Path, stamp: tuple[int, int]) -> Dataset:
 
 
 @lru_cache(maxsize=16)
-def _plan_at(path: Path, stamp: tuple[int, int]) -> Plan:
-    return load_plan(path)
+def _plan_at(path: Path, stamp: tuple[int, int]) -> Outline:
+    return load_outline(path)

@@ -95,6 +95,13 @@ def visible_gpus() -> tuple[int, ...]:
     return tuple(visible)
 
 
+def capability(index: int) -> tuple[int, int] | None:
+    """A GPU's compute capability, ``(9, 0)`` for Hopper, asked without a CUDA context."""
+    handle = ask(nvml.nvmlDeviceGetHandleByIndex, index)
+    found = None if handle is None else ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return None if found is None else (int(found[0]), int(found[1]))
+
+
 def _is_uuid(entry: str, uuid: str | None) -> bool:
     """Whether ``entry`` is a beginning of the UUID; CUDA takes any that identifies one GPU."""
     return entry.startswith("GPU-") and uuid is not None and uuid.startswith(entry)

@@ -7,7 +7,7 @@ import asyncio
 from nicegui import ui
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.plan import Plan
+from tessella.artifacts.plan import Outline
 from tessella.artifacts.run import Run
 from tessella.studio import parts
 from tessella.studio.context import Context
@@ -84,7 +84,7 @@ def _runs(found: list[Found[Run]]) -> None:
                 run_entry(entry, best_accuracy(entry.item))
 
 
-def _plans(found: list[Found[Plan]]) -> None:
+def _plans(found: list[Found[Outline]]) -> None:
     with parts.card("Plans", str(len(found))):
         if not found:
             text("p", "None yet. Compile a checkpoint on the Plan page.").classes("muted")

@@ -11,7 +11,7 @@ from nicegui import ui
 from nicegui.events import ValueChangeEventArguments
 
 from tessella.artifacts.build import BuildRequest
-from tessella.artifacts.plan import Candidate, Plan
+from tessella.artifacts.plan import Candidate, Outline
 from tessella.artifacts.program import Bucket
 from tessella.core.errors import TessellaError
 from tessella.jobs import commands
@@ -38,7 +38,7 @@ def register(context: Context) -> None:
         found = await asyncio.to_thread(context.workspace.plans)
         if not plan and not source and not job:
             plan = next((f.ref for f in found if f.item is not None), "")
-        opened: Plan | TessellaError | None = None
+        opened: Outline | TessellaError | None = None
         try:  # before the frame: NiceGUI sends an unfinished page where the first await is
             opened = await asyncio.to_thread(context.workspace.plan, plan) if plan else None
         except TessellaError as error:
@@ -48,7 +48,7 @@ def register(context: Context) -> None:
         ):
             with parts.box("split"):
                 with parts.box("stack"):
-                    made_of = opened.manifest.built_from if isinstance(opened, Plan) else ""
+                    made_of = opened.manifest.built_from if isinstance(opened, Outline) else ""
                     form = _Compile(context, source or made_of, found)
                     _list(found, plan)
                 with parts.box("stack"):
@@ -66,7 +66,7 @@ def register(context: Context) -> None:
                                     "and every kernel chosen by measuring.")  # fmt: skip
 
 
-def _list(found: list[Found[Plan]], here: str) -> None:
+def _list(found: list[Found[Outline]], here: str) -> None:
     with parts.card("Plans", str(len(found)), tight=True):
         if not found:
             text("p", "None yet.").classes("muted small")
@@ -87,7 +87,7 @@ def _list(found: list[Found[Plan]], here: str) -> None:
 class _Compile:
     """The form of a compilation, its command, and the progress of the job."""
 
-    def __init__(self, context: Context, source: str, plans: list[Found[Plan]]) -> None:
+    def __init__(self, context: Context, source: str, plans: list[Found[Outline]]) -> None:
         self._context = context
         self._form: CompileForm | None = None
         runs = readable(context.workspace.runs())
@@ -183,7 +183,7 @@ class _Compile:
 class _Plan:
     """One plan: its numbers, the budget's search, the steps, why each kernel was chosen."""
 
-    def __init__(self, context: Context, plan: Plan, ref: str, plans: list[Found[Plan]]) -> None:
+    def __init__(self, context: Context, plan: Outline, ref: str, plans: list[Found[Outline]]) -> None:
         self._context, self._plan, self._ref = context, plan, ref
         self._bucket = plan.program.buckets[-1]
         self._head()
@@ -212,7 +212,7 @@ class _Plan:
     def _head(self) -> None:
         plan, manifest = self._plan, self._plan.manifest
         path = self._context.workspace.path(self._ref)
-        weights = sum(t.numel() * t.element_size() for t in plan.weights.values())
+        weights = sum(t.nbytes for t in plan.weights.values())
         numbers = [
             ("target", manifest.fingerprint.target),
             ("precision", precision_named(plan)),
@@ -332,7 +332,7 @@ class _Plan:
             parts.plain_button("Compare", go, "difference")
 
 
-def _memory(plan: Plan) -> None:
+def _memory(plan: Outline) -> None:
     """The memory of the values at each batch size, beside the least possible."""
     with parts.card("Memory", "values, beside the weights"):
         columns = [parts.Column(title="batch", classes="r"), parts.Column(title="held")]
@@ -351,7 +351,7 @@ def _memory(plan: Plan) -> None:
              "less.").classes("muted small")  # fmt: skip
 
 
-def total_time(plan: Plan, bucket: Bucket) -> str:
+def total_time(plan: Outline, bucket: Bucket) -> str:
     """The sum of the measured times of a bucket's steps."""
     times = [c.time_us for c in plan.tuning if c.chosen and c.batch == bucket.batch and c.time_us]
     if not times:
@@ -361,7 +361,7 @@ def total_time(plan: Plan, bucket: Bucket) -> str:
     return shown + ", on a busy machine" * plan.is_noisy
 
 
-def _candidates(plan: Plan, batch: int) -> dict[str, list[Candidate]]:
+def _candidates(plan: Outline, batch: int) -> dict[str, list[Candidate]]:
     out: dict[str, list[Candidate]] = defaultdict(list)
     for candidate in plan.tuning:
         if candidate.batch == batch:
