@@ -125,7 +125,7 @@ def test_the_other_verbs():
         ),
         (
             commands.classify("p.plan", ["a b.png", "-c.png"], top=3),
-            "run p.plan 'a b.png' ./-c.png --top 3 --json",
+            "run p.plan 'a b.png' ./-c.png --top 3",
         ),
         (
             commands.evaluate("p.plan", "data"),

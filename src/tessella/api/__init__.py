@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tessella.api.answering import Answering
     from tessella.api.compiling import build, calibrate, compile, explain, export, pareto
     from tessella.api.loading import load
     from tessella.api.predicting import (
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
     from tessella.artifacts.plan import load_plan
 
 __all__ = [
-    "Batch", "CalibrationData", "Flip", "JudgingData", "Model", "Verification", "batch_range",
-    "build", "calibrate", "classify", "compile", "eager_predictor", "engine_predictor",
+    "Answering", "Batch", "CalibrationData", "Flip", "JudgingData", "Model", "Verification",
+    "batch_range", "build", "calibrate", "classify", "compile", "eager_predictor", "engine_predictor",
     "evaluate_split", "explain", "export", "load", "load_plan", "open_checkpoint", "open_model",
     "pareto", "predictor", "recipe_from", "serve", "train", "verify",
 ]  # fmt: skip
 
 _PLACES = {
+    "api.answering": ("Answering",),
     "api.compiling": ("build", "calibrate", "compile", "explain", "export", "pareto"),
     "api.loading": ("load",),
     "api.predicting": (

@@ -1,8 +1,8 @@
 """checkpoint/: a network, its weights, how its inputs are made, and the state to train on.
 
 ``checkpoint.json`` is written last in a folder that is renamed into place, so a checkpoint is
-complete or absent. Weights and optimizer state are safetensors; nothing is pickled. Torch is imported
-where tensors are: the studio lists checkpoints without its 500 MB.
+complete or absent. Weights and optimizer state are safetensors; nothing is pickled. Torch is
+imported where tensors are: the studio lists checkpoints without its 500 MB.
 """
 
 from __future__ import annotations

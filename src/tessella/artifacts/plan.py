@@ -303,7 +303,7 @@ def read_back(plan: Plan) -> Plan:
 def _read(
     content: bytes, where: str, tensors: Callable[[bytes, str], Mapping[str, Constant]]
 ) -> tuple[Outline, dict[str, bytes]]:
-    """A plan file, checked: its outline, with the weights that ``tensors`` makes, and its members."""
+    """A plan file, checked: its outline with the weights as ``tensors`` reads them, its members."""
     members = _members(content, where)
     manifest = from_document(
         members.pop(MANIFEST), Manifest, kind="plan", version=VERSION, where=f"{where}:{MANIFEST}"
@@ -419,7 +419,7 @@ def _stored(content: bytes, where: str) -> dict[str, StoredTensor]:
                 nbytes=len(about["data"]),
                 sha256=sha256(about["data"]).hexdigest(),
             )
-            for name, about in deserialize(content)
+            for name, about in deserialize(content)  # type: ignore[no-untyped-call]
         }
     except (SafetensorError, ValueError, KeyError) as error:
         raise _not_a_plan(where, str(error)[:120]) from error

@@ -204,9 +204,12 @@ def verify(
     )
 
 
-def classify(source: PathLike, images: Sequence[PathLike], *, top: int = 5) -> JobSpec:
-    """``tessella run`` on image files; the answer is the JSON at the end of the job's output."""
-    argv = ["run", _path(source), *(_path(i) for i in images), "--top", str(top), "--json"]
+def classify(
+    source: PathLike, images: Sequence[PathLike], *, top: int = 5, trust_code: bool = False
+) -> JobSpec:
+    """``tessella run`` on image files; ``trust_code`` runs the Python that a checkpoint brings."""
+    argv = ["run", _path(source), *(_path(i) for i in images), "--top", str(top)]
+    argv += ["--trust-code"] * trust_code
     return JobSpec(name=f"classify with {Path(source).name}", kind="run", argv=tuple(argv))
 
 
@@ -230,10 +233,15 @@ def evaluate(
 
 
 def show_layers(
-    checkpoint: PathLike, image: PathLike, *, out: PathLike = f"{JOB_FOLDER}layers"
+    checkpoint: PathLike,
+    image: PathLike,
+    *,
+    out: PathLike = f"{JOB_FOLDER}layers",
+    trust_code: bool = False,
 ) -> JobSpec:
     """``tessella show layers``: activations and weights of every layer as pictures into ``out``."""
     argv = ["show", "layers", _path(checkpoint), "--image", _path(image), "--out", _path(out)]
+    argv += ["--trust-code"] * trust_code
     return JobSpec(name=f"layers of {Path(checkpoint).name}", kind="show", argv=tuple(argv))
 
 

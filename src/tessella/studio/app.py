@@ -32,6 +32,7 @@ from tessella.studio.guard import Guard, read_or_make_token
 from tessella.studio.pages import compare, data, diff, explore, home, monitor, plan, train
 from tessella.studio.theme import STATIC, frame
 from tessella.studio.uploads import Uploads
+from tessella.studio.warm import Answers
 from tessella.studio.workspace import Workspace
 
 PAGES = (home, data, train, monitor, compare, explore, plan, diff)
@@ -50,6 +51,7 @@ def create_app(
     app.mount("/static", StaticFiles(directory=STATIC))
     for page in PAGES:
         page.register(context)
+    nicegui.app.on_shutdown(context.answers.close)
     nicegui.app.on_page_exception(lambda error: _show_error(error, context.workspace.root))
     ui.run_with(
         app,
@@ -92,7 +94,9 @@ def studio(
     port = listening.getsockname()[1]
     secret = token or read_or_make_token(space.own() / "token")
     store = Store(space.root / "jobs.db")
-    context = Context(workspace=space, store=store, uploads=Uploads(space))
+    context = Context(
+        workspace=space, store=store, uploads=Uploads(space), answers=Answers(space.root)
+    )
     app = create_app(context, token=secret, host=host, port=port)
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={secret}"

@@ -1,4 +1,4 @@
-"""The context of every page: the workspace, the job queue and the uploads."""
+"""The context of every page: the workspace, the job queue, the uploads, and open networks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nicegui import ui
 from tessella.jobs.job import Job
 from tessella.jobs.store import Store
 from tessella.studio.uploads import Uploads
+from tessella.studio.warm import Answers
 from tessella.studio.workspace import Workspace
 
 
@@ -19,6 +20,7 @@ class Context:
     workspace: Workspace
     store: Store
     uploads: Uploads
+    answers: Answers
 
     def output_of(self, job: Job) -> Path | None:
         """The artifact that a job writes: its ``--out``, which starts at the workspace."""

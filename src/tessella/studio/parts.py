@@ -114,7 +114,7 @@ class Command:
     """The command line that does the same as the page, with a button that copies it."""
 
     def __init__(self, line: str = "") -> None:
-        with box("command"):
+        with box("command") as self._box:
             self._code = text("code", "")
             ui.button(icon="content_copy", on_click=self._copy, color=None).props(
                 'flat dense size=sm aria-label="Copy the command"'
@@ -122,7 +122,9 @@ class Command:
         self.show(line)
 
     def show(self, line: str) -> None:
+        """Show this line; an empty one hides the box: no command is shown that cannot run."""
         self._code.text = line
+        self._box.set_visibility(bool(line))
 
     def _copy(self) -> None:
         ui.clipboard.write(self._code.text)

@@ -21,6 +21,7 @@ from tessella.jobs.job import Job, JobSpec
 from tessella.studio import charts, parts, pictures
 from tessella.studio.context import Context
 from tessella.studio.feed import Feed
+from tessella.studio.standing import standing
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found, plain_name
 
@@ -292,9 +293,7 @@ class _New:
         def refresh(now: Job) -> None:
             feed.read()
             parts.show_status(state, now.status)
-            track.show(
-                feed.fraction, f"{feed.phase or 'waiting'} · {feed.done:,} of {feed.total:,}"
-            )
+            track.show(feed.fraction, standing(self._context.store, now, feed))
             if now.status == "done":
                 ref = job.argv[job.argv.index("--out") + 1]
                 ui.navigate.to(parts.address("/data", dataset=ref))

@@ -20,13 +20,14 @@ from tessella.studio import charts, parts, pictures
 from tessella.studio.context import Context
 from tessella.studio.feed import Feed
 from tessella.studio.layers import Layers
-from tessella.studio.quick import ask
+from tessella.studio.standing import standing
 from tessella.studio.theme import RESPONSE_S, frame, text
+from tessella.studio.warm import Opened
 from tessella.studio.workspace import best_checkpoint, open_dataset, readable
 
 EXAMPLES = 12
+TOP = 5
 SAMPLES = 48  # shown of a cell of the confusion matrix
-LAYERS_TIMEOUT_S = 300.0
 MISSING = "Open another run from Monitor; a damaged checkpoint can be deleted, older ones stay."
 
 
@@ -147,10 +148,17 @@ class _Classify:
             parts.drop_zone("Drop a picture", "or click to choose one", "image/*", self._uploaded)
             self._examples()
             self._trust = ui.switch("Run the Python code that this checkpoint brings")
-            self._trust.set_visibility(".py" in chosen.info.network.name)
+            own_code = ".py" in chosen.info.network.name
+            self._trust.set_visibility(own_code)
             self._answer = ui.element("div").classes("stack")
             self._command = parts.Command()
-        self._command.show(commands.shown(commands.classify(self._ref, ["PICTURE"])))
+        if not own_code:  # once somebody looks: a script that fetches the page starts nothing
+            ui.context.client.on_connect(lambda: context.answers.prepare(self._opened()))
+
+    def _opened(self) -> Opened:
+        path = self._checkpoint.path
+        stamp = (path / "checkpoint.json").stat().st_mtime_ns
+        return Opened(path=path, stamp=stamp, trust_code=bool(self._trust.value))
 
     def _examples(self) -> None:
         """Pictures of the validation split to click, where the dataset is still there."""
@@ -186,10 +194,13 @@ class _Classify:
                 "width:128px;height:128px;object-fit:contain;image-rendering:pixelated"
             )
             waiting = text("p", "Asking the network …").classes("muted small")
-        self._command.show(commands.shown(commands.classify(self._ref, [name])))
+        trust = bool(self._trust.value)
+        here = self._context.workspace.ref(image)
+        self._command.show(commands.shown(commands.classify(self._ref, [here], trust_code=trust)))
         try:
-            argv = self._argv(commands.classify(self._ref, [image]).argv)
-            answer = await ask(argv, folder=self._context.workspace.root)
+            answer = await self._context.answers.ask(
+                self._opened(), {"image": str(image), "top": TOP}
+            )
         except TessellaError as error:
             waiting.text = ""
             with self._answer:
@@ -197,7 +208,7 @@ class _Classify:
             return
         waiting.delete()
         with self._answer:
-            _answers([(t["label"], t["score"]) for t in answer["images"][0]["top"]])
+            _answers([(t["label"], t["score"]) for t in answer["top"]])
         await self._show_layers(image)
 
     async def _show_layers(self, image: Path) -> None:
@@ -208,9 +219,9 @@ class _Classify:
             text("p", "Looking into every layer …").classes("muted small")
         problem = None
         try:
-            argv = self._argv(commands.show_layers(self._ref, image, out=folder).argv)
-            space = self._context.workspace.root
-            await ask(argv, folder=space, timeout_s=LAYERS_TIMEOUT_S)
+            await self._context.answers.ask(
+                self._opened(), {"image": str(image), "layers": str(folder)}
+            )
             layers = parse_json((folder / "layers.json").read_bytes(), where="layers.json")
         except (TessellaError, OSError) as error:
             problem = str(error)
@@ -220,10 +231,11 @@ class _Classify:
                 parts.note(problem, "bad")
                 return
             Layers(layers, f"/pictures/own/layers/{key}")
-            parts.Command(commands.shown(commands.show_layers(self._ref, "PICTURE", out="layers")))
-
-    def _argv(self, argv: tuple[str, ...]) -> tuple[str, ...]:
-        return (*argv, "--trust-code") if self._trust.value else argv
+            here = self._context.workspace.ref(image)
+            spec = commands.show_layers(
+                self._ref, here, out="layers", trust_code=bool(self._trust.value)
+            )
+            parts.Command(commands.shown(spec))
 
 
 def _answers(top: list[tuple[str, float]]) -> None:
@@ -299,20 +311,19 @@ class _Errors:
         self._box.clear()
         with self._box:
             track = parts.Track()
-            track.show(0.0, "Waiting for its turn.")
 
         feed = Feed(job.events_path)
 
         def refresh(now: Job) -> None:
             feed.read()
-            line = f"{feed.done:,} of {feed.total:,} images" if feed.total else now.status
-            track.show(feed.fraction, line)
+            track.show(feed.fraction, standing(self._context.store, now, feed))
             if now.ended:
                 self._show()
                 if now.status != "done":
                     with self._box:
                         parts.note(now.error or "The evaluation was stopped.", "bad")
 
+        refresh(job)
         with self._box:
             self._context.follow(job, refresh)
 

@@ -7,7 +7,6 @@ in a terminal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tessella.studio.context import Context
 from tessella.studio.entries import best_accuracy, job_entry, run_entry
 from tessella.studio.feed import Feed, Point, tail, thin
 from tessella.studio.machine import Machine
+from tessella.studio.standing import log_line, standing, training_line
 from tessella.studio.theme import RESPONSE_S, frame, text
 
 POLL_INTERVAL_S = 1.0
@@ -124,7 +124,7 @@ async def _watch_run(context: Context, path: Path) -> None:
     head = _Head(context, path.name, path)
     curves = _Curves(feed)
     with parts.box("duo"):
-        log = _Log(lambda: _log_path(context, path))
+        log = _Log()
         with parts.card("How to do the same"):
             parts.Command(commands.shown(commands.train(info.recipe, context.workspace.ref(path))))
             with ui.expansion("The whole recipe"):
@@ -141,7 +141,7 @@ async def _watch_run(context: Context, path: Path) -> None:
         head.show(feed, job)
         if news.points or first:
             head.numbers(_numbers(feed))
-        log.show()
+        log.show(job)
 
     await refresh(first=True)
     ui.timer(POLL_INTERVAL_S, refresh, immediate=False)
@@ -165,14 +165,15 @@ async def _watch_job(context: Context, job: Job) -> None:
     """State, progress and log of a job that is not a training."""
     feed = Feed(job.events_path)
     head = _Head(context, job.name, None)
-    log = _Log(lambda: job.log_path)
+    log = _Log()
     with parts.card("How to do the same"):
         parts.Command(job.command)
 
     async def refresh() -> None:
         await asyncio.to_thread(feed.read)
-        head.show(feed, context.store.job(job.id))
-        log.show()
+        now = context.store.job(job.id)
+        head.show(feed, now)
+        log.show(now)
 
     await refresh()
     ui.timer(POLL_INTERVAL_S, refresh, immediate=False)
@@ -210,7 +211,12 @@ class _Head:
         stopped = status in ("failed", "aborted") or (status == "done" and job is None)
         self._resume.set_visibility(stopped and (self._path is not None) and not feed.result)
         fraction = 1.0 if status == "done" else feed.fraction
-        self._track.show(fraction, _progress_line(feed, status))
+        store = self._context.store
+        if job is not None and self._path is None:
+            line = standing(store, job, feed)
+        else:
+            line = training_line(store, job, feed, status)
+        self._track.show(fraction, line)
         problem = feed.error or (job.error if job is not None else "") or ""
         if status == "failed" and problem:
             self._say(problem, "bad")
@@ -300,7 +306,7 @@ class _Curves:
         self._boxes[title].clear()
         with self._boxes[title]:
             if not names:
-                text("p", "No points yet.").classes("muted small")
+                text("p", "The first point comes with the first step.").classes("muted small")
                 return
             options = charts.lines(series, log=self._logs[title], dots=dots)
             self._charts[title] = ui.echart(options).style("height:100%")
@@ -314,42 +320,18 @@ class _Curves:
 class _Log:
     """The end of the command's output."""
 
-    def __init__(self, path: Callable[[], Path | None]) -> None:
-        self._path = path
+    def __init__(self) -> None:
         with parts.card("Log"):
             self._text = text("pre", "").classes("log")
 
-    def show(self) -> None:
-        path = self._path()
-        content = tail(path) if path is not None else ""
-        shown = content or "This run was not started as a job here; its log is in its terminal."
+    def show(self, job: Job | None) -> None:
+        content = tail(job.log_path) if job is not None else ""
+        shown = content or log_line(job)
         if self._text.text != shown:
             self._text.text = shown
             ui.run_javascript(
                 f"{{const e=getHtmlElement({self._text.id});if(e)e.scrollTop=e.scrollHeight}}"
             )
-
-
-def _log_path(context: Context, path: Path) -> Path | None:
-    job = context.job_for(path)
-    return None if job is None else job.log_path
-
-
-def _progress_line(feed: Feed, status: str) -> str:
-    """Stage, progress and time, as far as they are known."""
-    took = ""
-    if feed.started is not None and feed.last_time is not None:
-        took = parts.duration(feed.last_time - feed.started)
-    if status == "done":
-        return f"finished in {took}" if took else "finished"
-    line = [feed.phase] if feed.phase else []
-    if feed.total and status == "running":
-        line.append(f"{feed.done:,} of {feed.total:,}")
-    if status == "running" and (left := feed.remaining_s) is not None:
-        line.append(f"about {parts.duration(left)} left")
-    if took:
-        line.append(f"{took} so far")
-    return " · ".join(line) or "Waiting for its turn."
 
 
 _NAMES = {"lr": "learning rate", "images_per_s": "images a second", "loss": "loss of the step"}

@@ -24,6 +24,7 @@ from tessella.studio.plan_accuracy import Accuracy, show_layers
 from tessella.studio.plan_front import precision_named, rebuilt, show_front, title_of
 from tessella.studio.plan_profile import Profile
 from tessella.studio.plan_service import Service
+from tessella.studio.standing import standing
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found, readable
 
@@ -164,10 +165,7 @@ class _Compile:
 
         def refresh(now: Job) -> None:
             feed.read()
-            line = feed.phase or now.status
-            track.show(
-                feed.fraction, f"{line} · {feed.done} of {feed.total}" if feed.total else line
-            )
+            track.show(feed.fraction, standing(self._context.store, now, feed))
             if now.status == "done":
                 ref = job.argv[job.argv.index("--out") + 1]
                 ui.navigate.to(parts.address("/plan", plan=ref))
@@ -183,7 +181,9 @@ class _Compile:
 class _Plan:
     """One plan: its numbers, the budget's search, the steps, why each kernel was chosen."""
 
-    def __init__(self, context: Context, plan: Outline, ref: str, plans: list[Found[Outline]]) -> None:
+    def __init__(
+        self, context: Context, plan: Outline, ref: str, plans: list[Found[Outline]]
+    ) -> None:
         self._context, self._plan, self._ref = context, plan, ref
         self._bucket = plan.program.buckets[-1]
         self._head()

@@ -1,0 +1,58 @@
+"""``tessella ask``: a model that stays open and answers a line of JSON for each line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from tessella import api
+from tessella.cli.output import output
+from tessella.core.errors import TessellaError, UsageError
+
+FIX = '{"image": "photo.jpg", "top": 5}, or {"image": "photo.jpg", "layers": "FOLDER"}'
+
+
+def register(app: typer.Typer) -> None:
+    app.command("ask")(ask)
+
+
+def ask(
+    model: Annotated[Path, Argument(help="A checkpoint, a run (its best), or a plan.")],
+    trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
+) -> None:
+    """Answer pictures one by one, without opening the model again: JSON lines in, JSON lines out.
+
+    Example: echo '{"image": "photo.jpg", "top": 3}' | tessella ask runs/flowers
+    """
+    with output(json_only=True):
+        opened = api.Answering(api.open_model(model), trust_code=trust_code)
+        _say({"ready": str(model)})
+        for line in sys.stdin:
+            try:
+                _say(_answer(opened, line))
+            except TessellaError as error:
+                _say(error.to_json())
+
+
+def _answer(model: api.Answering, line: str) -> dict[str, Any]:
+    """The answer to one request; a request that is none raises ``UsageError``."""
+    try:
+        asked = json.loads(line)
+        image, top, folder = asked["image"], asked.get("top", 5), asked.get("layers")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UsageError("this is not a request", seen=line.strip()[:80], fix=FIX) from None
+    if not isinstance(image, str) or not isinstance(top, int) or not 1 <= top <= 1000:
+        raise UsageError("this is not a request", seen=line.strip()[:80], fix=FIX)
+    if folder is None:
+        return {"image": image, "top": model.classify(Path(image), top=top)}
+    model.layers(Path(image), Path(str(folder)))
+    return {"image": image, "layers": str(folder)}
+
+
+def _say(plain: dict[str, Any]) -> None:
+    print(json.dumps(plain, ensure_ascii=False), flush=True)

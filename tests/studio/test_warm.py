@@ -1,0 +1,125 @@
+"""Open networks that answer: beside a fresh command, bounded in number, ended when idle."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tessella.artifacts.checkpoint import Checkpoint, Position, save_checkpoint
+from tessella.core.preprocess import encode
+from tessella.nn import zoo
+from tessella.studio.quick import NoAnswer
+from tessella.studio.warm import MOST_PROCESSES, Answers, Opened
+from tests.support.studio.workspaces import CLASSES, RECORD, digits
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    network = zoo.network("lenet", classes=4, channels=1, size=(28, 28))
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("warm") / "checkpoint"
+    save_checkpoint(
+        path, network=network, preprocess=RECORD, labels=CLASSES,
+        weights=zoo.build(network).state_dict(), metrics={}, position=Position(step=1, epoch=1.0),
+    )  # fmt: skip
+    (path.parent / "picture").write_bytes(encode(digits()[0][0]))
+    return path
+
+
+def reference(checkpoint) -> torch.Tensor:
+    """Probabilities in float64."""
+    module = zoo.load(Checkpoint(checkpoint)).double()
+    pixels = torch.from_numpy(RECORD((checkpoint.parent / "picture").read_bytes(), name="p")[None])
+    with torch.no_grad():
+        return module(pixels.double()).softmax(1)[0]
+
+
+def test_one_process_answers_all_and_a_failure_is_no_end(checkpoint, tmp_path):
+    """What it says is what the network says; the bad question costs it nothing."""
+    picture = str(checkpoint.parent / "picture")
+    opened = Opened(path=checkpoint, stamp=1)
+
+    async def story():
+        answers = Answers(tmp_path)
+        first = await answers.ask(opened, {"image": picture, "top": 4})
+        (pid,) = answers.pids()
+        with pytest.raises(NoAnswer, match="no image here"):
+            await answers.ask(opened, {"image": "nothing.png"})
+        with pytest.raises(NoAnswer, match="not a request"):
+            await answers.ask(opened, {"image": picture, "top": 10**9})
+        folder = tmp_path / "layers"
+        await asyncio.gather(
+            answers.ask(opened, {"image": picture, "layers": str(folder)}),
+            answers.ask(opened, {"image": picture, "top": 1}),
+        )
+        again = json.loads((folder / "layers.json").read_text())
+        await answers.ask(opened, {"image": picture, "layers": str(folder)})
+        assert json.loads((folder / "layers.json").read_text()) == again
+        started = time.perf_counter()
+        assert await answers.ask(opened, {"image": picture, "top": 4}) == first
+        took_s = time.perf_counter() - started
+        assert answers.pids() == [pid]
+        await answers.close()
+        assert not psutil.pid_exists(pid)
+        return first, again, took_s
+
+    first, layers, took_s = asyncio.run(story())
+    expected = reference(checkpoint)
+    found = {t["label"]: t["score"] for t in first["top"]}
+    assert_close(
+        torch.tensor([found[name] for name in CLASSES]).double(), expected, rtol=1e-5, atol=1e-6
+    )
+    assert layers["layers"][0]["name"] == "conv1"
+    assert took_s < 1.0  # a fresh process takes 4 s
+
+
+def test_processes_are_few_and_end_when_nobody_asks(checkpoint, tmp_path):
+    picture = {"image": str(checkpoint.parent / "picture")}
+
+    async def story():
+        answers = Answers(tmp_path, idle_s=1.5)
+        pids = []
+        for stamp in range(MOST_PROCESSES + 1):
+            await answers.ask(Opened(path=checkpoint, stamp=stamp), picture)
+            pids.append(answers.pids()[-1])
+            assert len(answers.pids()) <= MOST_PROCESSES
+        os.kill(pids[-1], 9)  # memory ran out, say
+        with pytest.raises(NoAnswer, match="ended"):
+            await answers.ask(Opened(path=checkpoint, stamp=MOST_PROCESSES), picture)
+        await answers.ask(Opened(path=checkpoint, stamp=MOST_PROCESSES), picture)
+        pids += answers.pids()
+        end = time.monotonic() + 20
+        while answers.pids() and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        return pids
+
+    assert not [pid for pid in set(asyncio.run(story())) if psutil.pid_exists(pid)]
+
+
+def test_what_cannot_be_opened_says_why(tmp_path):
+    async def story():
+        answers = Answers(tmp_path)
+        with pytest.raises(NoAnswer, match="no checkpoint here"):
+            await answers.ask(Opened(path=tmp_path / "none", stamp=0), {"image": "x"})
+        assert not answers.pids()
+
+    asyncio.run(story())
+
+
+def test_a_person_can_ask_in_a_terminal(checkpoint):
+    asked = json.dumps({"image": str(checkpoint.parent / "picture"), "top": 2})
+    done = subprocess.run(
+        [sys.executable, "-m", "tessella", "ask", str(checkpoint)],
+        input=f"{asked}\nnonsense\n", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    ready, answer, refused = map(json.loads, done.stdout.splitlines())
+    assert ready == {"ready": str(checkpoint)}
+    assert len(answer["top"]) == 2
+    assert refused["wrong"] == "this is not a request"
