@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answering", "Batch", "CalibrationData", "Flip", "JudgingData", "Model", "Verification",
-    "batch_range", "build", "calibrate", "classify", "compile", "eager_predictor", "engine_predictor",
-    "evaluate_split", "explain", "export", "load", "load_plan", "open_checkpoint", "open_model",
-    "pareto", "predictor", "recipe_from", "serve", "train", "verify",
+    "batch_range", "build", "calibrate", "classify", "compile", "eager_predictor",
+    "engine_predictor", "evaluate_split", "explain", "export", "load", "load_plan",
+    "open_checkpoint", "open_model", "pareto", "predictor", "recipe_from", "serve", "train",
+    "verify",
 ]  # fmt: skip
 
 _PLACES = {

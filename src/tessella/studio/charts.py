@@ -45,11 +45,12 @@ def _frame() -> Options:
 
 
 def _axis(kind: str, **more: Any) -> Options:
+    short = {":formatter": "v => String(+v.toPrecision(4))"} if kind == "value" else {}
     return {
         "type": kind,
         "axisLine": {"show": False},
         "axisTick": {"show": False},
-        "axisLabel": {"color": _MUTED, "fontSize": 11.5, "hideOverlap": True},
+        "axisLabel": {"color": _MUTED, "fontSize": 11.5, "hideOverlap": True} | short,
         "splitLine": {"show": kind != "category", "lineStyle": {"color": _LINES}},
         **more,
     }
@@ -116,11 +117,18 @@ def bars(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]]) ->
 
 
 def histogram(counts: Sequence[float], edges: Sequence[float], color: str = COLORS[0]) -> Options:
-    """A small histogram: ``counts`` between ``edges`` (one more than counts)."""
+    """A small histogram: ``counts`` between ``edges`` (one more than counts).
+
+    Of its axis the ends and the middle are labelled, the ends inwards: there is no room beside it.
+    """
     middles = [f"{(a + b) / 2:.3g}" for a, b in pairwise(edges)]
+    last = len(middles) - 1
     options = _frame() | {
-        "grid": {"left": 2, "right": 2, "top": 6, "bottom": 2, "containLabel": True},
-        "xAxis": _axis("category", data=middles),
+        "grid": {"left": 4, "right": 4, "top": 6, "bottom": 22},
+        "xAxis": _axis("category", data=middles)
+        | {"axisLabel": {"color": _MUTED, "fontSize": 11.5, "alignMinLabel": "left",
+                         "alignMaxLabel": "right",
+                         ":interval": f"i => i === 0 || i === {last // 2} || i === {last}"}},
         "yAxis": _axis("value", show=False),
         "series": [{"type": "bar", "data": list(counts), "barCategoryGap": "12%",
                     "itemStyle": {"color": color}, "emphasis": {"disabled": True}}],
@@ -129,54 +137,77 @@ def histogram(counts: Sequence[float], edges: Sequence[float], color: str = COLO
     return options
 
 
+NUMBERED = 30  # classes: the cells of more have no room for their numbers
+_LETTER_PX = 6.6  # of a label's font
+_MOST_LABELS = 34  # of an axis of 600 px
+
+
 def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Options:
-    """A heat map: rows are the true classes, columns the network's answers."""
+    """A heat map: rows are the true classes, columns the network's answers.
+
+    Cells without images are left out: 20 classes have 400 cells, 200 have 40,000, nearly all of
+    them 0.
+    """
     names = [shorten(n) for n in labels]
-    cells = [[c, r, n] for r, row in enumerate(matrix) for c, n in enumerate(row)]
     share = [sum(row) or 1 for row in matrix]
     data = [
         {
-            "name": f"{labels[r]} taken for {labels[c]}: {n}",
-            "value": [c, r, round(100 * n / share[r], 2), n],
+            "name": f"{labels[r]} taken for {labels[c]}: {n:,}",
+            "value": [c, r, round(100 * n / share[r], 2), _brief(n)],
             "label": {"color": "#ffffff" if n > 0.45 * share[r] else _MUTED},
         }
-        for c, r, n in cells
+        for r, row in enumerate(matrix)
+        for c, n in enumerate(row)
+        if n
     ]
-    small = len(labels) <= 24
+    numbered = len(labels) <= NUMBERED
+    room = round(_LETTER_PX * max(map(len, names), default=1)) + 14
+    step = 1 if numbered else -(-len(labels) // _MOST_LABELS)  # "auto" lets them overlap
+    label = {"color": _MUTED, "fontSize": 11.5, "interval": step - 1}
+    lines = {"show": numbered, "lineStyle": {"color": _LINES}}
+    upright = len(labels) > 6
     return _frame() | {
-        "grid": {"left": 8, "right": 16, "top": 30, "bottom": 8, "containLabel": True},
+        "grid": {"left": room, "right": 16, "top": room if upright else 30, "bottom": 8},
         "tooltip": {**_frame()["tooltip"], "trigger": "item", ":formatter": "p => p.data.name"},
         "xAxis": _axis("category", data=names, position="top")
-        | {
-            "axisLabel": {
-                "color": _MUTED,
-                "fontSize": 11.5,
-                "interval": 0 if small else "auto",
-                "rotate": 0 if len(labels) < 6 else 45,
-            }
-        },
-        "yAxis": _axis("category", data=names, inverse=True),
+        | {"axisLabel": label | {"rotate": 90 if upright else 0}, "splitLine": lines},
+        "yAxis": _axis("category", data=names, inverse=True)
+        | {"axisLabel": label, "splitLine": lines},
         "visualMap": {
             "show": False,
             "min": 0,
             "max": 100,
             "dimension": 2,
-            "inRange": {"color": ["rgba(27,154,138,0.05)", "rgba(27,154,138,0.55)", "#12796c"]},
+            "inRange": {"color": ["rgba(27,154,138,0.10)", "rgba(27,154,138,0.55)", "#12796c"]},
         },
         "series": [
             {
                 "type": "heatmap",
                 "data": data,
                 "label": {
-                    "show": small,
+                    "show": numbered,
                     ":formatter": "p => p.data.value[3]",
-                    "fontSize": 11.5,
+                    "fontSize": 11 if len(labels) > 12 else 12.5,
                     "color": _MUTED,
                 },
-                "itemStyle": {"borderColor": "rgba(128,140,134,0.25)", "borderWidth": 1},
             }
         ],
     }
+
+
+def confusion_size(labels: Sequence[str]) -> str:
+    """A size, as CSS, at which each cell of a small matrix has room for its number."""
+    room = _LETTER_PX * min(18, max(map(len, labels), default=1))
+    height = round(room if len(labels) > 6 else 16) + 22 + max(150, min(600, 27 * len(labels)))
+    return f"height:{height}px;max-width:{round(room) + 30 + max(400, 56 * len(labels))}px"
+
+
+def _brief(count: int) -> str:
+    """A count in at most four characters."""
+    for size, unit in ((1_000_000, "M"), (1000, "k")):
+        if count >= size:
+            return f"{count / size:.2g}{unit}" if count < 10 * size else f"{count // size}{unit}"
+    return str(count)
 
 
 Kind = Literal["chosen", "exact", "other"]

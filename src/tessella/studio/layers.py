@@ -115,7 +115,7 @@ def _statistics(numbers: Statistics, color: str) -> None:
     text("figcaption", line)
     counts, low, high = numbers["histogram"], numbers["min"], numbers["max"]
     edges = [low + (high - low) * i / len(counts) for i in range(len(counts) + 1)]
-    ui.echart(charts.histogram(counts, edges, color)).style("height:110px")
+    ui.echart(charts.histogram(counts, edges, color)).style("height:116px")
 
 
 def _shape(layer: Layer) -> str:

@@ -177,12 +177,19 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lines:
+    """A table cell of several lines, the first in front."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Column:
     title: str
     classes: str = ""  # r: to the right, m: monospaced
 
 
-Cell = str | Bar | Link
+Cell = str | Bar | Link | Lines
 
 
 def table(
@@ -205,6 +212,9 @@ def table(
 def _cell(value: Cell) -> str:
     if isinstance(value, Link):
         return f'<a href="{escape(value.to)}">{escape(value.text)}</a>'
+    if isinstance(value, Lines):
+        first, *rest = map(escape, value.lines)
+        return first + "".join(f'<div class="muted">{line}</div>' for line in rest)
     if isinstance(value, Bar):
         whole = _pixels(value.fraction)
         inner = whole if value.inner is None else min(whole, _pixels(value.inner))

@@ -161,25 +161,26 @@ def _show_trace(trace: Trace) -> None:
     if noisy := sum(s.noisy for s in steps):
         parts.note(f"Other work on the machine disturbed {noisy} of {len(steps)} steps (~ behind "
                    "the time alone): measure again when it is quiet.")  # fmt: skip
-    columns = [parts.Column(title="#", classes="r")]
-    columns += [parts.Column(title="layer", classes="m nowrap")]
-    columns += [parts.Column(title="kernel", classes="m nowrap"), parts.Column(title="time")]
-    columns += [
-        parts.Column(title=t, classes="r") for t in ("share", "alone", "GB/s", "GFLOP/s", "of peak")
+    columns = [
+        parts.Column(title="#", classes="r"),
+        parts.Column(title="layer, kernel", classes="m mid"),
     ]
-    columns += [parts.Column(title="limited by")]
+    columns += [parts.Column(title="time, share"), parts.Column(title="alone", classes="r")]
+    columns += [parts.Column(title="rates", classes="r"), parts.Column(title="limited by, of peak")]
     rows: list[tuple[parts.Cell, ...]] = []
     for index, step in enumerate(steps):
         time_us = max(step.time_us, 1e-3)
+        share = f"{100 * time_us / total:.1f} %"
+        rates = [f"{step.nbytes / time_us / 1e3:,.1f} GB/s"]
+        rates += [] if step.flops is None else [f"{step.flops / time_us / 1e3:,.1f} GFLOP/s"]
+        peak = [] if step.of_peak is None else [f"{100 * step.of_peak:.0f} % of peak"]
         rows.append((
-            str(index), step.name, step.kernel,
+            str(index),
+            parts.Lines(lines=(step.name, step.kernel)),
             parts.Bar(fraction=time_us / longest, inner=step.limit_us / longest,
-                      text=f"{step.time_us:,.1f} µs"),
-            f"{100 * time_us / total:.1f} %",
+                      text=f"{step.time_us:,.1f} µs, {share}"),
             f"{step.alone_us:,.1f} µs{' ~' * step.noisy}",
-            f"{step.nbytes / time_us / 1e3:,.1f}",
-            "" if step.flops is None else f"{step.flops / time_us / 1e3:,.1f}",
-            "" if step.of_peak is None else f"{100 * step.of_peak:.0f} %",
-            step.bound,
+            parts.Lines(lines=tuple(rates)),
+            parts.Lines(lines=(step.bound, *peak)),
         ))  # fmt: skip
     parts.table(columns, rows)

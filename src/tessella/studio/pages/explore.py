@@ -26,6 +26,7 @@ from tessella.studio.warm import Opened
 from tessella.studio.workspace import best_checkpoint, open_dataset, readable
 
 EXAMPLES = 12
+MISTAKES = 30  # pairs of classes that are listed
 TOP = 5
 SAMPLES = 48  # shown of a cell of the confusion matrix
 MISSING = "Open another run from Monitor; a damaged checkpoint can be deleted, older ones stay."
@@ -331,13 +332,14 @@ class _Errors:
         labels, matrix = report["labels"], report["confusion"]
         parts.stats([("accuracy", f"{100 * report['accuracy']:.2f} %"),
                      ("images", f"{sum(map(sum, matrix)):,}")])  # fmt: skip
+        text("p", "Rows are the truth, columns what the network said. Click a cell to see its images."
+             ).classes("muted small")  # fmt: skip
+        chart = ui.echart(charts.confusion(labels, matrix)).classes("chart tall")
+        chart.style(charts.confusion_size(labels))
+        chart.on_point_click(lambda e: self._samples(report, e.value[1], e.value[0]))
+        self._cell = ui.element("div").classes("stack")
         with parts.box("duo"):
-            with parts.box("stack"):
-                text("p", "Rows are the truth, columns what the network said. Click a cell to see "
-                     "its images.").classes("muted small")  # fmt: skip
-                chart = ui.echart(charts.confusion(labels, matrix)).classes("chart tall")
-                chart.on_point_click(lambda e: self._samples(report, e.value[1], e.value[0]))
-                self._cell = ui.element("div").classes("stack")
+            self._mistakes(report)
             columns = [parts.Column(title="class")]
             columns += [
                 parts.Column(title=t, classes="r") for t in ("precision", "recall", "F1", "images")
@@ -348,6 +350,28 @@ class _Errors:
                 for c in report["per_class"]
             ]  # fmt: skip
             parts.table(columns, rows)
+
+    def _mistakes(self, report: Evaluation) -> None:
+        """What is taken for what, most often first: of 200 classes nobody finds it in a matrix."""
+        labels, matrix = report["labels"], np.asarray(report["confusion"])
+        wrong = np.where(np.eye(len(labels), dtype=bool), 0, matrix)
+        order = np.argsort(-wrong, axis=None, kind="stable")[:MISTAKES]
+        pairs = [divmod(int(i), len(labels)) for i in order if wrong.flat[i]]
+        if not pairs:
+            parts.note("It took no class for another.")
+            return
+        most = int(wrong.max())
+        parts.table(
+            [parts.Column(title=t) for t in ("truth", "taken for", "images")],
+            [
+                (
+                    labels[r],
+                    labels[c],
+                    parts.Bar(fraction=wrong[r, c] / most, text=str(wrong[r, c])),
+                )
+                for r, c in pairs
+            ],
+        )
 
     def _samples(self, report: Evaluation, truth: int, answer: int) -> None:
         """The images of one cell of the confusion matrix, if the report has all predictions."""
