@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 from dataclasses import replace
 
 import pytest
+import typer
 
+from tessella import api
 from tessella.api import training
 from tessella.artifacts.build import BuildRequest
 from tessella.artifacts.defaults import completed
 from tessella.artifacts.run import Augment, Recipe, Solver
+from tessella.artifacts.settings import spelled_out
+from tessella.cli import train
 from tessella.core.errors import UsageError
 from tessella.core.policies import Policy
 from tessella.core.preprocess import Preprocess
-from tessella.core.record import from_plain
 from tessella.jobs import commands
+from tests.support.cli import context
 
 RECIPE = Recipe(network="lenet", dataset="data/my digits")
 
@@ -87,12 +91,22 @@ def test_the_options_alone_make_the_same_recipe(monkeypatch, network, solver, po
         replace(RECIPE, network_options={"dropout": 0.1}),
     ],
 )
-def test_what_has_no_option_goes_into_a_recipe_that_reads_back(recipe):
+def test_what_has_no_option_goes_into_a_recipe_that_reads_back(recipe, monkeypatch):
+    """The job's file and the shown command, which carries it, say the same."""
     spec = commands.train(recipe, "out")
     assert spec.argv[-2:] == ("--recipe", "{job}/recipe.json")
-    plain = json.loads(spec.files["recipe.json"])
-    assert from_plain(Recipe, plain, where="recipe.json") == recipe
-    assert commands.shown(spec).endswith("--recipe recipe.json")
+    told = context(shlex.split(commands.shown(spec))[1:]).params
+    assert told["recipe"] == spec.files["recipe.json"]
+    given = {}
+
+    def take(*, out, resume, emit, **settings):
+        given.update(settings)
+        raise UsageError("taken, and not trained")
+
+    monkeypatch.setattr(api, "train", take)
+    with pytest.raises(typer.Exit):
+        train.train(**told)
+    assert completed(training.recipe_from(given), spelled_out(given)) == recipe
 
 
 def test_sweep():

@@ -1,7 +1,10 @@
 """The pages as HTML and the pictures as PNG, over HTTP from a running studio."""
 
 import io
+import itertools
+import json
 import re
+import shlex
 import shutil
 import time
 
@@ -12,6 +15,7 @@ from PIL import Image
 
 from tessella.artifacts.dataset import Dataset
 from tessella.core.preprocess import Preprocess, decode, fit, read_pixels
+from tests.support.cli import context
 from tests.support.pictures.encoded import png, saved
 from tests.support.pictures.hostile import tiff_of
 from tests.support.studio.browsing import PAGES
@@ -266,3 +270,32 @@ def test_a_hostile_class_is_only_text(client):
     text = client.get("/data?dataset=datasets/digits").text
     assert HOSTILE not in text
     assert "onerror=alert(1)" in text  # it is there, as text
+
+
+# Options that name what a command makes; every other word with a slash in it is there already.
+MADE = ("--out", "--trace", "--front", "--cache")
+
+
+def shown_commands(page: str) -> list[list[str]]:
+    """The words of every command of ours on a page."""
+    found = re.findall(r'"(tessella (?:[^"\\]|\\.)*)"', page)
+    return [shlex.split(json.loads(f'"{line}"'))[1:] for line in found]
+
+
+def test_every_shown_command_runs_as_it_stands(client, studio):
+    """Each is taken by the command line's own parser, and the files that it names are there."""
+    verbs = set()
+    for path in PAGES:
+        for words in shown_commands(client.get(path).text):
+            verbs.add(words[0])
+            context(words)
+            for before, word in itertools.pairwise(words):
+                name = word.rpartition("=")[2]
+                if "/" in name and not name.startswith("{") and before not in MADE:
+                    assert (studio.root / name).exists(), words
+                if before == "--out":
+                    assert not (studio.root / name).exists(), words
+    assert verbs == {"train", "compile", "diff", "profile", "run", "serve", "verify"}
+    served = client.get("/plan?plan=plans/digits.plan").text
+    picture = re.search(r"--data-binary @(\S+?)[\"\\]", served)
+    assert read_pixels((studio.root / picture[1]).read_bytes()).shape == (28, 28, 1)

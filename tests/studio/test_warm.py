@@ -98,6 +98,8 @@ def test_processes_are_few_and_end_when_nobody_asks(checkpoint, tmp_path):
         end = time.monotonic() + 20
         while answers.pids() and time.monotonic() < end:
             await asyncio.sleep(0.1)
+        assert not answers.pids()
+        await answers.close()
         return pids
 
     assert not [pid for pid in set(asyncio.run(story())) if psutil.pid_exists(pid)]

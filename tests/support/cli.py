@@ -10,17 +10,20 @@ from typing import Any
 import typer
 
 from tessella.cli import compile as compile_verb
-from tessella.cli import diff, profile, train
+from tessella.cli import data, diff, profile, run, serve, show, train, verify
 
 
 def context(argv: Sequence[str]) -> typer.Context:
     """What a verb gets: its options are in ``params``."""
     app = typer.Typer()
-    for module in (compile_verb, diff, profile, train):
+    for module in (compile_verb, data, diff, profile, run, serve, show, train, verify):
         module.register(app)
-    group = typer.main.get_command(app)
-    verb, *rest = (a.replace("{job}/", "") for a in argv)
-    return group.commands[verb].make_context(verb, rest)  # type: ignore[attr-defined]
+    command: Any = typer.main.get_command(app)
+    verb, rest = "", [a.replace("{job}/", "") for a in argv]
+    while hasattr(command, "commands"):
+        verb, *rest = rest
+        command = command.commands[verb]
+    return command.make_context(verb, rest)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,10 @@ def ask(
 ) -> None:
     """Answer pictures one by one, without opening the model again: JSON lines in, JSON lines out.
 
-    Example: echo '{"image": "photo.jpg", "top": 3}' | tessella ask runs/flowers
+    Example: tessella ask runs/flowers < questions.jsonl
+
+    A question is {"image": "photo.jpg", "top": 3}, or with "layers": "FOLDER" it writes what
+    every layer makes of the picture.
     """
     with output(json_only=True):
         opened = api.Answering(api.open_model(model), trust_code=trust_code)

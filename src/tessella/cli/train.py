@@ -44,7 +44,8 @@ def train(
     gpus: Annotated[int | None, Option(help="Processes, each on a GPU of its own.")] = None,
     seed: Annotated[int | None, Option(help="Decides every random number.")] = None,
     recipe: Annotated[
-        Path | None, Option(help="JSON with any setting of a recipe; options here win over it.")
+        str | None,
+        Option(help="Any setting of a recipe, as JSON or a file of it; options here win over it."),
     ] = None,
     resume: Annotated[bool, Option(help="Go on with the run in --out, exactly.")] = False,
     json: Json = False,
@@ -87,12 +88,18 @@ def train(
         out_.result(plain, f"best checkpoint: {best.path}\n{metrics}")
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """The settings in a recipe file, checked before the dataset is opened."""
-    if not path.is_file():
-        raise UsageError("there is no recipe here", seen=path, fix="give the path of a JSON file")
+def read_recipe(given: str) -> dict[str, Any]:
+    """The settings in a recipe, a JSON text or a file, checked before the dataset is opened."""
+    path, inline = Path(given), given.lstrip().startswith("{")
+    if not inline and not path.is_file():
+        raise UsageError(
+            "there is no recipe here",
+            seen=path,
+            fix='give the path of a JSON file, or {"epochs": 3}',
+        )
+    path = Path("--recipe") if inline else path
     try:
-        plain = parse_json(path.read_bytes(), where=str(path))
+        plain = parse_json(given.encode() if inline else path.read_bytes(), where=str(path))
         if not isinstance(plain, dict):
             raise UsageError(
                 "a recipe is a JSON object", seen=type(plain).__name__, fix='write {"epochs": 30}'

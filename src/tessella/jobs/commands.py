@@ -31,8 +31,13 @@ MOST_RUNS = 100  # of a sweep
 
 
 def shown(spec: JobSpec) -> str:
-    """The command that a person would type; the job's own files lie in the current folder."""
-    return shlex.join(("tessella", *(a.removeprefix(JOB_FOLDER) for a in spec.argv)))
+    """The command that a person would type in the workspace: what the job's own files would hold
+    stands in it, and its results go into the current folder.
+    """
+    argv = (
+        spec.files.get(a.removeprefix(JOB_FOLDER), a.removeprefix(JOB_FOLDER)) for a in spec.argv
+    )
+    return shlex.join(("tessella", *argv))
 
 
 def import_images(
@@ -87,7 +92,8 @@ def train(
     argv += ["--gpus", str(recipe.gpus), "--seed", str(recipe.seed)]
     files = {}
     if recipe != _by_options(recipe):
-        files["recipe.json"] = json.dumps(to_plain(recipe), indent=1, ensure_ascii=False) + "\n"
+        rest = _beside(to_plain(recipe), to_plain(_by_options(recipe)))
+        files["recipe.json"] = json.dumps(rest, ensure_ascii=False)
         argv += ["--recipe", f"{JOB_FOLDER}recipe.json"]
     return JobSpec(
         name=name or Path(out).name,
@@ -274,6 +280,20 @@ def serve(plans: Mapping[str, PathLike], *, port: int = 8000, gpus: int = 0) -> 
         gpus=gpus,
         resumable=True,
     )
+
+
+def _beside(plain: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """The settings that differ from ``usual``, also in nested records."""
+    out: dict[str, Any] = {}
+    for name, value in plain.items():
+        if isinstance(value, dict) and isinstance(usual[name], dict) and usual[name]:
+            value = _beside(value, usual[name])
+            if not value:
+                continue
+        elif value == usual[name]:
+            continue
+        out[name] = value
+    return out
 
 
 def _by_options(recipe: Recipe) -> Recipe:

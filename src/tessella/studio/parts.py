@@ -213,8 +213,8 @@ def _cell(value: Cell) -> str:
     if isinstance(value, Link):
         return f'<a href="{escape(value.to)}">{escape(value.text)}</a>'
     if isinstance(value, Lines):
-        first, *rest = map(escape, value.lines)
-        return first + "".join(f'<div class="muted">{line}</div>' for line in rest)
+        first, *under = map(escape, value.lines)
+        return first + "".join(f'<div class="muted">{line}</div>' for line in under)
     if isinstance(value, Bar):
         whole = _pixels(value.fraction)
         inner = whole if value.inner is None else min(whole, _pixels(value.inner))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from nicegui import ui
 
+from tessella.artifacts.files import write_atomic
 from tessella.artifacts.plan import Outline
 from tessella.jobs import commands
 from tessella.jobs.job import Job, JobSpec
 from tessella.studio import parts
 from tessella.studio.context import Context
 from tessella.studio.plan_front import title_of
-from tessella.studio.workspace import plain_name
+from tessella.studio.workspace import open_dataset, plain_name, readable
 
 
 class Service:
@@ -32,11 +34,28 @@ class Service:
             self._line = parts.Command()
             self._curl = parts.Command()
         self._shown = ""
+        self._example = self._write_example()
         self._refresh()
         ui.timer(1.0, self._refresh)
 
     def _name(self) -> str:
         return plain_name(title_of(Path(self._ref))) or "model"
+
+    def _write_example(self) -> str:
+        """The ref of a picture for the request: one of the plan's own dataset, if that is here."""
+        space = self._context.workspace
+        source = Path(self._plan.manifest.built_from)
+        runs = readable(space.runs()).items()
+        run = next((run for ref, run in runs if source.is_relative_to(ref)), None)
+        data = None if run is None else space.find_dataset(run.info.dataset_hash)
+        if data is None or self._plan.manifest.preprocess is None:
+            return ""
+        dataset = open_dataset(data)
+        path = space.own("examples") / f"{dataset.info.content_hash[:16]}.png"
+        if not path.exists():
+            split = "val" if "val" in dataset.info.splits else next(iter(dataset.info.splits))
+            write_atomic(path, dataset.split(split)[0].content)
+        return space.ref(path)
 
     def _serve_spec(self) -> JobSpec:
         gpus = 1 if self._plan.manifest.fingerprint.target.startswith("sm_") else 0
@@ -61,7 +80,7 @@ class Service:
         if job is not None:
             parts.show_status(self._state, job.status)
             port = int(job.argv[job.argv.index("--port") + 1])
-        lines = commands.shown(self._serve_spec()), curl(self._name(), port, self._plan)
+        lines = commands.shown(self._serve_spec()), curl(self._name(), port, self._example)
         if self._shown != str(lines):
             self._shown = str(lines)
             self._line.show(lines[0])
@@ -79,9 +98,9 @@ class Service:
                 self._context.store.abort(job.id)
 
 
-def curl(name: str, port: int, plan: Outline) -> str:
-    """A request to try: an image where the plan takes images, its metadata otherwise."""
+def curl(name: str, port: int, picture: str) -> str:
+    """A request to try: a picture where there is one that the plan takes, its metadata if not."""
     url = f"http://127.0.0.1:{port}/v2/models/{name}"
-    if plan.manifest.preprocess is None:
+    if not picture:
         return f"curl -s {url}"
-    return f"curl -s {url}/classify --data-binary @picture.png"
+    return f"curl -s {url}/classify --data-binary {shlex.quote(f'@{picture}')}"

@@ -49,7 +49,9 @@ class Answers:
     def __init__(self, folder: Path, *, idle_s: float = IDLE_S) -> None:
         self._folder, self._idle_s = folder, idle_s
         self._open: dict[Opened, _Process] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        # the loop itself holds tasks weakly
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
 
     def prepare(self, opened: Opened) -> None:
         """Start the process now, so that the first question finds it ready; problems show then."""
@@ -58,7 +60,7 @@ class Answers:
             with contextlib.suppress(TessellaError):
                 await self._process(opened).ready()
 
-        self._later(start())
+        _keep(start(), self._waiting)
 
     async def ask(self, opened: Opened, request: dict[str, object]) -> dict[str, Any]:
         """The answer to one request (see ``tessella ask``).
@@ -74,16 +76,16 @@ class Answers:
                 self._open.pop(opened, None)
             raise
         if process.nbytes() > MOST_BYTES:
-            self._open.pop(opened, None)
-            await process.end()
+            self._retire(opened)
         return answer
 
     async def close(self) -> None:
         """End every process."""
-        for task in self._tasks:
+        for task in self._waiting:
             task.cancel()
         for opened in list(self._open):
-            await self._open.pop(opened).end()
+            self._retire(opened)
+        await asyncio.gather(*self._ending)
 
     def pids(self) -> list[int]:
         """The ids of the living processes, the one that was asked last at the end."""
@@ -96,8 +98,8 @@ class Answers:
         self._open[opened] = process  # at the end: asked last
         spare = [o for o, p in self._open.items() if not p.busy and o != opened]
         for other in spare[: max(0, len(self._open) - MOST_PROCESSES)]:
-            self._later(self._open.pop(other).end())
-        self._later(self._end_idle(opened, process))
+            self._retire(other)
+        _keep(self._end_idle(opened, process), self._waiting)
         return process
 
     async def _end_idle(self, opened: Opened, process: _Process) -> None:
@@ -107,13 +109,19 @@ class Answers:
         while process.busy:
             await asyncio.sleep(1.0)
         if process.asked == asked and self._open.get(opened) is process:
-            del self._open[opened]
-            await process.end()
+            self._retire(opened)
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)  # the loop itself holds tasks weakly
-        task.add_done_callback(self._tasks.discard)
+    def _retire(self, opened: Opened) -> None:
+        process = self._open.pop(opened, None)
+        if process is not None:
+            _keep(process.end(), self._ending)
+
+
+def _keep(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    """Do some work in the background, as a task of this set."""
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
@@ -91,6 +92,12 @@ class Workspace:
         if path.exists():
             raise UsageError(f"this {kind} exists already", seen=name, fix="choose another name")
         return path
+
+    def free_path(self, path: Path) -> Path:
+        """A path like this one that nothing has yet: ``runs/flowers-2``."""
+        ends = (f"-{number}" for number in count(2))
+        free = (path.with_name(f"{path.stem}{end}{path.suffix}") for end in ends)
+        return next(p for p in free if not p.exists())
 
     # --- lists --------------------------------------------------------------------------
 

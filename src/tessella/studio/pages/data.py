@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,14 +193,18 @@ class _New:
     def _changed(self) -> None:
         """Show the command and the four pictures for the form's present values."""
         values = self._values
+        problem = line = ""
         try:
-            spec = self._spec(values.source or "FOLDER", f"datasets/{values.name or 'NAME'}")
+            parts.size_of(values.size)
+            if values.source.strip():
+                line = commands.shown(self._request())
         except TessellaError as error:
-            self._problem.text = str(error)
-            self._problem.set_visibility(True)
+            problem = str(error)
+        self._problem.text = problem
+        self._problem.set_visibility(bool(problem))
+        self._command.show(line)
+        if problem:
             return
-        self._problem.set_visibility(False)
-        self._command.show(commands.shown(spec))
         for mode, (frame_, shown) in self._modes.items():
             frame_.classes(**({"add": "here"} if mode == values.resize else {"remove": "here"}))
             shown.props["src"] = self._preview_address(mode)
@@ -266,18 +271,24 @@ class _New:
 
     def _start(self) -> None:
         with parts.errors_shown():
-            source = self._source()
-            if not self._values.source.strip() or not source.exists():
-                raise UsageError(
-                    "there is no such folder on this machine",
-                    seen=self._values.source or "nothing",
-                    fix="give the folder that holds one subfolder a class, or upload a ZIP",
-                )
-            name = self._values.name.strip() or plain_name(source.name)
-            out = self._context.workspace.new_path("dataset", name)
-            workspace = self._context.workspace
-            spec = self._spec(workspace.ref(source.resolve()), workspace.ref(out))
-            self._watch(self._context.store.submit(spec).id)
+            self._watch(self._context.store.submit(self._request()).id)
+
+    def _request(self) -> JobSpec:
+        """The import that the form describes: what is shown is what starts.
+
+        Raises:
+            UsageError: there is no such folder, or the name is taken.
+        """
+        source = self._source()
+        if not self._values.source.strip() or not source.exists():
+            raise UsageError(
+                "there is no such folder on this machine",
+                seen=self._values.source or "nothing",
+                fix="give the folder that holds one subfolder a class, or upload a ZIP",
+            )
+        workspace = self._context.workspace
+        out = workspace.new_path("dataset", plain_name(self._values.name or source.name))
+        return self._spec(workspace.ref(source.resolve()), workspace.ref(out))
 
     def _watch(self, job_id: str) -> None:
         """Show an import's progress; open the dataset when it is there."""
@@ -351,7 +362,24 @@ class _Dataset:
         self._show()
         self._problems()
         with parts.card("How to do the same"):
-            parts.Command(_command(dataset, context.workspace.ref(dataset.path)))
+            self._again(context)
+
+    def _again(self, context: Context) -> None:
+        """The import that makes this dataset once more, beside it."""
+        space = context.workspace
+        job = context.job_for(self._dataset.path)
+        out = space.ref(space.free_path(self._dataset.path))
+        if not (space.root / self._dataset.info.source).exists():
+            text("p", f"It was imported from {self._dataset.info.source}, which is not there any "
+                 "more.").classes("muted small")  # fmt: skip
+        elif job is not None and job.kind == "import":
+            argv = list(job.argv)
+            argv[argv.index("--out") + 1] = out
+            parts.Command(shlex.join(("tessella", *argv)))
+        else:
+            text("p", "As far as its description tells; the seed of its split is not in it."
+                 ).classes("muted small")  # fmt: skip
+            parts.Command(commands.shown(_import_of(self._dataset, out)))
 
     def _controls(self) -> None:
         info = self._dataset.info
@@ -443,12 +471,12 @@ def _numbers(dataset: Dataset) -> list[tuple[str, str]]:
     ]
 
 
-def _command(dataset: Dataset, out: str) -> str:
-    """The import that makes this dataset, as far as its description tells."""
+def _import_of(dataset: Dataset, out: str) -> JobSpec:
+    """An import with the settings that a dataset's description tells."""
     info = dataset.info
     total = sum(s.count for s in info.splits.values()) or 1
     share = {n: round(s.count / total, 3) for n, s in info.splits.items()}
-    spec = commands.import_images(
+    return commands.import_images(
         info.source,
         out,
         dataset.preprocess,
@@ -456,4 +484,3 @@ def _command(dataset: Dataset, out: str) -> str:
         holdout=share.get("val", 0.0),
         test=share.get("test", 0.0),
     )
-    return commands.shown(spec)

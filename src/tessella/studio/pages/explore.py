@@ -332,8 +332,8 @@ class _Errors:
         labels, matrix = report["labels"], report["confusion"]
         parts.stats([("accuracy", f"{100 * report['accuracy']:.2f} %"),
                      ("images", f"{sum(map(sum, matrix)):,}")])  # fmt: skip
-        text("p", "Rows are the truth, columns what the network said. Click a cell to see its images."
-             ).classes("muted small")  # fmt: skip
+        text("p", "Rows are the truth, columns what the network said. Click a cell to see "
+             "its images.").classes("muted small")  # fmt: skip
         chart = ui.echart(charts.confusion(labels, matrix)).classes("chart tall")
         chart.style(charts.confusion_size(labels))
         chart.on_point_click(lambda e: self._samples(report, e.value[1], e.value[0]))

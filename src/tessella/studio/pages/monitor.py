@@ -126,7 +126,8 @@ async def _watch_run(context: Context, path: Path) -> None:
     with parts.box("duo"):
         log = _Log()
         with parts.card("How to do the same"):
-            parts.Command(commands.shown(commands.train(info.recipe, context.workspace.ref(path))))
+            again = context.workspace.ref(context.workspace.free_path(path))
+            parts.Command(commands.shown(commands.train(info.recipe, again)))
             with ui.expansion("The whole recipe"):
                 recipe = to_plain(info.recipe)
                 parts.table(

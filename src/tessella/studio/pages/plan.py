@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from nicegui import ui
 from nicegui.events import ValueChangeEventArguments
 
-from tessella.artifacts.build import BuildRequest
+from tessella.artifacts.build import BuildRequest, is_network
 from tessella.artifacts.plan import Candidate, Outline
 from tessella.artifacts.program import Bucket
 from tessella.core.errors import TessellaError
@@ -207,7 +208,13 @@ class _Plan:
                 Service(context, plan, ref)
                 self._difference([f.ref for f in plans if f.item is not None and f.ref != ref])
         with parts.card("How to do the same"):
-            parts.Command(rebuilt(context.workspace.path(ref), plan.manifest.rebuild))
+            again = rebuilt(context.workspace.path(ref), plan.manifest.rebuild)
+            if _can_run(context, again):
+                parts.Command(again)
+            else:
+                text("p", "What it was made of is not in this workspace. It was built by:"
+                     ).classes("muted small")  # fmt: skip
+                text("pre", again).classes("log").style("height:auto")
 
     def _head(self) -> None:
         plan, manifest = self._plan, self._plan.manifest
@@ -330,6 +337,14 @@ class _Plan:
                 ui.navigate.to(parts.address("/diff", a=other.value, b=self._ref))
 
             parts.plain_button("Compare", go, "difference")
+
+
+def _can_run(context: Context, rebuild: str) -> bool:
+    """Whether a plan's ``rebuild`` is a command whose source is here; Python has others."""
+    words = shlex.split(rebuild) if rebuild.startswith("tessella compile ") else []
+    if len(words) < 3:
+        return False
+    return is_network(words[2]) or (context.workspace.root / words[2]).exists()
 
 
 def _memory(plan: Outline) -> None:

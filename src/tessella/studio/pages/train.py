@@ -86,8 +86,6 @@ class _Train:
                     self._command = parts.Command()
                     with ui.expansion("All commands") as self._all_box:
                         self._all = text("pre", "").classes("log")
-                    with ui.expansion("recipe.json") as self._file_box:
-                        self._file = text("pre", "").classes("log")
         self._ready = True
         self._changed()
         self._redraw()
@@ -143,6 +141,12 @@ class _Train:
     def _best(self, ref: str) -> str:
         return self._context.workspace.ref(self._runs[ref].best().path)
 
+    def _run_name(self) -> str:
+        """The name of the run's folder; one that is taken, or none, is a ``UsageError``."""
+        name = plain_name(self._name.value or "")
+        self._context.workspace.new_path("run", name)
+        return name
+
     def _free_name(self) -> str:
         return datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S")
 
@@ -154,10 +158,11 @@ class _Train:
             return
         try:
             recipe = self._recipe()
-            specs = self._specs(recipe, self._name.value or "NAME")
+            specs = self._specs(recipe, self._run_name())
         except TessellaError as error:
             self._problem.text = str(error)
             self._problem.set_visibility(True)
+            self._command.show("")
             return
         self._problem.set_visibility(False)
         self._form.show(recipe)
@@ -165,8 +170,6 @@ class _Train:
         self._command.show(lines[0])
         self._all.text = "\n".join(lines)
         self._all_box.set_visibility(len(lines) > 1)
-        self._file.text = specs[0].files.get("recipe.json", "")
-        self._file_box.set_visibility(bool(specs[0].files))
         self._sweep.count(len(specs))
         several = len(specs) > 1
         self._start_button.text = f"Start {len(specs)} trainings" if several else "Start training"
@@ -262,8 +265,7 @@ class _Train:
 
     def _start(self) -> None:
         with parts.errors_shown():
-            name = plain_name(self._name.value or "")
-            self._context.workspace.new_path("run", name)
+            name = self._run_name()
             specs = self._specs(self._recipe(), name)
             for spec in specs:  # all names are free, or nothing starts
                 self._context.workspace.new_path("run", spec.name)
