@@ -120,6 +120,13 @@ class Job:
         return self.status in ENDED
 
     @property
+    def state(self) -> str:
+        """The status for people: a server that somebody stopped has done its work."""
+        if self.aborting and self.status == "running":
+            return "stopping"
+        return "stopped" if (self.kind, self.status) == ("serve", "aborted") else self.status
+
+    @property
     def events_path(self) -> Path:
         """The file of the command's events, for ``core.events.read_events``."""
         return Path(self.folder) / "events.jsonl"

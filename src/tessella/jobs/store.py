@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import Exists, select
+from sqlalchemy import Exists, delete, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, aliased
 
@@ -183,6 +183,17 @@ class Store:
         with self._changed(job_id) as row:
             row.trashed = None
             return row.record()
+
+    def purge(self, job_id: str) -> None:
+        """Remove a job that is in the trash for good, with its folder."""
+        with self.database.write() as session:
+            row = _row(session, job_id, lock=True)
+            if row.trashed is None:
+                raise JobError(f"job {job_id} is not in the trash", fix="delete it first")
+            session.execute(delete(NeedRow).where(NeedRow.needed_id == job_id))
+            folder = Path(row.folder)
+            session.delete(row)
+        shutil.rmtree(folder, ignore_errors=True)
 
     # For the scheduler
 

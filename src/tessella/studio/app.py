@@ -29,13 +29,25 @@ from tessella.jobs.store import Store
 from tessella.studio import parts, pictures, uploads
 from tessella.studio.context import Context
 from tessella.studio.guard import Guard, read_or_make_token
-from tessella.studio.pages import compare, data, diff, explore, home, monitor, plan, train
+from tessella.studio.labels import Labels
+from tessella.studio.pages import (
+    compare,
+    data,
+    diff,
+    explore,
+    home,
+    monitor,
+    plan,
+    train,
+    trash,
+)
 from tessella.studio.theme import STATIC, frame
+from tessella.studio.trash import Trash
 from tessella.studio.uploads import Uploads
 from tessella.studio.warm import Answers
 from tessella.studio.workspace import Workspace
 
-PAGES = (home, data, train, monitor, compare, explore, plan, diff)
+PAGES = (home, data, train, monitor, compare, explore, plan, diff, trash)
 
 log = logging.getLogger("tessella.studio")
 
@@ -95,7 +107,12 @@ def studio(
     secret = token or read_or_make_token(space.own() / "token")
     store = Store(space.root / "jobs.db")
     context = Context(
-        workspace=space, store=store, uploads=Uploads(space), answers=Answers(space.root)
+        workspace=space,
+        store=store,
+        uploads=Uploads(space),
+        answers=Answers(space.root),
+        labels=Labels(space.own()),
+        trash=Trash(space, store),
     )
     app = create_app(context, token=secret, host=host, port=port)
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host

@@ -39,6 +39,7 @@ class CompileForm:
         sources: titles of the runs that have a checkpoint, by ref.
         classes: each run's classes. homes: the dataset that a run was trained on, if it is there.
         datasets: those that can calibrate or judge, by ref. plans: those to follow, by ref.
+        like: the plan to follow at first; empty for none.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class CompileForm:
         homes: dict[str, str | None],
         datasets: dict[str, Dataset],
         plans: dict[str, Outline],
+        like: str,
         on_change: Callable[[], None],
     ) -> None:
         self._classes, self._homes = classes, homes
         self._datasets, self._plans, self._on_change = datasets, plans, on_change
+        self._like = like
         self._ready = False
         self._source = parts.field(
             ui.select(
@@ -62,7 +65,9 @@ class CompileForm:
         )
         self._name = parts.field(ui.input("Name", on_change=self._changed))
         self._how = ui.toggle(
-            {how: title for how, (title, _) in WAYS.items()}, value="one", on_change=self._changed
+            {how: title for how, (title, _) in WAYS.items()},
+            value="lock" if like in plans else "one",
+            on_change=self._changed,
         ).props("unelevated dense no-caps spread toggle-color=teal-9 size=13px")
         self._how_help = text("p", "").classes("muted small")
         self._precision_fields()
@@ -109,8 +114,9 @@ class CompileForm:
                 "Its validation split, by running each plan.",
             )
             followed_ = {r: Path(r).stem for r in self._plans}
+            first = self._like if self._like in followed_ else next(iter(followed_), None)
             self._lock = self._add(
-                ui.select(followed_, value=next(iter(followed_), None), label="Plan to follow",
+                ui.select(followed_, value=first, label="Plan to follow",
                           on_change=self._changed),
                 "",
                 "wide",

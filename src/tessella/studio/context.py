@@ -1,4 +1,4 @@
-"""The context of every page: the workspace, the job queue, the uploads, and open networks."""
+"""The context of every page: the workspace, the job queue, what people send, write and delete."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from nicegui import ui
 
 from tessella.jobs.job import Job
 from tessella.jobs.store import Store
+from tessella.studio.labels import Labels
+from tessella.studio.trash import Trash
 from tessella.studio.uploads import Uploads
 from tessella.studio.warm import Answers
 from tessella.studio.workspace import Workspace
@@ -21,6 +23,8 @@ class Context:
     store: Store
     uploads: Uploads
     answers: Answers
+    labels: Labels
+    trash: Trash
 
     def output_of(self, job: Job) -> Path | None:
         """The artifact that a job writes: its ``--out``, which starts at the workspace."""

@@ -10,13 +10,13 @@ from tessella.studio.theme import text
 from tessella.studio.workspace import Found, T
 
 
-def run_entry(entry: Found[Run], score: str, *, here: bool = False) -> None:
-    """A run: its name and score, its network and age; ``here`` marks the one that is open."""
+def run_entry(entry: Found[Run], title: str, score: str, *, here: bool = False) -> None:
+    """A run: its title and score, its network and age; ``here`` marks the one that is open."""
     with parts.link("/monitor", f"item {'here' * here}", run=entry.ref):
         if entry.item is None:
             unreadable(entry)
             return
-        text("span", entry.path.name).classes("name cut")
+        text("span", title).classes("name cut")
         text("span", score).classes("detail num")
         line = f"{entry.item.recipe.network} · {parts.ago(entry.modified)}"
         text("span", line).classes("detail cut")
@@ -26,10 +26,11 @@ def job_entry(job: Job) -> None:
     """A job: its name, state, command and age."""
     with parts.link("/monitor", "item", job=job.id):
         text("span", job.name).classes("name cut")
-        parts.badge(job.status)
-        text("span", job.command).classes("detail cut mono")
+        parts.badge(job.state)
+        text("span", job.notes or job.command).classes("detail cut" + " mono" * (not job.notes))
         moment = job.finished or job.started or job.created
-        text("span", parts.ago(moment)).classes("detail nowrap")
+        first = f"priority {job.priority} · " if job.priority and not job.ended else ""
+        text("span", first + parts.ago(moment)).classes("detail nowrap")
 
 
 def unreadable(entry: Found[T]) -> None:

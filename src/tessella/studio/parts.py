@@ -111,9 +111,13 @@ def field(element: E, classes: str = "") -> E:
 
 
 class Command:
-    """The command line that does the same as the page, with a button that copies it."""
+    """The command line that does the same as the page, with a button that copies it.
 
-    def __init__(self, line: str = "") -> None:
+    It runs in the workspace's folder as it stands; ``instead`` is shown while there is none.
+    """
+
+    def __init__(self, line: str = "", *, instead: str = "") -> None:
+        self._instead = text("p", instead).classes("muted small")
         with box("command") as self._box:
             self._code = text("code", "")
             ui.button(icon="content_copy", on_click=self._copy, color=None).props(
@@ -125,6 +129,7 @@ class Command:
         """Show this line; an empty one hides the box: no command is shown that cannot run."""
         self._code.text = line
         self._box.set_visibility(bool(line))
+        self._instead.set_visibility(bool(self._instead.text) and not line)
 
     def _copy(self) -> None:
         ui.clipboard.write(self._code.text)

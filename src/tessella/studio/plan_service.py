@@ -78,7 +78,7 @@ class Service:
         self._state.set_visibility(job is not None)
         port = int(self._port.value or 8000)
         if job is not None:
-            parts.show_status(self._state, job.status)
+            parts.show_status(self._state, job.state)
             port = int(job.argv[job.argv.index("--port") + 1])
         lines = commands.shown(self._serve_spec()), curl(self._name(), port, self._example)
         if self._shown != str(lines):

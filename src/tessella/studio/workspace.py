@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 MARKERS: dict[Kind, str] = {"dataset": "dataset.json", "run": "run.json"}
 MAX_DEPTH = 5
-OWN_FOLDER = ".studio"  # token, uploads, pictures, evaluations: all can be deleted
+OWN_FOLDER = ".studio"  # token, uploads, pictures, evaluations, what people wrote, the trash
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from tessella.jobs.job import Job, JobSpec
 from tessella.studio import charts, parts, pictures
 from tessella.studio.context import Context
 from tessella.studio.feed import Feed
+from tessella.studio.keeping import shown_label, tools
 from tessella.studio.standing import standing
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found, plain_name
@@ -42,14 +43,19 @@ MODES: tuple[tuple[ResizeMode, str, str], ...] = (
 def register(context: Context) -> None:
     @ui.page("/data", response_timeout=RESPONSE_S)
     async def data(
-        dataset: str = "", split: str = "", label: int = -1, page: int = 1, job: str = ""
+        dataset: str = "",
+        split: str = "",
+        label: int = -1,
+        page: int = 1,
+        job: str = "",
+        like: str = "",
     ) -> None:
         found = await asyncio.to_thread(context.workspace.datasets)
         with frame("Data", "What the network will learn from.", context.workspace.root):
             with parts.box("split"):
                 if dataset:
                     with parts.box("stack"):
-                        _list(found, dataset)
+                        _list(context, found, dataset)
                     with parts.box("stack"):
                         try:
                             opened = context.workspace.dataset(dataset)
@@ -57,16 +63,21 @@ def register(context: Context) -> None:
                         except TessellaError as error:
                             parts.refused(error, MISSING)
                     return
-                _New(context, found, job)
+                try:
+                    settings = _Settings.of(context.workspace.dataset(like)) if like else None
+                except TessellaError as error:
+                    parts.refused(error, MISSING)
+                    return
+                _New(context, found, job, settings or _Settings())
 
 
-def _list(found: list[Found[Dataset]], here: str) -> None:
+def _list(context: Context, found: list[Found[Dataset]], here: str) -> None:
     with parts.card("Datasets", str(len(found)), tight=True):
         with parts.box("list"):
             for entry in found:
                 with parts.link("/data", f"item {'here' * (entry.ref == here)}", dataset=entry.ref):
                     name = entry.item.info.name if entry.item else entry.ref
-                    text("span", name).classes("name cut")
+                    text("span", context.labels.title(entry.ref, name)).classes("name cut")
                     if entry.item is None:
                         text("span", "cannot be read").classes("detail")
                         text("span", entry.problem or "").classes("detail cut")
@@ -99,22 +110,67 @@ class _Settings:
     test: float | None = 0.0
     seed: int | None = 0
 
+    @classmethod
+    def of(cls, dataset: Dataset) -> _Settings:
+        """The settings that made a dataset, as far as its description tells."""
+        info, record = dataset.info, dataset.preprocess
+        total = sum(s.count for s in info.splits.values()) or 1
+        share = {n: round(s.count / total, 3) for n, s in info.splits.items()}
+        return cls(
+            source=info.source,
+            name=f"{info.name}-2",
+            size=_written(record.height, record.width),
+            channels=record.channels,
+            depth=record.depth,
+            resize=record.resize,
+            crop=_written(*record.crop) if record.crop else "",
+            holdout=share.get("val", 0.0),
+            test=share.get("test", 0.0),
+        )
+
+    def spec(self, source: str, out: str) -> JobSpec:
+        """The import with these settings."""
+        height, width = parts.size_of(self.size)
+        crop = parts.size_of(self.crop) if self.crop.strip() else None
+        return commands.import_images(
+            source,
+            out,
+            Preprocess(
+                height=height,
+                width=width,
+                channels=int(self.channels),
+                depth=int(self.depth),
+                resize=self.resize,
+                crop=crop,
+            ),
+            name=self.name.strip() or None,
+            holdout=float(self.holdout or 0.0),
+            test=float(self.test or 0.0),
+            seed=int(self.seed or 0),
+        )
+
+
+def _written(height: int, width: int) -> str:
+    return str(height) if height == width else f"{height}x{width}"
+
 
 class _New:
     """The import form, with the four resize modes beside it."""
 
-    def __init__(self, context: Context, found: list[Found[Dataset]], job: str) -> None:
-        self._context, self._values = context, _Settings()
+    def __init__(
+        self, context: Context, found: list[Found[Dataset]], job: str, start: _Settings
+    ) -> None:
+        self._context, self._values = context, start
         self._example = ""
         with parts.box("stack"):
             with parts.card("New dataset"):
                 self._form()
-            _list(found, "")
+            _list(context, found, "")
         with parts.box("stack"):
             self._progress = ui.element("div").classes("stack")
             self._preview()
             with parts.card("How to do the same"):
-                self._command = parts.Command()
+                self._command = parts.Command(instead="Give a folder: its command appears here.")
         self._changed()
         if job:
             try:
@@ -124,7 +180,10 @@ class _New:
                     parts.refused(error, MISSING)
 
     def _form(self) -> None:
-        source = ui.input("Folder on this machine", on_change=self._set("source"))
+        start = self._values
+        source = ui.input(
+            "Folder on this machine", value=start.source, on_change=self._set("source")
+        )
         source.props('outlined dense stack-label placeholder="/data/flowers"')
         source.on("blur", self._find_example)
         source.on("keydown.enter", self._find_example)
@@ -132,32 +191,38 @@ class _New:
             "or drop a ZIP here", "one subfolder a class, up to 20 GB", ".zip", self._uploaded
         )
         with parts.box("fields"):
-            self._name = parts.field(ui.input("Name", on_change=self._set("name")), "wide")
+            self._name = parts.field(
+                ui.input("Name", value=start.name, on_change=self._set("name")), "wide"
+            )
             parts.field(
-                ui.input("Size (height × width)", value="224", on_change=self._set("size"))
+                ui.input("Size (height × width)", value=start.size, on_change=self._set("size"))
             ).tooltip("224, or 224x320")
             colors = {3: "Colour (3)", 1: "Grey (1)"}
             parts.field(
-                ui.select(colors, value=3, label="Channels", on_change=self._set("channels"))
+                ui.select(
+                    colors, value=start.channels, label="Channels", on_change=self._set("channels")
+                )
             )
             modes = {mode: title for mode, title, _ in MODES}
             self._resize = parts.field(
-                ui.select(modes, value="squash", label="Resize", on_change=self._set("resize"))
+                ui.select(modes, value=start.resize, label="Resize", on_change=self._set("resize"))
             )
             parts.field(
-                ui.number("Held out to validate", value=0.1, min=0, max=0.9, step=0.05,
+                ui.number("Held out to validate", value=start.holdout, min=0, max=0.9, step=0.05,
                           on_change=self._set("holdout"))
             )  # fmt: skip
         with ui.expansion("More"), parts.box("fields"):
-            parts.field(ui.input("Crop for the network", on_change=self._set("crop"))).tooltip(
-                "The network sees this part: random while training, the centre otherwise"
-            )
             parts.field(
-                ui.number("Held out to test", value=0.0, min=0, max=0.9, step=0.05,
+                ui.input("Crop for the network", value=start.crop, on_change=self._set("crop"))
+            ).tooltip("The network sees this part: random while training, the centre otherwise")
+            parts.field(
+                ui.number("Held out to test", value=start.test, min=0, max=0.9, step=0.05,
                           on_change=self._set("test"))
             )  # fmt: skip
             depths = {8: "8 bits", 16: "16 bits"}
-            parts.field(ui.select(depths, value=8, label="Depth", on_change=self._set("depth")))
+            parts.field(
+                ui.select(depths, value=start.depth, label="Depth", on_change=self._set("depth"))
+            )
             parts.field(
                 ui.number("Seed of the split", value=0, precision=0, on_change=self._set("seed"))
             )
@@ -195,7 +260,7 @@ class _New:
         values = self._values
         problem = line = ""
         try:
-            parts.size_of(values.size)
+            parts.size_of(values.size)  # also while there is no folder yet
             if values.source.strip():
                 line = commands.shown(self._request())
         except TessellaError as error:
@@ -203,15 +268,20 @@ class _New:
         self._problem.text = problem
         self._problem.set_visibility(bool(problem))
         self._command.show(line)
-        if problem:
-            return
         for mode, (frame_, shown) in self._modes.items():
             frame_.classes(**({"add": "here"} if mode == values.resize else {"remove": "here"}))
-            shown.props["src"] = self._preview_address(mode)
-            shown.set_visibility(bool(self._example))
+            source = self._preview_address(mode)
+            shown.props["src"] = source
+            shown.set_visibility(bool(source))
 
     def _preview_address(self, mode: str) -> str:
-        height, width = parts.size_of(self._values.size)
+        """The URL of the example in this mode; none without an example or a size."""
+        try:
+            height, width = parts.size_of(self._values.size)
+        except UsageError:
+            return ""
+        if not self._example:
+            return ""
         query: dict[str, str | int] = {
             "source": self._example,
             "height": height,
@@ -220,27 +290,6 @@ class _New:
             "channels": self._values.channels,
         }
         return parts.address("/pictures/resize", **query)
-
-    def _spec(self, source: str, out: str) -> JobSpec:
-        values = self._values
-        height, width = parts.size_of(values.size)
-        crop = parts.size_of(values.crop) if values.crop.strip() else None
-        return commands.import_images(
-            source,
-            out,
-            Preprocess(
-                height=height,
-                width=width,
-                channels=int(values.channels),
-                depth=int(values.depth),
-                resize=values.resize,
-                crop=crop,
-            ),
-            name=values.name.strip() or None,
-            holdout=float(values.holdout or 0.0),
-            test=float(values.test or 0.0),
-            seed=int(values.seed or 0),
-        )
 
     async def _find_example(self) -> None:
         folder = self._source()
@@ -288,7 +337,7 @@ class _New:
             )
         workspace = self._context.workspace
         out = workspace.new_path("dataset", plain_name(self._values.name or source.name))
-        return self._spec(workspace.ref(source.resolve()), workspace.ref(out))
+        return self._values.spec(workspace.ref(source.resolve()), workspace.ref(out))
 
     def _watch(self, job_id: str) -> None:
         """Show an import's progress; open the dataset when it is there."""
@@ -346,9 +395,12 @@ class _Dataset:
         self._page = max(1, page)
         with parts.card():
             with parts.box("row-line"):
-                text("h2", info.name).style("font-size:19px").classes("cut grow")
+                title = context.labels.title(ref, info.name)
+                text("h2", title).style("font-size:19px").classes("cut grow")
                 train = parts.address("/train", dataset=ref)
                 parts.button("Train on it", lambda: ui.navigate.to(train), icon="arrow_forward")
+                tools(context, "dataset", ref)
+            shown_label(context, ref)
             parts.stats(_numbers(dataset))
             for line in info.notes:
                 parts.note(line, "warn")
@@ -377,9 +429,11 @@ class _Dataset:
             argv[argv.index("--out") + 1] = out
             parts.Command(shlex.join(("tessella", *argv)))
         else:
+            again = _Settings.of(self._dataset)
+            again.name = self._dataset.info.name
             text("p", "As far as its description tells; the seed of its split is not in it."
                  ).classes("muted small")  # fmt: skip
-            parts.Command(commands.shown(_import_of(self._dataset, out)))
+            parts.Command(commands.shown(again.spec(again.source, out)))
 
     def _controls(self) -> None:
         info = self._dataset.info
@@ -469,18 +523,3 @@ def _numbers(dataset: Dataset) -> list[tuple[str, str]]:
         ("std", " · ".join(f"{s:.3f}" for s in record.std[:4])),
         ("on disk", parts.nbytes(disk)),
     ]
-
-
-def _import_of(dataset: Dataset, out: str) -> JobSpec:
-    """An import with the settings that a dataset's description tells."""
-    info = dataset.info
-    total = sum(s.count for s in info.splits.values()) or 1
-    share = {n: round(s.count / total, 3) for n, s in info.splits.items()}
-    return commands.import_images(
-        info.source,
-        out,
-        dataset.preprocess,
-        name=info.name,
-        holdout=share.get("val", 0.0),
-        test=share.get("test", 0.0),
-    )

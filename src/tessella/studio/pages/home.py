@@ -14,27 +14,48 @@ from tessella.studio.context import Context
 from tessella.studio.entries import best_accuracy, job_entry, run_entry, unreadable
 from tessella.studio.plan_front import precision_named
 from tessella.studio.theme import RESPONSE_S, frame, text
-from tessella.studio.workspace import Found
+from tessella.studio.workspace import Found, T
 
 SHOWN = 8  # of each kind; the pages list all
 
 
 def register(context: Context) -> None:
     @ui.page("/", response_timeout=RESPONSE_S)
-    async def home() -> None:
+    async def home(tag: str = "") -> None:
         space = context.workspace
-        datasets = await asyncio.to_thread(space.datasets)
-        runs = await asyncio.to_thread(space.runs)
-        plans = await asyncio.to_thread(space.plans)
+        datasets = _tagged(context, await asyncio.to_thread(space.datasets), tag)
+        runs = _tagged(context, await asyncio.to_thread(space.runs), tag)
+        plans = _tagged(context, await asyncio.to_thread(space.plans), tag)
         with frame("Overview", "From a folder of examples to a served network.", space.root):
-            if not (datasets or runs or plans or context.store.jobs()):
+            _tags(context, tag)
+            if not (tag or datasets or runs or plans or context.store.jobs()):
                 _first_steps()
                 return
             with parts.box("trio"):
-                _datasets(datasets)
-                _runs(runs)
-                _plans(plans)
-            _jobs(context)
+                _datasets(context, datasets)
+                _runs(context, runs)
+                _plans(context, plans)
+            if not tag:
+                _jobs(context)
+            with parts.link("/trash", "small muted"):
+                text("span", "Trash")
+
+
+def _tagged(context: Context, found: list[Found[T]], tag: str) -> list[Found[T]]:
+    """Those that have a tag; all without one."""
+    return [f for f in found if not tag or tag in context.labels.of(f.ref).tags]
+
+
+def _tags(context: Context, here: str) -> None:
+    """Every tag, to show only what has it."""
+    tags = context.labels.tags()
+    if not tags and not here:
+        return
+    with parts.box("row-line wrap").style("gap:6px"):
+        for tag in dict.fromkeys((*tags, *([here] if here else []))):
+            query = {} if tag == here else {"tag": tag}
+            with parts.link("/", f"tag {'here' * (tag == here)}", **query):
+                text("span", tag)
 
 
 def _first_steps() -> None:
@@ -58,7 +79,7 @@ def _first_steps() -> None:
                 text("p", line).classes("muted")
 
 
-def _datasets(found: list[Found[Dataset]]) -> None:
+def _datasets(context: Context, found: list[Found[Dataset]]) -> None:
     with parts.card("Datasets", str(len(found))):
         if not found:
             text("p", "None yet. Import a folder of images on the Data page.").classes("muted")
@@ -70,21 +91,22 @@ def _datasets(found: list[Found[Dataset]]) -> None:
                         continue
                     info = entry.item.info
                     count = sum(s.count for s in info.splits.values())
-                    text("span", info.name).classes("name cut")
+                    text("span", context.labels.title(entry.ref, info.name)).classes("name cut")
                     text("span", f"{count:,} images").classes("detail num")
                     text("span", f"{len(info.classes)} classes · {entry.ref}").classes("detail cut")
 
 
-def _runs(found: list[Found[Run]]) -> None:
+def _runs(context: Context, found: list[Found[Run]]) -> None:
     with parts.card("Runs", str(len(found))):
         if not found:
             text("p", "None yet. Train a network on the Train page.").classes("muted")
         with parts.box("list"):
             for entry in found[:SHOWN]:
-                run_entry(entry, best_accuracy(entry.item))
+                title = context.labels.title(entry.ref, entry.path.name)
+                run_entry(entry, title, best_accuracy(entry.item))
 
 
-def _plans(found: list[Found[Outline]]) -> None:
+def _plans(context: Context, found: list[Found[Outline]]) -> None:
     with parts.card("Plans", str(len(found))):
         if not found:
             text("p", "None yet. Compile a checkpoint on the Plan page.").classes("muted")
@@ -95,7 +117,8 @@ def _plans(found: list[Found[Outline]]) -> None:
                         unreadable(entry)
                         continue
                     manifest = entry.item.manifest
-                    text("span", entry.path.stem).classes("name cut")
+                    title = context.labels.title(entry.ref, entry.path.stem)
+                    text("span", title).classes("name cut")
                     text("span", parts.nbytes(entry.path.stat().st_size)).classes("detail num")
                     line = f"{manifest.fingerprint.target}, {precision_named(entry.item)}"
                     text("span", line).classes("detail cut")
@@ -104,12 +127,12 @@ def _plans(found: list[Found[Outline]]) -> None:
 def _jobs(context: Context) -> None:
     with parts.card("Jobs", "newest first") as section:
         rows = ui.column().classes("list").style("gap:0;align-items:stretch")
-    shown: list[tuple[str, str, bool]] = []
+    shown: list[object] = []
 
     def refresh() -> None:
         jobs = context.store.jobs()[:20]
         section.set_visibility(bool(jobs))
-        state = [(j.id, j.status, j.aborting) for j in jobs]
+        state = [(j.id, j.name, j.state, j.priority, j.notes) for j in jobs]
         if state == shown:
             return
         shown[:] = state

@@ -22,6 +22,7 @@ from tessella.studio import charts, parts
 from tessella.studio.context import Context
 from tessella.studio.entries import best_accuracy, job_entry, run_entry
 from tessella.studio.feed import Feed, Point, tail, thin
+from tessella.studio.keeping import job_tools, shown_label, tools
 from tessella.studio.machine import Machine
 from tessella.studio.standing import log_line, standing, training_line
 from tessella.studio.theme import RESPONSE_S, frame, text
@@ -91,17 +92,19 @@ def _side(context: Context, ref: str) -> None:
         found = await asyncio.to_thread(
             lambda: [(f, best_accuracy(f.item)) for f in context.workspace.runs()]
         )
-        lines = [(f.ref, score, f.problem, parts.ago(f.modified)) for f, score in found]
+        titles = {f.ref: context.labels.title(f.ref, f.path.name) for f, _ in found}
+        lines = [(f.ref, titles[f.ref], s, f.problem, parts.ago(f.modified)) for f, s in found]
         if lines != shown[0]:
             shown[0] = lines
             listed.clear()
             with listed:
                 for entry, score in found:
-                    run_entry(entry, score, here=entry.ref == ref)
+                    run_entry(entry, titles[entry.ref], score, here=entry.ref == ref)
                 if not found:
                     text("p", "None in this workspace.").classes("muted small")
-        others = [j for j in context.store.jobs() if j.kind != "train" or not j.ended][:12]
-        states = [(j.id, j.status, j.aborting) for j in others]
+        # a training that is done is among the runs; one that was stopped may have no run
+        others = [j for j in context.store.jobs() if j.kind != "train" or j.status != "done"][:12]
+        states = [(j.id, j.name, j.state, j.priority, j.notes) for j in others]
         if states != shown[1]:
             shown[1] = states
             jobs_card.set_visibility(bool(others))
@@ -121,7 +124,8 @@ async def _watch_run(context: Context, path: Path) -> None:
     info = Run(path)
     feed = Feed(path / "events.jsonl")
     await asyncio.to_thread(feed.read)
-    head = _Head(context, path.name, path)
+    ref = context.workspace.ref(path)
+    head = _Head(context, context.labels.title(ref, path.name), path)
     curves = _Curves(feed)
     with parts.box("duo"):
         log = _Log()
@@ -198,15 +202,28 @@ class _Head:
                     compiling = parts.address("/plan", source=context.workspace.ref(path))
                     parts.plain_button("Explore", lambda: ui.navigate.to(explore), "visibility")
                     parts.plain_button("Compile", lambda: ui.navigate.to(compiling), "bolt")
+                    tools(context, "run", context.workspace.ref(path))
+                else:
+                    self._job_tools = ui.element("div").classes("row-line").style("gap:0")
+            if path is not None:
+                shown_label(context, context.workspace.ref(path))
+            self._notes = text("p", "").classes("notes")
             self._track = parts.Track()
             self._numbers = ui.element("div").classes("stack")
             self._note = text("div", "").classes("note")
             self._note.set_visibility(False)
 
     def show(self, feed: Feed, job: Job | None) -> None:
+        if job is not None and self._path is None and (self._job is None or
+                                                       self._job.state != job.state):  # fmt: skip
+            self._job_tools.clear()
+            with self._job_tools:
+                job_tools(self._context, job)
         self._job = job
         status = job.status if job is not None else feed.status
-        parts.show_status(self._badge, status)
+        parts.show_status(self._badge, job.state if job is not None else status)
+        self._notes.text = job.notes if job is not None else ""
+        self._notes.set_visibility(bool(self._notes.text))
         running = status in ("running", "waiting")
         self._abort.set_visibility(job is not None and running and not job.aborting)
         stopped = status in ("failed", "aborted") or (status == "done" and job is None)

@@ -21,6 +21,7 @@ from tessella.studio import parts
 from tessella.studio.compile_form import CompileForm
 from tessella.studio.context import Context
 from tessella.studio.feed import Feed
+from tessella.studio.keeping import shown_label, tools
 from tessella.studio.plan_accuracy import Accuracy, show_layers
 from tessella.studio.plan_front import precision_named, rebuilt, show_front, title_of
 from tessella.studio.plan_profile import Profile
@@ -36,13 +37,15 @@ MISSING = (
 
 def register(context: Context) -> None:
     @ui.page("/plan", response_timeout=RESPONSE_S)
-    async def plan(plan: str = "", source: str = "", job: str = "") -> None:
+    async def plan(plan: str = "", source: str = "", job: str = "", like: str = "") -> None:
         found = await asyncio.to_thread(context.workspace.plans)
-        if not plan and not source and not job:
+        if not plan and not source and not job and not like:
             plan = next((f.ref for f in found if f.item is not None), "")
         opened: Outline | TessellaError | None = None
         try:  # before the frame: NiceGUI sends an unfinished page where the first await is
             opened = await asyncio.to_thread(context.workspace.plan, plan) if plan else None
+            if like:
+                source = (await asyncio.to_thread(context.workspace.plan, like)).manifest.built_from
         except TessellaError as error:
             opened = error
         with frame(
@@ -51,8 +54,8 @@ def register(context: Context) -> None:
             with parts.box("split"):
                 with parts.box("stack"):
                     made_of = opened.manifest.built_from if isinstance(opened, Outline) else ""
-                    form = _Compile(context, source or made_of, found)
-                    _list(found, plan)
+                    form = _Compile(context, source or made_of, found, like)
+                    _list(context, found, plan)
                 with parts.box("stack"):
                     try:
                         form.progress_box(job)
@@ -68,14 +71,15 @@ def register(context: Context) -> None:
                                     "and every kernel chosen by measuring.")  # fmt: skip
 
 
-def _list(found: list[Found[Outline]], here: str) -> None:
+def _list(context: Context, found: list[Found[Outline]], here: str) -> None:
     with parts.card("Plans", str(len(found)), tight=True):
         if not found:
             text("p", "None yet.").classes("muted small")
         with parts.box("list"):
             for entry in found:
                 with parts.link("/plan", f"item {'here' * (entry.ref == here)}", plan=entry.ref):
-                    text("span", entry.path.stem).classes("name cut")
+                    title = context.labels.title(entry.ref, entry.path.stem)
+                    text("span", title).classes("name cut")
                     if entry.item is None:
                         text("span", "cannot be read").classes("detail")
                         text("span", entry.problem or "").classes("detail cut")
@@ -89,7 +93,9 @@ def _list(found: list[Found[Outline]], here: str) -> None:
 class _Compile:
     """The form of a compilation, its command, and the progress of the job."""
 
-    def __init__(self, context: Context, source: str, plans: list[Found[Outline]]) -> None:
+    def __init__(
+        self, context: Context, source: str, plans: list[Found[Outline]], like: str
+    ) -> None:
         self._context = context
         self._form: CompileForm | None = None
         runs = readable(context.workspace.runs())
@@ -111,6 +117,7 @@ class _Compile:
                 homes={ref: by_hash.get(run.info.dataset_hash) for ref, run in runs.items()},
                 datasets=datasets,
                 plans=readable(plans),
+                like=like,
                 on_change=self._changed,
             )
             self._form = form
@@ -236,7 +243,11 @@ class _Plan:
             compiled = f"{parts.nbytes(code)}, {count} kernels" if count else "none"
             numbers.append(("machine code", compiled))
         with parts.card():
-            text("h2", title_of(path)).style("font-size:19px")
+            with parts.box("row-line"):
+                title = self._context.labels.title(self._ref, title_of(path))
+                text("h2", title).style("font-size:19px").classes("cut grow")
+                tools(self._context, "plan", self._ref)
+            shown_label(self._context, self._ref)
             parts.stats(numbers)
             text("p", f"Built from {manifest.built_from} for {manifest.fingerprint.name} "
                  f"({manifest.fingerprint.arch}).").classes("muted small")  # fmt: skip
