@@ -100,3 +100,65 @@ def test_over_http_in_chunks(client):
     assert client.put(url, params={"offset": 4000}, content=content[4000:]).status_code == 200
     large = client.put(url, params={"offset": 0}, content=bytes(MAX_CHUNK_BYTES + 1))
     assert large.status_code == 413
+
+
+def test_a_folder_arrives_as_it_was_and_is_an_import_source(client, studio):
+    files = {f"my digits/{c}/{i} ü.png": bytes([i]) * 5 for c in ("one", "two") for i in range(3)}
+    files["my digits/one/empty.png"] = b""
+    nbytes = sum(map(len, files.values()))
+    about = {"name": "my digits", "files": len(files), "nbytes": nbytes}
+    upload = client.post("/api/uploads/folders", params=about).json()["id"]
+    url = f"/api/uploads/{upload}"
+    for path, content in files.items():
+        for offset in range(0, max(1, len(content)), 3):
+            query, part = {"path": path, "offset": offset}, content[offset : offset + 3]
+            answer = client.put(f"{url}/files", params=query, content=part)
+            assert answer.status_code == 200, answer.text
+    assert client.post(f"{url}/done").status_code == 200
+    folder = Uploads(Workspace(studio.root)).images(upload)
+    found = {f"my digits/{p.relative_to(folder).as_posix()}": p.read_bytes()
+             for p in folder.rglob("*.png")}  # fmt: skip
+    assert found == files
+    late = client.put(f"{url}/files", params={"path": "x", "offset": 0}, content=b"")
+    assert late.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../x",
+        "a/../../x",
+        "/etc/x",
+        "..\\x",
+        "C:/x",
+        "",
+        "a\0b",
+        "a\nb",
+        "x" * 300,
+        "a/" * 30 + "b",
+    ],
+)
+def test_a_file_of_a_folder_cannot_leave_it(uploads, tmp_path, path):
+    upload = uploads.begin_folder("f", 2, 100)
+    with pytest.raises(UsageError):
+        uploads.add_file(upload, path, 0, b"evil")
+    uploads.add_file(upload, "a/ok.png", 0, b"ok")
+    with pytest.raises(UsageError, match="cannot be written"):
+        uploads.add_file(upload, "a/ok.png/b", 0, b"evil")
+    assert b"evil" not in b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+
+
+def test_a_folder_is_never_larger_than_announced(uploads):
+    for files, nbytes in ((0, 1), (10**9, 1), (1, 0), (1, 1 << 50)):
+        with pytest.raises(UsageError, match="to"):
+            uploads.begin_folder("f", files, nbytes)
+    upload = uploads.begin_folder("f", 1, 4)
+    with pytest.raises(UsageError, match="larger than announced"):
+        uploads.add_file(upload, "a", 0, b"12345")
+    uploads.add_file(upload, "a", 0, b"12")
+    with pytest.raises(UsageError, match="out of order"):
+        uploads.add_file(upload, "a", 3, b"3")
+    with pytest.raises(UsageError, match="larger than announced"):
+        uploads.add_file(upload, "b", 0, b"")
+    with pytest.raises(UsageError, match="not complete"):
+        uploads.finish_folder(upload)

@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from tessella.core.errors import UsageError
+from tessella.studio.path_field import MOST_SHOWN, completions
 from tessella.studio.workspace import Workspace
 from tests.support.studio.workspaces import make_dataset, make_workspace
 
@@ -64,3 +65,20 @@ def test_the_studio_needs_no_torch():
     """Torch alone holds 520 MB in a process that shows pages."""
     program = "import sys, tessella.studio.app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_paths_are_completed_as_typed_and_hidden_ones_only_by_their_dot(tmp_path):
+    for name in ("my photos/cats", "my photos/.hidden", "mine", ".secret"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "my net.py").touch()
+    (tmp_path / "my.txt").touch()
+    assert completions("m", tmp_path) == ["mine/", "my photos/"]
+    assert completions("my", tmp_path, (".py",)) == ["my photos/", "my net.py"]
+    assert completions("my photos/", tmp_path) == ["my photos/cats/"]
+    assert completions(f"{tmp_path}/my p", tmp_path) == [f"{tmp_path}/my photos/"]
+    assert completions(".s", tmp_path) == [".secret/"]
+    for nothing in ("", "none/x", "a\0b", "~nobody-of-this-name/", f"{tmp_path}/my.txt/"):
+        assert completions(nothing, tmp_path) == []
+    for number in range(20):
+        (tmp_path / f"many{number:02d}").mkdir()
+    assert len(completions("many", tmp_path)) == MOST_SHOWN

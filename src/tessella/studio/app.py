@@ -36,6 +36,7 @@ from tessella.studio.pages import (
     diff,
     explore,
     home,
+    image,
     monitor,
     plan,
     train,
@@ -47,7 +48,7 @@ from tessella.studio.uploads import Uploads
 from tessella.studio.warm import Answers
 from tessella.studio.workspace import Workspace
 
-PAGES = (home, data, train, monitor, compare, explore, plan, diff, trash)
+PAGES = (home, data, train, monitor, compare, explore, plan, diff, image, trash)
 
 log = logging.getLogger("tessella.studio")
 

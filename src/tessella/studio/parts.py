@@ -258,9 +258,16 @@ class Track:
 
 
 def drop_zone(
-    title: str, hint: str, accept: str, on_sent: Callable[[str, str], Awaitable[None]]
+    title: str,
+    hint: str,
+    accept: str,
+    on_sent: Callable[[str, str], Awaitable[None]],
+    *,
+    folders: bool = False,
 ) -> None:
     """A place to drop a file or click; calls ``on_sent(upload_id, file_name)`` when it has arrived.
+
+    With ``folders`` it takes a folder, too, dropped or chosen: all of its files are one upload.
 
     The file goes through ``/api/uploads`` in chunks; the name is the browser's and is only shown.
     """
@@ -270,6 +277,11 @@ def drop_zone(
             text("span", hint)
             chooser = ui.element("input").props('type="file"')
             chooser.props.update({"accept": accept, "aria-label": title})
+        if folders:
+            with box("row-line"):
+                opener = plain_button("Choose a folder", lambda: None, "drive_folder_upload")
+            opener.on("click", js_handler=f"() => studio.chooseFolder({chooser.id})")
+            zone.on("drop", js_handler=f"(e) => studio.dropFolder(e, {chooser.id})")
         track = Track()
         track.box.set_visibility(False)
     chooser.on("change", js_handler="(e) => studio.upload(e.target, [...e.target.files])")

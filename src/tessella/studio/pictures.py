@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from fastapi import APIRouter
+from nicegui.element import Element
 from starlette.responses import FileResponse, Response
 
 from tessella.artifacts.dataset import Dataset
@@ -91,6 +92,14 @@ def example_address(dataset: Dataset, ref: str, split: str, index: int) -> str:
     """The URL of an image of a dataset."""
     stamp = dataset.info.content_hash[:12]
     return parts.address("/pictures/example", dataset=ref, split=split, index=index, v=stamp)
+
+
+def thumb(dataset: Dataset, ref: str, split: str, index: int, title: str = "") -> Element:
+    """A small picture of a dataset's image that leads to its page; for ``with``."""
+    link = parts.link("/image", "thumb", dataset=ref, split=split, index=str(index))
+    with link:
+        parts.picture(example_address(dataset, ref, split, index), title)
+    return link
 
 
 def stored_file(dataset: Dataset, split: str, index: int) -> bytes:

@@ -234,10 +234,11 @@ def _is(split: Split, flip: ChangedAnswer) -> bool:
 
 
 def _flip(flip: ChangedAnswer, dataset: Dataset, ref: str, places: dict[str, int]) -> None:
-    with parts.box("thumb"):
-        if flip.path in places:
-            source = pictures.example_address(dataset, ref, "val", places[flip.path])
-            parts.picture(source, f"{flip.truth}: {flip.path}").props["title"] = flip.path
+    if flip.path in places:
+        box = pictures.thumb(dataset, ref, "val", places[flip.path], f"{flip.truth}: {flip.path}")
+    else:
+        box = parts.box("thumb")
+    with box:
         text("b", flip.truth).classes("cut small")
         text("div", f"{flip.before} → {flip.after}").props["title"] = (
             f"{flip.path}: {flip.before} before, {flip.after} by this plan"

@@ -23,6 +23,9 @@ from tessella.core.errors import DataError, UsageError
 from tessella.studio.workspace import Workspace
 
 MAX_FILE_BYTES = 20 << 30
+MAX_FOLDER_FILES = 200_000
+MAX_PATH, MAX_DEPTH = 1000, 20  # characters, and folders, of a file in an uploaded folder
+BLOCK_BYTES = 4096  # that a file takes on a disk at least
 MAX_CHUNK_BYTES = 8 << 20
 MAX_MEMBERS = 2_000_000
 MAX_UNPACKED_BYTES = 200 << 30
@@ -35,23 +38,93 @@ class Uploads:
 
     def __init__(self, workspace: Workspace) -> None:
         self._root = workspace.own("uploads")
+        self._received: dict[str, tuple[int, int]] = {}  # files and bytes of unfinished folders
 
     def begin(self, name: str, nbytes: int) -> str:
         """Announce a file; returns the id for sending the chunks."""
+        upload = self._begin(name, nbytes, 1)
+        (self._root / upload / "content").touch()
+        return upload
+
+    def begin_folder(self, name: str, files: int, nbytes: int) -> str:
+        """Announce a folder of so many files; returns the id for sending them."""
+        if not 0 < files <= MAX_FOLDER_FILES:
+            raise UsageError(
+                f"an uploaded folder has 1 to {MAX_FOLDER_FILES:,} files",
+                seen=files,
+                fix="copy larger sets to the server and give their folder",
+            )
+        upload = self._begin(name, nbytes, files)
+        (self._root / upload / "images.part").mkdir()
+        self._received[upload] = (0, 0)
+        return upload
+
+    def _begin(self, name: str, nbytes: int, files: int) -> str:
         if not 0 < nbytes <= MAX_FILE_BYTES:
             raise UsageError(
                 f"an upload has 1 to {MAX_FILE_BYTES:,} bytes",
                 seen=nbytes,
                 fix="copy larger sets to the server and give their folder",
             )
-        if shutil.disk_usage(self._root).free < 2 * nbytes:
-            raise UsageError("the disk is too full for this upload", seen=f"{nbytes:,} bytes")
+        needed = 2 * nbytes + files * BLOCK_BYTES
+        if shutil.disk_usage(self._root).free < needed:
+            raise UsageError("the disk is too full for this upload", seen=f"{needed:,} bytes")
         upload = secrets.token_hex(16)
         folder = self._root / upload
         folder.mkdir()
-        (folder / "about.json").write_text(json.dumps({"name": name[-200:], "nbytes": nbytes}))
-        (folder / "content").touch()
+        about = {"name": name[-200:], "nbytes": nbytes, "files": files}
+        (folder / "about.json").write_text(json.dumps(about))
         return upload
+
+    def add_file(self, upload: str, path: str, offset: int, chunk: bytes) -> int:
+        """Append a chunk to a file of a folder; returns how many bytes of the folder are there.
+
+        Raises:
+            UsageError: the path leads out of the folder, or there is more than was announced.
+        """
+        about = json.loads((self._folder(upload) / "about.json").read_text())
+        if upload not in self._received:  # finished, no folder, or begun before a restart
+            raise UsageError("this folder takes no files", seen=upload, fix="send it again")
+        refused = not path or len(path) > MAX_PATH or not path.isprintable()
+        if refused or _leads_out(path):
+            raise UsageError("a file's path leads out of its folder", seen=path[:120])
+        if len(PurePosixPath(path).parts) > MAX_DEPTH:
+            raise UsageError(f"a folder is at most {MAX_DEPTH} deep", seen=path[:120])
+        files, nbytes = self._received[upload]
+        files += offset == 0
+        nbytes += len(chunk)
+        if files > about["files"] or nbytes > about["nbytes"] or len(chunk) > MAX_CHUNK_BYTES:
+            raise UsageError(
+                "a folder is larger than announced", seen=f"{files:,} files, {nbytes:,} bytes"
+            )
+        target = self._root / upload / "images.part" / PurePosixPath(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("xb" if offset == 0 else "ab") as file:
+                if file.tell() != offset:
+                    raise UsageError("a chunk came out of order", seen=f"offset {offset}")
+                file.write(chunk)
+        except OSError as error:  # two files of one path, a name that is too long, a full disk
+            raise UsageError(
+                "a file cannot be written",
+                seen=f"{path[:120]}: {error.strerror}",
+                fix="rename it, or copy the folder to the server",
+            ) from error
+        self._received[upload] = (files, nbytes)
+        return nbytes
+
+    def finish_folder(self, upload: str) -> None:
+        """End a folder's upload; what was announced must be there."""
+        folder = self._folder(upload)
+        about = json.loads((folder / "about.json").read_text())
+        received = self._received.pop(upload, (0, 0))
+        if received != (about["files"], about["nbytes"]):
+            raise UsageError(
+                "the upload is not complete",
+                seen=f"{received[0]:,} of {about['files']:,} files, {received[1]:,} bytes",
+                fix="send the folder again",
+            )
+        (folder / "images.part").rename(folder / "images")
 
     def add(self, upload: str, offset: int, chunk: bytes) -> int:
         """Append a chunk; returns how many bytes are there. A chunk sent twice is taken once."""
@@ -74,9 +147,9 @@ class Uploads:
             UsageError: some of it has not arrived.
         """
         content, nbytes = self._content(upload)
-        if content.stat().st_size != nbytes:
+        if not content.exists() or content.stat().st_size != nbytes:
             raise UsageError(
-                "the upload is not complete", seen=f"{content.stat().st_size} of {nbytes} bytes"
+                "the upload is not complete", seen=f"not yet {nbytes:,} bytes", fix="send it again"
             )
         return content
 
@@ -86,10 +159,10 @@ class Uploads:
         return str(json.loads((folder / "about.json").read_text())["name"])
 
     def images(self, upload: str) -> Path:
-        """The folder of images that an uploaded ZIP holds, unpacked on the first call."""
-        archive = self.file(upload)
-        folder = archive.parent / "images"
+        """The folder of images that was uploaded, or that a ZIP holds (unpacked at first)."""
+        folder = self._folder(upload) / "images"
         if not folder.exists():
+            archive = self.file(upload)
             beside = archive.parent / "images.part"
             shutil.rmtree(beside, ignore_errors=True)
             unpack(archive, beside)
@@ -139,14 +212,19 @@ def _check_members(members: list[zipfile.ZipInfo], packed: int) -> None:
             fix="copy the folder to the server and import it from there",
         )
     for member in members:
-        parts = PurePosixPath(member.filename.replace("\\", "/")).parts
         link = stat.S_ISLNK(member.external_attr >> 16)
-        if link or not parts or ".." in parts or parts[0].startswith("/") or ":" in parts[0]:
+        if link or _leads_out(member.filename):
             raise DataError(
                 "the ZIP has a member that leads out of it",
                 seen=member.filename[:120],
                 fix="pack the class folders themselves, without links or absolute paths",
             )
+
+
+def _leads_out(path: str) -> bool:
+    """Whether a path from outside is none under the folder that it is meant for."""
+    parts = PurePosixPath(path.replace("\\", "/")).parts
+    return not parts or ".." in parts or parts[0].startswith("/") or ":" in parts[0]
 
 
 def _unpack_member(opened: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> None:
@@ -176,7 +254,10 @@ def _single_root(folder: Path) -> Path:
 
 
 def router(uploads: Uploads) -> APIRouter:
-    """``POST /api/uploads?name=&nbytes=`` and ``PUT /api/uploads/ID?offset=``."""
+    """``POST /api/uploads?name=&nbytes=`` and ``PUT /api/uploads/ID?offset=`` for a file;
+    ``POST /api/uploads/folders?name=&files=&nbytes=``, ``PUT /api/uploads/ID/files?path=&offset=``
+    and ``POST /api/uploads/ID/done`` for a folder.
+    """
     routes = APIRouter(prefix="/api/uploads")
 
     @routes.post("")
@@ -185,11 +266,38 @@ def router(uploads: Uploads) -> APIRouter:
 
     @routes.put("/{upload}", response_model=None)
     async def add(upload: str, offset: int, request: Request) -> dict[str, int] | JSONResponse:
-        chunk = bytearray()
-        async for piece in request.stream():
-            chunk += piece
-            if len(chunk) > MAX_CHUNK_BYTES:
-                return JSONResponse({"error": "a chunk is too large"}, status_code=413)
-        return {"received": uploads.add(upload, offset, bytes(chunk))}
+        chunk = await _chunk(request)
+        return _TOO_LARGE if chunk is None else {"received": uploads.add(upload, offset, chunk)}
+
+    @routes.post("/folders")
+    def begin_folder(name: str, files: int, nbytes: int) -> dict[str, str]:
+        return {"id": uploads.begin_folder(name, files, nbytes)}
+
+    @routes.put("/{upload}/files", response_model=None)
+    async def add_file(
+        upload: str, path: str, offset: int, request: Request
+    ) -> dict[str, int] | JSONResponse:
+        chunk = await _chunk(request)
+        if chunk is None:
+            return _TOO_LARGE
+        return {"received": uploads.add_file(upload, path, offset, chunk)}
+
+    @routes.post("/{upload}/done")
+    def done(upload: str) -> dict[str, str]:
+        uploads.finish_folder(upload)
+        return {"id": upload}
 
     return routes
+
+
+_TOO_LARGE = JSONResponse({"error": "a chunk is too large"}, status_code=413)
+
+
+async def _chunk(request: Request) -> bytes | None:
+    """The body of a request; None if it is larger than a chunk may be."""
+    chunk = bytearray()
+    async for piece in request.stream():
+        chunk += piece
+        if len(chunk) > MAX_CHUNK_BYTES:
+            return None
+    return bytes(chunk)

@@ -23,6 +23,7 @@ from tessella.studio import charts, parts, pictures
 from tessella.studio.context import Context
 from tessella.studio.feed import Feed
 from tessella.studio.keeping import shown_label, tools
+from tessella.studio.path_field import PathField
 from tessella.studio.standing import standing
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found, plain_name
@@ -181,14 +182,21 @@ class _New:
 
     def _form(self) -> None:
         start = self._values
-        source = ui.input(
-            "Folder on this machine", value=start.source, on_change=self._set("source")
-        )
-        source.props('outlined dense stack-label placeholder="/data/flowers"')
+        self._folder = source = PathField(
+            "Folder on this machine",
+            root=self._context.workspace.root,
+            value=start.source,
+            placeholder="/data/flowers",
+            on_change=self._source_typed,
+        ).input
         source.on("blur", self._find_example)
         source.on("keydown.enter", self._find_example)
         parts.drop_zone(
-            "or drop a ZIP here", "one subfolder a class, up to 20 GB", ".zip", self._uploaded
+            "or drop a folder or a ZIP here",
+            "one subfolder a class, up to 20 GB",
+            ".zip",
+            self._uploaded,
+            folders=True,
         )
         with parts.box("fields"):
             self._name = parts.field(
@@ -255,13 +263,17 @@ class _New:
 
         return handler
 
+    def _source_typed(self, path: str) -> None:
+        self._values.source = path
+        self._changed()
+
     def _changed(self) -> None:
         """Show the command and the four pictures for the form's present values."""
         values = self._values
         problem = line = ""
         try:
             parts.size_of(values.size)  # also while there is no folder yet
-            if values.source.strip():
+            if values.source.strip() and self._source().exists():
                 line = commands.shown(self._request())
         except TessellaError as error:
             problem = str(error)
@@ -307,11 +319,11 @@ class _New:
     async def _uploaded(self, upload: str, name: str) -> None:
         with parts.errors_shown():
             folder = await asyncio.to_thread(self._context.uploads.images, upload)
-            self._values.source = str(folder)
+            self._folder.set_value(self._context.workspace.ref(folder))
             if not self._values.name:
                 self._name.set_value(plain_name(Path(name).stem))
             await self._find_example()
-            ui.notify("The ZIP is here. Press Import.", type="positive")
+            ui.notify(f"{name} is here. Press Import.", type="positive")
 
     def _source(self) -> Path:
         """The folder in the form; a relative path starts at the workspace, where jobs run."""
@@ -474,10 +486,7 @@ class _Dataset:
         with self._images:
             for index in shown:
                 name = self._dataset.classes[int(labels[index])]
-                with parts.box("thumb"):
-                    parts.picture(
-                        pictures.example_address(self._dataset, self._ref, self._split, index), name
-                    )
+                with pictures.thumb(self._dataset, self._ref, self._split, index, name):
                     text("div", name).props["title"] = name
             if not len(shown):
                 text("p", "No images of this class in this split.").classes("muted small")

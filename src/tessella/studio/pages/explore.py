@@ -392,5 +392,4 @@ class _Errors:
             hits = np.flatnonzero((split.labels == truth) & (np.asarray(predictions) == answer))
             with parts.box("thumbs"):
                 for index in hits[:SAMPLES]:
-                    with parts.box("thumb"):
-                        parts.picture(pictures.example_address(dataset, ref, "val", int(index)))
+                    pictures.thumb(dataset, ref, "val", int(index))

@@ -16,6 +16,7 @@ from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import charts, parts
 from tessella.studio.context import Context
+from tessella.studio.path_field import PathField
 from tessella.studio.quick import ask
 from tessella.studio.recipe_form import RecipeForm, flat
 from tessella.studio.sweep_form import SweepForm
@@ -112,8 +113,13 @@ class _Train:
             ui.select(previous, label="Continue from the best checkpoint of",
                       on_change=self._network_changed)
         )  # fmt: skip
-        self._own = parts.field(ui.input("File", on_change=self._network_changed))
-        self._own.props('placeholder="net.py:Net or net.prototxt"')
+        self._own = PathField(
+            "File",
+            root=self._context.workspace.root,
+            placeholder="net.py:Net or net.prototxt",
+            suffixes=(".py", ".prototxt"),
+            on_change=lambda _: self._network_changed(),
+        )
         self._name = parts.field(ui.input("Name of the run", value=self._free_name()))
         self._name.on_value_change(self._changed)
         self._show_source()
@@ -187,7 +193,7 @@ class _Train:
     def _show_source(self) -> None:
         for name, element in (
             ("standard", self._standard), ("timm", self._timm), ("run", self._previous),
-            ("file", self._own),
+            ("file", self._own.box),
         ):  # fmt: skip
             element.set_visibility(self._source.value == name)
 

@@ -74,6 +74,74 @@ window.studio = (() => {
     }
   }
 
+  // Send all files of a folder as one upload: [[path, file], …], several at a time.
+  async function uploadFolder(element, name, entries) {
+    const kept = entries.filter(([path]) => !path.split("/").some((part) => part.startsWith(".")));
+    const nbytes = kept.reduce((sum, [, file]) => sum + file.size, 0);
+    try {
+      const query = new URLSearchParams({ name, files: kept.length, nbytes });
+      const { id } = await answer(await fetch(`/api/uploads/folders?${query}`, { method: "POST" }));
+      let sent = 0, next = 0, told = 0;
+      async function work() {
+        while (next < kept.length) {
+          const [path, file] = kept[next++];
+          for (let offset = 0; offset === 0 || offset < file.size; offset += CHUNK_BYTES) {
+            const body = file.slice(offset, offset + CHUNK_BYTES);
+            const where = new URLSearchParams({ path, offset });
+            await answer(await fetch(`/api/uploads/${id}/files?${where}`, { method: "PUT", body }));
+            sent += body.size;
+          }
+          if (Date.now() - told > 200) {
+            told = Date.now();
+            tell(element, "sending", { name, sent, nbytes });
+          }
+        }
+      }
+      await Promise.all([work(), work(), work(), work()]);
+      await answer(await fetch(`/api/uploads/${id}/done`, { method: "POST" }));
+      tell(element, "sent", { id, name });
+    } catch (error) {
+      tell(element, "unsent", { name, error: error.message });
+    }
+  }
+
+  function chooseFolder(id) {
+    const chooser = document.createElement("input");
+    chooser.type = "file";
+    chooser.webkitdirectory = true;
+    chooser.addEventListener("change", () => sendChosen(getHtmlElement(id), [...chooser.files]));
+    chooser.click();
+  }
+
+  function sendChosen(element, files) {
+    if (!files.length) return;
+    const name = files[0].webkitRelativePath.split("/")[0];
+    uploadFolder(element, name, files.map((file) => [file.webkitRelativePath, file]));
+  }
+
+  // A dropped folder cannot go to the input: its files are looked up here.
+  async function dropFolder(event, id) {
+    const dropped = [...event.dataTransfer.items].map((i) => i.webkitGetAsEntry()).filter((e) => e);
+    if (!dropped.some((entry) => entry.isDirectory)) return;
+    event.preventDefault();
+    const found = [];
+    for (const entry of dropped) await walk(entry, entry.name, found);
+    uploadFolder(getHtmlElement(id), dropped[0].name, found);
+  }
+
+  async function walk(entry, path, found) {
+    if (entry.isFile) {
+      found.push([path, await new Promise((done, failed) => entry.file(done, failed))]);
+      return;
+    }
+    const reader = entry.createReader();
+    for (;;) {
+      const inside = await new Promise((done, failed) => reader.readEntries(done, failed));
+      if (!inside.length) return;
+      for (const each of inside) await walk(each, `${path}/${each.name}`, found);
+    }
+  }
+
   function tell(element, kind, detail) {
     element.dispatchEvent(new CustomEvent(kind, { detail }));
   }
@@ -83,5 +151,5 @@ window.studio = (() => {
     event.currentTarget.classList.toggle("over", over);
   }
 
-  return { append, replace, logScale, theme, upload, mark };
+  return { append, replace, logScale, theme, upload, mark, chooseFolder, sendChosen, dropFolder };
 })();

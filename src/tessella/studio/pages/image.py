@@ -1,0 +1,73 @@
+"""The page of one image of a dataset: large, with its class, its file, and its neighbours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nicegui import ui
+
+from tessella.artifacts.dataset import Dataset
+from tessella.core.errors import TessellaError, UsageError
+from tessella.studio import parts, pictures
+from tessella.studio.context import Context
+from tessella.studio.theme import RESPONSE_S, frame, text
+
+MISSING = "Choose an image on the Data page."
+
+
+def register(context: Context) -> None:
+    @ui.page("/image", response_timeout=RESPONSE_S)
+    def image(dataset: str = "", split: str = "", index: int = 0) -> None:
+        with frame("Image", "As it is stored.", context.workspace.root, step="Data"):
+            try:
+                opened = context.workspace.dataset(dataset)
+                if split not in opened.info.splits:
+                    raise UsageError(
+                        "the dataset has no such split",
+                        seen=split,
+                        fix=f"use {', '.join(opened.info.splits)}",
+                    )
+                pictures.stored_file(opened, split, index)
+            except TessellaError as error:
+                parts.refused(error, MISSING)
+                return
+            _show(context, opened, dataset, split, index)
+
+
+def _show(context: Context, dataset: Dataset, ref: str, split: str, index: int) -> None:
+    examples = dataset.split(split)
+    example, record = examples[index], dataset.preprocess
+    label = dataset.classes[int(examples.labels[index])]
+    with parts.box("split"):
+        with parts.box("stack"):
+            with parts.card():
+                text("h2", label).style("overflow-wrap:anywhere")
+                shape = f"{record.height} × {record.width} × {record.channels}, {record.depth} bits"
+                rows = [
+                    ("dataset", context.labels.title(ref, dataset.info.name)),
+                    ("split", split),
+                    ("image", f"{index + 1:,} of {len(examples):,}"),
+                    ("imported from", example.path),
+                    ("pixels", shape),
+                    ("bytes", parts.nbytes(len(example.content))),
+                ]
+                parts.table([parts.Column(title="field"), parts.Column(title="value")], rows)
+                with parts.box("row-line"):
+                    _step(ref, split, index - 1, len(examples), "Previous", "chevron_left")
+                    _step(ref, split, index + 1, len(examples), "Next", "chevron_right")
+                source = Path(dataset.info.source) / example.path
+                if (context.workspace.root / source).is_file():
+                    text("p", f"Its file is still there: {source}").classes("muted small")
+                query = {"dataset": ref, "split": split, "label": int(examples.labels[index])}
+                with parts.link("/data", **{k: str(v) for k, v in query.items()}):
+                    text("span", "All images of this class")
+        with parts.card(), parts.box("large"):
+            address = pictures.example_address(dataset, ref, split, index)
+            parts.picture(address, f"{label}: {example.path}")
+
+
+def _step(ref: str, split: str, index: int, count: int, label: str, icon: str) -> None:
+    """A button to a neighbour, if there is one."""
+    if 0 <= index < count:
+        to = parts.address("/image", dataset=ref, split=split, index=index)
+        parts.plain_button(label, lambda: ui.navigate.to(to), icon)
