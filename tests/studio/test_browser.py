@@ -1,11 +1,16 @@
 """The pages in Chromium: they live, follow a run by its new points, and ask nobody else."""
 
+import itertools
 import json
+import re
 
+import numpy as np
 import pytest
 from selenium.webdriver.common.by import By
 
+from tessella.artifacts.run import Run
 from tessella.core.events import EventLog, metric
+from tessella.studio.workspace import best_checkpoint
 from tests.support.studio.browsing import (
     PAGES,
     alive,
@@ -20,7 +25,7 @@ from tests.support.studio.browsing import (
     traffic,
     until,
 )
-from tests.support.studio.workspaces import HOSTILE, make_run
+from tests.support.studio.workspaces import HOSTILE, make_run, write_evaluation, write_trace
 
 pytestmark = pytest.mark.browser
 
@@ -144,3 +149,90 @@ def test_a_hostile_name_stays_text_in_a_chart(studio, chromium):
     )
     chromium.execute_async_script("setTimeout(arguments[0], 300)")
     assert not chromium.find_elements(By.CSS_SELECTOR, "img[src='x']")
+
+
+# Every text that a chart draws, as [text, left, top, right, bottom] on its canvas.
+DRAWN = """
+const out = [];
+for (const box of document.querySelectorAll('.nicegui-echart')) {
+  const chart = getElement(Number(box.id.slice(1)))?.chart;
+  const texts = [];
+  for (const e of chart?.getZr().storage.getDisplayList(true) ?? []) {
+    if (!(e.style?.text) || e.ignore || e.invisible) continue;
+    const r = e.getBoundingRect().clone();
+    const m = e.getComputedTransform?.() ?? e.transform;
+    if (m) r.applyTransform(m);
+    texts.push([e.style.text, r.x, r.y, r.x + r.width, r.y + r.height]);
+  }
+  out.push({width: chart?.getWidth() ?? 0, height: chart?.getHeight() ?? 0, texts});
+}
+return out;
+"""
+
+
+def overlaps(a, b):
+    """Whether two texts cover each other, by more than the room around letters."""
+    across = min(a[3], b[3]) - max(a[1], b[1])
+    along = min(a[4], b[4]) - max(a[2], b[2])
+    return across > 2 and along > 2
+
+
+def assert_readable(chromium, count):
+    """No text of a chart lies over another, is cut at an edge, or is a number's long tail."""
+    charts = until(lambda: (found := chromium.execute_script(DRAWN)) and all(
+        c["texts"] for c in found) and found, what="charts")  # fmt: skip
+    for chart in charts:
+        texts = chart["texts"]
+        for text in texts:
+            assert text[1] > -2, text
+            assert text[2] > -2, text
+            assert text[3] < chart["width"] + 2, text
+            assert text[4] < chart["height"] + 2, text
+            assert not re.fullmatch(r"-?\d+\.\d{5,}.*", text[0]), text
+        pairs = itertools.combinations(texts, 2)
+        assert not [(a, b) for a, b in pairs if overlaps(a, b)][:3]
+    assert sum(len(c["texts"]) for c in charts) >= count
+
+
+@pytest.mark.parametrize("classes", [2, 20, 200])
+def test_the_confusion_matrix_is_readable_at_1280_pixels(studio, chromium, classes):
+    """Every name or every n-th, the numbers of 20 classes, no zeros, and the worst mistakes."""
+    checkpoint = best_checkpoint(Run(studio.root / "runs" / "first"))
+    words = itertools.cycle(("Norwegian", "American", "ice", "snow"))
+    labels = [
+        f"{word} forest cat number {i}" for i, word in zip(range(classes), words, strict=False)
+    ]
+    confusion = np.diag(np.arange(classes) + 101)
+    confusion[0, 1] = confusion[classes - 1, 0] = 77
+    write_evaluation(studio.root, checkpoint, labels, confusion)
+    resize(chromium, 1280, 900)
+    enter(chromium, studio, "/explore?run=runs/first")
+    see(chromium, "Where it errs")
+    fit(chromium, 1280, "the matrix")
+    assert classes + 2 in series(chromium).values()
+    assert_readable(chromium, 2 * min(classes, 33))
+    drawn = [t[0] for c in chromium.execute_script(DRAWN) for t in c["texts"]]
+    assert "0" not in drawn
+    assert ("77" in drawn) == (classes < 200)
+    see(chromium, f"{labels[-1]}\t{labels[0]}\t\n77")
+
+
+def test_charts_and_the_profile_are_whole_at_1280_pixels(studio, chromium):
+    """An epoch of 3.3809… steps has a short label; a table shows its last column."""
+    make_run(studio.root / "runs" / "odd", dataset="datasets/digits", epochs=3, steps=21)
+    log = EventLog(studio.root / "runs" / "odd" / "events.jsonl")
+    log(metric(71, 71 / 21, loss=0.123456789, lr=0.00123456789))
+    log.close()
+    layer = ("features.stage3.block2.conv1", "conv2d.onednn_blocked_avx512", "memory traffic")
+    write_trace(studio.root, "plans/digits.plan", 8, [layer] * 20)
+    resize(chromium, 1280, 900)
+    enter(chromium, studio, "/monitor?run=runs/odd")
+    until(lambda: series(chromium).get("loss"))
+    assert_readable(chromium, 20)
+    go(chromium, studio, "/plan?plan=plans/digits.plan")
+    see(chromium, "Where the time goes")
+    hidden = """
+        return [...document.querySelectorAll('.table-box')]
+          .map(e => e.scrollWidth - e.clientWidth).filter(n => n > 0)
+    """
+    assert chromium.execute_script(hidden) == []

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
 
-from tessella.artifacts.checkpoint import Network, Position, save_checkpoint
+from tessella.artifacts.checkpoint import Checkpoint, Network, Position, save_checkpoint
 from tessella.artifacts.dataset import DatasetInfo, Example, SkippedFile, SplitWriter, write_info
 from tessella.artifacts.front import FrontInfo, FrontPoint, write_front
 from tessella.artifacts.plan import Candidate, Manifest, Plan
@@ -19,6 +21,7 @@ from tessella.artifacts.run import Recipe, RunInfo, write_run
 from tessella.core.device import fingerprint
 from tessella.core.events import Event, EventLog, metric, phase, progress
 from tessella.core.preprocess import Preprocess, encode
+from tessella.core.record import digest
 from tessella.core.spec import DimRange, TensorSpec
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -248,3 +251,43 @@ def make_workspace(root: Path) -> None:
     make_plan(root / "plans" / "digits.plan", built_from="runs/first")
     make_front(root / "plans" / "small.front", built_from="runs/first")
     (root / "plans" / "broken.plan").write_bytes(b"not a plan")
+
+
+def write_evaluation(
+    root: Path, checkpoint: Checkpoint, labels: Sequence[str], confusion: np.ndarray
+) -> None:
+    """The report of ``tessella run --data``, where the studio keeps that of a checkpoint."""
+    ref = checkpoint.path.relative_to(root.resolve()).as_posix()
+    key = digest([ref, checkpoint.info.files["model.safetensors"].sha256])[:24]
+    figures = {"precision": 0.5, "recall": 0.5, "f1": 0.5}
+    report = {
+        "accuracy": 0.25,
+        "labels": list(labels),
+        "confusion": confusion.tolist(),
+        "per_class": [
+            {"label": label, "support": int(row.sum()), **figures}
+            for label, row in zip(labels, confusion, strict=True)
+        ],
+    }
+    write_report(root, "evaluations", key, report)
+
+
+def write_trace(root: Path, plan: str, batch: int, steps: Sequence[tuple[str, str, str]]) -> None:
+    """The trace of ``tessella profile``: the layer, the kernel and the bound of each step."""
+    stat = (root / plan).stat()
+    events = [
+        {"ph": "X", "tid": 1, "name": layer, "dur": 345.6,
+         "args": {"kernel": kernel, "alone_us": 345.6, "limit_us": 120.0, "bytes": 1 << 20,
+                  "flops": 1e9, "bound": bound, "share_of_peak": 0.512}}
+        for layer, kernel, bound in steps
+    ]  # fmt: skip
+    document = {"otherData": {"batch": batch, "whole_program_us": 1234.5}, "traceEvents": events}
+    key = digest([plan, stat.st_mtime_ns, stat.st_size, batch])[:24]
+    write_report(root, "traces", key, document)
+
+
+def write_report(root: Path, folder: str, key: str, plain: object) -> None:
+    """A file among the studio's own."""
+    path = root / ".studio" / folder / f"{key}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(plain))
