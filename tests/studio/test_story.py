@@ -5,8 +5,11 @@ With ``--write-pictures`` it also writes the README's pictures into ``docs/image
 
 import io
 import json
+import shlex
 import shutil
 import socket
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from sklearn.datasets import load_digits
 
+from tessella.artifacts.dataset import Dataset
 from tests.support.studio.browsing import (
     alive,
     choose,
@@ -82,16 +86,16 @@ def free_port() -> int:
 
 
 def test_from_a_folder_to_a_served_network(served, chromium, picture):
-    write_digits(served.root / "photos" / "digits")
+    write_digits(served.root / "photos" / "my digits")
     resize(chromium, 1366, 768)
     enter(chromium, served)
     see(chromium, "This workspace is empty")
 
-    import_folder(chromium, served, "photos/digits", picture)
+    import_folder(chromium, served, "photos/my digits", picture)
     train(chromium, served, picture)
     explore(chromium, served, picture)
     compile_plan(chromium, served, picture)
-    serve_plan(chromium, served.root / "photos" / "digits" / "seven" / "0007.png")
+    serve_plan(chromium, served, served.root / "photos" / "my digits" / "seven" / "0007.png")
 
 
 def import_folder(chromium, served, folder, picture):
@@ -99,6 +103,7 @@ def import_folder(chromium, served, folder, picture):
     see(chromium, "New dataset")
     alive(chromium)
     fill(chromium, "Folder on this machine", folder)
+    fill(chromium, "Name", "digits")
     fill(chromium, "Size (height × width)", "28")
     choose(chromium, "Channels", "Grey (1)")
     fill(chromium, "Held out to validate", "0.2")
@@ -109,7 +114,22 @@ def import_folder(chromium, served, folder, picture):
     see(chromium, "1,438")
     until(lambda: len(chromium.find_elements(By.CSS_SELECTOR, ".thumb img")) == 60)
     alive(chromium)
+    run_shown(chromium, served, "tessella data import 'photos/my digits'")
+    made = Dataset(served.root / "datasets" / "digits-2").info
+    assert made.content_hash == Dataset(served.root / "datasets" / "digits").info.content_hash
     picture("data", height=860)
+
+
+def run_shown(chromium, served, start):
+    """Run a command that the page shows as it stands, in the workspace; returns its output."""
+    codes = until(lambda: [c for c in texts(chromium, ".command code") if c.startswith(start)])
+    program = shlex.join([sys.executable, "-m", "tessella"])
+    line = codes[0].replace("tessella", program, 1) if start.startswith("tessella") else codes[0]
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=served.root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{line}\n{done.stderr}"
+    return done.stdout
 
 
 def train(chromium, served, picture):
@@ -139,11 +159,12 @@ def explore(chromium, served, picture):
     press(chromium, "Explore")
     see(chromium, "Classify a picture")
     alive(chromium)
-    upload = served.root / "photos" / "digits" / "three" / "0003.png"
+    upload = served.root / "photos" / "my digits" / "three" / "0003.png"
     chromium.find_element(By.CSS_SELECTOR, "input[type=file]").send_keys(str(upload))
     answers = until(lambda: texts(chromium, ".answer .name"), SLOW_S, "answers")
     assert len(answers) == 5
     assert answers[0] == "three"
+    assert "three" in run_shown(chromium, served, "tessella run").splitlines()[1]
     names = until(lambda: texts(chromium, "button.item .name"), SLOW_S, "layers")
     assert {"conv1", "conv2", "fc1", "fc2"} <= set(names)
     chromium.find_elements(By.CSS_SELECTOR, "button.item")[names.index("conv2")].click()
@@ -217,7 +238,7 @@ def compile_plan(chromium, served, picture):
     picture("plan", "dark", 1000)
 
 
-def serve_plan(chromium, image):
+def serve_plan(chromium, served, image):
     port = free_port()
     fill(chromium, "Port", str(port))
     see(chromium, f"curl -s http://127.0.0.1:{port}/v2/models/digits/classify")
@@ -235,8 +256,14 @@ def serve_plan(chromium, image):
 
     answer = until(answered, SLOW_S, "an answer")
     assert "seven" in json.dumps(answer)
+    if shutil.which("curl") is not None:
+        top = json.loads(run_shown(chromium, served, "curl"))["predictions"][0]
+        assert top[0]["label"] in NAMES
     press(chromium, "Stop")
     until(lambda: answered() is None, SLOW_S, "the end of the service")
+    go(chromium, served, "/")
+    see(chromium, "stopped")
+    assert "aborted" not in chromium.execute_script("return document.body.innerText")
 
 
 def test_a_zip_is_imported_and_its_training_aborted_and_resumed(served, chromium, tmp_path):
@@ -248,7 +275,7 @@ def test_a_zip_is_imported_and_its_training_aborted_and_resumed(served, chromium
     choose(chromium, "Channels", "Grey (1)")
     fields = chromium.find_elements(By.CSS_SELECTOR, "input[type=file][accept='.zip']")
     fields[0].send_keys(packed)
-    see(chromium, "The ZIP is here")
+    see(chromium, "packed.zip is here")
     press(chromium, "Import")
     see(chromium, "Train on it", SLOW_S)
     see(chromium, "packed")
