@@ -7,9 +7,11 @@ import re
 import shlex
 import shutil
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -50,6 +52,12 @@ BAD = {
     "/data?dataset=../../etc": "out of the workspace",
     "/data?dataset=datasets/none": "there is no",
     "/data?job=none": "no such job",
+    "/data?like=datasets/none": "there is no",
+    "/image?dataset=../../etc&split=val": "out of the workspace",
+    "/image?dataset=datasets/digits&split=test": "no such split",
+    "/image?dataset=datasets/digits&split=val&index=80": "no such image",
+    "/image?dataset=datasets/digits&split=val&index=-1": "no such image",
+    "/plan?like=plans/none.plan": "no such file",
     "/train?dataset=datasets/none": "there is no",
     "/train?run=runs/none": "There is no run",
     "/monitor?run=/etc": "out of the workspace",
@@ -299,3 +307,14 @@ def test_every_shown_command_runs_as_it_stands(client, studio):
     served = client.get("/plan?plan=plans/digits.plan").text
     picture = re.search(r"--data-binary @(\S+?)[\"\\]", served)
     assert read_pixels((studio.root / picture[1]).read_bytes()).shape == (28, 28, 1)
+
+
+MOST_BYTES = 400 << 20
+
+
+def test_a_studio_that_showed_every_page_holds_no_torch_and_little_memory(client, studio):
+    """Before: 670 MB at the start, all but 150 of them torch and its libraries."""
+    for path in PAGES:
+        assert client.get(path).status_code == 200
+    assert "libtorch" not in Path(f"/proc/{studio.pid}/maps").read_text()
+    assert psutil.Process(studio.pid).memory_info().rss < MOST_BYTES

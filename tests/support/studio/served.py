@@ -27,6 +27,7 @@ class Served:
     url: str
     token: str
     root: Path
+    pid: int
 
     def client(self) -> httpx.Client:
         """A client that has been let in."""
@@ -49,7 +50,8 @@ def serve(root: Path, *, scheduler: bool) -> tuple[subprocess.Popen[str], Served
         if line.startswith("ready "):
             address = urlsplit(line.split()[1])
             token = parse_qs(address.query)["token"][0]
-            return process, Served(url=f"http://{address.netloc}", token=token, root=root)
+            url = f"http://{address.netloc}"
+            return process, Served(url=url, token=token, root=root, pid=process.pid)
     raise AssertionError(f"the studio ended with {process.wait()} before it answered")
 
 

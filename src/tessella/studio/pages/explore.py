@@ -203,9 +203,13 @@ class _Classify:
                 self._opened(), {"image": str(image), "top": TOP}
             )
         except TessellaError as error:
+            if waiting.is_deleted:
+                return
             waiting.text = ""
             with self._answer:
                 parts.note(str(error), "bad")
+            return
+        if waiting.is_deleted:  # its page was left, or another picture came
             return
         waiting.delete()
         with self._answer:
@@ -217,7 +221,7 @@ class _Classify:
         folder = self._context.workspace.own("layers", key)
         self._layers.clear()
         with self._layers:
-            text("p", "Looking into every layer …").classes("muted small")
+            waiting = text("p", "Looking into every layer …").classes("muted small")
         problem = None
         try:
             await self._context.answers.ask(
@@ -226,6 +230,8 @@ class _Classify:
             layers = parse_json((folder / "layers.json").read_bytes(), where="layers.json")
         except (TessellaError, OSError) as error:
             problem = str(error)
+        if waiting.is_deleted:
+            return
         self._layers.clear()
         with self._layers:
             if problem is not None:

@@ -90,6 +90,7 @@ class _Train:
         self._ready = True
         self._changed()
         self._redraw()
+        ui.context.client.on_delete(self._stop_drawing)  # nobody is there to see it
         ui.timer(0.1, self._load_names, once=True)
 
     def _choosers(self, dataset: str, start: Recipe | None) -> None:
@@ -205,11 +206,14 @@ class _Train:
         self._changed()
         self._redraw()
 
+    def _stop_drawing(self) -> None:
+        if self._drawing is not None:
+            self._drawing.cancel()
+
     def _redraw(self) -> None:
         if not self._ready:
             return
-        if self._drawing is not None:
-            self._drawing.cancel()
+        self._stop_drawing()
         self._drawing = asyncio.create_task(self._draw())
 
     async def _draw(self) -> None:
