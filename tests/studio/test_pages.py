@@ -17,6 +17,7 @@ from PIL import Image
 
 from tessella.artifacts.dataset import Dataset
 from tessella.core.preprocess import Preprocess, decode, fit, read_pixels
+from tessella.jobs.store import Store
 from tests.support.cli import context
 from tests.support.pictures.encoded import png, saved
 from tests.support.pictures.hostile import tiff_of
@@ -293,6 +294,7 @@ def shown_commands(page: str) -> list[list[str]]:
 def test_every_shown_command_runs_as_it_stands(client, studio):
     """Each is taken by the command line's own parser, and the files that it names are there."""
     verbs = set()
+    ran = {word for job in Store(studio.root / "jobs.db").jobs() for word in job.argv}
     for path in PAGES:
         for words in shown_commands(client.get(path).text):
             verbs.add(words[0])
@@ -301,7 +303,7 @@ def test_every_shown_command_runs_as_it_stands(client, studio):
                 name = word.rpartition("=")[2]
                 if "/" in name and not name.startswith("{") and before not in MADE:
                     assert (studio.root / name).exists(), words
-                if before == "--out":
+                if before == "--out" and name not in ran:
                     assert not (studio.root / name).exists(), words
     assert verbs == {"train", "compile", "diff", "profile", "run", "serve", "verify"}
     served = client.get("/plan?plan=plans/digits.plan").text

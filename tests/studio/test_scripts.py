@@ -63,7 +63,7 @@ def test_no_stored_script_runs(hostile, chromium):
         chromium.get(studio.url + quote(page, safe="/?=&"))
         alive(chromium)
         chromium.execute_script(STIR, ALL)
-        time.sleep(0.3)  # what runs late, runs in here
+        time.sleep(0.2)  # what runs late, runs in here
         assert ran(chromium) is None, page
         shown += int(chromium.execute_script(COUNT))
         links = chromium.execute_script(

@@ -14,6 +14,7 @@ from tessella.artifacts.dataset import Dataset, Split
 from tessella.artifacts.plan import Outline
 from tessella.artifacts.program import Bucket, Step
 from tessella.artifacts.receipt import Receipt
+from tessella.artifacts.run import Run
 from tessella.core.dtype import PRECISIONS
 from tessella.core.errors import TessellaError
 from tessella.core.record import digest, parse_json
@@ -87,12 +88,19 @@ class Accuracy:
             if found.item is not None and built_from.is_relative_to(found.path):
                 try:
                     source = (
-                        best_checkpoint(found.item).path if built_from == found.path else built_from
+                        self._checkpoint(found.item) if built_from == found.path else built_from
                     )
                 except TessellaError:  # a checkpoint that is damaged is no origin
                     return None, None
                 return source, space.find_dataset(found.item.info.dataset_hash)
         return None, None
+
+    def _checkpoint(self, run: Run) -> Path | None:
+        """The run's checkpoint with the plan's weights; its best where the plan does not say."""
+        hashed = self._plan.manifest.weights_sha256
+        if hashed is None:
+            return best_checkpoint(run).path
+        return next((c.path for c in run.checkpoints() if c.weights_sha256 == hashed), None)
 
     # --- the receipt -------------------------------------------------------------
 

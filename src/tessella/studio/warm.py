@@ -77,6 +77,7 @@ class Answers:
             raise
         if process.nbytes() > MOST_BYTES:
             self._retire(opened)
+        self._end_spare(opened)  # of many at once, those that were busy before are not now
         return answer
 
     async def close(self) -> None:
@@ -96,11 +97,15 @@ class Answers:
         if process is None or process.ended:
             process = _Process(opened, self._folder)
         self._open[opened] = process  # at the end: asked last
-        spare = [o for o, p in self._open.items() if not p.busy and o != opened]
-        for other in spare[: max(0, len(self._open) - MOST_PROCESSES)]:
-            self._retire(other)
+        self._end_spare(opened)
         _keep(self._end_idle(opened, process), self._waiting)
         return process
+
+    def _end_spare(self, kept: Opened) -> None:
+        """End those beyond ``MOST_PROCESSES`` that nobody waits for, the longest unasked first."""
+        spare = [o for o, p in self._open.items() if not p.busy and o != kept]
+        for other in spare[: max(0, len(self._open) - MOST_PROCESSES)]:
+            self._retire(other)
 
     async def _end_idle(self, opened: Opened, process: _Process) -> None:
         """End a process that nobody asks any more."""

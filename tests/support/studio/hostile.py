@@ -56,10 +56,10 @@ def make_hostile_workspace(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     drawn.mkdir(parents=True)
     (drawn / "network.svg").write_text(SVG)
     return [
-        "/", f"/?tag={SCRIPTS[0]}", "/data", f"/data?dataset={data}", f"/data?like={data}",
+        "/", f"/?tag={SCRIPTS[0]}", "/data", f"/data?dataset={data}",
         f"/image?dataset={data}&split=val&index=3", f"/train?dataset={data}&run={run}",
         f"/monitor?run={run}", f"/monitor?job={job}", f"/explore?run={run}", f"/plan?plan={plan}",
-        "/plan?plan=plans/small.plan", f"/plan?like={plan}", f"/compare?run={run}",
+        "/plan?plan=plans/small.plan", f"/compare?run={run}",
         f"/diff?a={plan}&b=plans/small.plan", f"/data?dataset={NAME}", f"/monitor?job={ALL}",
         f"/plan?plan=plans/{NAME}-damaged.plan", "/trash",
     ]  # fmt: skip
