@@ -132,6 +132,21 @@ def test_wrong_inputs(engine: Engine, arguments: dict[str, object], wrong: str) 
         engine(**arguments)
 
 
+def test_values_that_the_network_cannot_take() -> None:
+    """An index beyond its table is the caller's mistake, and the next call has its answer."""
+    torch.manual_seed(0)
+    table = nn.Embedding(10, 4)
+    ids = TensorSpec(name="ids", dtype="int64", shape=(DimRange(min=1, opt=2, max=2), 3))
+    right = torch.tensor([[0, 9, 3]])
+    made = runtime.load(
+        plan(capture(table, [ids], outputs=("vectors",)), (1, 2, 2), samples={"ids": right})
+    )
+    for wrong in (10, -1, 2**62):
+        with pytest.raises(InputError, match="a value that the network cannot take"):
+            made(torch.tensor([[0, wrong, 3]]))
+    assert torch.equal(made(right)["vectors"], table(right))
+
+
 def test_threads_get_their_own_answers(engine: Engine) -> None:
     inputs = [images(1 + i) for i in range(6)]
     right = [engine(x)["scores"] for x in inputs]

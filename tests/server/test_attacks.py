@@ -257,6 +257,8 @@ def test_aborts_while_the_engine_runs() -> None:
         b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
         b"Content-Length: 0x10\r\n\r\n",
         b"Bad Header\r\n\r\n",
+        b"Host: localhost\r\nContent-Length: 2\r\n\r\n{}",
+        b"Content-Encoding: gzip\r\nContent-Encoding: identity\r\nContent-Length: 2\r\n\r\n{}",
     ],
 )
 def test_malformed_http(small: Server, lines: bytes) -> None:
@@ -341,8 +343,15 @@ def test_an_answer_that_json_cannot_hold(small: Server) -> None:
         content=text + np.full_like(IMAGE, np.nan).tobytes(),
         headers={"Inference-Header-Content-Length": str(len(text))},
     )
-    assert answer.status_code == 500
+    assert answer.status_code == 422
     assert "NaN" in answer.json()["error"]
+    binary = HTTP.post(
+        f"{small.url}/v2/models/flowers/infer",
+        content=np.full_like(IMAGE, np.nan).tobytes(),
+        headers={"Inference-Header-Content-Length": "0"},
+    )
+    assert binary.status_code == 200
+    assert np.isnan(np.frombuffer(binary.content[-16:], np.float32)).all()
 
 
 # --- many ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ its kernels: it checks, binds and tests.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ from tessella.runtime.streams import Turns
 Array = np.ndarray | torch.Tensor
 Fits = tuple[str, torch.Size, torch.dtype]  # an input's name, shape and element type
 
+# How torch's operators on a CPU say that a number in a tensor is none that they can work with.
+_OUT_OF_RANGE = re.compile(r"index (out of range|-?\d+ is out of bounds)|ZeroDivisionError")
 MOST_SHAPES = 1024  # of inputs that an engine knows to fit
 
 
@@ -303,8 +306,17 @@ class Engine:
         else:
             if taken < size:
                 tensors = [torch.cat([t, t.new_zeros(size - taken, *t.shape[1:])]) for t in tensors]
-            with torch.inference_mode():
-                made = bound(tensors)
+            try:
+                with torch.inference_mode():
+                    made = bound(tensors)
+            except (IndexError, RuntimeError) as error:
+                if _OUT_OF_RANGE.match(str(error)) is None:
+                    raise
+                raise InputError(
+                    "an input holds a value that the network cannot take",
+                    seen=first_line(error),
+                    fix="send indices within the tables that they point into, and divisors but 0",
+                ) from error
         if taken < size:
             made = [t[:taken] for t in made]
         # outside of inference mode and always a copy: what a caller keeps is never the arena's

@@ -21,7 +21,7 @@ from tessella.server.answers import Answer, Send, error_answer, json_answer, log
 from tessella.server.body import BodyReader, Disconnected, Headers, Receive, Scope
 from tessella.server.classification import best
 from tessella.server.descriptions import model_config, model_metadata, server_metadata
-from tessella.server.guard import Guard
+from tessella.server.guard import Guard, require_once
 from tessella.server.images import ImageDecoder, files_of_form
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.management import management
@@ -54,6 +54,7 @@ class App:
             return
         headers: Headers = dict(scope["headers"])
         try:
+            require_once(scope["headers"], headers)
             self._guard.check(scope["method"], scope["path"], headers)
             answer = await self._answer(scope, headers, receive)
         except Disconnected:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import hmac
 import ipaddress
+from collections import Counter
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from tessella.core.errors import ServeError, UsageError
@@ -17,6 +19,10 @@ from tessella.server.body import Headers
 SAFE_METHODS = ("GET", "HEAD")
 OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")  # probes know no token
 LEAST_TOKEN = 16
+DECIDING = (
+    b"host", b"authorization", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding",
+    b"content-length", b"inference-header-content-length",
+)  # fmt: skip
 
 
 class Guard:
@@ -94,6 +100,23 @@ class Guard:
                 seen=(origin or b"Sec-Fetch-Site").decode("latin-1")[:140],
                 fix="send it from a program, or from a page of this server",
             )
+
+
+def require_once(lines: Sequence[tuple[bytes, bytes]], headers: Headers) -> None:
+    """Raise ``ServeError`` 400 if a header that decides something is given twice: a proxy in front
+    may go by the first and we by the last.
+    """
+    if len(lines) == len(headers):
+        return
+    names = Counter(name for name, _ in lines)
+    twice = [name.decode("latin-1") for name in DECIDING if names[name] > 1]
+    if twice:
+        raise ServeError(
+            "a header is given more than once",
+            status=400,
+            seen=", ".join(twice),
+            fix="send it once",
+        )
 
 
 def _host_of(origin: bytes) -> str:

@@ -386,8 +386,10 @@ def build_infer(
 ) -> InferResponse:
     """The response in the form that the request wants: JSON, or JSON and binary tensors."""
     entries, parts = [], []
+    # What a network makes of a client's numbers is the client's: NaN, 0 as a divisor, 1e30.
+    status = 422 if request.arrays else 500
     for requested in request.outputs:
-        entry, part = _build_output(requested, outputs[requested.name], model)
+        entry, part = _build_output(requested, outputs[requested.name], model, status)
         entries.append(entry)
         if part is not None:
             parts.append(part)
@@ -404,7 +406,7 @@ def build_infer(
 
 
 def _build_output(
-    requested: RequestedOutput, array: np.ndarray, model: Signature
+    requested: RequestedOutput, array: np.ndarray, model: Signature, status: int
 ) -> tuple[dict[str, Any], bytes | None]:
     element = dtype(model.outputs[requested.name].dtype)
     entry: dict[str, Any] = {"name": requested.name}
@@ -418,6 +420,6 @@ def _build_output(
     else:
         entry |= {"datatype": element.wire, "shape": list(array.shape)}
         if not requested.binary:
-            return entry | {"data": to_json(array, name=requested.name)}, None
+            return entry | {"data": to_json(array, name=requested.name, status=status)}, None
         part = to_binary(array, element)
     return entry | {"parameters": {"binary_data_size": len(part)}}, part

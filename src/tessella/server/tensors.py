@@ -175,16 +175,19 @@ def flatten(data: Any, shape: tuple[int, ...], *, name: str) -> list[Any]:
     return level
 
 
-def to_json(array: np.ndarray, *, name: str) -> list[Any]:
+def to_json(array: np.ndarray, *, name: str, status: int = 500) -> list[Any]:
     """The elements as a flat list of JSON numbers.
 
+    Args:
+        status: of the error; 500 says that we made the input, 422 that the client did.
+
     Raises:
-        ServeError: 500, NaN or infinity, which JSON cannot say.
+        ServeError: NaN or infinity, which JSON cannot say.
     """
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ServeError(
             f"output {name!r} holds NaN or infinity, which JSON cannot say",
-            status=500,
+            status=status,
             fix="ask for binary_data, and look at the input or the model",
         )
     return array.ravel().tolist()
