@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tessella.server.management import INFERENCE_ROUTES
+from tessella.server.welcome import INFERENCE_ROUTES, MANAGEMENT_ROUTES
 
 
 def samples(http: httpx.Client) -> dict[tuple[str, str], float]:
@@ -69,7 +69,7 @@ def test_names_and_types_are_tritons(http: httpx.Client) -> None:
 def test_the_description_names_every_route_and_every_route_answers(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     described = {(m, p) for p, methods in paths.items() for m in methods}
-    assert {(m, p) for m, p, _ in INFERENCE_ROUTES} < described
+    assert {(m, p) for m, p, _ in (*INFERENCE_ROUTES, *MANAGEMENT_ROUTES)} == described
     assert ("post", "/v2/repository/models/{name}/load") in described
     for method, path in described:
         path = path.replace("{model}", "flowers").replace("{name}", "pair")

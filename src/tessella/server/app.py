@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 from urllib.parse import parse_qs
 
 import numpy as np
@@ -30,9 +30,15 @@ from tessella.server.protocol import InferRequest, build_infer, check_tensor_byt
 from tessella.server.repository import MODEL_VERSION, Model, Repository
 from tessella.server.statistics import Statistics
 from tessella.server.tensors import to_json
+from tessella.server.welcome import front_page, models, routes_page
 
 MANAGEMENT_BODY_BYTES = 1 << 20
 DEFAULT_TOP = 5
+
+
+class _Here(TypedDict):
+    url: str
+    token: bool
 
 
 class App:
@@ -83,6 +89,14 @@ class App:
         match scope["path"].split("/")[1:]:
             case ["v2", "models", name, "versions", version, *verb] if len(verb) <= 1:
                 pass
+            case [""]:
+                return _get(
+                    scope, lambda: front_page(self.repository, **self._here(scope, headers))
+                )
+            case ["docs"]:
+                return _get(scope, routes_page)
+            case ["v2", "models"] | ["v2", "models", ""]:
+                return _get(scope, lambda: models(self.repository, **self._here(scope, headers)))
             case ["v2", "models", "stats"]:
                 return _get(scope, self._all_statistics)
             case ["v2", "models", name, *verb] if len(verb) <= 1:
@@ -123,6 +137,11 @@ class App:
                 self.repository.get(name, version)
                 return json_answer({})
         return None
+
+    def _here(self, scope: Scope, headers: Headers) -> _Here:
+        """Under which address the client reaches this server, and whether with a token."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        return {"url": f"{scope['scheme']}://{host}", "token": self._guard.has_token}
 
     def _all_statistics(self) -> dict[str, object]:
         return _statistics(self.repository.models)
@@ -235,9 +254,10 @@ def _require(scope: Scope, method: str) -> None:
         )
 
 
-def _get(scope: Scope, describe: Callable[[], dict[str, object]]) -> Answer:
+def _get(scope: Scope, describe: Callable[[], dict[str, object] | Answer]) -> Answer:
     _require(scope, "GET")
-    return json_answer(describe())
+    made = describe()
+    return made if isinstance(made, Answer) else json_answer(made)
 
 
 def _statistics(models: list[Model]) -> dict[str, object]:

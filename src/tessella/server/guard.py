@@ -56,6 +56,11 @@ class Guard:
         self._names = {n.lower() for n in (host, *names)}
         self._is_known = functools.lru_cache(maxsize=64)(self._knows)
 
+    @property
+    def has_token(self) -> bool:
+        """Whether clients must send a token."""
+        return self._token is not None
+
     def check(self, method: str, path: str, headers: Headers) -> None:
         """Raise ``ServeError`` (401, 403, 421) unless the request may be answered."""
         host = headers.get(b"host", b"").decode("latin-1")

@@ -15,25 +15,12 @@ from tessella.server.answers import error_answer
 from tessella.server.metrics import Metrics
 from tessella.server.protocol import parse_object
 from tessella.server.repository import Repository
-
-# The routes that ``app`` answers itself, for the description: method, path, what it does.
-INFERENCE_ROUTES = (
-    ("get", "/v2/health/live", "Whether the process answers"),
-    ("get", "/v2/health/ready", "Whether it takes requests"),
-    ("get", "/v2", "Name, version and extensions of the server"),
-    ("get", "/v2/models/stats", "Statistics of all models"),
-    ("get", "/v2/models/{model}", "Inputs and outputs of a model"),
-    ("get", "/v2/models/{model}/ready", "Whether a model takes requests"),
-    ("get", "/v2/models/{model}/config", "Configuration of a model"),
-    ("get", "/v2/models/{model}/stats", "Statistics of a model"),
-    ("post", "/v2/models/{model}/infer", "Inference on tensors or encoded images"),
-    ("post", "/v2/models/{model}/classify", "The best classes of an image file (?top=5)"),
-)
+from tessella.server.welcome import INFERENCE_ROUTES
 
 
 def management(repository: Repository, metrics: Metrics) -> FastAPI:
     """The FastAPI application behind the inference routes."""
-    # FastAPI's own /docs page loads its scripts from a CDN, so there is only the description.
+    # FastAPI's own /docs page loads its scripts from a CDN; ours is in ``welcome``.
     app = FastAPI(title="Tessella", version=VERSION, docs_url=None, redoc_url=None)
 
     @app.post("/v2/repository/index", summary="All models, their state and why")

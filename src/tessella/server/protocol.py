@@ -82,10 +82,15 @@ class RequestedOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class InferRequest:
-    """A checked request: arrays and encoded images by input name, and what to answer."""
+    """A checked request: arrays and encoded images by input name, and what to answer.
+
+    Attributes:
+        labels: whether the answer names the model's labels.
+    """
 
     id: str | None
     outputs: tuple[RequestedOutput, ...]
+    labels: bool = False
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     images: dict[str, list[bytes]] = field(default_factory=dict)
 
@@ -123,7 +128,13 @@ def parse_infer(
         raise InputError("the request's id is not a string", seen=repr(request_id)[:60])
     outputs = _parse_outputs(document, parameters, model)
     arrays, images = _parse_inputs(document, memoryview(body)[json_bytes:], model, limits)
-    return InferRequest(id=request_id, outputs=outputs, arrays=arrays, images=images)
+    return InferRequest(
+        id=request_id,
+        outputs=outputs,
+        labels=_flag(parameters, "labels", False),
+        arrays=arrays,
+        images=images,
+    )
 
 
 def _json_bytes(header_length: bytes | None, body_bytes: int) -> int:
@@ -396,6 +407,8 @@ def build_infer(
     document: dict[str, Any] = {"model_name": name, "model_version": version}
     if request.id is not None:
         document["id"] = request.id
+    if request.labels:
+        document["parameters"] = {"labels": model.labels}
     document["outputs"] = entries
     text = _COMPACT.encode(document).encode()
     any_binary = any(o.binary for o in request.outputs)

@@ -1,0 +1,153 @@
+"""What people see who open the server's address: ``/``, ``/docs``, and ``/v2/models`` for programs.
+
+Each model is shown with a line of curl that works as it stands. The pages load nothing and run no
+script, and whatever a plan's author wrote is escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from html import escape
+from typing import Any
+
+from tessella.core.dtype import dtype
+from tessella.core.version import VERSION
+from tessella.server.answers import Answer
+from tessella.server.descriptions import model_metadata
+from tessella.server.repository import Model, Repository
+
+# What ``app`` answers itself, here and in the API's description: method, path, what it does.
+INFERENCE_ROUTES = (
+    ("get", "/", "What is served, with a page to try a picture"),
+    ("get", "/docs", "All routes"),
+    ("get", "/v2/health/live", "Whether the process answers"),
+    ("get", "/v2/health/ready", "Whether it takes requests"),
+    ("get", "/v2", "Name, version and extensions of the server"),
+    ("get", "/v2/models", "The loaded models, each with a line of curl"),
+    ("get", "/v2/models/stats", "Statistics of all models"),
+    ("get", "/v2/models/{model}", "Inputs and outputs of a model"),
+    ("get", "/v2/models/{model}/ready", "Whether a model takes requests"),
+    ("get", "/v2/models/{model}/config", "Configuration of a model"),
+    ("get", "/v2/models/{model}/stats", "Statistics of a model"),
+    ("post", "/v2/models/{model}/infer", "Inference on tensors or encoded images"),
+    ("post", "/v2/models/{model}/classify", "The best classes of an image file (?top=5)"),
+)
+MANAGEMENT_ROUTES = (
+    ("post", "/v2/repository/index", "All models, their state and why"),
+    ("post", "/v2/repository/models/{name}/load", "Load a model, or load it again"),
+    ("post", "/v2/repository/models/{name}/unload", "Take a model out of service"),
+    ("get", "/metrics", "Metrics in Prometheus' text format"),
+)
+_PARAMETERS = (
+    ("binary_data_output", "answer with binary tensors", "true"),
+    ("classification", "of an output: its best classes as score:index:label", "3"),
+    ("labels", "the labels of the scores, in their order, beside the outputs", "true"),
+)
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "pre{background:#f3f3f3;padding:.7rem;overflow-x:auto}td{padding:.15rem 1rem .15rem 0}"
+    "h2{margin-top:2rem}"
+)
+_HEADERS = (
+    (b"content-type", b"text/html; charset=utf-8"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; base-uri 'none';"
+        b" frame-ancestors 'none'",
+    ),
+)
+
+
+def models(repository: Repository, url: str, *, token: bool) -> dict[str, Any]:
+    """The loaded models: their tensors, labels, and a line of curl each."""
+    return {
+        "models": [
+            model_metadata(model)
+            | {"labels": list(model.signature.labels), "curl": curl(model, url, token=token)}
+            for model in repository.models
+        ]
+    }
+
+
+def curl(model: Model, url: str, *, token: bool) -> str:
+    """A shell command that gets an answer of the model: for a picture if it takes one, else for
+    inputs of nothing but zeros, answered in JSON.
+    """
+    access = ' -H "Authorization: Bearer $TOKEN"' if token else ""
+    where = f"{url}/v2/models/{model.name}"
+    inputs = model.signature.inputs.values()
+    if model.signature.image_input is not None and len(inputs) == 1:
+        return f"curl{access} -F image=@picture.png {shlex.quote(f'{where}/classify?top=3')}"
+    entries = [
+        {
+            "name": spec.name,
+            "datatype": dtype(spec.dtype).wire,
+            "shape": spec.at(1),
+            "parameters": {"binary_data_size": spec.nbytes(1)},
+        }
+        for spec in inputs
+    ]
+    text = json.dumps({"inputs": entries}, separators=(",", ":"))
+    zeros = sum(spec.nbytes(1) for spec in inputs)
+    return (
+        f"(printf %s {shlex.quote(text)}; head -c {zeros} /dev/zero) |"
+        f" curl{access} -H 'Inference-Header-Content-Length: {len(text)}'"
+        f" --data-binary @- {shlex.quote(f'{where}/infer')}"
+    )
+
+
+def front_page(repository: Repository, url: str, *, token: bool) -> Answer:
+    """The page ``/``."""
+    shown = "".join(_section(model, url, token=token) for model in repository.models)
+    return _page(
+        f"<h1>Tessella {VERSION}</h1>"
+        f"<p>{len(repository.models)} loaded. <a href=/docs>All routes</a> ·"
+        " <a href=/v2/models>models as JSON</a> · <a href=/metrics>metrics</a></p>"
+        f"{shown or '<p>No model is loaded: POST /v2/repository/models/NAME/load loads one.</p>'}"
+    )
+
+
+def _section(model: Model, url: str, *, token: bool) -> str:
+    inputs = ", ".join(map(str, model.signature.inputs.values()))
+    outputs = ", ".join(map(str, model.signature.outputs.values()))
+    labels = model.signature.labels
+    classes = f"<p>{len(labels)} classes: {escape(', '.join(labels[:20]))}</p>" if labels else ""
+    takes_picture = model.signature.image_input is not None and len(model.signature.inputs) == 1
+    form = (
+        f'<form method=post enctype=multipart/form-data action="/v2/models/{escape(model.name)}'
+        '/classify?top=5"><input type=file name=image accept="image/*" required>'
+        " <button>Classify</button></form>"
+        if takes_picture and not token  # a form cannot send the token
+        else ""
+    )
+    return (
+        f"<h2>{escape(model.name)}</h2><p>{escape(inputs)} → {escape(outputs)}</p>{classes}"
+        f"<pre>{escape(curl(model, url, token=token))}</pre>{form}"
+    )
+
+
+def routes_page() -> Answer:
+    """The page ``/docs``."""
+    rows = "".join(
+        f"<tr><td>{method.upper()}<td><code>{escape(path)}</code><td>{escape(meaning)}"
+        for method, path, meaning in (*INFERENCE_ROUTES, *MANAGEMENT_ROUTES)
+    )
+    parameters = "".join(
+        f"<tr><td><code>{name}</code><td>{escape(meaning)}<td><code>{example}</code>"
+        for name, meaning, example in _PARAMETERS
+    )
+    return _page(
+        "<h1>Routes</h1><p><a href=/>What is served</a> ·"
+        f" <a href=/openapi.json>this list for programs</a></p><table>{rows}</table>"
+        f"<h2>Parameters of /infer</h2><table>{parameters}</table>"
+        "<p>The protocol is the Open Inference Protocol with Triton's binary tensors.</p>"
+    )
+
+
+def _page(body: str) -> Answer:
+    text = (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>Tessella</title>"
+        f"<style>{_STYLE}</style>{body}"
+    )
+    return Answer(body=text.encode(), headers=_HEADERS)
