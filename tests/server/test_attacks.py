@@ -392,8 +392,11 @@ def test_a_full_queue_says_so() -> None:
             return HTTP.post(f"{server.url}/v2/models/flowers/infer", json=infer_body(), timeout=30)
 
         with ThreadPoolExecutor(6) as pool:
-            answers = [pool.submit(post, i) for i in range(6)]
+            answers = [pool.submit(post, 0)]
             deadline = time.monotonic() + 10
+            while not engine.batches and time.monotonic() < deadline:
+                time.sleep(0.01)
+            answers += [pool.submit(post, i) for i in range(1, 6)]
             while sum(a.done() for a in answers) < 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
             refused = [a.result() for a in answers if a.done()]

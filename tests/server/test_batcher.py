@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tessella.core.errors import ServeError
-from tessella.server.batcher import Batcher
+from tessella.server.batcher import Batcher, Pace
 from tessella.server.statistics import Statistics
 
 pytestmark = pytest.mark.timeout(30)
@@ -103,14 +103,110 @@ def test_requests_of_different_shapes_are_not_joined() -> None:
     run(test())
 
 
-def test_a_request_larger_than_the_largest_batch_runs_alone() -> None:
+def test_a_large_request_is_cut_and_others_pass_between() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        engine.gate.clear()
+        joined = batcher(engine)
+        values = np.arange(40, dtype=np.float32).reshape(20, 2)
+        large = asyncio.create_task(joined.infer({"x": values}))
+        await until(lambda: engine.batches == [8])
+        small = [asyncio.create_task(joined.infer(rows(i))) for i in range(3)]
+        await asyncio.sleep(0)
+        done: list[str] = []
+        large.add_done_callback(lambda _: done.append("large"))
+        small[-1].add_done_callback(lambda _: done.append("small"))
+        engine.gate.set()
+        np.testing.assert_array_equal((await large)["y"], 2 * values)
+        assert [(await s)["y"][0, 0] for s in small] == [0, 2, 4]
+        assert engine.batches == [8, 3 + 5, 7]
+        assert done == ["small", "large"]
+        await joined.close(lambda: None)
+
+    run(test())
+
+
+def test_a_large_request_of_which_a_piece_fails() -> None:
     async def test() -> None:
         engine = Doubler()
         joined = batcher(engine)
-        assert (await joined.infer(rows(1, 20)))["y"].shape == (20, 2)
-        assert engine.batches == [20]
+        values = np.ones((20, 2), np.float32)
+        values[9] = -1
+        with pytest.raises(ArithmeticError):
+            await joined.infer({"x": values})
+        assert engine.batches == [8, 8]  # what is left of it is not computed
+        assert (await joined.infer(rows(5)))["y"].tolist() == [[10, 10]]
+        await joined.close(lambda: None)
 
     run(test())
+
+
+def test_the_urgent_go_first() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        engine.gate.clear()
+        alone = batcher(engine, max_batch=1)
+        order: list[str] = []
+
+        async def ask(name: str, **settings: int) -> None:
+            await alone.infer(rows(1), **settings)
+            order.append(name)
+
+        first = asyncio.create_task(ask("first"))
+        await until(lambda: engine.batches == [1])
+        given = [
+            ("low", {"priority": 3}),
+            ("default", {}),
+            ("late", {"timeout_us": 900_000}),
+            ("soon", {"timeout_us": 500_000}),
+            ("high", {"priority": 1}),
+        ]
+        tasks = [asyncio.create_task(ask(name, **settings)) for name, settings in given]
+        await asyncio.sleep(0.01)
+        engine.gate.set()
+        await asyncio.gather(first, *tasks)
+        assert order == ["first", "high", "soon", "late", "default", "low"]
+        await alone.close(lambda: None)
+
+    run(test())
+
+
+def test_what_cannot_be_answered_in_time_is_refused_at_once() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        alone = batcher(engine, max_batch=1)
+        alone._pace.took(1, 2_500_000_000)  # as if an execution had taken 2.5 s
+        with pytest.raises(ServeError, match="no time") as caught:
+            await alone.infer(rows(1), timeout_us=2_000_000)
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 3)
+        assert engine.batches == []
+        engine.gate.clear()
+        running = asyncio.create_task(alone.infer(rows(1), timeout_us=3_000_000))
+        await until(lambda: engine.batches == [1])
+        with pytest.raises(ServeError, match="no time"):  # alone it could, behind the other not
+            await alone.infer(rows(1), timeout_us=3_000_000)
+        waits = asyncio.create_task(alone.infer(rows(1), timeout_us=6_000_000))
+        await asyncio.sleep(0)
+        alone._pace.took(1, 60_000_000_000)  # slower than thought: there is no time any more
+        engine.gate.set()
+        await running
+        with pytest.raises(ServeError, match="no time"):
+            await waits
+        assert engine.batches == [1]
+        await alone.close(lambda: None)
+
+    run(test())
+
+
+def test_pieces_of_a_slow_network_are_short() -> None:
+    pace = Pace()
+    assert pace.most_samples(128) == 128
+    pace.took(128, 2_560_000_000)  # 20 ms a sample
+    assert pace.most_samples(128) == 5
+    pace.took(32, 500_000_000)
+    assert pace.expected_ns(32, 128) == 500_000_000
+    assert pace.expected_ns(33, 128) == 2_560_000_000
+    assert pace.expected_ns(300, 128) == 2 * 2_560_000_000 + 2_560_000_000
 
 
 def test_a_bad_request_spoils_no_other() -> None:

@@ -59,7 +59,7 @@ def test_uploaded_files_are_classified_in_order(http: httpx.Client) -> None:
 def test_top_is_a_number(http: httpx.Client, query: str) -> None:
     answer = http.post(f"/v2/models/flowers/classify?{query}", content=png())
     assert answer.status_code == 400
-    assert "number of classes" in answer.json()["error"]
+    assert "top is not a number" in answer.json()["error"]
 
 
 def test_base64_in_json(http: httpx.Client) -> None:

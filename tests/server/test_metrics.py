@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tessella.server import Server
 from tessella.server.welcome import INFERENCE_ROUTES, MANAGEMENT_ROUTES
+from tests.support.engines import Scores, repository
 
 
 def samples(http: httpx.Client) -> dict[tuple[str, str], float]:
@@ -83,3 +88,32 @@ def test_the_description_names_every_route_and_every_route_answers(http: httpx.C
 def test_probes(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 200
     assert http.head(path).status_code == 200
+
+
+def test_an_answer_explains_its_latency_and_so_do_the_histograms() -> None:
+    """The stages add up to the server's time, which lies within what the client saw."""
+    slow = Scores(delay_s=0.06)
+    with Server(repository({"flowers": slow})) as server, httpx.Client(base_url=server.url) as http:
+        http.get("/v2")  # connected
+        begin = time.perf_counter()
+        answer = http.post(
+            "/v2/models/flowers/infer",
+            content=bytes(3 * 64 * 4),
+            headers={"Inference-Header-Content-Length": "0"},
+        )
+        seen_ms = 1000 * (time.perf_counter() - begin)
+        page = http.get("/metrics").text
+        stats = http.get("/v2/models/flowers/stats").json()["model_stats"][0]
+    timing = re.findall(r"(\w+);dur=([\d.]+)", answer.headers["server-timing"])
+    stages = {name: float(ms) for name, ms in timing}
+    assert list(stages) == ["receive", "decode", "queue", "copy", "compute", "answer"]
+    assert 60 <= stages["compute"] <= sum(stages.values()) <= seen_ms
+    counted_ms = stats["inference_stats"]["success"]["ns"] / 1e6
+    assert sum(stages.values()) == pytest.approx(counted_ms, abs=0.5)
+    histogram = {
+        s.labels["le"]: s.value
+        for family in text_string_to_metric_families(page)
+        for s in family.samples
+        if s.name == "tessella_request_stage_seconds_bucket" and s.labels["stage"] == "compute"
+    }
+    assert (histogram["0.05"], histogram["2.5"], histogram["+Inf"]) == (0, 1, 1)

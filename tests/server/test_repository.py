@@ -93,7 +93,7 @@ def test_requests_in_flight_finish_on_the_old_engine(change: str) -> None:
         model = repository.get("a")
 
         async def request() -> np.ndarray:
-            with model.in_use():
+            with model:
                 return (await model.batcher.infer({"image": IMAGE}))["scores"]
 
         flying = asyncio.create_task(request())

@@ -70,6 +70,19 @@ def test_infer_in_all_forms(
     np.testing.assert_allclose(result.as_numpy("scores"), expected_scores(IMAGES), rtol=1e-4)
 
 
+def test_priority_and_timeout(client: triton.InferenceServerClient) -> None:
+    tensor = image_input(IMAGES, binary=True)
+    for settings in ({"priority": 1}, {"timeout": 10**7}, {"priority": 3, "timeout": 0}):
+        result = client.infer("flowers", [tensor], **settings)
+        np.testing.assert_allclose(result.as_numpy("scores"), expected_scores(IMAGES), rtol=1e-4)
+    with pytest.raises(InferenceServerException, match="no such priority"):
+        client.infer("flowers", [tensor], priority=4)
+    with pytest.raises(InferenceServerException, match="no time to answer"):
+        client.infer("flowers", [tensor], timeout=1)
+    config = client.get_model_config("flowers")["dynamic_batching"]
+    assert (config["priority_levels"], config["default_priority_level"]) == (3, 2)
+
+
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
 @pytest.mark.parametrize("binary", [True, False])
 def test_compression_both_ways(

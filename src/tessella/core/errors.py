@@ -123,15 +123,23 @@ class ServeError(TessellaError):
 
     Args:
         status: the HTTP status that says so (401, 404, 413, 503, …).
+        retry_after_s: when it is worth to try again, for a server that is busy (429, 503).
     """
 
     exit_code = 9
 
     def __init__(
-        self, wrong: str, *, status: int, seen: object = None, fix: str | None = None
+        self,
+        wrong: str,
+        *,
+        status: int,
+        seen: object = None,
+        fix: str | None = None,
+        retry_after_s: int = 1,
     ) -> None:
         super().__init__(wrong, seen=seen, fix=fix)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class KernelError(TessellaError):

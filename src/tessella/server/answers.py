@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_JSON = (b"content-type", b"application/json")
+JSON = (b"content-type", b"application/json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     status: int = 200
     body: bytes = b""
-    headers: tuple[tuple[bytes, bytes], ...] = (_JSON,)
+    headers: tuple[tuple[bytes, bytes], ...] = (JSON,)
 
 
 def json_answer(document: Any, status: int = 200) -> Answer:
@@ -36,11 +36,11 @@ def error_answer(error: Exception) -> Answer:
         log.error("a request failed", exc_info=error)
         text = "The server failed to answer. To do: look into its log."
         return json_answer({"error": text}, status)
-    headers = [_JSON]
+    headers = [JSON]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if status == 503:
-        headers.append((b"retry-after", b"1"))
+    if isinstance(error, ServeError) and status in (429, 503):
+        headers.append((b"retry-after", str(error.retry_after_s).encode()))
     if status in (408, 413):  # the rest of the body is not waited for
         headers.append((b"connection", b"close"))
     body = json.dumps({"error": str(error)}).encode()

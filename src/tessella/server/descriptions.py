@@ -7,6 +7,7 @@ from typing import Any
 from tessella.core.dtype import dtype
 from tessella.core.spec import TensorSpec
 from tessella.core.version import VERSION
+from tessella.server.batcher import DEFAULT_PRIORITY, PRIORITIES
 from tessella.server.repository import MODEL_VERSION, Model
 
 PLATFORM = "tessella_plan"
@@ -62,7 +63,11 @@ def model_config(model: Model) -> dict[str, Any]:
         "instance_group": [
             {"name": model.name, "kind": "KIND_GPU" if on_gpu else "KIND_CPU", "count": 1}
         ],
-        "dynamic_batching": {"max_queue_delay_microseconds": model.max_delay_us},
+        "dynamic_batching": {
+            "max_queue_delay_microseconds": model.max_delay_us,
+            "priority_levels": len(PRIORITIES),
+            "default_priority_level": DEFAULT_PRIORITY,
+        },
         "parameters": {name: {"string_value": value} for name, value in facts.items()},
     }
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from tessella.server.repository import MODEL_VERSION, Repository
-from tessella.server.statistics import Statistics
+from tessella.server.statistics import BOUNDS_S, Statistics
 from tessella.telemetry.prometheus import TelemetryCollector
 
 _US = 1000
@@ -85,3 +86,19 @@ class Metrics:
             pending.add_metric((model, MODEL_VERSION), statistics.waiting)
         yield failure
         yield pending
+        yield _stages(models)
+
+
+def _stages(models: dict[str, Statistics]) -> Metric:
+    """Where the time of answered requests went: a histogram a stage."""
+    stages = HistogramMetricFamily(
+        "tessella_request_stage_seconds",
+        "time of answered requests, by stage; the stages of a request add up to its time",
+        labels=("model", "version", "stage"),
+    )
+    for model, statistics in models.items():
+        for stage, histogram in statistics.stages.items():
+            upto = list(accumulate(histogram.counts))
+            buckets = [(str(s), n) for s, n in zip((*BOUNDS_S, "+Inf"), upto, strict=True)]
+            stages.add_metric((model, MODEL_VERSION, stage), buckets, histogram.ns / 1e9)
+    return stages

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from tessella.core.dtype import BY_WIRE, dtype
+from tessella.core.dtype import BY_WIRE, DType, dtype
 from tessella.core.errors import InputError, ServeError
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
+from tessella.server.batcher import DEFAULT_PRIORITY, PRIORITIES
 from tessella.server.classification import ranked
 from tessella.server.images import as_encoded_images
 from tessella.server.limits import Limits
@@ -38,6 +39,8 @@ class Signature:
 
     Attributes:
         image_input: the input that also takes encoded images, if the plan has a record.
+        heads: checked JSON of requests with binary tensors alone, by its text and the limit that
+            held: clients send the same again and again.
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -45,6 +48,7 @@ class Signature:
     labels: tuple[str, ...] = ()
     preprocess: Preprocess | None = None
     image_input: str | None = None
+    heads: dict[tuple[bytes, int], _Head] = field(default_factory=dict, compare=False, repr=False)
 
 
 def signature(
@@ -86,11 +90,15 @@ class InferRequest:
 
     Attributes:
         labels: whether the answer names the model's labels.
+        timeout_us: when an answer is of no use any more; None is never.
+        priority: one of ``PRIORITIES``; the lowest runs first.
     """
 
     id: str | None
     outputs: tuple[RequestedOutput, ...]
     labels: bool = False
+    timeout_us: int | None = None
+    priority: int = DEFAULT_PRIORITY
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     images: dict[str, list[bytes]] = field(default_factory=dict)
 
@@ -119,7 +127,16 @@ def parse_infer(
             seen=f"{json_bytes:,} bytes",
             fix="send the tensors as binary data (Inference-Header-Content-Length)",
         )
-    document = parse_object(body[:json_bytes], "the request")
+    text = bytes(memoryview(body)[:json_bytes])
+    head = model.heads.get((text, limits.body_bytes))
+    if head is not None and len(body) == json_bytes + head.nbytes:
+        tensors = memoryview(body)[json_bytes:]
+        arrays = {
+            name: from_binary(tensors[start : start + nbytes], element, shape, name=name)
+            for name, element, shape, start, nbytes in head.parts
+        }
+        return replace(head.request, arrays=arrays)
+    document = parse_object(text, "the request")
     parameters = _object(document, "parameters", "the request")
     if parameters.get("sequence_id"):
         raise ServeError("sequences are not supported", status=501, fix="send no sequence_id")
@@ -128,13 +145,73 @@ def parse_infer(
         raise InputError("the request's id is not a string", seen=repr(request_id)[:60])
     outputs = _parse_outputs(document, parameters, model)
     arrays, images = _parse_inputs(document, memoryview(body)[json_bytes:], model, limits)
-    return InferRequest(
+    request = InferRequest(
         id=request_id,
         outputs=outputs,
         labels=_flag(parameters, "labels", False),
+        timeout_us=parse_timeout(parameters.get("timeout")),
+        priority=parse_priority(parameters.get("priority")),
         arrays=arrays,
         images=images,
     )
+    if request_id is None and len(text) <= MOST_HEAD_BYTES:
+        _remember(text, request, document, model, limits)
+    return request
+
+
+MOST_HEADS, MOST_HEAD_BYTES = 256, 2048  # of one model: half a megabyte at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """What the JSON of a request says when all its tensors are binary.
+
+    Attributes:
+        parts: name, element type, shape, first byte after the JSON, and bytes of each tensor.
+    """
+
+    request: InferRequest
+    parts: tuple[tuple[str, DType, tuple[int, ...], int, int], ...]
+    nbytes: int
+
+
+def _remember(
+    text: bytes, request: InferRequest, document: dict[str, Any], model: Signature, limits: Limits
+) -> None:
+    parts, start = [], 0
+    for entry in document["inputs"]:
+        nbytes = entry.get("parameters", {}).get("binary_data_size")
+        if nbytes is None or entry["name"] not in request.arrays:
+            return
+        kind = BY_WIRE[entry["datatype"]], tuple(entry["shape"])
+        parts.append((entry["name"], *kind, start, nbytes))
+        start += nbytes
+    if len(model.heads) >= MOST_HEADS:
+        model.heads.clear()
+    empty = replace(request, arrays={})
+    model.heads[text, limits.body_bytes] = _Head(request=empty, parts=tuple(parts), nbytes=start)
+
+
+def parse_timeout(value: Any) -> int | None:
+    """Microseconds within which an answer is of use; 0, as some clients send it, is no limit."""
+    if value is not None and (type(value) is not int or not 0 <= value < 1 << 48):
+        raise InputError(
+            "timeout is not a number of microseconds", seen=repr(value)[:40], fix="send 20000"
+        )
+    return value or None
+
+
+def parse_priority(value: Any) -> int:
+    """One of ``PRIORITIES``; 0, as some clients send it, is the default."""
+    if value is None or value == 0:
+        return DEFAULT_PRIORITY
+    if type(value) is not int or value not in PRIORITIES:
+        raise InputError(
+            "there is no such priority",
+            seen=repr(value)[:40],
+            fix=f"send one of {PRIORITIES}; {PRIORITIES[0]} goes first",
+        )
+    return value
 
 
 def _json_bytes(header_length: bytes | None, body_bytes: int) -> int:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +65,7 @@ def on_numpy(engine: Engine) -> Callable[..., Mapping[str, np.ndarray]]:
 
 
 class Model:
-    """A loaded engine with its batcher; counts the requests that use it."""
+    """A loaded engine with its batcher. ``with model:`` keeps the engine open for the block."""
 
     def __init__(
         self,
@@ -97,17 +96,16 @@ class Model:
         self._unused = asyncio.Event()
         self._unused.set()
 
-    @contextmanager
-    def in_use(self) -> Iterator[Model]:
+    def __enter__(self) -> Model:
         """Keep the engine open for the length of the block."""
         self._users += 1
         self._unused.clear()
-        try:
-            yield self
-        finally:
-            self._users -= 1
-            if self._users == 0:
-                self._unused.set()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._unused.set()
 
     async def retire(self) -> None:
         """Close the engine once the requests that use it have their answers."""

@@ -1,11 +1,13 @@
-"""The statistics of a model since it was first loaded, for ``/stats`` and ``/metrics``.
+"""The statistics of a model since it was first loaded, for ``/stats`` and ``/metrics``; and where
+the time of one request went, for its ``Server-Timing`` header.
 
-All numbers are written on the event loop, so they need no lock.
+What an engine's thread writes and what the event loop writes are different numbers.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +35,66 @@ class Computation:
     input_ns: int
     infer_ns: int
     output_ns: int
+
+
+STAGES = ("receive", "decode", "queue", "copy", "compute", "answer")
+
+
+_TIMING = b", ".join(b"%s;dur=%%.3f" % name.encode() for name in STAGES)
+
+
+@dataclass(slots=True)
+class Stages:
+    """The time of one request, by stage; they add up to the time from its head to its answer.
+
+    Attributes:
+        receive: waiting for its body and for memory to hold it.
+        decode: parsing it, and decoding pictures.
+        queue: waiting for the engine, and for other pieces of the request.
+        copy: joining inputs and splitting outputs.
+        compute: in the engine.
+        answer: making the response's body.
+    """
+
+    receive: int = 0
+    decode: int = 0
+    queue: int = 0
+    copy: int = 0
+    compute: int = 0
+    answer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.receive + self.decode + self.queue + self.copy + self.compute + self.answer
+
+    def executed(self, spent: Computation) -> None:
+        """One execution that the request, or a piece of it, was part of."""
+        self.copy += spent.input_ns + spent.output_ns
+        self.compute += spent.infer_ns
+
+    def header(self) -> bytes:
+        """The value of ``Server-Timing``, in milliseconds."""
+        return _TIMING % (
+            self.receive / 1e6, self.decode / 1e6, self.queue / 1e6, self.copy / 1e6,
+            self.compute / 1e6, self.answer / 1e6,
+        )  # fmt: skip
+
+
+# Upper bounds of the histograms' buckets in seconds, and in nanoseconds to look them up by.
+BOUNDS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5)
+_BOUNDS_NS = [int(bound * 1e9) for bound in BOUNDS_S]
+
+
+class Histogram:
+    """How many durations were how long."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.ns = 0
+
+    def add(self, ns: int) -> None:
+        self.counts[bisect_left(_BOUNDS_NS, ns)] += 1
+        self.ns += ns
 
 
 @dataclass
@@ -63,6 +125,7 @@ class Statistics:
         self.last_inference_ms = 0
         self.waiting = 0
         self.failures: Counter[str] = Counter()
+        self.stages = {name: Histogram() for name in STAGES}
         self._batches: defaultdict[int, _BatchSize] = defaultdict(_BatchSize)
 
     def executed(self, batch: int, queue_ns: list[int], spent: Computation) -> None:
@@ -75,8 +138,10 @@ class Statistics:
             self.queue.add(waited_ns)
             self.compute.add(spent)
 
-    def succeeded(self, ns: int) -> None:
+    def succeeded(self, ns: int, stages: Stages) -> None:
         self.success.add(ns)
+        for name, histogram in self.stages.items():
+            histogram.add(getattr(stages, name))
 
     def failed(self, ns: int, reason: str) -> None:
         """``reason`` is one of Triton's: REJECTED, CANCELED, BACKEND, OTHER."""

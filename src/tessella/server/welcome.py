@@ -43,6 +43,8 @@ _PARAMETERS = (
     ("binary_data_output", "answer with binary tensors", "true"),
     ("classification", "of an output: its best classes as score:index:label", "3"),
     ("labels", "the labels of the scores, in their order, beside the outputs", "true"),
+    ("timeout", "microseconds within which an answer is of use; else 429 at once", "20000"),
+    ("priority", "1 runs before 2, the default, and 2 before 3", "1"),
 )
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
