@@ -169,9 +169,10 @@ def test_leaving_the_block_finishes_requests_in_flight(http: httpx.Client) -> No
 
 
 def test_a_signal_ends_the_process_in_order(plan_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    sources = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    environment = {**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.plans.linear", str(plan_path)],
+        [sys.executable, "-m", "tests.support.plans.linear", str(plan_path), "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

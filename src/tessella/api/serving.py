@@ -17,6 +17,7 @@ def serve(
     max_delay_us: int = 0,
     folder: str | Path | None = None,
     compiled: bool = True,
+    acceptors: int = 0,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans over HTTP (Open Inference Protocol) until the process is told to stop.
@@ -28,6 +29,8 @@ def serve(
         max_delay_us: how long a request may wait for others to share its batch.
         folder: NAME.plan files that clients may load too.
         compiled: as for ``load``.
+        acceptors: processes that take HTTP, beside one that runs the engines; 0 is one process for
+            all.
         ready: called with the server's URL when it takes requests.
     """
     server.serve(
@@ -38,5 +41,6 @@ def serve(
         max_delay_us=max_delay_us,
         folder=None if folder is None else Path(folder),
         compiled=compiled,
+        acceptors=acceptors,
         ready=ready,
     )

@@ -34,6 +34,9 @@ def serve(
     recompile: Annotated[
         bool, Option("--recompile", help="Do not run the machine code that a plan carries.")
     ] = False,
+    acceptors: Annotated[
+        int, Option(help="Processes that take HTTP, beside the engine's; 0 is one for all.")
+    ] = 0,
     events: Events = None,
 ) -> None:
     """Serve plans (Open Inference Protocol: /v2/models/NAME/infer), with /metrics.
@@ -49,6 +52,7 @@ def serve(
             max_delay_us=max_delay_us,
             folder=folder,
             compiled=not recompile,
+            acceptors=acceptors,
             ready=lambda url: out.emit(phase("serving", url)),
         )
 

@@ -1,4 +1,4 @@
-"""The server as an ASGI application: access, the inference routes, then FastAPI for the rest.
+"""The server as an ASGI application: access, the inference routes, ``describing`` for the rest.
 
 The inference routes are plain functions of a request, since a framework costs more than a small
 network. Bodies are read within limits, and only a checked model name ever names a file.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 import numpy as np
 
-from tessella.core.errors import InputError, ServeError, TessellaError
+from tessella.core.errors import InputError, TessellaError
 from tessella.core.spec import TensorSpec
 from tessella.server.answers import (
     JSON,
@@ -27,48 +27,90 @@ from tessella.server.answers import (
     reply,
     status_of,
 )
+from tessella.server.batcher import DEFAULT_PRIORITY, Arrays
 from tessella.server.body import BodyReader, Disconnected, Headers, Receive, Scope
 from tessella.server.classification import best
-from tessella.server.descriptions import model_config, model_metadata, server_metadata
-from tessella.server.guard import Guard, require_once
-from tessella.server.images import ImageDecoder, files_of_form
-from tessella.server.limits import DEFAULT_LIMITS, Limits
-from tessella.server.management import management
-from tessella.server.metrics import Metrics
+from tessella.server.guard import Guard, require_method, require_once
+from tessella.server.images import MAX_THREADS, ImageDecoder, files_of_form
+from tessella.server.limits import Limits
 from tessella.server.protocol import (
     InferRequest,
+    Signature,
     build_infer,
     check_tensor_bytes,
     parse_infer,
     parse_priority,
     parse_timeout,
 )
-from tessella.server.repository import MODEL_VERSION, Model, Repository
-from tessella.server.statistics import Stages
+from tessella.server.repository import MODEL_VERSION
+from tessella.server.statistics import Stages, Statistics
 from tessella.server.tensors import to_json
-from tessella.server.welcome import front_page, models, routes_page
 
 MANAGEMENT_BODY_BYTES = 1 << 20
 DEFAULT_TOP = 5
 
 
-class _Here(TypedDict):
-    url: str
-    token: bool
+class ServedModel(Protocol):
+    """What an app asks of a model."""
+
+    name: str
+    signature: Signature
+    statistics: Statistics
+
+    @property
+    def batcher(self) -> _Infers: ...
+
+    def __enter__(self) -> ServedModel: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Infers(Protocol):
+    async def infer(
+        self,
+        arrays: Arrays,
+        *,
+        timeout_us: int | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        stages: Stages | None = None,
+    ) -> Arrays: ...
+
+
+class Models(Protocol):
+    """What an app asks of a repository, here or in another process."""
+
+    def get(self, name: str, version: str | None = None) -> ServedModel: ...
+
+    def require_ready(self) -> None: ...
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class App:
-    """ASGI application of one repository."""
+    """ASGI application of a server's models.
+
+    Args:
+        rest: an ASGI application of all that is not inference; bodies come to it whole.
+        decoders: threads that decode pictures.
+    """
 
     def __init__(
-        self, repository: Repository, guard: Guard, limits: Limits = DEFAULT_LIMITS
+        self,
+        models: Models,
+        guard: Guard,
+        limits: Limits,
+        *,
+        rest: Callable[[Scope, Receive, Send], Awaitable[None]],
+        decoders: int = MAX_THREADS,
     ) -> None:
-        self.repository = repository
+        self._models = models
         self._guard = guard
         self._limits = limits
         self._bodies = BodyReader(limits)
-        self._images = ImageDecoder(limits.image)
-        self._management = management(repository, Metrics(repository))
+        self._images = ImageDecoder(limits.image, threads=decoders)
+        self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -84,15 +126,17 @@ class App:
         except Exception as error:
             answer = error_answer(error)
         if answer is None:
-            await self._manage(scope, headers, receive, send)
+            await self._pass_on(scope, headers, receive, send)
         else:
             await reply(answer, headers, send)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
             message = await receive()
-            if message["type"] == "lifespan.shutdown":
-                await self.repository.close()
+            if message["type"] == "lifespan.startup":
+                await self._models.open()
+            else:
+                await self._models.close()
                 self._images.close()
             await send({"type": f"{message['type']}.complete"})
             if message["type"] == "lifespan.shutdown":
@@ -105,22 +149,13 @@ class App:
         match scope["path"].split("/")[1:]:
             case ["v2", "models", name, "versions", version, *verb] if len(verb) <= 1:
                 pass
-            case [""]:
-                return _get(
-                    scope, lambda: front_page(self.repository, **self._here(scope, headers))
-                )
-            case ["docs"]:
-                return _get(scope, routes_page)
-            case ["v2", "models"] | ["v2", "models", ""]:
-                return _get(scope, lambda: models(self.repository, **self._here(scope, headers)))
-            case ["v2", "models", "stats"]:
-                return _get(scope, self._all_statistics)
             case ["v2", "models", name, *verb] if len(verb) <= 1:
                 version = None
-            case ["v2"] | ["v2", ""]:
-                return _get(scope, server_metadata)
-            case ["v2", "health", "live" | "ready"]:
-                return _get(scope, dict)
+            case ["v2", "health", "live" | "ready" as asked]:
+                require_method(scope["method"], "GET")
+                if asked == "ready":
+                    self._models.require_ready()
+                return json_answer({})
             case _:
                 return None
         return await self._answer_model(scope, headers, receive, name, version, verb)
@@ -136,40 +171,26 @@ class App:
     ) -> Answer | None:
         match verb:
             case ["infer"]:
-                _require(scope, "POST")
+                require_method(scope["method"], "POST")
                 return await self._infer(headers, receive, name, version)
             case ["classify"]:
-                _require(scope, "POST")
+                require_method(scope["method"], "POST")
                 query = parse_qs(scope["query_string"].decode("latin-1"))
                 return await self._classify(headers, receive, name, version, query)
-            case []:
-                return _get(scope, lambda: model_metadata(self.repository.get(name, version)))
-            case ["config"]:
-                return _get(scope, lambda: model_config(self.repository.get(name, version)))
-            case ["stats"]:
-                return _get(scope, lambda: _statistics([self.repository.get(name, version)]))
             case ["ready"]:
-                _require(scope, "GET")
-                self.repository.get(name, version)
+                require_method(scope["method"], "GET")
+                self._models.get(name, version)
                 return json_answer({})
         return None
-
-    def _here(self, scope: Scope, headers: Headers) -> _Here:
-        """Under which address the client reaches this server, and whether with a token."""
-        host = headers.get(b"host", b"").decode("latin-1")
-        return {"url": f"{scope['scheme']}://{host}", "token": self._guard.has_token}
-
-    def _all_statistics(self) -> dict[str, object]:
-        return _statistics(self.repository.models)
 
     async def _infer(
         self, headers: Headers, receive: Receive, name: str, version: str | None
     ) -> Answer:
-        watch = _Watch(self.repository.get(name, version))  # do not read a body that nobody wants
+        watch = _Watch(self._models.get(name, version))  # do not read a body that nobody wants
         most_bytes = self._limits.body_bytes
         async with self._bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
-            with self.repository.get(name, version) as model, watch.on(model):
+            with self._models.get(name, version) as model, watch.on(model):
                 header_length = headers.get(b"inference-header-content-length")
                 request = parse_infer(body, header_length, model.signature, self._limits)
                 outputs = await self._run(model, request, watch)
@@ -191,7 +212,7 @@ class App:
         )
 
     async def _run(
-        self, model: Model, request: InferRequest, watch: _Watch
+        self, model: ServedModel, request: InferRequest, watch: _Watch
     ) -> dict[str, np.ndarray]:
         arrays = request.arrays
         for name, files in request.images.items():
@@ -222,11 +243,11 @@ class App:
         top = _whole(query, "top", DEFAULT_TOP)
         if not top:
             raise InputError("top is not a number of classes", seen=top, fix="use ?top=5")
-        watch = _Watch(self.repository.get(name, version))
+        watch = _Watch(self._models.get(name, version))
         most_bytes = self._limits.body_bytes
         async with self._bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
-            with self.repository.get(name, version) as model, watch.on(model):
+            with self._models.get(name, version) as model, watch.on(model):
                 spec = _only_image(model)
                 files = await _files(headers, body)
                 check_tensor_bytes(spec, len(files), self._limits)
@@ -248,8 +269,8 @@ class App:
         )
         return replace(answer, headers=(JSON, (b"server-timing", watch.stages.header())))
 
-    async def _manage(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        """Let FastAPI answer, with a body that has been read within limits."""
+    async def _pass_on(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        """Let the rest answer, with a body that has been read within limits."""
         started = False
 
         async def body_again() -> dict[str, object]:
@@ -264,7 +285,7 @@ class App:
             async with self._bodies.read(
                 headers, receive, most_bytes=MANAGEMENT_BODY_BYTES
             ) as body:
-                await self._management(scope, body_again, watched)
+                await self._rest(scope, body_again, watched)
         except Disconnected:
             return
         except Exception as error:
@@ -280,12 +301,12 @@ class _Watch:
     Written out, as a generator for each of these blocks costs a tenth of a small request.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self.stages = Stages()
         self._statistics = model.statistics
         self._begun_ns = self._last_ns = time.perf_counter_ns()
 
-    def on(self, model: Model) -> _Watch:
+    def on(self, model: ServedModel) -> _Watch:
         """Count the request, in this block, as one of this model: the one that will answer it."""
         self._statistics = model.statistics
         return self
@@ -319,23 +340,6 @@ def _reason(error: BaseException) -> str:
     return "BACKEND"
 
 
-def _require(scope: Scope, method: str) -> None:
-    if scope["method"] != method and not (method == "GET" and scope["method"] == "HEAD"):
-        raise ServeError(
-            f"this route takes {method}", status=405, seen=scope["method"], fix=f"use {method}"
-        )
-
-
-def _get(scope: Scope, describe: Callable[[], dict[str, object] | Answer]) -> Answer:
-    _require(scope, "GET")
-    made = describe()
-    return made if isinstance(made, Answer) else json_answer(made)
-
-
-def _statistics(models: list[Model]) -> dict[str, object]:
-    return {"model_stats": [m.statistics.to_json(m.name, MODEL_VERSION) for m in models]}
-
-
 def _whole(query: dict[str, list[str]], name: str, default: int) -> int:
     """A whole number of the query, 0 or more."""
     text = query.get(name, [str(default)])[-1]
@@ -351,7 +355,7 @@ async def _files(headers: Headers, body: bytes | bytearray) -> list[bytes]:
     return [bytes(body)]
 
 
-def _only_image(model: Model) -> TensorSpec:
+def _only_image(model: ServedModel) -> TensorSpec:
     """The image input of a model that takes nothing else."""
     inputs = model.signature.inputs
     if model.signature.image_input is None or len(inputs) != 1:

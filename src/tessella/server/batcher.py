@@ -1,6 +1,6 @@
 """Dynamic batching: requests that wait for the same engine at the same time run as one batch.
 
-One thread a model runs its engine; while it computes, requests gather, and the next execution takes
+One thread runs an engine; while it computes, requests gather, and the next execution takes
 as many as fit, the urgent ones first. Requests that are larger than an execution are cut, and the
 others pass in between. What cannot be answered in the time that its client has is refused at once.
 """
@@ -42,6 +42,7 @@ class Request:
         deliver: called in the engine's thread with all requests of an execution that share it.
         deadline_ns: when the answer has to be there, on ``perf_counter``'s clock; None is whenever.
         answer: what an event loop waits for; None where ``deliver`` is all.
+        tag: what ``deliver`` knows it by.
     """
 
     arrays: Arrays
@@ -50,6 +51,7 @@ class Request:
     deadline_ns: int | None = None
     stages: Stages = field(default_factory=Stages)
     answer: asyncio.Future[Arrays] | None = None
+    tag: tuple[int, ...] = ()
     outputs: Arrays | None = None
     error: BaseException | None = None
     since_ns: int = 0
@@ -74,6 +76,7 @@ class Batcher:
         max_batch: most samples to join; a larger request is cut.
         max_delay_us: how long an execution may wait for more requests; 0 joins only what waits.
         max_waiting: requests that may wait; more are refused.
+        has_thread: a thread of its own runs the engine; without, somebody calls ``step``.
     """
 
     def __init__(
@@ -84,8 +87,10 @@ class Batcher:
         max_delay_us: int,
         max_waiting: int,
         statistics: Statistics,
+        has_thread: bool = True,
     ) -> None:
         self._engine = engine
+        self._has_thread = has_thread
         self._max_batch = max_batch
         self._max_delay_ns = max_delay_us * 1000
         self._max_waiting = max_waiting
@@ -96,7 +101,9 @@ class Batcher:
         self._samples = 0  # that wait
         self._arrivals = 0
         self._running_until_ns = 0
-        self._is_idle = True
+        self._is_idle = False
+        self._is_running = False
+        self._ended = threading.Event()
         self._release: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -147,6 +154,8 @@ class Batcher:
         request.batch = len(next(iter(request.arrays.values())))
         request.shapes = tuple(a.shape[1:] for _, a in sorted(request.arrays.items()))
         with self._changed:
+            if self._release is not None:
+                raise ServeError("the model was unloaded", status=503, fix="send it again")
             if len(self._waiting) >= self._max_waiting:
                 raise ServeError(
                     "too many requests wait for this model",
@@ -157,21 +166,21 @@ class Batcher:
             if request.deadline_ns is not None:
                 self._require_time(request, now_ns)
             self._push(request, request.deadline_ns or now_ns + PATIENCE_NS)
-            if self._thread is None:
+            if self._thread is None and self._has_thread:
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self._thread.start()
             elif self._is_idle:
                 self._changed.notify()
 
     async def close(self, release: Callable[[], None]) -> None:
-        """Finish what waits, then ``release`` the engine in the thread that ran it."""
+        """Finish what waits, then ``release`` the engine in the thread that ran it, if one did."""
         with self._changed:
             self._release = release
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-                self._thread.start()
             self._changed.notify()
-        await asyncio.to_thread(self._thread.join)
+            unused = self._thread is None and not self._waiting and not self._is_running
+        if unused:
+            self._end()
+        await asyncio.to_thread(self._ended.wait)
 
     # --- the queue, under the lock ----------------------------------------------------------------
 
@@ -237,48 +246,68 @@ class Batcher:
         _deliver(late)
         return pieces
 
-    def _wait_for_company(self) -> None:
-        """Wait until the batch is full, the first request has waited ``max_delay_us``, or there is
-        just the time to answer it.
+    def _company_ns(self) -> int:
+        """How long to wait for more: until the batch is full, the first request has waited
+        ``max_delay_us``, or there is just the time to answer it.
         """
-        while self._samples < self._max_batch and self._release is None:
-            first = self._waiting[0][-1]
-            until_ns = first.since_ns + self._max_delay_ns
-            if first.deadline_ns is not None:
-                needed_ns = self._pace.expected_ns(self._samples, self._max_batch)
-                until_ns = min(until_ns, first.deadline_ns - 2 * needed_ns)
-            remaining_ns = until_ns - perf_counter_ns()
-            if remaining_ns <= 0:
-                return
-            self._is_idle = True
-            self._changed.wait(remaining_ns / 1e9)
-            self._is_idle = False
+        if not self._max_delay_ns or self._samples >= self._max_batch or self._release is not None:
+            return 0
+        first = self._waiting[0][-1]
+        until_ns = first.since_ns + self._max_delay_ns
+        if first.deadline_ns is not None:
+            needed_ns = self._pace.expected_ns(self._samples, self._max_batch)
+            until_ns = min(until_ns, first.deadline_ns - 2 * needed_ns)
+        return max(0, until_ns - perf_counter_ns())
 
     # --- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        while pieces := self._next():
+        """Be the thread that runs the engine."""
+        while True:
+            with self._changed:
+                while not self._waiting and self._release is None:
+                    self._wait(None)
+                while self._waiting and (company_ns := self._company_ns()):
+                    self._wait(company_ns / 1e9)
+            if self.step() is None and self._release is not None:
+                break
+        self._end()
+
+    def _wait(self, seconds: float | None) -> None:
+        self._is_idle = True
+        self._changed.wait(seconds)
+        self._is_idle = False
+
+    def step(self) -> int | None:
+        """Run the next execution, if it is due.
+
+        Returns:
+            In how many nanoseconds there is something to do; None if nothing waits.
+        """
+        with self._changed:
+            if not self._waiting:
+                return None
+            if company_ns := self._company_ns():
+                return company_ns
+            if pieces := self._take():
+                samples = sum(end - start for _, start, end in pieces)
+                expected_ns = self._pace.expected_ns(samples, self._max_batch)
+                self._running_until_ns = perf_counter_ns() + expected_ns
+                self._is_running = True
+        if pieces:
             self._execute(pieces)
+        with self._changed:
+            self._is_running = False
+            if self._waiting:
+                return 0
+        if self._thread is None and self._release is not None:
+            self._end()
+        return None
+
+    def _end(self) -> None:
         assert self._release is not None
         self._release()
-
-    def _next(self) -> list[Piece]:
-        """What is to be run, when there is something; nothing at the end."""
-        with self._changed:
-            while True:
-                while not self._waiting and self._release is None:
-                    self._is_idle = True
-                    self._changed.wait()
-                self._is_idle = False
-                if self._waiting and self._max_delay_ns:
-                    self._wait_for_company()
-                if pieces := self._take():
-                    samples = sum(end - start for _, start, end in pieces)
-                    expected_ns = self._pace.expected_ns(samples, self._max_batch)
-                    self._running_until_ns = perf_counter_ns() + expected_ns
-                    return pieces
-                if not self._waiting and self._release is not None:
-                    return []
+        self._ended.set()
 
     def _execute(self, pieces: list[Piece]) -> None:
         started_ns = perf_counter_ns()

@@ -107,6 +107,12 @@ class Guard:
             )
 
 
+def require_method(given: str, method: str) -> None:
+    """Raise ``ServeError`` 405 unless the request has the route's method; HEAD is a GET."""
+    if given != method and not (method == "GET" and given == "HEAD"):
+        raise ServeError(f"this route takes {method}", status=405, seen=given, fix=f"use {method}")
+
+
 def require_once(lines: Sequence[tuple[bytes, bytes]], headers: Headers) -> None:
     """Raise ``ServeError`` 400 if a header that decides something is given twice: a proxy in front
     may go by the first and we by the last.

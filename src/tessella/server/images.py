@@ -49,11 +49,11 @@ class ImageDecoder:
     waited for in other threads, and may all run until their time is over.
     """
 
-    def __init__(self, budget: Budget) -> None:
-        cores = len(os.sched_getaffinity(0))
+    def __init__(self, budget: Budget, *, threads: int = MAX_THREADS) -> None:
+        cores = min(threads, len(os.sched_getaffinity(0)))
         processes = min(MAX_PROCESSES, cores)
         self._decoder = Decoder(budget, processes=processes)
-        self._plain = ThreadPoolExecutor(min(MAX_THREADS, cores), thread_name_prefix="image")
+        self._plain = ThreadPoolExecutor(cores, thread_name_prefix="image")
         self._costly = ThreadPoolExecutor(processes, thread_name_prefix="costly image")
 
     async def decode(

@@ -75,6 +75,7 @@ class Model:
         statistics: Statistics,
         max_delay_us: int,
         limits: Limits,
+        has_thread: bool,
     ) -> None:
         self.name = name
         self.engine = engine
@@ -91,6 +92,7 @@ class Model:
             max_delay_us=max_delay_us,
             max_waiting=limits.waiting,
             statistics=statistics,
+            has_thread=has_thread,
         )
         self._users = 0
         self._unused = asyncio.Event()
@@ -134,6 +136,10 @@ class Repository:
         max_delay_us: see ``Batcher``.
         open_engine: opens a plan's path as an engine; by default, plans with operators of torch run
             first in a child process.
+        threads: each model has a thread that runs it; see ``Batcher``.
+
+    Attributes:
+        on_change: called when other models are loaded than before.
     """
 
     def __init__(
@@ -144,6 +150,7 @@ class Repository:
         max_delay_us: int = 0,
         limits: Limits = DEFAULT_LIMITS,
         open_engine: Callable[[Path], Engine] = load_tried,
+        threads: bool = True,
     ) -> None:
         if max_delay_us < 0:
             raise UsageError("max_delay_us cannot be negative", seen=max_delay_us)
@@ -152,6 +159,8 @@ class Repository:
         self._max_delay_us = max_delay_us
         self._limits = limits
         self._open_engine = open_engine
+        self._threads = threads
+        self.on_change: Callable[[], None] = lambda: None
 
     def load_all(self) -> None:
         """Load every model that was given; called before the server starts.
@@ -183,6 +192,7 @@ class Repository:
                     entry.state, entry.reason = "UNAVAILABLE", str(error)
                 raise
             entry.model, entry.state, entry.reason = model, "READY", ""
+            self.on_change()
             if before is not None:
                 await before.retire()
 
@@ -194,13 +204,20 @@ class Repository:
         """
         entry = self._entries.get(name)
         if entry is None:
-            raise _unknown(name)
+            raise unknown_model(name)
         async with entry.changing:
             model, entry.model = entry.model, None
             if model is not None:
                 entry.state = "UNLOADING"
+                self.on_change()
                 await model.retire()
             entry.state, entry.reason = "UNAVAILABLE", "unloaded"
+
+    def require_ready(self) -> None:
+        """Nothing to do: whoever asks is answered by the process that has the models."""
+
+    async def open(self) -> None:
+        """Nothing to do: ``load_all`` came before the server."""
 
     async def close(self) -> None:
         """Unload all models."""
@@ -214,14 +231,9 @@ class Repository:
         """
         entry = self._entries.get(name)
         if entry is None:
-            raise _unknown(name)
+            raise unknown_model(name)
         if version not in (None, "", MODEL_VERSION):
-            raise ServeError(
-                f"model {name!r} has no such version",
-                status=404,
-                seen=repr(version)[:40],
-                fix=f"use version {MODEL_VERSION} or leave it out",
-            )
+            raise unknown_version(name, version)
         if entry.model is None:
             raise ServeError(
                 f"model {name!r} is not ready",
@@ -269,7 +281,7 @@ class Repository:
         if check_name(name) not in self._entries:
             path = self._path_in_folder(name)
             if path is None:
-                raise _unknown(name)
+                raise unknown_model(name)
             self._entries[name] = _Entry(path=path)
         return self._entries[name]
 
@@ -282,13 +294,23 @@ class Repository:
             statistics=entry.statistics,
             max_delay_us=self._max_delay_us,
             limits=self._limits,
+            has_thread=self._threads,
         )
 
 
-def _unknown(name: str) -> ServeError:
+def unknown_model(name: str) -> ServeError:
     return ServeError(
         "there is no such model",
         status=404,
         seen=repr(name)[:140],
         fix="POST /v2/repository/index lists the models",
+    )
+
+
+def unknown_version(name: str, version: str | None) -> ServeError:
+    return ServeError(
+        f"model {name!r} has no such version",
+        status=404,
+        seen=repr(version)[:40],
+        fix=f"use version {MODEL_VERSION} or leave it out",
     )

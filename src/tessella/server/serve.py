@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import functools
-import ipaddress
 import signal
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 
-import uvicorn
-
 from tessella.core.errors import UsageError
 from tessella.runtime import load_tried
 from tessella.server.app import App
-from tessella.server.connection import connection_with
+from tessella.server.describing import Describing
 from tessella.server.guard import Guard
 from tessella.server.limits import DEFAULT_LIMITS, Limits
+from tessella.server.listening import HttpServer, bind, configured, keep_what_is_loaded
 from tessella.server.repository import Repository
-
-GRACE_S = 30
-KEEP_ALIVE_S = 75  # longer than what clients and proxies keep a connection for
-BACKLOG = 2048
+from tessella.server.supervisor import Settings, serve_in_processes
 
 
 def serve(
@@ -35,6 +29,7 @@ def serve(
     max_delay_us: int = 0,
     folder: Path | None = None,
     compiled: bool = True,
+    acceptors: int = 0,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans until SIGTERM or SIGINT; then finish the requests at hand and return.
@@ -46,12 +41,29 @@ def serve(
         max_delay_us: how long a request may wait for others to share its batch.
         folder: a folder of NAME.plan files that may be loaded over HTTP too.
         compiled: run the machine code that plans for a GPU carry, else compile it from our sources.
+        acceptors: processes that take HTTP, beside one that runs the engines; 0 is one process for
+            all, which needs the least memory.
         ready: called once with the server's URL when it takes requests.
 
     Raises:
         UsageError: an address or a name that cannot be used, no token for a public address.
         ArtifactError: a plan that cannot be loaded.
     """
+    if acceptors < 0:
+        raise UsageError("acceptors cannot be negative", seen=acceptors)
+    if acceptors:
+        settings = Settings(
+            models={name: str(Path(path).absolute()) for name, path in models.items()},
+            host=host,
+            port=port,
+            token=token,
+            max_delay_us=max_delay_us,
+            folder=None if folder is None else str(folder.absolute()),
+            compiled=compiled,
+            acceptors=acceptors,
+        )
+        serve_in_processes(settings, ready)
+        return
     repository = Repository(
         models,
         folder=folder,
@@ -59,6 +71,7 @@ def serve(
         open_engine=functools.partial(load_tried, compiled=compiled),
     )
     server = _prepare(repository, host=host, port=port, token=token, limits=DEFAULT_LIMITS)
+    keep_what_is_loaded()
     if ready is not None:
         server.on_ready = ready
 
@@ -134,73 +147,16 @@ class Server:
             self._started.set()
 
 
-class _UvicornServer(uvicorn.Server):
-    """uvicorn on a socket of ours; calls ``on_ready`` with the URL when it takes requests."""
-
-    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
-        super().__init__(config)
-        self.listener = listener
-        self.on_ready: Callable[[str], None] = lambda url: None
-        self.url = _url(listener)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.on_ready(self.url)
-
-
 def _prepare(
     repository: Repository, *, host: str, port: int, token: str | None, limits: Limits
-) -> _UvicornServer:
+) -> HttpServer:
     """Check the settings, take the port and load the models: all that can fail before the start."""
     guard = Guard(host=host, token=token)
-    listener = _bind(host, port)
+    listener = bind(host, port)
     try:
         repository.load_all()
     except BaseException:
         listener.close()
         raise
-    config = uvicorn.Config(
-        App(repository, guard, limits),
-        http=connection_with(limits),
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    return _UvicornServer(config, listener)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: a client is refused now instead of kept waiting."""
-    try:
-        if not 0 <= port < 1 << 16:  # getaddrinfo would take it modulo 65,536
-            raise OverflowError("a port is a number from 0 to 65535")
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except (OSError, OverflowError) as error:
-        raise UsageError(
-            f"{host}:{port} cannot be listened on",
-            seen=str(error),
-            fix="choose another port (0 takes a free one), or stop what uses it",
-        ) from error
-    return listener
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    if ipaddress.ip_address(host).is_unspecified:
-        host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    rest = Describing(repository, token=guard.has_token)
+    return HttpServer(configured(App(repository, guard, limits, rest=rest), limits), listener)

@@ -148,6 +148,30 @@ class Statistics:
         self.fail.add(ns)
         self.failures[reason] += 1
 
+    def taken(self) -> dict[str, Any]:
+        """What was counted of requests since the last call, for ``add`` in another process."""
+        told = {
+            "success": self.success.to_json(),
+            "fail": self.fail.to_json(),
+            "failures": dict(self.failures),
+            "stages": {name: [h.ns, *h.counts] for name, h in self.stages.items()},
+        }
+        self.success, self.fail, self.failures = Duration(), Duration(), Counter()
+        self.stages = {name: Histogram() for name in STAGES}
+        return told
+
+    def add(self, told: dict[str, Any]) -> None:
+        """Count what another process has ``taken``."""
+        for mine, more in ((self.success, told["success"]), (self.fail, told["fail"])):
+            mine.count += more["count"]
+            mine.ns += more["ns"]
+        self.failures.update(told["failures"])
+        for name, (ns, *counts) in told["stages"].items():
+            self.stages[name].ns += ns
+            self.stages[name].counts = [
+                a + b for a, b in zip(self.stages[name].counts, counts, strict=True)
+            ]
+
     def to_json(self, name: str, version: str) -> dict[str, Any]:
         """An entry of ``model_stats``."""
         none = Duration().to_json()

@@ -74,4 +74,10 @@ def _bucket(batch: int) -> Bucket:
 
 
 if __name__ == "__main__":  # a server to send signals to; prints its URL
-    serve({"flowers": Path(sys.argv[1])}, port=0, ready=lambda url: print(url, flush=True))
+    serve(
+        {"flowers": Path(sys.argv[1])},
+        folder=Path(sys.argv[1]).parent,
+        port=0,
+        acceptors=int(sys.argv[2]),
+        ready=lambda url: print(url, flush=True),
+    )

@@ -1,0 +1,359 @@
+"""An acceptor: a process that takes HTTP, and has its models in the engine's process.
+
+It parses requests and decodes pictures as a server of one process does, with the same app. Its
+models' batchers write tensors into the lane, and its other routes are asked of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any, cast
+
+import numpy as np
+
+from tessella.core.errors import ServeError
+from tessella.core.preprocess import Preprocess
+from tessella.core.record import from_plain
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.server import tickets
+from tessella.server.answers import error_answer, reply
+from tessella.server.batcher import DEFAULT_PRIORITY, Arrays
+from tessella.server.body import Receive, Scope
+from tessella.server.engine_process import GREETING
+from tessella.server.lane import (
+    ALIGNMENT,
+    Lane,
+    Places,
+    make_memory,
+    numpy_type,
+    places_of,
+)
+from tessella.server.protocol import Signature, signature
+from tessella.server.repository import MODEL_VERSION, unknown_model, unknown_version
+from tessella.server.statistics import Stages, Statistics
+from tessella.server.tickets import Ticket
+
+COUNTED_S = 0.5  # how old an acceptor's counts may be in the engine's statistics
+RETRY_S = 0.05  # between attempts to reach an engine that is being started
+
+
+class Link:
+    """The connection to the engine's process, and the models behind it. Takes what an app asks of
+    a repository.
+
+    Args:
+        address: of the socket at which the engine's process takes acceptors.
+        order: the lane has 2**order bytes.
+    """
+
+    def __init__(self, address: str, *, order: int) -> None:
+        self._address = address
+        self._order = order
+        self._engine: _Engine | None = None
+        self._models: dict[str, RemoteModel] = {}
+        self._statistics: dict[str, Statistics] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def get(self, name: str, version: str | None = None) -> RemoteModel:
+        """As ``Repository.get``.
+
+        Raises:
+            ServeError: 404 no such model or version, 503 the engine is not there.
+        """
+        self.require_ready()
+        model = self._models.get(name)
+        if model is None:
+            raise unknown_model(name)
+        if version not in (None, "", MODEL_VERSION):
+            raise unknown_version(name, version)
+        return model
+
+    def require_ready(self) -> None:
+        """Raise ``ServeError`` 503 while the engine is not there."""
+        if self._engine is None:
+            raise _no_engine()
+
+    async def open(self) -> None:
+        """Reach the engine's process, now and whenever it was started again."""
+        self._tasks = [
+            asyncio.create_task(self._stay_connected()),
+            asyncio.create_task(self._tell_counts()),
+        ]
+        while self._engine is None:
+            await asyncio.sleep(RETRY_S)
+
+    async def close(self) -> None:
+        self._send_counts()
+        for task in self._tasks:
+            task.cancel()
+        if self._engine is not None:
+            self._engine.transport.close()
+
+    async def answer(self, scope: Scope, receive: Receive, send: Any) -> None:
+        """Let the engine's process answer a request that is not for inference: an ASGI app."""
+        if self._engine is None:
+            await reply(error_answer(_no_engine()), {}, send)
+            return
+        self._send_counts()  # before a question about them
+        text = {name: scope[name] for name in ("method", "path", "scheme", "http_version")}
+        text["query_string"] = scope["query_string"].decode("latin-1")
+        text["headers"] = [[k.decode("latin-1"), v.decode("latin-1")] for k, v in scope["headers"]]
+        body = (await receive())["body"]
+        told, content = await self._engine.ask(text, body)
+        headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in told["headers"]]
+        start = {"type": "http.response.start", "status": told["status"], "headers": headers}
+        await send(start)
+        await send({"type": "http.response.body", "body": content})
+
+    # --- the connection ---------------------------------------------------------------------------
+
+    async def _stay_connected(self) -> None:
+        while True:
+            try:
+                engine = await self._connect()
+            except OSError:
+                await asyncio.sleep(RETRY_S)
+                continue
+            await engine.described.wait()
+            self._engine = engine
+            await engine.lost.wait()
+            self._engine = None
+
+    async def _connect(self) -> _Engine:
+        loop = asyncio.get_running_loop()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(self._address)
+            memory = make_memory(1 << self._order)
+            lane = Lane(os.dup(memory))
+            with os.fdopen(memory, "rb") as handed:
+                socket.send_fds(connection, [GREETING], [handed.fileno()])
+            connection.setblocking(False)
+            _, engine = await loop.create_unix_connection(
+                lambda: _Engine(lane, Places(self._order), self._described), sock=connection
+            )
+        except BaseException:
+            connection.close()
+            raise
+        return engine
+
+    def _described(self, engine: _Engine, told: list[dict[str, Any]]) -> None:
+        models = {}
+        for one in told:
+            name = one["name"]
+            inputs, outputs = (
+                tuple(from_plain(TensorSpec, spec, where=name) for spec in one[side])
+                for side in ("inputs", "outputs")
+            )
+            record = one["preprocess"] and from_plain(Preprocess, one["preprocess"], where=name)
+            known = signature(inputs, outputs, tuple(one["labels"]), record)
+            statistics = self._statistics.setdefault(name, Statistics())
+            models[name] = RemoteModel(name, one["number"], known, engine, statistics)
+        self._models = models
+
+    async def _tell_counts(self) -> None:
+        while True:
+            await asyncio.sleep(COUNTED_S)
+            self._send_counts()
+
+    def _send_counts(self) -> None:
+        told = {
+            name: statistics.taken()
+            for name, statistics in self._statistics.items()
+            if self._engine is not None and statistics.success.count + statistics.fail.count
+        }
+        if told and self._engine is not None:
+            self._engine.write(tickets.frame(b"s", json.dumps(told).encode()))
+
+
+class RemoteModel:
+    """A model in the engine's process. Takes what an app asks of a model and of its batcher."""
+
+    def __init__(
+        self, name: str, number: int, known: Signature, engine: _Engine, statistics: Statistics
+    ) -> None:
+        self.name = name
+        self.number = number
+        self.signature = known
+        self.statistics = statistics
+        self.batcher = self
+        self._engine = engine
+        self._output_bytes = sum(_most_bytes(spec) for spec in known.outputs.values())
+
+    def __enter__(self) -> RemoteModel:
+        return self  # the engine's process keeps a model until its tickets are done
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def room_for_outputs(self, batch: int) -> int:
+        """The bytes that the outputs of a batch take at most, each aligned."""
+        return batch * self._output_bytes + ALIGNMENT * len(self.signature.outputs)
+
+    async def infer(
+        self,
+        arrays: Arrays,
+        *,
+        timeout_us: int | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        stages: Stages | None = None,
+    ) -> Arrays:
+        """As ``Batcher.infer``."""
+        deadline_ns = 0 if timeout_us is None else perf_counter_ns() + 1000 * timeout_us
+        flight = _Flight(self, Stages() if stages is None else stages)
+        self._engine.start(flight, arrays, deadline_ns, priority)
+        outputs: Arrays = await flight.answer
+        return outputs
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A ticket that has no answer yet."""
+
+    model: RemoteModel
+    stages: Stages
+    answer: asyncio.Future[Any] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    place: tuple[int, int] = (0, 0)
+    outputs_at: int = 0
+
+
+class _Engine(asyncio.Protocol):
+    """One connection to the engine's process, its lane, and what is asked over it."""
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self,
+        lane: Lane,
+        places: Places,
+        on_description: Callable[[_Engine, list[dict[str, Any]]], None],
+    ) -> None:
+        self.described = asyncio.Event()
+        self.lost = asyncio.Event()
+        self._lane = lane
+        self._places = places
+        self._on_description = on_description
+        self._frames = tickets.Frames()
+        self._flights: dict[int, _Flight] = {}
+        self._questions: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        self._numbers = itertools.count(1)
+        self._to_send: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+        self.described.set()
+        waiting = [f.answer for f in self._flights.values()]
+        for answer in (*waiting, *self._questions.values()):
+            if not answer.done():
+                answer.set_exception(_no_engine())
+
+    def data_received(self, data: bytes) -> None:
+        for letter, content in self._frames.feed(data):
+            if letter == b"o":
+                self._done(*tickets.unpack_done(content))
+            elif letter == b"e":
+                self._failed(*tickets.unpack_error(content))
+            elif letter == b"r":
+                number, told, body = tickets.unpack_numbered(content)
+                question = self._questions.pop(number)
+                if not question.done():
+                    question.set_result((told, body))
+            elif letter == b"d":
+                self._on_description(self, json.loads(content))
+                self.described.set()
+
+    def write(self, frame: bytes) -> None:
+        """Send a frame, together with the others of this turn of the event loop."""
+        if not self._to_send:
+            self._loop.call_soon(self._flush)
+        self._to_send.append(frame)
+
+    def _flush(self) -> None:
+        self.transport.write(b"".join(self._to_send))
+        self._to_send.clear()
+
+    async def ask(self, question: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        """Ask what is not inference.
+
+        Raises:
+            ServeError: 503, the engine's process ended; or its own.
+        """
+        number = self._number()
+        answer: asyncio.Future[tuple[dict[str, Any], bytes]] = self._loop.create_future()
+        self._questions[number] = answer
+        self.write(tickets.pack_question(number, question, body))
+        return await answer
+
+    def start(self, flight: _Flight, arrays: Arrays, deadline_ns: int, priority: int) -> None:
+        """Write the inputs into the lane and send the ticket.
+
+        Raises:
+            ServeError: 503, the lane is full or the engine's process has ended.
+        """
+        if self.lost.is_set():
+            raise _no_engine()
+        model = flight.model
+        known = model.signature.inputs
+        sizes = tuple(d for name in known for d in arrays[name].shape)
+        layout, inputs_end = places_of(known.values(), sizes, 0)
+        nbytes = inputs_end + model.room_for_outputs(sizes[0])
+        flight.place = start, _ = self._places.take(nbytes)
+        for spec, offset, shape in layout:
+            target = self._lane.array(start + offset, shape, numpy_type(spec))
+            np.copyto(target, arrays[spec.name])
+        flight.outputs_at = start + inputs_end
+        number = self._number()
+        self._flights[number] = flight
+        end = start + nbytes
+        ticket = Ticket(number, model.number, priority, deadline_ns, start, end, sizes)
+        self.write(ticket.pack())
+
+    def _number(self) -> int:
+        return next(self._numbers) & 0xFFFFFFFF
+
+    def _done(self, number: int, copy_ns: int, compute_ns: int, sizes: tuple[int, ...]) -> None:
+        flight = self._flights.pop(number)
+        flight.stages.copy += copy_ns
+        flight.stages.compute += compute_ns
+        if not flight.answer.done():
+            outputs = flight.model.signature.outputs.values()
+            layout, _ = places_of(outputs, sizes, flight.outputs_at)
+            flight.answer.set_result(
+                {  # copies: the place goes to the next request
+                    spec.name: self._lane.array(start, shape, numpy_type(spec)).copy()
+                    for spec, start, shape in layout
+                }
+            )
+        self._places.give_back(*flight.place)
+
+    def _failed(self, number: int, error: ServeError) -> None:
+        flight = self._flights.pop(number, None)
+        if flight is not None:
+            self._places.give_back(*flight.place)
+        answer = self._questions.pop(number) if flight is None else flight.answer
+        if not answer.done():
+            answer.set_exception(error)
+
+
+def _most_bytes(spec: TensorSpec) -> int:
+    """The most bytes that one sample of a tensor takes."""
+    sizes = (d.max if isinstance(d, DimRange) else d for d in spec.shape[1:])
+    return math.prod(sizes) * numpy_type(spec).itemsize
+
+
+def _no_engine() -> ServeError:
+    return ServeError("the engine is being started", status=503, fix="try again in a moment")

@@ -1,0 +1,158 @@
+"""A lane: the memory that one acceptor shares with the engine's process, and its places.
+
+The acceptor makes it without a name, sealed in its size, and hands it over the engine's socket, so
+that no other process can open it. The acceptor alone says which bytes are taken; the engine reads
+inputs and writes outputs where a ticket says, after looking whether these places lie in the lane.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import math
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from tessella.core.dtype import dtype
+from tessella.core.errors import ServeError
+from tessella.core.spec import TensorSpec
+
+ALIGNMENT = 64  # of tensors: a cache line, and the widest vector register
+LEAST_ORDER = 12  # a place has at least a page
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Lane:
+    """Memory that two processes see.
+
+    Args:
+        descriptor: of the memory; closed here, as the mapping keeps it.
+
+    Raises:
+        ServeError: 500, its size is not sealed: it could shrink under the one who reads it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        try:
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise ServeError("this memory may change its size", status=500)
+            self._map = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def array(self, start: int, shape: tuple[int, ...], element: np.dtype) -> np.ndarray:
+        """The array at a place.
+
+        Raises:
+            ServeError: 500, it does not lie in the lane.
+        """
+        nbytes = math.prod(shape) * element.itemsize
+        if start < 0 or start % ALIGNMENT or start + nbytes > len(self._map):
+            raise ServeError("a tensor does not lie in its lane", status=500, seen=start)
+        return np.ndarray(shape, element, self._map, start)
+
+
+def places_of(
+    specs: Iterable[TensorSpec], sizes: Sequence[int], start: int
+) -> tuple[list[tuple[TensorSpec, int, tuple[int, ...]]], int]:
+    """Where tensors lie one behind the other from ``start`` on, and where the last one ends.
+
+    Args:
+        sizes: the dimensions of all tensors, one behind the other.
+
+    Raises:
+        ServeError: 500, more or fewer dimensions than the tensors have.
+    """
+    found, position = [], 0
+    for spec in specs:
+        shape = tuple(sizes[position : position + len(spec.shape)])
+        position += len(shape)
+        if len(shape) < len(spec.shape):
+            break
+        found.append((spec, start, shape))
+        start = aligned(start + math.prod(shape) * numpy_type(spec).itemsize)
+    if position != len(sizes) or len(found) < len(list(specs)):
+        raise ServeError("a ticket has other dimensions than its tensors", status=500)
+    return found, start
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def numpy_type(spec: TensorSpec) -> np.dtype:
+    """The element type on NumPy's side, where those that NumPy lacks are float32."""
+    return _numpy_type(spec.dtype)
+
+
+@functools.cache
+def _numpy_type(name: str) -> np.dtype:
+    return np.dtype(dtype(name).numpy or np.float32)
+
+
+def make_memory(nbytes: int) -> int:
+    """A descriptor of memory for a lane. What is never touched takes none."""
+    descriptor = os.memfd_create("tessella lane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, nbytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    return descriptor
+
+
+class Places:
+    """Which parts of a lane are free: a buddy allocator that merges only when it has to.
+
+    Args:
+        order: the lane has 2**order bytes.
+    """
+
+    def __init__(self, order: int) -> None:
+        self._top = order
+        self._free: list[list[int]] = [[] for _ in range(order + 1)]
+        self._free[order].append(0)
+
+    def take(self, nbytes: int) -> tuple[int, int]:
+        """The start of a free place, and what ``give_back`` wants to know of it.
+
+        Raises:
+            ServeError: 503, there is no room now.
+        """
+        order = max(LEAST_ORDER, (nbytes - 1).bit_length())
+        if order <= self._top:
+            if self._free[order]:
+                return self._free[order].pop(), order
+            found = self._larger(order)
+            if found is None:
+                self._merge()
+                found = self._larger(order)
+            if found is not None:
+                start = self._free[found].pop()
+                for lower in range(order, found):
+                    self._free[lower].append(start + (1 << lower))
+                return start, order
+        raise ServeError(
+            "the server holds as many request bytes as it may",
+            status=503,
+            seen=f"no room for {nbytes:,} bytes",
+            fix="try again in a moment, or send smaller batches",
+        )
+
+    def give_back(self, start: int, order: int) -> None:
+        self._free[order].append(start)
+
+    def _larger(self, order: int) -> int | None:
+        return next((o for o in range(order, self._top + 1) if self._free[o]), None)
+
+    def _merge(self) -> None:
+        """Put free halves together, from the smallest up."""
+        for order in range(LEAST_ORDER, self._top):
+            size = 1 << order
+            starts = set(self._free[order])
+            whole = [s for s in starts if not s & size and s | size in starts]
+            self._free[order] = sorted(starts - {half for s in whole for half in (s, s | size)})
+            self._free[order + 1] += whole

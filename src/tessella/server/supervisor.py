@@ -1,0 +1,281 @@
+"""A server of several processes: acceptors, one that runs the engines, and one that watches them.
+
+``engine_process`` says what passes between them. The watching process is a clean one of its own: it
+has imported everything, runs no thread and holds no engine, so that it can fork the others at once,
+and again when one has crashed. A crashed acceptor takes its own connections along; while a crashed
+engine is started again, clients get 503.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from tessella.core import errors
+from tessella.core.errors import TessellaError
+from tessella.core.record import from_plain, to_plain
+from tessella.runtime import load_tried
+from tessella.server import engine_process
+from tessella.server.acceptor import Link
+from tessella.server.app import App
+from tessella.server.describing import Describing
+from tessella.server.guard import Guard
+from tessella.server.limits import DEFAULT_LIMITS, Limits
+from tessella.server.listening import (
+    GRACE_S,
+    HttpServer,
+    bind,
+    configured,
+    keep_what_is_loaded,
+    url_of,
+)
+from tessella.server.repository import Repository
+
+log = logging.getLogger(__name__)
+Ready = Callable[[], None]
+
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+BRIEF_S = 1.0  # a process that lives shorter is started again after as long
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What ``serve`` was asked for, as it is handed to the watching process."""
+
+    models: dict[str, str]
+    host: str
+    port: int
+    token: str | None
+    max_delay_us: int
+    folder: str | None
+    compiled: bool
+    acceptors: int
+
+
+def serve_in_processes(settings: Settings, ready: Callable[[str], None] | None) -> None:
+    """Start the watching process and wait for its end; SIGTERM and SIGINT are handed on.
+
+    Raises:
+        TessellaError: what it says that is wrong.
+    """
+    watching = subprocess.Popen(
+        [sys.executable, "-P", "-c", f"from {__name__} import main; main()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,  # Ctrl-C comes here, and is handed on
+    )
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        watching.terminate()
+
+    earlier = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert watching.stdin
+        assert watching.stdout
+        with watching.stdin, watching.stdout:
+            watching.stdin.write(json.dumps(to_plain(settings)).encode() + b"\n")
+            watching.stdin.flush()
+            told = json.loads(watching.stdout.readline() or "{}")
+            if "url" in told and ready is not None:
+                ready(told["url"])
+            watching.wait()
+        if "url" not in told:
+            raise _told_error(told or _SILENT)
+    finally:
+        watching.kill()
+        watching.wait()
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+_SILENT = {
+    "error": "TessellaError",
+    "wrong": "a process of the server does not start",
+    "seen": None,
+    "fix": "read its messages above",
+}
+
+
+def _told_error(told: dict[str, Any]) -> TessellaError:
+    """An error as it was raised in another process."""
+    kind: type[TessellaError] = getattr(errors, told["error"], TessellaError)
+    error = kind.__new__(kind)
+    TessellaError.__init__(error, told["wrong"], seen=told["seen"], fix=told["fix"])
+    return error
+
+
+# --- the watching process -------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Read the settings, start all processes, say where they listen, and watch them."""
+    _die_with_parent()
+    settings = from_plain(Settings, json.loads(sys.stdin.readline()), where="the settings")
+    watching = _Watching(settings)
+    try:
+        try:
+            watching.start()
+        except TessellaError as error:
+            print(json.dumps(error.to_json()), flush=True)
+            sys.exit(1)
+        print(json.dumps({"url": watching.url}), flush=True)
+        watching.watch()
+    finally:
+        watching.stop()
+
+
+class _Watching:
+    """The processes of one server. The engine's process is first, and is the last to end."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._works: dict[int, tuple[Callable[[Ready], None], float]] = {}
+        self._folder = tempfile.mkdtemp(prefix="tessella-")  # only this user can look into it
+        self._limits = _share(DEFAULT_LIMITS, settings.acceptors)
+
+    def start(self) -> None:
+        """Raise ``TessellaError`` for all that can be wrong with the settings."""
+        settings = self._settings
+        self._guard = Guard(host=settings.host, token=settings.token)
+        bind(settings.host, settings.port).close()  # taken by another? That would share it, too
+        # Reserves the port and takes no connection, as it does not listen.
+        self._reserved = bind(settings.host, settings.port, shared=True)
+        self._port: int = self._reserved.getsockname()[1]
+        self.url = url_of(self._reserved)
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._door.bind(f"{self._folder}/engine")
+        self._door.listen(64)
+        keep_what_is_loaded()
+        self._begin(self._run_engine, wait=True)
+        for _ in range(settings.acceptors):
+            self._begin(self._run_acceptor, wait=True)
+
+    def watch(self) -> None:
+        """Start again what ends, until SIGTERM or SIGINT."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        while signal.sigwait(_SIGNALS) == signal.SIGCHLD:
+            while (ended := _ended(-1)) is not None and ended in self._works:
+                work, since = self._works.pop(ended)
+                log.error("%s has ended and is started again", work.__name__)
+                if time.monotonic() - since < BRIEF_S:
+                    time.sleep(BRIEF_S)
+                self._begin(work)
+
+    def stop(self) -> None:
+        """End the acceptors, which answer what they have, then the engine's process."""
+        for last in (False, True):
+            chosen = [p for p, (w, _) in self._works.items() if (w == self._run_engine) == last]
+            for pid in chosen:
+                os.kill(pid, signal.SIGTERM)
+            until = time.monotonic() + GRACE_S + 5
+            while chosen:
+                chosen = [pid for pid in chosen if _ended(pid) is None]
+                if time.monotonic() > until:
+                    for pid in chosen:
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.01)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _begin(self, work: Callable[[Ready], None], *, wait: bool = False) -> None:
+        """Fork a process for the work; if asked, wait until it is ready.
+
+        Raises:
+            TessellaError: what it says that is wrong, if waited for.
+        """
+        theirs, ours = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(theirs)
+            name = "tessella-engine" if work == self._run_engine else "tessella-http"
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())  # for ps and top
+            _be(work, ours)
+        os.close(ours)
+        self._works[pid] = work, time.monotonic()
+        with os.fdopen(theirs, "rb") as told:
+            if wait and (line := told.readline()) != b"ready\n":
+                del self._works[pid]
+                os.waitpid(pid, 0)
+                raise _told_error(json.loads(line) if line else _SILENT)
+
+    def _run_engine(self, ready: Ready) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        settings = self._settings
+        repository = Repository(
+            {name: Path(path) for name, path in settings.models.items()},
+            folder=None if settings.folder is None else Path(settings.folder),
+            max_delay_us=settings.max_delay_us,
+            open_engine=functools.partial(load_tried, compiled=settings.compiled),
+            threads=False,
+        )
+        rest = Describing(repository, token=self._guard.has_token)
+        app = App(repository, self._guard, self._limits, rest=rest)
+        engine_process.run(repository, app, self._door, ready)
+
+    def _run_acceptor(self, ready: Ready) -> None:
+        # uvicorn has handlers of its own while it runs, and raises the signal again at its end.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        listener = bind(self._settings.host, self._port, shared=True)
+        nbytes = max(self._limits.held_bytes, 2 * self._limits.body_bytes)
+        link = Link(f"{self._folder}/engine", order=(nbytes - 1).bit_length())
+        decoders = max(1, len(os.sched_getaffinity(0)) // self._settings.acceptors)
+        app = App(link, self._guard, self._limits, rest=link.answer, decoders=decoders)
+        server = HttpServer(configured(app, self._limits), listener)
+        server.on_ready = lambda url: ready()
+        server.run(sockets=[listener])
+
+
+def _share(limits: Limits, acceptors: int) -> Limits:
+    """The limits of one of several acceptors."""
+    return replace(limits, held_bytes=max(limits.body_bytes, limits.held_bytes // acceptors))
+
+
+def _be(work: Callable[[Ready], None], told: int) -> NoReturn:
+    """Do the work as a process of its own."""
+
+    def say(line: bytes) -> None:
+        with suppress(BrokenPipeError):  # at a later start nobody waits to hear it
+            os.write(told, line + b"\n")
+
+    code = 1
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        _die_with_parent()
+        work(lambda: say(b"ready"))
+        code = 0
+    except TessellaError as error:
+        say(json.dumps(error.to_json()).encode())
+    except BaseException:
+        log.exception("%s ends", work.__name__)
+    finally:
+        os._exit(code)
+
+
+def _ended(pid: int) -> int | None:
+    """The process, any for −1, if it has ended."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] or None
+    except ChildProcessError:
+        return None if pid == -1 else pid
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this process when the one that started it is gone, however it ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,136 @@
+"""What acceptors and the engine's process say to each other: frames over a socket, no tensors.
+
+A frame is its length, a letter, and what the letter says:
+
+    d  engine → acceptor   the models that there are, as JSON
+    i  acceptor → engine   a ticket: run these places of my lane through a model
+    o  engine → acceptor   a ticket's outputs lie in its place; where the time went
+    e  engine → acceptor   a ticket's or a question's error, as JSON
+    s  acceptor → engine   what has been counted since the last time, as JSON
+    q  acceptor → engine   a question: an HTTP request that is not for inference
+    r  engine → acceptor   a question's answer
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tessella.core.errors import InputError, ServeError, TessellaError
+
+_HEAD = struct.Struct("<Ic")
+_TICKET = struct.Struct("<IIBqQQ")
+_DONE = struct.Struct("<IQQ")
+_NUMBER = struct.Struct("<I")
+MOST_FRAME = 64 << 20  # of answers to questions; tickets are some tens of bytes
+
+
+def frame(letter: bytes, content: bytes) -> bytes:
+    return _HEAD.pack(len(content), letter) + content
+
+
+class Frames:
+    """Puts frames together that arrive in any parts."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """The letter and the content of each frame that is complete now."""
+        data = self._rest + data if self._rest else data
+        position = 0
+        while len(data) - position >= _HEAD.size:
+            nbytes, letter = _HEAD.unpack_from(data, position)
+            if nbytes > MOST_FRAME:
+                raise ServeError("a frame is larger than any may be", status=500, seen=nbytes)
+            end = position + _HEAD.size + nbytes
+            if end > len(data):
+                break
+            yield letter, data[position + _HEAD.size : end]
+            position = end
+        self._rest = data[position:]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request whose tensors lie in the acceptor's lane, each input behind the other, then room
+    for the outputs.
+
+    Attributes:
+        number: the acceptor's name for it until its answer.
+        model: the model's number in the last description.
+        deadline_ns: on the clock that all processes share; 0 is none.
+        start, end: where its place begins and ends.
+        sizes: the dimensions of all inputs, one behind the other.
+    """
+
+    number: int
+    model: int
+    priority: int
+    deadline_ns: int
+    start: int
+    end: int
+    sizes: tuple[int, ...]
+
+    def pack(self) -> bytes:
+        head = _TICKET.pack(
+            self.number, self.model, self.priority, self.deadline_ns, self.start, self.end
+        )
+        return frame(b"i", head + struct.pack(f"<{len(self.sizes)}I", *self.sizes))
+
+    @classmethod
+    def unpack(cls, content: bytes) -> Ticket:
+        number, model, priority, deadline_ns, start, end = _TICKET.unpack_from(content)
+        sizes = struct.unpack_from(f"<{(len(content) - _TICKET.size) // 4}I", content, _TICKET.size)
+        return cls(number, model, priority, deadline_ns, start, end, sizes)
+
+
+def pack_done(number: int, copy_ns: int, compute_ns: int, sizes: list[int]) -> bytes:
+    """The frame of a ticket that is done; ``sizes`` as in ``Ticket``, of the outputs."""
+    head = _DONE.pack(number, copy_ns, compute_ns)
+    return frame(b"o", head + struct.pack(f"<{len(sizes)}I", *sizes))
+
+
+def unpack_done(content: bytes) -> tuple[int, int, int, tuple[int, ...]]:
+    sizes = struct.unpack_from(f"<{(len(content) - _DONE.size) // 4}I", content, _DONE.size)
+    return *_DONE.unpack_from(content), sizes
+
+
+def pack_error(number: int, error: BaseException) -> bytes:
+    """An error as its reader will raise it; what is none of ours is told without its text."""
+    if isinstance(error, ServeError):
+        told: dict[str, Any] = {"status": error.status, "retry_after_s": error.retry_after_s}
+    else:
+        told = {"status": 400 if isinstance(error, InputError) else 500}
+    if isinstance(error, TessellaError):
+        told |= {"wrong": error.wrong, "seen": error.seen, "fix": error.fix}
+    else:
+        told |= {"wrong": "the server failed to answer", "fix": "look into its log"}
+    return frame(b"e", _NUMBER.pack(number) + json.dumps(told).encode())
+
+
+def unpack_error(content: bytes) -> tuple[int, ServeError]:
+    told = json.loads(content[_NUMBER.size :])
+    return _NUMBER.unpack_from(content)[0], ServeError(told.pop("wrong"), **told)
+
+
+def pack_question(number: int, question: dict[str, Any], body: bytes) -> bytes:
+    return frame(b"q", _numbered(number, question, body))
+
+
+def pack_reply(number: int, reply: dict[str, Any], body: bytes) -> bytes:
+    return frame(b"r", _numbered(number, reply, body))
+
+
+def _numbered(number: int, told: dict[str, Any], body: bytes) -> bytes:
+    text = json.dumps(told).encode()
+    return _NUMBER.pack(number) + _NUMBER.pack(len(text)) + text + body
+
+
+def unpack_numbered(content: bytes) -> tuple[int, dict[str, Any], bytes]:
+    """Number, JSON and body of a question or its answer."""
+    (number,), (nbytes,) = _NUMBER.unpack_from(content), _NUMBER.unpack_from(content, 4)
+    return number, json.loads(content[8 : 8 + nbytes]), content[8 + nbytes :]
