@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tessella.core.errors import ServeError
-from tessella.server.batcher import Batcher, Pace
+from tessella.server.batcher import TRUST_NS, Batcher, Pace
 from tessella.server.statistics import Statistics
 
 pytestmark = pytest.mark.timeout(30)
@@ -193,6 +193,19 @@ def test_what_cannot_be_answered_in_time_is_refused_at_once() -> None:
         with pytest.raises(ServeError, match="no time"):
             await waits
         assert engine.batches == [1]
+        await alone.close(lambda: None)
+
+    run(test())
+
+
+def test_one_slow_execution_does_not_refuse_for_ever() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        alone = batcher(engine, max_batch=1)
+        alone._pace.took(1, 2_500_000_000)  # the machine was busy
+        alone._pace._since_ns -= 2 * TRUST_NS
+        assert (await alone.infer(rows(3), timeout_us=2_000_000))["y"].tolist() == [[6, 6]]
+        assert alone._pace.expected_ns(1, 1) < 1_000_000_000, "as it is now"
         await alone.close(lambda: None)
 
     run(test())

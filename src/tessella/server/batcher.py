@@ -32,6 +32,7 @@ PATIENCE_NS = 10**9
 # How long one piece of a large request may hold up the others. 32 ResNet-50 images take a CPU
 # 0.4 s; at 100 ms a piece they lose 3 % of their rate.
 TURN_NS = 100 * 10**6
+TRUST_NS = 10**9  # how long a measured time alone may refuse requests of an idle engine
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -203,6 +204,9 @@ class Batcher:
         ahead = self._samples if self._waiting and self._is_behind(request) else 0
         needed_ns = running_ns + self._pace.expected_ns(ahead + request.batch, self._max_batch)
         if now_ns + needed_ns > request.deadline_ns:
+            if not self._waiting and not self._is_running and self._pace.is_old(now_ns):
+                self._pace = Pace()  # refused for ever, it would never be measured again
+                return
             raise _no_time(request.deadline_ns - now_ns, needed_ns)
 
     def _is_behind(self, request: Request) -> bool:
@@ -300,7 +304,8 @@ class Batcher:
             self._is_running = False
             if self._waiting:
                 return 0
-        if self._thread is None and self._release is not None:
+            is_last = self._thread is None and self._release is not None
+        if is_last:
             self._end()
         return None
 
@@ -373,8 +378,14 @@ class Pace:
 
     def __init__(self) -> None:
         self._ns: dict[int, float] = {}
+        self._since_ns = 0
+
+    def is_old(self, now_ns: int) -> bool:
+        """Whether nothing was timed for ``TRUST_NS``: the machine may be as quick again by now."""
+        return now_ns - self._since_ns > TRUST_NS
 
     def took(self, samples: int, ns: int) -> None:
+        self._since_ns = perf_counter_ns()
         before = self._ns.get(samples, ns)
         self._ns[samples] = 0.8 * before + 0.2 * ns
 
