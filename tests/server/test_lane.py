@@ -41,6 +41,18 @@ def test_places_never_overlap_and_come_back_whole(wishes: list[tuple[int, bool]]
     assert places.take(1 << ORDER) == (0, ORDER)
 
 
+def test_what_will_never_have_room_is_told_from_what_has_none_now() -> None:
+    places = Places(ORDER)
+    with pytest.raises(ServeError) as never:
+        places.take((1 << ORDER) + 1)
+    place = places.take(1 << ORDER)
+    with pytest.raises(ServeError) as now:
+        places.take(1)
+    assert (never.value.status, now.value.status) == (413, 503)
+    places.give_back(*place)
+    assert places.take(1)
+
+
 def test_two_sides_see_the_same_and_nothing_beyond() -> None:
     memory = make_memory(1 << ORDER)
     ours, theirs = Lane(os.dup(memory)), Lane(memory)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +24,9 @@ import tritonclient.http as triton
 from PIL import Image
 
 from tessella.core.errors import ArtifactError, UsageError
-from tessella.server import serve
+from tessella.server import serve, tickets
+from tessella.server.lane import make_memory
+from tessella.server.tickets import Frames, Ticket
 from tests.support.engines import LABELS, expected_scores
 from tests.support.plans.linear import linear_plan
 
@@ -303,10 +306,70 @@ def test_who_is_no_acceptor_disturbs_nobody(running: Running) -> None:
     os.close(open_memory)
 
 
+def test_who_does_not_read_or_asks_for_no_model_holds_up_nobody(running: Running) -> None:
+    """Answers that nobody takes: the engine gives such an acceptor up, as one that was stopped."""
+    (door,) = running.sockets.glob("tessella-*/engine")
+    unknown = Ticket(1, 12345, 2, 0, 0, 4096, (1, 3, 8, 8)).pack()
+    memory = make_memory(1 << 16)
+    with socket.socket(socket.AF_UNIX) as deaf, running.client() as http:
+        deaf.settimeout(10)
+        deaf.connect(str(door))
+        socket.send_fds(deaf, [b"lane"], [memory])
+        deaf.sendall(unknown)
+        frames, letters = Frames(), {}
+        while b"e" not in letters:
+            letters |= dict(frames.feed(deaf.recv(1 << 16)))
+        assert tickets.unpack_error(letters[b"e"])[1].status == 503
+        with suppress(ConnectionError):
+            for _ in range(200):
+                deaf.sendall(100 * unknown)
+        assert right(infer(http, images(1)), images(1))
+    os.close(memory)
+
+
+def test_a_plan_with_other_tensors_in_the_same_place(running: Running) -> None:
+    """Requests that an acceptor checked against the old plan are never answered by the new one."""
+    seen: Counter[int] = Counter()
+
+    def see(batch: np.ndarray, answer: httpx.Response) -> None:
+        seen[answer.status_code] += 1
+        if answer.status_code == 200:
+            assert scores_of(answer).shape == (len(batch), 4)
+            assert right(answer, batch)
+        else:
+            assert answer.status_code in (400, 503), answer.text
+
+    with Load(running, see) as load, running.client() as http:
+        for name in ("votes", "scores"):
+            linear_plan(output=name).save(running.plan)
+            assert http.post("/v2/repository/models/flowers/load").status_code == 200
+            found = infer(http, images(1))
+            assert f'"name":"{name}"'.encode() in found.content
+            load.until_all_answered()
+    assert load.lost == [0] * 6
+    assert set(seen) <= {200, 503}
+
+
+@pytest.mark.parametrize("killed", ["watching", "outermost"])
+def test_nothing_is_left_of_a_server_that_is_killed(killed: str, tmp_path: Path) -> None:
+    running = Running(tmp_path)
+    family = psutil.Process(running.process.pid).children(recursive=True)
+    assert len(family) == 2 + ACCEPTORS
+    if killed == "watching":
+        running.watching.kill()
+    else:
+        running.process.kill()
+    _, err = running.process.communicate(timeout=30)
+    assert running.process.returncode != 0
+    assert ("the processes of the server have ended" in err) == (killed == "watching")
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert list(running.sockets.iterdir()) == []
+
+
 def test_what_is_wrong_with_the_settings_is_told_as_in_one_process(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no plan here"):
         serve({"flowers": tmp_path / "nothing.plan"}, port=0, acceptors=1)
-    with pytest.raises(UsageError, match="negative"):
+    with pytest.raises(UsageError, match="from 0 to 64"):
         serve({}, port=0, acceptors=-1)
 
 

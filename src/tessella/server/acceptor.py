@@ -43,6 +43,7 @@ from tessella.server.tickets import Ticket
 
 COUNTED_S = 0.5  # how old an acceptor's counts may be in the engine's statistics
 RETRY_S = 0.05  # between attempts to reach an engine that is being started
+OPEN_S = 5.0  # how long an acceptor waits for it before it takes requests, which are 503 till then
 
 
 class Link:
@@ -82,12 +83,13 @@ class Link:
             raise _no_engine()
 
     async def open(self) -> None:
-        """Reach the engine's process, now and whenever it was started again."""
+        """Reach the engine's process, at first and whenever it was started again."""
         self._tasks = [
             asyncio.create_task(self._stay_connected()),
             asyncio.create_task(self._tell_counts()),
         ]
-        while self._engine is None:
+        until = perf_counter_ns() + OPEN_S * 1e9
+        while self._engine is None and perf_counter_ns() < until:
             await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
@@ -123,7 +125,8 @@ class Link:
                 await asyncio.sleep(RETRY_S)
                 continue
             await engine.described.wait()
-            self._engine = engine
+            if not engine.lost.is_set():
+                self._engine = engine
             await engine.lost.wait()
             self._engine = None
 
@@ -292,6 +295,8 @@ class _Engine(asyncio.Protocol):
         Raises:
             ServeError: 503, the engine's process ended; or its own.
         """
+        if self.lost.is_set():
+            raise _no_engine()
         number = self._number()
         answer: asyncio.Future[tuple[dict[str, Any], bytes]] = self._loop.create_future()
         self._questions[number] = answer
@@ -302,7 +307,8 @@ class _Engine(asyncio.Protocol):
         """Write the inputs into the lane and send the ticket.
 
         Raises:
-            ServeError: 503, the lane is full or the engine's process has ended.
+            ServeError: 413, it is larger than the lane; 503, the lane is full or the engine's
+                process has ended.
         """
         if self.lost.is_set():
             raise _no_engine()

@@ -12,6 +12,7 @@ answers what is not inference.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from tessella.server.app import App
 from tessella.server.batcher import Batcher, Request
 from tessella.server.lane import Lane, aligned, numpy_type, places_of
 from tessella.server.listening import keep_what_is_loaded
+from tessella.server.protocol import Signature
 from tessella.server.repository import Model, Repository
 from tessella.server.tickets import Ticket
 
@@ -39,6 +42,7 @@ log = logging.getLogger(__name__)
 GREETING = b"lane"
 CLOSE_S = 30
 GREETING_S = 1
+SEND_S = 1  # then an acceptor that does not read, as it was stopped, is given up
 
 
 def run(repository: Repository, app: App, door: socket.socket, ready: Callable[[], None]) -> None:
@@ -62,7 +66,8 @@ class _Room:
     def __init__(self, repository: Repository, app: App, door: socket.socket) -> None:
         self.repository = repository
         self.app = app
-        self.names: list[str] = []  # a model's number is its place here
+        self._models: dict[int, tuple[str, Signature]] = {}  # by the numbers of tickets
+        self._numbers = itertools.count()
         self.loop = asyncio.new_event_loop()
         self.busy: dict[Batcher, None] = {}  # in the order of their next turns
         self._door = door
@@ -138,12 +143,29 @@ class _Room:
             acceptor.send(told)
 
     def _description(self) -> bytes:
-        models = []
-        for model in self.repository.models:
-            if model.name not in self.names:
-                self.names.append(model.name)
-            models.append({"number": self.names.index(model.name), **describe(model)})
-        return tickets.frame(b"d", json.dumps(models).encode())
+        with self._lock:
+            numbers = {known: number for number, (known, _) in self._models.items()}
+            told, models = [], {}
+            for model in self.repository.models:
+                number = numbers.get(model.name)
+                if number is None or self._models[number][1] != model.signature:
+                    number = next(self._numbers)
+                models[number] = model.name, model.signature
+                told.append({"number": number, **describe(model)})
+            self._models = models
+        return tickets.frame(b"d", json.dumps(told).encode())
+
+    def model(self, number: int) -> Model:
+        """The model of a ticket.
+
+        Raises:
+            ServeError: 503, it was unloaded, or its tensors are others than the acceptor knew.
+        """
+        name, known = self._models.get(number, ("", None))
+        model = self.repository.get(name) if known is not None else None
+        if model is None or (model.signature is not known and model.signature != known):
+            raise ServeError("the model was replaced", status=503, fix="send it again")
+        return model
 
 
 def describe(model: Model) -> dict[str, Any]:
@@ -170,8 +192,10 @@ class _Acceptor:
         connection.settimeout(GREETING_S)
         greeting, descriptors, _, _ = socket.recv_fds(connection, len(GREETING), 1)
         if struct.unpack("3i", user)[1] != os.getuid() or greeting != GREETING or not descriptors:
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise OSError("no acceptor of this server")
-        connection.settimeout(None)
+        connection.settimeout(SEND_S)
         self._room = room
         self._connection = connection
         self._lane = Lane(descriptors[0])
@@ -195,14 +219,14 @@ class _Acceptor:
         return bool(data)
 
     def send(self, frames: bytes) -> None:
-        """Write to the acceptor. The answers of all tickets that may wait fit into the socket's
-        buffer, and a stopped acceptor sends no more: it stops nobody else.
+        """Write to the acceptor. One that does not read, since it was stopped, is given up when the
+        socket's buffer is full: it would stop all others. It comes again when it goes on.
         """
-        try:
-            with self._sending:
+        with self._sending, suppress(OSError):  # it is gone, as the next ``read`` will find
+            try:
                 self._connection.sendall(frames)
-        except OSError:
-            pass  # it is gone, as the next ``read`` will find
+            except TimeoutError:
+                self._connection.shutdown(socket.SHUT_RDWR)  # a frame may have been cut
 
     def _start(self, ticket: Ticket) -> None:
         try:
@@ -211,9 +235,8 @@ class _Acceptor:
             self.send(tickets.pack_error(ticket.number, error))
 
     def _submit(self, ticket: Ticket) -> None:
-        name = self._room.names[ticket.model]
         while True:
-            model = self._room.repository.get(name)
+            model = self._room.model(ticket.model)
             inputs = model.signature.inputs.values()
             places, end = places_of(inputs, ticket.sizes, ticket.start)
             arrays = {}
@@ -231,7 +254,7 @@ class _Acceptor:
             try:
                 return model.batcher.submit(request)
             except ServeError:
-                if self._room.repository.get(name) is model:
+                if self._room.model(ticket.model) is model:
                     raise  # else it was replaced between the two lines
 
     def _answer(self, requests: list[Request]) -> None:

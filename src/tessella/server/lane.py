@@ -120,21 +120,27 @@ class Places:
         """The start of a free place, and what ``give_back`` wants to know of it.
 
         Raises:
-            ServeError: 503, there is no room now.
+            ServeError: 413, it can never have room; 503, there is none now.
         """
         order = max(LEAST_ORDER, (nbytes - 1).bit_length())
-        if order <= self._top:
-            if self._free[order]:
-                return self._free[order].pop(), order
+        if order > self._top:
+            raise ServeError(
+                "the inputs and outputs of this request are too large",
+                status=413,
+                seen=f"{nbytes:,} bytes, at most {1 << self._top:,}",
+                fix="send smaller batches",
+            )
+        if self._free[order]:
+            return self._free[order].pop(), order
+        found = self._larger(order)
+        if found is None:
+            self._merge()
             found = self._larger(order)
-            if found is None:
-                self._merge()
-                found = self._larger(order)
-            if found is not None:
-                start = self._free[found].pop()
-                for lower in range(order, found):
-                    self._free[lower].append(start + (1 << lower))
-                return start, order
+        if found is not None:
+            start = self._free[found].pop()
+            for lower in range(order, found):
+                self._free[lower].append(start + (1 << lower))
+            return start, order
         raise ServeError(
             "the server holds as many request bytes as it may",
             status=503,

@@ -19,6 +19,8 @@ from tessella.server.listening import HttpServer, bind, configured, keep_what_is
 from tessella.server.repository import Repository
 from tessella.server.supervisor import Settings, serve_in_processes
 
+MOST_ACCEPTORS = 64  # each has memory for the largest request
+
 
 def serve(
     models: Mapping[str, Path],
@@ -49,8 +51,12 @@ def serve(
         UsageError: an address or a name that cannot be used, no token for a public address.
         ArtifactError: a plan that cannot be loaded.
     """
-    if acceptors < 0:
-        raise UsageError("acceptors cannot be negative", seen=acceptors)
+    if not 0 <= acceptors <= MOST_ACCEPTORS:
+        raise UsageError(
+            f"acceptors are a number from 0 to {MOST_ACCEPTORS}",
+            seen=acceptors,
+            fix="use as many as there are cores beside the engine's",
+        )
     if acceptors:
         settings = Settings(
             models={name: str(Path(path).absolute()) for name, path in models.items()},

@@ -57,7 +57,11 @@ BRIEF_S = 1.0  # a process that lives shorter is started again after as long
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What ``serve`` was asked for, as it is handed to the watching process."""
+    """What ``serve`` was asked for, as it is handed to the watching process.
+
+    Attributes:
+        sockets: a folder that only this user can look into, for the engine's socket.
+    """
 
     models: dict[str, str]
     host: str
@@ -67,6 +71,7 @@ class Settings:
     folder: str | None
     compiled: bool
     acceptors: int
+    sockets: str = ""
 
 
 def serve_in_processes(settings: Settings, ready: Callable[[str], None] | None) -> None:
@@ -75,8 +80,15 @@ def serve_in_processes(settings: Settings, ready: Callable[[str], None] | None) 
     Raises:
         TessellaError: what it says that is wrong.
     """
+    # Made and removed here: the watching process may be killed.
+    with tempfile.TemporaryDirectory(prefix="tessella-", ignore_cleanup_errors=True) as sockets:
+        _watched(replace(settings, sockets=sockets), ready)
+
+
+def _watched(settings: Settings, ready: Callable[[str], None] | None) -> None:
+    is_asked = False
     watching = subprocess.Popen(
-        [sys.executable, "-P", "-c", f"from {__name__} import main; main()"],
+        [sys.executable, "-P", "-c", f"from {__name__} import main; main({os.getpid()})"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -84,6 +96,8 @@ def serve_in_processes(settings: Settings, ready: Callable[[str], None] | None) 
     )
 
     def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        is_asked = True
         watching.terminate()
 
     earlier = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -91,27 +105,26 @@ def serve_in_processes(settings: Settings, ready: Callable[[str], None] | None) 
         assert watching.stdin
         assert watching.stdout
         with watching.stdin, watching.stdout:
-            watching.stdin.write(json.dumps(to_plain(settings)).encode() + b"\n")
-            watching.stdin.flush()
+            with suppress(BrokenPipeError):  # it has ended, as its silence says
+                watching.stdin.write(json.dumps(to_plain(settings)).encode() + b"\n")
+                watching.stdin.flush()
             told = json.loads(watching.stdout.readline() or "{}")
             if "url" in told and ready is not None:
                 ready(told["url"])
             watching.wait()
-        if "url" not in told:
-            raise _told_error(told or _SILENT)
+        if "error" in told:
+            raise _told_error(told)
+        if not is_asked:
+            raise TessellaError(
+                "the processes of the server have ended",
+                seen=f"exit status {watching.returncode}",
+                fix="read their messages above, and start it again",
+            )
     finally:
         watching.kill()
         watching.wait()
         for number, handler in earlier.items():
             signal.signal(number, handler)
-
-
-_SILENT = {
-    "error": "TessellaError",
-    "wrong": "a process of the server does not start",
-    "seen": None,
-    "fix": "read its messages above",
-}
 
 
 def _told_error(told: dict[str, Any]) -> TessellaError:
@@ -125,9 +138,9 @@ def _told_error(told: dict[str, Any]) -> TessellaError:
 # --- the watching process -------------------------------------------------------------------------
 
 
-def main() -> None:
+def main(parent: int) -> None:
     """Read the settings, start all processes, say where they listen, and watch them."""
-    _die_with_parent()
+    _die_with_parent(parent)
     settings = from_plain(Settings, json.loads(sys.stdin.readline()), where="the settings")
     watching = _Watching(settings)
     try:
@@ -148,7 +161,6 @@ class _Watching:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._works: dict[int, tuple[Callable[[Ready], None], float]] = {}
-        self._folder = tempfile.mkdtemp(prefix="tessella-")  # only this user can look into it
         self._limits = _share(DEFAULT_LIMITS, settings.acceptors)
 
     def start(self) -> None:
@@ -161,7 +173,7 @@ class _Watching:
         self._port: int = self._reserved.getsockname()[1]
         self.url = url_of(self._reserved)
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._door.bind(f"{self._folder}/engine")
+        self._door.bind(f"{settings.sockets}/engine")
         self._door.listen(64)
         keep_what_is_loaded()
         self._begin(self._run_engine, wait=True)
@@ -192,7 +204,7 @@ class _Watching:
                     for pid in chosen:
                         os.kill(pid, signal.SIGKILL)
                 time.sleep(0.01)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._settings.sockets, ignore_errors=True)
 
     def _begin(self, work: Callable[[Ready], None], *, wait: bool = False) -> None:
         """Fork a process for the work; if asked, wait until it is ready.
@@ -201,19 +213,24 @@ class _Watching:
             TessellaError: what it says that is wrong, if waited for.
         """
         theirs, ours = os.pipe()
+        watching = os.getpid()
         pid = os.fork()
         if not pid:
             os.close(theirs)
             name = "tessella-engine" if work == self._run_engine else "tessella-http"
             ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())  # for ps and top
-            _be(work, ours)
+            _be(work, ours, watching)
         os.close(ours)
         self._works[pid] = work, time.monotonic()
         with os.fdopen(theirs, "rb") as told:
             if wait and (line := told.readline()) != b"ready\n":
                 del self._works[pid]
                 os.waitpid(pid, 0)
-                raise _told_error(json.loads(line) if line else _SILENT)
+                if line:
+                    raise _told_error(json.loads(line))
+                raise TessellaError(
+                    "a process of the server does not start", fix="read its messages above"
+                )
 
     def _run_engine(self, ready: Ready) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -230,11 +247,9 @@ class _Watching:
         engine_process.run(repository, app, self._door, ready)
 
     def _run_acceptor(self, ready: Ready) -> None:
-        # uvicorn has handlers of its own while it runs, and raises the signal again at its end.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         listener = bind(self._settings.host, self._port, shared=True)
         nbytes = max(self._limits.held_bytes, 2 * self._limits.body_bytes)
-        link = Link(f"{self._folder}/engine", order=(nbytes - 1).bit_length())
+        link = Link(f"{self._settings.sockets}/engine", order=(nbytes - 1).bit_length())
         decoders = max(1, len(os.sched_getaffinity(0)) // self._settings.acceptors)
         app = App(link, self._guard, self._limits, rest=link.answer, decoders=decoders)
         server = HttpServer(configured(app, self._limits), listener)
@@ -247,21 +262,24 @@ def _share(limits: Limits, acceptors: int) -> Limits:
     return replace(limits, held_bytes=max(limits.body_bytes, limits.held_bytes // acceptors))
 
 
-def _be(work: Callable[[Ready], None], told: int) -> NoReturn:
+def _be(work: Callable[[Ready], None], told: int, watching: int) -> NoReturn:
     """Do the work as a process of its own."""
 
-    def say(line: bytes) -> None:
+    def ready() -> None:
         with suppress(BrokenPipeError):  # at a later start nobody waits to hear it
-            os.write(told, line + b"\n")
+            os.write(told, b"ready\n")
 
     code = 1
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        _die_with_parent()
-        work(lambda: say(b"ready"))
+        _die_with_parent(watching)
+        work(ready)
         code = 0
     except TessellaError as error:
-        say(json.dumps(error.to_json()).encode())
+        try:
+            os.write(told, json.dumps(error.to_json()).encode() + b"\n")
+        except BrokenPipeError:
+            log.error("%s cannot go on: %s", work.__name__, error)
     except BaseException:
         log.exception("%s ends", work.__name__)
     finally:
@@ -276,6 +294,8 @@ def _ended(pid: int) -> int | None:
         return None if pid == -1 else pid
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     """Let the kernel end this process when the one that started it is gone, however it ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it went before that
+        os._exit(1)

@@ -15,7 +15,7 @@ from tessella.server import serve
 from tests.support.engines import LABELS, RECORD, WEIGHT
 
 
-def linear_plan(*, scale: float = 1.0) -> Plan:
+def linear_plan(*, scale: float = 1.0, output: str = "scores") -> Plan:
     """``scores = scale · image.reshape(n, 192) @ WEIGHT``, with programs for batches 1, 4 and 8."""
     batch = DimRange(min=1, opt=4, max=8)
     weight = scale * torch.from_numpy(WEIGHT).T.contiguous()
@@ -24,7 +24,7 @@ def linear_plan(*, scale: float = 1.0) -> Plan:
         manifest=Manifest(
             fingerprint=fingerprint("cpu"),
             inputs=(TensorSpec(name="image", dtype="float32", shape=(batch, 3, 8, 8)),),
-            outputs=(TensorSpec(name="scores", dtype="float32", shape=(batch, 4)),),
+            outputs=(TensorSpec(name=output, dtype="float32", shape=(batch, 4)),),
             precision="fp32",
             preprocess=RECORD,
             preprocess_hash=RECORD.hash,
@@ -37,19 +37,21 @@ def linear_plan(*, scale: float = 1.0) -> Plan:
             members={},
         ),
         program=Program(
-            inputs=("image",), outputs=("scores",), buckets=tuple(_bucket(b) for b in (1, 4, 8))
+            inputs=("image",),
+            outputs=(output,),
+            buckets=tuple(_bucket(b, output) for b in (1, 4, 8)),
         ),
         weights={"weight": weight},
-        golden={"input.image": golden, "output.scores": golden.reshape(1, -1) @ weight.T},
+        golden={"input.image": golden, f"output.{output}": golden.reshape(1, -1) @ weight.T},
     )
 
 
-def _bucket(batch: int) -> Bucket:
+def _bucket(batch: int, output: str) -> Bucket:
     return Bucket(
         batch=batch,
         buffers=(
             Buffer(name="flat", dtype="float32", shape=(batch, 192)),
-            Buffer(name="scores", dtype="float32", shape=(batch, 4), offset=0),
+            Buffer(name=output, dtype="float32", shape=(batch, 4), offset=0),
         ),
         steps=(
             Step(
@@ -63,7 +65,7 @@ def _bucket(batch: int) -> Bucket:
                 kernel="linear.aten",
                 op="linear",
                 inputs=("flat", "weight", None),
-                outputs=("scores",),
+                outputs=(output,),
                 attrs={},
             ),
         ),
