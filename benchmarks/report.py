@@ -35,9 +35,9 @@ def document(target: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _without_paths(arguments: Sequence[str]) -> list[str]:
-    """The command's arguments without paths of this machine."""
+    """The command's arguments without paths of this machine and words about it."""
     parser = argparse.ArgumentParser(add_help=False)
-    for option in ("--out", "--cache"):
+    for option in ("--out", "--cache", "--about"):
         parser.add_argument(option)
     return parser.parse_known_args(arguments)[1]
 

@@ -89,7 +89,7 @@ def page() -> str:
     for name, machine, about in PLANS:
         parts += [f"### {machine}: `{name}`\n", f"{about}\n", *_plans(_runs(name))]
     parts += ["## Single kernels\n", *_own_cpu_kernels(), *_own_gpu_kernels(), *_published()]
-    parts += [*_coverage(), *_catalog()]
+    parts += [*_serving(), *_coverage(), *_catalog()]
     return "\n".join(parts)
 
 
@@ -246,6 +246,31 @@ def _published() -> Iterator[str]:
         peer = f"{row['times_us']['cudnn'] / 1e3:.3f} ms"
         lines.append((row["name"], "cuDNN's fastest, same H200", peer, ""))
     yield markdown(("filter", "algorithm", "time", "published, GV100"), lines) + "\n"
+
+
+# --- over HTTP ------------------------------------------------------------------------------------
+
+
+def _serving() -> Iterator[str]:
+    """Rates and latencies of each server, by number of clients."""
+    yield "## Over HTTP: `serving-cpu.json`\n"
+    yield (
+        "LeNet on a CPU, one image a request and an answer of ten scores, both as binary tensors;"
+        " wrk on the same cores. *Bare uvicorn* reads the same bytes and answers the same bytes"
+        " without a network; the ratio is that of the requests a second to its. Medians over rounds"
+        " in which all servers are asked in turn; in brackets the slowest and the fastest round.\n"
+    )
+    (run,) = _runs("serving-cpu.json")
+    head = ("clients", "server", "requests/s", "p50", "p99", "ratio")
+    yield markdown(head, [_serving_line(row) for row in run["rows"]]) + "\n"
+    yield f"1. {_origin(run)}\n"
+
+
+def _serving_line(row: Row) -> tuple[object, ...]:
+    rates = [one["requests_per_s"] for one in row["rounds"]]
+    rate = f"{row['requests_per_s']:,} ({min(rates):,.0f} to {max(rates):,.0f})"
+    latencies = (f"{row[name]:#.3g} ms".replace(". ", " ") for name in ("p50_ms", "p99_ms"))
+    return row["clients"], row["server"], rate, *latencies, f"{row['ratio']:.2f}"
 
 
 # --- what compiles, and what the catalog keeps ----------------------------------------------------

@@ -1,0 +1,228 @@
+"""What HTTP costs: ``python -m benchmarks.serving``, with wrk for the clients.
+
+A LeNet on a CPU, one image a request and an answer of ten scores, both as binary tensors: a server
+of one process, servers of several, and a bare ASGI application in uvicorn that reads the same bytes
+and answers the same bytes without a network. All of them wait while one is asked, in rounds; wrk
+runs on the same cores. The table has medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import uvicorn
+
+from benchmarks.networks import workload
+from benchmarks.report import RESULTS, document, markdown, write
+from tessella import compiler
+from tessella.artifacts.plan import Plan
+from tessella.core.spec import DimRange
+from tessella.graph import capture
+from tessella.server import serve
+from tessella.server.listening import HttpServer, bind
+
+NETWORK, BATCH = "lenet", DimRange(min=1, opt=8, max=32)
+BARE = "bare uvicorn"
+PATH = f"/v2/models/{NETWORK}/infer"
+HEADERS = {"Inference-Header-Content-Length": "0", "Content-Type": "application/octet-stream"}
+NUMBER = r"([\d.]+)(us|ms|s|m)"
+MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--acceptors", default="0,2", help="of each server; 0 is one process")
+    parser.add_argument("--clients", default="1,32,128")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=int, default=2, help="of each server in a round")
+    parser.add_argument("--about", help="what a reader has to know of the machine")
+    parser.add_argument("--out", type=Path, default=RESULTS / "serving-cpu.json")
+    args = parser.parse_args()
+    acceptors, clients = (
+        [int(n) for n in text.split(",")] for text in (args.acceptors, args.clients)
+    )
+    rows = measure(acceptors, clients, rounds=args.rounds, seconds=args.seconds)
+    made = document("cpu", rows) | {
+        "about": args.about,
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[2], 1),  # over 15 minutes: that of others, too
+    }
+    write(args.out, made)
+    print(markdown(list(rows[0]), [list(row.values()) for row in rows]))
+    print(f"wrote {args.out}")
+
+
+def measure(
+    acceptors: Sequence[int], clients: Sequence[int], *, rounds: int, seconds: int
+) -> list[dict[str, Any]]:
+    """By server and number of clients: requests a second and latencies, one of each a round."""
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        body = _save_plan(folder / "network.plan")
+        servers = {}
+        for count in acceptors:
+            name = f"{count} acceptors" if count else "one process"
+            servers[name] = stack.enter_context(_serving(str(count), folder / "network.plan"))
+        answers = [_answer(url, body) for url in servers.values()]
+        scores = [np.frombuffer(answer[-40:], np.float32) for answer in answers]
+        for other in scores[1:]:
+            np.testing.assert_allclose(other, scores[0], rtol=1e-3, atol=1e-4)
+        (folder / "answer").write_bytes(answers[0])
+        servers[BARE] = stack.enter_context(_serving("bare", folder / "answer"))
+        assert _answer(servers[BARE], body) == answers[0]
+        script = _script(folder, body)
+        for _ in range(rounds):
+            for count in clients:
+                for name, url in servers.items():
+                    one = _wrk(url, script, clients=count, seconds=seconds)
+                    found.setdefault((name, count), []).append(one)
+    return [_row(name, count, found) for name, count in found]
+
+
+def _row(name: str, clients: int, found: dict[tuple[str, int], list[dict[str, float]]]) -> Any:
+    mine, bare = found[name, clients], found[BARE, clients]
+    ratios = [a["requests_per_s"] / b["requests_per_s"] for a, b in zip(mine, bare, strict=True)]
+    return {
+        "server": name,
+        "clients": clients,
+        "requests_per_s": round(statistics.median(one["requests_per_s"] for one in mine)),
+        "p50_ms": round(statistics.median(one["p50_ms"] for one in mine), 2),
+        "p99_ms": round(statistics.median(one["p99_ms"] for one in mine), 2),
+        "ratio": round(statistics.median(ratios), 3),
+        "rounds": mine,
+    }
+
+
+def _save_plan(path: Path) -> bytes:
+    """Compile the network; the tensor of one image, as a client sends it."""
+    work = workload(NETWORK, BATCH.opt)
+    plan: Plan = compiler.compile_graph(
+        capture(work.module, work.inputs),
+        target="cpu",
+        batch=BATCH,
+        precision="fp32",
+        about=compiler.About(built_from=NETWORK, rebuild="python -m benchmarks.serving"),
+    )
+    plan.save(path)
+    image = work.sample(torch.device("cpu"))[0][:1].numpy()
+    return bytes(image.tobytes())
+
+
+# --- servers --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _serving(kind: str, path: Path) -> Iterator[str]:
+    """A server in processes of its own; its URL."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", "from benchmarks.serving import be_server; be_server()", kind, path],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def be_server() -> None:
+    """Be a server: ``bare`` with the answer's file, or a number of acceptors with a plan."""
+    kind, path = sys.argv[1], Path(sys.argv[2])
+    if kind != "bare":
+        serve(
+            {NETWORK: path}, port=0, acceptors=int(kind), ready=lambda url: print(url, flush=True)
+        )
+        return
+    answer = path.read_bytes()
+    head = {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [
+            (b"content-type", b"application/octet-stream"),
+            (b"content-length", b"%d" % len(answer)),
+        ],
+    }
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send(head)
+        await send({"type": "http.response.body", "body": answer})
+
+    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
+    server = HttpServer(config, bind("127.0.0.1", 0))  # uvicorn's own, which tells its URL
+    server.on_ready = lambda url: print(url, flush=True)
+    server.run(sockets=[server.listener])
+
+
+# --- clients --------------------------------------------------------------------------------------
+
+
+def _answer(url: str, body: bytes) -> bytes:
+    with urllib.request.urlopen(
+        urllib.request.Request(url + PATH, data=body, headers=HEADERS), timeout=60
+    ) as answer:
+        return bytes(answer.read())
+
+
+def _script(folder: Path, body: bytes) -> Path:
+    """What wrk sends."""
+    (folder / "body").write_bytes(body)
+    lines = [f'wrk.headers["{name}"] = "{value}"' for name, value in HEADERS.items()]
+    lines += ['wrk.method = "POST"', f'wrk.body = io.open("{folder}/body", "rb"):read("*a")']
+    script = folder / "request.lua"
+    script.write_text("\n".join(lines) + "\n")
+    return script
+
+
+def _wrk(url: str, script: Path, *, clients: int, seconds: int) -> dict[str, float]:
+    text = subprocess.run(
+        ["wrk", "-t1", f"-c{clients}", f"-d{seconds}s", "--latency", "-s", script, url + PATH],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return parse(text)
+
+
+def parse(text: str) -> dict[str, float]:
+    """Requests a second and latencies in milliseconds, of what wrk prints.
+
+    Raises:
+        ValueError: an answer was an error or did not come.
+    """
+    if "Non-2xx" in text or "Socket errors" in text:
+        raise ValueError(f"not every request had its answer:\n{text}")
+    found = {"requests_per_s": float(_found(r"Requests/sec:\s+([\d.]+)", text)[1])}
+    for percent in (50, 99):
+        match = _found(rf"^\s+{percent}%\s+{NUMBER}\s*$", text)
+        found[f"p{percent}_ms"] = round(float(match[1]) * MS[match[2]], 3)
+    return found
+
+
+def _found(pattern: str, text: str) -> re.Match[str]:
+    match = re.search(pattern, text, re.MULTILINE)
+    if match is None:
+        raise ValueError(f"wrk did not say {pattern}:\n{text}")
+    return match
+
+
+if __name__ == "__main__":
+    main()
