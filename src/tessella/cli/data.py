@@ -1,9 +1,10 @@
-"""``tessella data``: import images into a dataset, and examine it."""
+"""``tessella data``: import images into a dataset, examine it, and check annotations."""
 
 from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from rich.console import Group
 from rich.text import Text
 from typer import Argument, Option
 
+from tessella.annotations import coco, read_annotations
 from tessella.artifacts.dataset import Dataset
 from tessella.cli.output import Events, Json, grid, output
 from tessella.cli.parsing import parse_resize, parse_size
@@ -24,12 +26,13 @@ from tessella.data.importing import ImportSettings, import_images
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(
-        help="Import images into a dataset, and examine it.\n\n"
+        help="Import images into a dataset, examine it, and check annotations.\n\n"
         "Example: tessella data import flowers/ --out datasets/flowers --size 224",
         no_args_is_help=True,
     )
     group.command("import")(import_)
     group.command("doctor")(doctor)
+    group.command("annotations")(check_annotations)
     app.add_typer(group, name="data")
 
 
@@ -109,6 +112,38 @@ def doctor(
         rows = [(str(f.kind), f.text) for f in found.findings] or [("", "nothing found")]
         title = f"{there.info.name}: {found.images:,} images"
         out_.result(plain, Group(grid(("finding", ""), rows, title=title), *_listed(found, groups)))
+
+
+def check_annotations(
+    source: Annotated[
+        Path, Argument(help="COCO's JSON, a data.yaml, or a folder of COCO, YOLO, VOC or KITTI.")
+    ],
+    out: Annotated[Path | None, Option(help="Write what is good here, as COCO's JSON.")] = None,
+    image_root: Annotated[Path | None, Option(help="COCO: where its paths start.")] = None,
+    json: Json = False,
+    events: Events = None,
+) -> None:
+    """Check annotations of boxes and masks: list what is broken, and write the rest as COCO.
+
+    Example: tessella data annotations cars/data.yaml --out cars.json
+    """
+    with output(json_only=json, events=events) as out_:
+        read = read_annotations(source, image_root=image_root)
+        if out is not None:
+            coco.write(out, read)
+        things = [thing for picture in read.pictures for thing in picture.things]
+        counts = Counter(thing.label for thing in things)
+        plain = {
+            "pictures": len(read.pictures),
+            "things": {name: counts[k] for k, name in enumerate(read.classes)},
+            "problems": to_plain(read.problems),
+            "notes": list(read.notes),
+        }
+        rows = [(name, counts[k]) for k, name in enumerate(read.classes)]
+        title = f"{len(things):,} things in {len(read.pictures):,} pictures"
+        shown = [Text(note) for note in read.notes]
+        shown += [Text(f"{p.path}: {p.what}") for p in read.problems]
+        out_.result(plain, Group(grid(("class", "things"), rows, title=title), *shown))
 
 
 def _kinds(fix: list[str], out: Path | None) -> list[Kind]:

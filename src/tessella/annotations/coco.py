@@ -1,0 +1,241 @@
+"""COCO's JSON: ``images``, ``categories`` and ``annotations``, read and written.
+
+CVAT and Label Studio export the same form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tessella.annotations import rle
+from tessella.annotations.check import Checker, sides_of
+from tessella.annotations.files import inside, no_collection, read_json
+from tessella.annotations.record import Annotations, Picture, Problem, Thing
+from tessella.core.errors import DataError
+
+MAX_CLASSES = 1 << 16
+FOLDERS = ("", "images", "train", "val", "train2017", "val2017", "test2017", "data")
+
+
+def read(path: Path, *, image_root: Path | None = None, split: str = "") -> Annotations:
+    """The annotations of a file.
+
+    Args:
+        image_root: what the names of pictures are relative to; by default the file's folder, or
+            the one of the usual folders beside it that has the first picture.
+
+    Raises:
+        DataError: no JSON, or not COCO's.
+    """
+    with no_collection():
+        return _read(path, image_root, split)
+
+
+def _read(path: Path, image_root: Path | None, split: str) -> Annotations:
+    data = read_json(path)
+    if not isinstance(data, dict) or not all(
+        isinstance(data.get(k), list) for k in ("images", "categories", "annotations")
+    ):
+        raise DataError(
+            "this is not COCO's JSON",
+            seen=f"{sorted(data)[:10] if isinstance(data, dict) else str(data)[:40]} in {path}",
+            fix="give a file with the lists images, categories and annotations",
+        )
+    problems: list[Problem] = []
+    numbers, classes = _classes(data["categories"], path, problems)
+    root = image_root or _root(path, data["images"])
+    checkers, files = _pictures(data["images"], root, path, problems)
+    for entry in data["annotations"]:
+        _add(entry, checkers, numbers, path, problems)
+    pictures = [
+        Picture(
+            file=files[key],
+            path=checker.path,
+            height=checker.height,
+            width=checker.width,
+            things=tuple(checker.things),
+            split=split,
+        )
+        for key, checker in checkers.items()
+    ]
+    return Annotations(classes=classes, pictures=tuple(pictures), problems=tuple(problems))
+
+
+def _classes(
+    entries: list[Any], path: Path, problems: list[Problem]
+) -> tuple[dict[int, int], tuple[str, ...]]:
+    """The label of each category's id, and the names; in the order of the ids."""
+    known: dict[int, str] = {}
+    for entry in entries[:MAX_CLASSES]:
+        number, name = (entry.get("id"), entry.get("name")) if isinstance(entry, dict) else (0, 0)
+        if type(number) is not int or not isinstance(name, str):
+            problems.append(Problem(path=path.name, what=f"no category: {str(entry)[:80]}"))
+        elif number in known or name in known.values():
+            problems.append(Problem(path=path.name, what=f"category {number} is there twice"))
+        else:
+            known[number] = name
+    ids = sorted(known)
+    return {number: label for label, number in enumerate(ids)}, tuple(known[i] for i in ids)
+
+
+def _root(path: Path, images: list[Any]) -> Path:
+    """The folder of the pictures: the file's own or its parent, or a usual one inside these."""
+    first = next((i.get("file_name") for i in images if isinstance(i, dict)), None)
+    if not isinstance(first, str):
+        return path.parent
+    parents = (path.parent, path.parent.parent)
+    usual = (path.stem.removeprefix("instances_"), *FOLDERS)
+    places = [parent / folder for parent in parents for folder in usual]
+    for place in places:
+        name = inside(first, place)
+        if name is not None and (place / name).is_file():
+            return place
+    return path.parent
+
+
+def _pictures(
+    entries: list[Any], root: Path, path: Path, problems: list[Problem]
+) -> tuple[dict[int, Checker], dict[int, str]]:
+    checkers: dict[int, Checker] = {}
+    files: dict[int, str] = {}
+    names: set[str] = set()
+    for entry in entries:
+        key = entry.get("id") if isinstance(entry, dict) else None
+        name = entry.get("file_name") if isinstance(entry, dict) else None
+        if type(key) is not int or not isinstance(name, str):
+            problems.append(Problem(path=path.name, what=f"no picture: {str(entry)[:80]}"))
+            continue
+        below = inside(name, root)
+        wrong = sides_of(entry.get("height"), entry.get("width"))
+        if below is None:
+            wrong = "the path leads out of the folder"
+        elif key in checkers or below in names:
+            wrong = "the picture is there twice"
+        if wrong or below is None:
+            problems.append(Problem(path=name[:200], what=wrong or ""))
+            continue
+        names.add(below)
+        checkers[key] = Checker(below, entry["height"], entry["width"], problems)
+        files[key] = os.path.join(root, below)
+    return checkers, files
+
+
+def _add(
+    entry: Any,
+    checkers: dict[int, Checker],
+    numbers: dict[int, int],
+    path: Path,
+    problems: list[Problem],
+) -> None:
+    if not isinstance(entry, dict):
+        problems.append(Problem(path=path.name, what=f"no annotation: {str(entry)[:80]}"))
+        return
+    image, category = entry.get("image_id"), entry.get("category_id")
+    checker = checkers.get(image) if type(image) is int else None
+    if checker is None:
+        what = f"annotation {str(entry.get('id'))[:20]} is of no picture: {str(image)[:40]}"
+        problems.append(Problem(path=path.name, what=what))
+        return
+    if type(category) is not int or category not in numbers:
+        checker.tell(f"a thing's class is unknown: {str(category)[:40]}")
+        return
+    shape, box = entry.get("segmentation"), entry.get("bbox")
+    polygons = shape if isinstance(shape, list) else ()
+    counts = None
+    if isinstance(shape, dict):
+        counts = _counts(shape, checker)
+        if counts is None:
+            return
+    if not isinstance(box, list):
+        box = _box_around(polygons, counts, checker)
+    checker.add(
+        numbers[category], box, crowd=entry.get("iscrowd") == 1, polygons=polygons, counts=counts
+    )
+
+
+def _counts(shape: dict[str, Any], checker: Checker) -> bytes | None:
+    """The run lengths of a mask, compressed; None after saying what is wrong."""
+    counts, size = shape.get("counts"), shape.get("size")
+    if size != [checker.height, checker.width]:
+        checker.tell(
+            f"a mask of {str(size)[:40]} pixels in a picture of {checker.height} × {checker.width}"
+        )
+        return None
+    if isinstance(counts, str) and counts.isascii():
+        return counts.encode()
+    most = checker.height * checker.width
+    runs = counts if isinstance(counts, list) and len(counts) <= most + 1 else []
+    if runs and all(type(n) is int and 0 <= n <= most for n in runs):
+        return rle.compressed(np.array(runs, np.int64))
+    checker.tell("a mask's run lengths cannot be read")
+    return None
+
+
+def _box_around(polygons: Sequence[Any], counts: bytes | None, checker: Checker) -> list[float]:
+    """The box of a thing that has only a mask; an empty list where that says nothing."""
+    if counts is not None and rle.fits(counts, checker.height, checker.width):
+        return list(rle.box_of(rle.expanded(counts), checker.height))
+    try:
+        points = [float(v) for polygon in polygons for v in polygon]
+    except (TypeError, ValueError):
+        points = []
+    if len(points) < 6:
+        return []
+    xs, ys = points[0::2], points[1::2]
+    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
+
+
+def write(path: Path, annotations: Annotations) -> None:
+    """Write annotations as COCO's JSON; reading it gives the same again."""
+    images: list[dict[str, Any]] = []
+    things: list[dict[str, Any]] = []
+    for number, picture in enumerate(annotations.pictures, start=1):
+        images.append(
+            {
+                "id": number,
+                "file_name": picture.path,
+                "height": picture.height,
+                "width": picture.width,
+            }
+        )
+        for thing in picture.things:
+            things.append(_entry(thing, picture, number, len(things) + 1))
+    categories = [{"id": k, "name": name} for k, name in enumerate(annotations.classes, start=1)]
+    document = {"images": images, "categories": categories, "annotations": things}
+    path.write_text(json.dumps(document, allow_nan=False))
+
+
+def _entry(thing: Thing, picture: Picture, image: int, number: int) -> dict[str, Any]:
+    shape: Any = [list(p) for p in thing.polygons]
+    if thing.rle:
+        shape = {"size": [picture.height, picture.width], "counts": thing.rle.decode()}
+    return {
+        "id": number,
+        "image_id": image,
+        "category_id": thing.label + 1,
+        "bbox": [thing.x, thing.y, thing.width, thing.height],
+        "area": area_of(thing, picture),
+        "iscrowd": int(thing.crowd),
+        "segmentation": shape,
+    }
+
+
+def area_of(thing: Thing, picture: Picture) -> float:
+    """The pixels of a thing's mask; without a mask, those of its box."""
+    counts = mask_counts(thing, picture)
+    return thing.width * thing.height if counts is None else float(counts[1::2].sum())
+
+
+def mask_counts(thing: Thing, picture: Picture) -> rle.Counts | None:
+    """The run lengths of a thing's mask; None without one."""
+    if thing.rle:
+        return rle.expanded(thing.rle)
+    if thing.polygons:
+        return rle.of_polygons(thing.polygons, picture.height, picture.width)
+    return None

@@ -1,0 +1,109 @@
+"""KITTI, as DIGITS takes it: a folder of pictures, and one of text files of the same names.
+
+A line has a class, three numbers of no use here, the left, upper, right and lower edge of the box,
+and seven numbers about space.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tessella.annotations.check import Checker
+from tessella.annotations.files import read_text, size_of
+from tessella.annotations.record import Annotations, Picture, Problem
+from tessella.core.errors import DataError
+
+LABELS = ("labels", "label_2", "label")
+IMAGES = ("images", "image_2", "image")
+SUFFIXES = (".png", ".jpg", ".jpeg")
+IGNORED = "dontcare"  # regions that nobody looked at
+FIELDS = 8  # of a line, up to the box
+MAX_LINES = 1 << 16
+
+
+def is_folder(folder: Path) -> bool:
+    """Whether a folder has one of labels and one of pictures."""
+    return all(any((folder / n).is_dir() for n in names) for names in (LABELS, IMAGES))
+
+
+def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:
+    """The annotations of a folder with ``labels`` (or ``label_2``) and ``images`` (or ``image_2``).
+
+    Args:
+        labels: the classes in their order; by default all that occur, by the alphabet.
+
+    Raises:
+        DataError: one of the folders is not there.
+    """
+    texts, pictures = _folder(folder, LABELS), _folder(folder, IMAGES)
+    problems: list[Problem] = []
+    stems = {f.stem for f in texts.glob("*.txt")}
+    classes = labels or _names(texts, stems)
+    numbers = {name: label for label, name in enumerate(classes)}
+    found, ignored = [], 0
+    files = sorted(p for p in pictures.iterdir() if p.suffix.lower() in SUFFIXES)
+    lost = sorted(stems - {f.stem for f in files})
+    problems += [Problem(path=f"{s}.txt", what="there is no picture of this name") for s in lost]
+    for file in files:
+        size = size_of(str(file))
+        path = f"{pictures.name}/{file.name}"
+        if isinstance(size, str):
+            problems.append(Problem(path=path, what=size))
+            continue
+        checker = Checker(path, *size, problems)
+        if file.stem not in stems:
+            checker.tell("there are no labels for the picture: it is left out")
+            continue
+        for line in _lines(texts, file.stem):
+            ignored += _add(line, checker, numbers)
+        things = tuple(checker.things)
+        found.append(
+            Picture(file=str(file), path=path, height=size[0], width=size[1], things=things)
+        )
+    note = f"{ignored:,} regions are called DontCare and were left out"
+    return Annotations(
+        classes=classes,
+        pictures=tuple(found),
+        problems=tuple(problems),
+        notes=(note,) if ignored else (),
+    )
+
+
+def _folder(folder: Path, names: tuple[str, ...]) -> Path:
+    for name in names:
+        if (folder / name).is_dir():
+            return folder / name
+    raise DataError(
+        "this is not KITTI's folder", seen=folder, fix=f"it has a folder {' or '.join(names)}"
+    )
+
+
+def _lines(texts: Path, stem: str) -> list[str]:
+    return read_text(texts / f"{stem}.txt").splitlines()[:MAX_LINES]
+
+
+def _names(texts: Path, stems: set[str]) -> tuple[str, ...]:
+    """The classes that occur, by the alphabet."""
+    names = {ln.split()[0] for stem in stems for ln in _lines(texts, stem) if ln.split()}
+    return tuple(sorted(n for n in names if n.lower() != IGNORED))
+
+
+def _add(line: str, checker: Checker, numbers: dict[str, int]) -> bool:
+    """Add the thing of a line; returns whether it is a region to be ignored."""
+    words = line.split()
+    if not words:
+        return False
+    if words[0].lower() == IGNORED:
+        return True
+    if words[0] not in numbers:
+        checker.tell(f"a thing's class is unknown: {words[0][:40]!r}")
+        return False
+    try:
+        if len(words) < FIELDS:
+            raise ValueError
+        left, top, right, bottom = (float(w) for w in words[4:FIELDS])
+    except ValueError:
+        checker.tell(f"a line is not a class and at least seven numbers: {line[:80]}")
+        return False
+    checker.add(numbers[words[0]], [left, top, right - left, bottom - top])
+    return False

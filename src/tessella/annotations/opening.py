@@ -1,0 +1,74 @@
+"""Whatever annotations a path leads to: the format is seen from the file or the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tessella.annotations import coco, kitti, voc, yolo
+from tessella.annotations.record import Annotations
+from tessella.core.errors import DataError
+
+COCO_FILES = ("_annotations.coco.json", "annotations.json", "instances.json", "labels.json")
+
+
+def is_annotated(source: Path) -> bool:
+    """Whether a file or a folder looks like annotations of boxes or masks."""
+    return _reader(source, None, None) is not None
+
+
+def read_annotations(
+    source: Path, *, labels: tuple[str, ...] | None = None, image_root: Path | None = None
+) -> Annotations:
+    """The annotations at a path.
+
+    Args:
+        source: COCO's JSON, a ``data.yaml``, or a folder of COCO, YOLO, Pascal VOC or KITTI.
+        labels: the classes in their order, where the format only names those that occur.
+        image_root: what the names of pictures in COCO's JSON are relative to.
+
+    Raises:
+        DataError: nothing there, or a file that is none of these.
+    """
+    reader = _reader(source, labels, image_root)
+    if reader is None:
+        raise DataError(
+            "there are no annotations here that can be read",
+            seen=source,
+            fix="give COCO's JSON, a data.yaml, or a folder of COCO, YOLO, Pascal VOC or KITTI",
+        )
+    return reader()
+
+
+def _reader(
+    source: Path, labels: tuple[str, ...] | None, image_root: Path | None
+) -> Callable[[], Annotations] | None:
+    suffix = source.suffix.lower()
+    if source.is_file() and suffix == ".json":
+        return lambda: coco.read(source, image_root=image_root)
+    if source.is_file() and suffix in (".yaml", ".yml"):
+        return lambda: yolo.read(source)
+    if not source.is_dir():
+        return None
+    if (source / "data.yaml").is_file():
+        return lambda: yolo.read(source / "data.yaml")
+    for name in COCO_FILES:
+        if (source / name).is_file():
+            return lambda: coco.read(source / name, image_root=image_root)
+    if files := sorted((source / "annotations").glob("*.json")):
+        return lambda: coco.read(_only(files), image_root=image_root)
+    if (source / "Annotations").is_dir() or any(source.glob("*.xml")):
+        return lambda: voc.read(source, labels=labels)
+    if kitti.is_folder(source):
+        return lambda: kitti.read(source, labels=labels)
+    return None
+
+
+def _only(files: list[Path]) -> Path:
+    if len(files) > 1:
+        raise DataError(
+            "the folder has several files of annotations",
+            seen=", ".join(f.name for f in files[:10]),
+            fix="name one of these files, and another for validation",
+        )
+    return files[0]

@@ -1,0 +1,342 @@
+"""Annotation files of every format: what is good is kept, what is broken is listed by its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tessella.annotations import coco, files, kitti, rle, voc, yolo
+from tessella.annotations.record import Annotations, Picture, Thing
+from tessella.core.errors import DataError
+
+HEIGHT, WIDTH = 30, 40
+
+
+def picture(path: Path, size: tuple[int, int] = (WIDTH, HEIGHT)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size).save(path)
+    return path
+
+
+def document(**over) -> dict:
+    """A COCO document of two pictures and two classes."""
+    return {
+        "images": [
+            {"id": 7, "file_name": "a.png", "height": HEIGHT, "width": WIDTH},
+            {"id": 9, "file_name": "sub/b.png", "height": HEIGHT, "width": WIDTH},
+        ],
+        "categories": [{"id": 3, "name": "cat"}, {"id": 5, "name": "dog"}],
+        "annotations": [],
+        **over,
+    }
+
+
+def thing(**over) -> dict:
+    return {"id": 1, "image_id": 7, "category_id": 5, "bbox": [1.5, 2, 10, 8], **over}
+
+
+def read(folder: Path, plain: object) -> Annotations:
+    (folder / "a.json").write_text(plain if isinstance(plain, str) else json.dumps(plain))
+    return coco.read(folder / "a.json")
+
+
+# --- COCO -----------------------------------------------------------------------------------------
+
+
+def test_coco_written_and_read_is_the_same(tmp_path):
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[3:9, 5:20] = 1
+    counts = rle.compressed(rle.counts_of(mask))
+    things = (
+        Thing(label=0, x=0.25, y=1.0, width=3.125, height=2.0),
+        Thing(label=1, x=5.0, y=3.0, width=15.0, height=6.0, rle=counts, crowd=True),
+        Thing(label=1, x=1.0, y=1.0, width=9.0, height=9.0,
+              polygons=((1.0, 1.0, 10.0, 1.0, 5.5, 10.0), (2.0, 2.0, 3.0, 2.0, 3.0, 3.0))),
+    )  # fmt: skip
+    pictures = tuple(
+        Picture(file=str(tmp_path / n), path=n, height=HEIGHT, width=WIDTH, things=t)
+        for n, t in (("a.png", things), ("sub/b.png", ()))
+    )
+    made = Annotations(classes=("cat", "dög"), pictures=pictures)
+    coco.write(tmp_path / "a.json", made)
+    assert coco.read(tmp_path / "a.json") == made
+    areas = [a["area"] for a in json.loads((tmp_path / "a.json").read_text())["annotations"]]
+    assert areas[:2] == [6.25, 90.0]
+
+
+def test_coco_s_ids_may_be_any(tmp_path):
+    got = read(tmp_path, document(annotations=[thing(), thing(image_id=9, category_id=3)]))
+    assert got.classes == ("cat", "dog")
+    assert [[t.label for t in p.things] for p in got.pictures] == [[1], [0]]
+    assert not got.problems
+
+
+BROKEN = {
+    "outside": (thing(bbox=[50, 2, 3, 3]), "outside"),
+    "no area": (thing(bbox=[5, 5, 0, 3]), "no area"),
+    "negative": (thing(bbox=[5, 5, -1, 3]), "no area"),
+    "huge": (thing(bbox=[0, 0, 1e308, 1e308]), "four finite numbers"),
+    "integer": (thing(bbox=[0, 0, 10**400, 1]), "four finite numbers"),
+    "text": (thing(bbox=["1", 2, 3, 4]), "four finite numbers"),
+    "true": (thing(bbox=[True, 2, 3, 4]), "four finite numbers"),
+    "three": (thing(bbox=[1, 2, 3]), "four finite numbers"),
+    "class": (thing(category_id=4), "class is unknown"),
+    "class list": (thing(category_id=[5]), "class is unknown"),
+    "picture": (thing(image_id=8), "of no picture"),
+    "picture dict": (thing(image_id={}), "of no picture"),
+    "no dict": ([1], "no annotation"),
+    "no box": ({"id": 1, "image_id": 7, "category_id": 5}, "four finite numbers"),
+    "mask size": (
+        thing(segmentation={"size": [WIDTH, HEIGHT], "counts": [WIDTH * HEIGHT]}), "a mask of",
+    ),
+    "mask short": (thing(segmentation={"size": [HEIGHT, WIDTH], "counts": [5]}), "a mask is not"),
+    "mask text": (thing(segmentation={"size": [HEIGHT, WIDTH], "counts": "~~"}), "a mask is not"),
+    "mask long": (
+        thing(segmentation={"size": [HEIGHT, WIDTH], "counts": "o" * 4000}), "a mask is not",
+    ),
+    "mask runs": (
+        thing(segmentation={"size": [HEIGHT, WIDTH], "counts": [2**63]}), "run lengths",
+    ),
+    "two points": (thing(segmentation=[[1, 2, 3, 4]]), "three points"),
+    "odd": (thing(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "pairs of finite"),
+    "far": (thing(segmentation=[[0, 0, 1e6, 0, 5, 5]]), "far out"),
+    "point text": (thing(segmentation=[[0, 0, "x", 0, 5, 5]]), "pairs of finite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_coco_s_broken_things_are_listed_and_the_good_ones_kept(tmp_path, name):
+    broken, what = BROKEN[name]
+    got = read(tmp_path, document(annotations=[thing(bbox=[1, 1, 5, 5]), broken, thing()]))
+    assert [(t.x, t.width) for t in got.pictures[0].things] == [(1.0, 5.0), (1.5, 10.0)]
+    (problem,) = got.problems
+    assert what in problem.what
+    assert problem.path in ("a.png", "a.json")
+
+
+def test_what_lies_over_the_edge_is_cut_and_what_is_there_twice_counts_once(tmp_path):
+    things = [thing(bbox=[30, 20, 20, 20]), thing(), thing(), thing(category_id=3)]
+    things.append(thing(bbox=[0, 0, WIDTH + 1e-5, 5]))  # rounding: cut, and not worth a word
+    got = read(tmp_path, document(annotations=things))
+    assert [(t.x, t.y, t.width, t.height) for t in got.pictures[0].things] == [
+        (30, 20, 10, 10), (1.5, 2, 10, 8), (1.5, 2, 10, 8), (0, 0, WIDTH, 5),
+    ]  # fmt: skip
+    assert [("cut" in p.what, "twice" in p.what) for p in got.problems] == [
+        (True, False), (False, True),
+    ]  # fmt: skip
+
+
+def test_a_box_that_is_missing_is_drawn_around_the_mask(tmp_path):
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[4:7, 6:9] = 1
+    shape = {"size": [HEIGHT, WIDTH], "counts": rle.counts_of(mask).tolist()}
+    outline = [[2.0, 3.0, 8.0, 3.0, 8.0, 9.0]]
+    made = [thing(segmentation=shape), thing(segmentation=outline)]
+    for entry in made:
+        del entry["bbox"]
+    boxes = read(tmp_path, document(annotations=made)).pictures[0].things
+    assert [(t.x, t.y, t.width, t.height) for t in boxes] == [(6, 4, 3, 3), (2, 3, 6, 6)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "what"),
+    [
+        ({"id": 1, "file_name": "../x.png", "height": 5, "width": 5}, "out of the folder"),
+        ({"id": 1, "file_name": "/etc/x.png", "height": 5, "width": 5}, "out of the folder"),
+        ({"id": 7, "file_name": "c.png", "height": 5, "width": 5}, "twice"),
+        ({"id": 1, "file_name": "./a.png", "height": 5, "width": 5}, "twice"),
+        ({"id": 1, "file_name": "c.png", "height": 2**31, "width": 2**31}, "no picture's"),
+        ({"id": 1, "file_name": "c.png", "height": 1 << 20, "width": 1 << 20}, "more than"),
+        ({"id": 1, "file_name": "c.png", "height": 5.0, "width": 5}, "no picture's"),
+        ({"id": 1, "file_name": "c.png"}, "no picture's"),
+        ({"id": "1", "file_name": "c.png", "height": 5, "width": 5}, "no picture"),
+        ("a.png", "no picture"),
+    ],
+)
+def test_coco_s_broken_pictures_are_listed(tmp_path, entry, what):
+    plain = document(annotations=[thing()])
+    plain["images"].append(entry)
+    got = read(tmp_path, plain)
+    assert [p.path for p in got.pictures] == ["a.png", "sub/b.png"]
+    assert len(got.pictures[0].things) == 1
+    assert what in got.problems[0].what
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", "[" * 100_000, '{"a":' * 100_000, "nul",
+        '{"images": [], "categories": [], "annotations": {}}',
+        json.dumps(document(annotations=[thing()])).replace("1.5", "NaN"),
+        json.dumps(document(annotations=[thing()])).replace("1.5", "9" * 10_000),
+        '{"images": [], "images": [], "categories": [], "annotations": []}',
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_coco_s_is_refused(tmp_path, text):
+    with pytest.raises(DataError):
+        read(tmp_path, text)
+
+
+@pytest.mark.parametrize("bound", ["MAX_JSON_LISTS", "MAX_JSON_VALUES", "MAX_JSON_BYTES"])
+def test_a_file_that_would_take_much_memory_is_not_parsed(tmp_path, monkeypatch, bound):
+    monkeypatch.setattr(files, bound, 5)
+    monkeypatch.setattr(files.json, "loads", lambda *a, **k: pytest.fail("it was parsed"))
+    with pytest.raises(DataError, match=r"too (much|large)"):
+        read(tmp_path, document(annotations=[thing()]))
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" * 400])
+def test_a_number_that_is_infinite_costs_its_thing_alone(tmp_path, number):
+    annotations = [thing(), thing(bbox=[3, 3, 5, 5], segmentation=[[1.5, 2, 7, 3, 4, 9]])]
+    for place in ("1.5, 2, 10", "1.5, 2, 7"):
+        text = json.dumps(document(annotations=annotations))
+        got = read(tmp_path, text.replace(place, place.replace("1.5", number)))
+        assert len(got.pictures[0].things) == 1
+        assert len(got.problems) == 1
+
+
+# --- the other formats ----------------------------------------------------------------------------
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_yolo(tmp_path):
+    for name in ("train/images/a.png", "train/images/b.png", "val/images/c.png"):
+        picture(tmp_path / name)
+    write(tmp_path / "train/labels/a.txt", "1 0.5 0.5 0.5 0.2\n0 0.1 0.1 0.5 0.1 0.5 0.5\n\n")
+    write(tmp_path / "val/labels/c.txt", "2 .5 .5 .1 .1\n0 nan .5 .1 .1\n1 .5 .5 .1\n0 2 2 .1 .1")
+    yaml = "train: ../train/images\nval: val/images\ntest: nowhere\nnames: {0: cat, 1: dog}\n"
+    got = yolo.read(write(tmp_path / "data.yaml", yaml))
+    assert got.classes == ("cat", "dog")
+    assert [(p.path, p.split) for p in got.pictures] == [
+        ("train/images/a.png", "train"), ("train/images/b.png", "train"),
+        ("val/images/c.png", "val"),
+    ]  # fmt: skip
+    box, outline = got.pictures[0].things
+    assert (box.label, box.x, box.y, box.width, box.height) == (1, 10, 12, 20, 6)
+    assert outline.polygons == ((4.0, 3.0, 20.0, 3.0, 20.0, 15.0),)
+    assert [p.path for p in got.problems] == ["val/images/c.png"] * 4 + ["nowhere"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "- a", "names: 3", "names: [a, a]", "names: {0: a, 5: b}", "a: [", "\0",
+        "names: [a]\ntrain: ../../../etc", "names: [a]\ntrain: /etc\n",
+        "a: " + "[" * 5000,
+        "a: &a [x]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(200)),
+        "!!python/object/apply:os.system ['true']",
+    ],
+)  # fmt: skip
+def test_a_data_yaml_that_leads_nowhere_is_refused(tmp_path, text):
+    with pytest.raises(DataError):
+        yolo.read(write(tmp_path / "data.yaml", text))
+
+
+def voc_file(name: str, *objects: str, size: str = f"<height>{HEIGHT}</height>") -> str:
+    width = f"<width>{WIDTH}</width>"
+    inside = f"<filename>{name}</filename><size>{width}{size}</size>{''.join(objects)}"
+    return f"<?xml version='1.0'?><annotation>{inside}</annotation>"
+
+
+def voc_object(name: str, *corners: object) -> str:
+    tags = zip(("xmin", "ymin", "xmax", "ymax"), corners, strict=True)
+    box = "".join(f"<{t}>{v}</{t}>" for t, v in tags)
+    return f"<object><name>{name}</name><bndbox>{box}</bndbox></object>"
+
+
+def test_voc(tmp_path):
+    for stem in "abc":
+        picture(tmp_path / f"JPEGImages/{stem}.png")
+    folder = tmp_path / "Annotations"
+    good = voc_object("dog", 1, 1, WIDTH, HEIGHT)
+    write(folder / "a.xml", voc_file("a.png", good, voc_object("cat", 5, 6, 5, 6)))
+    write(folder / "b.xml", voc_file("b.png", good, voc_object("cat", "nan", 1, 2, 3)))
+    write(folder / "c.xml", voc_file("c.png", good, size="<height>31</height>"))
+    write(folder / "d.xml", voc_file("../../secret.png", good))
+    write(folder / "e.xml", voc_file("a.png", "<object>" * 50 + "</object>" * 50))
+    bomb = "<!DOCTYPE x [<!ENTITY a 'aaaa'><!ENTITY b '&a;&a;&a;'>]>"
+    write(folder / "f.xml", voc_file("a.png").replace("<annotation>", bomb + "<annotation>"))
+    write(folder / "g.xml", "<annotation>")
+    utf16 = voc_file("a.png").replace("<annotation>", bomb + "<annotation>")
+    (folder / "h.xml").write_text(utf16.replace("'1.0'", "'1.0' encoding='utf-16'"), "utf-16")
+    write(tmp_path / "ImageSets/Main/val.txt", "b\n")
+    got = voc.read(tmp_path)
+    assert got.classes == ("cat", "dog")
+    assert [(p.path, p.split, len(p.things)) for p in got.pictures] == [
+        ("JPEGImages/a.png", "", 2), ("JPEGImages/b.png", "val", 1),
+    ]  # fmt: skip
+    whole, dot = got.pictures[0].things
+    assert (whole.x, whole.y, whole.width, whole.height) == (0, 0, WIDTH, HEIGHT)
+    assert (dot.x, dot.y, dot.width, dot.height) == (4, 5, 1, 1)
+    listed = {p.path: p.what for p in got.problems}
+    assert set(listed) == {"JPEGImages/b.png", "JPEGImages/c.png", *(f"{s}.xml" for s in "defgh")}
+    assert "31" in listed["JPEGImages/c.png"]
+    assert "deeper" in listed["e.xml"]
+    assert "entities" in listed["f.xml"]
+    assert "not UTF-8" in listed["h.xml"]
+
+
+def test_kitti(tmp_path):
+    for stem in "abc":
+        picture(tmp_path / f"image_2/{stem}.png")
+    rest = "1.5 1.6 3.9 1 2 3 0.1"
+    write(
+        tmp_path / "label_2/a.txt",
+        f"Car 0.0 0 1.5 2 3 12.5 9 {rest}\nDontCare -1 -1 -10 1 1 5 5 {rest}\nVan 0 0 0 9 9 4 4",
+    )
+    write(tmp_path / "label_2/b.txt", "Car 0 0 0 1 2\n")
+    write(tmp_path / "label_2/x.txt", "Car 0 0 0 1 2 3 4\n")
+    got = kitti.read(tmp_path)
+    assert got.classes == ("Car", "Van")
+    assert [(p.path, len(p.things)) for p in got.pictures] == [
+        ("image_2/a.png", 1), ("image_2/b.png", 0),
+    ]  # fmt: skip
+    car = got.pictures[0].things[0]
+    assert (car.x, car.y, car.width, car.height) == (2, 3, 10.5, 6)
+    assert got.notes == ("1 regions are called DontCare and were left out",)
+    assert [p.path for p in got.problems] == [
+        "x.txt", "image_2/a.png", "image_2/b.png", "image_2/c.png",
+    ]  # fmt: skip
+
+
+def test_every_format_says_the_same_of_the_same_pictures(tmp_path):
+    """Boxes on whole pixels, written by hand in the four ways."""
+    picture(tmp_path / "images/a.png")
+    boxes = [(0, 4, 5, 10, 8), (1, 20, 0, 20, 30)]
+    entries = [thing(category_id=(3, 5)[k], bbox=list(b)) for k, *b in boxes]
+    images = [{"id": 7, "file_name": "images/a.png", "height": HEIGHT, "width": WIDTH}]
+    plain = document(images=images, annotations=entries)
+    lines = [
+        f"{k} {(x + w / 2) / WIDTH} {(y + h / 2) / HEIGHT} {w / WIDTH} {h / HEIGHT}"
+        for k, x, y, w, h in boxes
+    ]
+    write(tmp_path / "labels/a.txt", "\n".join(lines))
+    yaml = write(tmp_path / "data.yaml", "train: images\nnames: [cat, dog]")
+    names = ("cat", "dog")
+    objects = [voc_object(names[k], x + 1, y + 1, x + w, y + h) for k, x, y, w, h in boxes]
+    write(tmp_path / "Annotations/a.xml", voc_file("a.png", *objects))
+    found = [read(tmp_path, plain), yolo.read(yaml), voc.read(tmp_path)]
+    text = "\n".join(f"{names[k]} 0 0 0 {x} {y} {x + w} {y + h}" for k, x, y, w, h in boxes)
+    write(tmp_path / "labels/a.txt", text)
+    found.append(kitti.read(tmp_path))
+    for got in found:
+        assert not got.problems
+        assert got.classes == names
+        (one,) = got.pictures
+        rounded = [
+            dataclasses.replace(
+                t, **{f: round(getattr(t, f), 9) for f in ("x", "y", "width", "height")}
+            )
+            for t in one.things
+        ]
+        assert [(t.label, t.x, t.y, t.width, t.height) for t in rounded] == boxes

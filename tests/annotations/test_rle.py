@@ -1,0 +1,53 @@
+"""Run lengths and outlines, byte for byte those of pycocotools."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pycocotools import mask as reference
+
+from tessella.annotations import rle
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def test_masks_are_written_and_read_as_the_peer_does(rng):
+    for _ in range(200):
+        height, width = rng.integers(1, 60, 2)
+        mask = (rng.random((height, width)) < rng.random()).astype(np.uint8)
+        expected = reference.encode(np.asfortranarray(mask))
+        counts = rle.counts_of(mask)
+        assert rle.compressed(counts) == expected["counts"]
+        np.testing.assert_array_equal(rle.expanded(expected["counts"]), counts)
+        np.testing.assert_array_equal(rle.mask_of(counts, height, width), mask)
+        assert rle.box_of(counts, height) == tuple(reference.toBbox(expected)) or not mask.any()
+        assert rle.fits(expected["counts"], height, width)
+        assert not rle.fits(expected["counts"], height, width + 1)
+
+
+def test_outlines_are_drawn_as_the_peer_draws_them(rng):
+    for trial in range(600):
+        height, width = rng.integers(2, 80, 2)
+        corners = rng.integers(3, 12)
+        sides = np.tile([width, height], corners)
+        outline = rng.random(2 * corners) * sides * 1.4 - sides * 0.2  # some of it outside
+        outline = np.round(outline) if trial % 3 == 0 else outline
+        drawn = reference.frPyObjects([outline.tolist()], int(height), int(width))
+        assert rle.compressed(rle.of_polygons([outline], height, width)) == drawn[0]["counts"]
+    several = [rng.random(8) * 40 for _ in range(3)]
+    union = reference.merge(reference.frPyObjects([p.tolist() for p in several], 40, 40))
+    assert rle.compressed(rle.of_polygons(several, 40, 40)) == union["counts"]
+
+
+@pytest.mark.parametrize("text", [b"", b"~", b"P", b"\xff", b"o" * 40, b"0" * 3 + b"P" * 9 + b"0"])
+def test_text_that_is_no_run_lengths(text):
+    assert not rle.fits(text, 5, 5)
+
+
+def test_text_that_is_too_long_is_not_even_read(monkeypatch):
+    monkeypatch.setattr(rle, "MAX_TEXT", 100)
+    monkeypatch.setattr(rle, "expanded", lambda text: pytest.fail("it was read"))
+    assert not rle.fits(b"0" * 101, 5, 5)
