@@ -30,7 +30,7 @@ def main(folder: Path) -> dict[str, str]:
     plan = ts.compile(run, batch=(1, 4, 8))
     print(plan)
     report = ts.verify(plan, against=run, data=dataset)
-    print(f"checkpoint {report.checkpoint_accuracy:.3f}, plan {report.plan_accuracy:.3f}")
+    print(f"checkpoint {report.checkpoint_score:.3f}, plan {report.plan_score:.3f}")
     path = plan.save(work / f"{folder.name}.plan")
 
     answers = {}

@@ -62,7 +62,7 @@ def test_a_run_becomes_a_plan_that_agrees(plan_path: Path, run: Run, dataset: Da
     report = ts.verify(plan_path, against=run, data=dataset)
     assert report.agreement == 1.0
     assert report.max_abs_diff < 1e-4
-    assert report.plan_accuracy == report.checkpoint_accuracy == 1.0
+    assert report.plan_score == report.checkpoint_score == 1.0
 
 
 def test_another_checkpoint_is_not_compared(

@@ -21,6 +21,7 @@ from tessella.core.errors import (
     UsageError,
 )
 from tessella.core.preprocess import Preprocess
+from tessella.tasks import column_of, named
 
 EXAMPLES = [
     Example(content=bytes([i]) * (i + 1), label=i % 2, path=f"{i % 2}/{i}.png") for i in range(40)
@@ -31,7 +32,7 @@ def write(
     path: Path, examples: list[Example] = EXAMPLES, classes: tuple[str, ...] = ("a", "b")
 ) -> Dataset:
     def fill(folder: Path) -> None:
-        writer = SplitWriter(folder, "train", classes)
+        writer = SplitWriter(folder, "train", column_of(named("classification"), classes))
         for example in examples:
             writer.add(example)
         info = DatasetInfo(
@@ -169,6 +170,11 @@ CHANGES: dict[str, Callable[[dict], object]] = {
     "huge number": lambda d: d["preprocess"].update(mean=[10**400] * 3),
     "size of zero": lambda d: d["preprocess"].update(height=0),
     "count as text": lambda d: d["splits"]["train"].update(count="40"),
+    "fewer classes than counts": lambda d: d.update(classes=["a"]),
+    "numbers of a task": lambda d: d.update(
+        task={"name": "regression", "score": "r2", "numbers": {"std": [1.0]}}
+    ),
+    "a path for a task": lambda d: d.update(task={"name": "../x", "score": "r2", "numbers": {}}),
     "unknown field": lambda d: d.update(code="import os"),
 }
 

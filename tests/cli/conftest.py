@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tessella.cli import main
 from tessella.core.preprocess import encode
-from tests.support.cli import Answer, Tessella
+from tests.support.cli import Tessella, in_process
 
 
 @pytest.fixture
 def tessella(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tessella:
-    def run(*arguments: str | Path) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["tessella", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        return Answer(int(stop.value.code or 0), captured.out, captured.err)
-
-    return run
+    return in_process(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,3 +112,54 @@ def test_drawings_of_one_kind_are_no_copies(tmp_path: Path) -> None:
     dataset = images(tmp_path / "digits", size=8, channels=1, out=tmp_path / "dataset")
     alike = [g for f in examine(dataset).findings for g in f.groups]
     assert sum(map(len, alike)) <= 12  # 2 %: of 64 pixels some are as near as copies
+
+
+@pytest.mark.parametrize(
+    ("task", "targets", "same", "other"),
+    [
+        ("multilabel", ["cat", "cat|dog", "dog"], "dog|cat", "cat"),
+        ("regression", ["1,", "2,30", "3,40"], "2.05,30", "3,30"),
+    ],
+)
+def test_every_task_says_what_contradicts(
+    tmp_path: Path, task: str, targets: list[str], same: str, other: str
+) -> None:
+    """Picture 1 twice with the same target, or nearly so, and picture 2 with another one."""
+    rows = [f"{n}.png,{targets[n % 3]}" for n in range(30)]
+    for n in range(30):
+        pixels = np.random.default_rng(n).integers(0, 255, (16, 16, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{n}.png")
+    shutil.copy(tmp_path / "1.png", tmp_path / "same.png")
+    shutil.copy(tmp_path / "2.png", tmp_path / "other.png")
+    rows += [f"same.png,{same}", f"other.png,{other}"]
+    header = {"multilabel": "path,labels", "regression": "path,x,y"}[task]
+    (tmp_path / "a.csv").write_text("\n".join([header, *rows]))
+    dataset = images(tmp_path / "a.csv", task=task, size=16, holdout=0.0, out=tmp_path / "data")
+    found = examine(dataset)
+    groups = {f.kind: f.groups for f in found.findings}
+    assert groups["copies"] == (("train:1.png", "train:same.png"),)
+    assert groups["conflicts"] == (("train:2.png", "train:other.png"),)
+    assert "imbalance" not in groups
+    again = leave_out(dataset, (), tmp_path / "again")
+    assert again.info.content_hash == dataset.info.content_hash
+    clean = leave_out(dataset, found.left_out(("conflicts",)), tmp_path / "clean")
+    assert clean.info.task == dataset.info.task
+    assert {e.path: str(e.label) for e in clean.train} == {
+        e.path: str(e.label) for e in dataset.train if e.path not in ("2.png", "other.png")
+    }
+
+
+def test_a_dataset_without_images_or_training_is_examined_or_refused(tmp_path: Path) -> None:
+    for i in range(12):
+        pixels = np.random.default_rng(i).integers(0, 255, (16, 16, 3)).astype(np.uint8)
+        (tmp_path / "s" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "s" / "ab"[i % 2] / f"{i}.png")
+    path = images(tmp_path / "s", size=16, holdout=0.5, out=tmp_path / "data").path / "dataset.json"
+    plain = json.loads(path.read_text())
+    del plain["splits"]["train"]
+    path.write_text(json.dumps(plain))
+    assert examine(Dataset(tmp_path / "data")).findings == ()
+    plain["splits"] = {}
+    path.write_text(json.dumps(plain))
+    with pytest.raises(UsageError, match="no images"):
+        examine(Dataset(tmp_path / "data"))

@@ -157,7 +157,7 @@ def test_nothing_left_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> 
     source = write_folder_of(tmp_path / "s", {"a": 3, "b": 3})
     for path in source.glob("b/*"):
         path.write_bytes(b"bad")
-    with pytest.raises(DataError, match="only one class has images") as caught:
+    with pytest.raises(DataError, match=r"too few images can be read.*two classes") as caught:
         import_images(source, tmp_path / "out" / "d", SMALL)
     assert "b/000.png" in str(caught.value)
     for path in source.glob("a/*"):

@@ -33,7 +33,7 @@ def test_own_network_trains_and_becomes_a_plan(tmp_path: Path, monkeypatch) -> N
     plan = ts.compile(run, batch=2, target="cpu")
     report = ts.verify(plan, against=run, data=dataset)
     assert report.agreement == 1.0
-    assert report.plan_accuracy > 0.9
+    assert report.plan_score > 0.9
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

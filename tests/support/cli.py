@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 
 from tessella.cli import compile as compile_verb
-from tessella.cli import data, diff, profile, run, serve, show, train, verify
+from tessella.cli import data, diff, main, profile, run, serve, show, train, verify
 
 
 def context(argv: Sequence[str]) -> typer.Context:
@@ -38,3 +41,17 @@ class Answer:
 
 
 Tessella = Callable[..., Answer]
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tessella:
+    """The command line in this process."""
+
+    def run(*arguments: str | Path) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["tessella", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return Answer(int(stop.value.code or 0), captured.out, captured.err)
+
+    return run

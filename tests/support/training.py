@@ -9,6 +9,7 @@ import numpy as np
 from tessella.artifacts.dataset import DatasetInfo, Example, SplitWriter, write_info
 from tessella.artifacts.run import Metric, Recipe, Run, Solver
 from tessella.core.preprocess import Preprocess, encode
+from tessella.tasks import column_of, named
 
 CLASSES = ("rows", "columns", "checks")
 SIZE = 12
@@ -30,7 +31,7 @@ def write_dataset(folder: Path, *, labels=None, classes=CLASSES, **counts: int) 
     splits = {}
     digest = ""
     for name, count in counts.items():
-        writer = SplitWriter(folder, name, classes)
+        writer = SplitWriter(folder, name, column_of(named("classification"), classes))
         for i in range(count):
             label = labels[i] if labels is not None and name == "train" else i % len(classes)
             content = encode(picture(label, generator))

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -217,14 +218,14 @@ def test_labels_outside_the_classes_are_refused_before_training(tmp_path, monkey
     labels = Dataset(folder).train.labels.copy()
     labels[4] = 7
     monkeypatch.setattr(loop.Dataset, "train", property(lambda d: _relabelled(d, labels)))
-    with pytest.raises(DataError, match=r"label 7 of train/4.png, 3 classes"):
+    with pytest.raises(DataError, match=r"row 4 has the label 7, 3 classes"):
         train(recipe(folder), tmp_path / "run")
     assert not (tmp_path / "run" / "run.json").exists()
 
 
 def _relabelled(dataset, labels):
     split = dataset.split("train")
-    split.labels = labels
+    split.column = pa.chunked_array([labels])
     return split
 
 

@@ -17,6 +17,7 @@ from tessella.core.errors import TrainError
 from tessella.core.policies import Policy
 from tessella.core.preprocess import Preprocess, encode
 from tessella.kernels.sparse.two_four import is_two_four
+from tessella.tasks import column_of, named
 from tessella.training.loop import train
 from tessella.training.solver import optimizer_for
 from tessella.training.sparsity import keep_zeros, prune, sparse_weights
@@ -49,7 +50,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = tuple(str(d) for d in range(10))
     splits, hashed = {}, ""
     for split, places in (("train", order[:1097]), ("val", order[1097:])):
-        writer = SplitWriter(folder, split, names)
+        writer = SplitWriter(folder, split, column_of(named("classification"), names))
         for i in places:
             image = (data.images[i] * 15.9).astype(np.uint8)[:, :, None]
             example = Example(content=encode(image), label=int(data.target[i]), path=f"{i}.png")

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from tessella.api.loading import load
     from tessella.api.predicting import (
         Model,
+        answer,
         classify,
         eager_predictor,
         engine_predictor,
         open_model,
+        plain_answer,
         predictor,
+        task_of,
     )
     from tessella.api.samples import CalibrationData, JudgingData
     from tessella.api.serving import serve
@@ -30,10 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answering", "Batch", "CalibrationData", "Flip", "JudgingData", "Model", "Verification",
+    "answer",
     "batch_range", "build", "calibrate", "classify", "compile", "eager_predictor",
     "engine_predictor", "evaluate_split", "explain", "export", "load", "load_plan",
-    "open_checkpoint", "open_model", "pareto", "predictor", "recipe_from", "serve", "train",
-    "verify",
+    "open_checkpoint", "open_model", "pareto", "plain_answer", "predictor", "recipe_from", "serve",
+    "task_of", "train", "verify",
 ]  # fmt: skip
 
 _PLACES = {
@@ -41,7 +45,8 @@ _PLACES = {
     "api.compiling": ("build", "calibrate", "compile", "explain", "export", "pareto"),
     "api.loading": ("load",),
     "api.predicting": (
-        "Model", "classify", "eager_predictor", "engine_predictor", "open_model", "predictor",
+        "Model", "answer", "classify", "eager_predictor", "engine_predictor", "open_model",
+        "plain_answer", "predictor", "task_of",
     ),
     "api.samples": ("CalibrationData", "JudgingData"),
     "api.serving": ("serve",),

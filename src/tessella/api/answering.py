@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tessella.api.predicting import Model, engine_predictor, predictor
+from tessella.api.predicting import Model, engine_predictor, plain_answer, predictor, task_of
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.core.errors import UsageError
 from tessella.device.float32_math import float32_math
 from tessella.nn import inspect, zoo
+from tessella.tasks import Query
+from tessella.tasks.finished import finished
 
 
 class Answering:
@@ -20,10 +23,12 @@ class Answering:
     """
 
     def __init__(self, model: Model, *, trust_code: bool = False) -> None:
+        self._task, self._about = task_of(model)
         self._module: torch.nn.Module | None = None
         self._weights = inspect.WeightViews()
         if isinstance(model, Checkpoint):
             self._module = zoo.load(model, trust_code=trust_code)
+            self._finished = finished(self._module, self._task.head, self._about.numbers)
             self._record, self._labels = model.info.preprocess, model.info.labels
             self._predict: Callable[[torch.Tensor], torch.Tensor] = self._eager
         else:
@@ -32,14 +37,11 @@ class Answering:
         # once now: libraries prepare themselves at the first call, and a person waits at the next
         self._predict(torch.zeros(1, *self._record.input_shape))
 
-    def classify(self, image: Path, *, top: int = 5) -> list[dict[str, object]]:
-        """The ``top`` labels of an image file with their probabilities, best first."""
-        probabilities = self._predict(self._pixels(image)).float().softmax(1)[0]
-        best = probabilities.topk(min(top, len(self._labels)))
-        return [
-            {"label": self._labels[int(i)], "score": float(p)}
-            for p, i in zip(best.values, best.indices, strict=True)
-        ]
+    def answer(self, image: Path, *, top: int | None = None) -> dict[str, Any]:
+        """The answer to an image file, as ``tessella run --json`` has it."""
+        outputs = self._predict(self._pixels(image)).float().numpy()
+        told = self._task.answers.answer(outputs, self._labels, self._about, Query(top=top))
+        return plain_answer(self._task, told[0])
 
     def layers(self, image: Path, folder: Path) -> None:
         """Write every layer's pictures and ``layers.json`` into ``folder``; see ``write_views``."""
@@ -51,9 +53,8 @@ class Answering:
         inspect.write_views(self._module, self._pixels(image), folder, weights=self._weights)
 
     def _eager(self, images: torch.Tensor) -> torch.Tensor:
-        assert self._module is not None
         with torch.inference_mode(), float32_math("ieee"):
-            scores: torch.Tensor = self._module(images)
+            scores: torch.Tensor = self._finished(images)
         return scores
 
     def _pixels(self, image: Path) -> torch.Tensor:

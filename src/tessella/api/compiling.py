@@ -340,7 +340,9 @@ def export(
         CompileError: ONNX has no word for one of its operations; the message lists all of them.
     """
     network = opened(source, ANY, inputs=inputs, trust_code=trust_code)
-    metadata = onnx.Metadata(preprocess=network.preprocess, labels=network.labels)
+    metadata = onnx.Metadata(
+        preprocess=network.preprocess, labels=network.labels, task=network.task
+    )
     known = network.preprocess is not None or network.labels
     onnx.write(network.graph, out, opset=opset, metadata=metadata if known else None)
     return network.graph

@@ -14,6 +14,7 @@ from tessella.artifacts.dataset import Dataset, Split
 from tessella.compiler.samples import COUNT, CalibrationSet, labelled, of_split
 from tessella.core.device import torch_device
 from tessella.core.errors import DataError, UsageError
+from tessella.core.task import CLASSIFICATION, TaskRecord
 
 Data = Dataset | Split | str | Path
 Batches = Sequence[Mapping[str, torch.Tensor]]
@@ -64,19 +65,32 @@ def judging(network: Opened, data: JudgingData) -> compiler.Labelled:
     if not isinstance(data, Split):
         dataset = data if isinstance(data, Dataset) else Dataset(data)
         labels = labels or dataset.classes
-        data = split_of(dataset, "val", labels)
+        data = split_of(dataset, "val", labels, network.task)
+    if data.task.name != CLASSIFICATION.name:
+        raise UsageError(
+            "a budget counts points of accuracy, and this dataset is for another task",
+            seen=data.task.name,
+            fix="compile with precision= and judge the plan with verify, or give data= as "
+            "compiler.budget.of_tensors(inputs, labels) and a metric= of your own to pareto",
+        )
     return labelled(data, record, inputs[0].name, labels)
 
 
-def split_of(data: Data, split: str, labels: tuple[str, ...]) -> Split:
-    """The split to measure a model on; its classes must be the model's, in the same order.
+def split_of(data: Data, split: str, labels: tuple[str, ...], task: TaskRecord) -> Split:
+    """The split to measure a model on; its task and classes must be the model's, in their order.
 
     Raises:
-        DataError: a label would count another class than it names.
+        DataError: a label would count another class than it names, or is of another kind.
     """
     if isinstance(data, Split):
         return data
     dataset = data if isinstance(data, Dataset) else Dataset(data)
+    if dataset.info.task.name != task.name:
+        raise DataError(
+            "the dataset has another task than the model",
+            seen=f"{dataset.info.task.name} in {dataset.path}, the model's is {task.name}",
+            fix="use the dataset that the model was trained on, or one like it",
+        )
     if dataset.classes != labels:
         raise DataError(
             "the dataset's classes are not those of the model",

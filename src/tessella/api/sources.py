@@ -15,8 +15,11 @@ from tessella.artifacts.run import Run
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.graph import onnx
 from tessella.nn import zoo
+from tessella.tasks import of
+from tessella.tasks.finished import finished
 
 Batch = int | Sequence[int] | DimRange
 Source = Checkpoint | Run | torch.nn.Module | graph.Graph | str | Path
@@ -32,6 +35,7 @@ class Opened:
     labels: tuple[str, ...] = ()
     accuracy: Mapping[str, float] = field(default_factory=dict)
     weights_sha256: str | None = None
+    task: TaskRecord = CLASSIFICATION
 
     def about(self, rebuild: str) -> compiler.About:
         """The facts that a plan records; ``rebuild`` is the command that builds it again."""
@@ -42,6 +46,7 @@ class Opened:
             labels=self.labels,
             accuracy=self.accuracy,
             weights_sha256=self.weights_sha256,
+            task=self.task,
         )
 
 
@@ -74,7 +79,9 @@ def opened(
     if isinstance(source, str | Path) and is_file:
         read, said = onnx.read(Path(source), batch=batch), onnx.read_metadata(source)
         record = said.preprocess if preprocess is None else preprocess
-        return Opened(graph=read, name=str(source), preprocess=record, labels=said.labels)
+        return Opened(
+            graph=read, name=str(source), preprocess=record, labels=said.labels, task=said.task
+        )
     name = str(source)
     if isinstance(source, str | Path) and is_network(name):
         source, usual = zoo.untrained(name, inputs[0].shape[1:] if inputs else None)
@@ -94,14 +101,16 @@ def opened(
     checkpoint = open_checkpoint(source)
     info = checkpoint.info
     image = TensorSpec(name="image", dtype="float32", shape=(batch, *info.preprocess.input_shape))
-    module = zoo.load(checkpoint, trust_code=trust_code)
+    module, head = zoo.load(checkpoint, trust_code=trust_code), of(info.task).head
+    module = finished(module, head, info.task.numbers)
     return Opened(
-        graph=graph.capture(module, (image,), name=info.network.name, outputs=("scores",)),
+        graph=graph.capture(module, (image,), name=info.network.name, outputs=(head.OUTPUT,)),
         name=str(source.path if isinstance(source, Checkpoint | Run) else source),
         preprocess=info.preprocess,
         labels=info.labels,
         accuracy=info.metrics,
         weights_sha256=checkpoint.weights_sha256,
+        task=info.task,
     )
 
 
@@ -119,5 +128,5 @@ def open_checkpoint(source: Checkpoint | Run | str | Path) -> Checkpoint:
         if not (Path(source) / "run.json").exists():
             return Checkpoint(source)
         source = Run(source)
-    scored = any("val/accuracy" in c.info.metrics for c in source.checkpoints())
-    return source.best("val/accuracy") if scored else source.latest()
+    scored = any(source.info.task.metric in c.info.metrics for c in source.checkpoints())
+    return source.best() if scored else source.latest()

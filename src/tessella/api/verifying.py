@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from tessella.api.loading import load
-from tessella.api.predicting import Model, eager_predictor, engine_predictor, predictor
+from tessella.api.predicting import Model, eager_predictor, engine_predictor, predictor, task_of
 from tessella.api.samples import Data, split_of
 from tessella.api.sources import open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.plan import Plan
 from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError
-from tessella.core.events import Emit, silent
+from tessella.core.events import Emit, progress, silent
+from tessella.data.loading import batches
 from tessella.runtime.engine import Engine
-from tessella.training.evaluate import Evaluation, evaluate
+from tessella.tasks import Report, of
+from tessella.training.evaluate import evaluate, measure, require_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +38,17 @@ class Verification:
     """A plan beside its checkpoint, on the same samples.
 
     Attributes:
+        score: the measure of the task: ``accuracy`` of a classification.
+        checkpoint_score, plan_score: the score of each.
         agreement: fraction of samples with the same answer.
-        max_abs_diff: largest difference between two scores.
+        max_abs_diff: largest difference between two numbers of an answer.
         flips: samples with another answer.
     """
 
     samples: int
-    checkpoint_accuracy: float
-    plan_accuracy: float
+    score: str
+    checkpoint_score: float
+    plan_score: float
     agreement: float
     max_abs_diff: float
     preprocess_hash: str
@@ -82,30 +88,43 @@ def verify(
             f" {str(here)[:12]} in {checkpoint.path}",
             fix="verify it against the checkpoint that it was made from, or compile this one",
         )
-    labels = checkpoint.info.labels
-    samples = split_of(data, split, labels)
-    eager = eager_predictor(checkpoint, trust_code=trust_code)
-    planned = engine_predictor(engine)
-    a = evaluate(eager, samples, record, labels, batch_size=batch_size, emit=emit)
-    b = evaluate(planned, samples, record, labels, batch_size=batch_size, emit=emit)
-    first, second = a.predictions, b.predictions
-    differ = np.flatnonzero(first != second)
+    labels, task = checkpoint.info.labels, of(checkpoint.info.task)
+    samples = split_of(data, split, labels, checkpoint.info.task)
+    require_images(samples)
+    predictors = eager_predictor(checkpoint, trust_code=trust_code), engine_predictor(engine)
+    rows: tuple[list[Tensor], list[Tensor]] = ([], [])
+    flips: list[Flip] = []
+    largest = 0.0
+    for batch in batches(samples, record, batch_size=batch_size, augment=None, training=False):
+        answers = [predict(batch.images) for predict in predictors]
+        if answers[0].shape != answers[1].shape:
+            raise ArtifactError(
+                "plan and checkpoint give answers of different shapes",
+                seen=" and ".join(str(list(a.shape)) for a in answers),
+                fix="compile the plan from this checkpoint",
+            )
+        for kept, outputs in zip(rows, answers, strict=True):
+            kept.append(task.metrics.rows(outputs, batch.labels, len(labels)))
+        largest = max(largest, float((answers[0] - answers[1]).abs().max()))
+        arrays = [a.numpy() for a in answers]
+        same = task.answers.same(arrays[0], arrays[1], checkpoint.info.task).tolist()
+        for place in (i for i, alike in enumerate(same) if not alike):
+            example = samples[int(batch.indices[place])]
+            said = [task.answers.said(a[place], labels, checkpoint.info.task) for a in arrays]
+            truth = task.answers.truth(example.label, labels)
+            flips.append(Flip(path=example.path, truth=truth, checkpoint=said[0], plan=said[1]))
+        emit(progress("verify", int(batch.indices[-1]) + 1, len(samples)))
+    one, other = (measure(torch.cat(kept).numpy(), samples, labels) for kept in rows)
+    score = task.score
     return Verification(
         samples=len(samples),
-        checkpoint_accuracy=a.accuracy,
-        plan_accuracy=b.accuracy,
-        agreement=1.0 - len(differ) / len(samples),
-        max_abs_diff=float(np.abs(a.scores - b.scores).max()),
+        score=score,
+        checkpoint_score=one.values[score],
+        plan_score=other.values[score],
+        agreement=1.0 - len(flips) / len(samples),
+        max_abs_diff=largest,
         preprocess_hash=record.hash,
-        flips=tuple(
-            Flip(
-                path=samples[int(i)].path,
-                truth=labels[samples[int(i)].label],
-                checkpoint=labels[int(first[i])],
-                plan=labels[int(second[i])],
-            )
-            for i in differ
-        ),
+        flips=tuple(flips),
     )
 
 
@@ -117,8 +136,9 @@ def evaluate_split(
     batch_size: int = 32,
     trust_code: bool = False,
     emit: Emit = silent,
-) -> Evaluation:
-    """Accuracy, confusion matrix and per-class figures of a checkpoint or a plan on a split."""
+) -> Report:
+    """What the model's task measures on a split: of a classification the accuracy, the confusion
+    matrix and figures of each class."""
     predict, record, labels = predictor(model, trust_code=trust_code)
-    samples = split_of(data, split, labels)
+    samples = split_of(data, split, labels, task_of(model)[1])
     return evaluate(predict, samples, record, labels, batch_size=batch_size, emit=emit)

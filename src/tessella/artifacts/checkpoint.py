@@ -26,6 +26,7 @@ from tessella.artifacts.files import (
 from tessella.core.errors import CorruptArtifact
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import parse_json
+from tessella.core.task import CLASSIFICATION, TaskRecord
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +78,10 @@ class CheckpointInfo:
     precision: str
     dataset_hash: str
     files: dict[str, Member]
+    task: TaskRecord = CLASSIFICATION
+
+    def __post_init__(self) -> None:
+        self.task.check(self.labels)
 
 
 class Checkpoint:
@@ -145,6 +150,7 @@ def save_checkpoint(
     position: Position,
     precision: str = "fp32",
     dataset_hash: str = "",
+    task: TaskRecord = CLASSIFICATION,
     state_tensors: Mapping[str, torch.Tensor] | None = None,
     state_values: bytes | None = None,
 ) -> Checkpoint:
@@ -176,6 +182,7 @@ def save_checkpoint(
             precision=precision,
             dataset_hash=dataset_hash,
             files={name: member(folder / name) for name in names},
+            task=task,
         )
         (folder / "checkpoint.json").write_bytes(to_document("checkpoint", VERSION, info))
 

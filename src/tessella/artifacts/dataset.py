@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import pyarrow as pa
 from tessella.artifacts.files import Member, check_member, member, read_document, to_document
 from tessella.core.errors import ArtifactError, CorruptArtifact, DataError, UsageError
 from tessella.core.preprocess import Preprocess
+from tessella.core.task import CLASSIFICATION, TaskRecord
 
 VERSION = 1
 ROWS_PER_BATCH = 256
@@ -32,7 +33,7 @@ SplitName = Literal["train", "val", "test"]
 
 @dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """One split: its shards in order, and how many images of each class it has."""
+    """One split: its shards in order, and in how many images each class occurs."""
 
     count: int
     class_counts: tuple[int, ...]
@@ -50,7 +51,7 @@ class DatasetInfo:
     """What ``dataset.json`` says.
 
     Attributes:
-        classes: class names; a label is an index into them.
+        classes: class names; a label is an index into them. Of regression: names of the numbers.
         preprocess: how a file becomes an input; its mean and std are those of the training split.
         source: where the images came from: a folder or a list.
         content_hash: SHA-256 over the rows of all splits, in order: equal hashes, equal examples.
@@ -60,6 +61,7 @@ class DatasetInfo:
         duplicate_count: how many there were in all.
         notes: what a person should know: class imbalance, tiny classes.
         import_hash: SHA-256 over the import's settings and what it found: paths, sizes, times.
+        task: what a network learns from the dataset.
     """
 
     name: str
@@ -75,6 +77,16 @@ class DatasetInfo:
     duplicate_count: int = 0
     notes: tuple[str, ...] = ()
     import_hash: str = ""
+    task: TaskRecord = CLASSIFICATION
+
+    def __post_init__(self) -> None:
+        self.task.check(self.classes)
+        for name, split in self.splits.items():
+            if len(split.class_counts) != len(self.classes):
+                raise UsageError(
+                    "each split of a dataset counts each class",
+                    seen=f"{len(split.class_counts)} counts in {name}, {len(self.classes)} classes",
+                )
 
     @property
     def total_counts(self) -> list[int]:
@@ -86,23 +98,39 @@ class DatasetInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One image of a split: its stored file bytes, the label, and the path it came from."""
+    """One image of a split: its stored file bytes, the label, and the path it came from.
+
+    Attributes:
+        label: the number of the class, or what the dataset's task has in its place.
+    """
 
     content: bytes
-    label: int
+    label: Any
     path: str
 
 
 class Split:
-    """A split, memory-mapped: ``len``, ``split[i]``, ``labels``; processes may share it.
+    """A split, memory-mapped: ``len``, ``split[i]``, ``column``; processes may share it.
+
+    Attributes:
+        column: the column ``label`` of all shards, whose meaning is the task's.
+        labels: the column of a classification as int64 [N]; other tasks have none.
 
     Raises:
         CorruptArtifact: a shard is missing, has another size or (if ``deep``) other bytes, or its
             labels are not those that ``info`` counts.
     """
 
-    def __init__(self, folder: Path, name: str, info: SplitInfo, *, deep: bool) -> None:
-        self.name, self.info, self._folder = name, info, folder
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        info: SplitInfo,
+        *,
+        deep: bool,
+        task: TaskRecord = CLASSIFICATION,
+    ) -> None:
+        self.name, self.info, self.task, self._folder = name, info, task, folder
         for shard, expected in info.shards.items():
             check_member(folder / shard, expected, deep=deep)
         self.labels: npt.NDArray[np.int64]
@@ -112,11 +140,17 @@ class Split:
         self._content = [chunk.field("bytes") for chunk in image.chunks]
         self._paths = [chunk.field("path") for chunk in image.chunks]
         self._starts = np.cumsum([0, *(len(c) for c in self._content)])
-        self.labels = table.column("label").to_numpy()
-        _check_labels(self.labels, info, folder / name)
+        self.column: pa.ChunkedArray = table.column("label")
+        if len(self.column) != info.count:
+            raise _other_labels(folder / name)
+        if task.name == CLASSIFICATION.name:
+            if self.column.type != pa.int64():
+                raise _other_labels(folder / name)
+            self.labels = self.column.to_numpy()
+            _check_labels(self.labels, info, folder / name)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.column)
 
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
@@ -125,7 +159,7 @@ class Split:
         row = index - int(self._starts[chunk])
         return Example(
             content=self._content[chunk][row].as_py(),
-            label=int(self.labels[index]),
+            label=self.column[index].as_py(),
             path=self._paths[chunk][row].as_py(),
         )
 
@@ -136,11 +170,12 @@ class Split:
         classes = len(self.info.class_counts)
         return f"<Split {self.name!r} of {self._folder}: {len(self):,} images, {classes} classes>"
 
-    def __getstate__(self) -> tuple[Path, str, SplitInfo]:
-        return self._folder, self.name, self.info  # a worker process maps the shards itself
+    def __getstate__(self) -> tuple[Path, str, SplitInfo, TaskRecord]:
+        return self._folder, self.name, self.info, self.task  # a worker maps the shards itself
 
-    def __setstate__(self, state: tuple[Path, str, SplitInfo]) -> None:
-        self.__init__(*state, deep=False)  # type: ignore[misc]
+    def __setstate__(self, state: tuple[Path, str, SplitInfo, TaskRecord]) -> None:
+        *where, task = state
+        self.__init__(*where, deep=False, task=task)  # type: ignore[misc]
 
 
 class Dataset:
@@ -183,7 +218,9 @@ class Dataset:
                 fix="use one of these, or import again with a holdout for it",
             )
         if name not in self._splits:
-            self._splits[name] = Split(self.path, name, self.info.splits[name], deep=self._deep)
+            self._splits[name] = Split(
+                self.path, name, self.info.splits[name], deep=self._deep, task=self.info.task
+            )
         return self._splits[name]
 
     @property
@@ -205,27 +242,43 @@ class Dataset:
 
 # --- shards ---------------------------------------------------------------------------------------
 
-SCHEMA = pa.schema(
-    [
-        ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
-        ("label", pa.int64()),
-    ]
-)
+IMAGE = pa.field("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+SCHEMA = pa.schema([IMAGE, ("label", pa.int64())])  # of a classification
+DEEPEST = 4  # lists and records in each other, in the column of a task
 
 
-def _schema_for(classes: tuple[str, ...]) -> pa.Schema:
-    """The Arrow schema with the metadata that Hugging Face ``datasets`` reads features from."""
-    features = {
-        "image": {"_type": "Image"},
-        "label": {"_type": "ClassLabel", "names": list(classes)},
-    }
-    return SCHEMA.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """The column ``label`` as a task has it.
+
+    Attributes:
+        type: its Arrow type.
+        feature: the same for Hugging Face ``datasets``.
+        classes: how many classes there are.
+        occurs: the classes that a target counts for.
+    """
+
+    type: pa.DataType
+    feature: dict[str, Any]
+    classes: int
+    occurs: Callable[[Any], Iterable[int]]
+
+
+def _plain(kind: pa.DataType, depth: int = 0) -> bool:
+    """Whether a type is made of numbers, texts, bytes, lists and records."""
+    if pa.types.is_list(kind):
+        return depth < DEEPEST and _plain(kind.value_type, depth + 1)
+    if pa.types.is_struct(kind):
+        fields = [kind.field(i).type for i in range(kind.num_fields)]
+        return depth < DEEPEST and all(_plain(f, depth + 1) for f in fields)
+    return kind in (pa.int64(), pa.float64(), pa.bool_(), pa.string(), pa.binary())
 
 
 def _read_shard(path: Path) -> pa.Table:
     try:
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-        if not table.schema.equals(SCHEMA):
+        fits = table.schema.names == SCHEMA.names and table.schema.field(0).equals(IMAGE)
+        if not fits or not _plain(table.schema.field(1).type):
             raise pa.ArrowInvalid("other columns than image and label")
         table.validate(full=True)  # offsets inside their buffers: else reading could crash
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -241,21 +294,29 @@ def _check_labels(labels: npt.NDArray[np.int64], info: SplitInfo, where: Path) -
     classes = len(info.class_counts)
     inside = len(labels) == 0 or (labels.min() >= 0 and labels.max() < classes)
     if not inside or np.bincount(labels, minlength=classes).tolist() != list(info.class_counts):
-        raise CorruptArtifact(
-            "the labels in the shards are not those that dataset.json counts",
-            seen=where,
-            fix="restore the dataset or import again",
-        )
+        raise _other_labels(where)
+
+
+def _other_labels(where: Path) -> CorruptArtifact:
+    return CorruptArtifact(
+        "the labels in the shards are not those that dataset.json counts",
+        seen=where,
+        fix="restore the dataset or import again",
+    )
 
 
 class SplitWriter:
     """Writes one split in shards; holds one record batch in memory."""
 
-    def __init__(self, folder: Path, name: str, classes: tuple[str, ...]) -> None:
-        self._folder, self._name, self._classes = folder, name, classes
+    def __init__(self, folder: Path, name: str, column: Column) -> None:
+        self._folder, self._name, self._column = folder, name, column
+        features = {"image": {"_type": "Image"}, "label": column.feature}
+        facts = {"huggingface": json.dumps({"info": {"features": features}})}
+        self._schema = pa.schema([IMAGE, ("label", column.type)], facts)
         self._rows: list[Example] = []
+        self._count = 0
         self._pending = 0
-        self._counts = [0] * len(classes)
+        self._counts = [0] * column.classes
         self._shards: list[str] = []
         self._writer: pa.ipc.RecordBatchStreamWriter | None = None
         self._written = 0
@@ -263,9 +324,10 @@ class SplitWriter:
 
     def add(self, example: Example) -> None:
         self._rows.append(example)
-        self._counts[example.label] += 1
-        row = hashlib.sha256(example.content).digest() + example.label.to_bytes(8, "little")
-        self.row_hashes.update(row)
+        self._count += 1
+        for label in self._column.occurs(example.label):
+            self._counts[label] += 1
+        self.row_hashes.update(hashlib.sha256(example.content).digest() + _bytes(example.label))
         self._pending += len(example.content)
         if len(self._rows) == ROWS_PER_BATCH or self._pending >= BYTES_PER_BATCH:
             self._write_rows()
@@ -274,7 +336,7 @@ class SplitWriter:
         self._write_rows()
         self._close_shard()
         return SplitInfo(
-            count=sum(self._counts),
+            count=self._count,
             class_counts=tuple(self._counts),
             shards={name: member(self._folder / name) for name in self._shards},
         )
@@ -285,11 +347,14 @@ class SplitWriter:
         if self._writer is None:
             shard = f"{self._name}-{len(self._shards):05d}.arrow"
             self._shards.append(shard)
-            self._writer = pa.ipc.new_stream(str(self._folder / shard), _schema_for(self._classes))
+            self._writer = pa.ipc.new_stream(str(self._folder / shard), self._schema)
         images = [{"bytes": e.content, "path": e.path} for e in self._rows]
         batch = pa.record_batch(
-            [pa.array(images, SCHEMA.field("image").type), pa.array([e.label for e in self._rows])],
-            schema=_schema_for(self._classes),
+            [
+                pa.array(images, IMAGE.type),
+                pa.array([e.label for e in self._rows], self._column.type),
+            ],
+            schema=self._schema,
         )
         self._writer.write_batch(batch)
         self._written += self._pending
@@ -307,6 +372,14 @@ def content_hash(splits: Mapping[str, str]) -> str:
     """The hash of a dataset's examples, from the hash of each split's rows."""
     rows = "\n".join(f"{name} {value}" for name, value in splits.items())
     return hashlib.sha256(rows.encode()).hexdigest()
+
+
+def _bytes(label: Any) -> bytes:
+    """A target's bytes in the hash of the rows."""
+    if isinstance(label, int):
+        return label.to_bytes(8, "little")
+    same = list(label) if isinstance(label, tuple) else label  # as it is read from a shard again
+    return hashlib.sha256(repr(same).encode()).digest()
 
 
 def write_info(folder: Path, info: DatasetInfo) -> None:

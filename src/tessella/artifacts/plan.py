@@ -32,6 +32,7 @@ from tessella.core.errors import ArtifactError, CorruptArtifact
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain, parse_json
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.core.task import CLASSIFICATION, TaskRecord
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +92,7 @@ class Manifest:
             measured in the calibration.
         receipt: the accuracy that these precisions cost, where it was measured.
         weights_sha256: the hash of the file of weights of the checkpoint that it was made from.
+        task: what the outputs mean, together with ``labels``.
     """
 
     fingerprint: Fingerprint
@@ -111,6 +113,10 @@ class Manifest:
     snr_db: dict[str, float] = field(default_factory=dict)
     receipt: Receipt | None = None
     weights_sha256: str | None = None
+    task: TaskRecord = CLASSIFICATION
+
+    def __post_init__(self) -> None:
+        self.task.check(self.labels)
 
 
 class Constant(Protocol):

@@ -17,6 +17,7 @@ from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.events import Event, read_events
 from tessella.core.policies import Policy
 from tessella.core.preprocess import Preprocess
+from tessella.core.task import CLASSIFICATION, TaskRecord
 
 VERSION = 1
 
@@ -86,7 +87,7 @@ class Recipe:
         gpus: processes, each on a GPU of its own (on the CPU: each with a share of the cores).
         val_interval, snapshot_interval: epochs between validations and checkpoints; may be
             fractions.
-        patience: stop after this many validations without a better accuracy.
+        patience: stop after this many validations without a better score.
         keep_last: how many of the newest checkpoints stay, besides the best.
         label_smoothing: the share of the target, 0 to 1, that all classes have alike in training.
         class_weights: ``balanced`` weighs the loss by the inverse class frequency.
@@ -152,6 +153,10 @@ class RunInfo:
     labels: tuple[str, ...]
     dataset_hash: str
     created: str
+    task: TaskRecord = CLASSIFICATION
+
+    def __post_init__(self) -> None:
+        self.task.check(self.labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +203,13 @@ class Run:
             )
         return found[-1]
 
-    def best(self, metric: str = "val/accuracy") -> Checkpoint:
-        """The checkpoint with the highest ``metric`` (lowest where its name ends in ``loss``)."""
+    def best(self, metric: str | None = None) -> Checkpoint:
+        """The checkpoint with the highest ``metric`` (lowest where its name ends in ``loss``).
+
+        Args:
+            metric: by default the score of the run's task: ``val/accuracy`` of a classification.
+        """
+        metric = metric or self.info.task.metric
         scored = [c for c in self.checkpoints() if metric in c.info.metrics]
         if not scored:
             known = sorted({name for c in self.checkpoints() for name in c.info.metrics})

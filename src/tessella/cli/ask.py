@@ -46,13 +46,14 @@ def _answer(model: api.Answering, line: str) -> dict[str, Any]:
     """The answer to one request; a request that is none raises ``UsageError``."""
     try:
         asked = json.loads(line)
-        image, top, folder = asked["image"], asked.get("top", 5), asked.get("layers")
+        image, top, folder = asked["image"], asked.get("top"), asked.get("layers")
     except (ValueError, TypeError, KeyError, AttributeError):
         raise UsageError("this is not a request", seen=line.strip()[:80], fix=FIX) from None
-    if not isinstance(image, str) or not isinstance(top, int) or not 1 <= top <= 1000:
+    fits = top is None or (isinstance(top, int) and 1 <= top <= 1000)
+    if not isinstance(image, str) or not fits:
         raise UsageError("this is not a request", seen=line.strip()[:80], fix=FIX)
     if folder is None:
-        return {"image": image, "top": model.classify(Path(image), top=top)}
+        return {"image": image, **model.answer(Path(image), top=top)}
     model.layers(Path(image), Path(str(folder)))
     return {"image": image, "layers": str(folder)}
 

@@ -37,8 +37,13 @@ def register(app: typer.Typer) -> None:
 
 
 def import_(
-    source: Annotated[Path, Argument(help="A folder (class = subfolder) or a list: path label.")],
+    source: Annotated[
+        Path, Argument(help="A folder (class = subfolder), a list (path label), a table, or boxes.")
+    ],
     out: Annotated[Path, Option(help="Folder of the dataset.")],
+    task: Annotated[
+        str, Option(help="What to learn: classification, multilabel or regression.")
+    ] = "classification",
     name: Annotated[str | None, Option(help="Name; the source's if not given.")] = None,
     size: Annotated[str, Option(help="Height x width to store, or one number.")] = "256",
     channels: Annotated[int, Option(help="1 grey, 3 RGB, or as the files have.")] = 3,
@@ -49,8 +54,12 @@ def import_(
     test: Annotated[float, Option(help="Fraction held out for testing.")] = 0.0,
     val_folder: Annotated[Path | None, Option(help="Take the validation split from here.")] = None,
     test_folder: Annotated[Path | None, Option(help="Take the test split from here.")] = None,
-    labels: Annotated[Path | None, Option(help="For a list: class names, a line each.")] = None,
-    image_root: Annotated[Path | None, Option(help="For a list: where its paths start.")] = None,
+    labels: Annotated[
+        Path | None, Option(help="For a list or table: class names, a line each.")
+    ] = None,
+    image_root: Annotated[
+        Path | None, Option(help="For a list or table: where its paths start.")
+    ] = None,
     seed: Annotated[int, Option(help="Decides which images are held out.")] = 0,
     workers: Annotated[int | None, Option(help="Processes; all cores if not given.")] = None,
     json: Json = False,
@@ -63,6 +72,7 @@ def import_(
     with output(json_only=json, events=events) as out_:
         settings = ImportSettings(
             name=name,
+            task=task,
             size=parse_size(size),
             channels=channels,
             depth=depth,

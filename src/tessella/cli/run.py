@@ -13,7 +13,8 @@ from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.files import write_atomic
 from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.core.errors import UsageError
-from tessella.core.record import canonical_json, to_plain
+from tessella.core.record import canonical_json
+from tessella.tasks import Query
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +26,12 @@ def run(
     images: Annotated[list[Path] | None, Argument(help="Image files to classify.")] = None,
     data: Annotated[Path | None, Option(help="Evaluate on this dataset instead.")] = None,
     split: Annotated[str, Option(help="train, val or test.")] = "val",
-    top: Annotated[int, Option(help="How many labels for each image.", min=1)] = 5,
+    top: Annotated[
+        int | None, Option(help="How many labels for each image (classification: 5).", min=1)
+    ] = None,
+    threshold: Annotated[
+        float | None, Option(help="The least probability that counts.", min=0.0, max=1.0)
+    ] = None,
     out: Annotated[Path | None, Option(help="Write the evaluation here, as JSON.")] = None,
     trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
     recompile: Annotated[
@@ -34,7 +40,7 @@ def run(
     json: Json = False,
     events: Events = None,
 ) -> None:
-    """Classify images, or evaluate a split: accuracy, confusion, precision and recall.
+    """Answer for images, or evaluate a split: accuracy, confusion, precision and recall.
 
     Example: tessella run flowers.plan photo.jpg --top 3
     """
@@ -46,19 +52,22 @@ def run(
             )
         opened = api.open_model(model, compiled=not recompile)
         if images:
-            answers = api.classify(opened, images, top=top, trust_code=trust_code)
+            query = Query(top=top, threshold=threshold)
+            answers = api.answer(opened, images, query=query, trust_code=trust_code)
+            task, _ = api.task_of(opened)
+            shown = [(p, task.answers.lines(a)) for p, a in zip(images, answers, strict=True)]
             plain = {
                 "images": [
-                    {"image": str(p), "top": [{"label": n, "score": s} for n, s in answer]}
+                    {"image": str(p), **api.plain_answer(task, answer)}
                     for p, answer in zip(images, answers, strict=True)
                 ]
             }
             rows = [
-                (p.name if rank == 0 else "", label, f"{100 * score:.2f} %")
-                for p, answer in zip(images, answers, strict=True)
-                for rank, (label, score) in enumerate(answer)
+                (p.name if rank == 0 else "", *line)
+                for p, lines in shown
+                for rank, line in enumerate(lines)
             ]
-            out_.result(plain, grid(("image", "label", "probability"), rows))
+            out_.result(plain, grid(("image", *task.answers.HEADER), rows))
         elif data is not None:
             _evaluate(out_, opened, data, split, out, trust_code)
 
@@ -67,20 +76,15 @@ def _evaluate(
     out_: Output, model: api.Model, data: Path, split: str, out: Path | None, trust_code: bool
 ) -> None:
     report = api.evaluate_split(model, data, split=split, trust_code=trust_code, emit=out_.emit)
-    labels = [c.label for c in report.classes]
+    task, _ = api.task_of(model)
     plain = {
         "model": str(model.path) if isinstance(model, Checkpoint) else model.manifest.built_from,
         "split": split,
-        "accuracy": report.accuracy,
-        "top5": report.top5,
-        "loss": report.loss,
-        "confusion": to_plain(report.confusion),
-        "labels": labels,
-        "per_class": to_plain(report.classes),
-        "predictions": [int(p) for p in report.predictions],
+        "task": task.name,
+        **report.to_json(),
     }
     if out is not None:
         write_atomic(out, canonical_json(plain).encode())
-    rows = [(c.label, c.support, c.precision, c.recall, c.f1) for c in report.classes]
-    title = f"accuracy {report.accuracy:.4f} on {report.count:,} images of {split}"
-    out_.result(plain, grid(("class", "images", "precision", "recall", "F1"), rows, title=title))
+    score = task.score
+    title = f"{score} {report.values[score]:.4f} on {report.count:,} images of {split}"
+    out_.result(plain, grid(*report.table(), title=title))

@@ -30,8 +30,8 @@ def dataset_table(dataset: Dataset, *, with_notes: bool = True) -> Group:
         rows.append((f"… {len(info.classes) - MAX_CLASSES} more", *(None for _ in splits)))
     rows.append(("all", *(info.splits[s].count for s in splits)))
     title = (
-        f"{info.name}: {len(info.classes)} classes, {record.height}×{record.width}×"
-        f"{record.channels}, {record.depth} bit, {record.resize}"
+        f"{info.name}: {info.task.name}, {len(info.classes)} classes, "
+        f"{record.height}×{record.width}×{record.channels}, {record.depth} bit, {record.resize}"
     )
     notes = [Text(f"note: {note}") for note in info.notes if with_notes]
     if info.skipped_count:
@@ -61,6 +61,7 @@ def checkpoint_table(checkpoint: Checkpoint) -> Group:
     record = info.preprocess
     rows = [
         ("network", f"{info.network.name}, {info.network.classes} classes"),
+        ("task", info.task.name),
         ("input", "×".join(str(n) for n in record.input_shape)),
         ("resize", f"{record.resize} to {record.height}×{record.width}, {record.depth} bit"),
         ("mean", ", ".join(f"{v:.4f}" for v in record.mean)),

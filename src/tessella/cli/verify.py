@@ -40,8 +40,8 @@ def verify(
             write_atomic(out, canonical_json(report).encode())
         rows = [
             ("samples", report.samples),
-            ("accuracy of the checkpoint", report.checkpoint_accuracy),
-            ("accuracy of the plan", report.plan_accuracy),
+            (f"{report.score} of the checkpoint", report.checkpoint_score),
+            (f"{report.score} of the plan", report.plan_score),
             ("agreement", report.agreement),
             ("largest difference of a score", report.max_abs_diff),
             *((f"flipped: {f.path}", f"{f.checkpoint} → {f.plan}") for f in report.flips[:20]),

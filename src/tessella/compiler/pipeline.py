@@ -155,6 +155,7 @@ def compile_graph(
         preprocess=about.preprocess,
         preprocess_hash=None if about.preprocess is None else about.preprocess.hash,
         labels=tuple(about.labels),
+        task=about.task,
         accuracy=dict(about.accuracy),
         weights_sha256=about.weights_sha256,
         built_from=about.built_from,

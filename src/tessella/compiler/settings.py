@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tessella.core.preprocess import Preprocess
+from tessella.core.task import CLASSIFICATION, TaskRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class About:
         labels: what the outputs are called.
         accuracy: what the source was measured at, by metric.
         weights_sha256: the hash of the checkpoint's file of weights.
+        task: what the outputs mean.
     """
 
     built_from: str
@@ -28,6 +30,7 @@ class About:
     labels: tuple[str, ...] = ()
     accuracy: Mapping[str, float] = field(default_factory=dict)
     weights_sha256: str | None = None
+    task: TaskRecord = CLASSIFICATION
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import cv2
 import numpy as np
@@ -37,6 +37,7 @@ from tessella.artifacts.files import write_folder
 from tessella.core.errors import UsageError
 from tessella.core.events import Emit, phase, progress, silent
 from tessella.core.preprocess import decode
+from tessella.tasks import Task, column_of, of
 
 Kind = Literal["conflicts", "leaks", "copies", "imbalance", "tiny", "blank"]
 FIXES: tuple[Kind, ...] = ("conflicts", "leaks", "copies", "blank")  # by leaving images out
@@ -58,7 +59,7 @@ class Finding:
 
     Attributes:
         text: what was found, in one sentence.
-        groups: the images, as ``split:class/file``; those that are copies of each other together.
+        groups: the images, as ``split:path``; those that are copies of each other together.
     """
 
     kind: Kind
@@ -95,10 +96,10 @@ class Examination:
 
 @dataclass(frozen=True, kw_only=True)
 class _Looks:
-    """All images of a dataset, in order: place, class, split, hash of the pixels, and look."""
+    """All images of a dataset, in order: place, target, split, hash of the pixels, and look."""
 
     places: list[str]
-    labels: list[int]
+    labels: list[Any]
     splits: list[str]
     digests: list[bytes]
     looks: npt.NDArray[np.float32]
@@ -110,12 +111,17 @@ def examine(dataset: Dataset, *, workers: int = 1, emit: Emit = silent) -> Exami
 
     Args:
         workers: threads that decode.
+
+    Raises:
+        UsageError: there are no images.
     """
     emit(phase("examine", str(dataset.path)))
+    if not any(len(dataset.split(name)) for name in dataset.info.splits):
+        raise UsageError("the dataset has no images", seen=dataset.path, fix="import it again")
     seen = _looks(dataset, workers, emit)
     groups = _groups(seen)
     findings = [
-        *_findings_of_groups(seen, groups),
+        *_findings_of_groups(seen, groups, of(dataset.info.task)),
         *_findings_of_classes(dataset),
     ]
     if seen.blank:
@@ -128,7 +134,7 @@ def leave_out(dataset: Dataset, places: Collection[str], out: str | Path) -> Dat
     """A new dataset without some images; the old one stays as it is.
 
     Args:
-        places: images as ``split:class/file``.
+        places: images as ``split:path``.
 
     Raises:
         UsageError: ``out`` is there already, or no image would be left to train on.
@@ -145,7 +151,7 @@ def leave_out(dataset: Dataset, places: Collection[str], out: str | Path) -> Dat
             if not kept and name == "train":
                 raise UsageError("no image would be left to train on", seen=dataset.path)
             if kept:
-                writer = SplitWriter(folder, name, info.classes)
+                writer = SplitWriter(folder, name, column_of(of(info.task), info.classes))
                 for example in kept:
                     writer.add(example)
                 splits[name], hashes[name] = writer.close(), writer.row_hashes.hexdigest()
@@ -168,7 +174,7 @@ def leave_out(dataset: Dataset, places: Collection[str], out: str | Path) -> Dat
 
 def _looks(dataset: Dataset, workers: int, emit: Emit) -> _Looks:
     places: list[str] = []
-    labels: list[int] = []
+    labels: list[Any] = []
     splits: list[str] = []
     digests: list[bytes] = []
     blank: list[int] = []
@@ -248,18 +254,21 @@ def _alike(looks: npt.NDArray[np.float32]) -> Iterator[tuple[int, int]]:
             yield start + int(i), int(j)
 
 
-def _findings_of_groups(seen: _Looks, groups: Sequence[Sequence[int]]) -> Iterator[Finding]:
-    """Each group under the worst that it is: of two classes, of two splits, or copies."""
+def _findings_of_groups(
+    seen: _Looks, groups: Sequence[Sequence[int]], task: Task
+) -> Iterator[Finding]:
+    """Each group under the worst that it is: a contradiction, of two splits, or copies."""
+    contradict = task.examples.contradiction(seen.labels)
     found: dict[Kind, list[tuple[str, ...]]] = {"conflicts": [], "leaks": [], "copies": []}
     for group in groups:
         kind: Kind = "copies"
-        if len({seen.labels[i] for i in group}) > 1:
+        if contradict(group):
             kind = "conflicts"
         elif len({seen.splits[i] for i in group}) > 1:
             kind = "leaks"
         found[kind].append(tuple(seen.places[i] for i in group))
     texts = {
-        "conflicts": "lie in more than one class: a network cannot learn both",
+        "conflicts": f"have different {task.examples.NAMES}: a network cannot learn both",
         "leaks": "lie in more than one split: results flatter",
         "copies": "are copies of each other",
     }
@@ -270,9 +279,12 @@ def _findings_of_groups(seen: _Looks, groups: Sequence[Sequence[int]]) -> Iterat
 
 
 def _findings_of_classes(dataset: Dataset) -> Iterator[Finding]:
+    if "train" not in dataset.info.splits:
+        return
     counts = dict(zip(dataset.classes, dataset.info.splits["train"].class_counts, strict=True))
+    classes = of(dataset.info.task).examples.NAMES == "classes"
     few, most = min(counts, key=lambda c: counts[c]), max(counts, key=lambda c: counts[c])
-    if counts[most] >= IMBALANCE * max(1, counts[few]):
+    if classes and counts[most] >= IMBALANCE * max(1, counts[few]):
         text = (
             f"{most!r} has {counts[most]:,} training images, {few!r} has {counts[few]:,}:"
             " class_weights='balanced' evens it out"

@@ -36,6 +36,7 @@ from tessella.data.notes import notes_on
 from tessella.data.reading import Picture, read_all
 from tessella.data.sources import read_labels
 from tessella.data.splitting import TRAIN
+from tessella.tasks import Task, column_of, named
 
 MAX_SKIPPED = 1000
 PROGRESS_SECONDS = 0.1
@@ -53,6 +54,7 @@ class ImportSettings:
         val_folder, test_folder: folders (or lists) to take these splits from instead.
         labels: a list's class names, or a text file with one a line.
         image_root: what a list's paths are relative to; the list's folder if None.
+        task: what a network is to learn: a name that ``tasks.names()`` lists.
         seed: decides which images are held out.
         name: of the dataset; the source's if None.
         workers: threads that read images; one a core if None. The dataset does not depend on it.
@@ -69,6 +71,7 @@ class ImportSettings:
     test_folder: str | Path | None = None
     labels: tuple[str, ...] | str | Path | None = None
     image_root: str | Path | None = None
+    task: str = "classification"
     seed: int = 0
     name: str | None = None
     workers: int | None = None
@@ -86,6 +89,7 @@ class ImportSettings:
             raise UsageError(
                 "unknown resize mode", seen=self.resize, fix="squash, crop, fill or half_crop"
             )
+        named(self.task)
         self.record()
 
     def record(self) -> Preprocess:
@@ -175,6 +179,7 @@ def _list(source: Path, settings: ImportSettings) -> Listing:
     val, test = settings.val_folder, settings.test_folder
     return list_images(
         source,
+        task=named(settings.task),
         labels=read_labels(Path(labels)) if isinstance(labels, str | Path) else labels,
         image_root=None if settings.image_root is None else Path(settings.image_root),
         val=settings.holdout if val is None else Path(val),
@@ -185,7 +190,8 @@ def _list(source: Path, settings: ImportSettings) -> Listing:
 
 def _settings_hash(settings: ImportSettings) -> str:
     """Hash of the settings that decide the dataset's content; ``fingerprint`` adds the files."""
-    return digest(settings.record())
+    record = digest(settings.record())
+    return record if settings.task == "classification" else f"{settings.task} {record}"
 
 
 def _name(source: Path, settings: ImportSettings) -> str:
@@ -218,18 +224,19 @@ class _Tally:
 def _import_listing(
     source: Path, out: Path, settings: ImportSettings, listing: Listing, emit: Emit
 ) -> Dataset:
-    classes = len(listing.classes)
+    classes, task = len(listing.classes), named(settings.task)
+    column = column_of(task, listing.classes)
     emit(phase("import", f"{len(listing.sources):,} images of {classes:,} classes"))
 
     def fill(folder: Path) -> None:
         writers = {
-            split: SplitWriter(folder, name, listing.classes)
+            split: SplitWriter(folder, name, column)
             for split, name in SPLIT_NAMES.items()
             if (listing.splits == split).any()
         }
         tally = _write_pictures(writers, listing, settings, emit)
         splits = {SPLIT_NAMES[split]: writer.close() for split, writer in writers.items()}
-        _check_enough(splits, listing, tally)
+        _check_enough(splits, listing, tally, task)
         hashes = {SPLIT_NAMES[split]: w.row_hashes.hexdigest() for split, w in writers.items()}
         write_info(folder, _describe(source, settings, listing, splits, hashes, tally))
 
@@ -266,22 +273,26 @@ def _write_pictures(
     return tally
 
 
-def _check_enough(splits: dict[str, SplitInfo], listing: Listing, tally: _Tally) -> None:
+def _check_enough(
+    splits: dict[str, SplitInfo], listing: Listing, tally: _Tally, task: Task
+) -> None:
     first = (
         f"; the first: {tally.skipped[0].path}: {tally.skipped[0].reason}" if tally.skipped else ""
     )
-    trained = splits["train"].class_counts if "train" in splits else ()
-    if not sum(trained):
+    if "train" not in splits or not splits["train"].count:
         raise DataError(
             "no image is left to train on",
             seen=f"{tally.skipped_count} of {len(listing.sources)} files are bad{first}",
             fix="check the files, or copy them again",
         )
-    if sum(count > 0 for count in trained) < 2:
+    counts = splits["train"].class_counts
+    readable = [n for n, k in zip(listing.classes, counts, strict=True) if k]
+    if why := task.examples.lacking(readable):
         raise DataError(
-            "only one class has images that can be read",
-            seen=f"{tally.skipped_count} of {len(listing.sources)} files are bad{first}",
-            fix="check the files of the other classes",
+            f"too few images can be read: {why}",
+            seen=f"{', '.join(map(repr, readable[:10]))}; "
+            f"{tally.skipped_count} of {len(listing.sources)} files are bad{first}",
+            fix=f"check the files of the other {task.examples.NAMES}",
         )
 
 
@@ -317,10 +328,12 @@ def _describe(
         notes=notes_on(
             listing.classes,
             splits,
+            names=named(settings.task).examples.NAMES,
             std=std,
             skipped=tally.skipped_count,
             duplicates=tally.duplicates.count,
             already=listing.notes,
         ),
+        task=named(settings.task).record(),
         import_hash=fingerprint(listing, _settings_hash(settings)),
     )

@@ -12,8 +12,11 @@ import numpy.typing as npt
 
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
-from tessella.data.sources import Found, Source, find
+from tessella.data.sources import find
 from tessella.data.splitting import TEST, TRAIN, VAL, hold_out
+from tessella.tasks import Found, Request, Source, Task
+
+HELD_OUT = {"val": VAL, "test": TEST}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,7 @@ class Listing:
 def list_images(
     source: Path,
     *,
+    task: Task,
     labels: tuple[str, ...] | None,
     image_root: Path | None,
     val: float | Path,
@@ -39,32 +43,50 @@ def list_images(
     """Find the images and decide which are held out.
 
     Args:
-        val, test: a fraction of ``source``, or a folder or list of its own.
+        task: says what the labels are.
+        val, test: a fraction of ``source``, or a folder or list of its own. Where the files
+            themselves say which images are held out, they decide instead of a fraction.
 
     Raises:
         DataError: nothing to read, one class only, or a held-out folder with classes of its own.
     """
-    found = find(source, labels=labels, image_root=image_root)
-    if len(found.classes) < 2:
-        raise DataError(
-            "a classifier needs at least two classes",
-            seen=f"only {found.classes[0]!r} in {source}",
-            fix="give a folder with a subfolder for each class",
+
+    def find_labelled(where: Path) -> Found:
+        return task.examples.find(
+            Request(
+                source=where,
+                labels=labels,
+                image_root=image_root,
+                by_folder=lambda path: find(path, labels=labels, image_root=image_root),
+            )
         )
-    fractions = [0.0 if isinstance(part, Path) else part for part in (val, test)]
-    of_class = np.array([s.label for s in found.sources], np.int64)
+
+    found = find_labelled(source)
+    if why := task.examples.lacking(found.classes):
+        raise DataError(
+            why,
+            seen=f"only {', '.join(map(repr, found.classes)) or 'no name'} in {source}",
+            fix="give a folder with a subfolder for each class, or a table of labels",
+        )
+    decided = any(s.split in HELD_OUT for s in found.sources)  # by the annotations
+    fractions = [0.0 if decided or isinstance(part, Path) else part for part in (val, test)]
+    of_class = task.examples.strata([s.label for s in found.sources])
     splits = hold_out(of_class, val=fractions[0], test=fractions[1], seed=seed)
+    if decided:
+        splits = np.array([HELD_OUT.get(s.split, TRAIN) for s in found.sources], np.int8)
     sources, skipped, notes = list(found.sources), list(found.skipped), list(found.notes)
     parts = [splits]
     for split, part in ((VAL, val), (TEST, test)):
         if isinstance(part, Path):
-            own = find(part, labels=labels, image_root=image_root)
-            sources += _in_classes(own, found.classes, part)
+            own = find_labelled(part)
+            sources += _in_classes(own, found.classes, part, task)
             skipped += own.skipped
             notes += [f"{part.name}: {note}" for note in own.notes]
             parts.append(np.full(len(own.sources), split, np.int8))
-    singles = np.flatnonzero(np.bincount(of_class, minlength=len(found.classes)) == 1)
-    if any(fractions) and len(singles):
+    of_all = [k for s in found.sources for k in task.examples.occurs(s.label)]
+    counts = np.bincount(np.array(of_all, np.int64), minlength=len(found.classes))
+    singles = np.flatnonzero(counts == 1)
+    if any(fractions) and len(singles) and task.examples.NAMES == "classes":
         names = ", ".join(repr(found.classes[c]) for c in singles[:10])
         notes.append(f"{len(singles):,} classes have one image, which goes to training: {names}")
     return Listing(
@@ -76,7 +98,7 @@ def list_images(
     )
 
 
-def _in_classes(found: Found, classes: tuple[str, ...], where: Path) -> list[Source]:
+def _in_classes(found: Found, classes: tuple[str, ...], where: Path, task: Task) -> list[Source]:
     """The sources with their labels as indices into ``classes``."""
     if unknown := sorted(set(found.classes) - set(classes)):
         raise DataError(
@@ -85,7 +107,11 @@ def _in_classes(found: Found, classes: tuple[str, ...], where: Path) -> list[Sou
             fix="use the same class names in every folder",
         )
     number = {name: label for label, name in enumerate(classes)}
-    return [Source(s.file, s.path, number[found.classes[s.label]]) for s in found.sources]
+    numbers = [number[name] for name in found.classes]
+    renumbered = task.examples.renumbered
+    return [
+        Source(s.file, s.path, renumbered(s.label, numbers, len(classes))) for s in found.sources
+    ]
 
 
 def fingerprint(listing: Listing, settings_hash: str) -> str:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from tessella.core.errors import DataError, UsageError
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess, centre_crop, fitted, normalize
 from tessella.data.augment import IMAGE_STREAM, ORDER_STREAM, augmented, generator
+from tessella.tasks import targets_of
 
 DECODE_ONCE_BYTES = 256 << 20
 
@@ -35,12 +37,12 @@ class Batch:
 
     Attributes:
         images: float32, [N, C, H, W].
-        labels: int64, [N].
+        labels: the targets, as the split's task has them in a batch: int64 [N] for classification.
         indices: int64, [N]: which images of the split they are.
     """
 
     images: torch.Tensor
-    labels: torch.Tensor
+    labels: Any
     indices: torch.Tensor
 
 
@@ -92,7 +94,7 @@ def batches(
     change = _change(augment, preprocess, seed, epoch) if augment and training else None
     if not slices:
         return
-    pixels_of = _source(split, preprocess, workers)
+    pixels_of, targets = _source(split, preprocess, workers), targets_of(split)
 
     def load(indices: Indices) -> Batch:
         pixels = pixels_of(indices)
@@ -103,11 +105,16 @@ def batches(
             images = normalize(np.stack(changed), preprocess)
         return Batch(
             images=torch.from_numpy(images),
-            labels=torch.from_numpy(split.labels[indices]),
+            labels=in_torch(targets.batch(indices)),
             indices=torch.from_numpy(indices.copy()),
         )
 
     yield from map(load, slices) if workers == 0 else _ahead(load, slices, workers)
+
+
+def in_torch(targets: Any) -> Any:
+    """Targets as the loss takes them: an array is a tensor."""
+    return torch.from_numpy(targets) if isinstance(targets, np.ndarray) else targets
 
 
 def _order(count: int, batch_size: int, seed: int, epoch: int) -> Indices:

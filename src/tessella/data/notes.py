@@ -12,6 +12,7 @@ def notes_on(
     classes: tuple[str, ...],
     splits: dict[str, SplitInfo],
     *,
+    names: str,
     std: tuple[float, ...],
     skipped: int,
     duplicates: int,
@@ -20,6 +21,7 @@ def notes_on(
     """Notes, the most pressing first: no validation, lost classes, imbalance, leaks, bad files.
 
     Args:
+        names: what ``classes`` are for the dataset's task: ``NAMES`` of its examples.
         std: the measured standard deviation of each channel.
         skipped, duplicates: how many files are bad, and how many images lie in two splits.
         already: notes of the listing, which go last.
@@ -29,13 +31,13 @@ def notes_on(
     if "val" not in splits:
         notes.append("there is no validation split: training cannot tell how good the network is")
     if untrained := [name for name, count in zip(classes, counts, strict=True) if not count]:
-        notes.append(f"{len(untrained):,} classes have no training image: {_some(untrained)}")
+        notes.append(f"{len(untrained):,} {names} have no training image: {_some(untrained)}")
     if "val" in splits:
         held = splits["val"].class_counts
         if unseen := [name for name, count in zip(classes, held, strict=True) if not count]:
-            notes.append(f"{len(unseen):,} classes have no validation image: {_some(unseen)}")
-    few, most = min(c for c in counts if c), max(counts)
-    if most >= IMBALANCE * few:
+            notes.append(f"{len(unseen):,} {names} have no validation image: {_some(unseen)}")
+    few, most = min((c for c in counts if c), default=0), max(counts, default=0)
+    if names == "classes" and few and most >= IMBALANCE * few:
         notes.append(
             f"class imbalance: {classes[counts.index(most)]!r} has {most:,} training images, "
             f"{classes[counts.index(few)]!r} has {few:,}; class_weights='balanced' evens it out"

@@ -27,7 +27,7 @@ from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess, encode
 from tessella.core.record import canonical_json
 from tessella.data.moments import sums_of
-from tessella.data.sources import Source
+from tessella.tasks import Source
 
 MAX_FILE_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 20  # of pixels: what a task reads, so that many small files cost few tasks

@@ -8,35 +8,16 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError, UsageError
+from tessella.tasks import Found, Source
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff"),
     *(".webp", ".gif", ".ppm", ".pgm", ".pnm"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One image file: path to open, name in the dataset, and class."""
-
-    file: str
-    path: str
-    label: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The images of a folder or a list, in an order independent of the file system."""
-
-    classes: tuple[str, ...]
-    sources: tuple[Source, ...]
-    skipped: tuple[SkippedFile, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def find(

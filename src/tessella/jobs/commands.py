@@ -52,6 +52,7 @@ def import_images(
     val_folder: PathLike | None = None,
     test_folder: PathLike | None = None,
     workers: int | None = None,
+    task: str = "classification",
 ) -> JobSpec:
     """``tessella data import``: a folder or list of images becomes a dataset in ``out``.
 
@@ -60,6 +61,8 @@ def import_images(
     mean and std are measured.
     """
     argv = ["data", "import", _path(source), "--out", _path(out)]
+    if task != "classification":
+        argv += ["--task", task]
     if name is not None:
         argv += [f"--name={name}"]
     argv += ["--size", _size(preprocess.height, preprocess.width)]

@@ -23,6 +23,7 @@ from tessella.core.errors import ServeError
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import from_plain
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.core.task import TaskRecord
 from tessella.server import tickets
 from tessella.server.answers import error_answer, reply
 from tessella.server.batcher import DEFAULT_PRIORITY, Arrays
@@ -157,7 +158,8 @@ class Link:
                 for side in ("inputs", "outputs")
             )
             record = one["preprocess"] and from_plain(Preprocess, one["preprocess"], where=name)
-            known = signature(inputs, outputs, tuple(one["labels"]), record)
+            task = from_plain(TaskRecord, one["task"], where=name)
+            known = signature(inputs, outputs, tuple(one["labels"]), record, task)
             statistics = self._statistics.setdefault(name, Statistics())
             models[name] = RemoteModel(name, one["number"], known, engine, statistics)
         self._models = models

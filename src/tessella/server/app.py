@@ -7,6 +7,7 @@ network. Bodies are read within limits, and only a checked model name ever names
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from urllib.parse import parse_qs
 
 import numpy as np
 
-from tessella.core.errors import InputError, TessellaError
+from tessella.core.errors import InputError, ServeError, TessellaError
 from tessella.core.spec import TensorSpec
 from tessella.server.answers import (
     JSON,
@@ -29,7 +30,6 @@ from tessella.server.answers import (
 )
 from tessella.server.batcher import DEFAULT_PRIORITY, Arrays
 from tessella.server.body import BodyReader, Disconnected, Headers, Receive, Scope
-from tessella.server.classification import best
 from tessella.server.guard import Guard, require_method, require_once
 from tessella.server.images import MAX_THREADS, ImageDecoder, files_of_form
 from tessella.server.limits import Limits
@@ -44,10 +44,10 @@ from tessella.server.protocol import (
 )
 from tessella.server.repository import MODEL_VERSION
 from tessella.server.statistics import Stages, Statistics
-from tessella.server.tensors import to_json
+from tessella.server.tensors import require_finite
+from tessella.tasks import Query, verbs
 
 MANAGEMENT_BODY_BYTES = 1 << 20
-DEFAULT_TOP = 5
 
 
 class ServedModel(Protocol):
@@ -173,10 +173,10 @@ class App:
             case ["infer"]:
                 require_method(scope["method"], "POST")
                 return await self._infer(headers, receive, name, version)
-            case ["classify"]:
+            case [told] if told in verbs():
                 require_method(scope["method"], "POST")
                 query = parse_qs(scope["query_string"].decode("latin-1"))
-                return await self._classify(headers, receive, name, version, query)
+                return await self._tell(headers, receive, name, version, told, query)
             case ["ready"]:
                 require_method(scope["method"], "GET")
                 self._models.get(name, version)
@@ -231,19 +231,17 @@ class App:
         watch.lap("queue")
         return outputs
 
-    async def _classify(
+    async def _tell(
         self,
         headers: Headers,
         receive: Receive,
         name: str,
         version: str | None,
+        verb: str,
         query: dict[str, list[str]],
     ) -> Answer:
-        """The best classes of image files, for people and scripts without a client library."""
-        top = _whole(query, "top", DEFAULT_TOP)
-        if not top:
-            raise InputError("top is not a number of classes", seen=top, fix="use ?top=5")
-        watch = _Watch(self._models.get(name, version))
+        """A task's answers to image files, for people and scripts without a client library."""
+        watch = _Watch(_with_verb(self._models.get(name, version), verb))
         most_bytes = self._limits.body_bytes
         async with self._bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
@@ -254,15 +252,15 @@ class App:
                 request = InferRequest(
                     id=None,
                     outputs=(),
-                    timeout_us=parse_timeout(_whole(query, "timeout", 0)),
-                    priority=parse_priority(_whole(query, "priority", 0)),
+                    timeout_us=parse_timeout(_whole(query, "timeout") or 0),
+                    priority=parse_priority(_whole(query, "priority") or 0),
                     images={spec.name: files},
                 )
                 outputs = await self._run(model, request, watch)
-                name_of_first, scores = next(iter(outputs.items()))
-                predictions = [
-                    _predictions(row, name_of_first, model.signature.labels, top) for row in scores
-                ]
+                first, scores = next(iter(outputs.items()))
+                require_finite(scores, name=first)
+                known = model.signature
+                predictions = known.answers.answer(scores, known.labels, known.task, _query(query))
                 watch.lap("answer")
         answer = json_answer(
             {"model_name": model.name, "model_version": MODEL_VERSION, "predictions": predictions}
@@ -340,12 +338,43 @@ def _reason(error: BaseException) -> str:
     return "BACKEND"
 
 
-def _whole(query: dict[str, list[str]], name: str, default: int) -> int:
-    """A whole number of the query, 0 or more."""
-    text = query.get(name, [str(default)])[-1]
+def _query(asked: dict[str, list[str]]) -> Query:
+    """``?top=5&threshold=0.3``, either or none."""
+    top = _whole(asked, "top")
+    if top == 0:
+        raise InputError("top is not a number of classes", seen=top, fix="use ?top=5")
+    threshold = None
+    if "threshold" in asked:
+        text = asked["threshold"][-1]
+        threshold = float(text) if re.fullmatch(r"[01]?\.?[0-9]{1,17}", text) else 2.0
+        if not 0 <= threshold <= 1:
+            raise InputError(
+                "threshold is not a probability", seen=text[:40], fix="use ?threshold=0.5"
+            )
+    return Query(top=top, threshold=threshold)
+
+
+def _whole(query: dict[str, list[str]], name: str) -> int | None:
+    """A whole number of the query, 0 or more, if there is one."""
+    if name not in query:
+        return None
+    text = query[name][-1]
     if not text.isdecimal() or not text.isascii() or len(text) > 9:
         raise InputError(f"{name} is not a number", seen=text[:40], fix=f"use ?{name}=5")
     return int(text)
+
+
+def _with_verb(model: ServedModel, verb: str) -> ServedModel:
+    """The model, if this is the verb of its task."""
+    answers = model.signature.answers
+    if verb != answers.VERB:
+        raise ServeError(
+            f"model {model.name!r} does not {verb}",
+            status=404,
+            seen=f"its task: {model.signature.task.name}",
+            fix=f"send pictures to /v2/models/{model.name}/{answers.VERB}",
+        )
+    return model
 
 
 async def _files(headers: Headers, body: bytes | bytearray) -> list[bytes]:
@@ -365,22 +394,3 @@ def _only_image(model: ServedModel) -> TensorSpec:
             fix=f"send its inputs to /v2/models/{model.name}/infer",
         )
     return inputs[model.signature.image_input]
-
-
-def _predictions(
-    scores: np.ndarray, output: str, labels: tuple[str, ...], top: int
-) -> list[dict[str, object]]:
-    """The best classes of one image: raw scores, and their softmax as ``tessella run`` has it."""
-    values = to_json(scores, name=output)
-    named = len(labels) == len(values)
-    powers = np.exp(np.asarray(values, np.float64) - max(values))
-    probabilities = (powers / powers.sum()).tolist()
-    return [
-        {
-            "index": i,
-            "label": labels[i] if named else None,
-            "score": values[i],
-            "probability": probabilities[i],
-        }
-        for i in best(scores[None], top)[0].tolist()
-    ]

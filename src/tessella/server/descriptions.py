@@ -50,6 +50,8 @@ def model_config(model: Model) -> dict[str, Any]:
         "built_from": manifest.built_from,
         "preprocess_hash": manifest.preprocess_hash or "",
         "image_input": model.signature.image_input or "",
+        "task": manifest.task.name,
+        "verb": model.signature.answers.VERB,
     }
     on_gpu = manifest.fingerprint.target.startswith("sm_")
     return {

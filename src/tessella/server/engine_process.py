@@ -176,6 +176,7 @@ def describe(model: Model) -> dict[str, Any]:
         "inputs": [to_plain(spec) for spec in known.inputs.values()],
         "outputs": [to_plain(spec) for spec in known.outputs.values()],
         "labels": list(known.labels),
+        "task": to_plain(known.task),
         "preprocess": None if known.preprocess is None else to_plain(known.preprocess),
     }
 

@@ -18,6 +18,7 @@ from tessella.core.dtype import BY_WIRE, DType, dtype
 from tessella.core.errors import InputError, ServeError
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
+from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.server.batcher import DEFAULT_PRIORITY, PRIORITIES
 from tessella.server.classification import ranked
 from tessella.server.images import as_encoded_images
@@ -31,6 +32,8 @@ from tessella.server.tensors import (
     to_binary,
     to_json,
 )
+from tessella.tasks import of
+from tessella.tasks.task import Answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,14 @@ class Signature:
     outputs: Mapping[str, TensorSpec]
     labels: tuple[str, ...] = ()
     preprocess: Preprocess | None = None
+    task: TaskRecord = CLASSIFICATION
     image_input: str | None = None
     heads: dict[tuple[bytes, int], _Head] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def answers(self) -> Answers:
+        """What the model's task says to people."""
+        return of(self.task).answers
 
 
 def signature(
@@ -56,6 +65,7 @@ def signature(
     outputs: tuple[TensorSpec, ...],
     labels: tuple[str, ...],
     preprocess: Preprocess | None,
+    task: TaskRecord = CLASSIFICATION,
 ) -> Signature:
     """The signature of an engine; the image input is the first of the record's shape.
 
@@ -71,6 +81,7 @@ def signature(
         outputs={s.name: s for s in outputs},
         labels=labels,
         preprocess=preprocess,
+        task=task,
         image_input=image_input,
     )
 

@@ -84,7 +84,11 @@ class Model:
         self.max_delay_us = max_delay_us
         self.plan_hash = digest(engine.manifest)
         self.signature: Signature = signature(
-            engine.inputs, engine.outputs, engine.labels, engine.preprocess
+            engine.inputs,
+            engine.outputs,
+            engine.labels,
+            engine.preprocess,
+            engine.manifest.task,
         )
         self.batcher = Batcher(
             on_numpy(engine),

@@ -184,10 +184,15 @@ def to_json(array: np.ndarray, *, name: str, status: int = 500) -> list[Any]:
     Raises:
         ServeError: NaN or infinity, which JSON cannot say.
     """
+    require_finite(array, name=name, status=status)
+    return array.ravel().tolist()
+
+
+def require_finite(array: np.ndarray, *, name: str, status: int = 500) -> None:
+    """Refuse an output with NaN or infinity, which JSON cannot say."""
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ServeError(
             f"output {name!r} holds NaN or infinity, which JSON cannot say",
             status=status,
             fix="ask for binary_data, and look at the input or the model",
         )
-    return array.ravel().tolist()

@@ -16,6 +16,7 @@ from tessella.core.version import VERSION
 from tessella.server.answers import Answer
 from tessella.server.descriptions import model_metadata
 from tessella.server.repository import Model, Repository
+from tessella.tasks import verbs
 
 # What ``app`` answers itself, here and in the API's description: method, path, what it does.
 INFERENCE_ROUTES = (
@@ -31,7 +32,10 @@ INFERENCE_ROUTES = (
     ("get", "/v2/models/{model}/config", "Configuration of a model"),
     ("get", "/v2/models/{model}/stats", "Statistics of a model"),
     ("post", "/v2/models/{model}/infer", "Inference on tensors or encoded images"),
-    ("post", "/v2/models/{model}/classify", "The best classes of an image file (?top=5)"),
+    *(
+        ("post", f"/v2/models/{{model}}/{verb}", "The answer to an image file (?top=5)")
+        for verb in sorted(verbs())
+    ),
 )
 MANAGEMENT_ROUTES = (
     ("post", "/v2/repository/index", "All models, their state and why"),
@@ -80,7 +84,8 @@ def curl(model: Model, url: str, *, token: bool) -> str:
     where = f"{url}/v2/models/{model.name}"
     inputs = model.signature.inputs.values()
     if model.signature.image_input is not None and len(inputs) == 1:
-        return f"curl{access} -F image=@picture.png {shlex.quote(f'{where}/classify?top=3')}"
+        verb = model.signature.answers.VERB
+        return f"curl{access} -F image=@picture.png {shlex.quote(f'{where}/{verb}')}"
     entries = [
         {
             "name": spec.name,
@@ -115,11 +120,12 @@ def _section(model: Model, url: str, *, token: bool) -> str:
     outputs = ", ".join(map(str, model.signature.outputs.values()))
     labels = model.signature.labels
     classes = f"<p>{len(labels)} classes: {escape(', '.join(labels[:20]))}</p>" if labels else ""
+    verb = model.signature.answers.VERB
     takes_picture = model.signature.image_input is not None and len(model.signature.inputs) == 1
     form = (
         f'<form method=post enctype=multipart/form-data action="/v2/models/{escape(model.name)}'
-        '/classify?top=5"><input type=file name=image accept="image/*" required>'
-        " <button>Classify</button></form>"
+        f'/{verb}"><input type=file name=image accept="image/*" required>'
+        f" <button>{verb.capitalize()}</button></form>"
         if takes_picture and not token  # a form cannot send the token
         else ""
     )

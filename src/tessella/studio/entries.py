@@ -40,12 +40,14 @@ def unreadable(entry: Found[T]) -> None:
     text("span", entry.problem or "").classes("detail cut")
 
 
-def best_accuracy(run: Run | None) -> str:
-    """The best validation accuracy of a run so far, for people."""
+def best_score(run: Run | None) -> str:
+    """The best score of a run on its validation split so far, for people."""
+    if run is None:
+        return ""
+    metric = run.info.task.metric
     try:
-        found = [] if run is None else run.checkpoints()
+        scores = [c.info.metrics.get(metric) for c in run.checkpoints()]
     except TessellaError:
         return "damaged"
-    scores = [c.info.metrics.get("val/accuracy") for c in found]
     best = max((s for s in scores if s is not None), default=None)
-    return "" if best is None else f"{100 * best:.2f} %"
+    return "" if best is None else parts.score(metric, best)

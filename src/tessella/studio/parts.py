@@ -22,8 +22,10 @@ from nicegui.events import GenericEventArguments
 
 from tessella.core.errors import TessellaError, UsageError
 from tessella.studio.theme import text
+from tessella.tasks import named, names
 
 E = TypeVar("E", bound=Element)
+PERCENT = {measure for name in names() for measure in named(name).charts.PERCENT}
 
 
 def card(title: str = "", hint: str = "", *, tight: bool = False) -> Element:
@@ -310,8 +312,8 @@ def drop_zone(
 
 
 def score(metric: str, value: float) -> str:
-    """A metric's value for people: accuracies in percent."""
-    return f"{100 * value:.2f} %" if metric.endswith(("accuracy", "top5")) else f"{value:.4g}"
+    """A metric's value for people: in percent where a task says so, as of accuracies."""
+    return f"{100 * value:.2f} %" if metric.rpartition("/")[2] in PERCENT else f"{value:.4g}"
 
 
 def ago(moment: float) -> str:

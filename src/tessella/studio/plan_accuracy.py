@@ -55,7 +55,8 @@ class Verification(TypedDict):
     """The JSON that ``tessella verify --out`` writes, as far as it is shown."""
 
     samples: int
-    plan_accuracy: float
+    score: str
+    plan_score: float
     agreement: float
     max_abs_diff: float
     flips: list[Flip]
@@ -170,7 +171,7 @@ class Accuracy:
 
     def _report_path(self) -> Path:
         stat = self._context.workspace.path(self._ref).stat()
-        key = digest([self._ref, stat.st_mtime_ns, stat.st_size])[:24]
+        key = digest(["score", self._ref, stat.st_mtime_ns, stat.st_size])[:24]
         return self._context.workspace.own("verifications") / f"{key}.json"
 
     def _show_report(self) -> None:
@@ -194,7 +195,7 @@ class Accuracy:
     def _show_comparison(self, report: Verification) -> None:
         text("p", "Compared with the checkpoint, sample by sample:").classes("muted small")
         parts.stats([
-            ("accuracy of the plan", f"{100 * report['plan_accuracy']:.2f} %"),
+            (f"{report['score']} of the plan", parts.score(report["score"], report["plan_score"])),
             ("same answer", f"{100 * report['agreement']:.2f} % of {report['samples']:,}"),
             ("largest difference", f"{report['max_abs_diff']:.2g}"),
         ])  # fmt: skip

@@ -172,9 +172,9 @@ def readable(found: Iterable[Found[T]]) -> dict[str, T]:
 
 
 def best_checkpoint(run: Run) -> Checkpoint:
-    """The best checkpoint of a run by validation accuracy, or the newest where none has one."""
-    scored = any("val/accuracy" in c.info.metrics for c in run.checkpoints())
-    return run.best("val/accuracy") if scored else run.latest()
+    """The best checkpoint of a run by its task's score, or the newest where none has one."""
+    scored = any(run.info.task.metric in c.info.metrics for c in run.checkpoints())
+    return run.best() if scored else run.latest()
 
 
 def _newest_first(found: Iterator[Found[T]]) -> list[Found[T]]:

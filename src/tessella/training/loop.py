@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tessella.artifacts.checkpoint import Position, save_checkpoint
@@ -24,7 +25,9 @@ from tessella.core.events import (
     silent,
     warning,
 )
+from tessella.core.task import CLASSIFICATION
 from tessella.data.loading import Batch, batches, steps_per_epoch
+from tessella.tasks import of
 from tessella.training.diagnosis import diagnosis
 from tessella.training.evaluate import measure, predict_split
 from tessella.training.journal import Journal
@@ -35,7 +38,7 @@ from tessella.training.prefetch import page_locked
 from tessella.training.prepare import begin, validates
 from tessella.training.schedule import Schedule
 from tessella.training.sparsity import sparse_weights
-from tessella.training.state import ACCURACY, pack, prune
+from tessella.training.state import pack, prune
 from tessella.training.trainer import Trainer
 
 
@@ -92,7 +95,7 @@ def train_run(run: Run, world: World, *, resumed: bool, emit: Emit) -> None:
     with arithmetic(run.recipe.precision):
         trainer = Trainer(
             run.info,
-            dataset.train.info.class_counts,
+            dataset.train.info,
             world,
             start=saved[-1] if saved else None,
         )
@@ -115,6 +118,8 @@ class Training:
         self._run, self._recipe, self._dataset = run, run.recipe, dataset
         self._trainer, self._world, self._journal = trainer, world, journal
         self._state = trainer.state
+        self._task = of(run.info.task)
+        self._numbers = trainer.numbers  # of the task's record: those of the last validation
         self._schedule = Schedule(
             recipe=run.recipe,
             steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
@@ -167,7 +172,7 @@ class Training:
             epoch, start = epoch + 1, 0
 
     def _validate(self) -> bool:
-        """Measure the network, and return whether its accuracy is the highest so far.
+        """Measure the network, and return whether its score is the highest so far.
 
         The processes share the work, and all get the same numbers.
         """
@@ -176,12 +181,12 @@ class Training:
         count = max(1, state.loss_count)
         values = {
             "train/loss": state.loss_sum / count,
-            "train/accuracy": state.accuracy_sum / count,
+            f"train/{self._task.loss.STEP_MEASURE}": state.accuracy_sum / count,
         }
         state.loss_sum, state.accuracy_sum, state.loss_count = 0.0, 0.0, 0
         if self._validates:
             self._world.share_buffers(self._trainer.module)
-            scores_NK = predict_split(
+            rows_NR = predict_split(
                 self._trainer.predict,
                 self._dataset.val,
                 info.preprocess,
@@ -192,9 +197,10 @@ class Training:
                 workers=self._recipe.workers,
                 emit=self._journal,
             )
-            result = measure(self._world.join_rows(scores_NK), self._dataset.val, info.labels)
-            values |= {ACCURACY: result.accuracy, "val/loss": result.loss}
-            improved = self._improves(result.accuracy)
+            result = measure(self._world.join_rows(rows_NR), self._dataset.val, info.labels)
+            values |= {f"val/{name}": value for name, value in result.values.items()}
+            improved = self._improves(values[info.task.metric])
+            self._numbers = {**info.task.numbers, **result.numbers}
         self._measured = values
         self._journal(metric(state.step, self._schedule.epoch_at(state.step), **values))
         self._warn(values)
@@ -203,7 +209,7 @@ class Training:
 
     def _warn(self, values: dict[str, float]) -> None:
         """Warn at the end where nothing was learned; earlier a network may just be slow."""
-        if not self._finished():
+        if not self._finished() or self._task.name != CLASSIFICATION.name:
             return
         splits = self._dataset.info.splits
         note = diagnosis(
@@ -215,10 +221,10 @@ class Training:
         if note is not None:
             self._journal(warning(note))
 
-    def _improves(self, accuracy: float) -> bool:
+    def _improves(self, score: float) -> bool:
         state = self._state
-        if state.best_accuracy is None or accuracy > state.best_accuracy:
-            state.best_accuracy, state.stale = accuracy, 0
+        if state.best_accuracy is None or score > state.best_accuracy:
+            state.best_accuracy, state.stale = score, 0
             return True
         state.stale += 1
         return False
@@ -254,6 +260,7 @@ class Training:
             position=Position(step=step, epoch=self._schedule.epoch_at(step)),
             precision=self._recipe.precision,
             dataset_hash=info.dataset_hash,
+            task=replace(info.task, numbers=self._numbers),
             state_tensors=tensors,
             state_values=values,
         ).path
@@ -278,6 +285,6 @@ class Training:
         state, total = self._state, self._schedule.total
         values: dict[str, float | bool] = {"steps": state.step, "early": state.step < total}
         if state.best_accuracy is not None:
-            values["best_accuracy"] = state.best_accuracy
+            values[f"best_{self._run.info.task.score}"] = state.best_accuracy
         self._journal(progress("train", state.step, total))
         self._journal(Event(kind="result", name="train", values=values))

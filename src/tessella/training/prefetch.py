@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from torch import Tensor
+
 from tessella.data.loading import Batch
 
 
@@ -16,9 +18,10 @@ def page_locked(stream: Iterator[Batch]) -> Iterator[Batch]:
         batch = next(stream, None)
         if batch is None:
             return None
-        return dataclasses.replace(
-            batch, images=batch.images.pin_memory(), labels=batch.labels.pin_memory()
-        )
+        labels = batch.labels
+        if isinstance(labels, Tensor):
+            labels = labels.pin_memory()
+        return dataclasses.replace(batch, images=batch.images.pin_memory(), labels=labels)
 
     with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as pool:
         ahead = pool.submit(fetch)

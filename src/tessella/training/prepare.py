@@ -12,7 +12,7 @@ from tessella.artifacts.run import Recipe, Run, RunInfo, write_run
 from tessella.core.errors import DataError, UsageError
 from tessella.core.record import digest, to_plain
 from tessella.nn import zoo
-from tessella.training.loss import check_labels
+from tessella.tasks import of, targets_of
 from tessella.training.parallel import check_devices
 from tessella.training.state import sweep_unfinished
 
@@ -55,9 +55,10 @@ def _describe(recipe: Recipe) -> RunInfo:
     dataset = Dataset(recipe.dataset)
     _check_splits(dataset, recipe)
     channels, height, width = dataset.preprocess.input_shape
+    task, classes = of(dataset.info.task), len(dataset.classes)
     network = zoo.network(
         recipe.network,
-        classes=len(dataset.classes),
+        classes=task.head.width(classes),
         channels=channels,
         size=(height, width),
         options=recipe.network_options,
@@ -69,23 +70,35 @@ def _describe(recipe: Recipe) -> RunInfo:
         labels=dataset.classes,
         dataset_hash=dataset.info.content_hash,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
+        task=task.record(task.loss.numbers(targets_of(dataset.train), classes)),
     )
 
 
 def _check_splits(dataset: Dataset, recipe: Recipe) -> None:
-    if len(dataset.classes) < 2:
+    task = of(dataset.info.task)
+    if why := task.examples.lacking(dataset.classes):
         raise DataError(
-            "a classifier needs at least two classes",
+            why,
             seen=", ".join(dataset.classes),
-            fix="import a folder with one subfolder a class",
+            fix="import a folder with one subfolder a class, or a table of labels",
         )
     if len(dataset.train) == 0:
         raise DataError(
             "the dataset has no training images", seen=dataset.path, fix="import it again"
         )
-    check_labels(dataset.train, len(dataset.classes))
+    targets_of(dataset.train)
+    counts = dataset.train.info.class_counts
+    if (
+        recipe.class_weights == "balanced"
+        and task.loss.balanced(counts, len(dataset.train)) is None
+    ):
+        raise UsageError(
+            f"{task.name} has no classes to balance",
+            seen="class_weights='balanced'",
+            fix="leave class_weights out",
+        )
     if validates(dataset):
-        check_labels(dataset.val, len(dataset.classes))
+        targets_of(dataset.val)
     elif recipe.patience is not None:
         raise UsageError(
             "early stopping needs a validation split",
@@ -120,5 +133,6 @@ def _decisive(info: RunInfo) -> dict[str, Any]:
         "network": {**to_plain(info.network), "source": digest(info.network.source)},
         "preprocess": info.preprocess.hash,
         "labels": info.labels,
+        "task": to_plain(info.task),
         "dataset": info.dataset_hash,
     }

@@ -22,8 +22,6 @@ from tessella.core.errors import CorruptArtifact
 from tessella.core.record import from_plain, to_plain
 from tessella.training.precision import MixedPrecision
 
-ACCURACY = "val/accuracy"  # what a better checkpoint has more of
-
 
 @dataclass(kw_only=True)
 class TrainState:
@@ -31,9 +29,11 @@ class TrainState:
 
     Attributes:
         step: finished steps.
-        best_accuracy: the highest validation accuracy so far.
+        best_accuracy: the highest score on the validation split so far: the accuracy of a
+            classification, else the score of the run's task.
         stale: validations since the best one.
-        loss_sum, accuracy_sum, loss_count: sums over the steps since the last validation.
+        loss_sum, accuracy_sum, loss_count: sums over the steps since the last validation, of the
+            loss and of what the task measures at a step.
     """
 
     step: int = 0
@@ -114,11 +114,11 @@ def unpack(
 
 
 def prune(run: Run, *, keep_last: int) -> None:
-    """Remove all checkpoints but the newest ``keep_last`` and the one with the best accuracy."""
+    """Remove all checkpoints but the newest ``keep_last`` and the one with the best score."""
     found = run.checkpoints()
     keep = {checkpoint.path for checkpoint in found[-keep_last:]}
-    if any(ACCURACY in checkpoint.info.metrics for checkpoint in found):
-        keep.add(run.best(ACCURACY).path)
+    if any(run.info.task.metric in checkpoint.info.metrics for checkpoint in found):
+        keep.add(run.best().path)
     for checkpoint in found:
         if checkpoint.path not in keep:
             _remove(checkpoint.path)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.dataset import SplitInfo
 from tessella.artifacts.run import RunInfo
 from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
+from tessella.data.loading import in_torch
 from tessella.nn import convert, zoo
+from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
-from tessella.training.loss import balanced_weights, classification_loss
 from tessella.training.memory import largest_that_runs, out_of_memory
 from tessella.training.parallel import World
 from tessella.training.precision import MixedPrecision
@@ -24,24 +28,27 @@ class Trainer:
 
     Args:
         info: the run.
-        class_counts: training images of each class.
+        trained: the training split: its images, and in how many of them each class occurs.
         start: the checkpoint to resume from; without one the recipe's ``init`` decides.
 
     Attributes:
         module: the network, without the wrapper of data-parallel training.
         state: progress of the checkpoint ``start``, or of a new training.
         kept: weights that ``init`` did not set, with the reason (``zoo.init_from``).
+        numbers: of the task's record, as the checkpoint ``start`` or the run has them.
     """
 
     def __init__(
         self,
         info: RunInfo,
-        class_counts: tuple[int, ...],
+        trained: SplitInfo,
         world: World,
         *,
         start: Checkpoint | None = None,
     ) -> None:
-        self._info, self._class_counts, self._world = info, class_counts, world
+        self._info, self._trained, self._world = info, trained, world
+        self._task = of(info.task)
+        self.numbers = info.task.numbers if start is None else start.info.task.numbers
         recipe = info.recipe
         torch.manual_seed(recipe.seed)  # the same initial weights in every process
         fetch = recipe.init == "pretrained" and start is None
@@ -60,20 +67,26 @@ class Trainer:
         if recipe.sparsity == "2:4":
             sparsity.keep_zeros(self.module, self.optimizer)
         self.mixed = MixedPrecision(recipe.precision, world.device)
-        self._weights_K = None
+        weights_K = None
         if recipe.class_weights == "balanced":
-            self._weights_K = balanced_weights(class_counts).to(world.device)
+            weights_K = self._task.loss.balanced(trained.class_counts, trained.count)
+        if weights_K is not None:
+            weights_K = weights_K.to(world.device)
+        self._loss = LossSettings(
+            numbers=info.task.numbers, weights_K=weights_K, smoothing=recipe.label_smoothing
+        )
         self.state = TrainState()
         if start is not None:
             self.state = unpack(start, self.module, self.optimizer, self.mixed)
 
     def step(
-        self, images: Tensor, labels: Tensor, *, done: int, rate: float, momentum: float
+        self, images: Tensor, labels: Any, *, done: int, rate: float, momentum: float
     ) -> Tensor:
         """One step after ``done`` finished ones.
 
         Returns:
-            Loss and accuracy over this process's images, on its device.
+            The loss, and what the task measures at a step (the accuracy of a classification), over
+            this process's images, on its device.
 
         Raises:
             OutOfMemory: with the batch size that a smaller step was seen to run with.
@@ -90,23 +103,24 @@ class Trainer:
         raise self._out_of_memory(seen, len(images))
 
     def predict(self, images: Tensor) -> Tensor:
-        """Logits float32 N×K of images N×C×H×W, in evaluation mode."""
+        """The answers float32 [N, …] to images N×C×H×W, in evaluation mode."""
         self.module.eval()
         with torch.inference_mode(), self.mixed.autocast():
-            logits: Tensor = self.module(self._move(images)).float()
+            outputs: Tensor = self.module(self._move(images)).float()
+            answers = self._task.head.finish(outputs, self._info.task.numbers)
         self.module.train()
-        return logits
+        return answers
 
-    def _update(self, images: Tensor, labels: Tensor) -> Tensor:
+    def _update(self, images: Tensor, labels: Any) -> Tensor:
         self.optimizer.zero_grad()
         with self.mixed.autocast():
-            logits = self._parallel(self._move(images))
-        labels = self._move(labels)
-        smoothing = self._info.recipe.label_smoothing
-        loss = classification_loss(logits, labels, self._weights_K, smoothing=smoothing)
+            outputs = self._parallel(self._move(images))
+        if isinstance(labels, Tensor):
+            labels = self._move(labels)
+        loss = self._task.loss.loss(outputs, labels, self._loss)
         self.mixed.update(loss, self.optimizer)
-        right = (logits.detach().argmax(1) == labels).float().mean()
-        return torch.stack([loss.detach(), right])
+        measure = self._task.loss.step_measure(outputs.detach(), labels, self._loss.numbers)
+        return torch.stack([loss.detach(), measure])
 
     def _move(self, tensor: Tensor) -> Tensor:
         """The tensor on the device, images in its layout; asynchronous from page-locked memory."""
@@ -128,6 +142,6 @@ class Trainer:
     def _trial(self, batch: int) -> None:
         """One step of a new single-process trainer with ``batch`` images."""
         alone = World(device=self._world.device)
-        trainer = Trainer(self._info, self._class_counts, alone)
+        trainer = Trainer(self._info, self._trained, alone)
         images = torch.zeros(batch, *self._info.preprocess.input_shape)
-        trainer._update(images, torch.zeros(batch, dtype=torch.int64))
+        trainer._update(images, in_torch(self._task.examples.blank(batch, len(self._info.labels))))

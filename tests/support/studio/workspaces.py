@@ -23,6 +23,7 @@ from tessella.core.events import Event, EventLog, metric, phase, progress
 from tessella.core.preprocess import Preprocess, encode
 from tessella.core.record import digest
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.tasks import column_of, named
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 RECORD = Preprocess(height=28, width=28, channels=1, mean=(0.3,), std=(0.35,))
@@ -47,7 +48,7 @@ def make_dataset(path: Path, *, hostile: bool = True) -> None:
     ]
     splits = {}
     for name, part in (("train", examples[:320]), ("val", examples[320:])):
-        writer = SplitWriter(path, name, classes)
+        writer = SplitWriter(path, name, column_of(named("classification"), classes))
         for example in part:
             writer.add(example)
         splits[name] = writer.close()

@@ -1,4 +1,4 @@
-"""What an ONNX file says of its images beside the network: labels and preprocessing record.
+"""What an ONNX file says of its images beside the network: labels, task, preprocessing record.
 
 They stand as JSON under one key of the model's ``metadata_props``, which other tools keep. Files of
 others have none.
@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from tessella.core.errors import CompileError, CorruptArtifact
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain, parse_json
+from tessella.core.task import CLASSIFICATION, TaskRecord
 
 KEY = "tessella"
 MAX_CHARACTERS = 16 << 20  # a million labels
@@ -23,10 +24,14 @@ MAX_CHARACTERS = 16 << 20  # a million labels
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """How images become a network's input, and what its scores are called."""
+    """How images become a network's input, and what its outputs mean and are called."""
 
     preprocess: Preprocess | None = None
     labels: tuple[str, ...] = ()
+    task: TaskRecord = CLASSIFICATION
+
+    def __post_init__(self) -> None:
+        self.task.check(self.labels)
 
 
 def add_metadata(model: onnx.ModelProto, metadata: Metadata) -> None:

@@ -11,6 +11,7 @@ from nicegui.events import ValueChangeEventArguments
 
 from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import TessellaError, UsageError
+from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.jobs.job import Job
 from tessella.studio import charts, parts
 from tessella.studio.context import Context
@@ -23,7 +24,6 @@ POLL_INTERVAL_S = 2.0
 LINES = 12  # on the chart: the best ones
 POINTS = 400  # of each
 METRICS = {
-    "val/accuracy": "Validation accuracy",
     "val/loss": "Validation loss",
     "loss": "Loss",
     "lr": "Learning rate",
@@ -70,6 +70,7 @@ class _Member:
     feed: Feed
     job: Job | None = None
     recipe: Recipe | None = None
+    task: TaskRecord = CLASSIFICATION
     status: str = "waiting"
 
     @property
@@ -77,8 +78,8 @@ class _Member:
         return self.path.name
 
     def best(self) -> Point | None:
-        """Epoch and value of the best validation accuracy so far."""
-        points = self.feed.points.get("val/accuracy", [])
+        """Epoch and value of the best score on the validation split so far."""
+        points = self.feed.points.get(self.task.metric, [])
         return max(points, key=lambda p: (p[1], -p[0])) if points else None
 
     def rank(self) -> tuple[float, float, str]:
@@ -102,7 +103,8 @@ def _members(context: Context, group: str, refs: list[str]) -> list[_Member]:
         path = context.workspace.path(ref)
         member = _Member(ref=ref, path=path, feed=Feed(path / "events.jsonl"))
         if (path / "run.json").exists() or ref not in outs:
-            member.recipe = Run(path).recipe
+            info = Run(path).info
+            member.recipe, member.task = info.recipe, info.task
             member.feed.read()
         members.append(member)
     return members
@@ -131,7 +133,8 @@ class _Compare:
 
     def __init__(self, context: Context, members: list[_Member], group: str) -> None:
         self._context, self._members = context, members
-        self._metric = "val/accuracy"
+        self._metric = members[0].task.metric
+        curves = {m.task.metric: f"Validation {m.task.score}" for m in members} | METRICS
         self._shown: object = None
         with parts.card():
             with parts.box("row-line wrap"):
@@ -142,7 +145,7 @@ class _Compare:
         with parts.card():
             with parts.box("row-line wrap"):
                 text("h2", "Curves").classes("grow")
-                ui.toggle(METRICS, value=self._metric, on_change=self._choose).props(
+                ui.toggle(curves, value=self._metric, on_change=self._choose).props(
                     "unelevated dense no-caps padding='4px 12px' toggle-color=teal-9"
                 )
             self._chart = ui.element("div").classes("chart tall")
@@ -180,8 +183,9 @@ class _Compare:
             if active:
                 numbers.append(("not finished", str(len(active))))
             if ranked and (best := ranked[0].best()) is not None:
-                accuracy = f"{100 * best[1]:.2f} %"
-                numbers += [("best val accuracy", accuracy), ("by", ranked[0].name)]
+                task = ranked[0].task
+                score = parts.score(task.metric, best[1])
+                numbers += [(f"best val {task.score}", score), ("by", ranked[0].name)]
             parts.stats(numbers)
         self._curves(ranked)
         self._table.clear()
@@ -222,7 +226,8 @@ def _table(ranked: list[_Member]) -> None:
     names = list(dict.fromkeys(name for plain in known.values() for name in plain))
     differ = [n for n in names if len({repr(plain.get(n)) for plain in known.values()}) > 1]
     columns = [parts.Column(title="run", classes="nowrap"), parts.Column(title="state")]
-    columns += [parts.Column(title="best val accuracy")]
+    scores = dict.fromkeys(m.task.score for m in ranked)
+    columns += [parts.Column(title=f"best val {' or '.join(scores)}")]
     titles = ("at epoch", "val loss", "time", *(VISIBLE.get(n, n).lower() for n in differ))
     columns += [parts.Column(title=t.replace("_", " "), classes="r") for t in titles]
     rows: list[tuple[parts.Cell, ...]] = []
@@ -233,7 +238,7 @@ def _table(ranked: list[_Member]) -> None:
         rows.append((
             parts.Link(to=parts.address("/monitor", run=member.ref), text=member.name),
             member.status,
-            "" if best is None else parts.Bar(fraction=best[1], text=f"{100 * best[1]:.2f} %"),
+            "" if best is None else _bar(member.task, best[1]),
             "" if best is None else f"{best[0]:.4g}",
             "" if loss is None else f"{loss:.4g}",
             parts.duration(took) if took > 0 else "",
@@ -241,6 +246,10 @@ def _table(ranked: list[_Member]) -> None:
         ))  # fmt: skip
     marked = [index == 0 and m.best() is not None for index, m in enumerate(ranked)]
     parts.table(columns, rows, marked)
+
+
+def _bar(task: TaskRecord, score: float) -> parts.Bar:
+    return parts.Bar(fraction=min(max(score, 0.0), 1.0), text=parts.score(task.metric, score))
 
 
 def _shown(value: object) -> str:

@@ -27,6 +27,7 @@ from tessella.studio.path_field import PathField
 from tessella.studio.standing import standing
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found, plain_name
+from tessella.tasks import of, targets_of
 
 PAGE_SIZE = 60
 MISSING = "Choose a dataset at the left, or import the images again."
@@ -416,7 +417,8 @@ class _Dataset:
             parts.stats(_numbers(dataset))
             for line in info.notes:
                 parts.note(line, "warn")
-        with parts.card("Classes", "images in each, by split"):
+        self._task = of(info.task)
+        with parts.card("Classes", self._task.charts.CLASS_COUNTS):
             counts = [(name, s.class_counts) for name, s in info.splits.items()]
             ui.echart(charts.bars(info.classes, counts)).classes("chart")
         with parts.card() as self._browser:
@@ -474,18 +476,18 @@ class _Dataset:
 
     def _show(self) -> None:
         """The current page of thumbnails; each is fetched by URL when it comes into view."""
-        labels = self._dataset.split(self._split).labels
+        split = self._dataset.split(self._split)
         if self._label < 0:  # mixed, always alike: shards may hold one class after another
-            rows = np.random.default_rng(0).permutation(len(labels)).tolist()
+            rows = np.random.default_rng(0).permutation(len(split)).tolist()
         else:
-            rows = (labels == self._label).nonzero()[0].tolist()
+            rows = targets_of(split).having(self._label).tolist()
         last = max(1, -(-len(rows) // PAGE_SIZE))
         self._page = min(self._page, last)
         shown = rows[(self._page - 1) * PAGE_SIZE : self._page * PAGE_SIZE]
         self._images.clear()
         with self._images:
             for index in shown:
-                name = self._dataset.classes[int(labels[index])]
+                name = self._task.answers.truth(split[index].label, self._dataset.classes)
                 with pictures.thumb(self._dataset, self._ref, self._split, index, name):
                     text("div", name).props["title"] = name
             if not len(shown):

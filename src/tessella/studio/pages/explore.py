@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from nicegui import ui
@@ -24,10 +24,10 @@ from tessella.studio.standing import standing
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.warm import Opened
 from tessella.studio.workspace import best_checkpoint, open_dataset, readable
+from tessella.tasks import of
 
 EXAMPLES = 12
 MISTAKES = 30  # pairs of classes that are listed
-TOP = 5
 SAMPLES = 48  # shown of a cell of the confusion matrix
 MISSING = "Open another run from Monitor; a damaged checkpoint can be deleted, older ones stay."
 
@@ -87,9 +87,10 @@ def _chooser(context: Context, runs: dict[str, Run], ref: str, chosen: Checkpoin
     best = best_checkpoint(runs[ref]).path
     names = {}
     for point in runs[ref].checkpoints():
-        score = point.info.metrics.get("val/accuracy")
+        metric = point.info.task.metric
+        score = point.info.metrics.get(metric)
         label = f"epoch {point.info.position.epoch:.4g}"
-        label += "" if score is None else f", {100 * score:.2f} %"
+        label += "" if score is None else f", {parts.score(metric, score)}"
         names[context.workspace.ref(point.path)] = label + (
             "  (best)" if point.path == best else ""
         )
@@ -173,7 +174,8 @@ class _Classify:
         ref = self._context.workspace.ref(path)
         with parts.box("thumbs").style("grid-template-columns:repeat(6,minmax(0,1fr));gap:8px"):
             for index in dict.fromkeys(int(i) for i in picks):
-                truth = dataset.classes[dataset.split(name).labels[index]]
+                target = dataset.split(name)[index].label
+                truth = of(dataset.info.task).answers.truth(target, dataset.classes)
                 with parts.box("thumb").style("cursor:pointer") as thumb:
                     source = pictures.example_address(dataset, ref, name, index)
                     parts.picture(source, f"Example: {truth}").props["title"] = truth
@@ -199,9 +201,7 @@ class _Classify:
         here = self._context.workspace.ref(image)
         self._command.show(commands.shown(commands.classify(self._ref, [here], trust_code=trust)))
         try:
-            answer = await self._context.answers.ask(
-                self._opened(), {"image": str(image), "top": TOP}
-            )
+            answer = await self._context.answers.ask(self._opened(), {"image": str(image)})
         except TessellaError as error:
             if waiting.is_deleted:
                 return
@@ -213,8 +213,16 @@ class _Classify:
             return
         waiting.delete()
         with self._answer:
-            _answers([(t["label"], t["score"]) for t in answer["top"]])
+            self._told(answer)
         await self._show_layers(image)
+
+    def _told(self, image: dict[str, Any]) -> None:
+        """The answer: bars of a classification, else the rows that a terminal shows."""
+        if "top" in image:
+            _answers([(t["label"], t["score"]) for t in image["top"]])
+            return
+        task = of(self._checkpoint.info.task).answers
+        parts.table([parts.Column(title=t) for t in task.HEADER], task.lines(image["answer"]))
 
     async def _show_layers(self, image: Path) -> None:
         key = digest([self._ref, image.parent.name])[:24]
@@ -335,6 +343,10 @@ class _Errors:
             self._context.follow(job, refresh)
 
     def _report(self, report: Evaluation) -> None:
+        if not of(self._checkpoint.info.task).charts.CONFUSION:
+            measures = {k: v for k, v in report.items() if isinstance(v, float)}
+            parts.stats([(name, parts.score(name, value)) for name, value in measures.items()])
+            return
         labels, matrix = report["labels"], report["confusion"]
         parts.stats([("accuracy", f"{100 * report['accuracy']:.2f} %"),
                      ("images", f"{sum(map(sum, matrix)):,}")])  # fmt: skip

@@ -11,7 +11,7 @@ from tessella.artifacts.plan import Outline
 from tessella.artifacts.run import Run
 from tessella.studio import parts
 from tessella.studio.context import Context
-from tessella.studio.entries import best_accuracy, job_entry, run_entry, unreadable
+from tessella.studio.entries import best_score, job_entry, run_entry, unreadable
 from tessella.studio.plan_front import precision_named
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found, T
@@ -103,7 +103,7 @@ def _runs(context: Context, found: list[Found[Run]]) -> None:
         with parts.box("list"):
             for entry in found[:SHOWN]:
                 title = context.labels.title(entry.ref, entry.path.name)
-                run_entry(entry, title, best_accuracy(entry.item))
+                run_entry(entry, title, best_score(entry.item))
 
 
 def _plans(context: Context, found: list[Found[Outline]]) -> None:

@@ -11,6 +11,7 @@ from tessella.core.errors import TessellaError, UsageError
 from tessella.studio import parts, pictures
 from tessella.studio.context import Context
 from tessella.studio.theme import RESPONSE_S, frame, text
+from tessella.tasks import of
 
 MISSING = "Choose an image on the Data page."
 
@@ -37,7 +38,8 @@ def register(context: Context) -> None:
 def _show(context: Context, dataset: Dataset, ref: str, split: str, index: int) -> None:
     examples = dataset.split(split)
     example, record = examples[index], dataset.preprocess
-    label = dataset.classes[int(examples.labels[index])]
+    task = of(dataset.info.task)
+    label = task.answers.truth(example.label, dataset.classes)
     with parts.box("split"):
         with parts.box("stack"):
             with parts.card():
@@ -58,9 +60,10 @@ def _show(context: Context, dataset: Dataset, ref: str, split: str, index: int) 
                 source = Path(dataset.info.source) / example.path
                 if (context.workspace.root / source).is_file():
                     text("p", f"Its file is still there: {source}").classes("muted small")
-                query = {"dataset": ref, "split": split, "label": int(examples.labels[index])}
-                with parts.link("/data", **{k: str(v) for k, v in query.items()}):
-                    text("span", "All images of this class")
+                for number in task.examples.occurs(example.label):
+                    query = {"dataset": ref, "split": split, "label": str(number)}
+                    with parts.link("/data", **query):
+                        text("span", f"All images of {dataset.classes[number]}")
         with parts.card(), parts.box("large"):
             address = pictures.example_address(dataset, ref, split, index)
             parts.picture(address, f"{label}: {example.path}")

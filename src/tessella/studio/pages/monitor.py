@@ -16,23 +16,24 @@ from nicegui import ui
 from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError, TessellaError
 from tessella.core.record import to_plain
+from tessella.core.task import TaskRecord
 from tessella.jobs import commands
 from tessella.jobs.job import Job
 from tessella.studio import charts, parts
 from tessella.studio.context import Context
-from tessella.studio.entries import best_accuracy, job_entry, run_entry
+from tessella.studio.entries import best_score, job_entry, run_entry
 from tessella.studio.feed import Feed, Point, tail, thin
 from tessella.studio.keeping import job_tools, shown_label, tools
 from tessella.studio.machine import Machine
 from tessella.studio.standing import log_line, standing, training_line
 from tessella.studio.theme import RESPONSE_S, frame, text
+from tessella.tasks import of
 
 POLL_INTERVAL_S = 1.0
 SIDE_INTERVAL_S = 3.0
 MISSING = "Choose a run at the left, or train one: a run is a folder with a run.json."
 
-# Which curve a metric belongs to, by the end of its name.
-CURVES = (("Loss", "loss"), ("Accuracy", "accuracy"), ("Learning rate", "lr"))
+RATE = ("Learning rate", "lr")  # beside the curves that the run's task names
 
 
 def register(context: Context) -> None:
@@ -90,7 +91,7 @@ def _side(context: Context, ref: str) -> None:
 
     async def refresh() -> None:
         found = await asyncio.to_thread(
-            lambda: [(f, best_accuracy(f.item)) for f in context.workspace.runs()]
+            lambda: [(f, best_score(f.item)) for f in context.workspace.runs()]
         )
         titles = {f.ref: context.labels.title(f.ref, f.path.name) for f, _ in found}
         lines = [(f.ref, titles[f.ref], s, f.problem, parts.ago(f.modified)) for f, s in found]
@@ -122,11 +123,12 @@ async def _watch_run(context: Context, path: Path) -> None:
         await _wait_for(context, path)
         return
     info = Run(path)
+    task = info.info.task
     feed = Feed(path / "events.jsonl")
     await asyncio.to_thread(feed.read)
     ref = context.workspace.ref(path)
     head = _Head(context, context.labels.title(ref, path.name), path)
-    curves = _Curves(feed)
+    curves = _Curves(feed, (*of(task).charts.CURVES, RATE))
     with parts.box("duo"):
         log = _Log()
         with parts.card("How to do the same"):
@@ -145,7 +147,7 @@ async def _watch_run(context: Context, path: Path) -> None:
         job = context.job_for(path)
         head.show(feed, job)
         if news.points or first:
-            head.numbers(_numbers(feed))
+            head.numbers(_numbers(feed, task))
         log.show(job)
 
     await refresh(first=True)
@@ -272,25 +274,30 @@ class _Head:
 
 
 class _Curves:
-    """One chart for each kind of metric, drawn again only when a series appears."""
+    """One chart for each kind of metric, drawn again only when a series appears.
 
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
+    Args:
+        curves: a title, and how the names of its metrics end; the first is drawn large.
+    """
+
+    def __init__(self, feed: Feed, curves: tuple[tuple[str, str], ...]) -> None:
+        self._feed, self._endings = feed, dict(curves)
         self._charts: dict[str, ui.echart] = {}
         self._series: dict[str, list[str]] = {}
         self._boxes: dict[str, ui.element] = {}
         self._logs: dict[str, bool] = {}
         with parts.box("stack"):
-            self._card("Loss", "tall")
+            first, *others = self._endings
+            self._card(first, "tall")
             with parts.box("duo"):
-                self._card("Accuracy", "")
-                self._card("Learning rate", "")
-        for title, _ in CURVES:
+                for title in others:
+                    self._card(title, "")
+        for title in self._endings:
             self._draw(title)
 
     def add(self, points: dict[str, list[Point]], *, restarted: bool) -> None:
         """Send the new points, and nothing else."""
-        for title, _ in CURVES:
+        for title in self._endings:
             names = self._names(title)
             if names != self._series[title]:
                 self._draw(title)
@@ -313,7 +320,7 @@ class _Curves:
         self._logs[title] = False
 
     def _names(self, title: str) -> list[str]:
-        ending = dict(CURVES)[title]
+        ending = self._endings[title]
         return sorted(n for n in self._feed.points if n.rsplit("/", 1)[-1] == ending)
 
     def _draw(self, title: str) -> None:
@@ -355,17 +362,16 @@ class _Log:
 _NAMES = {"lr": "learning rate", "images_per_s": "images a second", "loss": "loss of the step"}
 
 
-def _numbers(feed: Feed) -> list[tuple[str, str]]:
-    """The newest value of each metric, for people; the epoch and the best accuracy first."""
+def _numbers(feed: Feed, task: TaskRecord) -> list[tuple[str, str]]:
+    """The newest value of each metric, for people; the epoch and the best score first."""
     epoch = max((p[-1][0] for p in feed.points.values() if p), default=0.0)
     out = [("epoch", f"{epoch:.2f}")]
-    if scores := [value for _, value in feed.points.get("val/accuracy", [])]:
-        out.append(("best val accuracy", f"{100 * max(scores):.2f} %"))
+    if scores := [value for _, value in feed.points.get(task.metric, [])]:
+        out.append((f"best val {task.score}", parts.score(task.metric, max(scores))))
     for name in sorted(feed.points, key=lambda n: ("/" not in n, n)):
         value = feed.latest(name)
         if value is not None:
-            accurate = name.endswith("accuracy")
-            shown = f"{100 * value:.2f} %" if accurate else f"{value:.4g}"
+            shown = parts.score(name, value)
             out.append((_NAMES.get(name, name.replace("/", " ").replace("_", " ")), shown))
     return out
 

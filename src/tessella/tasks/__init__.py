@@ -1,0 +1,17 @@
+"""The room of tasks: what a network can be asked about a picture.
+
+A task is a folder with the same files: ``examples`` (targets on disk and in a dataset), ``head``
+(outputs of the network and the plan), ``loss``, ``metrics``, ``answers`` (what a server and a
+terminal say) and ``charts`` (what the studio may draw). A new task is a new folder: nothing lists
+it. docs/tasks.md describes the parts.
+"""
+
+from tessella.tasks.folders import named, names, of, verbs
+from tessella.tasks.found import Found, Request, Source
+from tessella.tasks.targets import column_of, targets_of
+from tessella.tasks.task import LossSettings, Query, Report, Targets, Task
+
+__all__ = [
+    "Found", "LossSettings", "Query", "Report", "Request", "Source", "Targets", "Task",
+    "column_of", "named", "names", "of", "targets_of", "verbs",
+]  # fmt: skip

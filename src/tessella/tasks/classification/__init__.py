@@ -1,0 +1,4 @@
+"""One class of several for each picture."""
+
+TITLE = "one class for each picture"
+SCORE = "accuracy"

@@ -1,0 +1,54 @@
+"""The best classes of a picture, with their probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tessella.core.task import TaskRecord
+from tessella.tasks.task import Outputs, Query
+
+VERB = "classify"
+HEADER: tuple[str, ...] = ("label", "probability")
+TOP = 5
+
+
+def answer(
+    outputs: Outputs, labels: tuple[str, ...], record: TaskRecord, query: Query
+) -> list[Any]:
+    """The best classes of logits [B, …]: raw scores, and their softmax."""
+    scores_BK = outputs.reshape(len(outputs), -1).astype(np.float64)
+    named = len(labels) == scores_BK.shape[1]
+    powers_BK = np.exp(scores_BK - scores_BK.max(axis=1, keepdims=True))
+    probabilities_BK = powers_BK / powers_BK.sum(axis=1, keepdims=True)
+    best_BK = np.argsort(-scores_BK, axis=1, kind="stable")[:, : query.top or TOP]
+    return [
+        [
+            {
+                "index": k,
+                "label": labels[k] if named else None,
+                "score": float(scores_BK[row, k]),
+                "probability": float(probabilities_BK[row, k]),
+            }
+            for k in best
+        ]
+        for row, best in enumerate(best_BK.tolist())
+    ]
+
+
+def lines(answer: Any) -> list[tuple[str, ...]]:
+    return [(str(a["label"]), f"{100 * a['probability']:.2f} %") for a in answer]
+
+
+def same(one: Outputs, other: Outputs, record: TaskRecord) -> npt.NDArray[np.bool_]:
+    return np.asarray(one.argmax(1) == other.argmax(1))
+
+
+def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    return labels[int(output.argmax())]
+
+
+def truth(target: int, labels: tuple[str, ...]) -> str:
+    return labels[target]

@@ -1,0 +1,4 @@
+"""One or several numbers for each picture."""
+
+TITLE = "numbers for each picture"
+SCORE = "r2"

@@ -1,0 +1,278 @@
+"""Tables of labels: CSV, TSV and Parquet files with a row for each picture.
+
+One column has the pictures' paths: the one that is called path, file, filename or image, else the
+first. A cell is text until a task reads it. The file may be a stranger's: its size, its columns and
+the length of a cell are bounded, and a path that leads out of the folder is refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.csv
+import pyarrow.parquet
+
+from tessella.annotations.files import inside
+from tessella.artifacts.dataset import SkippedFile
+from tessella.core.errors import DataError
+
+SUFFIXES = (".csv", ".tsv", ".parquet")
+PATH_NAMES = ("path", "file", "filename", "image", "file_name", "image_path", "filepath")
+MAX_BYTES = 2 << 30
+MAX_COLUMNS = 1 << 14
+MAX_ROWS = 10_000_000
+MAX_CELLS = 1 << 26
+MAX_CLASSES = 1 << 16
+MAX_CELL = 1 << 16  # characters of a cell that is read
+MOST_NAMED = 10  # columns in a message
+
+
+def is_table(source: Path) -> bool:
+    """Whether a source is a table by its name."""
+    return source.suffix.lower() in SUFFIXES and source.is_file()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table with the places of its pictures.
+
+    Attributes:
+        files: path to open, one a row.
+        paths: name in the dataset, one a row.
+        columns: the other columns by name, one a row; an empty cell is the empty text.
+        skipped: rows whose path leads out of the folder.
+    """
+
+    files: tuple[str, ...]
+    paths: tuple[str, ...]
+    columns: dict[str, pa.Array]
+    skipped: tuple[SkippedFile, ...] = ()
+    where: Path
+
+    def only_column(self, *names: str) -> str:
+        """The column of one of these names, or the only one that there is."""
+        known = {name.strip().lower(): name for name in self.columns}
+        for name in names:
+            if name in known:
+                return known[name]
+        if len(self.columns) != 1:
+            raise DataError(
+                f"no column of the table is called {' or '.join(names)}",
+                seen=f"{_some(self.columns)} in {self.where}",
+                fix=f"call the column with the labels {names[0]!r}",
+            )
+        return next(iter(self.columns))
+
+    def texts(self, column: str) -> list[str]:
+        """The cells of a column, without blanks around them."""
+        texts = [text.strip() for text in self.columns[column].to_pylist()]
+        if longest := [t for t in texts if len(t) > MAX_CELL]:
+            raise DataError(
+                f"a cell of the column {column[:80]!r} is too long",
+                seen=f"{len(longest[0]):,} characters",
+                fix=f"shorten it to {MAX_CELL:,}",
+            )
+        return texts
+
+    def floats(self, column: str) -> npt.NDArray[np.float64]:
+        """The cells of a column as numbers, NaN where a cell is empty.
+
+        Raises:
+            DataError: a cell is no finite number; the message names its row.
+        """
+        values = np.full(len(self.paths), np.nan)
+        for row, text in enumerate(self.texts(column)):
+            if not text:
+                continue
+            number = number_in(text)
+            if number is None:
+                raise DataError(
+                    f"row {row + 1} of the table has no finite number in {column[:80]!r}",
+                    seen=f"{text[:80]!r} in {self.where}",
+                    fix="correct the cell, or leave it empty",
+                )
+            values[row] = number
+        return values
+
+
+def number_in(text: str) -> float | None:
+    """The finite number that a text is, which float32 can hold, else None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and abs(number) <= 3e38 else None
+
+
+def read(source: Path, *, image_root: Path | None) -> Table:
+    """The table in a file.
+
+    Raises:
+        DataError: the file is no table of this kind, is too large, or names no pictures.
+    """
+    nbytes = source.stat().st_size
+    if nbytes > MAX_BYTES:
+        raise DataError("the table is too large", seen=f"{nbytes:,} bytes", fix="split it")
+    try:
+        data = _read_parquet(source) if source.suffix.lower() == ".parquet" else _read_csv(source)
+    except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
+        raise DataError(
+            "this is not a table that can be read",
+            seen=f"{source}: {str(error)[:200]}",
+            fix="write CSV with a header line, in UTF-8, or Parquet",
+        ) from error
+    if data.num_columns < 2 or not data.num_rows:
+        raise DataError(
+            "the table has no row with a path and a label",
+            seen=f"{data.num_rows} rows, columns {_some(data.column_names)} in {source}",
+            fix="write a header line, then a row a picture: its path and its labels",
+        )
+    key = _path_column(data.column_names)
+    return _placed(data, key, source, source.parent if image_root is None else image_root)
+
+
+def _path_column(names: Sequence[str]) -> str:
+    known = {name.strip().lower(): name for name in reversed(names)}
+    return next((known[name] for name in PATH_NAMES if name in known), names[0])
+
+
+def _placed(data: pa.Table, key: str, source: Path, root: Path) -> Table:
+    """The rows whose pictures lie in ``root``, with their files."""
+    files, paths, kept, skipped = [], [], [], []
+    for row, cell in enumerate(data.column(key).to_pylist()):
+        path = inside(cell, root)
+        if path is None:
+            seen = cell[:120] or f"row {row + 1}"
+            skipped.append(SkippedFile(path=seen, reason="the path leads out of the folder"))
+            continue
+        files.append(os.path.join(root, path))
+        paths.append(path)
+        kept.append(row)
+    if skipped:
+        data = data.take(pa.array(kept, pa.int64()))
+    columns = {n: data.column(n).combine_chunks() for n in data.column_names if n != key}
+    return Table(
+        files=tuple(files),
+        paths=tuple(paths),
+        columns=columns,
+        skipped=tuple(skipped),
+        where=source,
+    )
+
+
+def _read_csv(source: Path) -> pa.Table:
+    """All cells as text: a task knows what they mean, a guess of types does not."""
+    with source.open(encoding="utf-8-sig", newline="") as file:
+        head = file.read(1 << 20)
+    first = head.splitlines()[0] if head.strip() else ""
+    delimiter = max(",;\t", key=first.count)
+    names = next(csv.reader(head.splitlines()[:1], delimiter=delimiter), [])
+    _check_names(names)
+    options = pa.csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
+    )
+    with pa.csv.open_csv(
+        source,
+        read_options=pa.csv.ReadOptions(column_names=names, skip_rows=1),
+        parse_options=pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=False),
+        convert_options=options,
+    ) as reader:
+        batches, rows = [], 0
+        for batch in reader:
+            rows += batch.num_rows
+            _check_cells(rows, len(names))
+            batches.append(batch)
+        return pa.Table.from_batches(batches, reader.schema)
+
+
+def _read_parquet(source: Path) -> pa.Table:
+    with pa.parquet.ParquetFile(source) as file:
+        names, metadata = file.schema_arrow.names, file.metadata
+        _check_names(names)
+        _check_cells(metadata.num_rows, len(names))
+        _check_unfolded(
+            sum(metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
+        )
+        leaves = [file.schema.column(i) for i in range(len(file.schema))]
+        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+    # Texts stay a dictionary and places in it: a file of 100 KB can have a gigabyte of equal cells.
+    with pa.parquet.ParquetFile(source, read_dictionary=texts) as file:
+        table = file.read()
+    _check_unfolded(sum(_nbytes(table.column(name)) for name in names))
+    return pa.table({name: _texts_of(table.column(name)) for name in names})
+
+
+def _nbytes(column: pa.ChunkedArray) -> int:
+    """The bytes of a column whose texts are written out."""
+    while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        column = pa.compute.list_flatten(column)
+    if not pa.types.is_dictionary(column.type):
+        return int(column.nbytes)
+    total = 0
+    for chunk in column.chunks:
+        lengths = pa.compute.binary_length(chunk.dictionary).cast(pa.int64())
+        total += int(pa.compute.sum(lengths.take(chunk.indices)).as_py() or 0)
+    return total
+
+
+def _texts_of(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column as text; a list becomes its elements with | between them."""
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        cells = ["|".join(map(str, cell or ())) for cell in column.to_pylist()]
+        return pa.chunked_array([pa.array(cells, pa.string())])
+    if pa.types.is_boolean(kind):
+        column = column.cast(pa.int8())
+    return column.cast(pa.string()).fill_null("")
+
+
+def _check_unfolded(nbytes: int) -> None:
+    if nbytes > MAX_BYTES:
+        raise ValueError(f"it unfolds to {nbytes:,} bytes")
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if not names or len(names) > MAX_COLUMNS:
+        raise ValueError(f"{len(names):,} columns")
+    if len(set(names)) != len(names):
+        twice = sorted({n for n in names if names.count(n) > 1})
+        raise ValueError(f"two columns of one name: {_some(twice)}")
+
+
+def _check_cells(rows: int, columns: int) -> None:
+    if rows > MAX_ROWS or rows * columns > MAX_CELLS:
+        raise ValueError(f"{rows:,} rows of {columns:,} columns")
+
+
+def ordered(names: Iterable[str]) -> tuple[str, ...]:
+    """Class names in order: numbers by their value, others by the alphabet.
+
+    Raises:
+        DataError: there are more than any network tells apart.
+    """
+    known: set[str] = set()
+    for name in names:
+        known.add(name)
+        if len(known) > MAX_CLASSES:
+            raise DataError(
+                f"more than {MAX_CLASSES:,} different labels",
+                seen=_some(sorted(known)[:MOST_NAMED]),
+                fix="give the column with the labels",
+            )
+    numbers = all(name.isascii() and name.isdigit() and len(name) < 19 for name in known)
+    return tuple(sorted(known, key=int) if numbers else sorted(known))
+
+
+def _some(names: Iterable[str]) -> str:
+    known = list(names)
+    more = ", …" if len(known) > MOST_NAMED else ""
+    return ", ".join(repr(name[:40]) for name in known[:MOST_NAMED]) + more

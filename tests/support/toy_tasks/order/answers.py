@@ -1,0 +1,36 @@
+"""The score, of which only the order means anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tessella.core.task import TaskRecord
+from tessella.tasks.task import Outputs, Query
+
+VERB = "rank"
+HEADER: tuple[str, ...] = ("score",)
+
+
+def answer(
+    outputs: Outputs, labels: tuple[str, ...], record: TaskRecord, query: Query
+) -> list[Any]:
+    return [{"score": float(np.float64(row[0]))} for row in outputs]
+
+
+def lines(answer: Any) -> list[tuple[str, ...]]:
+    return [(f"{answer['score']:.4f}",)]
+
+
+def same(one: Outputs, other: Outputs, record: TaskRecord) -> npt.NDArray[np.bool_]:
+    return np.abs(one - other).max(axis=1) < 1e-3
+
+
+def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    return f"{float(output[0]):.4f}"
+
+
+def truth(target: Any, labels: tuple[str, ...]) -> str:
+    return f"{target[0]:g}"

@@ -1,0 +1,20 @@
+"""A number for each picture, as regression has it."""
+
+from tessella.tasks.regression.examples import (
+    NAMES,
+    blank,
+    column,
+    contradiction,
+    feature,
+    find,
+    lacking,
+    occurs,
+    renumbered,
+    strata,
+    targets,
+)
+
+__all__ = [
+    "NAMES", "blank", "column", "contradiction", "feature", "find", "lacking", "occurs",
+    "renumbered", "strata", "targets",
+]  # fmt: skip

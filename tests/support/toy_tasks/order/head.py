@@ -1,0 +1,24 @@
+"""One score, higher for what comes later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tessella.tasks.task import Numbers
+
+OUTPUT = "score"
+FINISHES = True
+
+
+def width(classes: int) -> int:
+    return 2
+
+
+def shape(classes: int, size: Sequence[int]) -> tuple[int, ...]:
+    return (1,)
+
+
+def finish(outputs: Tensor, numbers: Numbers) -> Tensor:
+    return outputs[:, :1] - outputs[:, 1:]

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from tessella.core.errors import DataError, UsageError
+from tessella.tasks import Found, Request, named, tables
+
+
+def found(task: str, path, **asked) -> Found:
+    request = Request(
+        source=path, **{"labels": None, "image_root": None, "by_folder": lambda p: None, **asked}
+    )
+    return named(task).examples.find(request)
+
+
+def write(path, text: str):
+    path.write_text(text)
+    return path
+
+
+def test_one_class_a_row(tmp_path):
+    path = write(tmp_path / "a.csv", "image,weight,label\nx.png,3,10\ny.png,,9\nz.png,1,\n")
+    got = found("classification", path)
+    assert got.classes == ("9", "10")
+    assert [(s.path, s.label) for s in got.sources] == [("x.png", 1), ("y.png", 0)]
+    assert [s.path for s in got.skipped] == ["z.png"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "path,labels\na.png,cat|dog\nb.png,\nc.png,dog; dog\n",
+        "path;cat;dog\na.png;1;1\nb.png;0;0\nc.png;0;1\n",
+        "path\tcat\tdog\na.png\ttrue\tyes\nb.png\tno\tfalse\nc.png\t\t1.0\n",
+    ],
+)
+def test_several_labels_in_each_of_their_forms(tmp_path, text):
+    got = found("multilabel", write(tmp_path / "a.csv", text))
+    assert got.classes == ("cat", "dog")
+    assert [s.label for s in got.sources] == [(0, 1), (), (1,)]
+
+
+def test_parquet_with_lists_numbers_and_booleans(tmp_path):
+    columns = {"file": ["a.png", "b.png"], "labels": [["dog", "cat"], []]}
+    pa.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert [s.label for s in found("multilabel", tmp_path / "a.parquet").sources] == [(0, 1), ()]
+    columns = {"file": ["a.png", "b.png"], "wide": [True, False], "x": [0.1, None]}
+    pa.parquet.write_table(pa.table(columns), tmp_path / "b.parquet")
+    one, other = (s.label for s in found("regression", tmp_path / "b.parquet").sources)
+    assert one == (1.0, 0.1)
+    assert other[0] == 0.0
+    assert other[1] != other[1]  # missing
+
+
+def test_folders_of_label_sets_and_of_numbers(tmp_path):
+    for name in ("cat", "cat+dog", "none", "2.5", "-1"):
+        (tmp_path / name).mkdir()
+    folders = Found(
+        classes=("cat", "cat+dog", "none"),
+        sources=tuple(tables_source(f"{n}/1.png", k) for k, n in enumerate(("cat", "c+d", "none"))),
+    )
+    got = found("multilabel", tmp_path, by_folder=lambda path: folders)
+    assert [s.label for s in got.sources] == [(0,), (0, 1), ()]
+    folders = Found(
+        classes=("-1", "2.5"), sources=tuple(tables_source(f"{k}.png", k) for k in (0, 1))
+    )
+    got = found("regression", tmp_path, by_folder=lambda path: folders)
+    assert [s.label for s in got.sources] == [(-1.0,), (2.5,)]
+
+
+def tables_source(path: str, label: int):
+    from tessella.tasks import Source
+
+    return Source(path, path, label)
+
+
+def test_held_out_numbers_come_in_the_order_of_the_others():
+    """A table for validation may lack a column, and have them in another order."""
+    renumbered = named("regression").examples.renumbered
+    assert str(renumbered((1.0, 2.0), (2, 0), 3)) == "(2.0, nan, 1.0)"
+
+
+def test_what_a_hostile_table_may_hold_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_ROWS", 50)
+    monkeypatch.setattr(tables, "MAX_CELLS", 200)
+    monkeypatch.setattr(tables, "MAX_CLASSES", 20)
+    many = [f"{k}.png,{k}|{k + 1}" for k in range(51)]
+    for rows, what in (
+        (many, "51 rows of 2 columns"),
+        (many[:30], "more than 20 different labels"),
+        (["a.png," + "|".join("ab" * 60)] * 2, "too many labels"),
+    ):
+        path = write(tmp_path / "a.csv", "path,labels\n" + "\n".join(rows))
+        with pytest.raises(DataError, match=what):
+            found("multilabel", path)
+    digits = write(tmp_path / "a.csv", f"path,label\na.png,{'9' * 5000}\nb.png,1\n")
+    assert found("classification", digits).classes == ("1", "9" * 5000)
+    with pytest.raises(UsageError, match=r"named twice.*cat"):
+        found("multilabel", digits, labels=("cat", "dog", "cat"))
+
+
+@pytest.mark.parametrize("cell", ["nan", "inf", "1e39", "-1e400", "0x10", "12;", "one"])
+def test_what_is_no_number_names_its_row(tmp_path, cell):
+    path = write(tmp_path / "a.csv", f"path,x\na.png,1\nb.png,{cell}\n")
+    with pytest.raises(DataError, match=r"row 2 .* no finite number in 'x'"):
+        found("regression", path)
+
+
+@pytest.mark.parametrize(
+    "path", ["../x.png", "/etc/passwd", "a/../../x.png", "..\\x.png", "", "a\0b.png", "."]
+)
+def test_a_path_out_of_the_folder_is_listed(tmp_path, path):
+    pa.parquet.write_table(
+        pa.table({"path": [path, "sub/../ok.png"], "x": [1.0, 2.0]}), tmp_path / "a.parquet"
+    )
+    got = found("regression", tmp_path / "a.parquet")
+    assert [(s.path, s.label) for s in got.sources] == [("ok.png", (2.0,))]
+    assert "out of the folder" in got.skipped[0].reason
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\n\n", b"path,x\n", b"path\na.png\n", b"path,x,x\na.png,1,2\n",
+        b"path,x\na.png,1,2\n", b"\xff\xfe\x00",
+        b"path," + b",".join(b"%d" % i for i in range(20_000)) + b"\na.png\n",
+        b"path,x\na.png," + b"1" * 100_000 + b"\n",
+    ],
+)  # fmt: skip
+def test_a_table_that_is_none_is_refused(tmp_path, content):
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(DataError):
+        found("regression", tmp_path / "a.csv")
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(DataError):
+        found("regression", tmp_path / "a.parquet")
+
+
+def test_a_parquet_that_unfolds_to_gigabytes_is_refused(tmp_path, monkeypatch):
+    """One long text in a dictionary, and 200,000 rows that point at it."""
+    monkeypatch.setattr(tables, "MAX_BYTES", 8 << 20)
+    for cells in (["y" * 5000] * 20_000, [["y" * 5000]] * 20_000):
+        table = pa.table({"path": ["a.png"] * 20_000, "labels": cells})
+        pa.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+        assert (tmp_path / "a.parquet").stat().st_size < 100_000
+        before = pa.total_allocated_bytes()
+        del table
+        with pytest.raises(DataError, match="unfolds"):
+            found("multilabel", tmp_path / "a.parquet")
+        assert pa.total_allocated_bytes() <= before
