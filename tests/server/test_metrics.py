@@ -80,6 +80,10 @@ def test_the_description_names_every_route_and_every_route_answers(http: httpx.C
         path = path.replace("{model}", "flowers").replace("{name}", "pair")
         if not path.endswith("/unload"):
             answer = http.request(method, path)
+            if path.endswith("/predict"):  # the verb of another task
+                assert answer.status_code == 404
+                assert "does not predict" in answer.json()["error"]
+                continue
             assert answer.status_code != 404, path
             assert (answer.status_code == 200) == (not path.endswith(("/infer", "/classify")))
 

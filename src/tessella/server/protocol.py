@@ -70,7 +70,11 @@ def signature(
     """The signature of an engine; the image input is the first of the record's shape.
 
     It takes normalized float32 images, or pixels as uint8.
+
+    Raises:
+        UsageError: no task of this name is there to put its answers into words.
     """
+    of(task)
     image_input = None
     if preprocess is not None:
         kinds = {("float32", preprocess.input_shape), ("uint8", preprocess.pixel_shape)}
