@@ -22,6 +22,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.core.confined import Budget
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Event
+from tessella.core.headers import bits_of
 from tessella.core.preprocess import decode
 from tessella.data import importing, reading
 from tessella.data.importing import ImportSettings, import_images
@@ -208,7 +209,7 @@ def test_imbalance_and_tiny_classes_are_told(tmp_path: Path) -> None:
     info = import_images(source, tmp_path / "out", SMALL, emit=events.append).info
     text = " | ".join(info.notes)
     assert "'many' has 30 training images, 'one' has 1" in text
-    assert "1 classes have one image, which goes to training: 'one'" in text
+    assert "one image alone, which goes to training: 'one'" in text
     assert [e.text for e in events if e.kind == "warning"] == list(info.notes)
 
 
@@ -239,6 +240,34 @@ def test_16_bit_and_many_channels(tmp_path: Path) -> None:
     assert sum(dataset.info.total_counts) == 8
     for example in (*dataset.train, *dataset.val):
         assert np.array_equal(decode(example.content, dataset.preprocess), kept[example.path])
+    assert not [note for note in dataset.info.notes if "16 bits" in note]
+
+
+@pytest.mark.parametrize("ending", ["png", "tif", "pgm"])
+def test_bits_that_are_not_kept_are_told(ending: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number, bits in enumerate((16, 16, 8, 8)):
+        kind = np.uint16 if bits == 16 else np.uint8
+        pixels = rng.integers(0, 1 << bits, (8, 9), dtype=kind)
+        path = tmp_path / "s" / "ab"[number % 2] / f"{number}.{ending}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if ending == "pgm":  # as Netpbm writes it: the high byte first
+            head = b"P5\n# grey\n9 8\n%d\n" % ((1 << bits) - 1)
+            path.write_bytes(head + pixels.astype(pixels.dtype.newbyteorder(">")).tobytes())
+        else:
+            Image.fromarray(pixels).save(path)
+    assert [bits_of(p.read_bytes()) for p in sorted((tmp_path / "s").rglob("*.*"))] == [16, 8] * 2
+    info = import_images(tmp_path / "s", tmp_path / "out", replace(SMALL, channels=1)).info
+    (note,) = (note for note in info.notes if "16 bits" in note)
+    assert note == "2 files of 16 bits a sample stored with 8: depth=16 keeps them"
+
+
+def test_one_of_something_is_told_as_one(tmp_path: Path) -> None:
+    source = write_folder_of(tmp_path / "s", {"a": 6, "b": 6})
+    (source / "a" / "bad.png").write_bytes(b"no picture")
+    dataset = import_images(source, tmp_path / "out", replace(SMALL, holdout=0.0))
+    assert "1 file skipped: it cannot be used" in dataset.info.notes
+    assert "2 classes" in repr(dataset)
 
 
 def test_a_constant_channel_can_still_be_normalized(tmp_path: Path) -> None:

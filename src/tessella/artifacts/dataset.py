@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tessella.artifacts.files import Member, check_member, member, read_document, to_document
+from tessella.core.count import counted
 from tessella.core.errors import ArtifactError, CorruptArtifact, DataError, UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.core.task import CLASSIFICATION, TaskRecord
@@ -167,8 +168,9 @@ class Split:
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
-        classes = len(self.info.class_counts)
-        return f"<Split {self.name!r} of {self._folder}: {len(self):,} images, {classes} classes>"
+        classes = counted(len(self.info.class_counts), "class", "classes")
+        images = counted(len(self), "image")
+        return f"<Split {self.name!r} of {self._folder}: {images}, {classes}>"
 
     def __getstate__(self) -> tuple[Path, str, SplitInfo, TaskRecord]:
         return self._folder, self.name, self.info, self.task  # a worker maps the shards itself
@@ -237,7 +239,8 @@ class Dataset:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name} {s.count:,}" for name, s in self.info.splits.items())
-        return f"<Dataset {self.info.name!r}: {len(self.classes)} classes, {counts}>"
+        classes = counted(len(self.classes), "class", "classes")
+        return f"<Dataset {self.info.name!r}: {classes}, {counts}>"
 
 
 # --- shards ---------------------------------------------------------------------------------------

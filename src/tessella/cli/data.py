@@ -18,6 +18,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.cli.output import Events, Json, grid, output
 from tessella.cli.parsing import parse_resize, parse_size
 from tessella.cli.tables import dataset_table
+from tessella.core.count import counted
 from tessella.core.errors import UsageError
 from tessella.core.record import to_plain
 from tessella.data.doctor import FIXES, Examination, Kind, examine, leave_out
@@ -118,9 +119,10 @@ def doctor(
             gone = found.left_out(kinds)
             made = leave_out(there, gone, out)
             plain |= {"dataset": str(out), "left_out": sorted(gone)}
-            out_.note(f"{made!r} in {out}: {len(gone):,} images left out; {dataset} is as it was")
+            less = counted(len(gone), "image")
+            out_.note(f"{made!r} in {out}: {less} left out; {dataset} is as it was")
         rows = [(str(f.kind), f.text) for f in found.findings] or [("", "nothing found")]
-        title = f"{there.info.name}: {found.images:,} images"
+        title = f"{there.info.name}: {counted(found.images, 'image')}"
         out_.result(plain, Group(grid(("finding", ""), rows, title=title), *_listed(found, groups)))
 
 

@@ -9,6 +9,7 @@ from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run
 from tessella.cli.output import grid
+from tessella.core.count import counted
 
 MAX_CLASSES = 50
 
@@ -30,15 +31,15 @@ def dataset_table(dataset: Dataset, *, with_notes: bool = True) -> Group:
         rows.append((f"… {len(info.classes) - MAX_CLASSES} more", *(None for _ in splits)))
     rows.append(("all", *(info.splits[s].count for s in splits)))
     title = (
-        f"{info.name}: {info.task.name}, {len(info.classes)} classes, "
+        f"{info.name}: {info.task.name}, {counted(len(info.classes), 'class', 'classes')}, "
         f"{record.height}×{record.width}×{record.channels}, {record.depth} bit, {record.resize}"
     )
     notes = [Text(f"note: {note}") for note in info.notes if with_notes]
     if info.skipped_count:
-        notes.append(Text(f"{info.skipped_count:,} files were skipped:"))
+        notes.append(Text(f"{counted(info.skipped_count, 'file')} skipped:"))
         notes += [Text(f"  {s.path}: {s.reason}") for s in info.skipped[:10]]
     if info.duplicate_count:
-        notes.append(Text(f"{info.duplicate_count:,} images lie in two splits:"))
+        notes.append(Text(f"{counted(info.duplicate_count, 'image')} in two splits:"))
         notes += [Text(f"  {a} = {b}") for a, b in info.duplicates[:10]]
     return Group(grid(("class", *splits), rows, title=title), *notes)
 

@@ -19,7 +19,9 @@ PLAIN_SCANS = 8 * PLAIN_PIXELS  # pixels × scans: each scan of a JPEG walks all
 PLAIN_BYTES = 16 << 20
 HEAD_BYTES = 256 << 10  # Pillow joins a JPEG's Exif segments one by one: quadratic in the head
 PNG_CHUNKS = 4096
+TIFF_TAGS = 256
 
+_BITS_PER_SAMPLE = 258
 _PNG = b"\x89PNG\r\n\x1a\n"
 # What neither unfolds nor is parsed further; text and profiles are compressed, eXIf is a TIFF.
 _PNG_KINDS = frozenset(
@@ -126,3 +128,30 @@ def _png_sides(content: bytes) -> tuple[int, int] | None:
             return None
         place += 12 + nbytes
     return None
+
+
+def bits_of(content: bytes) -> int:
+    """The bits of a sample of a PNG, a TIFF, or a binary PGM or PPM; 8 of any other file."""
+    try:
+        if content.startswith(_PNG):
+            return content[24]
+        if content[:4] in (b"II*\0", b"MM\0*"):
+            return _tiff_bits(content, "<" if content.startswith(b"II") else ">")
+        if content[:2] in (b"P5", b"P6"):
+            lines = (line.split(b"#")[0] for line in content[:512].split(b"\n"))
+            largest = [field for line in lines for field in line.split()][3]
+            return 16 if int(largest[:9]) > 255 else 8
+    except (IndexError, ValueError, struct.error):  # damaged, as decoding will tell
+        pass
+    return 8
+
+
+def _tiff_bits(content: bytes, order: str) -> int:
+    (start,) = struct.unpack_from(f"{order}I", content, 4)
+    (entries,) = struct.unpack_from(f"{order}H", content, start)
+    for place in range(start + 2, start + 2 + 12 * min(entries, TIFF_TAGS), 12):
+        tag, _, count, value = struct.unpack_from(f"{order}HHII", content, place)
+        if tag == _BITS_PER_SAMPLE:  # in the entry itself if they fit its four bytes
+            at = place + 8 if count <= 2 else value
+            return int(struct.unpack_from(f"{order}H", content, at)[0])
+    return 8

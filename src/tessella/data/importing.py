@@ -214,6 +214,7 @@ class _Tally:
     duplicates: Duplicates = field(default_factory=Duplicates)
     skipped: list[SkippedFile] = field(default_factory=list)
     skipped_count: int = 0
+    deeper: int = 0
 
     def skip(self, file: SkippedFile) -> None:
         self.skipped_count += 1
@@ -263,6 +264,7 @@ def _write_pictures(
                 Example(content=picture.content, label=source.label, path=source.path)
             )
             tally.duplicates.add(picture.digest, split, number)
+            tally.deeper += picture.bits > settings.depth
             if split == TRAIN:
                 tally.moments.add(picture.count, picture.sums, picture.squares)
         else:
@@ -332,6 +334,7 @@ def _describe(
             std=std,
             skipped=tally.skipped_count,
             duplicates=tally.duplicates.count,
+            deeper=tally.deeper,
             already=listing.notes,
         ),
         task=named(settings.task).record(),

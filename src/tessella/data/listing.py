@@ -88,7 +88,7 @@ def list_images(
     singles = np.flatnonzero(counts == 1)
     if any(fractions) and len(singles) and task.examples.NAMES == "classes":
         names = ", ".join(repr(found.classes[c]) for c in singles[:10])
-        notes.append(f"{len(singles):,} classes have one image, which goes to training: {names}")
+        notes.append(f"one image alone, which goes to training: {names}")
     return Listing(
         classes=found.classes,
         sources=tuple(sources),

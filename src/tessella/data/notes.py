@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tessella.artifacts.dataset import SplitInfo
+from tessella.core.count import counted
 
 IMBALANCE = 10  # times as many images in the largest class as in the smallest: worth a note
 NAMES_SHOWN = 10
@@ -16,6 +17,7 @@ def notes_on(
     std: tuple[float, ...],
     skipped: int,
     duplicates: int,
+    deeper: int,
     already: tuple[str, ...],
 ) -> tuple[str, ...]:
     """Notes, the most pressing first: no validation, lost classes, imbalance, leaks, bad files.
@@ -24,6 +26,7 @@ def notes_on(
         names: what ``classes`` are for the dataset's task: ``NAMES`` of its examples.
         std: the measured standard deviation of each channel.
         skipped, duplicates: how many files are bad, and how many images lie in two splits.
+        deeper: how many files have more bits than are stored.
         already: notes of the listing, which go last.
     """
     counts = splits["train"].class_counts
@@ -31,11 +34,11 @@ def notes_on(
     if "val" not in splits:
         notes.append("there is no validation split: training cannot tell how good the network is")
     if untrained := [name for name, count in zip(classes, counts, strict=True) if not count]:
-        notes.append(f"{len(untrained):,} {names} have no training image: {_some(untrained)}")
+        notes.append(f"no training image of {_some(untrained)}")
     if "val" in splits:
         held = splits["val"].class_counts
         if unseen := [name for name, count in zip(classes, held, strict=True) if not count]:
-            notes.append(f"{len(unseen):,} {names} have no validation image: {_some(unseen)}")
+            notes.append(f"no validation image of {_some(unseen)}")
     few, most = min((c for c in counts if c), default=0), max(counts, default=0)
     if names == "classes" and few and most >= IMBALANCE * few:
         notes.append(
@@ -43,13 +46,19 @@ def notes_on(
             f"{classes[counts.index(few)]!r} has {few:,}; class_weights='balanced' evens it out"
         )
     if duplicates:
-        notes.append(f"{duplicates:,} images lie in two splits, pixel for pixel: results flatter")
+        twice = counted(duplicates, "image")
+        notes.append(f"{twice} in two splits, pixel for pixel: results flatter")
     notes += [f"channel {c} has the same value everywhere" for c, s in enumerate(std) if s == 0]
+    if deeper:
+        notes.append(
+            f"{counted(deeper, 'file')} of 16 bits a sample stored with 8: depth=16 keeps them"
+        )
     if skipped:
-        notes.append(f"{skipped:,} files could not be used and were skipped")
+        cannot = "it cannot be used" if skipped == 1 else "they cannot be used"
+        notes.append(f"{counted(skipped, 'file')} skipped: {cannot}")
     return (*notes, *already)
 
 
 def _some(names: list[str]) -> str:
-    more = ", …" if len(names) > NAMES_SHOWN else ""
+    more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(repr(name) for name in names[:NAMES_SHOWN]) + more

@@ -23,6 +23,7 @@ from tessella.artifacts.dataset import SkippedFile
 from tessella.core.confined import Budget, Confined
 from tessella.core.decoding import Decoder, why_it_ended
 from tessella.core.errors import DataError
+from tessella.core.headers import bits_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess, encode
 from tessella.core.record import canonical_json
@@ -46,6 +47,7 @@ class Picture:
         content: lossless file bytes in the record's size.
         digest: 16 bytes of a hash of the pixels.
         count, sums, squares: see ``moments.sums_of``.
+        bits: of a sample in the file, as far as its header tells.
     """
 
     content: bytes
@@ -53,6 +55,7 @@ class Picture:
     count: int
     sums: list[int]
     squares: list[int]
+    bits: int = 8
 
 
 Read = Picture | SkippedFile
@@ -159,6 +162,7 @@ def _received(process: Confined) -> Read:
         count=int(reply["count"]),
         sums=list(map(int, reply["sums"])),
         squares=list(map(int, reply["squares"])),
+        bits=int(reply["bits"]),
     )
 
 
@@ -181,7 +185,14 @@ def read(file: str | os.PathLike[str], path: str, decode: Decode) -> Read:
     shape = f"{pixels.dtype}{pixels.shape}".encode()
     digest = hashlib.blake2b(pixels.tobytes(), digest_size=16, key=shape).digest()
     count, sums, squares = sums_of(pixels)
-    return Picture(content=encode(pixels), digest=digest, count=count, sums=sums, squares=squares)
+    return Picture(
+        content=encode(pixels),
+        digest=digest,
+        count=count,
+        sums=sums,
+        squares=squares,
+        bits=bits_of(content),
+    )
 
 
 def _skipped(path: str, error: DataError) -> SkippedFile:

@@ -26,7 +26,9 @@ def _answer(order: Order, _: bytes, budget: Budget) -> tuple[Order, bytes | None
     made = read(order["file"], order["path"], decode)
     if isinstance(made, SkippedFile):
         return {"path": made.path, "reason": made.reason}, None
-    numbers = {"count": made.count, "sums": made.sums, "squares": made.squares}
+    numbers = {
+        "count": made.count, "sums": made.sums, "squares": made.squares, "bits": made.bits,
+    }  # fmt: skip
     return {"digest": made.digest.hex(), **numbers}, made.content
 
 

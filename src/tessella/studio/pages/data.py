@@ -15,6 +15,7 @@ from nicegui import ui
 from nicegui.events import ValueChangeEventArguments
 
 from tessella.artifacts.dataset import Dataset
+from tessella.core.count import counted
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.preprocess import Preprocess, ResizeMode
 from tessella.jobs import commands
@@ -499,7 +500,7 @@ class _Dataset:
                     "max-pages=7 boundary-numbers direction-links flat color=grey-7 "
                     "active-color=teal-8"
                 )
-            text("span", f"{len(rows):,} images").classes("muted small num")
+            text("span", counted(len(rows), "image")).classes("muted small num")
 
     def _problems(self) -> None:
         info = self._dataset.info

@@ -9,6 +9,7 @@ from nicegui import ui
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.plan import Outline
 from tessella.artifacts.run import Run
+from tessella.core.count import counted
 from tessella.studio import parts
 from tessella.studio.context import Context
 from tessella.studio.entries import best_score, job_entry, run_entry, unreadable
@@ -92,8 +93,9 @@ def _datasets(context: Context, found: list[Found[Dataset]]) -> None:
                     info = entry.item.info
                     count = sum(s.count for s in info.splits.values())
                     text("span", context.labels.title(entry.ref, info.name)).classes("name cut")
-                    text("span", f"{count:,} images").classes("detail num")
-                    text("span", f"{len(info.classes)} classes · {entry.ref}").classes("detail cut")
+                    text("span", counted(count, "image")).classes("detail num")
+                    classes = counted(len(info.classes), "class", "classes")
+                    text("span", f"{classes} · {entry.ref}").classes("detail cut")
 
 
 def _runs(context: Context, found: list[Found[Run]]) -> None:
