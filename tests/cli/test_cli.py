@@ -132,6 +132,7 @@ def test_the_whole_way_by_verbs(
 
     answer = tessella("run", plan, blobs / "below" / "3.png", "--top", "1", "--json", "--recompile")
     assert answer.json["images"][0]["top"][0]["label"] == "below"
+    _answers_for_all_that_is_a_picture(tessella, plan, run, blobs, tmp_path)
 
     measured = tessella("run", run, "--data", dataset, "--json")
     assert measured.json["accuracy"] == 1.0
@@ -169,6 +170,38 @@ def test_the_whole_way_by_verbs(
         assert ("other work disturbed these times" in told.err) == noisy
     row = tessella("bench", plan, "--batch", "2", "--json").json["rows"][0]["plan"]
     assert (row["spread_ms"], row["noisy"]) == (None, False)
+
+
+def _answers_for_all_that_is_a_picture(tessella, plan, run, blobs, folder):
+    """A folder, a list and a file that is no picture; by a plan and by an ONNX file."""
+    (folder / "damaged.png").write_bytes(b"no picture")
+    names = [f"{blobs}/above/{n}.png\tabove" for n in (0, 1)] + ["damaged.png", "", "nowhere.png"]
+    (folder / "list.txt").write_text("\n".join(names))
+    asked = folder / "list.txt", blobs / "below"
+    made = folder / "with_records.onnx"
+    assert tessella("export", run, made).code == 0
+    told = tessella("run", plan, *asked, "--top", "1", "--json")
+    assert told.code == 3
+    rows = told.json["images"]
+    labels = [row["top"][0]["label"] if "top" in row else row["wrong"] for row in rows]
+    assert labels[:2] + labels[4:] == ["above"] * 2 + ["below"] * len(rows[4:])
+    assert len(rows) == 4 + len(list((blobs / "below").iterdir()))
+    assert [row["error"] for row in rows[2:4]] == ["DataError"] * 2
+    assert labels[3] == "there is no image here"
+    shown = tessella("run", plan, *asked)
+    assert shown.code == 3
+    assert "nowhere.png" in shown.err
+    assert "damaged.png" in shown.err
+    assert shown.out.count(f"{blobs}/above/") == 2  # the names alone are there twice
+    by_onnx = tessella("run", made, *asked, "--top", "1", "--json").json["images"]
+    for ours, its in zip(rows, by_onnx, strict=True):
+        if "top" in ours:
+            assert its["top"][0]["label"] == ours["top"][0]["label"]
+            assert its["top"][0]["score"] == pytest.approx(ours["top"][0]["score"], abs=1e-5)
+        else:
+            assert its == ours
+    refused = tessella("run", plan, folder / "run")
+    assert (refused.code, "no images here" in refused.err) == (3, True)
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     touch(tmp_path, "a/1.png", "b/1.png", "b/notes.txt", "stray.png")
     (tmp_path / "empty").mkdir()
     notes = " | ".join(find(tmp_path).notes)
-    assert "1 images lie in no class folder" in notes
-    assert "1 files do not end like an image" in notes
+    assert "1 image left out, in no class folder" in notes
+    assert "1 file left out, not named like an image" in notes
     assert "'empty' holds no image" in notes
 
 
@@ -57,7 +57,7 @@ def test_links_that_loop_end_and_count_nothing_twice(tmp_path: Path) -> None:
     (tmp_path / "b" / "again.png").symlink_to("../a/1.png")
     found = find(tmp_path)
     assert listed(found) == [("a/1.png", "a"), ("a/deep/2.png", "a"), ("b/3.png", "b")]
-    assert "5 links lead to what is already there and were not followed" in found.notes
+    assert "5 links to what is already there, not followed" in found.notes
 
 
 def test_links_to_other_places_are_followed_once(tmp_path: Path) -> None:

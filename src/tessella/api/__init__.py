@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from tessella.api.predicting import (
         Model,
         answer,
+        answer_each,
         classify,
         eager_predictor,
         engine_predictor,
+        name_of,
         open_model,
+        pictures,
         plain_answer,
         predictor,
         task_of,
@@ -33,11 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answering", "Batch", "CalibrationData", "Flip", "JudgingData", "Model", "Verification",
-    "answer",
-    "batch_range", "build", "calibrate", "classify", "compile", "eager_predictor",
-    "engine_predictor", "evaluate_split", "explain", "export", "load", "load_plan",
-    "open_checkpoint", "open_model", "pareto", "plain_answer", "predictor", "recipe_from", "serve",
-    "task_of", "train", "verify",
+    "answer", "answer_each", "batch_range", "build", "calibrate", "classify", "compile",
+    "eager_predictor", "engine_predictor", "evaluate_split", "explain", "export", "load",
+    "load_plan", "name_of", "open_checkpoint", "open_model", "pareto", "pictures", "plain_answer",
+    "predictor", "recipe_from", "serve", "task_of", "train", "verify",
 ]  # fmt: skip
 
 _PLACES = {
@@ -45,8 +47,8 @@ _PLACES = {
     "api.compiling": ("build", "calibrate", "compile", "explain", "export", "pareto"),
     "api.loading": ("load",),
     "api.predicting": (
-        "Model", "answer", "classify", "eager_predictor", "engine_predictor", "open_model",
-        "plain_answer", "predictor", "task_of",
+        "Model", "answer", "answer_each", "classify", "eager_predictor", "engine_predictor",
+        "name_of", "open_model", "pictures", "plain_answer", "predictor", "task_of",
     ),
     "api.samples": ("CalibrationData", "JudgingData"),
     "api.serving": ("serve",),

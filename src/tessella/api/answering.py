@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tessella.api.predicting import Model, engine_predictor, plain_answer, predictor, task_of
+from tessella.api.predicting import Model, plain_answer, predictor, task_of
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.core.errors import UsageError
 from tessella.device.float32_math import float32_math
@@ -18,8 +18,10 @@ from tessella.tasks.finished import finished
 
 
 class Answering:
-    """A checkpoint or a plan, opened once. A checkpoint's network runs on the CPU: GPUs belong to
-    jobs, and one picture takes a CPU milliseconds.
+    """A checkpoint, a plan or an ONNX file, opened once.
+
+    A checkpoint's network runs on the CPU: GPUs belong to jobs, and one picture takes a CPU
+    milliseconds.
     """
 
     def __init__(self, model: Model, *, trust_code: bool = False) -> None:
@@ -32,8 +34,7 @@ class Answering:
             self._record, self._labels = model.info.preprocess, model.info.labels
             self._predict: Callable[[torch.Tensor], torch.Tensor] = self._eager
         else:
-            _, self._record, self._labels = predictor(model)
-            self._predict = engine_predictor(model)
+            self._predict, self._record, self._labels = predictor(model)
         # once now: libraries prepare themselves at the first call, and a person waits at the next
         self._predict(torch.zeros(1, *self._record.input_shape))
 
@@ -47,8 +48,8 @@ class Answering:
         """Write every layer's pictures and ``layers.json`` into ``folder``; see ``write_views``."""
         if self._module is None:
             raise UsageError(
-                "a plan has no layers to look into",
-                fix="ask the checkpoint that the plan was made of",
+                "only a checkpoint has layers to look into",
+                fix="ask the checkpoint that this was made of",
             )
         inspect.write_views(self._module, self._pixels(image), folder, weights=self._weights)
 

@@ -1,32 +1,39 @@
-"""classify: a checkpoint or a plan as a function of images."""
+"""classify: a checkpoint, a plan or an ONNX file as a function of images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tessella.api.loading import load
+from tessella.api.onnx_network import OnnxNetwork
 from tessella.api.sources import open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.core.device import default_target, torch_device
-from tessella.core.errors import UsageError
+from tessella.core.errors import DataError, InputError, TessellaError, UsageError
 from tessella.core.preprocess import Preprocess, denormalize
 from tessella.core.task import CLASSIFICATION, TaskRecord
+from tessella.data.sources import is_image
 from tessella.device.float32_math import float32_math
 from tessella.nn import zoo
 from tessella.runtime.engine import Engine
 from tessella.tasks import Query, Task, of
 from tessella.tasks.finished import finished
 
-Model = Checkpoint | Engine
+Model = Checkpoint | Engine | OnnxNetwork
 
 
 def open_model(path: str | Path, *, compiled: bool = True) -> Model:
-    """A checkpoint (a folder, or the best of a run) or a plan; ``compiled`` as for ``load``."""
+    """A checkpoint (a folder, or the best of a run), a plan, or an ONNX file with its records.
+
+    ``compiled`` as for ``load``.
+    """
     path = Path(path)
+    if path.suffix == ".onnx" and path.is_file():
+        return OnnxNetwork.open(path)
     return load(path, compiled=compiled) if path.is_file() else open_checkpoint(path)
 
 
@@ -37,6 +44,8 @@ def predictor(
     if isinstance(model, Checkpoint):
         info = model.info
         return eager_predictor(model, trust_code=trust_code), info.preprocess, info.labels
+    if isinstance(model, OnnxNetwork):
+        return model, model.preprocess, model.labels
     if model.preprocess is None:
         raise UsageError(
             "this plan does not say how images become its input",
@@ -83,8 +92,49 @@ def engine_predictor(engine: Engine) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def task_of(model: Model) -> tuple[Task, TaskRecord]:
     """A model's task, and the record of it."""
-    record = model.info.task if isinstance(model, Checkpoint) else model.manifest.task
+    if isinstance(model, OnnxNetwork):
+        record = model.task
+    else:
+        record = model.info.task if isinstance(model, Checkpoint) else model.manifest.task
     return of(record), record
+
+
+def name_of(model: Model) -> str:
+    """What a report calls a model: its file or folder, or what a plan was built from."""
+    return model.manifest.built_from if isinstance(model, Engine) else str(model.path)
+
+
+def pictures(paths: Sequence[str | Path]) -> list[Path]:
+    """The image files that are meant: files as they are, folders' and lists' in their place.
+
+    Args:
+        paths: image files; folders, whose files that end like an image are taken, those of
+            subfolders too, in the order of their names; lists (``.txt``) of a path a line, relative
+            to the list, with what follows a tab left out.
+
+    Raises:
+        DataError: a folder or list names no image, or a list cannot be read.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if is_image(str(p)) and p.is_file())
+        elif path.suffix == ".txt":
+            inside = [path.parent / line for line in _lines(path)]
+        else:
+            inside = [path]
+        if not inside:
+            raise DataError("there are no images here", seen=path, fix="give image files")
+        found += inside
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError("the list of images cannot be read", seen=f"{path}: {error}") from error
+    return [name for line in lines if (name := line.split("\t")[0].strip())]
 
 
 def answer(
@@ -94,18 +144,47 @@ def answer(
     query: Query | None = None,
     trust_code: bool = False,
 ) -> list[Any]:
-    """The answer to each image file, as the model's task gives it to a client of a server: JSON."""
+    """The answer to each image file, as the model's task gives it to a client of a server: JSON.
+
+    Raises:
+        DataError: a file is no image, or not there; ``answer_each`` goes on behind it.
+    """
+    answers = []
+    for _, told in answer_each(model, images, query=query, trust_code=trust_code):
+        if isinstance(told, TessellaError):
+            raise told
+        answers.append(told)
+    return answers
+
+
+def answer_each(
+    model: Model,
+    images: Sequence[str | Path],
+    *,
+    query: Query | None = None,
+    trust_code: bool = False,
+) -> Iterator[tuple[Path, Any]]:
+    """Each image file with its answer, or with the error that says why it has none."""
     predict, record, labels = predictor(model, trust_code=trust_code)
     task, about = task_of(model)
-    answers = []
-    for image in images:
-        path = Path(image)
-        if not path.is_file():
-            raise UsageError("there is no image here", seen=path)
-        pixels = record(path.read_bytes(), name=path.name)
+    for path in map(Path, images):
+        try:
+            pixels = record(_content(path), name=path.name)
+        except (DataError, InputError) as error:
+            yield path, error
+            continue
         outputs = predict(torch.from_numpy(pixels[None])).float().numpy()
-        answers += task.answers.answer(outputs, labels, about, query or Query())
-    return answers
+        (told,) = task.answers.answer(outputs, labels, about, query or Query())
+        yield path, told
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError("there is no image here", seen=path) from error
+    except OSError as error:
+        raise DataError("the image cannot be read", seen=f"{path}: {error.strerror}") from error
 
 
 def plain_answer(task: Task, answer: Any) -> dict[str, Any]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from tessella import api
-from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.files import write_atomic
 from tessella.cli.output import Events, Json, Output, grid, output
-from tessella.core.errors import UsageError
+from tessella.core.errors import TessellaError, UsageError
 from tessella.core.record import canonical_json
 from tessella.tasks import Query
 
@@ -22,8 +21,12 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    model: Annotated[Path, Argument(help="A checkpoint, a run (its best), or a plan.")],
-    images: Annotated[list[Path] | None, Argument(help="Image files to classify.")] = None,
+    model: Annotated[
+        Path, Argument(help="A checkpoint, a run (its best), a plan, or an ONNX file.")
+    ],
+    images: Annotated[
+        list[Path] | None, Argument(help="Image files, folders, or .txt lists of them.")
+    ] = None,
     data: Annotated[Path | None, Option(help="Evaluate on this dataset instead.")] = None,
     split: Annotated[str, Option(help="train, val or test.")] = "val",
     top: Annotated[
@@ -53,23 +56,35 @@ def run(
         opened = api.open_model(model, compiled=not recompile)
         if images:
             query = Query(top=top, threshold=threshold)
-            answers = api.answer(opened, images, query=query, trust_code=trust_code)
-            task, _ = api.task_of(opened)
-            shown = [(p, task.answers.lines(a)) for p, a in zip(images, answers, strict=True)]
-            plain = {
-                "images": [
-                    {"image": str(p), **api.plain_answer(task, answer)}
-                    for p, answer in zip(images, answers, strict=True)
-                ]
-            }
-            rows = [
-                (p.name if rank == 0 else "", *line)
-                for p, lines in shown
-                for rank, line in enumerate(lines)
-            ]
-            out_.result(plain, grid(("image", *task.answers.HEADER), rows))
+            _answer(out_, opened, api.pictures(images), query, trust_code)
         elif data is not None:
             _evaluate(out_, opened, data, split, out, trust_code)
+
+
+def _answer(
+    out_: Output, model: api.Model, images: list[Path], query: Query, trust_code: bool
+) -> None:
+    """The rows of each image's answer. A file that is no image has its error instead, and the exit
+    code is the first error's.
+    """
+    task, _ = api.task_of(model)
+    names_differ = len({path.name for path in images}) == len(images)
+    plain: list[dict[str, Any]] = []
+    rows: list[tuple[object, ...]] = []
+    failed: list[TessellaError] = []
+    for path, told in api.answer_each(model, images, query=query, trust_code=trust_code):
+        if isinstance(told, TessellaError):
+            failed.append(told)
+            plain.append({"image": str(path), **told.to_json()})
+            continue
+        plain.append({"image": str(path), **api.plain_answer(task, told)})
+        for rank, line in enumerate(task.answers.lines(told)):
+            rows.append(((path.name if names_differ else path) if rank == 0 else "", *line))
+    out_.result({"images": plain}, grid(("image", *task.answers.HEADER), rows) if rows else None)
+    for error in failed:
+        out_.note(f"error: {error}")
+    if failed:
+        raise typer.Exit(failed[0].exit_code)
 
 
 def _evaluate(
@@ -78,7 +93,7 @@ def _evaluate(
     report = api.evaluate_split(model, data, split=split, trust_code=trust_code, emit=out_.emit)
     task, _ = api.task_of(model)
     plain = {
-        "model": str(model.path) if isinstance(model, Checkpoint) else model.manifest.built_from,
+        "model": api.name_of(model),
         "split": split,
         "task": task.name,
         **report.to_json(),

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from tessella.artifacts.dataset import SkippedFile
+from tessella.core.count import counted
 from tessella.core.errors import DataError, UsageError
 from tessella.tasks import Found, Source
 
@@ -82,12 +83,12 @@ def find_in_folder(root: Path) -> Found:
         key=lambda s: (s.label, s.path),
     )
     empty = sorted(_text(folder) for folder in walk.top_folders if _text(folder) not in index)
-    counted = [
-        (outside, "images lie in no class folder and were left out"),
-        (walk.others, "files do not end like an image and were left out"),
-        (walk.repeated_links, "links lead to what is already there and were not followed"),
+    told = [
+        (outside, "image", "left out, in no class folder"),
+        (walk.others, "file", "left out, not named like an image"),
+        (walk.repeated_links, "link", "to what is already there, not followed"),
     ]
-    notes = [f"{count:,} {what}" for count, what in counted if count]
+    notes = [f"{counted(count, noun)} {what}" for count, noun, what in told if count]
     notes += [f"folder {name!r} holds no image and is no class" for name in empty[:20]]
     return Found(
         classes=tuple(names),
@@ -150,7 +151,7 @@ class _Walk:
         for place, path in to_files:
             if not os.path.exists(place):
                 skipped = SkippedFile(path=_text(path), reason="the link leads nowhere")
-                self.skipped += [skipped] if _is_image(path) else []
+                self.skipped += [skipped] if is_image(path) else []
             elif self._is_new(place, self._inodes):
                 self._take(place, path, os.stat(place))
 
@@ -160,7 +161,7 @@ class _Walk:
         return new
 
     def _take(self, place: str, path: str, status: os.stat_result) -> None:
-        if stat.S_ISREG(status.st_mode) and _is_image(path):
+        if stat.S_ISREG(status.st_mode) and is_image(path):
             self.files.append((place, _text(path)))
             self._inodes.add(_key(status))
         else:
@@ -171,7 +172,8 @@ def _key(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _is_image(path: str) -> bool:
+def is_image(path: str) -> bool:
+    """Whether a file's name ends like that of an image."""
     return os.path.splitext(path)[1].lower() in SUFFIXES
 
 
