@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 import torch
+from PIL import Image
 from torchvision.transforms.v2 import functional as tv
 
 from tessella.artifacts.dataset import Dataset, Split
 from tessella.artifacts.run import Augment
 from tessella.core.errors import DataError, UsageError
-from tessella.core.preprocess import decode, fit
+from tessella.core.preprocess import decode, fit, raw_pixels
 from tessella.data import loading
 from tessella.data.importing import ImportSettings, import_images
 from tessella.data.loading import Batch, batches, steps_per_epoch
@@ -273,3 +277,38 @@ def _seconds(dataset: Dataset) -> float:
     for epoch in range(20):
         all_of(dataset.train, dataset, epoch=epoch)
     return time.perf_counter() - began
+
+
+# --- stored pixels --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("channels", "depth"), [(3, 8), (1, 8), (3, 16), (1, 16), (5, 8)])
+def test_stored_as_pixels_they_are_the_same_pictures(
+    channels: int, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PPM and PGM of the record's size are read where they lie; other tools open them, too."""
+    rng = np.random.default_rng(0)
+    for i in range(8):
+        path = tmp_path / "s" / "ab"[i % 2] / f"{i}.tif"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kind = np.uint8 if depth == 8 else np.uint16
+        pixels = rng.integers(0, 1 << depth, (9, 11, channels), kind)
+        if channels == 5:
+            tifffile.imwrite(path, pixels, photometric="minisblack", planarconfig="contig")
+        else:
+            tifffile.imwrite(path, pixels.squeeze(), photometric="rgb" if channels > 1 else None)
+    settings = ImportSettings(size=(9, 11), channels=channels, depth=depth, holdout=0.0)
+    compressed = import_images(tmp_path / "s", tmp_path / "png", settings)
+    raw = import_images(tmp_path / "s", tmp_path / "raw", replace(settings, store="pixels"))
+    assert raw.info.import_hash != compressed.info.import_hash
+    if channels != 5 and depth == 8:
+        monkeypatch.setattr(loading, "fitted", None)  # nothing is decoded
+    monkeypatch.setattr(loading, "DECODE_ONCE_BYTES", 0)
+    (seen,) = all_of(raw.train, raw)
+    for pixels, index in zip(seen.pixels.numpy(), seen.indices.tolist(), strict=True):
+        content = raw.train[index].content
+        assert np.array_equal(pixels, decode(content, raw.preprocess))
+        assert np.array_equal(pixels, decode(compressed.train[index].content, raw.preprocess))
+        if channels == 3 and depth == 8:
+            assert np.array_equal(pixels, np.asarray(Image.open(io.BytesIO(content))))
+        assert raw_pixels(memoryview(content[:-1]), raw.preprocess) is None

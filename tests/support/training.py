@@ -72,7 +72,8 @@ def curve(run: Run) -> list[tuple[int, float, dict[str, float]]]:
 
 
 def timeless(measured: Metric) -> dict[str, float]:
-    return {k: v for k, v in measured.values.items() if k != "images_per_s"}
+    clock = ("images_per_s", "data_wait")
+    return {k: v for k, v in measured.values.items() if k not in clock}
 
 
 def losses(run: Run) -> list[float]:

@@ -164,6 +164,11 @@ class Split:
             path=self._paths[chunk][row].as_py(),
         )
 
+    def content(self, index: int) -> memoryview:
+        """The stored file bytes of an image, where they lie in the mapped shard."""
+        chunk = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return memoryview(self._content[chunk][index - int(self._starts[chunk])].as_buffer())
+
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
 

@@ -94,7 +94,8 @@ class Recipe:
         sparsity: ``2:4``: the two smallest of each four weights that ``init`` gives become zero,
             and stay so. The same training once more brings a checkpoint's accuracy back.
         init: ``random``, ``pretrained`` (the network's library, online) or a checkpoint's path.
-        workers: processes that load images (0: in the training process).
+        workers: threads that load images in each process; 0: none beside the one that trains. By
+            default as many as cores where a GPU computes, else none.
     """
 
     network: str
@@ -116,7 +117,7 @@ class Recipe:
     class_weights: Literal["none", "balanced"] = "none"
     sparsity: Literal["none", "2:4"] = "none"
     init: str = "random"
-    workers: int = 0
+    workers: int | None = None
     network_options: dict[str, str | int | float | bool | None] | None = None
 
     def __post_init__(self) -> None:

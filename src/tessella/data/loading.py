@@ -1,7 +1,8 @@
 """A split becomes batches: the order from (seed, epoch), a slice for each process, exact resume.
 
-Small splits are decoded once and normalized in whole batches; large ones image by image, in threads
-that work ahead. Either way an image gets the bits that ``core.preprocess`` gives it.
+A batch holds integers, as the network's record has them before ``normalize``: a fourth of the bytes
+of float32 on their way to a GPU, where the last step is one of memory only. Small splits are
+decoded once; of large ones threads fill the coming batches, some images each.
 """
 
 from __future__ import annotations
@@ -21,14 +22,23 @@ import torch
 from tessella.artifacts.dataset import Split
 from tessella.artifacts.run import Augment
 from tessella.core.errors import DataError, UsageError
+from tessella.core.integers import ceil_div
 from tessella.core.pictures import Pixels
-from tessella.core.preprocess import Preprocess, centre_crop, fitted, normalize
+from tessella.core.preprocess import (
+    Preprocess,
+    centre_crop,
+    fitted,
+    raw_pixels,
+)
 from tessella.data.augment import IMAGE_STREAM, ORDER_STREAM, augmented, generator
+from tessella.data.scaling import Scaling
 from tessella.tasks import targets_of
 
 DECODE_ONCE_BYTES = 256 << 20
+AT_ONCE = 16  # images that a thread prepares before it takes the next task
 
 Indices = npt.NDArray[np.int64]
+Change = Callable[[Pixels, int], Pixels]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +46,21 @@ class Batch:
     """Some images of a split.
 
     Attributes:
-        images: float32, [N, C, H, W].
+        pixels: uint8 or uint16, [N, H, W, C], of the size that the network sees.
+        record: says how they become the network's input.
         labels: the targets, as the split's task has them in a batch: int64 [N] for classification.
         indices: int64, [N]: which images of the split they are.
     """
 
-    images: torch.Tensor
+    pixels: torch.Tensor
+    record: Preprocess
     labels: Any
     indices: torch.Tensor
+
+    @property
+    def images(self) -> torch.Tensor:
+        """The network's input, float32 [N, C, H, W]."""
+        return Scaling(self.record, self.pixels.device)(self.pixels).contiguous()
 
 
 def steps_per_epoch(count: int, batch_size: int) -> int:
@@ -64,6 +81,7 @@ def batches(
     augment: Augment | None,
     training: bool,
     workers: int = 0,
+    pinned: bool = False,
 ) -> Iterator[Batch]:
     """This process's slices of one epoch's global batches, from batch ``start`` on.
 
@@ -77,6 +95,7 @@ def batches(
         augment: None: the images are exactly as when evaluating. Otherwise, in training: these
             changes, and a random crop if the record has a crop.
         workers: threads that prepare batches ahead; 0: in the calling thread.
+        pinned: into page-locked memory, of which a GPU copies by itself.
 
     Raises:
         UsageError: a batch size or rank that cannot work.
@@ -95,21 +114,35 @@ def batches(
     if not slices:
         return
     pixels_of, targets = _source(split, preprocess, workers), targets_of(split)
+    height, width, channels = preprocess.pixel_shape
+    dtype = torch.uint8 if preprocess.depth == 8 else torch.uint16
 
-    def load(indices: Indices) -> Batch:
-        pixels = pixels_of(indices)
-        if change is None:
-            images = normalize(centre_crop(pixels, preprocess), preprocess)
-        else:
-            changed = [change(p, i) for p, i in zip(pixels, indices.tolist(), strict=True)]
-            images = normalize(np.stack(changed), preprocess)
+    def begin(indices: Indices) -> Batch:
+        """A batch whose pixels are still to come."""
+        shape = (len(indices), height, width, channels)
+        labels, places = in_torch(targets.batch(indices)), torch.from_numpy(indices.copy())
+        if pinned and isinstance(labels, torch.Tensor):
+            labels = labels.pin_memory()
         return Batch(
-            images=torch.from_numpy(images),
-            labels=in_torch(targets.batch(indices)),
-            indices=torch.from_numpy(indices.copy()),
+            pixels=torch.empty(shape, dtype=dtype, pin_memory=pinned),
+            record=preprocess,
+            labels=labels,
+            indices=places,
         )
 
-    yield from map(load, slices) if workers == 0 else _ahead(load, slices, workers)
+    def fill(batch: Batch, first: int, last: int) -> None:
+        made, indices = batch.pixels.numpy(), batch.indices.tolist()
+        for row in range(first, last):
+            pixels = pixels_of(indices[row])
+            made[row] = change(pixels, indices[row]) if change else centre_crop(pixels, preprocess)
+
+    if workers:
+        yield from _ahead(begin, fill, slices, workers)
+        return
+    for indices in slices:
+        batch = begin(indices)
+        fill(batch, 0, len(indices))
+        yield batch
 
 
 def in_torch(targets: Any) -> Any:
@@ -122,27 +155,44 @@ def _order(count: int, batch_size: int, seed: int, epoch: int) -> Indices:
     return np.resize(permutation, steps_per_epoch(count, batch_size) * batch_size)
 
 
-def _change(
-    settings: Augment, record: Preprocess, seed: int, epoch: int
-) -> Callable[[Pixels, int], Pixels]:
+def _change(settings: Augment, record: Preprocess, seed: int, epoch: int) -> Change:
     return lambda pixels, index: augmented(
         pixels, settings, record, generator(seed, epoch, IMAGE_STREAM, index)
     )
 
 
 def _ahead(
-    load: Callable[[Indices], Batch], slices: list[Indices], workers: int
+    begin: Callable[[Indices], Batch],
+    fill: Callable[[Batch, int, int], None],
+    slices: list[Indices],
+    workers: int,
 ) -> Iterator[Batch]:
-    """``map(load, slices)`` in threads, in order, at most ``workers`` + 1 batches ahead."""
-    pending: deque[Future[Batch]] = deque()
+    """The batches in order, filled by threads, so many ahead that each has something to do."""
+    ahead = 1 + ceil_div(2 * workers * AT_ONCE, len(slices[0]))
+    pending: deque[tuple[Batch, list[Future[None]]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="loading") as pool:
+
+        def submit(indices: Indices) -> None:
+            batch, count = begin(indices), len(indices)
+            parts = [
+                pool.submit(fill, batch, first, min(first + AT_ONCE, count))
+                for first in range(0, count, AT_ONCE)
+            ]
+            pending.append((batch, parts))
+
+        def filled() -> Batch:
+            batch, parts = pending.popleft()
+            for part in parts:
+                part.result()
+            return batch
+
         try:
             for indices in slices:
-                pending.append(pool.submit(load, indices))
-                if len(pending) > workers:
-                    yield pending.popleft().result()
+                submit(indices)
+                if len(pending) > ahead:
+                    yield filled()
             while pending:
-                yield pending.popleft().result()
+                yield filled()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -153,26 +203,28 @@ def _ahead(
 _DECODED: weakref.WeakKeyDictionary[Split, tuple[Preprocess, Pixels]] = weakref.WeakKeyDictionary()
 
 
-def _source(split: Split, record: Preprocess, workers: int) -> Callable[[Indices], Pixels]:
-    """A function that gives the fitted pixels of some images, NHWC."""
+def _source(split: Split, record: Preprocess, workers: int) -> Callable[[int], Pixels]:
+    """A function that gives the fitted pixels of an image, HWC."""
     nbytes = len(split) * record.height * record.width * record.channels * record.depth // 8
     if nbytes > DECODE_ONCE_BYTES:
-        return lambda indices: np.stack([_pixels(split, i, record) for i in indices.tolist()])
+        return lambda index: _pixels(split, index, record)
     if split not in _DECODED or _DECODED[split][0] != record:
         with ThreadPoolExecutor(max(1, workers), thread_name_prefix="decoding") as pool:
             all_pixels = pool.map(lambda i: _pixels(split, i, record), range(len(split)))
             _DECODED[split] = (record, np.stack(list(all_pixels)))
     decoded = _DECODED[split][1]
-    return lambda indices: decoded[indices]
+    return lambda index: decoded[index]
 
 
 def _pixels(split: Split, index: int, record: Preprocess) -> Pixels:
-    example = split[index]
+    stored = raw_pixels(split.content(index), record)
+    if stored is not None:
+        return stored
     try:
-        return fitted(example.content, record)
+        return fitted(split[index].content, record)
     except DataError as error:
         raise DataError(
             f"image {index} of the {split.name} split cannot be decoded",
-            seen=f"{example.path}: {error.wrong}",
+            seen=f"{split[index].path}: {error.wrong}",
             fix="import the dataset again",
         ) from error

@@ -25,7 +25,7 @@ from tessella.core.decoding import Decoder, why_it_ended
 from tessella.core.errors import DataError
 from tessella.core.headers import bits_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
-from tessella.core.preprocess import Preprocess, encode
+from tessella.core.preprocess import Preprocess, Store, encode
 from tessella.core.record import canonical_json
 from tessella.data.moments import sums_of
 from tessella.tasks import Source
@@ -62,18 +62,27 @@ Read = Picture | SkippedFile
 
 
 def read_all(
-    sources: Sequence[Source], record: Preprocess, *, workers: int, budget: Budget = BUDGET
+    sources: Sequence[Source],
+    record: Preprocess,
+    *,
+    workers: int,
+    budget: Budget = BUDGET,
+    store: Store = "png",
 ) -> Iterator[Read]:
-    """Each source's picture, or why there is none, in order; holds a few pictures a worker."""
+    """Each source's picture, or why there is none, in order; holds a few pictures a worker.
+
+    Args:
+        store: how ``encode`` stores them.
+    """
     nbytes = record.height * record.width * record.channels * record.depth // 8
     size = min(MAX_CHUNK, max(1, CHUNK_BYTES // nbytes))
     starts = iter(range(0, len(sources), size))
     pending: deque[Future[list[Read]]] = deque()
     readers: _Processes | _Threads
     if len(sources) > FEW:
-        workers, readers = min(workers, -(-len(sources) // FEW)), _Processes(record, budget)
+        workers, readers = min(workers, -(-len(sources) // FEW)), _Processes(record, budget, store)
     else:
-        readers = _Threads(record, budget, workers)
+        readers = _Threads(record, budget, store, workers)
     with (
         contextlib.closing(readers),
         ThreadPoolExecutor(workers, thread_name_prefix="import") as pool,
@@ -95,15 +104,15 @@ def read_all(
 class _Threads:
     """Files read in the calling thread, but for the decoding of what is not plain."""
 
-    def __init__(self, record: Preprocess, budget: Budget, processes: int) -> None:
+    def __init__(self, record: Preprocess, budget: Budget, store: Store, processes: int) -> None:
         self._decoder = Decoder(budget, processes=processes)
-        self._record = record
+        self._record, self._store = record, store
 
     def read(self, sources: Sequence[Source]) -> list[Read]:
         def decode(content: bytes) -> Pixels:
             return self._decoder(content, self._record, name="the file")
 
-        return [read(source.file, source.path, decode) for source in sources]
+        return [read(source.file, source.path, decode, self._store) for source in sources]
 
     def close(self) -> None:
         self._decoder.close()
@@ -112,7 +121,8 @@ class _Threads:
 class _Processes:
     """Files read by confined processes, one for each thread that asks."""
 
-    def __init__(self, record: Preprocess, budget: Budget) -> None:
+    def __init__(self, record: Preprocess, budget: Budget, store: Store) -> None:
+        self._store = store
         self._record, self._budget = canonical_json(record), budget
         self._idle: SimpleQueue[Confined] = SimpleQueue()
 
@@ -126,7 +136,7 @@ class _Processes:
                 with contextlib.suppress(OSError):  # it has ended: its last answers are still there
                     for source in left:
                         order = {"file": source.file, "path": source.path}
-                        process.send({**order, "record": self._record})
+                        process.send({**order, "record": self._record, "store": self._store})
                 made.extend(_received(process) for _ in left)
             except (EOFError, OSError):  # it ended over the first file without an answer
                 process.connection.close()
@@ -166,7 +176,7 @@ def _received(process: Confined) -> Read:
     )
 
 
-def read(file: str | os.PathLike[str], path: str, decode: Decode) -> Read:
+def read(file: str | os.PathLike[str], path: str, decode: Decode, store: Store) -> Read:
     """One file decoded, fitted and encoded, or a ``SkippedFile`` with the reason."""
     try:
         found = os.stat(file)
@@ -186,7 +196,7 @@ def read(file: str | os.PathLike[str], path: str, decode: Decode) -> Read:
     digest = hashlib.blake2b(pixels.tobytes(), digest_size=16, key=shape).digest()
     count, sums, squares = sums_of(pixels)
     return Picture(
-        content=encode(pixels),
+        content=encode(pixels, store),
         digest=digest,
         count=count,
         sums=sums,

@@ -23,7 +23,7 @@ def _answer(order: Order, _: bytes, budget: Budget) -> tuple[Order, bytes | None
             told(error, "the file", budget)
             raise
 
-    made = read(order["file"], order["path"], decode)
+    made = read(order["file"], order["path"], decode, order["store"])
     if isinstance(made, SkippedFile):
         return {"path": made.path, "reason": made.reason}, None
     numbers = {

@@ -12,7 +12,7 @@ from tessella.artifacts.dataset import Split
 from tessella.core.errors import DataError, TrainError
 from tessella.core.events import Emit, progress, silent
 from tessella.core.preprocess import Preprocess
-from tessella.data.loading import batches
+from tessella.data.loading import Batch, batches
 from tessella.tasks import Report, of, targets_of
 
 
@@ -32,20 +32,26 @@ def evaluate(
         predict: images float32 N×C×H×W on the CPU to answers [N, …] as the split's task has them,
             on any device: the scores N×K of a classification.
         labels: the K class names.
-        workers: processes that load images.
+        workers: threads that load images.
 
     Raises:
         DataError: the split is empty.
         TrainError: the outputs have the wrong shape, or one of them is NaN.
     """
     rows_NR = predict_split(
-        predict, split, preprocess, len(labels), batch_size=batch_size, workers=workers, emit=emit
+        lambda batch: predict(batch.images),
+        split,
+        preprocess,
+        len(labels),
+        batch_size=batch_size,
+        workers=workers,
+        emit=emit,
     )
     return measure(rows_NR, split, labels)
 
 
 def predict_split(
-    predict: Callable[[Tensor], Tensor],
+    predict: Callable[[Batch], Tensor],
     split: Split,
     preprocess: Preprocess,
     classes: int,
@@ -78,12 +84,13 @@ def predict_split(
         workers=workers,
     )
     for number, batch in enumerate(stream, start=1):
-        outputs = predict(batch.images)
-        wanted = [len(batch.images), *task.head.shape(classes, batch.images.shape[2:])]
+        outputs = predict(batch)
+        count, *sides, _ = batch.pixels.shape
+        wanted = [count, *task.head.shape(classes, sides)]
         if list(outputs.shape) != wanted:
             raise TrainError(
                 f"the network's answers are not of shape {wanted}, as {task.name} has them",
-                seen=f"shape {list(outputs.shape)} for {len(batch.images)} images",
+                seen=f"shape {list(outputs.shape)} for {count} images",
                 fix="end it with a layer of that many outputs",
             )
         rows_BR = metrics.rows(outputs.detach(), batch.labels, classes)

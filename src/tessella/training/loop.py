@@ -30,16 +30,18 @@ from tessella.data.loading import Batch, batches, steps_per_epoch
 from tessella.tasks import of
 from tessella.training.diagnosis import diagnosis
 from tessella.training.evaluate import measure, predict_split
+from tessella.training.feed import Fed, loading_threads
 from tessella.training.journal import Journal
 from tessella.training.meter import Meter
 from tessella.training.parallel import World, alone, launch
 from tessella.training.precision import arithmetic
-from tessella.training.prefetch import page_locked
 from tessella.training.prepare import begin, validates
 from tessella.training.schedule import Schedule
 from tessella.training.sparsity import sparse_weights
 from tessella.training.state import pack, prune
 from tessella.training.trainer import Trainer
+
+MUCH_WAITING = 0.05  # of the time of all steps
 
 
 def train(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silent) -> Run:
@@ -124,25 +126,25 @@ class Training:
             recipe=run.recipe,
             steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
         )
-        self._meter = Meter(self._schedule, world, self._state, journal)
+        self._meter = Meter(self._schedule, world, self._state, trainer.feed, journal)
+        self._workers = loading_threads(run.recipe.workers, world)
         self._validates = validates(dataset)
         self._measured: dict[str, float] = {}  # at this very step: what a checkpoint may claim
 
     def go(self) -> None:
         self._open()
         if not self._finished():
-            stream = self._batches()
-            for batch in page_locked(stream) if self._world.device.type == "cuda" else stream:
-                self._step(batch)
+            for fed in self._trainer.feed.stream(self._batches()):
+                self._step(fed)
                 if self._finished():
                     break
         self._close()
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, fed: Fed) -> None:
         state, schedule = self._state, self._schedule
         done, rate = state.step, schedule.rate(state.step)
         measured = self._trainer.step(
-            batch.images, batch.labels, done=done, rate=rate, momentum=schedule.momentum(done)
+            fed.images, fed.labels, done=done, rate=rate, momentum=schedule.momentum(done)
         )
         state.step += 1
         self._measured = {}
@@ -167,7 +169,8 @@ class Training:
                 world=self._world.size,
                 augment=self._recipe.augment,
                 training=True,
-                workers=self._recipe.workers,
+                workers=self._workers,
+                pinned=self._world.device.type == "cuda",
             )
             epoch, start = epoch + 1, 0
 
@@ -194,7 +197,7 @@ class Training:
                 batch_size=self._recipe.batch_size,
                 rank=self._world.rank,
                 world=self._world.size,
-                workers=self._recipe.workers,
+                workers=self._workers,
                 emit=self._journal,
             )
             result = measure(self._world.join_rows(rows_NR), self._dataset.val, info.labels)
@@ -283,6 +286,15 @@ class Training:
 
     def _close(self) -> None:
         state, total = self._state, self._schedule.total
+        on_gpu = self._world.device.type == "cuda"  # a CPU that loads is not idle
+        if (share := self._meter.data_wait) > MUCH_WAITING and on_gpu:
+            self._journal(
+                warning(
+                    f"{share:.0%} of the time the steps waited for images: import them with"
+                    " store='pixels', which needs no decoding, or give the training more workers"
+                    f" ({self._workers} now)"
+                )
+            )
         values: dict[str, float | bool] = {"steps": state.step, "early": state.step < total}
         if state.best_accuracy is not None:
             values[f"best_{self._run.info.task.score}"] = state.best_accuracy

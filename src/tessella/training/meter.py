@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tessella.core.events import Emit, metric, progress
+from tessella.training.feed import Feed
 from tessella.training.loss import not_finite
 from tessella.training.parallel import World
 from tessella.training.schedule import Schedule
@@ -21,8 +22,12 @@ _REPORT_S = 1.0
 class Meter:
     """Collects losses and emits them as metrics, averaged over all processes."""
 
-    def __init__(self, schedule: Schedule, world: World, state: TrainState, emit: Emit) -> None:
+    def __init__(
+        self, schedule: Schedule, world: World, state: TrainState, feed: Feed, emit: Emit
+    ) -> None:
         self._schedule, self._world, self._state, self._emit = schedule, world, state, emit
+        self._feed = feed
+        self._seconds = self._waited_s = 0.0
         self._group = _GROUP if world.device.type == "cuda" else 1
         self._pending: list[tuple[int, float, Tensor]] = []
         self.start_clock()
@@ -30,6 +35,7 @@ class Meter:
     def start_clock(self) -> None:
         """Start measuring speed; the time before was not spent on training."""
         self._since, self._steps = time.perf_counter(), 0
+        self._waited_before_s = self._feed.waited_s
 
     def add(self, step: int, rate: float, measured: Tensor) -> None:
         """Add this process's loss and accuracy at ``step``, which may still be in computation."""
@@ -58,12 +64,21 @@ class Meter:
         self._pending.clear()
         self._report_speed(step)
 
+    @property
+    def data_wait(self) -> float:
+        """The share of the time of all reported steps in which they waited for images, 0 to 1."""
+        return self._waited_s / self._seconds if self._seconds else 0.0
+
     def _report_speed(self, step: int) -> None:
         seconds = time.perf_counter() - self._since
         if seconds < _REPORT_S:
             return
         images = self._steps * self._schedule.recipe.batch_size
         epoch = self._schedule.epoch_at(step)
-        self._emit(metric(step, epoch, images_per_s=images / seconds))
+        waited_s = self._feed.waited_s - self._waited_before_s
+        self._seconds += seconds
+        self._waited_s += waited_s
+        speed = {"images_per_s": images / seconds, "data_wait": waited_s / seconds}
+        self._emit(metric(step, epoch, **speed))
         self._emit(progress("train", step, self._schedule.total))
         self.start_clock()

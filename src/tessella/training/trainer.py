@@ -12,10 +12,11 @@ from tessella.artifacts.dataset import SplitInfo
 from tessella.artifacts.run import RunInfo
 from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
-from tessella.data.loading import in_torch
+from tessella.data.loading import Batch, in_torch
 from tessella.nn import convert, zoo
 from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
+from tessella.training.feed import Feed
 from tessella.training.memory import largest_that_runs, out_of_memory
 from tessella.training.parallel import World
 from tessella.training.precision import MixedPrecision
@@ -35,6 +36,7 @@ class Trainer:
         module: the network, without the wrapper of data-parallel training.
         state: progress of the checkpoint ``start``, or of a new training.
         kept: weights that ``init`` did not set, with the reason (``zoo.init_from``).
+        feed: brings batches to the device.
         numbers: of the task's record, as the checkpoint ``start`` or the run has them.
     """
 
@@ -57,9 +59,10 @@ class Trainer:
         if recipe.init not in ("random", "pretrained") and start is None:
             self.kept = zoo.init_from(module, Checkpoint(recipe.init))
         on_gpu = world.device.type == "cuda"
-        self._layout = torch.channels_last if on_gpu else torch.contiguous_format
+        layout = torch.channels_last if on_gpu else torch.contiguous_format
+        self.feed = Feed(info.preprocess, world.device, layout)
         module = convert(module, backend=recipe.backend)
-        self.module = module.to(world.device).to(memory_format=self._layout)
+        self.module = module.to(world.device).to(memory_format=layout)
         if recipe.sparsity == "2:4" and start is None:
             sparsity.prune(self.module)
         self._parallel = world.wrap(self.module)
@@ -82,7 +85,7 @@ class Trainer:
     def step(
         self, images: Tensor, labels: Any, *, done: int, rate: float, momentum: float
     ) -> Tensor:
-        """One step after ``done`` finished ones.
+        """One step after ``done`` finished ones, with images and labels that are on the device.
 
         Returns:
             The loss, and what the task measures at a step (the accuracy of a classification), over
@@ -102,11 +105,11 @@ class Trainer:
         # Out here the exception is gone, and with it the frames that held the step's tensors.
         raise self._out_of_memory(seen, len(images))
 
-    def predict(self, images: Tensor) -> Tensor:
-        """The answers float32 [N, …] to images N×C×H×W, in evaluation mode."""
+    def predict(self, batch: Batch) -> Tensor:
+        """The answers float32 [N, …] to a batch's images, in evaluation mode."""
         self.module.eval()
         with torch.inference_mode(), self.mixed.autocast():
-            outputs: Tensor = self.module(self._move(images)).float()
+            outputs: Tensor = self.module(self.feed(batch).images).float()
             answers = self._task.head.finish(outputs, self._info.task.numbers)
         self.module.train()
         return answers
@@ -114,18 +117,11 @@ class Trainer:
     def _update(self, images: Tensor, labels: Any) -> Tensor:
         self.optimizer.zero_grad()
         with self.mixed.autocast():
-            outputs = self._parallel(self._move(images))
-        if isinstance(labels, Tensor):
-            labels = self._move(labels)
+            outputs = self._parallel(images)
         loss = self._task.loss.loss(outputs, labels, self._loss)
         self.mixed.update(loss, self.optimizer)
         measure = self._task.loss.step_measure(outputs.detach(), labels, self._loss.numbers)
         return torch.stack([loss.detach(), measure])
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device, images in its layout; asynchronous from page-locked memory."""
-        tensor = tensor.to(self._world.device, non_blocking=True)
-        return tensor.contiguous(memory_format=self._layout) if tensor.ndim == 4 else tensor
 
     def _out_of_memory(self, seen: str, failed: int) -> OutOfMemory:
         """The error with a batch size that fits, tried out after this trainer is freed."""
@@ -143,5 +139,14 @@ class Trainer:
         """One step of a new single-process trainer with ``batch`` images."""
         alone = World(device=self._world.device)
         trainer = Trainer(self._info, self._trained, alone)
-        images = torch.zeros(batch, *self._info.preprocess.input_shape)
-        trainer._update(images, in_torch(self._task.examples.blank(batch, len(self._info.labels))))
+        record = self._info.preprocess
+        dtype = torch.uint8 if record.depth == 8 else torch.uint16
+        fed = trainer.feed(
+            Batch(
+                pixels=torch.zeros(batch, *record.pixel_shape, dtype=dtype),
+                record=record,
+                labels=in_torch(self._task.examples.blank(batch, len(self._info.labels))),
+                indices=torch.arange(batch),
+            )
+        )
+        trainer._update(fed.images, fed.labels)

@@ -359,7 +359,12 @@ class _Log:
             )
 
 
-_NAMES = {"lr": "learning rate", "images_per_s": "images a second", "loss": "loss of the step"}
+_NAMES = {
+    "lr": "learning rate",
+    "images_per_s": "images a second",
+    "data_wait": "waited for images, of the time",
+    "loss": "loss of the step",
+}
 
 
 def _numbers(feed: Feed, task: TaskRecord) -> list[tuple[str, str]]:

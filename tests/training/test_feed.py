@@ -1,0 +1,65 @@
+"""Batches come in order, scaled to the bit, and what is waited for them is told."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tessella.core.errors import DataError
+from tessella.core.preprocess import Preprocess, normalize
+from tessella.data.loading import Batch
+from tessella.training.feed import Feed, loading_threads
+from tessella.training.parallel import World
+
+RECORD = Preprocess(
+    height=5, width=7, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), depth=16
+)
+CPU = torch.device("cpu")
+
+
+def stream(count: int, *, fail_at: int | None = None, each_s: float = 0.0):
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        if i == fail_at:
+            raise DataError("an image cannot be decoded", seen=i)
+        time.sleep(each_s)
+        label = torch.tensor([i])
+        pixels = torch.from_numpy(rng.integers(0, 1 << 16, (2, 5, 7, 3), np.uint16))
+        yield Batch(pixels=pixels, record=RECORD, labels=label, indices=label)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_each_batch_is_that_of_the_record(layout):
+    feed = Feed(RECORD, CPU, layout)
+    for i, (batch, fed) in enumerate(zip(stream(4), feed.stream(stream(4)), strict=True)):
+        right = normalize(batch.pixels.numpy(), RECORD)
+        assert np.array_equal(fed.images.numpy(), right)
+        assert fed.images.is_contiguous(memory_format=layout)
+        assert np.array_equal(batch.images.numpy(), right)
+        assert fed.labels.tolist() == [i]
+
+
+def test_an_error_comes_at_its_batch():
+    fed = Feed(RECORD, CPU, torch.contiguous_format).stream(stream(5, fail_at=2))
+    assert [next(fed).labels.item(), next(fed).labels.item()] == [0, 1]
+    with pytest.raises(DataError, match="cannot be decoded"):
+        next(fed)
+
+
+def test_what_is_waited_is_told():
+    feed = Feed(RECORD, CPU, torch.contiguous_format)
+    for _ in feed.stream(stream(4, each_s=0.02)):
+        time.sleep(0.03)  # the step
+    assert 0.08 <= feed.waited_s < 0.2
+
+
+def test_threads_that_load(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    gpu = torch.device("cuda", 0)
+    assert loading_threads(None, World(device=gpu)) == 16
+    assert loading_threads(None, World(device=gpu, size=4)) == 4
+    assert loading_threads(3, World(device=gpu)) == 3
+    assert loading_threads(None, World(device=CPU)) == 0
