@@ -11,15 +11,18 @@ from tessella.artifacts.run import Solver
 from tessella.core.errors import TrainError, UsageError
 
 # What ``Solver.momentum`` means to each: the velocity's decay, Adam's first beta, AdaDelta's rho
-# (as in Caffe). AdaGrad has nothing of the kind.
-_OPTIMIZERS: dict[str, Callable[[Any, Solver], optim.Optimizer]] = {
-    "sgd": lambda p, s: optim.SGD(p, lr=s.lr, momentum=s.momentum),
-    "nesterov": lambda p, s: optim.SGD(p, lr=s.lr, momentum=s.momentum, nesterov=True),
-    "adagrad": lambda p, s: optim.Adagrad(p, lr=s.lr),
-    "adadelta": lambda p, s: optim.Adadelta(p, lr=s.lr, rho=s.momentum),
-    "adam": lambda p, s: optim.Adam(p, lr=s.lr, betas=(s.momentum, 0.999)),
-    "adamw": lambda p, s: optim.AdamW(p, lr=s.lr, betas=(s.momentum, 0.999)),
-    "rmsprop": lambda p, s: optim.RMSprop(p, lr=s.lr, momentum=s.momentum),
+# (as in Caffe). AdaGrad has nothing of the kind. A fused optimizer is one kernel over all weights,
+# and with scaled losses the host does not wait to hear whether a gradient is infinite.
+_OPTIMIZERS: dict[str, Callable[[Any, Solver, bool], optim.Optimizer]] = {
+    "sgd": lambda p, s, fused: optim.SGD(p, lr=s.lr, momentum=s.momentum, fused=fused),
+    "nesterov": lambda p, s, fused: optim.SGD(
+        p, lr=s.lr, momentum=s.momentum, nesterov=True, fused=fused
+    ),
+    "adagrad": lambda p, s, _: optim.Adagrad(p, lr=s.lr),
+    "adadelta": lambda p, s, _: optim.Adadelta(p, lr=s.lr, rho=s.momentum),
+    "adam": lambda p, s, fused: optim.Adam(p, lr=s.lr, betas=(s.momentum, 0.999), fused=fused),
+    "adamw": lambda p, s, fused: optim.AdamW(p, lr=s.lr, betas=(s.momentum, 0.999), fused=fused),
+    "rmsprop": lambda p, s, _: optim.RMSprop(p, lr=s.lr, momentum=s.momentum),
 }
 
 
@@ -52,7 +55,8 @@ def optimizer_for(module: nn.Module, solver: Solver) -> optim.Optimizer:
         },
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return _OPTIMIZERS[solver.name]([g for g in groups if g["params"]], solver)
+    fused = all(p.is_cuda for p in parameters)
+    return _OPTIMIZERS[solver.name]([g for g in groups if g["params"]], solver, fused)
 
 
 def set_rate(optimizer: optim.Optimizer, rate: float, momentum: float) -> None:

@@ -1,0 +1,303 @@
+"""How fast a training is fed and steps: ``python -m benchmarks.train``, on a machine with a GPU.
+
+Four questions, each beside its peer in the same run:
+
+- *import*: JPEG files of 500×375 to a dataset of 256×256, images a second;
+- *loading*: crops of 224×224 of that dataset as normalized float32 on the GPU, channels last,
+  beside torch's DataLoader with as many processes, on the same pictures;
+- *step*: a ResNet-50 on one batch that stays on the GPU, beside plain loops of torch (channels
+  last, autocast, fused optimizer) and torch.compile;
+- *training*: ``tessella train`` on the dataset, as it says itself.
+
+The pictures are made here: cuts of smoothed noise, saved as JPEG at quality 90.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+from torchvision import models
+from torchvision.transforms import v2
+
+from benchmarks.report import RESULTS, document, markdown, write
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Precision, Recipe, Solver
+from tessella.core.device import default_target
+from tessella.core.events import Event
+from tessella.core.preprocess import Preprocess, Store
+from tessella.data import ImportSettings
+from tessella.data.importing import import_images
+from tessella.data.loading import Batch, batches
+from tessella.training.feed import Feed
+from tessella.training.loop import train
+from tessella.training.parallel import alone
+from tessella.training.precision import MixedPrecision, arithmetic
+from tessella.training.prepare import begin
+from tessella.training.trainer import Trainer
+
+CLASSES, SIDES, STORED, SEEN = 10, (375, 500), 256, 224
+ROUNDS = 5
+DEVICE = torch.device("cuda")
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pictures", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--precisions", default="bf16,fp16")
+    parser.add_argument("--seconds", type=float, default=8, help="of each training and loading")
+    parser.add_argument("--without", default="", help="parts: import,loading,step,training,compile")
+    parser.add_argument("--out", type=Path, default=RESULTS / "train-sm_90.json")
+    args = parser.parse_args()
+    without = set(args.without.split(","))
+    rows: list[Row] = []
+
+    def told(row: Row) -> None:
+        rows.append(row)
+        print(row, flush=True)
+        made = document(default_target(), rows) | {"cores": len(os.sched_getaffinity(0))}
+        write(args.out, made)  # after each row: what was measured is kept if time ends
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        nbytes = write_pictures(root / "jpeg", args.pictures)
+        print(f"{args.pictures} JPEG files of {nbytes / 1e3:.0f} kB")
+        for store in ("pixels", "png"):
+            began = time.perf_counter()
+            import_images(root / "jpeg", root / store, settings(store))
+            seconds = time.perf_counter() - began
+            told({"what": "import", "who": store, "images_per_s": args.pictures / seconds})
+        if "loading" not in without:
+            for row in loading(root, args.batch, args.seconds):
+                told(row)
+        for precision in args.precisions.split(","):
+            if "step" not in without:
+                for row in stepping(root, args.batch, precision, compiled="compile" not in without):
+                    told(row)
+            if "training" not in without:
+                for store in ("pixels", "png"):
+                    told(training(root, store, args.batch, precision, args.seconds))
+    head = ["what", "who", "images_per_s", "data_wait"]
+    print(markdown(head, [[row.get(name) for name in head] for row in rows]))
+
+
+def settings(store: Store) -> ImportSettings:
+    return ImportSettings(size=STORED, crop=SEEN, holdout=0.0, store=store, resize="crop")
+
+
+def write_pictures(root: Path, count: int) -> float:
+    """JPEG files in a folder for each class; their mean size in bytes."""
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, (1200, 1600, 3), np.uint8)
+    scene = sum(
+        cv2.GaussianBlur(noise, (0, 0), sigma).astype(np.float32) * gain
+        for sigma, gain in ((1.5, 0.7), (6, 2.0), (30, 9.0))
+    )
+    scene = cv2.normalize(scene, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
+    tops, lefts = rng.integers(0, (1200 - SIDES[0], 1600 - SIDES[1]), (count, 2)).T
+
+    def save(number: int) -> int:
+        top, left = int(tops[number]), int(lefts[number])
+        part = scene[top : top + SIDES[0], left : left + SIDES[1]]
+        content = cv2.imencode(".jpg", part, [cv2.IMWRITE_JPEG_QUALITY, 90])[1]
+        (root / str(number % CLASSES) / f"{number}.jpg").write_bytes(content.tobytes())
+        return int(content.size)
+
+    for number in range(CLASSES):
+        (root / str(number)).mkdir(parents=True)
+    with ThreadPoolExecutor() as pool:
+        return statistics.fmean(pool.map(save, range(count)))
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def loading(root: Path, batch: int, seconds: float) -> Iterator[Row]:
+    """Images a second on the GPU, from each kind of storage, and the peer's."""
+    threads = len(os.sched_getaffinity(0))
+    for store in ("pixels", "png"):
+        dataset = Dataset(root / store)
+        feed = Feed(dataset.preprocess, DEVICE, torch.channels_last)
+        stream = feed.stream(endless(dataset, batch, threads))
+        rate = images_per_s((fed.images for fed in stream), seconds)
+        yield {"what": "loading", "who": f"tessella, {store}", "images_per_s": rate}
+    files = sorted((root / "jpeg").rglob("*.jpg"))
+    record = Dataset(root / "png").preprocess
+    loader = DataLoader(
+        Files(files * 8, record),
+        batch_size=batch,
+        shuffle=True,
+        num_workers=threads,
+        pin_memory=True,
+        drop_last=True,
+        prefetch_factor=4,
+    )
+    moved = (images.to(DEVICE, non_blocking=True) for images in loader)
+    rate = images_per_s(moved, seconds)
+    yield {"what": "loading", "who": "DataLoader, JPEG to float32", "images_per_s": rate}
+
+
+def endless(dataset: Dataset, batch: int, threads: int) -> Iterator[Batch]:
+    return chain.from_iterable(
+        batches(
+            dataset.train,
+            dataset.preprocess,
+            batch_size=batch,
+            epoch=epoch,
+            augment=Recipe(network="", dataset="").augment,
+            training=True,
+            workers=threads,
+            pinned=True,
+        )
+        for epoch in range(1 << 20)
+    )
+
+
+class Files(TorchDataset[torch.Tensor]):
+    """What people write: torchvision decodes, crops, mirrors and normalizes."""
+
+    def __init__(self, files: list[Path], record: Preprocess) -> None:
+        self._files = files
+        self._change = v2.Compose(
+            [
+                v2.Resize(STORED, antialias=True),
+                v2.RandomCrop(SEEN),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(record.mean, record.std),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        torch.set_num_threads(1)
+        content = np.fromfile(self._files[index], np.uint8)
+        pixels = cv2.imdecode(content, cv2.IMREAD_COLOR)[:, :, ::-1].copy()
+        made: torch.Tensor = self._change(torch.from_numpy(pixels).permute(2, 0, 1))
+        return made
+
+
+def images_per_s(stream: Iterator[torch.Tensor], seconds: float) -> float:
+    """After the first few batches, which wait for threads and processes to begin."""
+    for _ in islice(stream, 12):
+        pass
+    torch.cuda.synchronize()
+    began, count = time.perf_counter(), 0
+    for images in stream:
+        count += len(images)
+        if time.perf_counter() - began > seconds:
+            break
+    torch.cuda.synchronize()
+    return count / (time.perf_counter() - began)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def stepping(root: Path, batch: int, precision: Precision, *, compiled: bool) -> Iterator[Row]:
+    """Images a second of steps on one batch: ours, and torch's as people write them."""
+    names = ["tessella", "torch", *(["torch.compile"] if compiled else [])]
+    with arithmetic(precision):
+        ways = {"tessella": _our_step(root, batch, precision)}
+        for name in names[1:]:
+            ways[name] = _torch_step(batch, precision, compiled=name == "torch.compile")
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for step in ways.values():
+            _seconds(step, 12)
+        for _ in range(ROUNDS):
+            for name, step in ways.items():
+                times[name].append(_seconds(step, 20))
+    for name in names:
+        rate = batch / statistics.median(times[name])
+        yield {"what": f"step {precision}", "who": name, "images_per_s": rate}
+
+
+def _seconds(step: Callable[[], object], count: int) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / count
+
+
+def _our_step(root: Path, batch: int, precision: Precision) -> Callable[[], object]:
+    dataset = Dataset(root / "pixels")
+    run, _ = begin(
+        recipe(root, "pixels", batch, precision), root / f"step-{precision}", resume=False
+    )
+    trainer = Trainer(run.info, dataset.train.info, alone())
+    fed = next(trainer.feed.stream(endless(dataset, batch, 8)))
+    return lambda: trainer.step(fed.images, fed.labels, done=0, rate=0.01, momentum=0.9)
+
+
+def _torch_step(batch: int, precision: Precision, *, compiled: bool) -> Callable[[], object]:
+    module = models.resnet50(num_classes=CLASSES).to(DEVICE, memory_format=torch.channels_last)
+    called = torch.compile(module, mode="max-autotune-no-cudagraphs") if compiled else module
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9, fused=True)
+    mixed = MixedPrecision(precision, DEVICE)
+    images = torch.randn(batch, 3, SEEN, SEEN, device=DEVICE)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(CLASSES, (batch,), device=DEVICE)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with mixed.autocast():
+            loss = torch.nn.functional.cross_entropy(called(images), labels)
+        mixed.update(loss, optimizer)
+
+    return step
+
+
+# --- a training -----------------------------------------------------------------------------------
+
+
+def recipe(root: Path, store: str, batch: int, precision: Precision, epochs: float = 1) -> Recipe:
+    return Recipe(
+        network="resnet50",
+        dataset=str(root / store),
+        epochs=epochs,
+        batch_size=batch,
+        precision=precision,
+        solver=Solver(lr=0.01),
+        snapshot_interval=1e6,
+    )
+
+
+def training(root: Path, store: str, batch: int, precision: Precision, seconds: float) -> Row:
+    """What a run says of its own speed, without its first two seconds."""
+    told: list[dict[str, Any]] = []
+
+    def listen(event: Event) -> None:
+        if "images_per_s" in event.values:
+            told.append(dict(event.values))
+
+    epochs = max(1.0, seconds * 5000 / len(Dataset(root / store).train))
+    train(recipe(root, store, batch, precision, epochs), root / f"{store}-{precision}", emit=listen)
+    told = told[2:] or told
+    return {
+        "what": f"training {precision}",
+        "who": f"tessella, {store}",
+        "images_per_s": statistics.median(row["images_per_s"] for row in told),
+        "data_wait": statistics.median(row["data_wait"] for row in told),
+    }
+
+
+if __name__ == "__main__":
+    main()
