@@ -162,7 +162,7 @@ def endless(dataset: Dataset, batch: int, threads: int) -> Iterator[Batch]:
             augment=Recipe(network="", dataset="").augment,
             training=True,
             workers=threads,
-            pinned=True,
+            for_gpu=True,
         )
         for epoch in range(1 << 20)
     )

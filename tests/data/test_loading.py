@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import functional as tv
 from tessella.artifacts.dataset import Dataset, Split
 from tessella.artifacts.run import Augment
 from tessella.core.errors import DataError, UsageError
-from tessella.core.preprocess import decode, fit, raw_pixels
+from tessella.core.preprocess import Preprocess, decode, encode, fit, stored_pixels
 from tessella.data import loading
 from tessella.data.importing import ImportSettings, import_images
 from tessella.data.loading import Batch, batches, steps_per_epoch
@@ -234,6 +234,54 @@ def test_mirrors_are_those_of_torchvision(dataset: Dataset) -> None:
     assert 50 < counts["mirrored"] < 118  # of 168: five standard deviations about the half
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "augment", [None, Augment(), Augment(flip=True, flip_vertical=True), STRONG], ids=str
+)
+def test_what_the_gpu_cuts_is_what_the_host_cuts(
+    split: Split,
+    dataset: Dataset,
+    training: bool,
+    augment: Augment | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where only cuts and mirrors change an image, its batch has the whole of it, and they are made
+    where it is scaled; to the bit as on the host.
+    """
+    empty = torch.empty  # page-locked memory needs a GPU
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    settings = {"augment": augment, "training": training, "epoch": 3, "workers": 2}
+    here, there = (all_of(split, dataset, for_gpu=for_gpu, **settings) for for_gpu in (False, True))
+    assert same(here, there)
+    later = augment != STRONG or not training
+    assert all((b.cuts is not None, b.pixels.shape[1:3]) == (later, (12, 10) if later else (8, 9))
+               for b in there)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "turned", "other size", "palette"])
+def test_a_png_that_import_did_not_write_is_read_as_any_other(damage: str) -> None:
+    """OpenCV ignores what Pillow sees; what it reads quickly is what both read alike."""
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 10, 3), np.uint8)
+    record, content = Preprocess(height=12, width=10), encode(pixels)
+    assert np.array_equal(stored_pixels(memoryview(content), record), pixels)
+    if damage == "cut":
+        content = content[: len(content) // 2]
+    elif damage == "flipped":
+        content = content[:60] + bytes([content[60] ^ 0xFF]) + content[61:]
+    else:
+        out, image = io.BytesIO(), Image.fromarray(pixels)
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        image = image.resize((10, 13)) if damage == "other size" else image
+        image = image.quantize(8) if damage == "palette" else image
+        image.save(out, "PNG", **({"exif": exif} if damage == "turned" else {}))
+        content = out.getvalue()
+    made = stored_pixels(memoryview(content), record)
+    if made is not None:  # a damaged file that both can still read
+        assert np.array_equal(made, decode(content, record))
+
+
 # --- errors and speed ---------------------------------------------------------------------------
 
 
@@ -311,4 +359,4 @@ def test_stored_as_pixels_they_are_the_same_pictures(
         assert np.array_equal(pixels, decode(compressed.train[index].content, raw.preprocess))
         if channels == 3 and depth == 8:
             assert np.array_equal(pixels, np.asarray(Image.open(io.BytesIO(content))))
-        assert raw_pixels(memoryview(content[:-1]), raw.preprocess) is None
+        assert stored_pixels(memoryview(content[:-1]), raw.preprocess) is None

@@ -6,6 +6,8 @@ run was resumed. Works on HWC uint8 or uint16 with any number of channels, befor
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cv2
 import numpy as np
 
@@ -27,6 +29,32 @@ def generator(seed: int, epoch: int, stream: int, index: int = 0) -> np.random.G
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a fitted image that the network sees, and how it is mirrored."""
+
+    top: int
+    left: int
+    mirrored: bool
+    upside_down: bool
+
+
+def only_cuts(settings: Augment) -> bool:
+    """Whether the changes are those of a ``Cut`` alone, which the GPU can make."""
+    return not (settings.rotation or settings.scale or settings.color or settings.noise)
+
+
+def drawn_cut(settings: Augment, record: Preprocess, rng: np.random.Generator) -> Cut:
+    """A random one, from the draws that ``augmented`` makes for it."""
+    top = left = 0
+    if record.crop is not None:
+        height, width = record.crop
+        top = int(rng.integers(record.height - height + 1))
+        left = int(rng.integers(record.width - width + 1))
+    mirrored = settings.flip and rng.random() < 0.5
+    return Cut(top, left, mirrored, settings.flip_vertical and rng.random() < 0.5)
+
+
 def augmented(
     pixels: Pixels, settings: Augment, record: Preprocess, rng: np.random.Generator
 ) -> Pixels:
@@ -38,14 +66,12 @@ def augmented(
         angle = rng.uniform(-settings.rotation, settings.rotation)
         zoom = rng.uniform(1 - settings.scale, 1 + settings.scale)
         pixels = _turn(pixels, angle, zoom)
-    if record.crop is not None:
-        height, width = record.crop
-        top = rng.integers(pixels.shape[0] - height + 1)
-        left = rng.integers(pixels.shape[1] - width + 1)
-        pixels = pixels[top : top + height, left : left + width]
-    if settings.flip and rng.random() < 0.5:
+    cut = drawn_cut(settings, record, rng)
+    height, width = record.crop or pixels.shape[:2]
+    pixels = pixels[cut.top : cut.top + height, cut.left : cut.left + width]
+    if cut.mirrored:
         pixels = _mirrored(pixels)
-    if settings.flip_vertical and rng.random() < 0.5:
+    if cut.upside_down:
         pixels = pixels[::-1]
     if settings.color or settings.noise:
         changed = pixels.astype(np.float32)

@@ -28,9 +28,16 @@ from tessella.core.preprocess import (
     Preprocess,
     centre_crop,
     fitted,
-    raw_pixels,
+    stored_pixels,
 )
-from tessella.data.augment import IMAGE_STREAM, ORDER_STREAM, augmented, generator
+from tessella.data.augment import (
+    IMAGE_STREAM,
+    ORDER_STREAM,
+    augmented,
+    drawn_cut,
+    generator,
+    only_cuts,
+)
 from tessella.data.scaling import Scaling
 from tessella.tasks import targets_of
 
@@ -46,7 +53,9 @@ class Batch:
     """Some images of a split.
 
     Attributes:
-        pixels: uint8 or uint16, [N, H, W, C], of the size that the network sees.
+        pixels: uint8 or uint16, [N, H, W, C], of the size that the network sees; with ``cuts``, as
+            the dataset stores them.
+        cuts: int64, [N, 4]: the fields of each image's ``augment.Cut``, still to be made.
         record: says how they become the network's input.
         labels: the targets, as the split's task has them in a batch: int64 [N] for classification.
         indices: int64, [N]: which images of the split they are.
@@ -56,11 +65,12 @@ class Batch:
     record: Preprocess
     labels: Any
     indices: torch.Tensor
+    cuts: torch.Tensor | None = None
 
     @property
     def images(self) -> torch.Tensor:
         """The network's input, float32 [N, C, H, W]."""
-        return Scaling(self.record, self.pixels.device)(self.pixels).contiguous()
+        return Scaling(self.record, self.pixels.device)(self.pixels, self.cuts).contiguous()
 
 
 def steps_per_epoch(count: int, batch_size: int) -> int:
@@ -81,7 +91,7 @@ def batches(
     augment: Augment | None,
     training: bool,
     workers: int = 0,
-    pinned: bool = False,
+    for_gpu: bool = False,
 ) -> Iterator[Batch]:
     """This process's slices of one epoch's global batches, from batch ``start`` on.
 
@@ -95,7 +105,8 @@ def batches(
         augment: None: the images are exactly as when evaluating. Otherwise, in training: these
             changes, and a random crop if the record has a crop.
         workers: threads that prepare batches ahead; 0: in the calling thread.
-        pinned: into page-locked memory, of which a GPU copies by itself.
+        for_gpu: in page-locked memory, of which a GPU copies by itself, and with the cutting left
+            to it where an image is not changed in other ways.
 
     Raises:
         UsageError: a batch size or rank that cannot work.
@@ -110,31 +121,42 @@ def batches(
     part = batch_size // world
     first = np.arange(start * batch_size, len(order), batch_size) + rank * part
     slices = [order[i : i + part] for i in first.tolist() if i < len(order)]
-    change = _change(augment, preprocess, seed, epoch) if augment and training else None
     if not slices:
         return
+    change = _change(augment, preprocess, seed, epoch) if augment and training else None
+    cut = _cut(augment if training else None, preprocess, seed, epoch)
+    later = for_gpu and (change is None or (augment is not None and only_cuts(augment)))
     pixels_of, targets = _source(split, preprocess, workers), targets_of(split)
     height, width, channels = preprocess.pixel_shape
+    if later:
+        height, width = preprocess.height, preprocess.width
     dtype = torch.uint8 if preprocess.depth == 8 else torch.uint16
 
     def begin(indices: Indices) -> Batch:
-        """A batch whose pixels are still to come."""
+        """A batch whose pixels and cuts are still to come."""
         shape = (len(indices), height, width, channels)
-        labels, places = in_torch(targets.batch(indices)), torch.from_numpy(indices.copy())
-        if pinned and isinstance(labels, torch.Tensor):
+        labels = in_torch(targets.batch(indices))
+        if for_gpu and isinstance(labels, torch.Tensor):
             labels = labels.pin_memory()
         return Batch(
-            pixels=torch.empty(shape, dtype=dtype, pin_memory=pinned),
+            pixels=torch.empty(shape, dtype=dtype, pin_memory=for_gpu),
+            cuts=torch.empty((len(indices), 4), dtype=torch.int64, pin_memory=True)
+            if later
+            else None,
             record=preprocess,
             labels=labels,
-            indices=places,
+            indices=torch.from_numpy(indices.copy()),
         )
 
     def fill(batch: Batch, first: int, last: int) -> None:
         made, indices = batch.pixels.numpy(), batch.indices.tolist()
         for row in range(first, last):
-            pixels = pixels_of(indices[row])
-            made[row] = change(pixels, indices[row]) if change else centre_crop(pixels, preprocess)
+            index = indices[row]
+            pixels = pixels_of(index)
+            if batch.cuts is not None:
+                made[row], batch.cuts.numpy()[row] = pixels, cut(index)
+            else:
+                made[row] = change(pixels, index) if change else centre_crop(pixels, preprocess)
 
     if workers:
         yield from _ahead(begin, fill, slices, workers)
@@ -159,6 +181,22 @@ def _change(settings: Augment, record: Preprocess, seed: int, epoch: int) -> Cha
     return lambda pixels, index: augmented(
         pixels, settings, record, generator(seed, epoch, IMAGE_STREAM, index)
     )
+
+
+def _cut(
+    settings: Augment | None, record: Preprocess, seed: int, epoch: int
+) -> Callable[[int], tuple[int, int, bool, bool]]:
+    """The fields of an image's cut: drawn, or where nothing is changed, the centre."""
+    if settings is None:
+        height, width = record.crop or (record.height, record.width)
+        centre = (record.height - height) // 2, (record.width - width) // 2, False, False
+        return lambda index: centre
+
+    def drawn(index: int) -> tuple[int, int, bool, bool]:
+        made = drawn_cut(settings, record, generator(seed, epoch, IMAGE_STREAM, index))
+        return made.top, made.left, made.mirrored, made.upside_down
+
+    return drawn
 
 
 def _ahead(
@@ -217,7 +255,7 @@ def _source(split: Split, record: Preprocess, workers: int) -> Callable[[int], P
 
 
 def _pixels(split: Split, index: int, record: Preprocess) -> Pixels:
-    stored = raw_pixels(split.content(index), record)
+    stored = stored_pixels(split.content(index), record)
     if stored is not None:
         return stored
     try:

@@ -1,4 +1,4 @@
-"""The last stage of a preprocessing record, on the device where the network runs."""
+"""The last stages of a preprocessing record, on the device where the network runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,32 @@ class Scaling:
     """``core.preprocess.normalize`` on a device, to the bit.
 
     Calling it makes float32 [N, C, H, W], whose channels are last in memory, of uint8 or uint16
-    [N, H, W, C].
+    [N, H, W, C] and, if they are still to be cut, the ``Cut`` of each, int64 [N, 4].
     """
 
     def __init__(self, record: Preprocess, device: torch.device) -> None:
         gain, offset = gain_and_offset(record)
+        self._sides = record.crop or (record.height, record.width)
         # here and not at each call: a copy from ordinary memory waits for the GPU
         self._gain = torch.from_numpy(gain).to(device)
         self._offset = torch.from_numpy(offset).to(device)
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def __call__(self, pixels: Tensor, cuts: Tensor | None = None) -> Tensor:
+        if cuts is not None:
+            pixels = self._cut(pixels, cuts)
         # two operations: one that multiplies and adds would round once
         return pixels.float().mul_(self._gain).add_(self._offset).permute(0, 3, 1, 2)
+
+    def _cut(self, pixels: Tensor, cuts: Tensor) -> Tensor:
+        """The part of each image that its cut names, [N, h, w, C]."""
+        top, left, mirrored, upside_down = cuts.unbind(1)
+        rows = _places(top, self._sides[0], upside_down)
+        columns = _places(left, self._sides[1], mirrored)
+        images = torch.arange(len(pixels), device=pixels.device)
+        return pixels[images[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+def _places(first: Tensor, count: int, reversed_: Tensor) -> Tensor:
+    """Row or column numbers [N, count] from ``first`` on, or backwards to it."""
+    steps = torch.arange(count, device=first.device)
+    return first[:, None] + torch.where(reversed_[:, None].bool(), count - 1 - steps, steps)

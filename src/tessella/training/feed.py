@@ -58,7 +58,7 @@ class Feed:
 
     def __call__(self, batch: Batch) -> Fed:
         """A batch alone."""
-        return self._scaled(self._moved(batch.pixels), self._moved(batch.labels))
+        return self._scaled(*self._all_moved(batch))
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Fed]:
         """The batches in order; the caller computes a step between one and the next."""
@@ -79,15 +79,15 @@ class Feed:
         idle: torch.cuda.Event | None = None
         while (batch := next(batches, None)) is not None:
             with torch.cuda.stream(own):
-                pixels, labels = self._moved(batch.pixels), self._moved(batch.labels)
+                parts = self._all_moved(batch)
                 there = own.record_event(_timed())
             if idle is not None:
                 self._waits.append((idle, there))
             computing.wait_event(there)
-            for tensor in (pixels, labels):
+            for tensor in parts:
                 if isinstance(tensor, Tensor):
                     tensor.record_stream(computing)  # its memory is not given to the next upload
-            yield self._scaled(pixels, labels)
+            yield self._scaled(*parts)
             idle = computing.record_event(_timed())
             self._add_waits()
 
@@ -96,11 +96,14 @@ class Feed:
             idle, there = self._waits.popleft()
             self.waited_s += max(0.0, idle.elapsed_time(there) / 1e3)
 
+    def _all_moved(self, batch: Batch) -> tuple[Tensor, Tensor | None, Any]:
+        return self._moved(batch.pixels), self._moved(batch.cuts), self._moved(batch.labels)
+
     def _moved(self, data: Any) -> Any:
         return data.to(self._device, non_blocking=True) if isinstance(data, Tensor) else data
 
-    def _scaled(self, pixels: Tensor, labels: Any) -> Fed:
-        images = self._scaling(pixels).contiguous(memory_format=self._layout)
+    def _scaled(self, pixels: Tensor, cuts: Tensor | None, labels: Any) -> Fed:
+        images = self._scaling(pixels, cuts).contiguous(memory_format=self._layout)
         return Fed(images=images, labels=labels)
 
 

@@ -170,7 +170,7 @@ class Training:
                 augment=self._recipe.augment,
                 training=True,
                 workers=self._workers,
-                pinned=self._world.device.type == "cuda",
+                for_gpu=self._world.device.type == "cuda",
             )
             epoch, start = epoch + 1, 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 from tessella.artifacts.run import Solver
@@ -56,7 +57,13 @@ def optimizer_for(module: nn.Module, solver: Solver) -> optim.Optimizer:
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     fused = all(p.is_cuda for p in parameters)
-    return _OPTIMIZERS[solver.name]([g for g in groups if g["params"]], solver, fused)
+    optimizer = _OPTIMIZERS[solver.name]([g for g in groups if g["params"]], solver, fused)
+    if fused and solver.name in ("sgd", "nesterov") and solver.momentum:
+        # torch leaves them uninitialized where its fused kernel skips the first step for an
+        # infinite gradient, as that of fp16 does: the second step then has NaN
+        for parameter in parameters:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def set_rate(optimizer: optim.Optimizer, rate: float, momentum: float) -> None:

@@ -93,7 +93,7 @@ def unpack(
     saved = from_plain(_Saved, plain, where=str(checkpoint.path / "training_state"))
     module.load_state_dict(checkpoint.weights())
     name_of = {parameter: name for name, parameter in module.named_parameters()}
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     index_of = {name_of[p]: index for index, p in enumerate(parameters)}
     state: dict[int, dict[str, object]] = {}
     for path, value in {**tensors, **saved.scalars}.items():
@@ -104,6 +104,9 @@ def unpack(
                 seen=f"optimizer state of {name!r} in {checkpoint.path}",
                 fix="resume from a checkpoint of this run",
             )
+        parameter = parameters[index_of[name]]
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            value = torch.empty_like(parameter).copy_(value)  # as fused optimizers want it
         state.setdefault(index_of[name], {})[key] = value
     # The settings come from the recipe, which is the same; only what was accumulated is loaded.
     groups = optimizer.state_dict()["param_groups"]
