@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +29,7 @@ from tessella.core.task import CLASSIFICATION, TaskRecord
 VERSION = 1
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 16 << 20  # what a writer holds in memory, and less than Arrow's 2 GiB
+BATCHES_AHEAD = 1  # one is written while the next is collected
 BYTES_PER_SHARD = 256 << 20
 
 SplitName = Literal["train", "val", "test"]
@@ -314,7 +317,7 @@ def _other_labels(where: Path) -> CorruptArtifact:
 
 
 class SplitWriter:
-    """Writes one split in shards; holds one record batch in memory."""
+    """Writes one split in shards, in a thread; holds a few record batches in memory."""
 
     def __init__(self, folder: Path, name: str, column: Column) -> None:
         self._folder, self._name, self._column = folder, name, column
@@ -328,20 +331,27 @@ class SplitWriter:
         self._shards: list[str] = []
         self._writer: pa.ipc.RecordBatchStreamWriter | None = None
         self._written = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
+        self._batches: deque[Future[None]] = deque()
         self.row_hashes = hashlib.sha256(name.encode())
 
-    def add(self, example: Example) -> None:
+    def add(self, example: Example, sha256: bytes | None = None) -> None:
+        """Add an image; ``sha256`` is that of its content, where it is known already."""
         self._rows.append(example)
         self._count += 1
         for label in self._column.occurs(example.label):
             self._counts[label] += 1
-        self.row_hashes.update(hashlib.sha256(example.content).digest() + _bytes(example.label))
+        sha256 = sha256 or hashlib.sha256(example.content).digest()
+        self.row_hashes.update(sha256 + _bytes(example.label))
         self._pending += len(example.content)
         if len(self._rows) == ROWS_PER_BATCH or self._pending >= BYTES_PER_BATCH:
-            self._write_rows()
+            self._hand_over()
 
     def close(self) -> SplitInfo:
-        self._write_rows()
+        self._hand_over()
+        while self._batches:
+            self._batches.popleft().result()
+        self._thread.shutdown()
         self._close_shard()
         return SplitInfo(
             count=self._count,
@@ -349,24 +359,30 @@ class SplitWriter:
             shards={name: member(self._folder / name) for name in self._shards},
         )
 
-    def _write_rows(self) -> None:
-        if not self._rows:
-            return
+    def _hand_over(self) -> None:
+        rows, nbytes = self._rows, self._pending
+        self._rows, self._pending = [], 0
+        if rows:
+            self._batches.append(self._thread.submit(self._write_rows, rows, nbytes))
+        while len(self._batches) > BATCHES_AHEAD or (self._batches and self._batches[0].done()):
+            self._batches.popleft().result()  # a full disk is told where images are added
+
+    def _write_rows(self, rows: list[Example], nbytes: int) -> None:
         if self._writer is None:
             shard = f"{self._name}-{len(self._shards):05d}.arrow"
             self._shards.append(shard)
             self._writer = pa.ipc.new_stream(str(self._folder / shard), self._schema)
-        images = [{"bytes": e.content, "path": e.path} for e in self._rows]
+        contents = pa.array([e.content for e in rows], pa.binary())
+        paths = pa.array([e.path for e in rows], pa.string())
         batch = pa.record_batch(
             [
-                pa.array(images, IMAGE.type),
-                pa.array([e.label for e in self._rows], self._column.type),
+                pa.StructArray.from_arrays([contents, paths], fields=list(IMAGE.type)),
+                pa.array([e.label for e in rows], self._column.type),
             ],
             schema=self._schema,
         )
         self._writer.write_batch(batch)
-        self._written += self._pending
-        self._rows, self._pending = [], 0
+        self._written += nbytes
         if self._written >= BYTES_PER_SHARD:
             self._close_shard()
 

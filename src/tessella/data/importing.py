@@ -272,7 +272,8 @@ def _write_pictures(
         source, split = listing.sources[number], int(listing.splits[number])
         if isinstance(picture, Picture):
             writers[split].add(
-                Example(content=picture.content, label=source.label, path=source.path)
+                Example(content=picture.content, label=source.label, path=source.path),
+                picture.sha256,
             )
             tally.duplicates.add(picture.digest, split, number)
             tally.deeper += picture.bits > settings.depth

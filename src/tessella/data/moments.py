@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import cv2
 import numpy as np
 
 from tessella.core.pictures import Pixels
 
+_COUNTED = 1 << 24  # OpenCV counts in float32
+_VALUES = np.arange(256)
 _EXACT_ROWS = 1 << 20  # so many squares of 16 bits add up to less than 2**53: float64 is exact
 
 
@@ -41,6 +44,12 @@ def sums_of(pixels: Pixels) -> tuple[int, list[int], list[int]]:
     flat = pixels.reshape(-1, pixels.shape[2])
     sums, squares = [0] * flat.shape[1], [0] * flat.shape[1]
     for channel in range(flat.shape[1]):
+        if pixels.dtype == np.uint8 and len(flat) < _COUNTED:
+            # 0.07 ms for 256 × 256 RGB, where the sums below take 0.54
+            counts = cv2.calcHist([pixels], [channel], None, [256], [0, 256]).ravel()
+            sums[channel] = int(counts.astype(np.int64) @ _VALUES)
+            squares[channel] = int(counts.astype(np.int64) @ _VALUES**2)
+            continue
         for start in range(0, len(flat), _EXACT_ROWS):
             part = flat[start : start + _EXACT_ROWS, channel].astype(np.float64)
             sums[channel] += int(part.sum())

@@ -45,12 +45,14 @@ class Picture:
 
     Attributes:
         content: lossless file bytes in the record's size.
+        sha256: of the content.
         digest: 16 bytes of a hash of the pixels.
         count, sums, squares: see ``moments.sums_of``.
         bits: of a sample in the file, as far as its header tells.
     """
 
     content: bytes
+    sha256: bytes
     digest: bytes
     count: int
     sums: list[int]
@@ -168,6 +170,7 @@ def _received(process: Confined) -> Read:
         return SkippedFile(path=str(reply["path"]), reason=str(reply["reason"]))
     return Picture(
         content=process.connection.recv_bytes(),
+        sha256=bytes.fromhex(reply["sha256"]),
         digest=bytes.fromhex(reply["digest"]),
         count=int(reply["count"]),
         sums=list(map(int, reply["sums"])),
@@ -195,8 +198,10 @@ def read(file: str | os.PathLike[str], path: str, decode: Decode, store: Store) 
     shape = f"{pixels.dtype}{pixels.shape}".encode()
     digest = hashlib.blake2b(pixels.tobytes(), digest_size=16, key=shape).digest()
     count, sums, squares = sums_of(pixels)
+    stored = encode(pixels, store)
     return Picture(
-        content=encode(pixels, store),
+        content=stored,
+        sha256=hashlib.sha256(stored).digest(),
         digest=digest,
         count=count,
         sums=sums,

@@ -29,7 +29,8 @@ def _answer(order: Order, _: bytes, budget: Budget) -> tuple[Order, bytes | None
     numbers = {
         "count": made.count, "sums": made.sums, "squares": made.squares, "bits": made.bits,
     }  # fmt: skip
-    return {"digest": made.digest.hex(), **numbers}, made.content
+    hashes = {"digest": made.digest.hex(), "sha256": made.sha256.hex()}
+    return {**hashes, **numbers}, made.content
 
 
 if __name__ == "__main__":
