@@ -45,6 +45,7 @@ from tessella.compiler.rewrites import (
     move_reshapes,
     pad_channels,
     prune_weights,
+    round_weights,
     share_masks,
     swap_means,
     take_pixels,
@@ -148,6 +149,11 @@ def quantizes_on_gpu(request: Request) -> bool:
 def narrows(request: Request) -> bool:
     """values are to have 16 bits"""
     return request.decided.rest != "float32" or bool(request.decided.dtypes)
+
+
+def multiplies_tf32(request: Request) -> bool:
+    """float32 is multiplied as TF32"""
+    return request.precision == "tf32" and on_gpu(request)
 
 
 def on_gpu(request: Request) -> bool:
@@ -258,6 +264,8 @@ PASSES = (
          given=_target),
     Pass("fuse", widen_results.apply,
          "sums are float32: scores are not rounded first, and widened then", on_gpu, _target),
+    Pass("mark", round_weights.apply, "tensor cores cut off what TF32 does not have",
+         multiplies_tf32),
     Pass("mark", mark_non_negative.apply, "16-bit numbers from zero on, as integers", on_cpu),
     Pass("mark", mark_sparse_weights.apply, "2:4 weights, for kernels that skip their zeros",
          skips_zeros),
