@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from tessella.core.task import CLASSIFICATION, TaskRecord
 VERSION = 1
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 16 << 20  # what a writer holds in memory, and less than Arrow's 2 GiB
-BATCHES_AHEAD = 1  # one is written while the next is collected
 BYTES_PER_SHARD = 256 << 20
 
 SplitName = Literal["train", "val", "test"]
@@ -317,7 +315,7 @@ def _other_labels(where: Path) -> CorruptArtifact:
 
 
 class SplitWriter:
-    """Writes one split in shards, in a thread; holds a few record batches in memory."""
+    """Writes one split in shards, in a thread; holds two record batches in memory."""
 
     def __init__(self, folder: Path, name: str, column: Column) -> None:
         self._folder, self._name, self._column = folder, name, column
@@ -332,7 +330,7 @@ class SplitWriter:
         self._writer: pa.ipc.RecordBatchStreamWriter | None = None
         self._written = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
-        self._batches: deque[Future[None]] = deque()
+        self._being_written: Future[None] | None = None
         self.row_hashes = hashlib.sha256(name.encode())
 
     def add(self, example: Example, sha256: bytes | None = None) -> None:
@@ -349,8 +347,7 @@ class SplitWriter:
 
     def close(self) -> SplitInfo:
         self._hand_over()
-        while self._batches:
-            self._batches.popleft().result()
+        self._wait()
         self._thread.shutdown()
         self._close_shard()
         return SplitInfo(
@@ -360,18 +357,11 @@ class SplitWriter:
         )
 
     def _hand_over(self) -> None:
+        """Have the rows written as one record batch, while the next are collected."""
         rows, nbytes = self._rows, self._pending
         self._rows, self._pending = [], 0
-        if rows:
-            self._batches.append(self._thread.submit(self._write_rows, rows, nbytes))
-        while len(self._batches) > BATCHES_AHEAD or (self._batches and self._batches[0].done()):
-            self._batches.popleft().result()  # a full disk is told where images are added
-
-    def _write_rows(self, rows: list[Example], nbytes: int) -> None:
-        if self._writer is None:
-            shard = f"{self._name}-{len(self._shards):05d}.arrow"
-            self._shards.append(shard)
-            self._writer = pa.ipc.new_stream(str(self._folder / shard), self._schema)
+        if not rows:
+            return
         contents = pa.array([e.content for e in rows], pa.binary())
         paths = pa.array([e.path for e in rows], pa.string())
         batch = pa.record_batch(
@@ -381,6 +371,18 @@ class SplitWriter:
             ],
             schema=self._schema,
         )
+        self._wait()  # a full disk is told where images are added
+        self._being_written = self._thread.submit(self._write, batch, nbytes)
+
+    def _wait(self) -> None:
+        if self._being_written is not None:
+            self._being_written.result()
+
+    def _write(self, batch: pa.RecordBatch, nbytes: int) -> None:
+        if self._writer is None:
+            shard = f"{self._name}-{len(self._shards):05d}.arrow"
+            self._shards.append(shard)
+            self._writer = pa.ipc.new_stream(str(self._folder / shard), self._schema)
         self._writer.write_batch(batch)
         self._written += nbytes
         if self._written >= BYTES_PER_SHARD:
