@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from tessella.artifacts import dataset as module
-from tessella.artifacts.dataset import Dataset, DatasetInfo, Example, SplitWriter, write_info
-from tessella.artifacts.files import write_folder
+from tessella.artifacts.dataset import (
+    Dataset,
+    DatasetInfo,
+    Example,
+    Split,
+    SplitWriter,
+    write_info,
+)
+from tessella.artifacts.files import member, write_folder
 from tessella.core.errors import (
     ArtifactError,
     CorruptArtifact,
@@ -206,3 +214,31 @@ def test_a_truncated_document_and_no_document(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ArtifactError, match="no dataset here"):
         Dataset(tmp_path / "d")
+
+
+@pytest.mark.parametrize("way", ["as written", "compressed", "too many files"])
+def test_stored_bytes_are_read_into_memory(way: str, tmp_path: Path, monkeypatch) -> None:
+    """From the shard's file, wherever its batches lie; where that cannot be, from the mapping."""
+    monkeypatch.setattr(module, "ROWS_PER_BATCH", 7)
+    if way == "too many files":
+        monkeypatch.setattr(module, "MOST_FILES", 0)
+    rows = [bytes([i]) * (1000 + i) for i in range(40)]
+    writer = SplitWriter(tmp_path, "train", column_of(named("classification"), ("a", "b")))
+    for number, content in enumerate(rows):
+        writer.add(Example(content=content, label=number % 2, path=f"{number}.png"))
+    info = writer.close()
+    if way == "compressed":  # as another program may write it
+        (name,) = info.shards
+        table = pa.ipc.open_stream((tmp_path / name).read_bytes()).read_all()
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        with pa.ipc.new_stream(str(tmp_path / name), table.schema, options=options) as stream:
+            stream.write_table(table)
+        info = replace(info, shards={name: member(tmp_path / name)})
+    split = Split(tmp_path, "train", info, deep=True)
+    for number, content in enumerate(rows):
+        assert split.content(number) == split[number].content == content
+        head, rest = bytearray(10), bytearray(len(content) - 10)
+        assert split.read(number, head, rest) == (way == "as written")
+        assert not split.read(number, rest)
+        if way == "as written":
+            assert head + rest == content
