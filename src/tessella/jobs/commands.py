@@ -22,7 +22,7 @@ from tessella.artifacts.defaults import completed
 from tessella.artifacts.run import Recipe, Solver
 from tessella.core.errors import UsageError
 from tessella.core.policies import Policy
-from tessella.core.preprocess import Preprocess
+from tessella.core.preprocess import Preprocess, Store
 from tessella.core.record import to_plain
 from tessella.jobs.job import JOB_FOLDER, JobSpec
 
@@ -53,6 +53,7 @@ def import_images(
     test_folder: PathLike | None = None,
     workers: int | None = None,
     task: str = "classification",
+    store: Store = "png",
 ) -> JobSpec:
     """``tessella data import``: a folder or list of images becomes a dataset in ``out``.
 
@@ -79,6 +80,8 @@ def import_images(
     elif test:
         argv += ["--test", str(test)]
     argv += ["--seed", str(seed)]
+    if store != "png":
+        argv += ["--store", store]
     if workers is not None:
         argv += ["--workers", str(workers)]
     return JobSpec(name=name or Path(out).name, kind="import", argv=tuple(argv), resumable=True)

@@ -17,7 +17,7 @@ from nicegui.events import ValueChangeEventArguments
 from tessella.artifacts.dataset import Dataset
 from tessella.core.count import counted
 from tessella.core.errors import TessellaError, UsageError
-from tessella.core.preprocess import Preprocess, ResizeMode
+from tessella.core.preprocess import Preprocess, ResizeMode, Store
 from tessella.jobs import commands
 from tessella.jobs.job import Job, JobSpec
 from tessella.studio import charts, parts, pictures
@@ -112,6 +112,7 @@ class _Settings:
     holdout: float | None = 0.1
     test: float | None = 0.0
     seed: int | None = 0
+    store: Store = "png"
 
     @classmethod
     def of(cls, dataset: Dataset) -> _Settings:
@@ -150,6 +151,7 @@ class _Settings:
             holdout=float(self.holdout or 0.0),
             test=float(self.test or 0.0),
             seed=int(self.seed or 0),
+            store=self.store,
         )
 
 
@@ -233,6 +235,12 @@ class _New:
             parts.field(
                 ui.select(depths, value=start.depth, label="Depth", on_change=self._set("depth"))
             )
+            stores = {"png": "PNG", "pixels": "Pixels"}
+            parts.field(
+                ui.select(
+                    stores, value=start.store, label="Stored as", on_change=self._set("store")
+                )
+            ).tooltip("Pixels are about twice as large, and training reads them without decoding")
             parts.field(
                 ui.number("Seed of the split", value=0, precision=0, on_change=self._set("seed"))
             )
