@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Solver
+from tessella.artifacts.run import Run, Solver
 from tessella.core.errors import DataError, OutOfMemory, TrainError, UsageError
 from tessella.core.policies import Policy
 from tessella.data.loading import batches
@@ -185,6 +186,19 @@ def test_divergence_names_the_step_and_stays_in_the_log(dataset, tmp_path):
         train(settings, tmp_path / "run", emit=told.append)
     assert told[-1].kind == "error"
     assert loop.Run(tmp_path / "run").events()[-1].text == told[-1].text
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_a_readable_error(dataset, tmp_path):
+    """Files end at 100 kB, of which LeNet's weights have more: a write fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(TrainError, match=r"step-0.*File too large.*make room.*then resume"):
+            train(recipe(dataset), tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not Run(tmp_path / "run").checkpoints()
+    assert len(losses(train(recipe(dataset), tmp_path / "run", resume=True))) == 16
 
 
 def test_a_full_disk_is_a_readable_error(dataset, tmp_path, monkeypatch):

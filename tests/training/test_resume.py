@@ -149,6 +149,42 @@ def test_a_finished_run_stays_as_it_is(settings, whole):
     assert curve(whole) == before
 
 
+def test_a_run_may_get_more_epochs(settings, whole, tmp_path):
+    """It goes on from its last step by the schedule of the longer run, as ``run.json`` has it."""
+    short = train(Recipe(**{**vars(settings), "epochs": 2.0}), tmp_path / "run")
+    done = short.latest().info.position.step
+    told = []
+    longer = train(settings, short.path, resume=True, emit=told.append)
+    assert longer.recipe == Run(short.path).recipe == settings
+    assert [step for step, *_ in curve(longer)] == [step for step, *_ in curve(whole)]
+    assert next(e.text for e in told if e.name == "resume") == f"from step {done}"
+    with pytest.raises(UsageError, match=r"epochs was 4.25, is 2.0"):
+        train(Recipe(**{**vars(settings), "epochs": 2.0}), short.path, resume=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_heard_behind_the_step(settings, whole, tmp_path, number):
+    """The step at hand is saved, and the training that goes on is the unbroken one."""
+    before = signal.getsignal(number)
+
+    def stop(event):
+        if event.kind == "metric" and event.step == 7:
+            signal.raise_signal(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(settings, tmp_path / "run", emit=stop)
+    assert Run(tmp_path / "run").latest().info.position.step == 7
+    assert signal.getsignal(number) == before
+    assert_same(train(settings, tmp_path / "run", resume=True), whole)
+
+
+def test_where_nothing_was_saved_a_resume_says_so(settings, tmp_path):
+    told = []
+    train(Recipe(**{**vars(settings), "epochs": 0.3}), tmp_path / "run", resume=True,
+          emit=told.append)  # fmt: skip
+    assert next(e.text for e in told if e.name == "resume").startswith("from step 0: there is no")
+
+
 def test_another_recipe_is_refused_with_what_differs(settings, whole):
     changed = Recipe(**{**vars(settings), "epochs": 9.0, "solver": Solver(name="sgd")})
     with pytest.raises(UsageError, match=r"epochs was 4.25, is 9.0; .*'adam'.*'sgd'"):

@@ -160,6 +160,9 @@ def save_checkpoint(
         metrics: those that are not finite (a diverged loss) are left out: JSON has no NaN.
         state_tensors, state_values: the trainer's state (JSON text in bytes); without them the
             checkpoint can be used but not resumed.
+
+    Raises:
+        OSError: it cannot be written.
     """
 
     from safetensors.torch import save_file
@@ -186,7 +189,10 @@ def save_checkpoint(
         )
         (folder / "checkpoint.json").write_bytes(to_document("checkpoint", VERSION, info))
 
-    write_folder(path, fill)
+    try:
+        write_folder(path, fill)
+    except SafetensorError as error:  # a full disk, which files of ours tell by an OSError
+        raise OSError(f"{path}: {error}") from error
     return Checkpoint(path)
 
 

@@ -7,7 +7,7 @@ the checkpoints. The trainer writes; the studio, the CLI and the API read.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -252,3 +252,10 @@ def write_run(path: Path, info: RunInfo) -> None:
             fix="choose another folder, or go on with resume=True (--resume)",
         )
     write_atomic(path / "run.json", to_document("run", VERSION, info))
+
+
+def extend_run(run: Run, epochs: float) -> Run:
+    """The run with more epochs to go, as ``run.json`` says from now on."""
+    info = replace(run.info, recipe=replace(run.info.recipe, epochs=epochs))
+    write_atomic(run.path / "run.json", to_document("run", VERSION, info))
+    return Run(run.path)

@@ -59,7 +59,7 @@ def train(
     "class_weights": "balanced", "init": "pretrained", "val_interval": 0.5}. To prune a trained
     network and train it again: {"sparsity": "2:4", "init": "runs/a/checkpoints/step-00001000"}
     """
-    stopped = "stopped: the same command with --resume goes on from the last checkpoint"
+    stopped = "stopped: the same command with --resume goes on where it stopped"
     with output(json_only=json, events=events, stopped=stopped) as out_:
         settings = {} if recipe is None else read_recipe(recipe)
         settings |= {"network": network, "dataset": str(dataset)}

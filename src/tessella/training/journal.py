@@ -33,7 +33,8 @@ class Journal:
         if after_step is not None:
             session = SessionLog(status=SessionLog.START)
             self._board.add_event(BoardEvent(step=after_step + 1, session_log=session))
-            self(Event(kind="phase", name="resume", step=after_step))
+            told = f"from step {after_step:,}"
+            self(Event(kind="phase", name="resume", step=after_step, text=told))
 
     def __call__(self, event: Event) -> None:
         if not self._open:

@@ -7,7 +7,7 @@ run that was killed goes on from its last checkpoint as if nothing had happened.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from tessella.training.prepare import begin, validates
 from tessella.training.schedule import Schedule
 from tessella.training.sparsity import sparse_weights
 from tessella.training.state import pack, prune
+from tessella.training.stopping import never, stop_signals
 from tessella.training.trainer import Trainer
 
 MUCH_WAITING = 0.05  # of the time of all steps
@@ -57,8 +58,12 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silen
         UsageError, DataError: see ``prepare.begin``.
         TrainError: training diverged, or a process of it failed.
         OutOfMemory: with a batch size that fits.
+        KeyboardInterrupt: SIGINT or SIGTERM came: of a single process, behind a checkpoint of the
+            step at hand. The second ends it at once.
     """
     run, resumed = begin(recipe, Path(out), resume=resume)
+    if resume and not resumed:
+        emit(phase("resume", f"from step 0: there is no run in {out} yet"))
     try:
         if recipe.gpus > 1:
             launch(run.path, recipe.gpus, resumed=resumed, emit=emit)
@@ -134,11 +139,20 @@ class Training:
     def go(self) -> None:
         self._open()
         if not self._finished():
+            self._go_on()
+        self._close()
+
+    def _go_on(self) -> None:
+        """Step until the end; asked to stop, save first."""
+        # several processes would have to agree on the step: there, the last snapshot has to do
+        with stop_signals() if self._world.size == 1 else nullcontext(never) as asked:
             for fed in self._trainer.feed.stream(self._batches()):
                 self._step(fed)
                 if self._finished():
                     break
-        self._close()
+                if asked():
+                    self._snapshot()
+                    raise KeyboardInterrupt
 
     def _step(self, fed: Fed) -> None:
         state, schedule = self._state, self._schedule

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Recipe, Run, RunInfo, write_run
+from tessella.artifacts.run import Recipe, Run, RunInfo, extend_run, write_run
 from tessella.core.errors import DataError, UsageError
 from tessella.core.record import digest, to_plain
 from tessella.nn import zoo
@@ -21,7 +21,8 @@ def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
     """The run in ``out``, new or to be resumed, and whether it is resumed.
 
     With ``resume``, a folder without a run gets a new one, since a training may be killed that
-    early. A run that failed before its first checkpoint is replaced: it holds nothing to lose.
+    early; and a run may get more epochs, which ``run.json`` has from then on. A run that failed
+    before its first checkpoint is replaced: it holds nothing to lose.
 
     Raises:
         UsageError: the folder holds a run (without ``resume``), or one of another recipe; or the
@@ -38,7 +39,8 @@ def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
             _remove(out)
         elif resume:
             _require_same(run.info, info, out)
-            return run, True
+            more = recipe.epochs > run.recipe.epochs
+            return extend_run(run, recipe.epochs) if more else run, True
     write_run(out, info)
     return Run(out), False
 
@@ -116,18 +118,19 @@ def _require_same(before: RunInfo, now: RunInfo, out: Path) -> None:
     """Refuse to resume a run with another recipe or dataset; the error names the differences."""
     old, new = _decisive(before), _decisive(now)
     changed = [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in new if old.get(k) != new[k]]
-    if changed:
+    if changed and not (len(changed) == 1 and new["epochs"] > old["epochs"]):
         raise UsageError(
             "the run was begun with other settings",
             seen="; ".join(changed)[:1000],
-            fix=f"resume with the settings in {out / 'run.json'}, or train into another folder",
+            fix=f"resume with the settings in {out / 'run.json'}, of which epochs alone may grow, "
+            "or train into another folder",
         )
 
 
 def _decisive(info: RunInfo) -> dict[str, Any]:
     """The settings that decide the run. A dataset counts by its hash, as its folder may move."""
     recipe = to_plain(info.recipe)
-    del recipe["dataset"]
+    del recipe["dataset"], recipe["workers"]
     return {
         **recipe,
         "network": {**to_plain(info.network), "source": digest(info.network.source)},
