@@ -46,7 +46,6 @@ DECODE_ONCE_BYTES = 256 << 20
 AT_ONCE = 16  # images that a thread prepares before it takes the next task
 
 Indices = npt.NDArray[np.int64]
-Change = Callable[[Pixels, int], Pixels]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,56 +123,16 @@ def batches(
     slices = [order[i : i + part] for i in first.tolist() if i < len(order)]
     if not slices:
         return
-    change = _change(augment, preprocess, seed, epoch) if augment and training else None
-    cut = _cut(augment if training else None, preprocess, seed, epoch)
-    later = for_gpu and (change is None or (augment is not None and only_cuts(augment)))
-    pixels_of, targets = _source(split, preprocess, workers), targets_of(split)
-    height, width, channels = preprocess.pixel_shape
-    if later:
-        height, width = preprocess.height, preprocess.width
-    dtype = torch.uint8 if preprocess.depth == 8 else torch.uint16
-
-    def begin(indices: Indices) -> Batch:
-        """A batch whose pixels and cuts are still to come."""
-        shape = (len(indices), height, width, channels)
-        labels = in_torch(targets.batch(indices))
-        if for_gpu and isinstance(labels, torch.Tensor):
-            labels = labels.pin_memory()
-        return Batch(
-            pixels=torch.empty(shape, dtype=dtype, pin_memory=for_gpu),
-            cuts=torch.empty((len(indices), 4), dtype=torch.int64, pin_memory=True)
-            if later
-            else None,
-            record=preprocess,
-            labels=labels,
-            indices=torch.from_numpy(indices.copy()),
-        )
-
-    def read_into(index: int, out: Pixels) -> None:
-        """The whole image; where the dataset stores pixels, straight into their place."""
-        if split in _DECODED or not _read(split, index, out, preprocess):
-            out[...] = pixels_of(index)
-
-    def fill(batch: Batch, first: int, last: int) -> None:
-        made, indices = batch.pixels.numpy(), batch.indices.tolist()
-        for row in range(first, last):
-            index = indices[row]
-            if batch.cuts is not None:
-                read_into(index, made[row])
-                batch.cuts.numpy()[row] = cut(index)
-            else:
-                pixels = pixels_of(index)
-                made[row] = change(pixels, index) if change else centre_crop(pixels, preprocess)
-
+    changes = augment if training else None
+    loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch))
     if workers:
-        first_image = np.empty((height, width, channels), np.uint8)
-        if later and _read(split, int(slices[0][0]), first_image, preprocess):
-            workers = 1  # reads an image in 40 µs, most of it with Python's lock: more only wait
-        yield from _ahead(begin, fill, slices, workers)
+        reads = loader.only_reads(int(slices[0][0]))
+        # reading takes 40 µs an image, most of it with Python's lock: more threads only wait
+        yield from _ahead(loader, slices, 1 if reads else workers)
         return
     for indices in slices:
-        batch = begin(indices)
-        fill(batch, 0, len(indices))
+        batch = loader.begin(indices)
+        loader.fill(batch, 0, len(indices))
         yield batch
 
 
@@ -187,43 +146,100 @@ def _order(count: int, batch_size: int, seed: int, epoch: int) -> Indices:
     return np.resize(permutation, steps_per_epoch(count, batch_size) * batch_size)
 
 
-def _change(settings: Augment, record: Preprocess, seed: int, epoch: int) -> Change:
-    return lambda pixels, index: augmented(
-        pixels, settings, record, generator(seed, epoch, IMAGE_STREAM, index)
-    )
+class _Loader:
+    """Makes batches of one epoch: an empty one, and then its images, some at a time.
+
+    Args:
+        changes: those of the images; None where they are to be as in an evaluation.
+        drawn_from: seed and epoch of the random numbers.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        record: Preprocess,
+        changes: Augment | None,
+        for_gpu: bool,
+        workers: int,
+        drawn_from: tuple[int, int],
+    ) -> None:
+        self._split, self._record, self._changes = split, record, changes
+        self._for_gpu, self._drawn_from = for_gpu, drawn_from
+        self._cuts_later = for_gpu and (changes is None or only_cuts(changes))
+        self._pixels_of, self._targets = _source(split, record, workers), targets_of(split)
+        self._shape = record.pixel_shape
+        if self._cuts_later:
+            self._shape = record.height, record.width, record.channels
+
+    def begin(self, indices: Indices) -> Batch:
+        """A batch whose pixels and cuts are still to come."""
+        dtype = torch.uint8 if self._record.depth == 8 else torch.uint16
+        labels = in_torch(self._targets.batch(indices))
+        if self._for_gpu and isinstance(labels, torch.Tensor):
+            labels = labels.pin_memory()
+        cuts = torch.empty((len(indices), 4), dtype=torch.int64, pin_memory=self._for_gpu)
+        return Batch(
+            pixels=torch.empty((len(indices), *self._shape), dtype=dtype, pin_memory=self._for_gpu),
+            cuts=cuts if self._cuts_later else None,
+            record=self._record,
+            labels=labels,
+            indices=torch.from_numpy(indices.copy()),
+        )
+
+    def fill(self, batch: Batch, first: int, last: int) -> None:
+        """Put some of the batch's images into it."""
+        made, indices = batch.pixels.numpy(), batch.indices.tolist()
+        cuts = None if batch.cuts is None else batch.cuts.numpy()
+        for row in range(first, last):
+            if cuts is None:
+                made[row] = self._changed(indices[row])
+                continue
+            cuts[row] = self._cut(indices[row])
+            # straight into its place, unless it is decoded
+            if self._split in _DECODED or not self._read(indices[row], made[row]):
+                made[row] = self._pixels_of(indices[row])
+
+    def only_reads(self, index: int) -> bool:
+        """Whether an image is stored as pixels, and the GPU makes the rest."""
+        return self._cuts_later and self._read(index, np.empty(self._shape, np.uint8))
+
+    def _read(self, index: int, out: Pixels) -> bool:
+        """Read an image that is stored as pixels into HWC memory of its size, if it is."""
+        head = raw_head(self._record)
+        if head is None:
+            return False
+        seen = bytearray(len(head))
+        return self._split.read(index, seen, out.reshape(-1).data) and seen == head
+
+    def _changed(self, index: int) -> Pixels:
+        pixels = self._pixels_of(index)
+        if self._changes is None:
+            return centre_crop(pixels, self._record)
+        return augmented(pixels, self._changes, self._record, self._draws(index))
+
+    def _cut(self, index: int) -> tuple[int, int, bool, bool]:
+        """The fields of an image's cut: drawn, or where nothing is changed, the centre."""
+        if self._changes is None:
+            (height, width), record = self._shape[:2], self._record
+            crop = record.crop or (height, width)
+            return (height - crop[0]) // 2, (width - crop[1]) // 2, False, False
+        cut = drawn_cut(self._changes, self._record, self._draws(index))
+        return cut.top, cut.left, cut.mirrored, cut.upside_down
+
+    def _draws(self, index: int) -> np.random.Generator:
+        return generator(*self._drawn_from, IMAGE_STREAM, index)
 
 
-def _cut(
-    settings: Augment | None, record: Preprocess, seed: int, epoch: int
-) -> Callable[[int], tuple[int, int, bool, bool]]:
-    """The fields of an image's cut: drawn, or where nothing is changed, the centre."""
-    if settings is None:
-        height, width = record.crop or (record.height, record.width)
-        centre = (record.height - height) // 2, (record.width - width) // 2, False, False
-        return lambda index: centre
-
-    def drawn(index: int) -> tuple[int, int, bool, bool]:
-        made = drawn_cut(settings, record, generator(seed, epoch, IMAGE_STREAM, index))
-        return made.top, made.left, made.mirrored, made.upside_down
-
-    return drawn
-
-
-def _ahead(
-    begin: Callable[[Indices], Batch],
-    fill: Callable[[Batch, int, int], None],
-    slices: list[Indices],
-    workers: int,
-) -> Iterator[Batch]:
+def _ahead(loader: _Loader, slices: list[Indices], workers: int) -> Iterator[Batch]:
     """The batches in order, filled by threads, so many ahead that each has something to do."""
     ahead = 1 + ceil_div(2 * workers * AT_ONCE, len(slices[0]))
     pending: deque[tuple[Batch, list[Future[None]]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="loading") as pool:
 
         def submit(indices: Indices) -> None:
-            batch, count = begin(indices), len(indices)
+            batch, count = loader.begin(indices), len(indices)
             parts = [
-                pool.submit(fill, batch, first, min(first + AT_ONCE, count))
+                pool.submit(loader.fill, batch, first, min(first + AT_ONCE, count))
                 for first in range(0, count, AT_ONCE)
             ]
             pending.append((batch, parts))
@@ -262,15 +278,6 @@ def _source(split: Split, record: Preprocess, workers: int) -> Callable[[int], P
             _DECODED[split] = (record, np.stack(list(all_pixels)))
     decoded = _DECODED[split][1]
     return lambda index: decoded[index]
-
-
-def _read(split: Split, index: int, out: Pixels, record: Preprocess) -> bool:
-    """Read an image that is stored as pixels into HWC memory of its size; False if it is not."""
-    head = raw_head(record)
-    if head is None:
-        return False
-    seen = bytearray(len(head))
-    return split.read(index, seen, out.reshape(-1).data) and seen == head
 
 
 def _pixels(split: Split, index: int, record: Preprocess) -> Pixels:
