@@ -24,6 +24,11 @@ def labelled(truth_NK: np.ndarray):
     [
         ("classification", pa.int64(), [2, 0, 2, 1]),
         ("multilabel", pa.list_(pa.int64()), [[0, 2], [], [2], [1, 2], []]),
+        (
+            "segmentation",
+            named("segmentation").examples.column(),
+            [{"mask": b"", "classes": k} for k in ([0, 2], [], [1], [1, 2])],
+        ),
         ("regression", pa.list_(pa.float64()), [[1, None, 0], [None, None, 2], [0, 0, None]]),
     ],
 )

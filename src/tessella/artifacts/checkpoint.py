@@ -46,6 +46,7 @@ class Network:
         options: further keyword arguments of the network, JSON scalars.
         source: the text of the user's own file (Python or prototxt), so that the checkpoint is
             whole.
+        dense: the outputs are for each pixel, [N, classes, height, width], not for a picture.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Network:
     width: int
     options: dict[str, str | int | float | bool | None]
     source: str | None = None
+    dense: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

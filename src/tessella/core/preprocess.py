@@ -223,14 +223,29 @@ def _by_rows(change: Callable[[Pixels], npt.NDArray[Any]], pixels: Pixels, out: 
 # --- fit ----------------------------------------------------------------------------------------
 
 
-def fit(pixels: Pixels, record: Preprocess) -> Pixels:
-    """HWC of any size to the record's height × width in its resize mode; bilinear, antialiased."""
-    height, width = pixels.shape[:2]
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a picture of some size lies in the record's height × width.
+
+    Attributes:
+        box: left, top, right and bottom of what is shown of it, in the picture's own pixels.
+        height, width: the size in which that is shown.
+        top, left: its corner in the record's pixels; around it lies the padding.
+    """
+
+    box: tuple[float, float, float, float]
+    height: int
+    width: int
+    top: int
+    left: int
+
+
+def placement(height: int, width: int, record: Preprocess) -> Placement:
+    """How ``fit`` places a picture of this size."""
     want_h, want_w = record.height, record.width
-    if (height, width) == (want_h, want_w):
-        return pixels
-    if record.resize == "squash":
-        return _resize(pixels, want_h, want_w, (0.0, 0.0, width, height))
+    if record.resize == "squash" or (height, width) == (want_h, want_w):
+        whole = (0.0, 0.0, width, height)
+        return Placement(box=whole, height=want_h, width=want_w, top=0, left=0)
     cover, inside = (choose(want_h / height, want_w / width) for choose in (max, min))
     scale = {"crop": cover, "fill": inside, "half_crop": (cover + inside) / 2}[record.resize]
     full_h, full_w = max(1, round(height * scale)), max(1, round(width * scale))
@@ -238,8 +253,22 @@ def fit(pixels: Pixels, record: Preprocess) -> Pixels:
     show_h, show_w = min(full_h, want_h), min(full_w, want_w)
     top, left = (full_h - show_h) // 2, (full_w - show_w) // 2
     y, x = height / full_h, width / full_w
-    box = (left * x, top * y, (left + show_w) * x, (top + show_h) * y)
-    return _pad(_resize(pixels, show_h, show_w, box), want_h, want_w, record.depth)
+    return Placement(
+        box=(left * x, top * y, (left + show_w) * x, (top + show_h) * y),
+        height=show_h,
+        width=show_w,
+        top=(want_h - show_h) // 2,
+        left=(want_w - show_w) // 2,
+    )
+
+
+def fit(pixels: Pixels, record: Preprocess) -> Pixels:
+    """HWC of any size to the record's height × width in its resize mode; bilinear, antialiased."""
+    if pixels.shape[:2] == (record.height, record.width):
+        return pixels
+    place = placement(pixels.shape[0], pixels.shape[1], record)
+    shown = _resize(pixels, place.height, place.width, place.box)
+    return _pad(shown, record, place)
 
 
 def _resize(
@@ -267,14 +296,14 @@ def _resize(
     return stacked
 
 
-def _pad(pixels: Pixels, height: int, width: int, depth: int) -> Pixels:
-    """The picture in the middle of height × width of middle grey."""
-    have_h, have_w = pixels.shape[:2]
-    if (have_h, have_w) == (height, width):
+def _pad(pixels: Pixels, record: Preprocess, place: Placement) -> Pixels:
+    """The picture at its place in middle grey."""
+    if pixels.shape[:2] == (record.height, record.width):
         return pixels
-    out = np.full((height, width, pixels.shape[2]), (full_scale(depth) + 1) // 2, pixels.dtype)
-    top, left = (height - have_h) // 2, (width - have_w) // 2
-    out[top : top + have_h, left : left + have_w] = pixels
+    grey = (full_scale(record.depth) + 1) // 2
+    out = np.full((record.height, record.width, pixels.shape[2]), grey, pixels.dtype)
+    top, left = place.top, place.left
+    out[top : top + place.height, left : left + place.width] = pixels
     return out
 
 

@@ -6,14 +6,13 @@ run was resumed. Works on HWC uint8 or uint16 with any number of channels, befor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cv2
 import numpy as np
 
 from tessella.artifacts.run import Augment
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess, full_scale
+from tessella.tasks import Moves, turn
 
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601
 ORDER_STREAM, IMAGE_STREAM = 0, 1
@@ -29,49 +28,44 @@ def generator(seed: int, epoch: int, stream: int, index: int = 0) -> np.random.G
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The part of a fitted image that the network sees, and how it is mirrored."""
-
-    top: int
-    left: int
-    mirrored: bool
-    upside_down: bool
-
-
 def only_cuts(settings: Augment) -> bool:
-    """Whether the changes are those of a ``Cut`` alone, which the GPU can make."""
+    """Whether images are cut and mirrored only, which the GPU can do."""
     return not (settings.rotation or settings.scale or settings.color or settings.noise)
 
 
-def drawn_cut(settings: Augment, record: Preprocess, rng: np.random.Generator) -> Cut:
-    """A random one, from the draws that ``augmented`` makes for it."""
-    top = left = 0
+def drawn_moves(settings: Augment, record: Preprocess, rng: np.random.Generator) -> Moves:
+    """How an image is moved, by the first draws of its random numbers."""
+    angle, zoom, top, left = 0.0, 1.0, 0, 0
+    if settings.rotation or settings.scale:
+        angle = rng.uniform(-settings.rotation, settings.rotation)
+        zoom = rng.uniform(1 - settings.scale, 1 + settings.scale)
+    height, width = record.crop or (record.height, record.width)
     if record.crop is not None:
-        height, width = record.crop
         top = int(rng.integers(record.height - height + 1))
         left = int(rng.integers(record.width - width + 1))
-    mirrored = settings.flip and rng.random() < 0.5
-    return Cut(top, left, mirrored, settings.flip_vertical and rng.random() < 0.5)
+    mirror = settings.flip and rng.random() < 0.5
+    flip = settings.flip_vertical and rng.random() < 0.5
+    return Moves(
+        angle=angle, zoom=zoom, top=top, left=left, height=height, width=width,
+        mirror=mirror, flip=flip,
+    )  # fmt: skip
 
 
 def augmented(
     pixels: Pixels, settings: Augment, record: Preprocess, rng: np.random.Generator
-) -> Pixels:
-    """A changed copy of a fitted image, in the size that the network takes.
+) -> tuple[Pixels, Moves]:
+    """A changed copy of a fitted image, in the size that the network takes; and how it was moved.
 
     Rotation and zoom first, on the whole image, then the random crop, mirrors, colour and noise.
     """
+    moves = drawn_moves(settings, record, rng)
     if settings.rotation or settings.scale:
-        angle = rng.uniform(-settings.rotation, settings.rotation)
-        zoom = rng.uniform(1 - settings.scale, 1 + settings.scale)
-        pixels = _turn(pixels, angle, zoom)
-    cut = drawn_cut(settings, record, rng)
-    height, width = record.crop or pixels.shape[:2]
-    pixels = pixels[cut.top : cut.top + height, cut.left : cut.left + width]
-    if cut.mirrored:
+        pixels = _turn(pixels, moves.angle, moves.zoom)
+    bottom, right = moves.top + moves.height, moves.left + moves.width
+    pixels = pixels[moves.top : bottom, moves.left : right]
+    if moves.mirror:
         pixels = _mirrored(pixels)
-    if cut.upside_down:
+    if moves.flip:
         pixels = pixels[::-1]
     if settings.color or settings.noise:
         changed = pixels.astype(np.float32)
@@ -82,7 +76,7 @@ def augmented(
             changed += sigma * rng.standard_normal(changed.shape, np.float32)
         limits = (0, full_scale(record.depth))
         pixels = np.rint(np.clip(changed, *limits)).astype(pixels.dtype)
-    return pixels
+    return pixels, moves
 
 
 def _mirrored(pixels: Pixels) -> Pixels:
@@ -96,7 +90,7 @@ def _mirrored(pixels: Pixels) -> Pixels:
 def _turn(pixels: Pixels, angle: float, zoom: float) -> Pixels:
     """Rotated by ``angle`` degrees and zoomed about the centre; the border is mirrored outwards."""
     height, width, channels = pixels.shape
-    matrix = cv2.getRotationMatrix2D(((width - 1) / 2, (height - 1) / 2), angle, zoom)
+    matrix = turn(height, width, angle, zoom)
     out = np.empty_like(pixels)
     for first in range(0, channels, 4):  # OpenCV takes four channels at most
         part = np.ascontiguousarray(pixels[:, :, first : first + 4])

@@ -267,12 +267,15 @@ def _write_pictures(
         tally.skip(file)
     total, reported = len(listing.sources), 0.0
     workers = settings.workers or len(os.sched_getaffinity(0))
-    pictures = read_all(listing.sources, settings.record(), workers=workers, store=settings.store)
+    stored = named(settings.task).examples.stored
+    pictures = read_all(
+        listing.sources, settings.record(), workers=workers, store=settings.store, stored=stored
+    )
     for number, picture in enumerate(pictures):
         source, split = listing.sources[number], int(listing.splits[number])
         if isinstance(picture, Picture):
             writers[split].add(
-                Example(content=picture.content, label=source.label, path=source.path),
+                Example(content=picture.content, label=picture.label, path=source.path),
                 picture.sha256,
             )
             tally.duplicates.add(picture.digest, split, number)

@@ -35,12 +35,12 @@ from tessella.data.augment import (
     IMAGE_STREAM,
     ORDER_STREAM,
     augmented,
-    drawn_cut,
+    drawn_moves,
     generator,
     only_cuts,
 )
 from tessella.data.scaling import Scaling
-from tessella.tasks import targets_of
+from tessella.tasks import Moves, still, targets_of
 
 DECODE_ONCE_BYTES = 256 << 20
 AT_ONCE = 16  # images that a thread prepares before it takes the next task
@@ -55,7 +55,7 @@ class Batch:
     Attributes:
         pixels: uint8 or uint16, [N, H, W, C], of the size that the network sees; with ``cuts``, as
             the dataset stores them.
-        cuts: int64, [N, 4]: the fields of each image's ``augment.Cut``, still to be made.
+        cuts: int64, [N, 4]: top, left, mirror and flip of each image's ``Moves``, still to be made.
         record: says how they become the network's input.
         labels: the targets, as the split's task has them in a batch: int64 [N] for classification.
         indices: int64, [N]: which images of the split they are.
@@ -131,9 +131,9 @@ def batches(
         yield from _ahead(loader, slices, 1 if reads else workers)
         return
     for indices in slices:
-        batch = loader.begin(indices)
-        loader.fill(batch, 0, len(indices))
-        yield batch
+        begun = loader.begin(indices)
+        loader.fill(begun, 0, len(indices))
+        yield loader.finished(begun)
 
 
 def in_torch(targets: Any) -> Any:
@@ -146,8 +146,17 @@ def _order(count: int, batch_size: int, seed: int, epoch: int) -> Indices:
     return np.resize(permutation, steps_per_epoch(count, batch_size) * batch_size)
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A batch whose images and moves still come."""
+
+    indices: Indices
+    pixels: torch.Tensor
+    moves: list[Moves]
+
+
 class _Loader:
-    """Makes batches of one epoch: an empty one, and then its images, some at a time.
+    """Makes batches of one epoch: an empty one, then its images, some at a time, and the targets.
 
     Args:
         changes: those of the images; None where they are to be as in an evaluation.
@@ -167,37 +176,47 @@ class _Loader:
         self._for_gpu, self._drawn_from = for_gpu, drawn_from
         self._cuts_later = for_gpu and (changes is None or only_cuts(changes))
         self._pixels_of, self._targets = _source(split, record, workers), targets_of(split)
+        self._still = still(record)
         self._shape = record.pixel_shape
         if self._cuts_later:
             self._shape = record.height, record.width, record.channels
 
-    def begin(self, indices: Indices) -> Batch:
-        """A batch whose pixels and cuts are still to come."""
+    def begin(self, indices: Indices) -> _Begun:
+        """An empty batch of some images."""
         dtype = torch.uint8 if self._record.depth == 8 else torch.uint16
-        labels = in_torch(self._targets.batch(indices))
-        if self._for_gpu and isinstance(labels, torch.Tensor):
-            labels = labels.pin_memory()
-        cuts = torch.empty((len(indices), 4), dtype=torch.int64, pin_memory=self._for_gpu)
-        return Batch(
-            pixels=torch.empty((len(indices), *self._shape), dtype=dtype, pin_memory=self._for_gpu),
-            cuts=cuts if self._cuts_later else None,
-            record=self._record,
-            labels=labels,
-            indices=torch.from_numpy(indices.copy()),
-        )
+        pixels = torch.empty((len(indices), *self._shape), dtype=dtype, pin_memory=self._for_gpu)
+        return _Begun(indices, pixels, [self._still] * len(indices))
 
-    def fill(self, batch: Batch, first: int, last: int) -> None:
-        """Put some of the batch's images into it."""
-        made, indices = batch.pixels.numpy(), batch.indices.tolist()
-        cuts = None if batch.cuts is None else batch.cuts.numpy()
+    def fill(self, begun: _Begun, first: int, last: int) -> None:
+        """Put some of the images into it."""
+        made, indices = begun.pixels.numpy(), begun.indices.tolist()
         for row in range(first, last):
-            if cuts is None:
-                made[row] = self._changed(indices[row])
+            if not self._cuts_later:
+                made[row], begun.moves[row] = self._changed(indices[row])
                 continue
-            cuts[row] = self._cut(indices[row])
+            if self._changes is not None:
+                draws = self._draws(indices[row])
+                begun.moves[row] = drawn_moves(self._changes, self._record, draws)
             # straight into its place, unless it is decoded
             if self._split in _DECODED or not self._read(indices[row], made[row]):
                 made[row] = self._pixels_of(indices[row])
+
+    def finished(self, begun: _Begun) -> Batch:
+        """The full batch, with the targets moved as the images are."""
+        labels = in_torch(self._targets.batch(begun.indices, begun.moves))
+        if self._for_gpu and isinstance(labels, torch.Tensor):
+            labels = labels.pin_memory()
+        cuts = None
+        if self._cuts_later:
+            cuts = torch.tensor([(m.top, m.left, m.mirror, m.flip) for m in begun.moves])
+            cuts = cuts.pin_memory()
+        return Batch(
+            pixels=begun.pixels,
+            cuts=cuts,
+            record=self._record,
+            labels=labels,
+            indices=torch.from_numpy(begun.indices.copy()),
+        )
 
     def only_reads(self, index: int) -> bool:
         """Whether an image is stored as pixels, and the GPU makes the rest."""
@@ -211,20 +230,11 @@ class _Loader:
         seen = bytearray(len(head))
         return self._split.read(index, seen, out.reshape(-1).data) and seen == head
 
-    def _changed(self, index: int) -> Pixels:
+    def _changed(self, index: int) -> tuple[Pixels, Moves]:
         pixels = self._pixels_of(index)
         if self._changes is None:
-            return centre_crop(pixels, self._record)
+            return centre_crop(pixels, self._record), self._still
         return augmented(pixels, self._changes, self._record, self._draws(index))
-
-    def _cut(self, index: int) -> tuple[int, int, bool, bool]:
-        """The fields of an image's cut: drawn, or where nothing is changed, the centre."""
-        if self._changes is None:
-            (height, width), record = self._shape[:2], self._record
-            crop = record.crop or (height, width)
-            return (height - crop[0]) // 2, (width - crop[1]) // 2, False, False
-        cut = drawn_cut(self._changes, self._record, self._draws(index))
-        return cut.top, cut.left, cut.mirrored, cut.upside_down
 
     def _draws(self, index: int) -> np.random.Generator:
         return generator(*self._drawn_from, IMAGE_STREAM, index)
@@ -233,30 +243,29 @@ class _Loader:
 def _ahead(loader: _Loader, slices: list[Indices], workers: int) -> Iterator[Batch]:
     """The batches in order, filled by threads, so many ahead that each has something to do."""
     ahead = 1 + ceil_div(2 * workers * AT_ONCE, len(slices[0]))
-    pending: deque[tuple[Batch, list[Future[None]]]] = deque()
+    pending: deque[Future[Batch]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="loading") as pool:
 
+        def finished(begun: _Begun, parts: list[Future[None]]) -> Batch:
+            for part in parts:  # begun before this: a single thread has done them all
+                part.result()
+            return loader.finished(begun)
+
         def submit(indices: Indices) -> None:
-            batch, count = loader.begin(indices), len(indices)
+            begun, count = loader.begin(indices), len(indices)
             parts = [
-                pool.submit(loader.fill, batch, first, min(first + AT_ONCE, count))
+                pool.submit(loader.fill, begun, first, min(first + AT_ONCE, count))
                 for first in range(0, count, AT_ONCE)
             ]
-            pending.append((batch, parts))
-
-        def filled() -> Batch:
-            batch, parts = pending.popleft()
-            for part in parts:
-                part.result()
-            return batch
+            pending.append(pool.submit(finished, begun, parts))
 
         try:
             for indices in slices:
                 submit(indices)
                 if len(pending) > ahead:
-                    yield filled()
+                    yield pending.popleft().result()
             while pending:
-                yield filled()
+                yield pending.popleft().result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

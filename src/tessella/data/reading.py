@@ -16,8 +16,9 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.confined import Budget, Confined
@@ -37,6 +38,7 @@ FEW = 64  # files for each process: a start costs as much as reading 50 JPEGs of
 # Scientific pictures are larger than what a server takes: 2²⁸ pixels of 16-bit RGB, some copies.
 BUDGET = Budget(pixels=MAX_PIXELS, nbytes=8 << 30, seconds=120.0)
 Decode = Callable[[bytes], Pixels]
+Stored = Callable[[Any, str, Preprocess], Any]  # ``stored`` of a task's examples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,7 @@ class Picture:
     Attributes:
         content: lossless file bytes in the record's size.
         sha256: of the content.
+        label: the target as the dataset holds it; None until it is known.
         digest: 16 bytes of a hash of the pixels.
         count, sums, squares: see ``moments.sums_of``.
         bits: of a sample in the file, as far as its header tells.
@@ -58,6 +61,7 @@ class Picture:
     sums: list[int]
     squares: list[int]
     bits: int = 8
+    label: Any = None
 
 
 Read = Picture | SkippedFile
@@ -67,6 +71,7 @@ def read_all(
     sources: Sequence[Source],
     record: Preprocess,
     *,
+    stored: Stored,
     workers: int,
     budget: Budget = BUDGET,
     store: Store = "png",
@@ -90,9 +95,13 @@ def read_all(
         ThreadPoolExecutor(workers, thread_name_prefix="import") as pool,
     ):
 
+        def read_chunk(chunk: Sequence[Source]) -> list[Read]:
+            made = zip(chunk, readers.read(chunk), strict=True)
+            return [_labelled(source, one, record, stored) for source, one in made]
+
         def submit(count: int) -> None:
             for start in itertools.islice(starts, count):
-                pending.append(pool.submit(readers.read, sources[start : start + size]))
+                pending.append(pool.submit(read_chunk, sources[start : start + size]))
 
         try:
             submit(2 * workers)
@@ -101,6 +110,16 @@ def read_all(
                 submit(1)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _labelled(source: Source, made: Read, record: Preprocess, stored: Stored) -> Read:
+    """The picture with its target as the dataset holds it."""
+    if isinstance(made, SkippedFile):
+        return made
+    try:
+        return replace(made, label=stored(source.label, source.file, record))
+    except DataError as error:
+        return _skipped(source.path, error)
 
 
 class _Threads:

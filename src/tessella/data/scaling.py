@@ -12,7 +12,7 @@ class Scaling:
     """``core.preprocess.normalize`` on a device, to the bit.
 
     Calling it makes float32 [N, C, H, W], whose channels are last in memory, of uint8 or uint16
-    [N, H, W, C] and, if they are still to be cut, the ``Cut`` of each, int64 [N, 4].
+    [N, H, W, C]; and where these are still to be cut, of int64 [N, 4]: top, left, mirror and flip.
     """
 
     def __init__(self, record: Preprocess, device: torch.device) -> None:
@@ -29,12 +29,15 @@ class Scaling:
         return pixels.float().mul_(self._gain).add_(self._offset).permute(0, 3, 1, 2)
 
     def _cut(self, pixels: Tensor, cuts: Tensor) -> Tensor:
-        """The part of each image that its cut names, [N, h, w, C]."""
-        top, left, mirrored, upside_down = cuts.unbind(1)
-        rows = _places(top, self._sides[0], upside_down)
-        columns = _places(left, self._sides[1], mirrored)
+        """The part of each image that its cut names, mirrored and flipped, [N, h, w, C]."""
+        top, left, mirror, flip = cuts.unbind(1)
+        rows = _places(top, self._sides[0], flip)
+        columns = _places(left, self._sides[1], mirror)
         images = torch.arange(len(pixels), device=pixels.device)
-        return pixels[images[:, None, None], rows[:, :, None], columns[:, None, :]]
+        places = images[:, None, None], rows[:, :, None], columns[:, None, :]
+        if pixels.dtype == torch.uint16:  # which torch does not index on a GPU
+            return pixels.view(torch.int16)[places].view(torch.uint16)
+        return pixels[places]
 
 
 def _places(first: Tensor, count: int, reversed_: Tensor) -> Tensor:

@@ -8,10 +8,11 @@ it. docs/tasks.md describes the parts.
 
 from tessella.tasks.folders import named, names, of, verbs
 from tessella.tasks.found import Found, Request, Source
+from tessella.tasks.moves import Moves, still, turn
 from tessella.tasks.targets import column_of, targets_of
 from tessella.tasks.task import LossSettings, Query, Report, Targets, Task
 
 __all__ = [
-    "Found", "LossSettings", "Query", "Report", "Request", "Source", "Targets", "Task",
-    "column_of", "named", "names", "of", "targets_of", "verbs",
+    "Found", "LossSettings", "Moves", "Query", "Report", "Request", "Source", "Targets", "Task",
+    "column_of", "named", "names", "of", "still", "targets_of", "turn", "verbs",
 ]  # fmt: skip

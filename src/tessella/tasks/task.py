@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tessella.core.preprocess import Preprocess
 from tessella.core.task import TaskRecord
 from tessella.tasks.found import Found, Request
+from tessella.tasks.moves import Moves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +39,11 @@ class Targets(Protocol):
         """The places of the images whose targets count for a class, in order."""
         ...
 
-    def batch(self, indices: npt.NDArray[np.int64]) -> Any:
-        """The targets of some images, an array [B, …] where they are one; the loss has tensors."""
+    def batch(self, indices: npt.NDArray[np.int64], moves: Sequence[Moves] | None = None) -> Any:
+        """The targets of some images, an array [B, …] where they are one; the loss has tensors.
+
+        ``moves`` say where the network sees each image's pixels; None: all of it, unmoved.
+        """
         ...
 
 
@@ -55,6 +60,14 @@ class Examples(Protocol):
 
         Raises:
             DataError: nothing there, or a file that cannot be understood.
+        """
+        ...
+
+    def stored(self, target: Any, file: str, record: Preprocess) -> Any:
+        """The target as the dataset holds it beside the fitted picture of a file.
+
+        Raises:
+            DataError: target and picture do not belong together: the import skips both.
         """
         ...
 
@@ -94,8 +107,8 @@ class Examples(Protocol):
         """
         ...
 
-    def blank(self, count: int, classes: int) -> Any:
-        """A batch of targets for a trial step."""
+    def blank(self, count: int, classes: int, size: Sequence[int]) -> Any:
+        """A batch of targets for a trial step; ``size``: height and width of the input."""
         ...
 
 
@@ -103,6 +116,7 @@ class Head(Protocol):
     """``head.py``: what comes out of the network, and how a plan finishes it."""
 
     OUTPUT: str  # the name of a plan's output
+    DENSE: bool  # whether the network answers for each pixel, [N, K, H, W], or for a picture
     FINISHES: bool  # whether ``finish`` changes anything
 
     def width(self, classes: int) -> int:

@@ -64,6 +64,7 @@ def _describe(recipe: Recipe) -> RunInfo:
         channels=channels,
         size=(height, width),
         options=recipe.network_options,
+        dense=task.head.DENSE,
     )
     return RunInfo(
         recipe=recipe,

@@ -139,13 +139,14 @@ class Trainer:
         """One step of a new single-process trainer with ``batch`` images."""
         alone = World(device=self._world.device)
         trainer = Trainer(self._info, self._trained, alone)
-        record = self._info.preprocess
+        record, classes = self._info.preprocess, len(self._info.labels)
         dtype = torch.uint8 if record.depth == 8 else torch.uint16
+        blank = self._task.examples.blank(batch, classes, record.pixel_shape[:2])
         fed = trainer.feed(
             Batch(
                 pixels=torch.zeros(batch, *record.pixel_shape, dtype=dtype),
                 record=record,
-                labels=in_torch(self._task.examples.blank(batch, len(self._info.labels))),
+                labels=in_torch(blank),
                 indices=torch.arange(batch),
             )
         )

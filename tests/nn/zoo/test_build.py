@@ -10,6 +10,7 @@ import torchvision
 from tessella.core.errors import UsageError
 from tessella.nn import zoo
 
+DENSE = ("unet", "fcn_resnet50", "deeplabv3_resnet50", "lraspp_mobilenet_v3_large")
 STANDARD = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152")
 
 
@@ -189,3 +190,32 @@ def test_a_lenet_needs_neither_torchvision_nor_timm():
     """They take as long to import as torch: a job that trains digits starts without them."""
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_networks_for_pixels_keep_the_size(name):
+    smallest = zoo.describe(name).smallest_size
+    for channels, height, width in ((3, smallest, smallest), (1, smallest + 5, smallest + 14)):
+        record = zoo.network(name, classes=4, channels=channels, size=(height, width), dense=True)
+        module = zoo.build(record).eval()
+        assert module(torch.zeros(2, channels, height, width)).shape == (2, 4, height, width)
+    with pytest.raises(UsageError, match="asks for the picture"):
+        zoo.network(name, classes=4)
+    with pytest.raises(UsageError, match="too small"):
+        zoo.network(name, classes=4, size=smallest - 1, dense=True)
+
+
+def test_a_network_of_one_s_own_for_pixels(tmp_path):
+    text = """
+from torch import nn
+
+class Pixels(nn.Conv2d):
+    def __init__(self, classes, channels):
+        super().__init__(channels, classes, 3, padding=1)
+"""
+    (tmp_path / "own.py").write_text(text)
+    name = f"{tmp_path / 'own.py'}:Pixels"
+    record = zoo.network(name, classes=4, channels=1, size=(6, 8), dense=True)
+    assert zoo.build(record)(torch.zeros(1, 1, 6, 8)).shape == (1, 4, 6, 8)
+    with pytest.raises(UsageError, match=r"logits of shape \[N, 4\]"):
+        zoo.build(zoo.network(name, classes=4, channels=1, size=(6, 8)))

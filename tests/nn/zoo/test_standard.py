@@ -42,6 +42,24 @@ def test_published_weights_with_another_head_and_other_channels(cache):
     assert all(torch.equal(own[k], published[k]) for k in same)
 
 
+@pytest.mark.parametrize(
+    "name", ["fcn_resnet50", "deeplabv3_resnet50", "lraspp_mobilenet_v3_large"]
+)
+def test_published_weights_of_networks_for_pixels(cache, name):
+    torch.manual_seed(1)
+    make = torchvision.models.get_model
+    reference = make(name, weights=None, weights_backbone=None, num_classes=21).eval()
+    publish(cache, name, reference.state_dict())
+    record = zoo.network(name, classes=21, size=48, dense=True)
+    x = torch.randn(1, 3, 48, 48)
+    assert torch.equal(zoo.build(record, pretrained=True).eval()(x), reference(x)["out"])
+    record = zoo.network(name, classes=4, size=48, dense=True)
+    own = zoo.build(record, pretrained=True).network.state_dict()
+    kept = [k for k, v in reference.state_dict().items() if torch.equal(v, own[k])]
+    assert {k.split(".")[0] for k in set(own) - set(kept)} == {"classifier"}
+    assert len(set(own) - set(kept)) == 2 * len(standard.ARCHITECTURES[name].heads)
+
+
 def test_a_head_of_the_same_classes_is_kept(cache):
     torch.manual_seed(1)
     reference = torchvision.models.resnet18().eval()
@@ -85,7 +103,8 @@ def test_heads_are_found_in_the_classifier(name):
     architecture = standard.ARCHITECTURES[name]
     with torch.device("meta"):
         module = torchvision.models.get_model(name)
-    assert module.get_submodule(architecture.head).out_features == 1000
+    (head,) = architecture.heads
+    assert module.get_submodule(head).out_features == 1000
     assert module.get_submodule(architecture.first).in_channels == 3
 
 

@@ -2,7 +2,7 @@
 
 ``network(name, classes=…)`` fills in a ``Network`` record, ``build(network)`` makes its module, and
 ``load(checkpoint)`` the trained one. A module takes ``[N, channels, height, width]`` float32 and
-returns logits ``[N, classes]``.
+returns logits ``[N, classes]``, or those of each pixel, ``[N, classes, height, width]``.
 """
 
 from tessella.nn.zoo.build import build, network, untrained

@@ -12,8 +12,9 @@ from torch import nn
 from tessella.artifacts.checkpoint import Network
 from tessella.core.errors import UsageError
 from tessella.nn import prototxt
+from tessella.nn.zoo import dense as pixelwise
 from tessella.nn.zoo import standard, timm_network, user_module
-from tessella.nn.zoo.catalog import STANDARD
+from tessella.nn.zoo.catalog import DENSE, STANDARD, describe
 from tessella.nn.zoo.lenet import LeNet
 
 TIMM = "timm/"
@@ -28,6 +29,7 @@ def network(
     channels: int | None = None,
     size: int | tuple[int, int] | None = None,
     options: dict[str, Scalar] | None = None,
+    dense: bool = False,
 ) -> Network:
     """The record of a network; missing arguments take the network's usual values.
 
@@ -38,9 +40,11 @@ def network(
         channels: channels of the input.
         size: height and width of the input in pixels, or one number for both.
         options: further keyword arguments of the network.
+        dense: the outputs are wanted for each pixel, ``[N, classes, height, width]``.
 
     Raises:
-        UsageError: an unknown name, a file that cannot be read, or an input that is too small.
+        UsageError: an unknown name, one that answers the other way, a file that cannot be read, or
+            an input that is too small.
     """
     source = _read_source(name)
     usual = _usual_input(name, source)
@@ -53,6 +57,7 @@ def network(
         width=width,
         options=dict(options or {}),
         source=source,
+        dense=dense,
     )
     _check(record)
     return record
@@ -61,8 +66,8 @@ def network(
 def build(network: Network, *, pretrained: bool = False, trust_code: bool = False) -> nn.Module:
     """The module of a record, in training mode: ``[N, channels, height, width]`` to logits.
 
-    Logits are ``[N, classes]``. The weights are drawn from torch's default generator, so
-    ``torch.manual_seed`` decides them.
+    Logits are ``[N, classes]``, or those of each pixel where the record is ``dense``. The weights
+    are drawn from torch's default generator, so ``torch.manual_seed`` decides them.
 
     Args:
         pretrained: start from the weights that the network's library publishes; a head of another
@@ -78,13 +83,12 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
     area = {"height": network.height, "width": network.width}
     kind = _kind(network.name)
     if pretrained and kind in ("python", "prototxt", "lenet"):
-        raise UsageError(
-            "nobody publishes weights for this network",
-            seen=network.name,
-            fix="start from random weights, or from one of your checkpoints",
-        )
+        raise pixelwise.unpublished(network.name)
     if kind == "lenet":
         return LeNet(**sizes, **area)
+    if kind == "dense":
+        options = network.options
+        return pixelwise.build(network.name, **sizes, options=options, pretrained=pretrained)
     if kind == "standard":
         options = network.options
         return standard.build(network.name, **sizes, options=options, pretrained=pretrained)
@@ -116,7 +120,8 @@ def untrained(
     """
     shape = shape if shape and len(shape) == 3 and all(isinstance(n, int) for n in shape) else None
     channels, size = (None, None) if shape is None else (shape[0], shape[1:])
-    record = network(name, classes=CLASSES, channels=channels, size=size)
+    dense = _kind(name) == "dense"
+    record = network(name, classes=CLASSES, channels=channels, size=size, dense=dense)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = user_module.call(record) if _kind(name) == "python" else build(record)
@@ -128,6 +133,8 @@ def _kind(name: str) -> str:
         return "lenet"
     if name in STANDARD:
         return "standard"
+    if name in DENSE:
+        return "dense"
     if name.startswith(TIMM):
         return "timm"
     if name.endswith(".prototxt"):
@@ -139,7 +146,7 @@ def _kind(name: str) -> str:
 
 def _unknown(name: str) -> UsageError:
     others = timm_network.names()
-    known = [*STANDARD, *(TIMM + n for n in others)]
+    known = [*STANDARD, *DENSE, *(TIMM + n for n in others)]
     near = [TIMM + name] if name in others else []
     near += difflib.get_close_matches(name.lower().replace("-", ""), known, n=4, cutoff=0.7)
     return UsageError(
@@ -147,7 +154,8 @@ def _unknown(name: str) -> UsageError:
         seen=name,
         fix=f"use {' or '.join(list(dict.fromkeys(near))[:4])}"
         if near
-        else f"use one of {', '.join(STANDARD)}, timm/NAME, file.py:Class or net.prototxt",
+        else f"use one of {', '.join(STANDARD)}, {', '.join(DENSE)}, timm/NAME, file.py:Class or "
+        "net.prototxt",
     )
 
 
@@ -174,7 +182,8 @@ def _usual_input(name: str, source: str | None) -> tuple[int, int, int]:
         return prototxt.input_shape(source or "") or (3, 224, 224)
     if kind == "python":
         return (3, 224, 224)
-    return (STANDARD[name].channels, STANDARD[name].size, STANDARD[name].size)
+    known = describe(name)
+    return (known.channels, known.size, known.size)
 
 
 def _check(network: Network) -> None:
@@ -185,7 +194,15 @@ def _check(network: Network) -> None:
             f"size={network.height}×{network.width}",
         )
     kind = _kind(network.name)
-    if kind in ("lenet", "standard"):
+    if network.dense != (kind == "dense") and kind != "python":
+        raise UsageError(
+            "this network answers for a picture, and the task asks for each pixel"
+            if network.dense
+            else "this network answers for each pixel, and the task asks for the picture",
+            seen=network.name,
+            fix=f"use {', '.join(DENSE if network.dense else STANDARD)}, or a network of your own",
+        )
+    if kind in ("lenet", "standard", "dense"):
         _check_standard(network)
     elif kind == "prototxt" and network.options:
         raise UsageError(
@@ -194,7 +211,7 @@ def _check(network: Network) -> None:
 
 
 def _check_standard(network: Network) -> None:
-    known = STANDARD[network.name]
+    known = describe(network.name)
     if unknown := [o for o in network.options if o not in known.options]:
         raise UsageError(
             f"{known.title} does not take this option",
@@ -226,9 +243,11 @@ def _check_output(module: nn.Module, network: Network) -> None:
         ) from error
     module.train(training)
     shape = list(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
-    if shape != [1, network.classes]:
+    pixels = [network.height, network.width] if network.dense else []
+    if shape != [1, network.classes, *pixels]:
+        wanted = ", ".join(map(str, ["N", network.classes, *pixels]))
         raise UsageError(
-            f"{network.name} does not return logits of shape [N, {network.classes}]",
+            f"{network.name} does not return logits of shape [{wanted}]",
             seen=f"{shape} for an input of shape {list(x.shape)}",
             fix="return one number a class, without softmax",
         )

@@ -29,6 +29,18 @@ class Description:
     options: tuple[str, ...] = ()
 
 
+def _dense(title: str, year: int, paper: str, smallest_size: int, *options: str) -> Description:
+    return Description(
+        title=title,
+        year=year,
+        paper=paper,
+        size=256,
+        channels=3,
+        smallest_size=smallest_size,
+        options=options,
+    )
+
+
 def _resnet(layers: int) -> Description:
     return Description(
         title=f"ResNet-{layers}",
@@ -82,6 +94,37 @@ STANDARD: dict[str, Description] = {
     "resnet152": _resnet(152),
 }
 
+# Networks that answer for each pixel.
+DENSE: dict[str, Description] = {
+    "unet": _dense(
+        "U-Net",
+        2015,
+        "Ronneberger et al., U-Net: convolutional networks for biomedical image segmentation, "
+        "arXiv:1505.04597",
+        16,
+        "width",
+    ),
+    "fcn_resnet50": _dense(
+        "FCN with ResNet-50",
+        2014,
+        "Long et al., Fully convolutional networks for semantic segmentation, arXiv:1411.4038",
+        32,
+    ),
+    "deeplabv3_resnet50": _dense(
+        "DeepLabV3 with ResNet-50",
+        2017,
+        "Chen et al., Rethinking atrous convolution for semantic image segmentation, "
+        "arXiv:1706.05587",
+        32,
+    ),
+    "lraspp_mobilenet_v3_large": _dense(
+        "LR-ASPP with MobileNetV3",
+        2019,
+        "Howard et al., Searching for MobileNetV3, arXiv:1905.02244",
+        32,
+    ),
+}
+
 
 def names() -> tuple[str, ...]:
     """The standard networks, small to large."""
@@ -90,10 +133,11 @@ def names() -> tuple[str, ...]:
 
 def describe(name: str) -> Description:
     """The description of a standard network; raises ``UsageError`` with the known names."""
-    if name not in STANDARD:
+    known = {**STANDARD, **DENSE}
+    if name not in known:
         raise UsageError(
             "only the standard networks have a description",
             seen=name,
-            fix=f"use one of {', '.join(STANDARD)}",
+            fix=f"use one of {', '.join(known)}",
         )
-    return STANDARD[name]
+    return known[name]

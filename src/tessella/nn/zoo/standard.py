@@ -1,4 +1,4 @@
-"""AlexNet, GoogLeNet, VGG and the ResNets: torchvision's, for any channels and classes.
+"""Torchvision's AlexNet, GoogLeNet, VGG, ResNets and networks for pixels: any channels, classes.
 
 torchvision is imported when one is built: it takes as long as torch itself, and a LeNet does
 without.
@@ -44,31 +44,46 @@ class Architecture:
 
     Attributes:
         first: path of the first convolution.
-        head: path of the last linear layer.
+        heads: paths of the last layers, one weight a class.
         initialize: how the network initializes its convolutions, for a first one of other channels.
         fixed: keyword arguments that we always pass.
     """
 
     first: str
-    head: str
+    heads: tuple[str, ...]
     initialize: Callable[[nn.Conv2d], None]
     fixed: dict[str, Any] = field(default_factory=dict)
 
 
 # by torchvision's names
 ARCHITECTURES: dict[str, Architecture] = {
-    "alexnet": Architecture(first="features.0", head="classifier.6", initialize=_torch_default),
+    "alexnet": Architecture(first="features.0", heads=("classifier.6",), initialize=_torch_default),
     "googlenet": Architecture(
         first="conv1.conv",
-        head="fc",
+        heads=("fc",),
         initialize=_narrow,
         fixed={"aux_logits": False, "transform_input": False, "init_weights": True},
     ),
-    "vgg16": Architecture(first="features.0", head="classifier.6", initialize=_kaiming),
+    "vgg16": Architecture(first="features.0", heads=("classifier.6",), initialize=_kaiming),
     **{
-        name: Architecture(first="conv1", head="fc", initialize=_kaiming)
+        name: Architecture(first="conv1", heads=("fc",), initialize=_kaiming)
         for name in ("resnet18", "resnet50", "resnet152")
     },
+    **{
+        name: Architecture(
+            first="backbone.conv1",
+            heads=("classifier.4",),
+            initialize=_kaiming,
+            fixed={"weights_backbone": None},
+        )
+        for name in ("fcn_resnet50", "deeplabv3_resnet50")
+    },
+    "lraspp_mobilenet_v3_large": Architecture(
+        first="backbone.0.0",
+        heads=("classifier.low_classifier", "classifier.high_classifier"),
+        initialize=_kaiming,
+        fixed={"weights_backbone": None},
+    ),
 }
 
 
@@ -127,7 +142,7 @@ def _load_published(module: nn.Module, architecture: Architecture, name: str) ->
     published[first] = spread_channels(published[first], own[first].shape[1])
     fitting = {k: v for k, v in published.items() if k in own and v.shape == own[k].shape}
     left_out = own.keys() - fitting.keys()
-    head = {f"{architecture.head}.weight", f"{architecture.head}.bias"}
+    head = {f"{place}.{kind}" for place in architecture.heads for kind in ("weight", "bias")}
     # Files from before PyTorch 0.4.1 lack batch norm's step counter, which inference never reads.
     if odd := {k for k in left_out - head if not k.endswith("num_batches_tracked")}:
         raise UsageError(

@@ -11,8 +11,10 @@ import pyarrow as pa
 
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
+from tessella.core.preprocess import Preprocess
 from tessella.tasks import tables
 from tessella.tasks.found import Found, Request, Source
+from tessella.tasks.moves import Moves
 
 NAMES = "classes"
 
@@ -39,6 +41,10 @@ def find(request: Request) -> Found:
             )
         sources.append(Source(table.files[row], table.paths[row], index[name]))
     return Found(classes=tuple(classes), sources=tuple(sources), skipped=tuple(skipped))
+
+
+def stored(target: int, file: str, record: Preprocess) -> int:
+    return target
 
 
 def lacking(classes: Sequence[str]) -> str | None:
@@ -81,7 +87,9 @@ class Labels:
     def having(self, label: int) -> npt.NDArray[np.int64]:
         return np.flatnonzero(self.labels_N == label)
 
-    def batch(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def batch(
+        self, indices: npt.NDArray[np.int64], moves: Sequence[Moves] | None = None
+    ) -> npt.NDArray[np.int64]:
         return self.labels_N[indices]
 
 
@@ -95,5 +103,5 @@ def targets(column: pa.ChunkedArray, classes: int) -> Labels:
     return Labels(labels)
 
 
-def blank(count: int, classes: int) -> npt.NDArray[np.int64]:
+def blank(count: int, classes: int, size: Sequence[int]) -> npt.NDArray[np.int64]:
     return np.zeros(count, np.int64)

@@ -12,8 +12,10 @@ import pyarrow as pa
 from tessella.annotations import is_annotated, read_annotations
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError, UsageError
+from tessella.core.preprocess import Preprocess
 from tessella.tasks import tables
 from tessella.tasks.found import Found, Request, Source
+from tessella.tasks.moves import Moves
 
 NAMES = "classes"
 Target = tuple[int, ...]
@@ -115,6 +117,10 @@ def _in_annotations(request: Request) -> Found:
     return Found(classes=read.classes, sources=tuple(sources), notes=read.said())
 
 
+def stored(target: Target, file: str, record: Preprocess) -> Target:
+    return target
+
+
 def lacking(classes: Sequence[str]) -> str | None:
     return None if classes else "no picture has a label"
 
@@ -164,7 +170,9 @@ class LabelSets:
         places = np.flatnonzero(self._values == label)
         return np.unique(np.searchsorted(self._starts, places, side="right") - 1)
 
-    def batch(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    def batch(
+        self, indices: npt.NDArray[np.int64], moves: Sequence[Moves] | None = None
+    ) -> npt.NDArray[np.float32]:
         """1 where an image has the class, float32 [B, K]."""
         hot_BK = np.zeros((len(indices), self._classes), np.float32)
         for row, index in enumerate(indices.tolist()):
@@ -185,5 +193,5 @@ def targets(column: pa.ChunkedArray, classes: int) -> LabelSets:
     return LabelSets(values.astype(np.int64), starts, classes)
 
 
-def blank(count: int, classes: int) -> npt.NDArray[np.float32]:
+def blank(count: int, classes: int, size: Sequence[int]) -> npt.NDArray[np.float32]:
     return np.zeros((count, classes), np.float32)

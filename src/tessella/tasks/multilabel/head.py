@@ -9,6 +9,7 @@ from torch import Tensor
 from tessella.tasks.task import Numbers
 
 OUTPUT = "scores"
+DENSE = False
 FINISHES = False
 
 

@@ -15,8 +15,10 @@ import pyarrow as pa
 
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import CorruptArtifact, DataError, UsageError
+from tessella.core.preprocess import Preprocess
 from tessella.tasks import tables
 from tessella.tasks.found import Found, Request, Source
+from tessella.tasks.moves import Moves
 
 NAMES = "numbers"
 Target = tuple[float, ...]
@@ -61,6 +63,10 @@ def _in_folders(request: Request) -> Found:
         skipped=found.skipped,
         notes=found.notes,
     )
+
+
+def stored(target: Target, file: str, record: Preprocess) -> Target:
+    return target
 
 
 def lacking(classes: Sequence[str]) -> str | None:
@@ -125,7 +131,9 @@ class Values:
     def having(self, label: int) -> npt.NDArray[np.int64]:
         return np.flatnonzero(~np.isnan(self.values_NK[:, label]))
 
-    def batch(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def batch(
+        self, indices: npt.NDArray[np.int64], moves: Sequence[Moves] | None = None
+    ) -> npt.NDArray[np.float64]:
         return self.values_NK[indices]
 
 
@@ -141,7 +149,7 @@ def targets(column: pa.ChunkedArray, classes: int) -> Values:
     return Values(values.reshape(-1, classes))
 
 
-def blank(count: int, classes: int) -> npt.NDArray[np.float64]:
+def blank(count: int, classes: int, size: Sequence[int]) -> npt.NDArray[np.float64]:
     return np.zeros((count, classes))
 
 

@@ -14,6 +14,7 @@ from tessella.tasks.regression.examples import SCALES, scale
 from tessella.tasks.task import Numbers
 
 OUTPUT = "values"
+DENSE = False
 FINISHES = True
 
 

@@ -10,11 +10,12 @@ from tessella.tasks.regression.examples import (
     lacking,
     occurs,
     renumbered,
+    stored,
     strata,
     targets,
 )
 
 __all__ = [
     "NAMES", "blank", "column", "contradiction", "feature", "find", "lacking", "occurs",
-    "renumbered", "strata", "targets",
+    "renumbered", "stored", "strata", "targets",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 from tessella.tasks.task import Numbers
 
 OUTPUT = "score"
+DENSE = False
 FINISHES = True
 
 

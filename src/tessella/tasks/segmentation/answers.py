@@ -1,0 +1,71 @@
+"""The classes in a picture, largest first, each with its mask as run lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tessella.annotations import rle
+from tessella.core.task import TaskRecord
+from tessella.tasks.segmentation.examples import IGNORED, decoded
+from tessella.tasks.task import Outputs, Query
+
+VERB = "segment"
+HEADER: tuple[str, ...] = ("class", "share of the picture")
+ALIKE = 0.999  # of the pixels: two answers with so many in common say the same
+SHOWN = 4
+
+
+def answer(
+    outputs: Outputs, labels: tuple[str, ...], record: TaskRecord, query: Query
+) -> list[Any]:
+    """Of scores [B, K, H, W] the classes that win a pixel, with their masks in H × W pixels.
+
+    The masks are run lengths in COCO's compressed form, of the picture as the network sees it.
+    """
+    classes, height, width = outputs.shape[1:]
+    named = len(labels) == classes
+    answers = []
+    for mask in outputs.argmax(axis=1):
+        pixels = np.bincount(mask.ravel(), minlength=classes)
+        order = np.argsort(-pixels, kind="stable")[: query.top]
+        answers.append(
+            [
+                {
+                    "index": k,
+                    "label": labels[k] if named else None,
+                    "share": float(pixels[k] / mask.size),
+                    "mask": {
+                        "size": [height, width],
+                        "counts": rle.compressed(rle.counts_of(mask == k)).decode(),
+                    },
+                }
+                for k in order.tolist()
+                if pixels[k]
+            ]
+        )
+    return answers
+
+
+def lines(answer: Any) -> list[tuple[str, ...]]:
+    return [(str(a["label"]), f"{100 * a['share']:.1f} %") for a in answer]
+
+
+def same(one: Outputs, other: Outputs, record: TaskRecord) -> npt.NDArray[np.bool_]:
+    return np.asarray((one.argmax(1) == other.argmax(1)).mean(axis=(1, 2)) >= ALIKE)
+
+
+def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    return _described(output.argmax(0), labels)
+
+
+def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:
+    return _described(decoded(target["mask"]), labels)
+
+
+def _described(mask: npt.NDArray[Any], labels: tuple[str, ...]) -> str:
+    pixels = np.bincount(mask[mask != IGNORED], minlength=len(labels))
+    order = [k for k in np.argsort(-pixels, kind="stable").tolist() if pixels[k]][:SHOWN]
+    return ", ".join(f"{labels[k]} {100 * pixels[k] / mask.size:.0f} %" for k in order)

@@ -1,0 +1,323 @@
+"""Targets of segmentation: a mask of class numbers, in the dataset a PNG of the picture's size.
+
+Pixels of the number 255 have no class: nothing is learned from them, and nothing measured.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute
+from PIL import Image
+
+from tessella.annotations import coco, read_annotations, rle
+from tessella.annotations.files import read_bytes, read_text, size_of
+from tessella.annotations.record import Picture
+from tessella.artifacts.dataset import SkippedFile
+from tessella.core.errors import DataError
+from tessella.core.pictures import MAX_PIXELS, read_pixels
+from tessella.core.preprocess import Preprocess, placement
+from tessella.tasks.found import Found, Request, Source
+from tessella.tasks.moves import Moves
+
+Mask = npt.NDArray[np.uint8]
+
+NAMES = "classes"
+IGNORED = 255
+BACKGROUND = "background"  # of annotations that name things only
+IMAGES, MASKS = ("images", "image"), ("masks", "mask", "labels", "annotations")
+LISTS = ("classes.txt", "labels.txt")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+MAX_FILE = 1 << 28
+APART = 0.05  # of the pixels: masks of two equal pictures that differ in more contradict
+
+
+@dataclass(frozen=True)
+class MaskFile:
+    """A picture's mask as a PNG whose pixels are numbers of so many classes.
+
+    Attributes:
+        state: size and time of the file: an import knows again whether it has changed.
+    """
+
+    file: str
+    classes: int
+    state: str
+
+
+def find(request: Request) -> Found:
+    """Pictures with their masks, in one of two forms.
+
+    - a folder with ``images`` and ``masks``: PNGs of the same names, whose pixels are numbers of
+      classes; ``classes.txt`` names these, a line each;
+    - annotations with outlines or run lengths (``annotations.opening``): their classes follow
+      a class ``background``, and later things lie over earlier ones.
+    """
+    folders = _folders(request.source)
+    if folders is None:
+        return _annotated(request)
+    images, masks = folders
+    files = sorted(p for p in images.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+    found, skipped = [], []
+    for file in files:
+        below = file.relative_to(images)
+        mask = (masks / below).with_suffix(".png")
+        path = below.as_posix()
+        if mask.is_file():
+            found.append((file, path, mask))
+        else:
+            reason = f"there is no mask {mask.name[:100]} of this picture"
+            skipped.append(SkippedFile(path=path, reason=reason))
+    if not found:
+        raise DataError("no picture has a mask", seen=request.source, fix="give both one name")
+    classes = request.labels or _named(request.source) or _counted([m for _, _, m in found])
+    sources = tuple(
+        Source(str(file), path, MaskFile(str(mask), len(classes), _state(mask)))
+        for file, path, mask in found
+    )
+    return Found(classes=classes, sources=sources, skipped=tuple(skipped))
+
+
+def _folders(source: Path) -> tuple[Path, Path] | None:
+    images = next((source / n for n in IMAGES if (source / n).is_dir()), None)
+    masks = next((source / n for n in MASKS if (source / n).is_dir()), None)
+    if images is None or masks is None or next(masks.rglob("*.png"), None) is None:
+        return None
+    return images, masks
+
+
+def _state(mask: Path) -> str:
+    status = mask.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _named(source: Path) -> tuple[str, ...]:
+    """The classes that a file beside the pictures names."""
+    for name in LISTS:
+        if (source / name).is_file():
+            lines = read_text(source / name).splitlines()
+            return tuple(line.strip() for line in lines if line.strip())
+    return ()
+
+
+def _counted(masks: Sequence[Path]) -> tuple[str, ...]:
+    """A name for each number up to the largest that occurs. Masks that cannot be read wait."""
+    highest = 0
+    for mask in masks:
+        try:
+            numbers = np.unique(read_mask(str(mask)))
+        except DataError:
+            continue
+        highest = max(highest, *(int(n) for n in numbers[numbers != IGNORED]), 0)
+    return tuple(f"class {k}" for k in range(highest + 1))
+
+
+def _annotated(request: Request) -> Found:
+    found = read_annotations(request.source, labels=request.labels, image_root=request.image_root)
+    things = [thing for picture in found.pictures for thing in picture.things]
+    lost = sum(not (t.polygons or t.rle) for t in things)
+    if lost == len(things):
+        raise DataError(
+            "the annotations have no masks",
+            seen=f"{lost:,} boxes in {request.source}",
+            fix="give outlines or run lengths, or a folder with images and masks",
+        )
+    notes = (f"{lost:,} things have a box and no mask: they are background",) if lost else ()
+    return Found(
+        classes=(BACKGROUND, *found.classes),
+        sources=tuple(Source(p.file, p.path, p, p.split) for p in found.pictures),
+        notes=(*found.said(), *notes),
+    )
+
+
+def stored(target: MaskFile | Picture, file: str, record: Preprocess) -> dict[str, Any]:
+    """The mask in the record's size as PNG: each pixel has the class of the nearest one."""
+    size = size_of(file)
+    if isinstance(size, str):
+        raise DataError(size)
+    if isinstance(target, MaskFile):
+        mask = read_mask(target.file)
+        if mask.shape != size:
+            raise DataError("the mask has another size", seen=f"{mask.shape}, the picture {size}")
+        wrong = mask[(mask >= target.classes) & (mask != IGNORED)]
+        if len(wrong):
+            seen = f"{wrong[0]}, {target.classes} classes"
+            raise DataError("the mask has the number of no class", seen=seen)
+    else:
+        if (target.height, target.width) != size:
+            said = (target.height, target.width)
+            raise DataError("the annotations are for another size", seen=f"{said}, not {size}")
+        mask = painted(target)
+    return target_of(_fitted(mask, record))
+
+
+def target_of(mask: Mask) -> dict[str, Any]:
+    """A mask as the dataset holds it: PNG, and which classes it has."""
+    numbers = np.unique(mask)
+    return {"mask": encoded(mask), "classes": numbers[numbers != IGNORED].tolist()}
+
+
+def painted(picture: Picture) -> Mask:
+    """The mask of a picture's things: class k is number k + 1, what is a crowd is ignored."""
+    mask = np.zeros((picture.height, picture.width), np.uint8)
+    for thing in picture.things:
+        counts = coco.mask_counts(thing, picture)
+        if counts is not None:
+            inside = rle.mask_of(counts, picture.height, picture.width).astype(bool)
+            mask[inside] = IGNORED if thing.crowd else thing.label + 1
+    return mask
+
+
+def read_mask(file: str) -> Mask:
+    """The class numbers in a PNG: of a grey one its values, of one with a palette its indices."""
+    content = read_bytes(Path(file), MAX_FILE)
+    try:
+        with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise DataError("the mask has too many pixels", seen=image.size)
+            if image.mode not in ("1", "L", "P"):
+                raise DataError(
+                    "the mask is not one channel of 8 bits",
+                    seen=image.mode,
+                    fix="save class numbers as a grey or palette PNG",
+                )
+            return np.asarray(image, np.uint8)
+    except DataError:
+        raise
+    except Exception as error:  # readers of headers raise SyntaxError, struct.error and others
+        raise DataError("the mask is no PNG that can be read", seen=str(error)[:80]) from error
+
+
+def _fitted(mask: Mask, record: Preprocess) -> Mask:
+    """The mask where ``core.preprocess.fit`` places its picture; padding has no class."""
+    place = placement(mask.shape[0], mask.shape[1], record)
+    left, top, right, bottom = place.box
+    box = (left, top, min(right, mask.shape[1]), min(bottom, mask.shape[0]))
+    size = (place.width, place.height)
+    shown = np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST, box))
+    out = np.full((record.height, record.width), IGNORED, np.uint8)
+    out[place.top : place.top + place.height, place.left : place.left + place.width] = shown
+    return out
+
+
+def encoded(mask: Mask) -> bytes:
+    """A mask as PNG."""
+    done, content = cv2.imencode(".png", mask)
+    assert done, "OpenCV writes every array of bytes"
+    return content.tobytes()
+
+
+def decoded(content: bytes) -> Mask:
+    """The mask in a dataset's PNG.
+
+    Raises:
+        DataError: it is none.
+    """
+    pixels = read_pixels(content, name="a mask")
+    if pixels.dtype != np.uint8 or pixels.shape[2] != 1:
+        raise DataError("a mask is not one channel of 8 bits", seen=pixels.shape)
+    return pixels[:, :, 0]
+
+
+def lacking(classes: Sequence[str]) -> str | None:
+    if len(classes) >= IGNORED:
+        return f"a mask of 8 bits has at most {IGNORED} classes"
+    return None if len(classes) > 1 else "segmentation needs at least two classes"
+
+
+def column() -> pa.DataType:
+    return pa.struct([("mask", pa.binary()), ("classes", pa.list_(pa.int64()))])
+
+
+def feature(classes: tuple[str, ...]) -> dict[str, Any]:
+    names = {"_type": "List", "feature": {"_type": "ClassLabel", "names": list(classes)}}
+    return {"mask": {"_type": "Value", "dtype": "binary"}, "classes": names}
+
+
+def occurs(target: dict[str, Any] | MaskFile | Picture) -> Iterable[int]:
+    """The classes of a stored mask; those of a file count when it is stored."""
+    return target["classes"] if isinstance(target, dict) else ()
+
+
+def renumbered(
+    target: MaskFile | Picture, numbers: Sequence[int], classes: int
+) -> MaskFile | Picture:
+    if list(numbers) != list(range(len(numbers))):
+        raise DataError(
+            "the held-out masks count their classes in another order",
+            seen=list(numbers)[:20],
+            fix="give both the same classes.txt, or the same categories",
+        )
+    return target
+
+
+def contradiction(targets: Sequence[dict[str, Any]]) -> Callable[[Sequence[int]], bool]:
+    def contradict(places: Sequence[int]) -> bool:
+        first, *others = (decoded(targets[i]["mask"]) for i in places)
+        return any(float((first != mask).mean()) > APART for mask in others)
+
+    return contradict
+
+
+def strata(targets: Sequence[Any]) -> npt.NDArray[np.int64]:
+    return np.zeros(len(targets), np.int64)
+
+
+class Masks:
+    """The masks of a split, decoded when they are asked for."""
+
+    def __init__(self, masks: pa.ChunkedArray, labels: pa.ListArray, classes: int) -> None:
+        self._masks, self._labels, self._classes = masks, labels, classes
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def having(self, label: int) -> npt.NDArray[np.int64]:
+        rows = pa.compute.list_parent_indices(self._labels).to_numpy(zero_copy_only=False)
+        labels = pa.compute.list_flatten(self._labels).to_numpy(zero_copy_only=False)
+        return np.unique(rows[labels == label])
+
+    def batch(self, indices: npt.NDArray[np.int64], moves: Sequence[Moves] | None = None) -> Mask:
+        """Class numbers uint8 [B, H, W], 255 where there is none.
+
+        Raises:
+            DataError: a mask holds the number of no class, or has another size than the others.
+        """
+        masks = [self._mask(i) for i in indices.tolist()]
+        if moves is not None:
+            masks = [move.mask(mask) for move, mask in zip(moves, masks, strict=True)]
+        if len({mask.shape for mask in masks}) > 1:
+            raise DataError("the masks of a batch differ in size", fix="import the dataset again")
+        return np.stack(masks)
+
+    def _mask(self, index: int) -> Mask:
+        mask = decoded(self._masks[index].as_py())
+        wrong = mask[(mask >= self._classes) & (mask != IGNORED)]
+        if len(wrong):
+            raise DataError(
+                f"mask {index} has the number of no class",
+                seen=f"{int(wrong[0])}, {self._classes} classes",
+                fix="name all classes, and import the dataset again",
+            )
+        return mask
+
+
+def targets(column: pa.ChunkedArray, classes: int) -> Masks:
+    # Masks stay in their chunks: one array of them all could be larger than Arrow's 2 GiB.
+    masks = pa.compute.struct_field(column, "mask")
+    labels = pa.compute.struct_field(column, "classes").combine_chunks()
+    if masks.null_count or labels.null_count:
+        raise ValueError("a row without a mask")
+    return Masks(masks, labels, classes)
+
+
+def blank(count: int, classes: int, size: Sequence[int]) -> Mask:
+    return np.zeros((count, *size), np.uint8)

@@ -1,0 +1,338 @@
+"""Semantic segmentation the whole way: masks and outlines → dataset → run → plan → server."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image
+from sklearn import metrics
+
+from tessella import api
+from tessella.annotations import rle
+from tessella.artifacts.run import Augment
+from tessella.core.errors import DataError, UsageError
+from tessella.core.preprocess import Preprocess, fit
+from tessella.data import ImportSettings, examine, images, import_images
+from tessella.data.augment import augmented
+from tessella.server import Server
+from tessella.tasks import Found, LossSettings, Request, named, still
+from tessella.tasks.segmentation.examples import IGNORED, decoded, encoded, target_of
+from tests.support.cli import Tessella
+
+TASK = named("segmentation")
+CLASSES = ("ground", "red", "green")
+COUNT, HEIGHT, WIDTH = 60, 32, 40
+
+
+def write_pictures(folder: Path) -> Path:
+    """Pictures of red and green rectangles on noise: their masks, and as COCO's outlines."""
+    rng = np.random.default_rng(0)
+    for name in ("images", "masks"):
+        (folder / name).mkdir(parents=True)
+    things, entries = [], []
+    for number in range(COUNT):
+        pixels = rng.integers(0, 90, (HEIGHT, WIDTH, 3)).astype(np.uint8)
+        mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+        for label in rng.permutation(2)[: rng.integers(1, 3)].tolist():
+            h, w = rng.integers(8, 16, 2).tolist()
+            y, x = int(rng.integers(0, HEIGHT - h)), int(rng.integers(0, WIDTH - w))
+            pixels[y : y + h, x : x + w] %= 90  # what was there before lies below
+            pixels[y : y + h, x : x + w, label] += 150
+            mask[y : y + h, x : x + w] = label + 1
+            outline = [x, y, x + w, y, x + w, y + h, x, y + h]
+            things.append({
+                "image_id": number, "category_id": label, "segmentation": [outline],
+                "bbox": [x, y, w, h],
+            })  # fmt: skip
+        Image.fromarray(pixels).save(folder / "images" / f"{number}.png")
+        Image.fromarray(mask).save(folder / "masks" / f"{number}.png")
+        entries.append({"id": number, "file_name": f"images/{number}.png",
+                       "height": HEIGHT, "width": WIDTH})  # fmt: skip
+    categories = [{"id": k, "name": name} for k, name in enumerate(CLASSES[1:])]
+    plain = {"images": entries, "categories": categories, "annotations": things}
+    (folder / "outlines.json").write_text(json.dumps(plain))
+    (folder / "classes.txt").write_text("\n".join(CLASSES))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pictures(tmp_path_factory.mktemp("segmentation") / "pictures")
+
+
+SETTINGS = ImportSettings(task="segmentation", size=(HEIGHT, WIDTH), holdout=0.25)
+
+
+@pytest.fixture(scope="module")
+def way(pictures: Path):
+    """Dataset, run and the path of a plan."""
+    here = pictures.parent
+    dataset = import_images(pictures, here / "data", SETTINGS)
+    run = api.train(
+        "unet", dataset, out=here / "run", epochs=20, batch_size=9, network_options={"width": 8},
+        solver={"name": "adamw", "lr": 5e-3}, augment={"flip": True}, val_interval=5,
+    )  # fmt: skip
+    api.compile(run, batch=(1, 2, 4)).save(here / "net.plan")
+    return dataset, run, here / "net.plan"
+
+
+def test_the_whole_way(way, pictures: Path, tessella: Tessella) -> None:
+    dataset, run, plan = way
+    assert dataset.classes == CLASSES
+    checkpoint = api.open_checkpoint(run)
+    assert checkpoint.info.metrics["val/miou"] > 0.85
+    assert checkpoint.info.network.dense
+    report = api.verify(plan, against=run, data=dataset)
+    assert report.agreement == 1.0
+    assert report.score == "miou"
+    assert report.plan_score == pytest.approx(checkpoint.info.metrics["val/miou"], abs=1e-3)
+    files = [pictures / "images" / dataset.val[i].path for i in range(3)]
+    told = api.answer(api.load(plan), files)
+    for i, answer in enumerate(told):
+        truth, seen = decoded(dataset.val[i].label["mask"]), np.zeros((HEIGHT, WIDTH), np.uint8)
+        for entry in answer:
+            counts = rle.expanded(entry["mask"]["counts"].encode())
+            inside = rle.mask_of(counts, *entry["mask"]["size"]).astype(bool)
+            assert entry["share"] == pytest.approx(inside.mean())
+            seen[inside] = CLASSES.index(entry["label"])
+        assert (seen == truth).mean() > 0.9
+    with Server({"net": plan}) as server, httpx.Client(base_url=server.url) as client:
+        for file, answer in zip(files, told, strict=True):
+            reply = client.post("/v2/models/net/segment", content=file.read_bytes())
+            assert reply.json()["predictions"] == [answer]
+        wrong = client.post("/v2/models/net/classify", content=files[0].read_bytes())
+    assert wrong.status_code == 404
+    api.export(run, pictures.parent / "net.onnx")
+    again = api.compile(pictures.parent / "net.onnx", batch=1)
+    assert again.manifest.task.name == "segmentation"
+    assert api.answer(api.load(again), files[:1])[0][0]["label"] == told[0][0]["label"]
+    assert "share of the picture" in tessella("run", plan, files[0]).out
+    assert "IoU" in tessella("run", plan, "--data", dataset.path).out
+
+
+def test_masks_and_outlines_are_the_same_dataset(way, pictures: Path, tmp_path: Path) -> None:
+    dataset = import_images(pictures / "outlines.json", tmp_path / "data", SETTINGS)
+    assert dataset.classes == ("background", "red", "green")
+    one, other = (
+        {Path(e.path).name: e.label for s in d.info.splits for e in d.split(s)}
+        for d in (dataset, way[0])
+    )
+    assert one == other
+    assert sum(s.count for s in dataset.info.splits.values()) == COUNT
+
+
+def test_boxes_without_masks_are_refused(pictures: Path, tmp_path: Path) -> None:
+    plain = json.loads((pictures / "outlines.json").read_text())
+    for thing in plain["annotations"][40:]:
+        del thing["segmentation"]
+    path = pictures / "boxes.json"
+    path.write_text(json.dumps(plain))
+    notes = import_images(path, tmp_path / "one", SETTINGS).info.notes
+    assert any("have a box and no mask" in note for note in notes)
+    for thing in plain["annotations"][:40]:
+        del thing["segmentation"]
+    path.write_text(json.dumps(plain))
+    with pytest.raises(DataError, match="have no masks"):
+        import_images(path, tmp_path / "none", SETTINGS)
+
+
+def test_bad_masks_are_listed(pictures: Path, tmp_path: Path) -> None:
+    bad = {
+        "0": (np.zeros((HEIGHT, WIDTH), np.uint16), "one channel of 8 bits"),
+        "1": (np.zeros((HEIGHT, WIDTH, 3), np.uint8), "one channel of 8 bits"),
+        "2": (np.zeros((HEIGHT, WIDTH - 1), np.uint8), "another size"),
+        "3": (np.full((HEIGHT, WIDTH), 3, np.uint8), "number of no class"),
+        "4": (b"\x89PNG\r\n\x1a\nxx", "no PNG"),
+        "5": (None, "no mask 5.png"),
+    }
+    for kind in ("images", "masks"):
+        (tmp_path / "s" / kind).mkdir(parents=True)
+        for number in range(12):
+            content = (pictures / kind / f"{number}.png").read_bytes()
+            (tmp_path / "s" / kind / f"{number}.png").write_bytes(content)
+    (tmp_path / "s" / "classes.txt").write_text("\n".join(CLASSES))
+    for stem, (content, _) in bad.items():
+        file = tmp_path / "s" / "masks" / f"{stem}.png"
+        if isinstance(content, np.ndarray):
+            Image.fromarray(content).save(file)
+        elif content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+    dataset = import_images(tmp_path / "s", tmp_path / "data", SETTINGS)
+    reasons = {Path(s.path).stem: s.reason for s in dataset.info.skipped}
+    assert set(reasons) == set(bad)
+    for stem, (_, reason) in bad.items():
+        assert reason in reasons[stem]
+    held = sum(s.count for s in dataset.info.splits.values())
+    assert held == 12 - len(bad)
+
+
+def test_a_palette_s_indices_are_the_classes(tmp_path: Path) -> None:
+    mask = np.arange(HEIGHT * WIDTH).reshape(HEIGHT, WIDTH).astype(np.uint8) % 2
+    found = TASK.examples.find(_request(tmp_path, mask, np.zeros((HEIGHT, WIDTH, 3), np.uint8)))
+    paletted = Image.fromarray(mask)
+    paletted.putpalette([200, 0, 0, 0, 200, 0])
+    assert paletted.mode == "P"
+    (source,) = found.sources
+    paletted.save(source.label.file)
+    record = Preprocess(height=HEIGHT, width=WIDTH, channels=3)
+    stored = TASK.examples.stored(source.label, source.file, record)
+    np.testing.assert_array_equal(decoded(stored["mask"]), mask)
+
+
+@pytest.mark.parametrize(
+    ("masks", "what"),
+    [
+        ([np.full((4, 6), 3, np.uint8)], "mask 0 has the number of no class"),
+        ([np.zeros((4, 6), np.uint8), np.zeros((4, 5), np.uint8)], "differ in size"),
+        ([np.zeros((4, 6, 3), np.uint8)], "not one channel"),
+        ([b"no picture"], "mask"),
+    ],
+)
+def test_a_dataset_s_broken_masks_are_refused(masks, what: str) -> None:
+    contents = [m if isinstance(m, bytes) else encoded(m) for m in masks]
+    rows = [{"mask": content, "classes": [0]} for content in contents]
+    column = pa.chunked_array([pa.array(rows, TASK.examples.column())])
+    targets = TASK.examples.targets(column, 3)
+    with pytest.raises(DataError, match=what):
+        targets.batch(np.arange(len(masks)))
+
+
+@pytest.mark.parametrize(
+    "row", [None, {"mask": None, "classes": [0]}, {"mask": b"", "classes": None}]
+)
+def test_a_row_without_a_mask_is_refused(row) -> None:
+    column = pa.chunked_array([pa.array([row], TASK.examples.column())])
+    with pytest.raises(ValueError, match="without a mask"):
+        TASK.examples.targets(column, 3)
+
+
+@pytest.mark.parametrize("resize", ["squash", "crop", "fill", "half_crop"])
+@pytest.mark.parametrize("crop", [None, (20, 24)])
+def test_a_mask_moves_with_its_picture(pictures: Path, resize: str, crop, tmp_path: Path) -> None:
+    """The picture of a mask, fitted and augmented, beside the mask that came the other way."""
+    rng = np.random.default_rng(0)
+    record = Preprocess(height=28, width=36, channels=3, resize=resize, crop=crop)  # type: ignore[arg-type]
+    settings = Augment(flip=True, flip_vertical=True, rotation=20.0, scale=0.2)
+    column, drawn = [], []
+    for number in range(8):
+        size = (48, 80) if number % 2 else (70, 40)
+        mask = np.zeros(size, np.uint8)
+        mask[8:30, 10:35] = 1
+        shown = np.repeat(mask[:, :, None] * np.uint8(255), 3, axis=2)
+        (source,) = TASK.examples.find(_request(tmp_path, mask, shown)).sources
+        column.append(TASK.examples.stored(source.label, source.file, record))
+        drawn.append(fit(shown, record))
+    targets = TASK.examples.targets(pa.chunked_array([pa.array(column, TASK.examples.column())]), 2)
+    for change in (False, True):
+        pixels, moves = [], []
+        for picture in drawn:
+            if change:
+                made, moved = augmented(picture, settings, record, rng)
+            else:
+                moved = still(record)
+                made = picture[moved.top :, moved.left :][: moved.height, : moved.width]
+            pixels.append(made)
+            moves.append(moved)
+        masks = targets.batch(np.arange(8), moves)
+        for made, mask in zip(pixels, masks, strict=True):
+            assert made.shape[:2] == mask.shape
+            clear = (mask != IGNORED) & ((made[..., 0] < 40) | (made[..., 0] > 215))
+            assert clear.mean() > 0.25
+            assert ((made[..., 0] > 128) == (mask == 1))[clear].mean() > 0.985
+
+
+def _request(folder: Path, mask: np.ndarray, shown: np.ndarray) -> Request:
+    """What an import asks of a folder with one picture and its mask."""
+    for name, pixels in (("images", shown), ("masks", mask)):
+        (folder / name).mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(folder / name / "a.png")
+    return Request(
+        source=folder,
+        labels=("a", "b"),
+        image_root=None,
+        by_folder=lambda path: Found(classes=(), sources=()),
+    )
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_measures_are_scikit_learns(classes: int) -> None:
+    rng = np.random.default_rng(classes)
+    truth = rng.integers(0, classes, (6, 9, 11)).astype(np.uint8)
+    logits = rng.normal(size=(6, classes, 9, 11)).astype(np.float32)
+    np.put_along_axis(logits, truth[:, None].astype(np.int64), 1.5, axis=1)
+    truth[:, :2] = IGNORED
+    if classes > 2:
+        truth[truth == 3] = 0  # a class that does not occur …
+        logits[:, 4] = -20  # … and one that is never said
+    column = pa.chunked_array([pa.array([target_of(m) for m in truth], TASK.examples.column())])
+    parts = [slice(0, 4), slice(4, 6)]
+    rows = torch.cat([
+        TASK.metrics.rows(torch.from_numpy(logits[p]), torch.from_numpy(truth[p]), classes)
+        for p in parts
+    ])  # fmt: skip
+    labels = tuple(map(str, range(classes)))
+    found = TASK.metrics.measure(rows.numpy(), TASK.examples.targets(column, classes), labels)
+    known = truth != IGNORED
+    true, said = truth[known], logits.argmax(1)[known]
+    every = list(range(classes))
+    iou = metrics.jaccard_score(true, said, labels=every, average=None, zero_division=0)
+    dice = metrics.f1_score(true, said, labels=every, average=None, zero_division=0)
+    np.testing.assert_allclose([c.iou for c in found.classes], iou, atol=1e-12)
+    np.testing.assert_allclose([c.dice for c in found.classes], dice, atol=1e-12)
+    assert found.miou == pytest.approx(iou.mean())
+    assert found.pixel_accuracy == pytest.approx(metrics.accuracy_score(true, said))
+    assert [c.support for c in found.classes] == [int((true == k).sum()) for k in every]
+
+
+def test_the_loss_by_hand_and_a_batch_is_the_mean_of_its_parts() -> None:
+    logits = torch.randn(4, 3, 5, 6)
+    truth = torch.randint(0, 3, (4, 5, 6)).to(torch.uint8)
+    truth[0, :3] = IGNORED
+    truth[1] = IGNORED
+    p = torch.log_softmax(logits.double(), 1)
+    by_hand = []
+    for n in range(4):
+        known = truth[n] != IGNORED
+        own = p[n].gather(0, truth[n].long().clamp(max=2)[None])[0]
+        by_hand.append(-own[known].sum() / max(int(known.sum()), 1))
+    whole = TASK.loss.loss(logits, truth, LossSettings())
+    assert whole.item() == pytest.approx(torch.stack(by_hand).mean().item(), rel=1e-6)
+    halves = [TASK.loss.loss(logits[h], truth[h], LossSettings()) for h in (slice(2), slice(2, 4))]
+    assert whole.item() == pytest.approx(torch.stack(halves).mean().item(), rel=1e-6)
+
+
+def test_networks_for_pictures_and_for_pixels_are_told_apart(way, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"asks for each pixel.*lenet.*unet"):
+        api.train("lenet", way[0], out=tmp_path / "run")
+
+
+def test_the_doctor_compares_masks(pictures: Path, tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "s")
+    for copy, original in (("same", 0), ("other", 1)):
+        for kind in ("images", "masks"):
+            content = (folder / kind / f"{original}.png").read_bytes()
+            (folder / kind / f"{copy}.png").write_bytes(content)
+    Image.fromarray(np.full((HEIGHT, WIDTH), 2, np.uint8)).save(folder / "masks" / "other.png")
+    dataset = import_images(folder, tmp_path / "data", replace(SETTINGS, holdout=0.0))
+    groups = {f.kind: f.groups for f in examine(dataset).findings}
+    assert groups["copies"] == (("train:0.png", "train:same.png"),)
+    assert groups["conflicts"] == (("train:1.png", "train:other.png"),)
+
+
+def test_a_changed_mask_is_another_dataset(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "s")
+    settings = {"task": "segmentation", "size": (HEIGHT, WIDTH), "out": tmp_path / "data"}
+    first = images(folder, **settings)
+    assert images(folder, **settings).info == first.info
+    Image.fromarray(np.ones((HEIGHT, WIDTH), np.uint8)).save(folder / "masks" / "0.png")
+    with pytest.raises(UsageError, match="other"):
+        images(folder, **settings)
