@@ -262,6 +262,18 @@ def test_bits_that_are_not_kept_are_told(ending: str, tmp_path: Path) -> None:
     assert note == "2 files of 16 bits a sample stored with 8: depth=16 keeps them"
 
 
+@pytest.mark.parametrize("ending", ["png", "jpg", "bmp"])
+def test_pictures_that_are_enlarged_are_told(ending: str, tmp_path: Path) -> None:
+    """Those of which both sides more than double; one that is narrow, or turned, is none."""
+    sizes = {"a/large": (40, 30), "a/tiny": (7, 5), "b/half": (16, 16), "b/narrow": (60, 4)}
+    for name, size in sizes.items():
+        write_picture(tmp_path / "s" / f"{name}.{ending}", len(name), size=size)
+    settings = replace(SMALL, size=32, holdout=0.0)
+    (note,) = (n for n in import_images(tmp_path / "s", tmp_path / "out", settings).info.notes
+               if "as large as stored" in n)  # fmt: skip
+    assert note == f"1 picture less than half as large as stored: 'a/tiny.{ending}'"
+
+
 def test_one_of_something_is_told_as_one(tmp_path: Path) -> None:
     source = write_folder_of(tmp_path / "s", {"a": 6, "b": 6})
     (source / "a" / "bad.png").write_bytes(b"no picture")

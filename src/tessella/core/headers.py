@@ -34,22 +34,24 @@ _EXIF_BYTES = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8)  # of a value of each type
 
 def is_plain(content: bytes, record: Preprocess | None = None) -> bool:
     """Whether decoding and fitting to ``record`` costs little, whatever the file's bytes are."""
-    if len(content) > PLAIN_BYTES:
-        return False
-    try:
-        if content.startswith(b"\xff\xd8"):
-            sides = _jpeg_sides(content)
-        elif content.startswith(_PNG):
-            sides = _png_sides(content)
-        elif content.startswith(b"BM"):
-            sides = _bmp_sides(content)
-        else:
-            return False
-    except struct.error:  # it ends before the walk does
-        return False
+    sides = None if len(content) > PLAIN_BYTES else sides_of(content)
     # Resizing first brings the rows to the record's width: see ``preprocess.fit``.
     between = 0 if record is None or sides is None else sides[0] * record.width
     return sides is not None and max(math.prod(sides), between) <= PLAIN_PIXELS and min(sides) > 0
+
+
+def sides_of(content: bytes) -> tuple[int, int] | None:
+    """Height and width of a JPEG, PNG or BMP whose header is plain, as it tells them; else None."""
+    try:
+        if content.startswith(b"\xff\xd8"):
+            return _jpeg_sides(content)
+        if content.startswith(_PNG):
+            return _png_sides(content)
+        if content.startswith(b"BM"):
+            return _bmp_sides(content)
+    except struct.error:  # it ends before the walk does
+        pass
+    return None
 
 
 def _bmp_sides(content: bytes) -> tuple[int, int] | None:

@@ -40,6 +40,7 @@ from tessella.tasks import Task, column_of, named
 
 MAX_SKIPPED = 1000
 PROGRESS_SECONDS = 0.1
+ENLARGED = 2.0  # a picture that is stored so many times larger than it is, is told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +227,7 @@ class _Tally:
     skipped: list[SkippedFile] = field(default_factory=list)
     skipped_count: int = 0
     deeper: int = 0
+    enlarged: list[str] = field(default_factory=list)
 
     def skip(self, file: SkippedFile) -> None:
         self.skipped_count += 1
@@ -280,6 +282,8 @@ def _write_pictures(
             )
             tally.duplicates.add(picture.digest, split, number)
             tally.deeper += picture.bits > settings.depth
+            if picture.enlarged > ENLARGED:
+                tally.enlarged.append(source.path)
             if split == TRAIN:
                 tally.moments.add(picture.count, picture.sums, picture.squares)
         else:
@@ -350,6 +354,7 @@ def _describe(
             skipped=tally.skipped_count,
             duplicates=tally.duplicates.count,
             deeper=tally.deeper,
+            enlarged=tally.enlarged,
             already=listing.notes,
         ),
         task=named(settings.task).record(),

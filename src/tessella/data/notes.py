@@ -18,6 +18,7 @@ def notes_on(
     skipped: int,
     duplicates: int,
     deeper: int,
+    enlarged: list[str],
     already: tuple[str, ...],
 ) -> tuple[str, ...]:
     """Notes, the most pressing first: no validation, lost classes, imbalance, leaks, bad files.
@@ -27,6 +28,7 @@ def notes_on(
         std: the measured standard deviation of each channel.
         skipped, duplicates: how many files are bad, and how many images lie in two splits.
         deeper: how many files have more bits than are stored.
+        enlarged: the files whose pictures are much smaller than they are stored.
         already: notes of the listing, which go last.
     """
     counts = splits["train"].class_counts
@@ -53,6 +55,9 @@ def notes_on(
         notes.append(
             f"{counted(deeper, 'file')} of 16 bits a sample stored with 8: depth=16 keeps them"
         )
+    if enlarged:
+        small = counted(len(enlarged), "picture")
+        notes.append(f"{small} less than half as large as stored: {_some(enlarged)}")
     if skipped:
         cannot = "it cannot be used" if skipped == 1 else "they cannot be used"
         notes.append(f"{counted(skipped, 'file')} skipped: {cannot}")

@@ -24,7 +24,7 @@ from tessella.artifacts.dataset import SkippedFile
 from tessella.core.confined import Budget, Confined
 from tessella.core.decoding import Decoder, why_it_ended
 from tessella.core.errors import DataError
-from tessella.core.headers import bits_of
+from tessella.core.headers import bits_of, sides_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess, Store, encode
 from tessella.core.record import canonical_json
@@ -52,6 +52,7 @@ class Picture:
         digest: 16 bytes of a hash of the pixels.
         count, sums, squares: see ``moments.sums_of``.
         bits: of a sample in the file, as far as its header tells.
+        enlarged: by what factor, at most of both sides; 1 where the header does not tell.
     """
 
     content: bytes
@@ -61,6 +62,7 @@ class Picture:
     sums: list[int]
     squares: list[int]
     bits: int = 8
+    enlarged: float = 1.0
     label: Any = None
 
 
@@ -195,6 +197,7 @@ def _received(process: Confined) -> Read:
         sums=list(map(int, reply["sums"])),
         squares=list(map(int, reply["squares"])),
         bits=int(reply["bits"]),
+        enlarged=float(reply["enlarged"]),
     )
 
 
@@ -226,7 +229,17 @@ def read(file: str | os.PathLike[str], path: str, decode: Decode, store: Store) 
         sums=sums,
         squares=squares,
         bits=bits_of(content),
+        enlarged=_enlarged(content, pixels),
     )
+
+
+def _enlarged(content: bytes, pixels: Pixels) -> float:
+    sides = sides_of(content)
+    if sides is None or min(sides) < 1:
+        return 1.0
+    # either may be the height: EXIF may turn a picture
+    stored: tuple[int, int] = pixels.shape[:2]
+    return min(max(stored) / max(sides), min(stored) / min(sides))
 
 
 def _skipped(path: str, error: DataError) -> SkippedFile:

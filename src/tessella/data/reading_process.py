@@ -28,6 +28,7 @@ def _answer(order: Order, _: bytes, budget: Budget) -> tuple[Order, bytes | None
         return {"path": made.path, "reason": made.reason}, None
     numbers = {
         "count": made.count, "sums": made.sums, "squares": made.squares, "bits": made.bits,
+        "enlarged": made.enlarged,
     }  # fmt: skip
     hashes = {"digest": made.digest.hex(), "sha256": made.sha256.hex()}
     return {**hashes, **numbers}, made.content
