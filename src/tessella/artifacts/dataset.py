@@ -184,7 +184,9 @@ class Split:
         chunk, row = self._place(index)
         starts = self._offsets[chunk]
         made = bytearray(int(starts[row + 1] - starts[row]))
-        return made if self.read(index, made) else bytes(self._content[chunk][row].as_buffer())
+        if self.read(index, made):
+            return made
+        return self._content[chunk][row].as_py() or b""  # nothing, in a shard of a stranger
 
     def read(self, index: int, *parts: bytearray | memoryview) -> bool:
         """Read the stored bytes of an image into memory; False if that cannot hold just them.
