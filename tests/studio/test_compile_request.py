@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tessella.artifacts.build import TARGETS
 from tessella.artifacts.plan import load_plan
 from tessella.artifacts.run import Recipe
 from tessella.cli import compile as compile_verb
-from tessella.compiler.budget.mixes import OFFERED, offered
+from tessella.compiler.budget.mixes import offered
 from tessella.compiler.calibration import METHOD
 from tessella.compiler.histogram import METHODS as KNOWN_METHODS
 from tessella.compiler.samples import COUNT
@@ -73,7 +74,7 @@ def test_what_is_offered_is_what_the_compiler_takes():
     assert set(compile_request.PRECISIONS) == set(KNOWN)
     assert set(compile_request.METHODS) == set(KNOWN_METHODS)
     assert (compile_request.USUAL_METHOD, compile_request.USUAL_SAMPLES) == (METHOD, COUNT)
-    assert set(compile_request.LEAST) == set(OFFERED) == set(compile_request.TARGETS)
+    assert set(compile_request.LEAST) == set(compile_request.TARGETS) == set(TARGETS)
     for target, names in compile_request.LEAST.items():
         assert all(offered(target, name) for name in names)
 

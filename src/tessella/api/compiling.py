@@ -66,7 +66,7 @@ def compile(
             name, a torch module (then ``inputs`` says what it takes), or a graph: what
             ``tessella.graph.onnx.read`` makes of a file, perhaps with some inputs bound.
         batch: one size, or the smallest, the usual and the largest.
-        target: ``cpu``, ``sm_90`` or ``reference``; by default what this machine has.
+        target: ``cpu``, a GPU's (``sm_90``) or ``reference``; by default what this machine has.
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
         precisions: another one for single layers, by the names that ``compiler.layers`` lists;
             behind it ``+2:4`` may stand (``int8+2:4``): two of each four weights are then left.

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tessella.core.architectures import GPU_TARGETS
 from tessella.core.dtype import PRECISIONS, plain_precision
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain, parse_json
 from tessella.core.spec import DimRange, TensorSpec
 
-TARGETS = ("cpu", "sm_90", "reference")
+TARGETS = ("cpu", *GPU_TARGETS, "reference")
 Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
 ROUNDED = ("int8", "fp8")  # what needs a calibration
 METHODS = ("min-max", "percentile", "entropy", "mse")
@@ -52,7 +53,9 @@ class BuildRequest:
         }
     )
     out: str | None = option("The plan file to write.")
-    target: str | None = option("cpu, sm_90 or reference; else what this machine has.")
+    target: str | None = option(
+        f"cpu, {', '.join(GPU_TARGETS)} or reference; else what this machine has."
+    )
     precision: str = option(
         "fp32, tf32, bf16, fp16, or with a calibration int8, fp8.", default="fp32"
     )

@@ -92,7 +92,7 @@ def _advice(target: str, free_gb: float, versions: dict[str, str | None]) -> lis
         advice.append(f"install what is missing: pip install {' '.join(missing)}")
     if torch.cuda.is_available() and target == "cpu":
         name = torch.cuda.get_device_name()
-        advice.append(f"{name} is not a Hopper GPU: training uses it, plans run on the CPU")
+        advice.append(f"{name} is no target of ours: training uses it, plans run on the CPU")
     if free_gb < 5:
         advice.append("less than 5 GB of disk are free: checkpoints need room")
     return advice

@@ -108,11 +108,13 @@ def kernels(
 def _list(out: Output, op: str | None) -> None:
     """The rows of the catalog."""
     found = [k for k in catalog.rows() if op is None or k.op in (op, "*")]
-    rows = [(k.id, k.op, " ".join(k.targets), k.source) for k in found]
+    rows = [(k.id, k.op, " ".join((*k.targets, *k.needs)), k.source) for k in found]
     plain = [
-        {"id": k.id, "op": k.op, "targets": list(k.targets), "source": k.source} for k in found
-    ]
-    out.result({"kernels": plain}, grid(("kernel", "operation", "targets", "source"), rows))
+        {"id": k.id, "op": k.op, "targets": list(k.targets), "needs": list(k.needs),
+         "source": k.source}
+        for k in found
+    ]  # fmt: skip
+    out.result({"kernels": plain}, grid(("kernel", "operation", "targets, needs", "source"), rows))
 
 
 def _plain(report: Report) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def explain(
 
     Args:
         graph: as captured; it is not changed.
-        target: ``cpu``, ``sm_90`` or ``reference``; decides which layouts are tried.
+        target: ``cpu``, a GPU's (``sm_90``) or ``reference``; decides which layouts are tried.
         precision: as for ``compile_graph``; 16-bit ones add ``lower_precision``, and int8 and fp8,
             which need the ``calibration``, the passes that round.
         input, preprocess: ``uint8`` and the record, for a plan that takes images as bytes.

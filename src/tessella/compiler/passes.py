@@ -52,8 +52,10 @@ from tessella.compiler.rewrites import (
     turn_residuals,
     widen_results,
 )
+from tessella.core.architectures import is_gpu
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
+from tessella.device.machine import aimed_at
 from tessella.graph.check import check
 from tessella.graph.graph import Graph
 from tessella.kernels import catalog
@@ -64,7 +66,7 @@ class Request:
     """What a build asks of the passes.
 
     Attributes:
-        target: ``cpu``, ``sm_90`` or ``reference``.
+        target: ``cpu``, a GPU's (``sm_90``) or ``reference``.
         precision, precisions, calibration: as for ``compile_graph``.
         input, preprocess: ``uint8`` and the record, for a plan that takes images as bytes.
         assignment: what the precisions come to; known once the graph is optimized.
@@ -142,7 +144,7 @@ def quantizes(request: Request) -> bool:
 
 
 def quantizes_on_gpu(request: Request) -> bool:
-    """layers are to be int8 or fp8, or the file rounds; on sm_90"""
+    """layers are to be int8 or fp8, or the file rounds; on a GPU"""
     return request.quantized and on_gpu(request)
 
 
@@ -157,8 +159,8 @@ def multiplies_tf32(request: Request) -> bool:
 
 
 def on_gpu(request: Request) -> bool:
-    """on sm_90"""
-    return request.target == "sm_90"
+    """on a GPU"""
+    return is_gpu(request.target)
 
 
 def on_cpu(request: Request) -> bool:
@@ -168,7 +170,7 @@ def on_cpu(request: Request) -> bool:
 
 def skips_zeros(request: Request) -> bool:
     """the target has kernels for 2:4 sparse weights"""
-    return any(row.sparse and request.target in row.targets for row in catalog.rows())
+    return any(row.sparse and row.runs_on(request.target) for row in catalog.rows())
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -333,7 +335,8 @@ def steps(graph: Graph, request: Request, **part: Unpack[Part]) -> Iterator[tupl
             request = request.assigned(graph)
         if not step.when(request):
             continue
-        count = step.apply(graph, **step.given(request))
+        with aimed_at(request.target):
+            count = step.apply(graph, **step.given(request))
         check(graph)
         yield step, count
 

@@ -23,6 +23,7 @@ from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.compiler.settings import About, Measuring
 from tessella.compiler.stopping import stopping
 from tessella.compiler.verify import Expected
+from tessella.core.architectures import has
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.errors import CompileError, UsageError
@@ -61,7 +62,7 @@ def compile_graph(
 
     Args:
         graph: as captured; it is not changed.
-        target: ``cpu``, ``sm_90`` or ``reference``.
+        target: ``cpu``, a GPU's (``sm_90``) or ``reference``.
         batch: the plan gets a program for its sizes and the powers of two between them. For a batch
             of 1, a graph without a batch axis gets one: an axis of 1 before each input and output.
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
@@ -111,7 +112,7 @@ def compile_graph(
     trials = Lock(measuring.cache, lines=measuring.lock)
     tuner = Tuner(
         target=target,
-        math="tf32" if precision == "tf32" and target == "sm_90" else "ieee",
+        math="tf32" if precision == "tf32" and has(target, "tf32_mma") else "ieee",
         constants={name: t.to(torch_device(target)) for name, t in constants.items()},
         cache=trials,
         budget_s=measuring.budget_s,

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tessella.compiler.calibration import DTYPES, Calibration, lowerable
+from tessella.core.architectures import is_gpu
 from tessella.core.dtype import PRECISIONS, SPARSE, plain_precision
 from tessella.core.errors import UsageError
 from tessella.graph.graph import Graph, Node
@@ -83,7 +84,7 @@ def assign(
     pruned = frozenset(name for name, p in precisions.items() if p.endswith(SPARSE))
     precisions = {name: plain_precision(p) for name, p in precisions.items()}
     small = precision in DTYPES
-    rest = ("float16" if target == "sm_90" else "float32") if small else PRECISIONS[precision]
+    rest = ("float16" if is_gpu(target) else "float32") if small else PRECISIONS[precision]
     can = {node.output.name: node for node in lowerable(graph)}
     _require_known(graph, precisions, can)
     _require_fours(pruned, can)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tessella.core.architectures import ARCHITECTURES, GPU_TARGETS, is_gpu, is_own, target_of
 from tessella.core.errors import UsageError, WrongDevice
 from tessella.core.record import digest
 
@@ -24,7 +27,7 @@ class Fingerprint:
     """A device and the libraries on it, as far as they decide which kernel is fastest.
 
     Attributes:
-        target: ``reference``, ``cpu`` or ``sm_90``: which kernels may run.
+        target: ``reference``, ``cpu`` or a GPU's (``sm_90``): which kernels may run.
         arch: instruction set, ``x86_64-avx512`` or ``sm_90``. Plans need this to be equal.
         name: the marketing name.
         units: cores that may be used, or streaming multiprocessors.
@@ -52,20 +55,61 @@ class Fingerprint:
             rebuild: the command that builds the plan for this machine.
         """
         if (self.target, self.arch) != (here.target, here.arch):
-            raise WrongDevice(
-                f"the plan was built for {self.target} ({self.name}, {self.arch})",
-                seen=f"{here.target} ({here.name}, {here.arch})",
-                fix=f"rebuild it here: {rebuild}",
-            )
+            raise self._wrong(f"{here.target} ({here.name}, {here.arch})", here.target, rebuild)
+
+    def require_here(self, *, rebuild: str) -> None:
+        """Raise ``WrongDevice`` unless a plan built there can run on this machine.
+
+        Args:
+            rebuild: the command that built the plan; the message has it with this machine's target.
+        """
+        if is_gpu(self.target):
+            name, target = _gpu_here()
+            if target != self.target:
+                raise self._wrong(name, target or "cpu", rebuild)
+        self.require_same(fingerprint(self.target), rebuild=rebuild)
+
+    def _wrong(self, seen: str, target: str, rebuild: str) -> WrongDevice:
+        again = re.sub(rf"(--target[ =]|target=['\"]){self.target}\b", rf"\g<1>{target}", rebuild)
+        return WrongDevice(
+            f"the plan was built for {self.target} ({self.name}, {self.arch})",
+            seen=seen,
+            fix=f"rebuild it here: {again}",
+        )
 
 
 def default_target() -> str:
-    """``sm_90`` where a Hopper GPU is present, ``cpu`` otherwise."""
+    """The target of the current GPU, ``cpu`` where there is none.
+
+    A GPU that is in no table is told by a warning, with what is taken in its place.
+    """
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        return "sm_90"
-    return "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    capability = torch.cuda.get_device_capability()
+    target = target_of(*capability)
+    if target is None or not is_own(target, *capability):
+        taken = f"plans are built for {target}, the nearest" if target else "plans run on the CPU"
+        warnings.warn(f"{_gpu_here()[0]} is no target of its own: {taken}", stacklevel=2)
+    return target or "cpu"
+
+
+def gpu_target(device: torch.device | None = None) -> str | None:
+    """The target of a GPU of this machine, by default the current one; None where it has none."""
+    import torch
+
+    return target_of(*torch.cuda.get_device_capability(device))
+
+
+def _gpu_here() -> tuple[str, str | None]:
+    """What people call the current GPU, and its target."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no CUDA device", None
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} (sm_{major}{minor})", gpu_target()
 
 
 def torch_device(target: str) -> torch.device:
@@ -74,15 +118,19 @@ def torch_device(target: str) -> torch.device:
 
     if target in ("reference", "cpu"):
         return torch.device("cpu")
-    if target == "sm_90":
-        if not torch.cuda.is_available():
+    if is_gpu(target):
+        name, here = _gpu_here()
+        if here != target:
+            chips = ARCHITECTURES[target].chips
             raise WrongDevice(
-                "target sm_90 needs a GPU",
-                seen="no CUDA device",
-                fix="use target='cpu', or run on a machine with an H100 or H200",
+                f"target {target} needs its GPU ({chips})",
+                seen=name,
+                fix=f"use target='{here or 'cpu'}', or a machine with such a GPU",
             )
         return torch.device("cuda")
-    raise UsageError("unknown target", seen=target, fix="use cpu, sm_90 or reference")
+    raise UsageError(
+        "unknown target", seen=target, fix=f"use cpu, {', '.join(GPU_TARGETS)} or reference"
+    )
 
 
 def fingerprint(target: str) -> Fingerprint:

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from tessella.core import cubin
+from tessella.core.architectures import capability, is_gpu
 from tessella.core.compiled import CompiledKernel, CompiledKernels, Parameter, Tiles
 from tessella.core.errors import CorruptArtifact, KernelError
 from tessella.device.driver import Driver, cuda_driver
+from tessella.device.machine import runs_code_of
 
 # device numbers of element types → the driver's, where they differ: bf16, fp32, fp64
 _ELEMENTS = {8: 10, 9: 8, 10: 9}
@@ -113,8 +115,8 @@ class KernelCache(Store):
 
 @functools.cache
 def kernel_cache(target: str) -> KernelCache | None:
-    """The process's own, for a GPU; None for another target."""
-    return KernelCache(target) if target.startswith("sm_") else None
+    """The process's own, for a GPU that runs the target's machine code; None for another."""
+    return KernelCache(target) if is_gpu(target) and runs_code_of(target) else None
 
 
 class PlanKernels(Store):
@@ -250,7 +252,7 @@ class Collected:
         except ValueError as error:
             self.left_out[name] = str(error)
             return
-        if reason := cubin.wrong(code, name, int(self.target.removeprefix("sm_"))):
+        if reason := cubin.wrong(code, name, capability(self.target)):
             self.left_out[name] = reason
             return
         hashed = sha256(code).hexdigest()

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.cuda import _utils as compiler
 
+from tessella.core.architectures import ARCHITECTURES
 from tessella.core.errors import KernelError, UsageError
 from tessella.core.record import digest
 from tessella.device.ahead_of_time import collected, kernels_in_use
 from tessella.device.driver import cuda_driver
 from tessella.device.launch import Launched, resource_usage
-from tessella.device.machine import ARCHITECTURES
 
 # what a cubin's count of shared memory holds for the system
 SYSTEM_SHARED_BYTES = {name: m.reserved_shared_bytes for name, m in ARCHITECTURES.items()}

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from tessella.core.architectures import capability
 from tessella.core.errors import KernelError
 from tessella.device import ahead_of_time, identity
+from tessella.device.machine import aimed_at
 from tessella.device.occupancy import Occupancy, occupancy
-
-CAPABILITIES = {"sm_90": 90}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,9 +206,9 @@ def compiling(target: str = "sm_90") -> Iterator[list[Launched]]:
     from triton.runtime import driver
 
     before = driver._active
-    driver.set_active(_AbsentGpu(GPUTarget("cuda", CAPABILITIES[target], 32)))
+    driver.set_active(_AbsentGpu(GPUTarget("cuda", capability(target), 32)))
     try:
-        with preparing(), watching() as launches:
+        with aimed_at(target), preparing(), watching() as launches:
             yield launches
     finally:
         driver._active = before
@@ -224,7 +224,8 @@ class _AbsentGpu:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        """A number of its own for each target: by it, a function keeps what was compiled."""
+        return -int(self._target.arch)
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0

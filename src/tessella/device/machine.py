@@ -1,58 +1,78 @@
-"""What a GPU has, by its architecture: how many multiprocessors, and what blocks share in one.
-
-From the CUDA C++ Programming Guide, technical specifications by compute capability, and from
-``cuda_occupancy.h`` of the toolkit.
-"""
+"""The GPU that kernels are asked about: this machine's, or the one that code is compiled for."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
+
+from tessella.core import device
+from tessella.core.architectures import ARCHITECTURES, Architecture, is_gpu, is_own
 
 # bytes: bulk tensor copies (TMA) read and write at multiples of it, and Triton compiles other code
 # for a pointer or a number that is none
 ALIGNMENT = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """The limits of one multiprocessor, and the units in which they are handed out.
-
-    Attributes:
-        multiprocessors: of the largest GPU that was sold with this architecture.
-    """
-
-    multiprocessors: int
-    warps: int = 64
-    blocks: int = 32
-    threads_per_block: int = 1024
-    registers: int = 65536
-    registers_per_thread: int = 255
-    register_unit: int = 256  # registers are allocated to a warp in multiples of this
-    shared_bytes: int
-    shared_unit: int = 128
-    reserved_shared_bytes: int = 1024  # the system's share of each block
-
-    def shared_bytes_of_block(self, residents: int = 1) -> int:
-        """Shared memory that each of so many resident blocks can have."""
-        return self.shared_bytes // residents - self.reserved_shared_bytes
-
-
-ARCHITECTURES = {
-    "sm_70": Architecture(
-        multiprocessors=80, shared_bytes=96 * 1024, shared_unit=256, reserved_shared_bytes=0
-    ),
-    "sm_80": Architecture(multiprocessors=108, shared_bytes=164 * 1024),
-    "sm_90": Architecture(multiprocessors=132, shared_bytes=228 * 1024),
-}
 HOPPER = ARCHITECTURES["sm_90"]
+
+_aim: ContextVar[str | None] = ContextVar("gpu_target", default=None)
+
+
+@contextmanager
+def aimed_at(target: str) -> Iterator[None]:
+    """Inside, kernels for GPUs are asked what they do on ``target``, whatever GPU this machine has.
+
+    Nothing changes for a target that is no GPU's.
+    """
+    token = _aim.set(target if is_gpu(target) else _aim.get())
+    try:
+        yield
+    finally:
+        _aim.reset(token)
+
+
+def gpu_target() -> str:
+    """The target that kernels for GPUs are asked about; where there is no GPU, ``sm_90``."""
+    return _aim.get() or _target_here() or "sm_90"
+
+
+def gpu() -> Architecture:
+    """What the GPU has that kernels are asked about."""
+    return ARCHITECTURES[gpu_target()]
+
+
+def stages_that_fit(stages: int, stage_bytes: int) -> int:
+    """How many stages of a loop's loads a block's shared memory holds, up to so many.
+
+    0 where not even two fit: such a tile is too large for the GPU. A GPU that copies nothing on the
+    way to shared memory holds one there, and the next in registers.
+    """
+    fitting = gpu().shared_bytes_of_block() // max(stage_bytes, 1)
+    if "cp_async" not in gpu().has:
+        return min(stages, 2) if fitting >= 1 else 0
+    return min(stages, fitting) if fitting >= 2 else 0
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of this machine's GPU; of another one, those of its largest chip."""
+    target = gpu_target()
+    return _units_here() if target == _target_here() else ARCHITECTURES[target].multiprocessors
+
+
+def runs_code_of(target: str) -> bool:
+    """Whether this machine may start machine code for a target: not where its GPU is another."""
+    if not torch.cuda.is_available():
+        return True
+    return is_own(target, *torch.cuda.get_device_capability())
 
 
 @functools.cache
-def multiprocessors() -> int:
-    """Multiprocessors of this machine's GPU; where there is none, of a Hopper GPU."""
-    if not torch.cuda.is_available():
-        return HOPPER.multiprocessors
+def _target_here() -> str | None:
+    return device.gpu_target() if torch.cuda.is_available() else None
+
+
+@functools.cache
+def _units_here() -> int:
     return torch.cuda.get_device_properties("cuda").multi_processor_count

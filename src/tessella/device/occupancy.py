@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tessella.core.architectures import ARCHITECTURES
 from tessella.core.errors import UsageError
 from tessella.core.integers import ceil_div, round_up
-from tessella.device.machine import ARCHITECTURES
 
 
 @dataclass(frozen=True, kw_only=True)

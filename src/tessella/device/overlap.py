@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from tessella.device.machine import gpu
+
 
 @triton.jit
 def await_earlier(OVERLAP: tl.constexpr):
@@ -23,7 +25,9 @@ def await_earlier(OVERLAP: tl.constexpr):
 
 
 def overlapping() -> dict[str, bool]:
-    """Arguments of ``launch`` for a kernel with ``await_earlier``; interpreted, none waits."""
-    if triton.knobs.runtime.interpret:
+    """Arguments of ``launch`` for a kernel with ``await_earlier``; interpreted, none waits, nor
+    on a GPU that starts each kernel when the one before has ended.
+    """
+    if triton.knobs.runtime.interpret or "dependent_launch" not in gpu().has:
         return {"OVERLAP": False}
     return {"OVERLAP": True, "launch_pdl": True}

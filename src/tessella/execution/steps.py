@@ -84,7 +84,7 @@ class Binder:
         try:
             _require_shapes(step, problem)
             row = catalog.kernel(step.kernel)
-            here = row.op in (step.op, "*") and self.target in row.targets
+            here = row.op in (step.op, "*") and row.runs_on(self.target)
             if reason := row.refusal(problem) if here else "of another target":
                 raise ArtifactError(
                     f"kernel {step.kernel} cannot run step {step.outputs[0]!r} here",

@@ -34,7 +34,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from tessella.core.architectures import ARCHITECTURES, Feature, has, is_gpu
+from tessella.core.dtype import FP8
 from tessella.core.errors import CompileError, UsageError
+from tessella.device.machine import gpu_target
 from tessella.device.x86 import code
 from tessella.operations.epilogue import is_gamma
 from tessella.operations.problem import Problem
@@ -62,7 +65,10 @@ class Kernel:
         id: ``operation.algorithm[.target]``, the name in plans.
         op: the operation, ``*`` for any.
         module: where its code lies; imported only when it is used.
-        targets: where it can run.
+        targets: where it can run: ``cpu``, ``reference``, ``gpu``, or one GPU's (``sm_90``).
+        needs: what a GPU must have, of ``core.architectures``.
+        tensor_cores: Triton multiplies its 16-bit numbers and int8, so the GPU must have tensor
+            cores that Triton writes for; float32 does without.
         source: who wrote it: ``tessella``, ``onednn``, ``mkl``, ``cudnn``, ``cublaslt``,
             ``cusparselt``, ``aten``, ``user``.
         version: raised when its code changes, so that old timings of it are not believed.
@@ -85,6 +91,8 @@ class Kernel:
     module: str
     targets: tuple[str, ...]
     source: str
+    needs: tuple[Feature, ...] = ()
+    tensor_cores: bool = False
     version: int = 1
     writes_out: bool = True
     sliced_out: bool = False
@@ -112,6 +120,14 @@ class Kernel:
         """The position of the input that ``overwrites`` names."""
         return None if self.overwrites is None else operation(self.op).position(self.overwrites)
 
+    def runs_on(self, target: str) -> bool:
+        """Whether it is for this target, by what the row says."""
+        if target in self.targets:
+            return True
+        if not is_gpu(target) or "gpu" not in self.targets:
+            return False
+        return ARCHITECTURES[target].has >= set(self.needs)
+
     def load(self) -> KernelModule:
         return cast(KernelModule, importlib.import_module(self.module))
 
@@ -128,7 +144,32 @@ class Kernel:
             return "has no factor behind the activation (gamma)"
         if self.isa and (reason := code.refusal(self.isa)):
             return reason
+        if (
+            self.targets == ("gpu",)
+            and self.source != "user"
+            and (reason := self._lacking(problem))
+        ):
+            return reason
         return self.load().fits(problem)
+
+    def _lacking(self, problem: Problem) -> str | None:
+        """Why the GPU that kernels are asked about has no such products, or None.
+
+        Where it has no tensor cores for bfloat16 or fp8, Triton does not convert them either. ATen
+        computes them in another way.
+        """
+        target, types = gpu_target(), {meta.dtype for meta in (*problem.given, *problem.outputs)}
+        wanted: dict[Feature, bool] = {
+            "fp8_mma": bool(types & set(FP8)),
+            "bf16_mma": "bfloat16" in types,
+            "tf32_mma": problem.math == "tf32" and "float32" in types,
+            "fp16_mma": self.tensor_cores and "float16" in types,
+            "int8_mma": self.tensor_cores and "int8" in types,
+        }
+        for feature, used in wanted.items():
+            if used and not has(target, feature):
+                return f"{target} has no {feature.removesuffix('_mma')}"
+        return None
 
     def outclassed(self, problem: Problem) -> str | None:
         """What was measured against trying it on such a problem, where others fit too, or None."""
@@ -146,20 +187,20 @@ class Kernel:
         return workspace_bytes(problem, **config) if workspace_bytes else 0
 
 
-_known_configs: dict[tuple[Any, str], tuple[Config, ...]] = {}
+_known_configs: dict[tuple[Any, str, str], tuple[Config, ...]] = {}
 
 
 def _configs(
     propose: Callable[[Problem], tuple[Config, ...]], problem: Problem
 ) -> tuple[Config, ...]:
     """What a kernel proposes. Weighing tiles takes up to 10 ms, and networks repeat layers."""
-    key = propose, problem.key
+    key = propose, problem.key, gpu_target()
     if key not in _known_configs:
         _known_configs[key] = propose(problem)
     return _known_configs[key]
 
 
-_TORCH = ("cpu", "sm_90")
+_TORCH = ("cpu", "gpu")
 _ALL = ("reference", *_TORCH)
 
 
@@ -194,7 +235,17 @@ def _x86(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, .
 
 
 def _gpu(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, ...]:
-    return _rows(ops, algorithm, module, "sm_90", **flags)
+    return _rows(ops, algorithm, module, "gpu", **flags)
+
+
+def _dot(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, ...]:
+    """Rows of products in plain Triton."""
+    return _gpu(ops, algorithm, module, tensor_cores=True, **flags)
+
+
+def _hopper(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, ...]:
+    """Rows of what is written with Hopper's own instructions."""
+    return _gpu(ops, f"{algorithm}.sm90", module, needs=("tma", "wgmma"), **flags)
 
 
 def _aten(ops: str, module: str, algorithm: str = "aten", **flags: Any) -> tuple[Kernel, ...]:
@@ -225,34 +276,34 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("conv2d", "onednn_int8", "conv.libraries.onednn_int8", source="onednn", **_NEW),
     *_gpu("conv2d", "cudnn", "conv.libraries.cudnn", source="cudnn", **_NEW),
     *_gpu("conv2d", "cudnn_graph", "conv.libraries.cudnn_graph", source="cudnn"),
-    *_gpu(
+    *_hopper(
         "conv2d",
-        "implicit_gemm.sm90",
+        "implicit_gemm",
         "conv.hopper.implicit_gemm",
         version=4,
         sliced_out=True,
         gamma=True,
     ),
-    *_gpu("conv2d", "pointwise.sm90", "conv.hopper.pointwise", version=2, gamma=True),
-    *_gpu("conv2d", "direct.sm90", "conv.hopper.direct", version=2, gamma=True),
-    *_gpu("conv2d_chain", "back_to_back.sm90", "conv.hopper.chain", version=3, **_NEW),
-    *_gpu("conv2d_pool", "direct.sm90", "conv.hopper.pooled", gamma=True),
+    *_hopper("conv2d", "pointwise", "conv.hopper.pointwise", version=2, gamma=True),
+    *_hopper("conv2d", "direct", "conv.hopper.direct", version=2, gamma=True),
+    *_hopper("conv2d_chain", "back_to_back", "conv.hopper.chain", version=3, **_NEW),
+    *_hopper("conv2d_pool", "direct", "conv.hopper.pooled", gamma=True),
     *_gpu("conv2d conv1d conv3d", "direct", "conv.direct", version=3, gamma=True),
-    *_gpu("conv2d conv1d conv3d", "gemm", "conv.gemm", gamma=True),
-    *_gpu("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", gamma=True),
-    *_gpu(
+    *_dot("conv2d conv1d conv3d", "gemm", "conv.gemm", gamma=True),
+    *_dot("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", gamma=True),
+    *_dot(
         "conv2d conv1d conv3d", "implicit_precomp_gemm", "conv.implicit_precomp_gemm", gamma=True
     ),
-    *_gpu("conv2d", "winograd", "conv.winograd.fused", version=2),
-    *_gpu("conv2d", "winograd_nonfused", "conv.winograd.nonfused", version=2),
+    *_gpu("conv2d", "winograd", "conv.winograd.fused", needs=("cp_async",), version=2),
+    *_gpu("conv2d", "winograd_nonfused", "conv.winograd.nonfused", needs=("cp_async",), version=2),
     *_gpu("conv2d", "fft", "conv.fourier.fft", version=2),
     *_gpu("conv2d", "fft_tiling", "conv.fourier.fft_tiling", version=2),
     *_aten(_CONV, "conv.libraries.aten", **_NEW),
     # its gradients
-    *_gpu("conv2d_dgrad", "implicit_gemm.sm90", "conv.hopper.dgrad"),
-    *_gpu("conv2d_wgrad", "implicit_gemm.sm90", "conv.hopper.wgrad"),
-    *_gpu("conv2d_dgrad", "implicit_gemm", "conv.dgrad"),
-    *_gpu("conv2d_wgrad", "implicit_gemm", "conv.wgrad"),
+    *_hopper("conv2d_dgrad", "implicit_gemm", "conv.hopper.dgrad"),
+    *_hopper("conv2d_wgrad", "implicit_gemm", "conv.hopper.wgrad"),
+    *_dot("conv2d_dgrad", "implicit_gemm", "conv.dgrad"),
+    *_dot("conv2d_wgrad", "implicit_gemm", "conv.wgrad"),
     *_gpu(
         "conv2d_dgrad conv2d_wgrad",
         "cudnn",
@@ -267,22 +318,23 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("linear", "onednn_int8", "gemm.onednn_int8", source="onednn", **_NEW),
     *_cpu("linear", "mkl", "gemm.mkl", source="mkl", **_NEW),
     *_gpu("linear matmul", "cublaslt", "gemm.cublaslt", source="cublaslt"),
-    *_gpu("linear matmul", "wgmma.sm90", "gemm.wgmma", version=4, gamma=True),
-    *_gpu("linear matmul", "skinny.sm90", "gemm.skinny_sm90", gamma=True),
-    *_gpu("linear matmul", "skinny", "gemm.skinny", gamma=True),
-    *_gpu("linear matmul", "tiled", "gemm.tiled", gamma=True),
+    *_hopper("linear matmul", "wgmma", "gemm.wgmma", version=4, gamma=True),
+    *_hopper("linear matmul", "skinny", "gemm.skinny_sm90", gamma=True),
+    *_dot("linear matmul", "skinny", "gemm.skinny", gamma=True),
+    *_dot("linear matmul", "tiled", "gemm.tiled", gamma=True),
     *_gpu(
         "linear conv2d",
         "cusparselt",
         "sparse.cusparselt",
         source="cusparselt",
+        needs=("sparse_mma",),
         sparse=True,
         gamma=True,
     ),
-    *_gpu("linear conv2d", "sparse.sm90", "sparse.wgmma", sparse=True, gamma=True),
-    *_gpu("linear matmul", "fma.sm90", "gemm.fma_sm90", gamma=True),
+    *_hopper("linear conv2d", "sparse", "sparse.wgmma", sparse=True, gamma=True),
+    *_hopper("linear matmul", "fma", "gemm.fma_sm90", gamma=True),
     *_aten("linear matmul", "gemm.aten"),
-    *_gpu("linear_norm", "normed.sm90", "gemm.normed", gamma=True, **_NEW),
+    *_hopper("linear_norm", "normed", "gemm.normed", gamma=True, **_NEW),
     # the other layers
     *_x86("max_pool2d", "{}", "pool.x86", sliced_out=True),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
@@ -290,9 +342,9 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("batch_norm layer_norm", "norm.aten", **_NEW),
     *_aten("softmax log_softmax", "softmax.aten"),
     *_aten("mean sum", "reduce.aten"),
-    *_gpu(_ATTENTION, "flash.sm90", "attention.flash_sm90", version=3, gamma=True, **_NEW),
-    *_gpu(_ATTENTION, "flash", "attention.flash", gamma=True, **_NEW),
-    *_gpu(_ATTENTION, "windows", "attention.windows", gamma=True, **_NEW),
+    *_hopper(_ATTENTION, "flash", "attention.flash_sm90", version=3, gamma=True, **_NEW),
+    *_dot(_ATTENTION, "flash", "attention.flash", gamma=True, **_NEW),
+    *_dot(_ATTENTION, "windows", "attention.windows", gamma=True, **_NEW),
     *_gpu(_ATTENTION, "cudnn", "attention.cudnn", source="cudnn", **_NEW),
     *_aten(_ATTENTION, "attention.aten", **_NEW),
     # recurrent layers
@@ -375,7 +427,7 @@ def rows() -> tuple[Kernel, ...]:
 
 def candidates(op: str, target: str) -> tuple[Kernel, ...]:
     """The kernels that may carry out ``op`` on ``target``, in the table's order, users' last."""
-    return tuple(k for k in rows() if k.op in (op, "*") and target in k.targets)
+    return tuple(k for k in rows() if k.op in (op, "*") and k.runs_on(target))
 
 
 def kernel(id: str) -> Kernel:

@@ -19,7 +19,7 @@ import torch
 
 from tessella.artifacts.plan import Manifest, Plan, load_plan
 from tessella.artifacts.program import Bucket, Buffer, same_computation
-from tessella.core.device import fingerprint, torch_device
+from tessella.core.device import torch_device
 from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, InputError, UsageError
 from tessella.core.memory import free_bytes, is_out_of_memory
@@ -101,8 +101,8 @@ class Engine:
         manifest = plan.manifest
         target = manifest.fingerprint.target
         self.manifest: Manifest = manifest
+        manifest.fingerprint.require_here(rebuild=manifest.rebuild)
         self.device = torch_device(target)
-        manifest.fingerprint.require_same(fingerprint(target), rebuild=manifest.rebuild)
         require(manifest.imports)
         self.buckets = tuple(b.batch for b in plan.program.buckets)
         first, *others = plan.program.buckets

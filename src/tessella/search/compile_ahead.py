@@ -63,8 +63,11 @@ def compile_ahead(requests: Collection[Request], target: str) -> Compiling:
 
     A candidate that does not compile fails when it is run.
 
-    Kernels that users registered are left: their modules are known to this process only.
+    Kernels that users registered are left: their modules are known to this process only. So is
+    everything where the GPU is only a relative of the target's: its code is compiled for itself.
     """
+    if kernel_cache(target) is None:
+        return Compiling((), list(requests))
     known = {_as_line(one, target): one for one in requests if _is_known_there(one[1])}
     with _lock:
         fresh = [line for line in known if line not in _asked]
@@ -236,20 +239,20 @@ def compile_one(request: dict[str, Any]) -> CompiledKernels:
     # torch's way to nvrtc warns that there is no GPU, which is meant
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     problem = from_plain(Problem, request["problem"], where="a request to compile")
-    row, config = catalog.kernel(request["kernel"]), request["config"]
+    target = request["target"]
+    with compiling(target), collecting(target) as made:
+        launch_without_memory(catalog.kernel(request["kernel"]), problem, request["config"])
+    return made.compiled
+
+
+def launch_without_memory(row: Kernel, problem: Problem, config: Config) -> None:
+    """Call a configuration on tensors that have a shape only: inside ``compiling``."""
     operands = {i: meta.empty(META) for i, meta in enumerate(problem.inputs) if meta is not None}
     buffers = {"out": problem.output.empty(META)} if row.writes_out else {}
-    target = request["target"]
-    with (
-        compiling(target),
-        collecting(target) as made,
-        torch.inference_mode(),
-        float32_math(problem.math),
-    ):
+    with torch.inference_mode(), float32_math(problem.math):
         constants = {i: operands.pop(i) for i in problem.constant}
         scratch = row.workspace_bytes(problem, config)
         if scratch:
             buffers["workspace"] = torch.empty(scratch, dtype=torch.uint8, device=META)
         call = row.load().bind(problem, constants, **config)
         call(*operands.values(), **buffers)
-    return made.compiled

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.device import gpu_target
 from tessella.core.dtype import Math
 from tessella.core.errors import CompileError, KernelError, UsageError
 from tessella.device.float32_math import float32_math
@@ -277,7 +278,7 @@ def timing_cache(folder: Path | None = None) -> TimingCache:
 
 def target_of(tensor: Tensor) -> str:
     """Where kernels for a tensor run."""
-    return "sm_90" if tensor.is_cuda else "cpu"
+    return (gpu_target(tensor.device) or "cpu") if tensor.is_cuda else "cpu"
 
 
 def _run(

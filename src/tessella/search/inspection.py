@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tessella.device.launch import watching
+from tessella.device.machine import gpu_target
 from tessella.operations.epilogue import store
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
@@ -84,7 +85,7 @@ def inspect(
         launches=len(launches),
         registers=resources.registers if resources else None,
         shared_bytes=resources.shared_bytes if resources else None,
-        occupancy=round(resources.occupancy().share, 3) if resources else None,
+        occupancy=round(resources.occupancy(gpu_target()).share, 3) if resources else None,
     )
 
 

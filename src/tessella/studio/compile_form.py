@@ -12,6 +12,7 @@ from nicegui.element import Element
 from tessella.artifacts.build import ROUNDED, BuildRequest, read_batch
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.plan import Outline
+from tessella.core.architectures import GPU_TARGETS, target_of
 from tessella.studio import parts
 from tessella.studio.compile_request import (
     LEAST,
@@ -264,5 +265,6 @@ class CompileForm:
 
 def _usual_target() -> str:
     """The target of this machine, told by the driver: a CUDA context would hold 500 MB here."""
-    hopper = any(capability(index) == (9, 0) for index in visible_gpus())
-    return "sm_90" if hopper else "cpu"
+    capabilities = (capability(index) for index in visible_gpus())
+    targets = [target for found in capabilities if found and (target := target_of(*found))]
+    return max(targets, key=GPU_TARGETS.index, default="cpu")

@@ -8,13 +8,21 @@ from typing import Any, Literal
 
 from tessella.artifacts.build import ROUNDED, BuildRequest
 from tessella.artifacts.plan import Outline
+from tessella.core.architectures import ARCHITECTURES, GPU_TARGETS, has
 from tessella.core.dtype import plain_precision
 from tessella.core.errors import UsageError
 from tessella.studio.workspace import plain_name
 
 How = Literal["one", "budget", "lock"]
 
-TARGETS = {"cpu": "cpu", "sm_90": "sm_90 (H100, H200)", "reference": "reference"}
+TARGETS = {
+    "cpu": "cpu",
+    **{name: f"{name} ({ARCHITECTURES[name].chips})" for name in GPU_TARGETS},
+    "reference": "reference",
+}
+_TF32 = tuple(name for name in GPU_TARGETS if has(name, "tf32_mma"))
+_BF16 = tuple(name for name in GPU_TARGETS if has(name, "bf16_mma"))
+_FP8 = tuple(name for name in GPU_TARGETS if has(name, "fp8_mma"))
 WAYS: dict[How, tuple[str, str]] = {
     "one": ("Precision", "Every layer in the precision that you choose."),
     "budget": ("Budget", "The fastest plan that loses at most so much accuracy: each layer gets a "
@@ -24,18 +32,21 @@ WAYS: dict[How, tuple[str, str]] = {
 }  # fmt: skip
 # What a precision is, and the targets on which it is worth choosing.
 PRECISIONS = {
-    "fp32": (("cpu", "sm_90", "reference"), "IEEE float32: the most exact."),
-    "tf32": (("sm_90",), "float32 values, multiplied by tensor cores with 10 bits of mantissa."),
-    "bf16": (("cpu", "sm_90", "reference"), "Half the memory; the range of float32, 8 bits."),
-    "fp16": (("cpu", "sm_90", "reference"), "Half the memory; 11 bits, values to 65,504."),
-    "int8": (("cpu", "sm_90", "reference"), "A quarter of the memory; scales from calibration."),
-    "fp8": (("sm_90",), "A quarter of the memory; e4m3, scales from calibration."),
+    "fp32": (tuple(TARGETS), "IEEE float32: the most exact."),
+    "tf32": (_TF32, "float32 values, multiplied by tensor cores with 10 bits of mantissa."),
+    "bf16": (("cpu", *_BF16, "reference"), "Half the memory; the range of float32, 8 bits."),
+    "fp16": (tuple(TARGETS), "Half the memory; 11 bits, values to 65,504."),
+    "int8": (tuple(TARGETS), "A quarter of the memory; scales from calibration."),
+    "fp8": (_FP8, "A quarter of the memory; e4m3, scales from calibration."),
 }
 # The precisions that a budget may be spent on, by target.
 LEAST = {
-    "cpu": ("fp32", "bf16", "int8"),
-    "sm_90": ("fp32", "bf16", "fp16", "int8", "fp8"),
-    "reference": ("fp32", "bf16", "int8"),
+    target: tuple(
+        name
+        for name, (targets, _) in PRECISIONS.items()
+        if target in targets and name != "tf32" and (name != "fp16" or target in GPU_TARGETS)
+    )
+    for target in TARGETS
 }
 METHODS = {
     "mse": "The threshold with the least mean-square error.",

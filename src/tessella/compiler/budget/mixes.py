@@ -18,6 +18,7 @@ from tessella.compiler.layers import PRODUCTS
 from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import Assignment
 from tessella.compiler.slow_precisions import slowdown
+from tessella.core.architectures import has, is_gpu
 from tessella.core.dtype import SPARSE, plain_precision
 from tessella.core.errors import UsageError
 from tessella.graph.graph import Graph, Node, Value
@@ -25,9 +26,7 @@ from tessella.kernels import catalog
 
 Mix = Mapping[str, str]  # layer → precision; what is not named stays fp32
 
-OFFERED = {"cpu": ("bf16", "int8"), "sm_90": ("fp16", "int8", "fp8"), "reference": ("bf16", "int8")}
 WIDE = ("fp32", "fp16", "bf16")  # what a layer and all around it may be in
-BESIDE = {"sm_90": "fp16"}  # what a quantized layer has around it; elsewhere fp32
 WITH_SPARSITY = ("fp16", "bf16", "int8")  # what sparse tensor cores multiply
 STAYS = ("fallback", "user")  # operators that are not known to take other types
 
@@ -48,6 +47,11 @@ class Unit:
         return dict.fromkeys(self.layers, precision)
 
 
+def beside(target: str) -> str:
+    """What a quantized layer has around it."""
+    return "fp16" if is_gpu(target) else "fp32"
+
+
 def offered(target: str, least: str) -> tuple[str, ...]:
     """The precisions to choose from: what suits the target, nothing less exact than ``least``.
 
@@ -59,7 +63,7 @@ def offered(target: str, least: str) -> tuple[str, ...]:
     """
     kinds = _precisions(target, least)
     rows = catalog.rows()
-    if not any(row.sparse and not row.unproven and target in row.targets for row in rows):
+    if not any(row.sparse and not row.unproven and row.runs_on(target) for row in rows):
         return kinds
     return (*kinds, *(k + SPARSE for k in kinds if k in WITH_SPARSITY))
 
@@ -67,7 +71,7 @@ def offered(target: str, least: str) -> tuple[str, ...]:
 def _precisions(target: str, least: str) -> tuple[str, ...]:
     order = list(precision_of.ORDER)
     if least == "fp32":
-        return tuple(kind for kind in OFFERED[target] if slowdown(kind, target) == 1.0)
+        return tuple(kind for kind in _all_precisions(target) if slowdown(kind, target) == 1.0)
     if least in ("bf16", "fp16"):
         return (least,)
     quick = _precisions(target, "fp32")
@@ -76,9 +80,16 @@ def _precisions(target: str, least: str) -> tuple[str, ...]:
         raise UsageError(
             "a budget cannot be spent on this precision here",
             seen=f"{least} on {target}",
-            fix=f"use one of {', '.join(OFFERED[target])}, or leave it out",
+            fix=f"use one of {', '.join(_all_precisions(target))}, or leave it out",
         )
     return kinds
+
+
+def _all_precisions(target: str) -> tuple[str, ...]:
+    """What a layer may be lowered to on a target."""
+    if not is_gpu(target):
+        return ("bf16", "int8")
+    return ("fp16", "int8", "fp8") if has(target, "fp8_mma") else ("fp16", "int8")
 
 
 def units(exact: Graph, kinds: Sequence[str], target: str, calibration: Calibration) -> list[Unit]:
@@ -114,9 +125,9 @@ def _can_be_sparse(node: Node) -> bool:
 
 def spelled(exact: Graph, mix: Mix, target: str) -> tuple[str, dict[str, str]]:
     """``precision`` and ``precisions`` of ``compile_graph`` for a mix."""
-    side = _sides(exact, mix, BESIDE.get(target, "fp32"))
+    side = _sides(exact, mix, beside(target))
     wide = {s for s in side.values() if s != "fp32"}
-    rest = min(wide) if wide and target in BESIDE else "fp32"
+    rest = min(wide) if wide and is_gpu(target) else "fp32"
     precisions = {n: s for n, s in side.items() if s != rest}
     return rest, precisions | {name: p for name, p in mix.items() if p not in WIDE}
 

@@ -22,6 +22,7 @@ from tessella.compiler.fitting import has_kernel, is_plain_sixteen_bit, loses_no
 from tessella.compiler.layers import LAYERS
 from tessella.compiler.rewrites import pad_channels
 from tessella.compiler.rewrites.lower_quantization import Scheme, scheme_of
+from tessella.core.architectures import is_gpu
 from tessella.core.dtype import QUANTIZED
 from tessella.graph.graph import Graph, Node, Value
 from tessella.operations.epilogue import is_gamma
@@ -58,7 +59,7 @@ def apply(graph: Graph, target: str) -> int:
                 move.inputs, move.outputs = (read,), (written,)
             graph.nodes.remove(rounds)
             fused += 1
-    if fused and target == "sm_90":
+    if fused and is_gpu(target):
         pad_channels.apply(graph)  # what lies between two of these layers is quantized only now
     return fused
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from tessella.core.dtype import FLOATS
 from tessella.core.integers import power_of_two
 from tessella.device.launch import launch
+from tessella.device.machine import stages_that_fit
 from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.attention.shapes import Tile, factor, operands, refusal, result, sizes
 from tessella.kernels.catalog import Call
@@ -181,7 +182,12 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     rows = max(16, triton.next_power_of_2(made.queries))
     low = tuple(tile for tile in tiles if tile[0] <= rows) or (_FEW,)
     keys = ("tile_m", "tile_n", "num_warps", "num_stages")
-    return tuple(dict(zip(keys, tile, strict=True)) for tile in low)
+    # a stage of keys and values; the queries stay in registers
+    return tuple(
+        dict(zip(keys, (tm, tn, warps, fitting), strict=True))
+        for tm, tn, warps, stages in low
+        if (fitting := stages_that_fit(stages, 2 * tn * row_bytes))
+    )
 
 
 def _padded(width: int) -> int:

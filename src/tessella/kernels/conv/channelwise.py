@@ -14,7 +14,7 @@ import torch
 
 from tessella.core.integers import ceil_div
 from tessella.device.launch import launch
-from tessella.device.machine import HOPPER, multiprocessors
+from tessella.device.machine import gpu, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import tiles
@@ -148,7 +148,7 @@ class Strip:
         """In clocks: of issuing instructions, of the cache, or of a warp that waits: for itself
         every second clock, and for what it loads."""
         each = ceil_div(math.prod(self.grid(geometry)), multiprocessors())
-        together = max(1, HOPPER.registers // (32 * self.warps * self.registers(geometry, size)))
+        together = max(1, gpu().registers // (32 * self.warps * self.registers(geometry, size)))
         instructions, passes = self.instructions(geometry), self.passes(geometry, size)
         nbytes = self.nbytes(geometry, size)
 

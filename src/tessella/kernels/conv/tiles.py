@@ -20,7 +20,7 @@ import torch
 from tessella.core.dtype import FLOATS, FP8
 from tessella.core.integers import ceil_div, power_of_two, round_up
 from tessella.device.launch import launch
-from tessella.device.machine import multiprocessors
+from tessella.device.machine import multiprocessors, stages_that_fit
 from tessella.device.overlap import overlapping
 from tessella.device.packing import with_packed
 from tessella.kernels.conv.tiles_device import Block, Ending, Window, add_parts
@@ -211,6 +211,9 @@ def configs(problem: Problem, most: int = 8) -> tuple[dict[str, Any], ...]:
         if not plain and not (last and geometry.channels % depth == 0):
             # values are loaded one by one: more threads, or they do not fit the registers
             depth, warps = min(depth, 32), 8
+        stages = stages_that_fit(stages, (pixels + filters) * depth * size)
+        if not stages:
+            continue
         for splits in (1, 2, 4, 8, 16):
             tile = Tile(pixels=pixels, filters=filters, depth=depth, splits=splits, warps=warps,
                         stages=stages, pack=pack)  # fmt: skip

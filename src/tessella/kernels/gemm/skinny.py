@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tessella.core.dtype import FP8
 from tessella.device.launch import launch
-from tessella.device.machine import multiprocessors
+from tessella.device.machine import multiprocessors, stages_that_fit
 from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast, finish
@@ -138,7 +138,11 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     made, itemsize = sizes(problem), problem["input"].itemsize
     keys = ("tile_n", "tile_k", "num_warps", "num_stages")
     found = []
-    for tile_n, tile_k, warps, stages in _TILES:
+    rows = max(16, triton.next_power_of_2(made.m))
+    for tile_n, tile_k, warps, most in _TILES:
+        stages = stages_that_fit(most, (tile_n + rows) * tile_k)
+        if not stages:
+            continue
         tile = dict(zip(keys, (tile_n, tile_k // itemsize, warps, stages), strict=True))
         tiles, steps = triton.cdiv(made.n, tile_n), triton.cdiv(made.k, tile["tile_k"])
         for blocks in (multiprocessors(), 2 * multiprocessors()):

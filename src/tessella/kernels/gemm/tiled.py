@@ -17,6 +17,7 @@ import triton.language as tl
 
 from tessella.core.dtype import FP8
 from tessella.device.launch import launch
+from tessella.device.machine import stages_that_fit
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast, finish
 from tessella.kernels.shared.matrix_product import (
@@ -138,8 +139,9 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     keys = ("tile_m", "tile_n", "tile_k", "num_warps", "num_stages")
     itemsize = problem["input"].itemsize
     return tuple(
-        dict(zip(keys, (tm, tn, tk // itemsize, warps, stages), strict=True))
+        dict(zip(keys, (tm, tn, tk // itemsize, warps, fitting), strict=True))
         for tm, tn, tk, warps, stages in ranked(tiles, made, loading=64)
+        if (fitting := stages_that_fit(stages, (tm + tn) * tk))
     )
 
 

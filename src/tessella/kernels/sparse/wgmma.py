@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from tessella.core.architectures import ARCHITECTURES
 from tessella.core.compiled import Tiles
 from tessella.core.dtype import FLOATS
 from tessella.device.cuda import CudaKernel, cuda
 from tessella.device.driver import MAP_BYTES, cuda_driver
 from tessella.device.launch import only_compiles, record
-from tessella.device.machine import ARCHITECTURES, multiprocessors
+from tessella.device.machine import multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.cuda import KINDS

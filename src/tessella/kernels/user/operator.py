@@ -186,7 +186,7 @@ class Operator:
         *,
         algorithm: str,
         fits: Callable[[Problem], str | None] | None = None,
-        targets: tuple[str, ...] = ("sm_90",),
+        targets: tuple[str, ...] = ("gpu",),
     ) -> str:
         """Let the operator compete for an operation of ours, in ``find`` and in plans.
 
@@ -199,7 +199,7 @@ class Operator:
             op: ``linear``, ``conv2d``, …
             algorithm: its name in the kernel's id: ``linear.skinny``.
             fits: None, or the reason why it cannot carry out a problem.
-            targets: where it can run.
+            targets: where it can run: ``cpu``, ``gpu`` for any, or one GPU's (``sm_90``).
 
         Returns:
             The kernel's id.

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from tessella.core.architectures import ARCHITECTURES
 from tessella.device.launch import Launched, Resources
-from tessella.device.machine import ARCHITECTURES
 from tessella.device.occupancy import Occupancy
 
 Where = Literal["gpu", "interpreter", "reference", "compiled"]

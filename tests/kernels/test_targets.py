@@ -1,0 +1,202 @@
+"""Every kernel in Triton compiles for the GPUs that it is for, within what these have.
+
+Without a GPU, by Triton's own ptxas. ``python -m tests.kernels.test_targets`` writes
+docs/targets.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tessella.compiler.budget.mixes import offered
+from tessella.core.architectures import ARCHITECTURES, GPU_TARGETS
+from tessella.device.ahead_of_time import kernel_cache
+from tessella.device.machine import aimed_at, stages_that_fit
+from tessella.device.overlap import overlapping
+from tessella.kernels import catalog
+from tessella.search import compile_ahead as compilers
+from tests.support.kernels import for_targets
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "targets.md"
+COMPILED = tuple(target for target in GPU_TARGETS if target != "sm_90")
+# of a thread; more would be registers that do not fit. Loops' pointers and counters are less
+MOST_SPILLED_BYTES = 64
+BEGINNING = """# GPU targets
+
+A plan is built for one target and refuses every other GPU, with the command that rebuilds it there.
+`default_target()` and every command take the GPU that is there; a GPU without a target of its own
+gets the nearest older one, and a warning that says so; what it runs is compiled on it. This page is
+written by `python -m tests.kernels.test_targets` from `core/architectures.py` and
+`kernels/catalog.py`; a test compares.
+
+**Only Hopper has been run on (H100, H200).** For all other targets, `tests/kernels/test_targets.py`
+compiles the kernels with Triton's ptxas, without a GPU, and reads registers, spilled registers and
+shared memory against that chip's limits. No kernel of ours has run on them: neither answers nor
+times are known. Libraries (cuDNN, cuBLASLt, cuSPARSELt, ATen) are asked there as on Hopper; what
+they refuse, a build leaves out.
+
+| target | GPUs | shared memory of a block | what it has | our kernels |
+| --- | --- | --- | --- | --- |
+"""
+LIMITS = """
+Kernels in Hopper's own instructions need `wgmma` and `tma`. The portable ones are in Triton, which
+writes their products with `mma.sync`, on `sm_90` with `wgmma`, on `sm_100` with `tcgen05.mma`. For
+`sm_75` it writes none for tensor cores: there our products are in float32 only, and bfloat16 and
+FP8 are the libraries'. Plans for `sm_100` and `sm_120` carry no machine code: its second form is
+not checked yet, so kernels are compiled where such a plan is loaded.
+
+`tessella compile` measures, so it needs the target's GPU: there is no plan for a machine that is
+not here.
+
+## Kernels
+
+`run`: on an H100 or H200, in `tests/gpu` or in the plans of [the benchmarks](benchmarks.md).
+`compiled`: by ptxas, with the first configuration of a problem; on `sm_80`, `sm_86` and `sm_89`
+with the smallest one, too. A line is a module of `src/tessella/kernels`.
+
+"""
+
+
+def document() -> str:
+    parts = [BEGINNING]
+    for target in GPU_TARGETS:
+        unit = ARCHITECTURES[target]
+        has = ", ".join(f"`{feature}`" for feature in sorted(unit.has)) or "–"
+        done = "run" if target == "sm_90" else "compiled, never run"
+        shared = f"{unit.shared_bytes_of_block() >> 10} KB"
+        parts.append(f"| `{target}` | {unit.chips} | {shared} | {has} | {done} |\n")
+    parts += [LIMITS, "| kernels | ", " | ".join(f"`{t}`" for t in GPU_TARGETS), " |\n"]
+    parts.append("| --- " * (1 + len(GPU_TARGETS)) + "|\n")
+    for module in dict.fromkeys(row.module for row in ours()):
+        row = next(row for row in ours() if row.module == module)
+        cells = " | ".join(state(row, target) for target in GPU_TARGETS)
+        parts.append(f"| `{module.removeprefix('tessella.kernels.')}` | {cells} |\n")
+    return "".join(parts)
+
+
+def ours() -> list[catalog.Kernel]:
+    return [k for k in catalog.KERNELS if k.source == "tessella" and "gpu" in k.targets]
+
+
+def state(row: catalog.Kernel, target: str) -> str:
+    if not row.runs_on(target):
+        return "–"
+    if target == "sm_90" and not row.unproven:
+        return "run"
+    return "compiled, float32" if row.tensor_cores and target == "sm_75" else "compiled"
+
+
+def test_the_document_is_what_the_catalog_says() -> None:
+    assert DOCUMENT.read_text() == document(), "run python -m tests.kernels.test_targets"
+
+
+@pytest.mark.parametrize("target", COMPILED)
+def test_kernels_compile_within_the_limits_of_the_chip(target: str) -> None:
+    unit = ARCHITECTURES[target]
+    assert unit.shared_bytes_of_block() <= {
+        "sm_75": 64 << 10, "sm_80": 163 << 10, "sm_100": 227 << 10,
+    }.get(target, 99 << 10)  # fmt: skip
+    found = for_targets.results()[target]
+    for case, launches in found.items():
+        assert not isinstance(launches, str), f"{case}: {launches}"
+        assert launches, case
+        for used in launches:
+            assert used["registers"] <= unit.registers_per_thread, (case, used)
+            assert used["registers"] * used["threads"] <= unit.registers, (case, used)
+            assert used["shared_bytes"] <= unit.shared_bytes_of_block(), (case, used)
+            assert used["threads"] <= unit.threads_per_block, (case, used)
+            assert used["spilled_bytes"] <= MOST_SPILLED_BYTES, (case, used)
+            # what plans carry is checked; Blackwell's second form of machine code is not yet
+            assert used["carried"] == (target not in ("sm_100", "sm_120")), (case, used)
+    wanted = {row.module for row in ours() if row.runs_on(target) and not row.id.endswith(".sm90")}
+    assert {catalog.kernel(case.split("|")[1]).module for case in found} == wanted
+
+
+def test_hoppers_kernels_are_hoppers_alone() -> None:
+    for row in ours():
+        alone = [target for target in GPU_TARGETS if row.runs_on(target)] == ["sm_90"]
+        assert alone == row.id.endswith(".sm90"), row.id
+
+
+def test_a_kernel_refuses_what_a_gpu_lacks() -> None:
+    problem = for_targets.problems()
+    tiled, winograd = catalog.kernel("linear.tiled"), catalog.kernel("conv2d.winograd")
+
+    def refusal(target: str, name: str) -> str | None:
+        with aimed_at(target):
+            return tiled.refusal(problem[f"linear {name}"])
+
+    assert refusal("sm_75", "half") == "sm_75 has no fp16"
+    assert refusal("sm_75", "bfloat16") == "sm_75 has no bf16"
+    assert refusal("sm_75", "ieee") is None
+    assert refusal("sm_80", "fp8") == "sm_80 has no fp8"
+    assert all(refusal("sm_89", name) is None for name in ("half", "ieee", "bfloat16", "fp8"))
+    assert not winograd.runs_on("sm_75")  # it copies by cp.async
+    assert winograd.runs_on("sm_80")
+    assert not catalog.kernel("linear.tiled").runs_on("cpu")
+    user = replace(tiled, source="user")  # knows itself what it takes
+    with aimed_at("sm_75"):
+        assert user.refusal(problem["linear half"]) is None
+
+
+def test_stages_fit_the_shared_memory() -> None:
+    for target, most, nbytes, stages in [
+        ("sm_90", 5, 40 << 10, 5), ("sm_80", 5, 40 << 10, 4), ("sm_89", 5, 40 << 10, 2),
+        ("sm_89", 5, 60 << 10, 0), ("sm_75", 5, 60 << 10, 2), ("sm_75", 5, 70 << 10, 0),
+    ]:  # fmt: skip
+        with aimed_at(target):
+            assert stages_that_fit(most, nbytes) == stages, (target, nbytes)
+
+
+def test_configurations_of_a_problem_are_those_of_each_gpu() -> None:
+    """A process asks for several: what it remembers of one is not another's."""
+    row, problem = catalog.kernel("linear.tiled"), for_targets.problems()["linear half"]
+
+    def deepest(target: str) -> int:
+        with aimed_at(target):
+            return max(
+                config["num_stages"] * (config["tile_m"] + config["tile_n"]) * config["tile_k"] * 2
+                for config in row.configs(problem)
+            )
+
+    assert deepest("sm_90") > 99 << 10 >= deepest("sm_89")
+    assert deepest("sm_90") > 99 << 10  # still
+
+
+def test_a_kernel_starts_early_only_where_the_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    for target in GPU_TARGETS:
+        with aimed_at(target):
+            assert overlapping()["OVERLAP"] == (target in ("sm_90", "sm_100", "sm_120"))
+
+
+@pytest.mark.parametrize("target", GPU_TARGETS)
+def test_a_budget_offers_what_the_gpu_multiplies(target: str) -> None:
+    kinds = set(offered(target, "fp32"))
+    assert ("fp8" in kinds) == (target in ("sm_89", "sm_90", "sm_100", "sm_120"))
+    assert {"fp16", "int8"} <= kinds
+    assert ("int8+2:4" in kinds) == (target != "sm_75")
+
+
+def test_a_relative_of_a_target_compiles_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An sm_121 computes as an sm_120, but does not run code for sm_120a."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compilers, "_Compilers", None)
+    row, problem = catalog.kernel("linear.tiled"), for_targets.problems()["linear half"]
+    requests = [(problem, row, config) for config in row.configs(problem)[:8]]
+    for capability, target in [((12, 1), "sm_120"), ((8, 7), "sm_86")]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None, c=capability: c)
+        kernel_cache.cache_clear()
+        try:
+            assert kernel_cache(target) is None
+            assert compilers.compile_ahead(requests, target).left == requests
+        finally:
+            kernel_cache.cache_clear()
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())

@@ -1,0 +1,187 @@
+"""The catalogue's Triton kernels, compiled for every GPU target without a GPU.
+
+``results()`` asks another process, whose Triton does not interpret, and which has a worker a core.
+Each kernel is met with a problem that a network has, in its first configuration and for the targets
+``IN_FULL`` in the one whose tile is smallest, on tensors without memory, as the search compiles
+ahead. By target and case there are the resources of every launch, or the error.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from tessella.core.architectures import GPU_TARGETS
+from tessella.device.ahead_of_time import collecting
+from tessella.device.launch import compiling
+from tessella.device.machine import aimed_at
+from tessella.kernels import catalog
+from tessella.kernels.catalog import Config, Kernel
+from tessella.operations.problem import Problem
+from tessella.search.compile_ahead import launch_without_memory
+from tests.support.problems import attentions, convolutions, gradients, pools, products, programs
+from tests.support.problems.programs import LAST, SUM, meta
+from tests.support.problems.rearrangements import turned, windows
+
+ROOT = Path(__file__).parents[3]
+CONV = convolutions.Case(
+    x=(8, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16", x_format=LAST, w_format=LAST,
+    bias="float16", activation="relu",
+)  # fmt: skip
+PRODUCT = products.Case(m=512, n=512, k=512, bias="float16", activation="relu")
+HEADS = attentions.Case(n=8, heads=12, queries=197, keys=197, width=64, fused=True, dtype="float16")
+
+
+@functools.cache
+def problems() -> dict[str, Problem]:
+    """By name, with the shapes that networks have; those that most kernels take come first."""
+    tokens, vector = meta(64, 768, dtype="float16"), meta(768, dtype="float16")
+    images = {
+        "half": CONV,
+        "ieee": replace(CONV, dtype="float32", bias="float32"),
+        "depthwise": replace(CONV, w=(64, 1, 3, 3), groups=64),
+        "tf32": replace(CONV, dtype="float32", bias="float32", math="tf32"),
+        "int8": replace(CONV, dtype="int8", out="int8", scale=True, bias="float32"),
+    }
+    matrices = {
+        "half": PRODUCT,
+        "ieee": replace(PRODUCT, dtype="float32", bias=None),
+        "rows": replace(PRODUCT, m=8),
+        "rows ieee": replace(PRODUCT, m=8, dtype="float32", bias=None),
+        "bfloat16": replace(PRODUCT, dtype="bfloat16", bias="bfloat16"),
+        "fp8": replace(PRODUCT, dtype="float8_e4m3fn", out="float16"),
+    }
+    found = {f"conv {name}": case.problem for name, case in images.items()}
+    found |= {f"linear {name}": products.draw(case)[0] for name, case in matrices.items()}
+    gradient = functools.partial(gradients.problem, x=(8, 64, 28, 28), weight=(64, 64, 3, 3))
+    norm = ("layer_norm", (0, 1, 2), {"normalized_shape": (768,), "eps": 1e-5})
+    narrow = replace(HEADS, queries=49, keys=49, width=32)
+    pixels = meta(8, 224, 224, 3, dtype="uint8")
+    scaling = {"gain": [0.1, 0.2, 0.3], "offset": [0.0, 0.1, 0.2], "dtype": "float16"}
+    return found | {
+        "dgrad": gradient("conv2d_dgrad", padding=(1, 1)),
+        "wgrad": gradient("conv2d_wgrad", padding=(1, 1)),
+        "dgrad ieee": gradient("conv2d_dgrad", padding=(1, 1), dtype="float32"),
+        "wgrad ieee": gradient("conv2d_wgrad", padding=(1, 1), dtype="float32"),
+        "attention": attentions.draw(HEADS)[0],
+        "attention ieee": attentions.draw(replace(HEADS, dtype="float32"))[0],
+        "attention of windows": attentions.draw(narrow)[0],
+        "attention of windows ieee": attentions.draw(replace(narrow, dtype="float32"))[0],
+        "add and norm": programs.problem(
+            [tokens, vector, vector, tokens], norm, ("add", (4, 3), SUM), constant=(1, 2)
+        ),
+        "two results": programs.problem(
+            [tokens, tokens], ("add", (0, 1), SUM), ("mul", (2, 1), {"scalar": None}),
+            results=(2, 3),
+        ),
+        "codes": Problem(
+            op="quantize", inputs=(tokens, meta()), outputs=(meta(64, 768, dtype="int8"),),
+            attrs={"axis": 0, "dtype": "int8"}, constant=(1,),
+        ),
+        "maximum": pools.problem("max_pool2d", (8, 64, 56, 56), pools.maximum(), dtype="float16"),
+        "columns": next(iter(pools.COLUMNS.values())),
+        "windows": windows(8, 56, 7, 96, 3, dtype="float16"),
+        "planes": turned(8, 768, 14, dtype="float16"),
+        "image": Problem(
+            op="image_to_tensor", inputs=(pixels,), attrs=scaling,
+            outputs=(meta(8, 3, 224, 224, dtype="float16", format=LAST),),
+        ),
+    }  # fmt: skip
+
+
+IN_FULL = ("sm_80", "sm_86", "sm_89")  # the others are met with the first configurations alone
+# what the first problem of a kernel does not meet: other types of products
+BESIDES = {
+    "conv tf32": "conv2d.implicit_gemm",
+    "conv int8": "conv2d.implicit_gemm",
+    "conv depthwise": "conv2d.direct",
+    "linear bfloat16": "linear.tiled",
+    "linear fp8": "linear.tiled",
+}
+
+
+def portable(target: str) -> list[Kernel]:
+    """The kernels in Triton that are for any GPU which has what they need: one of each module."""
+    found: dict[str, Kernel] = {}
+    operations = {problem.op for problem in problems().values()}
+    for row in catalog.KERNELS:
+        ours = row.source == "tessella" and "gpu" in row.targets and "wgmma" not in row.needs
+        if ours and row.runs_on(target) and row.op in operations:
+            found.setdefault(row.module, row)
+    return list(found.values())
+
+
+def cases(target: str) -> Iterator[tuple[str, Kernel, Config]]:
+    """The name of a problem, a kernel that takes it there, and a configuration."""
+    with aimed_at(target):
+        for row in portable(target):
+            mine = (n for n, p in problems().items() if p.op == row.op and not row.refusal(p))
+            for name in itertools.islice(mine, 1):
+                configs = ends(row, problems()[name])[: 2 if target in IN_FULL else 1]
+                yield from ((name, row, config) for config in configs)
+        for name, kernel in BESIDES.items():
+            row, problem = catalog.kernel(kernel), problems()[name]
+            if not row.refusal(problem):
+                yield name, row, row.configs(problem)[0]
+
+
+def ends(row: Kernel, problem: Problem) -> list[Config]:
+    """The first configuration, and the one of the smallest numbers."""
+    found = row.configs(problem)
+    least = min(found, key=lambda c: math.prod(v for v in c.values() if isinstance(v, int) and v))
+    return [found[0]] if least == found[0] else [found[0], least]
+
+
+def resources(target: str, problem: str, kernel: str, config: Config) -> list[dict[str, Any]] | str:
+    """What each launch takes from a multiprocessor, or why there is none; in a worker."""
+    try:
+        with compiling(target) as launches, collecting(target) as made:
+            launch_without_memory(catalog.kernel(kernel), problems()[problem], config)
+    except Exception as error:  # told to the test that asks
+        return f"{type(error).__name__}: {str(error)[-500:]}"
+    carried = not made.left_out and made.compiled.wrong(target) is None
+    return [{**asdict(one.resources()), "carried": carried} for one in launches]
+
+
+@functools.cache
+def results() -> dict[str, dict[str, list[dict[str, Any]] | str]]:
+    """By target, and by problem, kernel and configuration."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    command = [sys.executable, "-m", "tests.support.kernels.for_targets"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["triton.compiler", __spec__.name])
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as workers:
+        asked = {
+            (target, f"{name}|{row.id}|{config}"): workers.submit(
+                resources, target, name, row.id, config
+            )
+            for target in GPU_TARGETS
+            if target != "sm_90"  # its own tests compile for it
+            for name, row, config in cases(target)
+        }
+        found: dict[str, dict[str, Any]] = {}
+        for (target, case), future in asked.items():
+            found.setdefault(target, {})[case] = future.result()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
