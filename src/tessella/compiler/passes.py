@@ -52,7 +52,7 @@ from tessella.compiler.rewrites import (
     turn_residuals,
     widen_results,
 )
-from tessella.core.architectures import is_gpu
+from tessella.core.architectures import has, is_gpu
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.device.machine import aimed_at
@@ -155,7 +155,7 @@ def narrows(request: Request) -> bool:
 
 def multiplies_tf32(request: Request) -> bool:
     """float32 is multiplied as TF32"""
-    return request.precision == "tf32" and on_gpu(request)
+    return request.precision == "tf32" and has(request.target, "tf32_mma")
 
 
 def on_gpu(request: Request) -> bool:
