@@ -119,6 +119,17 @@ def test_other_color_models_become_rgb_or_grey() -> None:
     assert np.array_equal(read_pixels(saved(grey_alpha, "PNG")), rgb[:, :, :1])
 
 
+@pytest.mark.parametrize("largest", [65535, 1023, 256])
+def test_16_bit_ppm_keeps_16_bits(largest: int) -> None:
+    """Netpbm's own: the high byte first, and full scale is what the header says."""
+    pixels = np.random.default_rng(0).integers(0, largest + 1, (9, 7, 3), np.uint16)
+    content = b"P6\n# made here\n7 9\n%d\n" % largest + pixels.astype(">u2").tobytes()
+    right = np.rint(pixels.astype(np.float64) * 65535 / largest)
+    assert np.array_equal(decode(content, Preprocess(height=9, width=7, depth=16)), right)
+    with pytest.raises(DataError, match="cut off"):
+        decode(content[:-1], Preprocess(height=9, width=7, depth=16))
+
+
 def test_16_bit_pgm_keeps_16_bits() -> None:
     grey = noise(5, 4, 1, dtype=np.uint16)
     content = b"P5 4 5 65535\n" + grey.astype(">u2").tobytes()

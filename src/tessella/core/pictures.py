@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, PpmImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from tessella.core.errors import DataError
 
@@ -107,6 +107,10 @@ def _read_opened(image: Image.Image, content: bytes, name: str, most_pixels: int
     _check_sides(image.size, name, most_pixels, most_pixels)
     if isinstance(image, TiffImagePlugin.TiffImageFile) and not _pillow_keeps_all(image):
         return _read_tiff(content, name, most_pixels)
+    if isinstance(image, PpmImagePlugin.PpmImageFile):
+        wide = _read_ppm16(image, content)
+        if wide is not None:
+            return wide
     image.load()  # raises where the file is incomplete; OpenCV may only print it
     # Not Pillow's exif_transpose: it copies a picture that is upright, and writes all tags again.
     orientation = image.getexif().get(_ORIENTATION, 1)
@@ -134,6 +138,23 @@ def _pixels_of(image: Image.Image, name: str) -> Pixels:
         image = image.convert("RGB")
     pixels = np.asarray(image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def _read_ppm16(image: PpmImagePlugin.PpmImageFile, content: bytes) -> Pixels | None:
+    """The samples of a binary PPM of 16 bits, whose lower half Pillow drops; None of any other."""
+    (tile,) = image.tile
+    mode, largest = tile.args if isinstance(tile.args, tuple) else ("", 0)
+    if not content.startswith(b"P6") or mode != "RGB" or not 255 < largest < 1 << 16:
+        return None
+    shape = (image.height, image.width, 3)
+    if len(content) - tile.offset < 2 * math.prod(shape):
+        raise DataError("the picture is cut off", seen=f"{len(content):,} bytes")
+    samples = np.frombuffer(content, ">u2", math.prod(shape), tile.offset).reshape(shape)
+    if largest == 65535:
+        return samples.astype(np.uint16)
+    wide = np.minimum(samples, largest).astype(np.uint32)
+    rounded: Pixels = ((wide * 65535 + largest // 2) // largest).astype(np.uint16)
+    return rounded
 
 
 def _read_png16(content: bytes, name: str) -> Pixels:
