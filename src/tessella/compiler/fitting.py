@@ -10,7 +10,6 @@ from collections.abc import Collection
 
 from tessella.compiler.precision import FEWEST_CHANNELS
 from tessella.compiler.problems import problem_of
-from tessella.core.architectures import has
 from tessella.core.dtype import SIXTEEN_BIT
 from tessella.graph.graph import Node, Value, shape_at
 from tessella.graph.value import fixed
@@ -63,10 +62,9 @@ def loses_none(before: Node, after: Node, target: str, constants: Collection[Val
 def _written_for(row: Kernel, node: Node, target: str) -> bool:
     """Whether a kernel is written for this target, and for such a layer.
 
-    For Hopper are those in its own instructions, for other GPUs the portable products. The direct
-    convolution takes what fits its registers, but is meant for images of few channels.
+    The direct convolution takes what fits its registers, but is meant for images of few channels.
     """
-    if not ("wgmma" in row.needs if has(target, "wgmma") else row.tensor_cores):
+    if not row.id.endswith(f".{target.replace('_', '')}"):
         return False
     return row.algorithm != "direct" or fixed(node["weight"].shape[1]) < FEWEST_CHANNELS
 

@@ -102,11 +102,20 @@ def test_where_only_the_last_resort_could_nothing_changes(target: str) -> None:
     assert fuse_requantization.apply(rounded.copy(), target) == 0
 
 
-def test_convolutions_in_a_row_stay_on_codes() -> None:
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_convolutions_in_a_row_stay_on_codes(target: str) -> None:
     graph = graph_of(Convolutions(), 16, 6, 6)
-    rounded, made = stages(graph, "int8", calibrated(graph, 16, 6, 6), "sm_90")
+    rounded, made = stages(graph, "int8", calibrated(graph, 16, 6, 6), target)
     assert len(rescaled(made)) == 2
     assert_alike(rounded, made, 16, 6, 6)
+
+
+def test_a_gpu_without_fp8_has_no_such_layers() -> None:
+    """Kernels are asked about the target, whatever GPU this machine has."""
+    graph = graph_of(Convolutions(), 16, 6, 6)
+    found = calibrated(graph, 16, 6, 6, kinds=("fp8",))
+    assert rescaled(stages(graph, "fp8", found, "sm_89")[1])
+    assert not rescaled(stages(graph, "fp8", found, "sm_80")[1])
 
 
 def test_channels_are_padded_for_tiles_of_16_bytes() -> None:
@@ -232,6 +241,16 @@ def test_the_first_layer_writes_what_a_pooling_leaves_to_round(
     right, fused = (interpret(g, x, upcast=torch.float64)["scores"] for g in (before, made))
     assert torch.equal(right, fused)
     assert_alike(before, made, 3, 26, 22)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_120"])
+def test_the_first_layer_stays_the_libraries_where_no_kernel_is_written_for_the_gpu(
+    target: str,
+) -> None:
+    """They write no codes, and nobody has measured a portable kernel beside them there."""
+    graph = graph_of(Stem(POOLS["resnet"], nn.ReLU()), 3, 26, 22)
+    _, made = stages(graph, "int8", calibrated(graph, 3, 26, 22), target)
+    assert ops(made)[:4] == ["to", "conv2d", "pointwise", "conv2d"]
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
