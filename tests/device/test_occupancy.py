@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tessella.core.errors import UsageError
-from tessella.device.machine import HOPPER, multiprocessors
+from tessella.device import machine
+from tessella.device.machine import HOPPER, aimed_at, multiprocessors
 from tessella.device.occupancy import occupancy
 
 
@@ -60,9 +61,14 @@ def test_multiprocessors_are_those_of_the_gpu_that_is_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     properties = SimpleNamespace(multi_processor_count=114)  # an H100 for PCIe
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert multiprocessors.__wrapped__() == 114
+    monkeypatch.setattr(machine, "_target_here", lambda: "sm_90")
+    monkeypatch.setattr(machine, "_units_here", machine._units_here.__wrapped__)
+    assert multiprocessors() == 114
+    with aimed_at("sm_80"):
+        assert multiprocessors() == 108  # of another GPU, those of its largest chip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert multiprocessors.__wrapped__() == HOPPER.multiprocessors == 132
+    monkeypatch.setattr(machine, "_target_here", lambda: None)
+    assert multiprocessors() == HOPPER.multiprocessors == 132
 
 
 def test_shared_memory_of_hopper():

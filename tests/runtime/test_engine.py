@@ -217,6 +217,10 @@ def test_another_device_is_refused_with_the_command_that_rebuilds(lenet: Plan) -
     there = replace(lenet.manifest.fingerprint, arch="aarch64-neon")
     with pytest.raises(WrongDevice, match="tessella compile a-test"):
         runtime.load(replace(lenet, manifest=replace(lenet.manifest, fingerprint=there)))
+    there = replace(there, target="sm_89", arch="sm_89", name="NVIDIA L4")
+    manifest = replace(lenet.manifest, fingerprint=there, rebuild="tessella compile a -o b")
+    with pytest.raises(WrongDevice, match=r"built for sm_89 \(NVIDIA L4.*tessella compile a -o b"):
+        runtime.load(replace(lenet, manifest=manifest))
 
 
 def test_a_changed_byte_of_the_weights_is_found(lenet: Plan, tmp_path: Path) -> None:

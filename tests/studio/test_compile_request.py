@@ -16,7 +16,7 @@ from tessella.compiler.samples import COUNT
 from tessella.core.dtype import PRECISIONS as KNOWN
 from tessella.core.errors import UsageError
 from tessella.jobs import commands
-from tessella.studio import compile_request
+from tessella.studio import compile_form, compile_request
 from tessella.studio.compile_request import followed, requested, rounds
 from tessella.studio.plan_front import rebuilt
 from tessella.studio.plan_profile import trace_of
@@ -131,3 +131,17 @@ def test_what_is_no_trace_is_refused(tmp_path):
         path.write_text(content)
         with pytest.raises(Exception, match="trace"):
             trace_of(path)
+
+
+def test_the_form_begins_with_the_target_of_the_newest_gpu(monkeypatch):
+    """Told by the driver: torch, which would say it too, holds memory of the GPU."""
+
+    def usual(*capabilities):
+        monkeypatch.setattr(compile_form, "visible_gpus", lambda: tuple(range(len(capabilities))))
+        monkeypatch.setattr(compile_form, "capability", lambda index: capabilities[index])
+        return compile_form._usual_target()
+
+    assert usual() == usual((7, 0)) == usual(None) == "cpu"
+    assert usual((8, 6), (12, 0), None) == "sm_120"
+    assert usual((9, 0)) == "sm_90"
+    assert usual((8, 7)) == "sm_86"

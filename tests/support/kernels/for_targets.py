@@ -35,6 +35,7 @@ from tests.support.problems.programs import LAST, SUM, meta
 from tests.support.problems.rearrangements import turned, windows
 
 ROOT = Path(__file__).parents[3]
+Launches = list[dict[str, Any]] | str  # the resources of each, or the error
 CONV = convolutions.Case(
     x=(8, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16", x_format=LAST, w_format=LAST,
     bias="float16", activation="relu",
@@ -122,18 +123,17 @@ def portable(target: str) -> list[Kernel]:
     return list(found.values())
 
 
-def cases(target: str) -> Iterator[tuple[str, Kernel, Config]]:
-    """The name of a problem, a kernel that takes it there, and a configuration."""
+def cases(target: str) -> Iterator[tuple[str, Kernel, list[Config]]]:
+    """The name of a problem, a kernel that takes it there, and its configurations."""
     with aimed_at(target):
         for row in portable(target):
             mine = (n for n, p in problems().items() if p.op == row.op and not row.refusal(p))
             for name in itertools.islice(mine, 1):
-                configs = ends(row, problems()[name])[: 2 if target in IN_FULL else 1]
-                yield from ((name, row, config) for config in configs)
+                yield name, row, ends(row, problems()[name])[: 2 if target in IN_FULL else 1]
         for name, kernel in BESIDES.items():
             row, problem = catalog.kernel(kernel), problems()[name]
             if not row.refusal(problem):
-                yield name, row, row.configs(problem)[0]
+                yield name, row, [row.configs(problem)[0]]
 
 
 def ends(row: Kernel, problem: Problem) -> list[Config]:
@@ -143,8 +143,18 @@ def ends(row: Kernel, problem: Problem) -> list[Config]:
     return [found[0]] if least == found[0] else [found[0], least]
 
 
-def resources(target: str, problem: str, kernel: str, config: Config) -> list[dict[str, Any]] | str:
-    """What each launch takes from a multiprocessor, or why there is none; in a worker."""
+def compiled(target: str, problem: str, kernel: str, configs: list[Config]) -> dict[str, Launches]:
+    """By case: what each launch takes from a multiprocessor, or why there is none; in a worker.
+
+    One does all configurations, as they share kernels: it compiles these once.
+    """
+    return {
+        f"{problem}|{kernel}|{config}": resources(target, problem, kernel, config)
+        for config in configs
+    }
+
+
+def resources(target: str, problem: str, kernel: str, config: Config) -> Launches:
     try:
         with compiling(target) as launches, collecting(target) as made:
             launch_without_memory(catalog.kernel(kernel), problems()[problem], config)
@@ -155,7 +165,7 @@ def resources(target: str, problem: str, kernel: str, config: Config) -> list[di
 
 
 @functools.cache
-def results() -> dict[str, dict[str, list[dict[str, Any]] | str]]:
+def results() -> dict[str, dict[str, Launches]]:
     """By target, and by problem, kernel and configuration."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -169,17 +179,15 @@ def main() -> None:
     context = get_context("forkserver")
     context.set_forkserver_preload(["triton.compiler", __spec__.name])
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as workers:
-        asked = {
-            (target, f"{name}|{row.id}|{config}"): workers.submit(
-                resources, target, name, row.id, config
-            )
+        asked = [
+            (target, workers.submit(compiled, target, name, row.id, configs))
             for target in GPU_TARGETS
             if target != "sm_90"  # its own tests compile for it
-            for name, row, config in cases(target)
-        }
-        found: dict[str, dict[str, Any]] = {}
-        for (target, case), future in asked.items():
-            found.setdefault(target, {})[case] = future.result()
+            for name, row, configs in cases(target)
+        ]
+        found: dict[str, dict[str, Launches]] = {}
+        for target, future in asked:
+            found.setdefault(target, {}).update(future.result())
     print(json.dumps(found))
 
 
