@@ -39,6 +39,7 @@ from tessella.core.policies import Policy
 from tessella.data.importing import import_images
 from tessella.data.loading import Batch, batches, steps_per_epoch
 from tessella.nn import zoo
+from tessella.training.feed import Fed
 from tessella.training.precision import arithmetic
 from tessella.training.solver import optimizer_for
 
@@ -102,9 +103,9 @@ class Batches:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kept: dict[object, tuple[list[Batch], Iterator[Batch]]] = {}
+        self._kept: dict[object, tuple[list[Fed], Iterator[Fed]]] = {}
 
-    def get(self, data: Dataset, cell: Cell, count: int) -> list[Batch]:
+    def get(self, data: Dataset, cell: Cell, count: int) -> list[Fed]:
         """The first ``count`` batches that ``ts.train`` would take, with the cell's changes."""
         key = (data.path, cell.batch_size, cell.seed, AUGMENTS[cell.words[3]])
         if key not in self._kept:
@@ -116,7 +117,7 @@ class Batches:
             made.append(next(more))
         return made[:count]
 
-    def _endless(self, data: Dataset, cell: Cell) -> Iterator[Batch]:
+    def _endless(self, data: Dataset, cell: Cell) -> Iterator[Fed]:
         epoch = 0
         while True:
             for batch in batches(
@@ -126,9 +127,9 @@ class Batches:
                 yield self.move(batch)
             epoch += 1
 
-    def move(self, batch: Batch) -> Batch:
+    def move(self, batch: Batch) -> Fed:
         images, labels = batch.images.to(self._device), batch.labels.to(self._device)
-        return Batch(images=images, labels=labels, indices=batch.indices)
+        return Fed(images=images, labels=labels)
 
 
 def plain(cell: Cell, data: Dataset, source: Batches, device: torch.device) -> dict[str, Any]:
@@ -140,8 +141,8 @@ def plain(cell: Cell, data: Dataset, source: Batches, device: torch.device) -> d
     optimizer, schedule = _optimizer(cell, module, total)
     smoothing = 0.1 if cell.words[3] == "smooth" else 0.0
     since, losses = time.perf_counter(), []
-    for batch in made:
-        loss = F.cross_entropy(module(batch.images), batch.labels, label_smoothing=smoothing)
+    for fed in made:
+        loss = F.cross_entropy(module(fed.images), fed.labels, label_smoothing=smoothing)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -155,8 +156,8 @@ def plain(cell: Cell, data: Dataset, source: Batches, device: torch.device) -> d
         for batch in batches(
             data.val, data.preprocess, batch_size=256, augment=None, training=False
         ):
-            batch = source.move(batch)
-            right.append((module(batch.images).argmax(1) == batch.labels).float())
+            fed = source.move(batch)
+            right.append((module(fed.images).argmax(1) == fed.labels).float())
     return {"accuracy": torch.cat(right).mean().item(), "train_loss": last, "seconds": seconds}
 
 

@@ -188,7 +188,8 @@ class Files(TorchDataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         torch.set_num_threads(1)
         content = np.fromfile(self._files[index], np.uint8)
-        pixels = cv2.imdecode(content, cv2.IMREAD_COLOR)[:, :, ::-1].copy()
+        bgr = cv2.imdecode(content, cv2.IMREAD_COLOR)
+        pixels = np.ascontiguousarray(np.asarray(bgr)[:, :, ::-1])
         made: torch.Tensor = self._change(torch.from_numpy(pixels).permute(2, 0, 1))
         return made
 
