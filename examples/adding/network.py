@@ -28,6 +28,6 @@ def kaiming(conv: nn.Conv2d) -> None:
 # The row in nn/zoo/standard.py: how torchvision's network is adapted.
 ARCHITECTURE = Architecture(
     first="features.conv0",
-    head="classifier",
+    heads=("classifier",),
     initialize=kaiming,
 )

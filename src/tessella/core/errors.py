@@ -20,6 +20,8 @@ TessellaError          1
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TessellaError(Exception):
     """An error that names what is wrong, what was seen and what to do.
@@ -46,6 +48,10 @@ class TessellaError(Exception):
             parts.append(f"To do: {self.fix.rstrip('.')}.")
         return " ".join(parts)
 
+    def __reduce__(self) -> Any:
+        """Errors come back whole from a process that raised them."""
+        return _restored, (type(self), self.args, self.__dict__)
+
     def to_json(self) -> dict[str, str | None]:
         """The same as data: ``{"error", "wrong", "seen", "fix"}``."""
         return {
@@ -54,6 +60,14 @@ class TessellaError(Exception):
             "seen": self.seen,
             "fix": self.fix,
         }
+
+
+def _restored(
+    kind: type[TessellaError], arguments: tuple[Any, ...], fields: dict[str, Any]
+) -> TessellaError:
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(fields)
+    return error
 
 
 class UsageError(TessellaError):
