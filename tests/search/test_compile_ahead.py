@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import signal
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tessella.core.compiled import CompiledKernels
 from tessella.kernels import catalog
 from tessella.search import allowance as allowances
 from tessella.search import compile_ahead as compilers
@@ -36,11 +40,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(compilers, "_running", running)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     yield
-    for process in (one._process for one in running):
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+    for one in running:
+        one._process.kill()
+        one._process.wait()
+        while not one.has_ended:  # a file cannot be closed while a thread reads it
+            time.sleep(0.01)
+        one._process.stdin.close()
+        one._process.stdout.close()
 
 
 def requests(count: int) -> list[compilers.Request]:
@@ -60,31 +66,47 @@ def test_the_cache_is_filled(tmp_path: Path) -> None:
     assert len({k.cubin for k in made._kernels.values() if k.name == "implicit_gemm"}) == 4
 
 
-def compile_or_crash(request: dict[str, Any]) -> None:
-    """A compiler that dies of some requests; in a worker."""
-    if request["dies"]:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    time.sleep(0.05)
+def compile_or_crash(request: dict[str, Any]) -> CompiledKernels:
+    """Do as a request says; in a worker."""
+    match request["does"]:
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "hang":
+            time.sleep(3600)
+        case "refuse":
+            raise ValueError("no such tile")
+    return CompiledKernels()
 
 
-def test_a_compiler_that_crashes_is_told_from_those_beside_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Though all workers go with it, and all of their requests fail at first."""
-    monkeypatch.setattr(compilers, "compile_one", compile_or_crash)
-    workers, said, all_said = compilers._Workers(), {}, threading.Event()
-
-    def then(number: int, crashed: bool) -> None:
-        said[number] = crashed
-        if len(said) == 8:
-            all_said.set()
-
-    for number in range(8):
-        request = {"dies": number in (2, 5)}
-        workers.compile(request, lambda _, crashed, number=number: then(number, crashed))
-    assert all_said.wait(60)
-    workers.end()
-    assert said == {number: number in (2, 5) for number in range(8)}
+def test_a_compiler_that_crashes_is_told_from_those_beside_it() -> None:
+    """So is one that hangs; the others' answers come, and all processes end with the input."""
+    does = ["compile", "crash", "compile", "refuse", "hang", "crash", *["compile"] * 6]
+    program = (
+        f"from tessella.search import compile_ahead as a; from {__name__} import compile_or_crash\n"
+        "a.compile_one, a.LONGEST_S, a._cores = compile_or_crash, 2.0, lambda: 3\n"
+        "a.main()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for number, what in enumerate(does):
+            request = json.dumps({"does": what, "target": "sm_90"})
+            process.stdin.write(f"{number} {request}\n".encode())
+        process.stdin.flush()
+        answers = [pickle.load(process.stdout) for _ in does]
+        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert workers
+        process.stdin.close()
+        assert process.stdout.read() == b""  # no worker holds it
+    told = {number: "crash" if crashed else made for number, _, made, crashed in answers}
+    means = {"hang": "crash", "crash": "crash", "refuse": None, "compile": CompiledKernels()}
+    assert told == {number: means[what] for number, what in enumerate(does)}
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_what_crashed_the_compiler_is_refused_and_not_compiled_here(

@@ -1,7 +1,7 @@
 """Compiling many configurations at once: processes that send their machine code back.
 
 Triton's compiler is Python for half of its time, so threads wait for each other: eight of them are
-hardly faster than two. So one clean process without a GPU has a worker for each core, and is told
+hardly faster than two. So one clean process without a GPU forks a worker for each core, and is told
 line by line what to compile. Tensors are on the ``meta`` device: no memory, no GPU. What comes back
 lies in ``ahead_of_time.kernel_cache``, and in Triton's cache on the disk.
 """
@@ -13,14 +13,17 @@ import json
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
-from multiprocessing import get_context
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 import torch
@@ -35,10 +38,11 @@ from tessella.kernels.catalog import Config, Kernel
 from tessella.operations.problem import Problem
 
 Request = tuple[Problem, Kernel, Config]  # a candidate of a problem, to compile
-# called when one is done, with what it launches and whether it crashed the compiler
-Then = Callable[[CompiledKernels | None, bool], None]
+# called when one is done: its number, its target, what it launches, whether it crashed the compiler
+Answer = Callable[[int, str, CompiledKernels | None, bool], None]
 
 FEW = 4  # with fewer to compile, starting the processes (3 s) takes longer than it saves
+LONGEST_S = 300.0  # a compiler that takes longer is said to have crashed
 META = torch.device("meta")
 
 
@@ -165,69 +169,132 @@ _running: list[_Compilers] = []
 
 def main() -> None:
     """The compiling process: requests from stdin, each answered with its number when it is done."""
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # what a worker prints is no answer
-    workers, writing = _Workers(), threading.Lock()
+    said = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a worker prints is no answer
+    answers = os.fdopen(said, "wb")
 
     def answer(number: int, target: str, made: CompiledKernels | None, crashed: bool) -> None:
-        said = pickle.dumps((number, target, made, crashed))
-        with contextlib.suppress(BrokenPipeError), writing:  # or nobody waits for it any more
-            answers.write(said)
-            answers.flush()
+        pickle.dump((number, target, made, crashed), answers)
+        answers.flush()
 
-    for line in sys.stdin:
-        number, text = line.split(" ", 1)
-        request = json.loads(text)
-        workers.compile(request, partial(answer, int(number), request["target"]))
-    workers.end()
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+        _Workers(answer, inherited=[sys.stdin.fileno(), said]).serve(sys.stdin.fileno())
+    os._exit(0)  # whatever still compiles ends by itself
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A forked process, which compiles one request at a time.
+
+    Where Triton's compiler crashes it, the request at hand is the one that did so. (A pool of
+    ``concurrent.futures`` loses all of its processes then, does not say by which request, and has
+    once waited for ever while it was replaced.)
+    """
+
+    pid: int
+    wire: Connection
+
+    def end(self) -> None:
+        self.wire.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@dataclass(frozen=True)
+class _Compilation:
+    worker: _Worker
+    number: int
+    target: str
+    until: float  # of ``time.monotonic``
 
 
 class _Workers:
-    """A process a core. Where a compiler crashes, all go with it, and others take their place."""
+    """A worker a core, and the requests that wait for one.
 
-    def __init__(self) -> None:
-        self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(["triton.compiler", __name__])  # imported once
-        self._lock = threading.Lock()
-        self._pool = self._started(_cores())
-        self._again = ThreadPoolExecutor(_cores())
+    This process has one thread, so that it may fork: a worker has Triton and torch from the start.
+    """
 
-    def _started(self, workers: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(workers, mp_context=self._context)
+    def __init__(self, answer: Answer, inherited: Sequence[int], count: int | None = None) -> None:
+        self._answer = answer
+        self._inherited = inherited  # descriptors that are this process's alone
+        self._count = count or _cores()
+        self._waiting: deque[bytes] = deque()
+        self._idle: list[_Worker] = []
+        self._busy: dict[Connection, _Compilation] = {}
 
-    def compile(self, request: dict[str, Any], then: Then) -> None:
-        """Compile a request, and call ``then``, whether it compiled or not."""
-        with self._lock:
-            try:
-                future = self._pool.submit(compile_one, request)
-            except BrokenProcessPool:
-                self._pool = self._started(_cores())
-                future = self._pool.submit(compile_one, request)
+    def serve(self, requests: int) -> None:
+        """Answer the lines of a descriptor until it ends; then drop what has not begun."""
+        rest = b""
+        while True:
+            while self._waiting and len(self._busy) < self._count:
+                self._begin(*self._waiting.popleft().split(b" ", 1))
+            soonest = min((one.until for one in self._busy.values()), default=None)
+            limit = None if soonest is None else max(0.0, soonest - time.monotonic())
+            for ready in wait_for([requests, *self._busy], limit):
+                if isinstance(ready, Connection):
+                    self._hear(self._busy.pop(ready))
+                    continue
+                said = os.read(requests, 1 << 16)
+                if not said:
+                    return
+                *lines, rest = (rest + said).split(b"\n")
+                self._waiting += lines
+            for one in [one for one in self._busy.values() if one.until < time.monotonic()]:
+                self._crashed(self._busy.pop(one.worker.wire))
 
-        def ended(future: Future[CompiledKernels]) -> None:
-            if not future.cancelled() and isinstance(future.exception(), BrokenProcessPool):
-                self._again.submit(self._alone, request, then)
-            else:
-                then(_result(future), False)
+    def _begin(self, number: bytes, text: bytes) -> None:
+        request = json.loads(text)
+        worker = self._idle.pop() if self._idle else self._forked()
+        try:
+            worker.wire.send(request)
+        except OSError:  # somebody ended it while it had nothing to do
+            worker.end()
+            worker = self._forked()
+            worker.wire.send(request)
+        until = time.monotonic() + LONGEST_S
+        self._busy[worker.wire] = _Compilation(worker, int(number), request["target"], until)
 
-        future.add_done_callback(ended)
+    def _hear(self, one: _Compilation) -> None:
+        try:
+            made = one.worker.wire.recv()
+        except (EOFError, OSError):
+            self._crashed(one)
+        else:
+            self._idle.append(one.worker)
+            self._answer(one.number, one.target, made, False)
 
-    def _alone(self, request: dict[str, Any], then: Then) -> None:
-        """Compile a request in a process of its own, after a crash that it may have caused."""
-        with self._started(1) as pool:
-            future = pool.submit(compile_one, request)
-            crashed = isinstance(future.exception(), BrokenProcessPool)
-        then(_result(future), crashed)
+    def _crashed(self, one: _Compilation) -> None:
+        one.worker.end()
+        self._answer(one.number, one.target, None, True)
 
-    def end(self) -> None:
-        """Stop; requests that have not begun are dropped."""
-        with self._lock:
-            self._pool.shutdown(cancel_futures=True)
-        self._again.shutdown(cancel_futures=True)
+    def _forked(self) -> _Worker:
+        ours, theirs = Pipe()
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            return _Worker(pid, ours)
+        try:  # a worker's wire ends when this process does only if no other worker holds it
+            for held in [ours, *(one.wire for one in self._idle), *self._busy]:
+                held.close()
+            for descriptor in self._inherited:
+                os.close(descriptor)
+            _work(theirs)
+        finally:
+            os._exit(1)
 
 
-def _result(future: Future[CompiledKernels]) -> CompiledKernels | None:
-    failed = future.cancelled() or future.exception() is not None
-    return None if failed else future.result()
+def _work(wire: Connection) -> None:
+    """What a worker does until nobody asks any more: requests in, what they launch out."""
+    while True:
+        try:
+            request = wire.recv()
+        except EOFError:
+            return
+        try:
+            made = compile_one(request)
+        except Exception:  # told where the candidate is run
+            made = None
+        wire.send(made)
 
 
 def _cores() -> int:
