@@ -9,8 +9,10 @@ job has one of these.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -53,9 +55,31 @@ def run(folder: Path, command: list[str]) -> int:
     else:
         for early in pending:
             _signal_group(child, early)
-        code = child.wait()
+        code = _wait(child)
     document = {"exit_code": code, "time": time.time()}
     write_atomic(folder / EXIT_FILE, json.dumps(document).encode())
+    return code
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """The child's exit code, once it has ended; signals that come meanwhile are handled at once.
+
+    A signal that arrives right before the system call of a plain ``wait`` is noted, and its
+    handler runs only when that call returns: at the child's end. Python writes a byte into the
+    wakeup pipe for each signal, so that no order of the two loses one.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # ignored, it would wake nobody
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    while (code := child.poll()) is None:
+        select.select([reader], [], [])
+        with contextlib.suppress(BlockingIOError):
+            os.read(reader, 4096)
+    signal.set_wakeup_fd(before)
+    os.close(reader)
+    os.close(writer)
     return code
 
 
