@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tessella.device.x86 import code
 from tessella.device.x86.assembler import (
     AVX2,
     AVX512,
+    ONLY_AVX512,
     REGISTERS,
     VECTOR,
     Assembler,
@@ -24,8 +27,6 @@ from tessella.device.x86.assembler import (
 HERE = code.instructions() or AVX512
 REFUSAL = code.refusal(HERE.name)
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
-ONLY_AVX512 = ("vdpbf16ps",)
-
 FREE = [r for r in REGISTERS if r != "rsp"]
 
 
@@ -128,6 +129,24 @@ def test_what_only_avx2_has(tmp_path: Path) -> None:
             a.load_some(one, At(base=base, index="rdx", distance=8), 15 - one)
             a.store_some(At(base=base, distance=-8), one, one ^ 8)
     agrees(a, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda a: a.mask(6, "rax"),
+        lambda a: a.copy_mask(1, 5),
+        lambda a: a.compare_ordered(2, 1, 0),
+        lambda a: a.load_bfloat16(5, At(base="rax")),
+        lambda a: a.store_bfloat16(At(base="rax"), 5),
+        lambda a: a.load_vector(5, At(base="rax"), 3),
+        lambda a: a.copy_vector(1, 2, 3),
+        *(partial(Assembler.vector, name=n, to=0, one=1, other=2) for n in ONLY_AVX512),
+    ],
+)
+def test_what_avx2_has_not_is_not_written_for_it(write: Callable[[Assembler], None]) -> None:
+    with pytest.raises(AssertionError):
+        write(Assembler(AVX2))
 
 
 def test_jumps_go_where_they_say(tmp_path: Path) -> None:

@@ -144,7 +144,8 @@ class _Pool:
         if self.isa == AVX512:
             a.set("rax", -1)
             a.mask(ALL, "rax")
-        if rest := self.channel_bytes % vector:
+        rest = self.channel_bytes % vector
+        if rest and self.isa == AVX512:
             a.set("rax", (1 << rest) - 1)
             a.mask(REST, "rax")
         code.take_item(a, "rcx", 3)
