@@ -265,3 +265,29 @@ CONV = (
 def test_errors_name_the_layer_and_the_line(text, message):
     with pytest.raises(UsageError, match=f"(?s){message}"):
         prototxt.build(text, classes=3, channels=3, height=8, width=8)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("_modules", "_forward_hooks", "training", "keys", "call_super_init"),
+        ("a_b", "a_b_4", "a/b"),
+    ],
+    ids=["torch's own", "those of others"],
+)
+def test_layers_with_names_that_are_taken_are_modules_of_their_own(names):
+    last = "data"
+    lines = ["input: 'data'"]
+    for name in names:
+        lines.append(
+            f"layer {{ name: '{name}' type: 'InnerProduct' bottom: '{last}' top: '{name}'"
+            " inner_product_param { num_output: 4 } }"
+        )
+        last = name
+    net = built("\n".join(lines), classes=4, shape=(1, 2, 2))
+    assert sum(p.numel() for p in net.parameters()) == 20 * len(names)
+    x = y = torch.randn(2, 1, 2, 2, dtype=torch.float64)
+    for step in net.inference_plan.steps:
+        w = weights(net)
+        y = F.linear(y.flatten(1), w[f"{step.key}.weight"], w[f"{step.key}.bias"])
+    torch.testing.assert_close(net(x), y)

@@ -187,12 +187,15 @@ def _with_frees(steps: list[Step], logits: str) -> tuple[Step, ...]:
     return tuple(freeing[::-1])
 
 
+_EMPTY = nn.ModuleDict()  # its own attributes, such as _modules, are no names for layers
+
+
 def _keyed(step: Step, keys: dict[int, str]) -> Step:
     """The step with its module's key: the layer's name as an identifier, one for both phases."""
     identity = id(step.layer)
     if identity not in keys:
         name = re.sub(r"\W", "_", step.layer.name)
-        if hasattr(nn.ModuleDict, name) or name in keys.values():
+        while hasattr(_EMPTY, name) or name in keys.values():
             name = f"{name}_{step.layer.message.line}"
         keys[identity] = name
     return replace(step, key=keys[identity])
