@@ -20,7 +20,7 @@ from PIL import Image
 from tessella.core.confined import Budget
 from tessella.core.decoding import Decoder
 from tessella.core.errors import DataError, UsageError
-from tessella.core.headers import PLAIN_SCANS, is_plain
+from tessella.core.headers import PLAIN_SCANS, bits_of, is_plain
 from tessella.core.preprocess import Preprocess, decode, fit, fitted
 from tests.support.pictures.encoded import png, saved
 from tests.support.pictures.hostile import (
@@ -238,6 +238,14 @@ def test_many_threads_share_the_processes_and_closing_ends_them() -> None:
 )
 def test_what_a_header_cannot_bound_is_not_plain(what: str, content: bytes) -> None:
     assert not is_plain(content, RECORD), what
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_a_file_may_end_anywhere(kind: str) -> None:
+    """What is asked of a header is answered, however little of it there is."""
+    for end in range(min(400, len(GOOD[kind]))):
+        assert is_plain(GOOD[kind][:end], RECORD) in (False, True), end
+        assert bits_of(GOOD[kind][:end]) in (1, 2, 4, 8, 16), end
 
 
 def test_the_costliest_plain_pictures_are_quick() -> None:

@@ -119,6 +119,25 @@ def ranged(*numbers: float) -> onnx.ModelProto:
     return model(nodes, {"x": [2]}, ["y"], given)
 
 
+def gathered(index: int, op: str = "Gather") -> onnx.ModelProto:
+    """An index that the file holds, into three columns."""
+    places = [ints("i", index)] if op == "Gather" else [helper.make_tensor("i", 7, [1, 1], [index])]
+    return model([node(op, ["x", "i"], ["y"], axis=1)], {"x": [1, 3]}, ["y"], places)
+
+
+def turned(*order: int) -> onnx.ModelProto:
+    return model([node("Transpose", ["x"], ["y"], perm=list(order))], {"x": [2, 3, 4]}, ["y"])
+
+
+def largest(count: int) -> onnx.ModelProto:
+    return model([node("TopK", ["x", "k"], ["y", "at"])], {"x": [2, 3]}, ["y"], [ints("k", count)])
+
+
+def sliced_twice() -> onnx.ModelProto:
+    cut = [ints("a", 0, 0), ints("b", 2, 1), ints("c", 1, -1)]
+    return model([node("Slice", ["x", *"abc"], ["y"])], {"x": [2, 3]}, ["y"], cut)
+
+
 HOSTILE: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "2³⁰ calls": (lambda: calls(30, 2), "functions make too many operations"),
     "2³⁰ calls that nobody makes": (lambda: calls(2, 40_000), "functions make too many operations"),
@@ -142,6 +161,15 @@ HOSTILE: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "a range to infinity": (lambda: ranged(0, np.inf, 1), "Range.*cannot be read"),
     "a range in steps of 0": (lambda: ranged(0, 1, 0), "Range.*cannot be read"),
     "a range to no number": (lambda: ranged(0, np.nan, 1), "Range.*cannot be read"),
+    "an index behind the last": (lambda: gathered(3), "outside of its axis.*3 of 3"),
+    "an index before the first": (
+        lambda: gathered(-4, "GatherElements"), "outside of its axis.*-4 of 3",
+    ),
+    "an order that names an axis twice": (lambda: turned(0, 0, 1), "permute does not accept"),
+    "an order without an axis": (lambda: turned(0, 1), "permute does not accept"),
+    "more of the largest than there are": (lambda: largest(4), "asks for more.*4"),
+    "fewer of the largest than none": (lambda: largest(-1), "fewer than none.*-1"),
+    "an axis that is cut twice": (sliced_twice, "more than once"),
 }  # fmt: skip
 
 

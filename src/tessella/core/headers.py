@@ -118,9 +118,9 @@ def _is_sound_exif(block: bytes) -> bool:
 
 def _png_sides(content: bytes) -> tuple[int, int] | None:
     """Height and width of a PNG without chunks that decoders unpack or parse, else None."""
-    width, height = struct.unpack_from(">II", content, 16)
+    head, width, height, bits = struct.unpack_from(">8sIIB", content, 8)
     place = 8 + 12 + 13
-    if content[8:16] != b"\0\0\0\x0dIHDR" or content[24] > 8:  # OpenCV reads 16 bits, and prints
+    if head != b"\0\0\0\x0dIHDR" or bits > 8:  # OpenCV reads 16 bits, and prints
         return None
     for _ in range(PNG_CHUNKS):
         nbytes, kind = struct.unpack_from(">I4s", content, place)

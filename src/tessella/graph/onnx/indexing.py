@@ -14,9 +14,22 @@ from tessella.graph.value import product
 
 def _from_front(call: Call, index: Value, size: int | Dim) -> Value:
     """Indices that may be negative, counted from the front: torch's operators want them so."""
+    known = call.build.graph.constants.get(index)
+    if known is not None and isinstance(size, int) and not _inside(known, size):
+        raise call.wrong(
+            "an index is outside of its axis", seen=f"{_outside(known, size)} of {size}"
+        )
     if index.dtype != "int64":
         index = call.emit("to", index, dtype="int64")
     return call.aten("remainder.Scalar", index, size)
+
+
+def _inside(index: torch.Tensor, size: int) -> bool:
+    return bool(((index >= -size) & (index < size)).all())
+
+
+def _outside(index: torch.Tensor, size: int) -> int:
+    return int(index[(index < -size) | (index >= size)][0])
 
 
 def _gather(call: Call) -> Result:
@@ -112,7 +125,7 @@ def _one_hot(call: Call) -> Result:
 
 def _all_inside(call: Call, depth: int) -> bool:
     known = call.constant(0)
-    return known is not None and bool(((known >= -depth) & (known < depth)).all())
+    return known is not None and _inside(known, depth)
 
 
 def _signed(call: Call, index: Value, depth: int) -> Value:
@@ -126,6 +139,9 @@ def _top_k(call: Call) -> Result:
     """A stable sort, so that of equals the first comes first."""
     x, axis = call.value(0), call.axis(-1)
     count = int(call.number(1, "k"))
+    size = x.shape[axis]
+    if count < 0 or (isinstance(size, int) and count > size):
+        raise call.wrong("it asks for more than there are, or for fewer than none", seen=count)
     descending = bool(call.attrs.get("largest", 1))
     call.attrs.get("sorted", 1)  # sorted is one of the orders that unsorted allows
     wide = call.emit("to", x, dtype="int64") if x.dtype.startswith("uint") else x

@@ -129,7 +129,8 @@ def _unsqueeze(call: Call) -> Result:
 def _transpose(call: Call) -> Result:
     x = call.value(0)
     order = call.attrs.get("perm", list(range(len(x.shape)))[::-1])
-    return x if list(order) == sorted(order) else call.emit("permute", x, dims=order)
+    same = list(order) == list(range(len(x.shape)))
+    return x if same else call.emit("permute", x, dims=order)
 
 
 def _expand(call: Call) -> Result:
@@ -175,8 +176,11 @@ def _slice(call: Call) -> Result:
     starts, ends = call.ints(1, "starts") or (), call.ints(2, "ends") or ()
     axes = call.ints(3, "axes") or tuple(range(len(starts)))
     steps = call.ints(4, "steps") or (1,) * len(starts)
-    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        x = _cut(call, x, call.from_front(axis, len(x.shape)), start, end, step)
+    places = [call.from_front(axis, len(x.shape)) for axis in axes]
+    if len(set(places)) < len(places):
+        raise call.wrong("it cuts an axis more than once", seen=axes)
+    for start, end, axis, step in zip(starts, ends, places, steps, strict=True):
+        x = _cut(call, x, axis, start, end, step)
     return x
 
 
