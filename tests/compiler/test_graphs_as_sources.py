@@ -8,12 +8,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import tessella as ts
 from tessella.core.errors import UnboundInput, UsageError
 from tessella.core.spec import TensorSpec
 from tessella.graph.onnx import read
+from tests.support.onnx_models import ints, model, node
 
 
 @pytest.fixture
@@ -52,3 +53,20 @@ def test_inputs_are_not_silently_ignored(path: Path) -> None:
     x = TensorSpec(name="x", dtype="float32", shape=(1, 6))
     with pytest.raises(UsageError, match="say themselves what they take"):
         ts.compile(path, inputs=[x], target="cpu")
+
+
+def test_constants_that_share_memory_are_saved(tmp_path: Path) -> None:
+    """A reshape of a constant is the constant's own memory, which the file holds for each."""
+    w = np.arange(6, dtype=np.float32)
+    nodes = [
+        node("Reshape", ["w", "by"], ["rows"]),
+        node("Add", ["x", "w"], ["z"]),
+        node("MatMul", ["z", "rows"], ["y"]),
+    ]
+    constants = [numpy_helper.from_array(w, "w"), ints("by", 6, 1)]
+    content = model(nodes, {"x": ["N", 6]}, ["y", "z"], constants).SerializeToString()
+    plan = ts.compile(read(content), batch=(1, 2, 4), target="cpu")
+    x = np.ones((3, 6), np.float32)
+    made = ts.load(plan.save(tmp_path / "shared.plan"))(x=x)
+    np.testing.assert_allclose(made["y"], (x + w) @ w[:, None], rtol=1e-6)
+    np.testing.assert_array_equal(made["z"], x + w)

@@ -204,7 +204,7 @@ def to_bytes(plan: Plan) -> bytes:
     from safetensors.torch import save as save_tensors
 
     tensors = {
-        f"{name}.safetensors": save_tensors({k: v.contiguous() for k, v in held.items()})
+        f"{name}.safetensors": save_tensors(_apart(held))
         for name, held in (("weights", plan.weights), ("golden", plan.golden))
     }
     held = _texts(plan) | tensors
@@ -216,6 +216,19 @@ def to_bytes(plan: Plan) -> bytes:
     }
     manifest = Manifest(**{**vars(plan.manifest), "members": vouched})
     return archive_of({MANIFEST: to_document("plan", VERSION, manifest), **members})
+
+
+def _apart(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Dense tensors that share no memory, as safetensors wants them: a constant may be another's
+    copy or part, an output the input itself."""
+    taken: set[int] = set()
+    apart = {}
+    for name, tensor in held.items():
+        dense = tensor.contiguous()
+        memory = dense.untyped_storage().data_ptr()
+        apart[name] = dense.clone() if memory in taken else dense
+        taken.add(memory)
+    return apart
 
 
 def _texts(plan: Plan) -> dict[str, bytes]:
