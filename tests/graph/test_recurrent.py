@@ -14,6 +14,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch import nn
 from torch.nn.utils import rnn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from tessella.core.errors import CompileError
 from tessella.core.spec import DimRange, TensorSpec
@@ -116,6 +117,41 @@ def test_packed_sequences_keep_their_lengths(sort: bool) -> None:
     x, n = torch.randn(3, 7, 5), torch.tensor([3, 7, 2] if sort else [7, 3, 2])
     for ours, theirs in zip(interpret(graph, {"x": x, "n": n}).values(), module(x, n), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("sort", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_sequences_for_any_batch(kind: type[nn.RNNBase], sort: bool) -> None:
+    """Given a first state, too; neither sorting nor a state fixes how many samples there are."""
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = kind(4, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor, n: torch.Tensor, h: torch.Tensor) -> Any:
+            packed = pack_padded_sequence(x, n, batch_first=True, enforce_sorted=not sort)
+            first = h.transpose(0, 1)
+            output, _ = self.cell(packed, (first, first) if kind is nn.LSTM else first)
+            again, last = self.cell(output)
+            last = last[0] if isinstance(last, tuple) else last
+            return rnn.pad_packed_sequence(again, batch_first=True)[0], last[-1]
+
+    module = Net().eval()
+    specs = [TensorSpec(name="x", dtype="float32", shape=(BATCH, 7, 4))]
+    specs.append(TensorSpec(name="n", dtype="int64", shape=(BATCH,)))
+    specs.append(TensorSpec(name="h", dtype="float32", shape=(BATCH, 1, 4)))
+    graph = capture(module, specs)
+    assert "aten::sort" not in str(graph)
+    for lengths in ([7], [2, 7, 4], [7, 7, 3, 5]):
+        n = torch.tensor(lengths if sort else sorted(lengths, reverse=True))
+        given = {"x": torch.randn(len(n), 7, 4), "n": n, "h": torch.randn(len(n), 1, 4)}
+        made = interpret(graph, given).values()
+        for ours, theirs in zip(made, module(*given.values()), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert rnn.invert_permutation(torch.tensor([1, 2, 0])).tolist() == [2, 0, 1]  # as it was
+    assert vars(rnn)["torch"] is torch
 
 
 def test_packed_rows_are_not_read_otherwise() -> None:

@@ -8,10 +8,13 @@ packing, with their lengths beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
+import torch.nn.utils.rnn as packing
+from torch import nn
 
 from tessella.core.errors import CompileError
 from tessella.graph.build import Builder
@@ -111,6 +114,70 @@ class _Lengths:
             seen=getattr(func, "__name__", func),
             fix="pad the sequence again before it is read",
         )
+
+
+class _InOrder:
+    """Stands for samples sorted by length, or back: no layer here needs it, so they stay."""
+
+    device = torch.device("cpu")
+
+    def to(self, *_: Any, **__: Any) -> _InOrder:
+        return self
+
+    cpu = to
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.index_select, Tensor.__getitem__):
+            return args[0]
+        raise CompileError(
+            "the network reads how a packed sequence was sorted",
+            seen=getattr(func, "__name__", func),
+            fix="give pack_padded_sequence enforce_sorted=True: a plan takes any lengths",
+        )
+
+
+class _TorchUnsorted:
+    """torch as ``torch.nn.utils.rnn`` sees it, which sorts nothing but lengths."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def sort(self, lengths: Tensor, *, descending: bool) -> tuple[Tensor, _InOrder]:
+        assert descending
+        return lengths, _InOrder()
+
+
+@contextmanager
+def packed_as_given() -> Iterator[None]:
+    """Packed sequences keep the order of their samples; and torch's check of a first state, which
+    makes a fixed number of the batch, is left to our operators' shapes.
+    """
+    known_inverse = packing.invert_permutation
+    checks = {kind: kind.check_forward_args for kind in (nn.RNNBase, nn.LSTM)}
+
+    def inverse(order: Any) -> Any:
+        return order if isinstance(order, _InOrder) else known_inverse(order)
+
+    def checked(kind: type[nn.RNNBase]) -> Callable[..., None]:
+        def check(module: Any, input: Any, hidden: Any, batch_sizes: Any) -> None:
+            if not isinstance(batch_sizes, _Lengths):
+                checks[kind](module, input, hidden, batch_sizes)
+
+        return check
+
+    changed = cast(Any, packing)
+    changed.torch, changed.invert_permutation = _TorchUnsorted(), inverse
+    for kind in checks:
+        cast(Any, kind).check_forward_args = checked(kind)
+    try:
+        yield
+    finally:
+        changed.torch, changed.invert_permutation = torch, known_inverse
+        for kind, check in checks.items():
+            cast(Any, kind).check_forward_args = check
 
 
 def caught(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 @contextmanager
 def traced() -> Iterator[None]:
     """Recurrent layers whole, bags of embeddings as sums, masks as given, and no page of graph."""
-    with _Caught(), _masks_as_given(), _without_graphs():
+    with _Caught(), recurrent.packed_as_given(), _masks_as_given(), _without_graphs():
         yield
 
 
