@@ -48,6 +48,19 @@ class DynamicFilters(nn.Module):
         return y.reshape(n, c, h, w)
 
 
+class Spectral(nn.Module):
+    """Complex weights for each frequency (https://arxiv.org/abs/2010.08895)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, 6, 4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft2(x)
+        mixed = torch.einsum("nihw,iohw->nohw", spectrum, self.weight.to(spectrum.dtype))
+        return torch.fft.irfft2(mixed, s=x.shape[-2:])
+
+
 class Masked(nn.Module):
     """A transformer's layer with a mask of padding."""
 
@@ -68,6 +81,7 @@ def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
 NETWORKS = {
     Modulated: (spec("x", 4, 6, 6), spec("z", 5)),
     DynamicFilters: (spec("x", 4, 6, 6), spec("z", 5)),
+    Spectral: (spec("x", 4, 6, 6),),
     Masked: (spec("x", 6, 8), spec("padding", 6, dtype="bool")),
 }
 

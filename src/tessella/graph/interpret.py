@@ -30,7 +30,7 @@ def interpret(
     Args:
         inputs: a tensor for each graph input, on one device, of its element type and shape.
         upcast: compute everything that floats in this type instead (``torch.float64`` for a
-            reference).
+            reference), and complex numbers of two such.
         watch: called after each node, with the tensors that it read and made.
 
     Raises:
@@ -111,16 +111,16 @@ def _batch(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> int:
 
 
 def _cast(tensor: torch.Tensor, upcast: torch.dtype | None) -> torch.Tensor:
-    wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-    return tensor.to(upcast) if upcast is not None and wide else tensor
+    return tensor if upcast is None else tensor.to(_wider(tensor.dtype, upcast))
 
 
 def _upcast_attrs(attr: Any, upcast: torch.dtype) -> Any:
-    """Attributes with every floating element type in them replaced."""
+    """Attributes with every element type in them that floats or is complex replaced."""
     if isinstance(attr, dict):
-        wide = str(upcast).removeprefix("torch.")
         return {
-            k: wide if k == "dtype" and _floats(a) else _upcast_attrs(a, upcast)
+            k: str(_wider(getattr(torch, a), upcast)).removeprefix("torch.")
+            if k == "dtype" and isinstance(a, str)
+            else _upcast_attrs(a, upcast)
             for k, a in attr.items()
         }
     if isinstance(attr, tuple | list):
@@ -128,9 +128,8 @@ def _upcast_attrs(attr: Any, upcast: torch.dtype) -> Any:
     return attr
 
 
-def _floats(dtype: Any) -> bool:
-    """Whether it may be computed in a wider type: fp8 is what a value is rounded to on purpose."""
-    if not isinstance(dtype, str):
-        return False
-    kind: torch.dtype = getattr(torch, dtype)
-    return kind.is_floating_point and kind.itemsize > 1
+def _wider(dtype: torch.dtype, upcast: torch.dtype) -> torch.dtype:
+    """The type to compute in instead; fp8 is what a value is rounded to on purpose, and stays."""
+    if dtype.is_complex:
+        return upcast.to_complex()
+    return upcast if dtype.is_floating_point and dtype.itemsize > 1 else dtype
