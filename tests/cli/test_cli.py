@@ -209,7 +209,11 @@ def _answers_for_all_that_is_a_picture(tessella, plan, run, blobs, folder):
     ("arguments", "code", "said"),
     [
         (("show", "nowhere"), 2, "nothing of ours"),
-        (("run", "nowhere", "photo.jpg"), 4, "no checkpoint here"),
+        (("run", "nowhere", "photo.jpg"), 4, "no model here"),
+        (("compile", "lenet", "--out", f"{__file__}/x.plan"), 4, "could not be written"),
+        (("export", "nowhere", f"{__file__}/x.onnx"), 4, "could not be written"),
+        (("data", "import", ".", "--out", f"{__file__}/x"), 4, "could not be written"),
+        (("run", ".", "--data", ".", "--out", f"{__file__}/x"), 4, "could not be written"),
         (("compile", "nowhere", "--out", "x.plan"), 4, "no checkpoint here"),
         (("compile", __file__, "--out", "x.plan"), 2, "a checkpoint or a run is a folder"),
         (("compile", "nowhere", "--out", "."), 2, "a plan is a file"),

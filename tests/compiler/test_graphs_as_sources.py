@@ -70,3 +70,11 @@ def test_constants_that_share_memory_are_saved(tmp_path: Path) -> None:
     made = ts.load(plan.save(tmp_path / "shared.plan"))(x=x)
     np.testing.assert_allclose(made["y"], (x + w) @ w[:, None], rtol=1e-6)
     np.testing.assert_array_equal(made["z"], x + w)
+
+
+def test_a_batch_may_be_the_command_lines_text(path: Path) -> None:
+    network = read(path, bound={"shape": torch.tensor([-1, 2, 3])})
+    assert [b.batch for b in ts.compile(network, batch="1, 1, 2", target="cpu").program.buckets] \
+        == [1, 2]  # fmt: skip
+    with pytest.raises(UsageError, match=r"Seen: 1,8\. To do: write batch=8"):
+        ts.compile(network, batch="1,8")

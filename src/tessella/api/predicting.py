@@ -13,7 +13,7 @@ from tessella.api.onnx_network import OnnxNetwork
 from tessella.api.sources import open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.core.device import default_target, torch_device
-from tessella.core.errors import DataError, InputError, TessellaError, UsageError
+from tessella.core.errors import ArtifactError, DataError, InputError, TessellaError, UsageError
 from tessella.core.preprocess import Preprocess, denormalize
 from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.data.sources import is_image
@@ -32,6 +32,12 @@ def open_model(path: str | Path, *, compiled: bool = True) -> Model:
     ``compiled`` as for ``load``.
     """
     path = Path(path)
+    if not path.exists():
+        raise ArtifactError(
+            "there is no model here",
+            seen=path,
+            fix="give a run, a checkpoint, a plan or an ONNX file",
+        )
     if path.suffix == ".onnx" and path.is_file():
         return OnnxNetwork.open(path)
     return load(path, compiled=compiled) if path.is_file() else open_checkpoint(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tessella import compiler, graph
-from tessella.artifacts.build import is_network, span_of
+from tessella.artifacts.build import is_network, read_batch, span_of
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.run import Run
 from tessella.core.errors import UsageError
@@ -21,7 +21,7 @@ from tessella.nn import zoo
 from tessella.tasks import of
 from tessella.tasks.finished import finished
 
-Batch = int | Sequence[int] | DimRange
+Batch = int | str | Sequence[int] | DimRange
 Source = Checkpoint | Run | torch.nn.Module | graph.Graph | str | Path
 
 
@@ -51,9 +51,11 @@ class Opened:
 
 
 def batch_range(batch: Batch) -> DimRange:
-    """``8`` or ``(1, 8, 32)`` as a range."""
+    """``8``, ``(1, 8, 32)``, or the same as a command line's text, as a range."""
     if isinstance(batch, DimRange):
         return batch
+    if isinstance(batch, str):
+        batch = read_batch(batch)
     return span_of((batch,) if isinstance(batch, int) else tuple(batch))
 
 

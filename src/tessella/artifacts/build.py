@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tessella.artifacts.files import require_place
 from tessella.core.architectures import GPU_TARGETS
 from tessella.core.dtype import PRECISIONS, plain_precision
 from tessella.core.errors import ArtifactError, UsageError
@@ -179,7 +180,8 @@ class BuildRequest:
         return span_of(self.batch)
 
     def require_files(self) -> None:
-        """Check that the files that the request names exist, before anything is loaded.
+        """Check that the files that the request names exist, and that the plan can be written,
+        before anything is loaded.
 
         Raises:
             UsageError, ArtifactError: a file is missing, or is of the wrong kind.
@@ -188,6 +190,8 @@ class BuildRequest:
             raise UsageError(
                 "a plan is a file", seen=f"the folder {self.out}", fix=f"{self.out}/net.plan"
             )
+        if self.out is not None:
+            require_place(Path(self.out))
         if not in_memory(self.source):
             _require_source(self.source)
         for name in ("calibration", "data"):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,6 +100,17 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def require_place(path: Path) -> None:
+    """Check that a file or folder can be made here, before work is done that it shall hold.
+
+    Raises:
+        ArtifactError: a file is in the way, or nothing may be written there.
+    """
+    nearest = next(folder for folder in (path.parent, *path.parent.parents) if folder.exists())
+    with _write_errors(path), tempfile.TemporaryFile(dir=nearest):
+        pass
 
 
 def write_atomic(path: Path, content: bytes) -> None:

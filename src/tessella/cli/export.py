@@ -9,6 +9,7 @@ import typer
 from typer import Argument, Option
 
 from tessella import api
+from tessella.artifacts.files import require_place
 from tessella.cli.output import Events, Json, output
 from tessella.core.errors import UsageError
 
@@ -32,6 +33,7 @@ def export(
     with output(json_only=json, events=events) as out_:
         if out.suffix != ".onnx":
             raise UsageError("an ONNX file ends in .onnx", seen=out, fix=f"{out.stem}.onnx")
+        require_place(out)
         network = api.export(source, out, opset=opset, trust_code=trust_code)
         inputs = [str(v) for v in network.inputs]
         outputs = [str(v) for v in network.outputs]

@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from tessella import api
-from tessella.artifacts.files import write_atomic
+from tessella.artifacts.files import require_place, write_atomic
 from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.record import canonical_json
@@ -53,6 +53,8 @@ def run(
                 "give images to classify, or --data to evaluate, one of the two",
                 fix="tessella run MODEL photo.jpg, or tessella run MODEL --data datasets/flowers",
             )
+        if out is not None:
+            require_place(out)
         opened = api.open_model(model, compiled=not recompile)
         if images:
             query = Query(top=top, threshold=threshold)

@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from tessella import api
-from tessella.artifacts.files import write_atomic
+from tessella.artifacts.files import require_place, write_atomic
 from tessella.cli.output import Events, Json, grid, output
 from tessella.core.record import canonical_json, to_plain
 
@@ -33,6 +33,8 @@ def verify(
     Example: tessella verify flowers.plan --against runs/flowers --data datasets/flowers
     """
     with output(json_only=json, events=events) as out_:
+        if out is not None:
+            require_place(out)
         report = api.verify(
             plan, against=against, data=data, split=split, trust_code=trust_code, emit=out_.emit
         )

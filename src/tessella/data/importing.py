@@ -23,7 +23,7 @@ from tessella.artifacts.dataset import (
     content_hash,
     write_info,
 )
-from tessella.artifacts.files import write_folder
+from tessella.artifacts.files import require_place, write_folder
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit, phase, progress, silent, warning
 from tessella.core.preprocess import Preprocess, ResizeMode, Store, full_scale
@@ -133,6 +133,7 @@ def import_images(
     """
     source, out = Path(source), Path(out)
     _refuse_existing(out)
+    require_place(out)
     emit(phase("find", f"looking for images in {source}"))
     return _import_listing(source, out, settings, _list(source, settings), emit)
 
