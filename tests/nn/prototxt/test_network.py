@@ -260,6 +260,9 @@ CONV = (
             'layer { name: "b" type: "ReLU" bottom: "a" top: "b" param { name: "w" } }',
             "share their weights",
         ),
+        (CONV % "" + 'layer {name: "s" type: "Softmax" top: "s"}', "layer 's'.*reads no blob"),
+        (CONV % "" + 'layer {name: "s" type: "SoftmaxWithLoss"}', "layer 's'.*reads no blob"),
+        ('layer {name: "r" type: "ReLU" bottom: "data"}', "no layer in phase"),
     ],
 )
 def test_errors_name_the_layer_and_the_line(text, message):

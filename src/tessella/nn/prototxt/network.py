@@ -131,6 +131,8 @@ def _plan(net: Net, state: State, keys: dict[int, str]) -> Plan:
         if layer.type in DATA_TYPES:
             current.update(dict.fromkeys(layer.tops[:1], IMAGE))
             continue
+        if not layer.bottoms:
+            raise layer.message.error("it reads no blob", fix="name the blob that it reads: bottom")
         labels = layer.bottoms[1:] if layer.type in LOSSES else ()
         if missing := [b for b in layer.bottoms if b not in current and b not in labels]:
             raise layer.message.error(
@@ -154,7 +156,7 @@ def _plan(net: Net, state: State, keys: dict[int, str]) -> Plan:
 def _logits(steps: list[Step], losses: list[Step], state: State) -> str:
     """The input of the last softmax loss, else of a final softmax, else the last value."""
     read_by_layers = {name for step in steps for name in step.inputs}
-    ends = [s for s in steps if not read_by_layers.intersection(s.outputs)]
+    ends = [s for s in steps if s.outputs and not read_by_layers.intersection(s.outputs)]
     scored = [s.inputs[0] for s in losses if s.layer.type in LOSSES[:2]]
     softmax = [s for s in ends if s.layer.type == "Softmax"]
     if scored:
