@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessella.core.errors import CorruptArtifact, UsageError
-from tessella.core.record import canonical_json, digest, from_plain, parse_json, to_plain
+from tessella.core.record import canonical_json, digest, from_plain, parse_json, same_json, to_plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,3 +156,18 @@ def test_canonical_json_is_sorted_and_finite() -> None:
         canonical_json({"x": float("nan")})
     with pytest.raises(TypeError, match="set"):
         to_plain({"x": {1}})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"a": 1, "b": [2.5, None]}, {"b": [2.5, None], "a": 1}, True),
+        ([1, 2], (1, 2), True),
+        (1, 1.0, False),
+        (1, True, False),
+        ({"a": 0}, {"a": False}, False),
+        ("1", 1, False),
+    ],
+)
+def test_values_are_the_same_where_their_texts_are(one, other, same):
+    assert same_json(one, other) is same

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tessella.core.dtype import DTYPES
-from tessella.core.record import canonical_json
+from tessella.core.record import canonical_json, same_json
 from tessella.core.spec import TensorSpec
 
 ALIGNMENT = 64  # bytes: of buffers in the arena, and of members in the file
@@ -320,8 +320,7 @@ def same_computation(one: Bucket, other: Bucket) -> bool:
     nothing of a bucket with another computation.
     """
     return len(one.steps) == len(other.steps) and all(
-        a.op == b.op
-        and (canonical_json(a.attrs) == canonical_json(b.attrs) or _same_but_shapes(a, b))
+        a.op == b.op and (same_json(a.attrs, b.attrs) or _same_but_shapes(a, b))
         for a, b in zip(one.steps, other.steps, strict=True)
     )
 
@@ -372,7 +371,7 @@ def _difference(one: Bucket, other: Bucket) -> str | None:
             return f"{b.kernel} has other attributes than at batch {one.batch}"
         for name in a.attrs:
             x, y = a.attrs[name], b.attrs[name]
-            if canonical_json(x) != canonical_json(y) and not (
+            if not same_json(x, y) and not (
                 name in _FOLLOW_BATCH and _shifted(x, y, other.batch - one.batch)
             ):
                 return f"{name} of {b.kernel} is another than at batch {one.batch}"
@@ -391,4 +390,4 @@ def _shifted(x: Any, y: Any, batches: int) -> bool:
         return len(x) == len(y) and all(_shifted(a, b, batches) for a, b in zip(x, y, strict=True))
     if type(x) is int and type(y) is int:
         return batches != 0 and (y - x) % batches == 0
-    return type(x) is type(y) and canonical_json(x) == canonical_json(y)
+    return type(x) is type(y) and same_json(x, y)

@@ -41,6 +41,12 @@ def canonical_json(value: Any) -> str:
     return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+def same_json(one: Any, other: Any) -> bool:
+    """Whether two values have one canonical text, where 1, 1.0 and true are three: mostly their
+    ``repr`` says so, at a tenth of the time."""
+    return repr(one) == repr(other) or canonical_json(one) == canonical_json(other)
+
+
 def digest(value: Any) -> str:
     """SHA-256 of ``canonical_json``, as 64 hexadecimal characters."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()

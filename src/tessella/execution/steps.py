@@ -14,7 +14,7 @@ from tessella.artifacts.program import Bucket, Buffer, Program, Slice, Step, in_
 from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, CompileError, CorruptArtifact
 from tessella.core.memory import is_out_of_memory
-from tessella.core.record import canonical_json
+from tessella.core.record import same_json
 from tessella.execution import liveness
 from tessella.execution.arena import Arena
 from tessella.execution.liveness import Use
@@ -92,7 +92,7 @@ class Binder:
                     fix="build the plan again on this machine",
                 )
             out = self._place(step, row)
-            if all(canonical_json(step.config) != canonical_json(c) for c in row.configs(problem)):
+            if not any(same_json(step.config, c) for c in row.configs(problem)):
                 raise ArtifactError(
                     f"kernel {step.kernel} does not know the configuration of {step.outputs[0]!r}",
                     seen=step.config,
