@@ -156,7 +156,7 @@ def _plan(
         about=compiler.About(built_from=work.name, rebuild="python -m benchmarks.engine"),
         measuring=compiler.Measuring(cache=args.cache),
     )
-    plan, left_out = runtime.carry(plan)
+    plan, left_out = runtime.add_kernels(plan)
     for kernel, reason in left_out.items():
         print(f"{kernel} is left out: {reason}")
     return plan, time.monotonic() - begun

@@ -73,7 +73,7 @@ def build(lock: str | None = None) -> Plan:
             about=compiler.About(built_from="a test", rebuild="tessella compile a-test"),
             measuring=compiler.Measuring(lock=lock),
         )  # fmt: skip
-    return runtime.carry(built)[0]
+    return runtime.add_kernels(built)[0]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_another_process_loads_it_without_a_compiler(plan: Plan, tmp_path: Path)
 
 
 def test_collecting_twice_gives_the_same_bytes(plan: Plan) -> None:
-    again, left_out = runtime.carry(plan)
+    again, left_out = runtime.add_kernels(plan)
     assert left_out == {}
     assert to_bytes(again) == to_bytes(plan)
 

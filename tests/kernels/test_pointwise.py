@@ -15,7 +15,7 @@ from tessella.kernels import catalog
 from tessella.kernels.pointwise import generated, generated_several, sequence
 from tessella.kernels.pointwise.walk import refusal
 from tessella.kernels.shared.axes import common_axes
-from tessella.operations.pointwise_program import CODES, ELEMENTWISE, ROWS, parse, text
+from tessella.operations.pointwise_program import ELEMENTWISE, QUANTIZATION, ROWS, parse, text
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
@@ -293,7 +293,7 @@ def test_compiles_for_hopper_without_spills() -> None:
 
 def test_every_operation_of_programs_has_rows() -> None:
     """Alone it is asked of the same kernel; only torch's sequence runs on a CPU."""
-    for op in ELEMENTWISE | ROWS | CODES:
+    for op in ELEMENTWISE | ROWS | QUANTIZATION:
         assert catalog.kernel(f"{op}.generated").module.endswith("pointwise.generated")
 
 

@@ -52,7 +52,7 @@ class Searches:
 
         libraries = tuple(row for row in catalog.KERNELS if row.id in ALL)
         monkeypatch.setattr(catalog, "KERNELS", (*libraries, scratch.ROW))
-        monkeypatch.setattr(search, "race", self._race)
+        monkeypatch.setattr(search, "time_interleaved", self._race)
         monkeypatch.setattr(search, "glance", lambda runs, device: dict.fromkeys(runs, 1.0))
         monkeypatch.setattr(search.Search, "_inspect", inspected)
 

@@ -72,7 +72,7 @@ def test_a_cache_answers_without_measuring(tmp_path: Path, monkeypatch: pytest.M
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(search, "race", forbidden)
+    monkeypatch.setattr(search, "time_interleaved", forbidden)
     again = search.find(LINEAR, WEIGHT, target="cpu", cache=TimingCache(path))
     assert again == first
     # another version of a kernel is another kernel

@@ -106,7 +106,7 @@ def test_the_search_is_held_once(own_cache: Path, monkeypatch: pytest.MonkeyPatc
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(search, "race", forbidden)
+    monkeypatch.setattr(search, "time_interleaved", forbidden)
     kernels.linear(torch.randn(4, 8), w)
     functional._ready.clear()  # another process: the file answers
     functional._caches.clear()

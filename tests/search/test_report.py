@@ -174,7 +174,7 @@ def test_a_report_says_what_is_close_and_what_was_disturbed(
 ) -> None:
     times = {"onednn": (10.0, 1.0, False), "mkl": (11.5, 1.0, True), "scratch": (13.0, 0.5, False)}
 
-    def race(runs: object, heats: dict[str, str], **_: object) -> dict[str, Timing]:
+    def time_interleaved(runs: object, heats: dict[str, str], **_: object) -> dict[str, Timing]:
         known = {
             n: times.get(kernel.split(".")[1], (99.0, None, False)) for n, kernel in heats.items()
         }
@@ -182,7 +182,7 @@ def test_a_report_says_what_is_close_and_what_was_disturbed(
             n: Timing(time_us=t, spread_us=s, noisy=noisy) for n, (t, s, noisy) in known.items()
         }
 
-    monkeypatch.setattr(search, "race", race)
+    monkeypatch.setattr(search, "time_interleaved", time_interleaved)
     x, w = torch.randn(16, 64), torch.randn(32, 64)
     made = kernels.find("linear", x, w, budget_s=0.0, constant_weight=True)
     by = {f.algorithm: f for f in made}

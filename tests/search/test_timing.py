@@ -100,7 +100,7 @@ def test_kernels_that_are_far_behind_are_sampled_once() -> None:
     times = {"best": 1.0, "config": 1.35, "near": 1.4, "far": 20.0}
     runs = {name: sampler(name, t) for name, t in times.items()}
     heats = {"best": "a", "config": "a", "near": "b", "far": "c"}
-    timings = timing.race(runs, heats, device=CPU, budget_s=0.01, far=1.5)
+    timings = timing.time_interleaved(runs, heats, device=CPU, budget_s=0.01, far=1.5)
     assert {n: t.time_us for n, t in timings.items()} == times
     assert {n for n, t in timings.items() if t.spread_us is None} == {"config", "far"}
     disturbed = iter([Sample(50.0, True), Sample(40.0, True), Sample(2.0)])

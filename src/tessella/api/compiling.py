@@ -369,7 +369,7 @@ def _finished(plan: Plan, emit: Emit) -> Plan:
     """
     try:
         read_back(plan)
-        plan, left_out = runtime.carry(plan)
+        plan, left_out = runtime.add_kernels(plan)
         runtime.load(plan).close()
     except TessellaError as error:
         raise CompileError(
@@ -379,7 +379,7 @@ def _finished(plan: Plan, emit: Emit) -> Plan:
             "made should load",
         ) from error
     for kernel, reason in left_out.items():
-        emit(phase("carry", f"{kernel} is compiled where the plan is loaded: {reason}"))
+        emit(phase("kernels", f"{kernel} is compiled where the plan is loaded: {reason}"))
     return plan
 
 

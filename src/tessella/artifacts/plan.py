@@ -587,10 +587,10 @@ def _weight_bytes(plan: Outline) -> int:
 
 def _close_calls(plan: Outline, batch: int) -> list[str]:
     """One line for each step of a bucket whose kernel was chosen by timing the whole program."""
-    raced: dict[str, list[Candidate]] = {}
+    tried: dict[str, list[Candidate]] = {}
     for candidate in plan.tuning:
         if candidate.batch == batch and candidate.program_us is not None:
-            raced.setdefault(candidate.step, []).append(candidate)
+            tried.setdefault(candidate.step, []).append(candidate)
     return [
         f"close call {step}: "
         + ", ".join(
@@ -598,5 +598,5 @@ def _close_calls(plan: Outline, batch: int) -> list[str]:
             + (" (taken)" if c.chosen else "")
             for c in candidates
         )
-        for step, candidates in raced.items()
+        for step, candidates in tried.items()
     ]

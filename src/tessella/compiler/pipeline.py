@@ -97,15 +97,15 @@ def compile_graph(
     emit(phase("optimize", f"{len(graph.nodes)} operations"))
     if samples is None and calibration is not None:
         samples = calibration.samples_for(graph)
-    wanted = verify.expected(graph, batch.min, batch.max, samples, target=target)
+    answers = verify.expected(graph, batch.min, batch.max, samples, target=target)
     exact = optimized(graph, emit)
-    request, rounded, wanted = _rounded(exact, request.assigned(exact), wanted, emit)
+    request, rounded, answers = _rounded(exact, request.assigned(exact), answers, emit)
     assignment = request.decided
     snr_db = {} if calibration is None else calibration.snr_of(exact, assignment.kinds)
     loosest = assignment.loosest
     lowered = run(rounded, request, after="lower", until="narrow")
     if narrows(request):
-        wanted = verify.narrowed(wanted, lowered, target=target)
+        answers = verify.narrowed(answers, lowered, target=target)
     lowered = run(lowered, request, after="narrow", until="mark")
     variants = [lowered, *(fused for fused, _ in with_siblings(lowered, target))]
     constants = {v.name: t for graph in variants for v, t in graph.constants.items()}
@@ -135,7 +135,7 @@ def compile_graph(
                 bucket = plan_memory.apply(concrete, choices, size)
                 try:
                     verify.check(
-                        choices, bucket, concrete, rounded, wanted.at(size), tuner, loosest
+                        choices, bucket, concrete, rounded, answers.at(size), tuner, loosest
                     )
                     break
                 except verify.WrongKernel as wrong:
@@ -162,7 +162,7 @@ def compile_graph(
         built_from=about.built_from,
         built_with={"tessella": VERSION, **device.libraries},
         rebuild=about.rebuild,
-        tolerance=wanted.tolerance(loosest),
+        tolerance=answers.tolerance(loosest),
         members={},
         imports=_imports(buckets),
         precisions={**assignment.fallen, **(precisions or {})},
@@ -177,7 +177,7 @@ def compile_graph(
         manifest=manifest,
         program=program,
         weights={v.name: t.contiguous() for v, t in lowered.constants.items()},
-        golden=wanted.least(batch.min).tensors(),
+        golden=answers.least(batch.min).tensors(),
         tuning=tuple(tuning),
         graph=text(lowered),
         lock=trials.used,
@@ -197,7 +197,7 @@ def _busy(plan: Plan, cores: float) -> str:
 
 
 def _rounded(
-    exact: Graph, request: Request, wanted: Expected, emit: Emit
+    exact: Graph, request: Request, answers: Expected, emit: Emit
 ) -> tuple[Request, Graph, Expected]:
     """The graph with its roundings, and what it answers.
 
@@ -212,10 +212,10 @@ def _rounded(
         request = request.assigned(exact, assignment)
         graph = run(exact, request, after="optimize", until="lower")
         if not assignment.kinds and not assignment.pruned:
-            return request, graph, wanted
+            return request, graph, answers
         try:
             found = verify.rounded(
-                wanted,
+                answers,
                 graph,
                 emit,
                 target=assignment.target,

@@ -181,7 +181,7 @@ def _interpreted(
 
 
 def rounded(
-    wanted: Expected,
+    answers: Expected,
     graph: Graph,
     emit: Emit,
     *,
@@ -200,9 +200,9 @@ def rounded(
     """
     worst = sorted((snr_db or {}).items(), key=lambda layer: layer[1])[:NAMED]
     layers = ", ".join(f"{name} {snr:.1f} dB" for name, snr in worst) or "none"
-    outputs = _answers(graph, wanted.inputs, target)
+    outputs = _answers(graph, answers.inputs, target)
     for name, answer in outputs.items():
-        right = wanted.outputs[name]
+        right = answers.outputs[name]
         cosine, snr = _cosine(answer, right), _snr_db(answer, right)
         emit(phase("rounding", f"output {name}: {snr:.1f} dB, cosine {cosine:.4f}"))
         if alike and not cosine >= LEAST_COSINE:
@@ -213,25 +213,25 @@ def rounded(
                 fix="calibrate with more data or another method, or give those layers another"
                 " precision (--layer NAME=fp32, precisions={NAME: 'fp32'})",
             )
-    single = _interpreted(graph, wanted.inputs, target)
-    noise = _noise(graph, wanted.inputs, outputs, single, target)
-    return replace(wanted, outputs=outputs, noise=noise, is_rounded=True)
+    single = _interpreted(graph, answers.inputs, target)
+    noise = _noise(graph, answers.inputs, outputs, single, target)
+    return replace(answers, outputs=outputs, noise=noise, is_rounded=True)
 
 
 class RoundedAway(CompileError):
     """Layers in int8 or fp8 say something else than the network: some do not suit that."""
 
 
-def narrowed(wanted: Expected, graph: Graph, *, target: str) -> Expected:
-    """With the error that torch's operators make in this graph, whose values are 16-bit or codes.
+def narrowed(answers: Expected, graph: Graph, *, target: str) -> Expected:
+    """With the error that torch's operators make in this graph, whose values have 16 bits or 8.
 
     A deep network amplifies rounding: RegNet-Y 400MF with random weights is off by more than a
     hundredth in float16 whoever computes it. Where torch makes NaN or infinity, it is no measure.
     """
-    made = _interpreted(graph, wanted.inputs, target)
-    errors = [_error(made[name], answer) for name, answer in wanted.outputs.items()]
+    made = _interpreted(graph, answers.inputs, target)
+    errors = [_error(made[name], answer) for name, answer in answers.outputs.items()]
     narrow = max(errors, default=0.0)
-    return replace(wanted, narrow=narrow if math.isfinite(narrow) else 0.0)
+    return replace(answers, narrow=narrow if math.isfinite(narrow) else 0.0)
 
 
 def _channels_last(inputs: Tensors) -> Tensors:
@@ -297,7 +297,7 @@ def check(
     bucket: Bucket,
     graph: Graph,
     reference: Graph,
-    wanted: Expected,
+    answers: Expected,
     tuner: Tuner,
     precision: str,
 ) -> None:
@@ -307,27 +307,27 @@ def check(
         choices: the bucket's.
         graph: the compiled graph at the bucket's batch size.
         reference: the optimized graph before its precision was lowered, for naming the wrong step.
-        wanted: inputs and answers of the bucket's batch size.
+        answers: inputs and answers of the bucket's batch size.
 
     Raises:
         WrongKernel: an output is out of tolerance, and one step's kernel is by itself.
         CompileError: an output is out of tolerance; names the first step that deviates.
     """
     steps = bound(graph, bucket, tuner)
-    inputs = [wanted.inputs[v.name].to(torch_device(tuner.target)) for v in graph.inputs]
+    inputs = [answers.inputs[v.name].to(torch_device(tuner.target)) for v in graph.inputs]
     with torch.inference_mode(), float32_math(tuner.math):
         outputs = steps(inputs)
     wrong = [
         f"output {v.name!r}: {reason}"
         for v, made in zip(graph.outputs, outputs, strict=True)
-        if (reason := _deviation(made, wanted.outputs[v.name], wanted, precision))
+        if (reason := _deviation(made, answers.outputs[v.name], answers, precision))
     ]
     if not wrong:
         return
     made = _every_value(steps, graph, inputs, tuner)
     if culprit := _wrong_kernel(choices, made, tuner):
         raise WrongKernel(*culprit)
-    where = _first_wrong_step(choices, made, reference, wanted, precision, tuner.target)
+    where = _first_wrong_step(choices, made, reference, answers, precision, tuner.target)
     raise CompileError(
         f"the plan does not compute what the network computes ({precision})",
         seen=f"{'; '.join(wrong)}. {where}",
@@ -393,17 +393,17 @@ def _first_wrong_step(
     choices: Sequence[Choice],
     made: Tensors,
     reference: Graph,
-    wanted: Expected,
+    answers: Expected,
     precision: str,
     target: str,
 ) -> str:
     every = reference.copy()
     every.outputs = [v for n in every.nodes for v in n.outputs]
-    right = _answers(every, wanted.inputs, target)
+    right = _answers(every, answers.inputs, target)
     for choice in choices:
         for value in choice.node.outputs:
             if value.name in right:
-                reason = _deviation(made[value.name], right[value.name], wanted, precision)
+                reason = _deviation(made[value.name], right[value.name], answers, precision)
                 if reason:
                     layer = f" ({choice.node.layer})" if choice.node.layer else ""
                     return f"First wrong step: {value.name} by {choice.kernel}{layer}: {reason}"
@@ -411,10 +411,10 @@ def _first_wrong_step(
 
 
 def _deviation(
-    made: torch.Tensor, right: torch.Tensor, wanted: Expected, precision: str
+    made: torch.Tensor, right: torch.Tensor, answers: Expected, precision: str
 ) -> str | None:
     """Why ``made`` is out of tolerance, or None."""
-    tolerance, least_cosine = wanted.tolerance(precision), wanted.least_cosine(precision)
+    tolerance, least_cosine = answers.tolerance(precision), answers.least_cosine(precision)
     if tuple(made.shape) != tuple(right.shape):
         return f"shape {tuple(made.shape)} instead of {tuple(right.shape)}"
     if torch.isfinite(right).all() and not torch.isfinite(made).all():

@@ -1,4 +1,4 @@
-"""A layer norm as a step of a plan: alone, or in a program that rounds to codes as well."""
+"""A layer norm as a step of a plan: alone, or in a program that quantizes the result as well."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tessella.operations.problem import Problem
 
-CODES = ("float8_e4m3fn", "int8")
+QUANTIZED_TYPES = ("float8_e4m3fn", "int8")
 PLAIN = "only layer_norm(input, weight, bias), and one quantize of its result"
 
 
@@ -20,8 +20,8 @@ class NormStep:
         value, weight, bias: positions among the step's inputs.
         eps: as layer_norm has it.
         results: what each output is: ``norm``, the normalized, or ``codes``, that rounded.
-        code_scale: the position of what is divided by before rounding; None without codes.
-        code_dtype: of the codes.
+        code_scale: the position of the divisor before rounding; None if nothing is quantized.
+        code_dtype: of the quantized values.
     """
 
     value: int
@@ -59,19 +59,19 @@ def norm_step(problem: Problem) -> NormStep | str:
         eps=float(attrs["eps"]),
         results=tuple("norm" if n == count else "codes" for n in results),
     )
-    return _with_codes(step, problem, rounding[0]) if rounding else step
+    return _quantized(step, problem, rounding[0]) if rounding else step
 
 
-def _with_codes(step: NormStep, problem: Problem, rounding: Any) -> NormStep | str:
+def _quantized(step: NormStep, problem: Problem, rounding: Any) -> NormStep | str:
     op, reads, attrs = rounding
     of, scale, zero = (*reads, None, None)[:3]
     if op != "quantize" or of != len(problem.inputs):
         return PLAIN
     if zero is not None:
-        return "codes without a zero point"
-    if attrs["dtype"] not in CODES:
-        return f"codes of {' or '.join(CODES)}, not {attrs['dtype']}"
+        return "quantized values without a zero point"
+    if attrs["dtype"] not in QUANTIZED_TYPES:
+        return f"quantized values of {' or '.join(QUANTIZED_TYPES)}, not {attrs['dtype']}"
     meta = None if scale is None else problem.meta(scale)
     if meta is None or math.prod(meta.shape) != 1 or scale not in problem.constant:
-        return "codes of one constant scale"
+        return "quantized values of one constant scale"
     return replace(step, code_scale=scale, code_dtype=attrs["dtype"])

@@ -26,7 +26,7 @@ ELEMENTWISE = frozenset((
 ROWS = frozenset((
     "softmax", "log_softmax", "layer_norm", "rms_norm", "mean", "sum", "amax", "amin",
 ))
-CODES = frozenset(("quantize", "dequantize"))
+QUANTIZATION = frozenset(("quantize", "dequantize"))
 POOLS = frozenset(("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"))
 # fmt: on
 MAX_INSTRUCTIONS = 64
@@ -84,7 +84,7 @@ def _instruction(data: Any, known: int) -> Instruction:
     if not _is_list(data) or len(data) != 3:
         raise _wrong("instructions of an operation, reads and attributes", data)
     op, reads, attrs = data
-    if not isinstance(op, str) or op not in ELEMENTWISE | ROWS | CODES | POOLS:
+    if not isinstance(op, str) or op not in ELEMENTWISE | ROWS | QUANTIZATION | POOLS:
         raise _wrong("operations that a program may hold", op)
     if not _is_list(reads) or not reads or reads[0] is None or len(reads) > 5:
         raise _wrong("one to five reads", reads)

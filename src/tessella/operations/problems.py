@@ -154,12 +154,12 @@ def unpoolable(first: Problem, pool: Problem) -> str | None:
 def linear_norm(first: Problem, second: Problem, *, keep: bool) -> Problem:
     """A ``linear`` and the layer norm over its rows as one problem.
 
-    Its inputs are eight: the linear's five, the norm's weight and bias, the scale of codes. The
-    attribute ``results`` says what each output is: ``norm``, ``codes`` (that rounded), or ``sum``,
-    what is normalized.
+    Its inputs are eight: the linear's five, the norm's weight and bias, the scale of quantized
+    values. The attribute ``results`` says what each output is: ``norm``, ``codes`` (the norm's
+    result, quantized), or ``sum``, which is normalized.
 
     Args:
-        second: a ``layer_norm``, or a ``pointwise`` that normalizes and rounds to codes.
+        second: a ``layer_norm``, or a ``pointwise`` that normalizes and quantizes.
         keep: the sum is a result too, the last.
 
     Raises:

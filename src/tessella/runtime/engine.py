@@ -67,7 +67,7 @@ def load(source: str | Path | Plan, *, self_test: bool = True, compiled: bool = 
     return engine
 
 
-def carry(plan: Plan) -> tuple[Plan, dict[str, str]]:
+def add_kernels(plan: Plan) -> tuple[Plan, dict[str, str]]:
     """The plan with the machine code of all that loading it launches, for its GPU.
 
     It is loaded once, here: so what it carries is what another load will ask for.

@@ -33,7 +33,7 @@ from tessella.search.compile_ahead import compile_ahead, crashed
 from tessella.search.evidence import NEAR, Candidate, Evidence
 from tessella.search.inputs import expose_errors, joined, sample_inputs
 from tessella.search.inspection import exact_answers, inspect, wrong
-from tessella.search.timing import Run, Timing, glance, race
+from tessella.search.timing import Run, Timing, glance, time_interleaved
 from tessella.search.tuning import Inspection, TimingCache, Trial, Tried
 
 COMPILERS = 8  # threads that load what is compiled, and compile what users registered
@@ -309,7 +309,7 @@ class Search:
             # a last resort was not preselected
             tried = self._prepared(candidates or self._worth_running(rows))
             runnable = _runnable(tried)
-            timings = race(
+            timings = time_interleaved(
                 {name: one.run for name, one in runnable.items()},
                 {name: one.row.id for name, one in runnable.items()},
                 device=self._device,

@@ -98,7 +98,7 @@ def glance(runs: Mapping[str, Run], *, device: torch.device) -> dict[str, float]
     return {n: _timing(_once(_sampler(run, device))).time_us for n, run in runs.items()}
 
 
-def race(
+def time_interleaved(
     runs: Mapping[str, Run],
     heats: Mapping[str, str],
     *,

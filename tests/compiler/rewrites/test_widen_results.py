@@ -18,7 +18,7 @@ from tessella.kernels import catalog
 from tests.support.choices import problem_of
 from tests.support.networks import NETWORKS, captured
 
-HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+SIXTEEN_BIT = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def stages(graph: Graph, precision: str = "fp16", target: str = "sm_90") -> tuple[Graph, Graph]:
@@ -45,7 +45,7 @@ def ops(graph: Graph) -> list[str]:
     return [n.op for n in graph.nodes]
 
 
-@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.parametrize("precision", SIXTEEN_BIT)
 @pytest.mark.parametrize("name", ["lenet", "resnet18", "vit"])
 def test_a_network_ends_with_its_last_layer(name: str, precision: str) -> None:
     before, after = stages(captured(name), precision)
@@ -115,7 +115,7 @@ def test_a_convolution_keeps_its_fast_kernels(
 
 
 @pytest.mark.parametrize("target", ["cpu", "reference"])
-@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.parametrize("precision", SIXTEEN_BIT)
 def test_elsewhere_the_cast_stays(target: str, precision: str) -> None:
     """There only the last resort would take it: libraries write what they read."""
     before, after = stages(captured("lenet"), precision, target)

@@ -19,8 +19,8 @@ from tests.support.problems.pools import maximum, problem
 from tests.support.problems.shifted_pools import CPU, NETWORKS, numbers, pooled, problems
 
 FEW_CHANNELS = "a pixel's channels have fewer than 32 bytes"
-HALVES = ("float16", "bfloat16")
-DTYPES = (*HALVES, "float32", "int8", "uint8")
+SIXTEEN_BIT = ("float16", "bfloat16")
+DTYPES = (*SIXTEEN_BIT, "float32", "int8", "uint8")
 
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -34,7 +34,7 @@ def refusal(p: Problem) -> str | None:
 
 def asked(shape: tuple[int, ...], window: dict[str, Any], dtype: str) -> Problem:
     made = problem("max_pool2d", shape, window, dtype)
-    marks = {"non_negative": True} if dtype in HALVES else {}
+    marks = {"non_negative": True} if dtype in SIXTEEN_BIT else {}
     return replace(made, attrs={**made.attrs, **marks})
 
 
@@ -43,7 +43,7 @@ def image(meta: TensorMeta, seed: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         return meta.empty(CPU).copy_(torch.randint(0, 256, meta.shape, generator=generator))
     drawn = numbers(meta, seed)
-    return drawn.abs() if meta.dtype in HALVES else drawn
+    return drawn.abs() if meta.dtype in SIXTEEN_BIT else drawn
 
 
 def agrees(p: Problem, seed: int = 0) -> None:

@@ -25,7 +25,7 @@ inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return
 
 _MACHINE = r"""
 inline float larger(float x, float y) { return std::isnan(x) || x > y ? x : y; }
-inline u32 halves(float x, float y) { return to_half(x) | to_half(y) << 16; }
+inline u32 pack_16_bit(float x, float y) { return to_half(x) | to_half(y) << 16; }
 inline u32 bfloats(float x, float y) { return to_bfloat(x) | to_bfloat(y) << 16; }
 inline u32 word(u32 at) { u32 x; memcpy(&x, memory + at, 4); return x; }
 float passed[128];

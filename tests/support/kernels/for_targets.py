@@ -160,8 +160,8 @@ def resources(target: str, problem: str, kernel: str, config: Config) -> Launche
             launch_without_memory(catalog.kernel(kernel), problems()[problem], config)
     except Exception as error:  # told to the test that asks
         return f"{type(error).__name__}: {str(error)[-500:]}"
-    carried = not made.left_out and made.compiled.wrong(target) is None
-    return [{**asdict(one.resources()), "carried": carried} for one in launches]
+    is_complete = not made.left_out and made.compiled.wrong(target) is None
+    return [{**asdict(one.resources()), "is_complete": is_complete} for one in launches]
 
 
 @functools.cache

@@ -16,11 +16,11 @@ from tessella.graph.graph import Graph, Node, Value, shape_at
 from tessella.kernels import catalog
 from tessella.kernels.pointwise.walk import MAX_OUTPUTS, refusal
 from tessella.operations.pointwise_program import (
-    CODES,
     ELEMENTWISE,
     MAX_INPUTS,
     MAX_INSTRUCTIONS,
     POOLS,
+    QUANTIZATION,
     ROWS,
     Instruction,
     has_pool,
@@ -62,7 +62,7 @@ class _Finder:
 
     def __init__(self, graph: Graph, target: str) -> None:
         self._graph = graph
-        self._fusible = ON_CPU if target == "cpu" else ELEMENTWISE | ROWS | CODES | POOLS
+        self._fusible = ON_CPU if target == "cpu" else ELEMENTWISE | ROWS | QUANTIZATION | POOLS
         self._most_results = 1 if target == "cpu" else MAX_OUTPUTS
         self._users = {value: graph.users(value) for value in graph.values()}
         self._producer = {value: node for node in graph.nodes for value in node.outputs}

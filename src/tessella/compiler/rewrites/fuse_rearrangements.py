@@ -76,7 +76,7 @@ def apply(graph: Graph) -> int:
     """Make one step of each chain; returns how many."""
     dead_code.apply(graph)  # views that nobody reads any more would look like readers
     layouts = [assign_layout.apply(graph.copy(), way) for way in ("contiguous", "channels_last")]
-    found, chains = 0, _Chains(graph, layouts)
+    found, chains = 0, _ViewChains(graph, layouts)
     for node in reversed(list(graph.nodes)):
         if len(node.outputs) > 1 or node not in graph.nodes:
             continue
@@ -106,7 +106,7 @@ def _attrs(view: _View, shape: Shape) -> dict[str, object]:
     }
 
 
-class _Chains:
+class _ViewChains:
     """Chains in a graph."""
 
     def __init__(self, graph: Graph, layouts: Sequence[Formats]) -> None:

@@ -31,7 +31,7 @@ class _Factor:
 
 
 @dataclass(frozen=True)
-class _Chain:
+class _Views:
     """Which elements of a base there are, and in which order.
 
     Attributes:
@@ -106,7 +106,7 @@ def _copied(graph: Graph) -> int:
 # --- chains ---------------------------------------------------------------------------------------
 
 
-def _chain(graph: Graph, value: Value) -> _Chain | None:
+def _chain(graph: Graph, value: Value) -> _Views | None:
     """The longest chain that makes a value; None if it is not made by a view."""
     nodes: list[Node] = []
     while len(nodes) < MOST_VIEWS and (node := graph.producer(value)) and node.op in VIEWS:
@@ -122,11 +122,11 @@ def _chain(graph: Graph, value: Value) -> _Chain | None:
     return None
 
 
-def _all_of(value: Value) -> _Chain | None:
+def _all_of(value: Value) -> _Views | None:
     if not all(_is_plain(d) for d in value.shape):
         return None
     axes = tuple(() if d == 1 else (_Factor(d),) for d in value.shape)
-    return _Chain(base=value, order=tuple(f for axis in axes for f in axis), axes=axes)
+    return _Views(base=value, order=tuple(f for axis in axes for f in axis), axes=axes)
 
 
 def _is_plain(size: Size) -> bool:
@@ -134,11 +134,11 @@ def _is_plain(size: Size) -> bool:
     return size.offset == 0 if isinstance(size, Dim) else size > 0
 
 
-def _followed(chain: _Chain, node: Node) -> _Chain | None:
+def _followed(chain: _Views, node: Node) -> _Views | None:
     """The chain with one more view; None if it is not made of factors."""
     if node.op == "permute":
         axes = tuple(chain.axes[d] for d in node.attrs["dims"])
-        made: _Chain | None = replace(chain, axes=axes)
+        made: _Views | None = replace(chain, axes=axes)
     elif node.op == "select":
         made = _picked(chain, node.attrs["dim"], node.attrs["index"])
     else:
@@ -152,12 +152,12 @@ def _followed(chain: _Chain, node: Node) -> _Chain | None:
     return replace(made, steps=chain.steps + 1, dense=dense)
 
 
-def _picks_outermost(chain: _Chain) -> bool:
+def _picks_outermost(chain: _Views) -> bool:
     picked = {id(factor) for factor, _ in chain.picked}
     return {id(f) for f in chain.order[: len(picked)]} == picked
 
 
-def _picked(chain: _Chain, axis: int, index: int) -> _Chain | None:
+def _picked(chain: _Views, axis: int, index: int) -> _Views | None:
     factors = chain.axes[axis]
     if len(factors) > 1 or any(isinstance(f.size, Dim) for f in factors):
         return None
@@ -165,7 +165,7 @@ def _picked(chain: _Chain, axis: int, index: int) -> _Chain | None:
     return replace(chain, axes=axes, picked=chain.picked + tuple((f, index) for f in factors))
 
 
-def _cut(chain: _Chain, shape: Sequence[Size]) -> _Chain | None:
+def _cut(chain: _Views, shape: Sequence[Size]) -> _Views | None:
     """The same elements in the same order as axes of other sizes; factors are split as needed."""
     rest, order, axes = chain.flat, list(chain.order), []
     for wanted in shape:
@@ -244,7 +244,7 @@ def _is_shared(graph: Graph, node: Node, base: Value) -> bool:
 Made = tuple[str, dict[str, Any], tuple[Size, ...]]  # operation, attributes, shape
 
 
-def _canonical(chain: _Chain, shape: Sequence[Size]) -> Iterator[Made]:
+def _canonical(chain: _Views, shape: Sequence[Size]) -> Iterator[Made]:
     """Split, select, permute, merge: what of these a chain needs."""
     shape = tuple(shape)
     if chain.in_order:
@@ -278,7 +278,7 @@ def _canonical(chain: _Chain, shape: Sequence[Size]) -> Iterator[Made]:
         yield "reshape", {"shape": shape}, shape
 
 
-def _runs(chain: _Chain) -> list[list[_Factor]]:
+def _runs(chain: _Views) -> list[list[_Factor]]:
     """The base's factors, those together that stay together: within one axis, before and after."""
     axis_of = {id(f): i for i, axis in enumerate(chain.axes) for f in axis}
     after = {id(f): g for axis in chain.axes for f, g in pairwise(axis)}
@@ -299,12 +299,12 @@ def _runs(chain: _Chain) -> list[list[_Factor]]:
     return parts
 
 
-def _ends(chain: _Chain) -> set[int]:
+def _ends(chain: _Views) -> set[int]:
     """The last factor of each of the base's axes."""
     return {id(axis[-1]) for axis in _base_axes(chain) if axis}
 
 
-def _base_axes(chain: _Chain) -> list[list[_Factor]]:
+def _base_axes(chain: _Views) -> list[list[_Factor]]:
     """The base's axes in factors; nothing, for a size of 1."""
     axes, rest = [], list(chain.order)
     for size in chain.base.shape:
@@ -321,7 +321,7 @@ def _product(factors: Sequence[_Factor]) -> Size:
     return product(factor.size for factor in factors)
 
 
-def _copies(chain: _Chain, ops: Sequence[Made]) -> int:
+def _copies(chain: _Views, ops: Sequence[Made]) -> int:
     """Only a merge at the end can copy: before it there are views."""
     views = [op for op, _, _ in ops[:-1]]
     strided = "permute" in views or ("select" in views and not _picks_outermost(chain))
@@ -396,7 +396,7 @@ def _permute_after(graph: Graph, node: Node) -> int:
     node.outputs = (result,)
     graph.nodes.insert_after(node, after)
     final = () if new == 1 else (_Factor(new),)
-    turned = _Chain(base=result, order=(*rows, *final), axes=(*chain.axes[:-1], final))
+    turned = _Views(base=result, order=(*rows, *final), axes=(*chain.axes[:-1], final))
     _write(graph, after, result, list(_canonical(turned, old.shape)))
     return 1
 

@@ -385,8 +385,8 @@ def attend(
 
     Tiles are [1, 1, HALF, width] of q and out, [1, 1, BN, width] of k and v. ``masking`` is a mask,
     a pointer to bytes or numbers, or None, and its strides along batch, heads, rows and columns.
-    ``scale`` is positive and includes log₂ e; ``gamma`` is None for 1. ``out`` may be codes, which
-    saturate.
+    ``scale`` is positive and includes log₂ e; ``gamma`` is None for 1. ``out`` may hold
+    quantized values, which saturate.
     """
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.STAGES

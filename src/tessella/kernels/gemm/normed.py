@@ -43,12 +43,12 @@ STAGE_BYTES = 2 * TILE * ROW_BYTES
 def fits(problem: Problem) -> str | None:
     made = _sum(problem)
     if made is None:
-        return "codes alone, of a sum without a residual"
+        return "quantized values alone, of a sum without a residual"
     if made.dtype not in SIXTEEN_BIT:
         return f"normalizes 16-bit numbers, not {made.dtype}"
     for name, meta in zip(problem.attrs["results"], problem.outputs, strict=True):
         if meta.format != "contiguous" or (name != "codes" and meta.dtype != made.dtype):
-            return f"dense results, of {made.dtype} but for codes"
+            return f"dense results, of {made.dtype} but for quantized values"
     refused = wgmma.fits(_linear(problem, made))
     if refused:
         return refused
@@ -68,7 +68,7 @@ def fits(problem: Problem) -> str | None:
             return "the norm's weight and bias are vectors of floating numbers, one a column"
     scale = problem.get("code_scale")
     if scale is not None and scale.shape not in ((), (1,)):
-        return "codes have one scale"
+        return "quantized values have one scale"
     return None
 
 

@@ -15,10 +15,11 @@ Means are merged as by Chan, Golub and LeVeque, 1979, always in the same order: 
 every run.
 
 Words as in ``wgmma_device``. Arguments travel in groups: ``ring`` and ``work`` as there, ``out``
-(descriptors of sums, normalized rows and their codes, each or None; the buffers; those of codes),
+(descriptors of sums, of normalized rows and of these rows quantized, each or None; the buffers of
+results, and those of quantized results),
 ``extra`` (residual's descriptor, its barriers, scale, bias, None, gamma), ``norm`` (weight, bias,
-the codes' scale, epsilon), ``meeting`` (what tiles know of rows, [2, rows of all tiles, SLOTS]; the
-counters of rows; tiles along M).
+the scale of quantized values, epsilon), ``meeting`` (the sums that tiles exchange for their rows,
+[2, rows of all tiles, SLOTS]; the counters of rows; tiles along M).
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def _consume(
     full = ring[2]
     empty = ring[3]
     turns = ring[4]
-    sums, normed, codes, buffers, code_buffers = out
+    sums, normed, quantized, buffers, quantized_buffers = out
     count = work[4]
     ACC: gl.constexpr = gl.int32 if ring[0].dtype.is_int() else gl.float32
     L: gl.constexpr = gl.NVMMADistributedLayout(
@@ -202,7 +203,7 @@ def _consume(
     )
     wait_for_dependencies()
     inverse_step = 1.0
-    if codes is not None:
+    if quantized is not None:
         inverse_step = 1.0 / gl.load(norm[2]).to(gl.float32)
     start = gl.program_id(0)
     step = gl.num_programs(0)
@@ -253,9 +254,16 @@ def _consume(
         y = _normalized(y, inverse, shift, norm, n0, 1)
         if normed is not None:
             _store(x, y, normed, buffers, batch, m0, n0, FIRST)
-        if codes is not None:  # in the first of the buffers
+        if quantized is not None:  # in the first of the buffers
             _store(
-                x * inverse_step, y * inverse_step, codes, code_buffers, batch, m0, n0, 2 * FIRST
+                x * inverse_step,
+                y * inverse_step,
+                quantized,
+                quantized_buffers,
+                batch,
+                m0,
+                n0,
+                2 * FIRST,
             )
         v += 1
     store_wait(0)
@@ -263,16 +271,16 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["units", "m_tiles", "n_tiles", "k_tiles"])
 def multiply_and_normalize(
-    a, b, sums, normed, codes, r, vectors, norm, partials, counters,
+    a, b, sums, normed, quantized, r, vectors, norm, partials, counters,
     units, m_tiles, n_tiles, k_tiles,
     FORM: gl.constexpr, SLOTS: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
-    """s = epilogue(A · Bᵀ) → sums; (s - mean) / deviation · weight + bias → normed, and codes.
+    """s = epilogue(A · Bᵀ) → sums; (s - mean) / deviation · weight + bias → normed, and quantized.
 
     Descriptors of [1, rows, columns]; A's and B's tiles are [1, rows, BK], those of results and of
-    the residual [1, WM, WN / 2]. Each of ``sums``, ``normed``, ``codes`` and the residual ``r`` may
-    be None, but not all that have 16 bits. ``vectors`` are scale, bias and gamma; ``norm`` the
-    norm's weight and bias, what codes are divided by before they are rounded, and epsilon.
+    the residual [1, WM, WN / 2]. Each of ``sums``, ``normed``, ``quantized`` and the residual ``r``
+    may be None, but not all that have 16 bits. ``vectors`` are scale, bias and gamma; ``norm`` the
+    norm's weight and bias, the number that is divided by before rounding, and epsilon.
     ``partials``: float32 [2, m_tiles · WM, SLOTS], of any content; ``counters``: int32 [m_tiles],
     zeros before the first launch. SLOTS: a power of two, n_tiles at least. The grid is a multiple
     of n_tiles, and no larger than the GPU.
@@ -290,10 +298,10 @@ def multiply_and_normalize(
     a_ring = gl.allocate_shared_memory(a.dtype, A_SHAPE, a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, B_SHAPE, b.layout)
     buffers = gl.allocate_shared_memory(half.dtype, C_SHAPE, half.layout)
-    code_buffers = buffers
-    if codes is not None:
-        CODES_SHAPE: gl.constexpr = several(2 * CONSUMERS * PIECES, codes.block_type.shape)
-        code_buffers = reinterpret(buffers, codes.dtype, CODES_SHAPE, codes.layout)
+    quantized_buffers = buffers
+    if quantized is not None:
+        QUANTIZED_SHAPE: gl.constexpr = several(2 * CONSUMERS * PIECES, quantized.block_type.shape)
+        quantized_buffers = reinterpret(buffers, quantized.dtype, QUANTIZED_SHAPE, quantized.layout)
     LB: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
@@ -309,7 +317,7 @@ def multiply_and_normalize(
     fence_async_shared()
     barrier()
     ring = (a_ring, b_ring, full, empty, turns)
-    out = (sums, normed, codes, buffers, code_buffers)
+    out = (sums, normed, quantized, buffers, quantized_buffers)
     extra = (r, r_full, scale, bias, None, gamma)  # no tile reaches beyond a row
     meeting = (partials, counters, m_tiles)
     work = (units, units, 1, m_tiles, n_tiles, k_tiles, k_tiles)

@@ -211,14 +211,14 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 def _tilings(problem: Problem) -> Iterator[Tiling]:
     accurate = problem["input"].dtype in FP8 and not problem.attr("fast_accumulation")
     residual = problem.epilogue.residual
-    codes_added = residual is not None and residual.dtype == "int8"
+    adds_int8 = residual is not None and residual.dtype == "int8"
     for tile_m, tile_n, schedule in TILES:
         alone = schedule in ("ping_pong", "paired")
         if accurate and tile_m * tile_n > 64 * 128 * (1 if alone else 2):
             continue  # two accumulators are too much for the registers
         if (problem["input"].dtype, schedule) == ("int8", "cooperative"):
             continue  # spills registers with a residual, and was never the fastest
-        if codes_added and (tile_m, tile_n) == (128, 256):
+        if adds_int8 and (tile_m, tile_n) == (128, 256):
             continue  # spills, too
         plain = _ring(problem, tile_m, tile_n, schedule)
         yield plain
@@ -369,7 +369,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         FOLDED=vectors is not None,
         SMALL=small,
         SPREAD=spread,
-        HALVES=in_sixteen_bits(problem),
+        SIXTEEN_BITS=in_sixteen_bits(problem),
     )
     finished = epilogue  # of tiles over all of K
     if vectors:

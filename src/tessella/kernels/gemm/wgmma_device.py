@@ -78,7 +78,7 @@ class Roles(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What is done to sums; FOLDED, SMALL, HALVES: of 8-bit results, see ``finish_device``."""
+    """What is done to sums; ``finish_device`` explains FOLDED, SMALL and SIXTEEN_BITS."""
 
     ALPHA: float
     BETA: float
@@ -86,7 +86,7 @@ class Epilogue(NamedTuple):
     FOLDED: bool = False
     SMALL: bool = False
     SPREAD: bool = False
-    HALVES: bool = False
+    SIXTEEN_BITS: bool = False
 
 
 @gluon.jit
@@ -218,7 +218,7 @@ def _store_columns(
         FOLDED: gl.constexpr = EPILOGUE.FOLDED
         SMALL: gl.constexpr = EPILOGUE.SMALL
         SPREAD: gl.constexpr = EPILOGUE.SPREAD
-        HALVES: gl.constexpr = EPILOGUE.HALVES
+        SIXTEEN_BITS: gl.constexpr = EPILOGUE.SIXTEEN_BITS
         DTYPE: gl.constexpr = c.dtype
         if SPREAD:
             SORTED: gl.constexpr = sorted_layout(by_channel(x).type.layout)
@@ -230,14 +230,14 @@ def _store_columns(
         v = channel_vector(bias, n0 + COLUMN, N, EN, V)
         if r is None:
             y = finish_tile(
-                x, s, v, None, ALPHA, BETA, gamma, FOLDED, SMALL, HALVES, ACTIVATION, DTYPE
+                x, s, v, None, ALPHA, BETA, gamma, FOLDED, SMALL, SIXTEEN_BITS, ACTIVATION, DTYPE
             )
             store_wait(BUFFERS - 1)
         else:
             mbarrier.wait(r_full.index(BUFFER), (r_phase + PIECE // BUFFERS) & 1)
             old = tile.load(L)
             y = finish_tile(
-                x, s, v, old, ALPHA, BETA, gamma, FOLDED, SMALL, HALVES, ACTIVATION, DTYPE
+                x, s, v, old, ALPHA, BETA, gamma, FOLDED, SMALL, SIXTEEN_BITS, ACTIVATION, DTYPE
             )
         barrier()
         tile.store(y)

@@ -26,7 +26,7 @@ _BINARY = frozenset(elementwise.BINARY)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
+class _TorchCall:
     """An instruction by torch.
 
     Attributes:
@@ -75,7 +75,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
 
 def _planned(
     problem: Problem, instructions: Sequence[Instruction], results: Sequence[int]
-) -> tuple[list[_Step], list[TensorMeta]]:
+) -> tuple[list[_TorchCall], list[TensorMeta]]:
     """The steps, and the buffers that they need beside the outputs."""
     inputs = len(problem.inputs)
     metas = _metas(problem, instructions)
@@ -95,7 +95,7 @@ def _planned(
         value = inputs + number
         call = _into(step)
         if call is None:
-            steps.append(_Step(call=_anew(step), reads=step.reads, buffer=None))
+            steps.append(_TorchCall(call=_anew(step), reads=step.reads, buffer=None))
             continue
         if value in results:
             chosen = results.index(value)
@@ -113,7 +113,7 @@ def _planned(
             buffers.append(metas[value])
             holds.append(None)
         holds[chosen] = value
-        steps.append(_Step(call=call, reads=step.reads, buffer=chosen))
+        steps.append(_TorchCall(call=call, reads=step.reads, buffer=chosen))
     return steps, buffers[len(results) :]
 
 

@@ -1,7 +1,7 @@
 """Single operations as programs of one instruction, on the same memory.
 
-Element by element, to codes and back, or along the last axes: softmax, norms, means; a global
-average pool of NCHW.
+Operations element by element, quantization and its inverse, and operations along the last axes:
+softmax, norms, means, and a global average pool of NCHW.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tessella.core.errors import KernelError
-from tessella.operations.pointwise_program import CODES, ELEMENTWISE, ROWS
+from tessella.operations.pointwise_program import ELEMENTWISE, QUANTIZATION, ROWS
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
@@ -28,7 +28,7 @@ def as_program(problem: Problem) -> Problem:
     reads = tuple(None if m is None else given.index(i) for i, m in enumerate(problem.inputs))
     inputs = problem.given
     op, attrs, outputs = problem.op, dict(problem.attrs), problem.outputs
-    if op not in ELEMENTWISE | CODES:
+    if op not in ELEMENTWISE | QUANTIZATION:
         op, attrs, inputs, outputs = _along_rows(problem, inputs)
     program = ((op, reads, attrs),)
     return replace(

@@ -55,7 +55,7 @@ def walk(problem: Problem) -> Walk:
     if any(m.format == "strided" and m.strides is None for m in metas):
         raise KernelError("strides must be known when the plan is built")
     if any(m.dtype not in (*FLOATS, *SMALL) for m in problem.outputs):
-        raise KernelError("makes floating numbers of 16 or 32 bits, or codes")
+        raise KernelError("makes floating numbers of 16 or 32 bits, or quantized values")
     lowered = lower(problem)
     tensors = [*lowered.metas(problem.given), *problem.outputs]
     if len(lowered.operands) > MAX_OPERANDS or len(problem.outputs) > MAX_OUTPUTS:

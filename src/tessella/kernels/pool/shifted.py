@@ -36,7 +36,7 @@ IMAGE, RESULT, *SCRATCH = range(4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
+class _Maximum:
     """One step: the maximum of views of tensors, or a copy of a single view."""
 
     made: tuple[int, View]
@@ -200,7 +200,7 @@ def _halves(problem: Problem, images: int | None, rows: int | None) -> tuple[int
     return first, second
 
 
-def _steps(problem: Problem, images: int | None, rows: int | None) -> Iterator[_Step]:
+def _steps(problem: Problem, images: int | None, rows: int | None) -> Iterator[_Maximum]:
     """The steps of all tiles, in order."""
     x, y = problem["input"], problem.output
     for image, some, row, lines in _tiles(problem, images, rows):
@@ -208,7 +208,7 @@ def _steps(problem: Problem, images: int | None, rows: int | None) -> Iterator[_
         source = IMAGE, _cut(_whole(x), 0, image, some)
         found = _tile(problem, some, row, lines)
         if not found:
-            yield _Step(made=(RESULT, result), read=(source,))
+            yield _Maximum(made=(RESULT, result), read=(source,))
         for i, (axis, level, shape) in enumerate(found):
             target = SCRATCH[i % 2], _whole(_dense(x, y, shape))
             if i == len(found) - 1:
@@ -219,7 +219,7 @@ def _steps(problem: Problem, images: int | None, rows: int | None) -> Iterator[_
                     (source[0], _cut(source[1], axis, begin, move.count, level.step))
                     for begin in move.sources
                 ]
-                yield _Step(made=made, read=tuple([made, *read] if move.again else read))
+                yield _Maximum(made=made, read=tuple([made, *read] if move.again else read))
             source = target
 
 

@@ -19,7 +19,7 @@ from tessella.device.overlap import overlapping
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.pool.windows_device import Window, window_kernel
 from tessella.kernels.shared.axes import along, tile_width
-from tessella.kernels.shared.pooled_program import Chain, chain
+from tessella.kernels.shared.pooled_program import PooledProgram, in_parts
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
@@ -32,13 +32,13 @@ CHEAP = ("sub", "mul", "times")  # what may be done again at each tap: a dequant
 
 def fits(problem: Problem) -> str | None:
     try:
-        _require(problem, chain(problem))
+        _require(problem, in_parts(problem))
     except (KernelError, CompileError) as reason:
         return str(reason)
     return None
 
 
-def _require(problem: Problem, made: Chain) -> None:
+def _require(problem: Problem, made: PooledProgram) -> None:
     x, y, out = made.x, made.y, problem.output
     tensors = [m for m in (*problem.inputs, out) if m is not None]
     images = [m for m in tensors if m.shape in (x.shape, y.shape)]
@@ -69,7 +69,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     Of NCHW, which is read element by element, and of large windows, which compile for seconds, only
     small ones.
     """
-    made = chain(problem)
+    made = in_parts(problem)
     last = _is_last(problem, made)
     rows, columns = _sizes(made.y, last)
     width = tile_width(columns, 256)
@@ -85,7 +85,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     tile = config or configs(problem)[0]
-    made = chain(problem)
+    made = in_parts(problem)
     before, after, last = made.before, made.after, _is_last(problem, made)
     rows, columns = _sizes(made.y, last)
     grid = (triton.cdiv(rows, tile["tile_rows"]) * triton.cdiv(columns, tile["tile_columns"]),)
@@ -120,7 +120,7 @@ def _channels_last(meta: TensorMeta) -> bool:
     return meta.pixel_pitch is not None
 
 
-def _is_last(problem: Problem, made: Chain) -> bool:
+def _is_last(problem: Problem, made: PooledProgram) -> bool:
     """Whether the images that are pooled have a pixel's channels together."""
     images = (m for m in problem.inputs if m is not None and m.shape == made.x.shape)
     return _channels_last(next(images, problem.output))
@@ -134,7 +134,7 @@ def _sizes(y: TensorMeta, last: bool) -> tuple[int, int]:
     return images * channels, height * width
 
 
-def _window(made: Chain) -> Window:
+def _window(made: PooledProgram) -> Window:
     a, op = made.pool.attrs, made.pool.op
     if op == "adaptive_avg_pool2d":
         shapes = zip(made.x.shape[2:], made.y.shape[2:], strict=True)

@@ -22,7 +22,7 @@ from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.kernels.shared.instructions_device import steps
-from tessella.kernels.shared.pooled_program import MAX_OPERANDS, Chain, Steps, chain
+from tessella.kernels.shared.pooled_program import MAX_OPERANDS, PooledProgram, Steps, in_parts
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
@@ -108,12 +108,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 def _sizes(problem: Problem) -> tuple[int, int, int]:
     """The sizes of the outer, reduced and inner axes."""
     if problem.op == "pointwise":
-        images, channels, height, width = chain(problem).x.shape
+        images, channels, height, width = in_parts(problem).x.shape
         return images, height * width, channels
     return _as_columns(problem) or (1, 1, 1)
 
 
-def _chained(problem: Problem) -> tuple[Chain, tuple[tuple[int, ...], ...]]:
+def _chained(problem: Problem) -> tuple[PooledProgram, tuple[tuple[int, ...], ...]]:
     """A global average pool of channels_last, and each operand's strides from image to image, from
     channel to channel and from pixel to pixel.
 
@@ -121,7 +121,7 @@ def _chained(problem: Problem) -> tuple[Chain, tuple[tuple[int, ...], ...]]:
         KernelError: it is another chain.
         CompileError: no program.
     """
-    made = chain(problem)
+    made = in_parts(problem)
     x, out = made.x, problem.output
     width = x.shape[3]
     if made.pool.op != "adaptive_avg_pool2d" or made.y.shape[2:] != (1, 1):

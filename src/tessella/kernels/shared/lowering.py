@@ -16,7 +16,7 @@ import torch
 from tessella.core.dtype import FLOATS
 from tessella.core.errors import KernelError
 from tessella.operations.epilogue import ACTIVATIONS
-from tessella.operations.pointwise_program import CODES, ROWS, Instruction, evaluate, parse
+from tessella.operations.pointwise_program import QUANTIZATION, ROWS, Instruction, evaluate, parse
 from tessella.operations.problem import Problem
 from tessella.operations.shapes import ShapeRules, broadcast
 from tessella.operations.table import operation
@@ -140,7 +140,7 @@ def lower(problem: Problem) -> Lowered:
     ]
     for number, step in enumerate(instructions):
         if any(_is_fp8(instructions, r, len(inputs)) for r in step.reads):
-            raise KernelError("fp8 codes that are read where they are made")
+            raise KernelError("fp8 values that are read where they are quantized")
         if step.op in ROWS:
             _require_row(step, shapes, shape)
             lowered.rows = True
@@ -212,7 +212,7 @@ def _prepared(
     step: Instruction, problem: Problem, shapes: Sequence[tuple[int, ...]]
 ) -> list[Prepared]:
     """A step's vectors that are made of constants: a batch norm's, or scale and zero point."""
-    if step.op not in ("batch_norm", *CODES):
+    if step.op not in ("batch_norm", *QUANTIZATION):
         return []
     if any(r is not None and r not in problem.constant for r in step.reads[1:]):
         raise KernelError(f"what {step.op} reads besides must be constants")

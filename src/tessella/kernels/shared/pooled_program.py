@@ -60,7 +60,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class PooledProgram:
     """A program with a pooling.
 
     Attributes:
@@ -107,11 +107,11 @@ def _steps(part: Part, count: int) -> Steps:
     )
 
 
-def chain(problem: Problem) -> Chain:
+def in_parts(problem: Problem) -> PooledProgram:
     """A problem ``pointwise``, or a pooling alone, in three parts.
 
     Raises:
-        KernelError: it is no such chain.
+        KernelError: it is no such program.
         CompileError: no program.
     """
     if problem.op in POOLS:
@@ -128,7 +128,7 @@ def chain(problem: Problem) -> Chain:
     pool, made, result = program[pools[0]], count + pools[0], problem.attrs["results"][0]
     metas = [*inputs, *metas_of(program, inputs)[count:]]
     parts = _Parts(problem, program, metas)
-    found = Chain(
+    found = PooledProgram(
         pool=pool,
         x=metas[pool.x],
         y=metas[made],

@@ -86,7 +86,7 @@ def linear_norm(
     made = {"sum": _as(total, stored), "norm": _as(norm, stored)}
     if "codes" in results:
         if code_scale is None or code_scale.numel() != 1 or code_dtype is None:
-            raise ValueError("codes have an element type, and a scale of one number")
+            raise ValueError("quantized values have an element type, and a scale of one number")
         made["codes"] = quantize(norm, code_scale, axis=0, dtype=code_dtype)
     return tuple(made[name] for name in results)
 

@@ -8,7 +8,7 @@ constexpr u32 LEAST = 0xff800000u;  // -inf
 __device__ __forceinline__ u64 operand(u32 at) {
   return (u64)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-// whether a word of a run, counted from zero, holds values of it in its halves
+// whether a word of a run, counted from zero, holds values of it in its upper and lower 16 bits
 __device__ __forceinline__ constexpr bool counts(int value) {
   return value >= SHIFT && value < SHIFT + RUN;
 }
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_pool(
         words[j / 4] = to_byte(y[0]) | to_byte(y[1]) << 8 | to_byte(y[2]) << 16
                      | to_byte(y[3]) << 24;
       } else if constexpr (OUT == 1) {
-        words[j / 2] = halves(y[0], y[1]); words[j / 2 + 1] = halves(y[2], y[3]);
+        words[j / 2] = pack_16_bit(y[0], y[1]); words[j / 2 + 1] = pack_16_bit(y[2], y[3]);
       } else {
         words[j / 2] = bfloats(y[0], y[1]); words[j / 2 + 1] = bfloats(y[2], y[3]);
       }

@@ -3,7 +3,7 @@ __device__ __forceinline__ float larger(float x, float y) {  // NaN stays
 }
 __device__ __forceinline__ float of_next_pixels(float x) { return __shfl_down_sync(~0u, x, 4); }
 __device__ __forceinline__ u32 of_lane(u32 x, int lane) { return __shfl_sync(~0u, x, lane); }
-__device__ __forceinline__ u32 halves(float x, float y) {
+__device__ __forceinline__ u32 pack_16_bit(float x, float y) {
   u32 z; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x)); return z;
 }
 __device__ __forceinline__ u32 bfloats(float x, float y) {
