@@ -112,6 +112,13 @@ def test_every_room_has_its_level() -> None:
     assert rooms == set(LEVEL)
 
 
+def test_every_family_of_kernels_is_independent_of_the_others() -> None:
+    """``shared`` and ``epilogue`` are what several of them need."""
+    (families,) = (c["modules"] for c in CONTRACTS if c["name"].startswith("Families of kernels"))
+    folders = {p.parent.name for p in (SOURCE / "kernels").glob("*/__init__.py")}
+    assert {name.rpartition(".")[2] for name in families} == folders - {"shared", "epilogue"}
+
+
 def test_no_file_has_a_name_that_explains_nothing() -> None:
     assert [str(p) for p in MODULES if p.stem in VAGUE or re.search(r"[a-z]2$", p.stem)] == []
 

@@ -39,7 +39,9 @@ SplitName = Literal["train", "val", "test"]
 
 @dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """One split: its shards in order, and in how many images each class occurs."""
+    """A split of a dataset: its shards in order, and the number of images in which each class
+    occurs.
+    """
 
     count: int
     class_counts: tuple[int, ...]

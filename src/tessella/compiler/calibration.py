@@ -388,6 +388,6 @@ def _as_rounded(weight: torch.Tensor, kind: str, limit: float) -> torch.Tensor:
 
 
 def _product(node: Node) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The layer without its epilogue."""
+    """The product of a layer, without its epilogue."""
     attrs = {k: v for k, v in node.attrs.items() if k != "activation"}
     return lambda x, weight: operation(node.op).call([x, weight], attrs)[0]

@@ -177,6 +177,8 @@ def compile_graph(
         manifest=manifest,
         program=program,
         weights={v.name: t.contiguous() for v, t in lowered.constants.items()},
+        # with 128 samples instead of three, ResNet-50's plan is 77 MB larger, and loads in 2.59 s
+        # instead of 1.48
         golden=answers.least(batch.min).tensors(),
         tuning=tuple(tuning),
         graph=text(lowered),

@@ -43,6 +43,7 @@ SAMPLES = 3  # different samples in the check, where the batch may vary
 NOISE_MARGIN = 4  # how much worse than plain float32 a plan may be where float32 itself is bad
 # How much worse than torch's own operators in the plan's types a plan may be, where these are bad:
 # it rounds less often, and sums in another order. And up to how many times the tolerance at all.
+# RegNet-Y 400MF, random weights, float16: a plan is off by 1.4e-2, torch's operators by 1.36e-2.
 NARROW_MARGIN, MOST_NARROW = 2, 5
 # Where a deep network is rounded to int8, 16-bit values between two steps fall either way, in torch
 # as in a plan, and each that falls moves others: a larger tolerance is multiplied by MOST_NARROW.

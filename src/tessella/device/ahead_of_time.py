@@ -66,7 +66,7 @@ class Store:
         return self._kernels.get(key) if key is not None else None
 
     def cubin(self, kernel: CompiledKernel) -> bytes:
-        """Its machine code."""
+        """The kernel's machine code, a cubin."""
         return self._cubins[kernel.cubin]
 
     def launch(self, kernel: CompiledKernel, grid: Sequence[int], args: Sequence[Any]) -> None:
@@ -202,7 +202,9 @@ def _tensor(descriptor: Any, tiles: Tiles, driver: Driver) -> list[Any]:
 
 
 class Collected:
-    """What was compiled, as a plan carries it; ``left_out`` says by name why others are not."""
+    """The compiled kernels as a plan holds them; ``left_out`` says by name why others are
+    missing.
+    """
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -280,7 +282,7 @@ def _why_left_out(key: str | None, metadata: Any) -> str | None:
 def _parameters(
     signature: Mapping[str, Any], metadata: Any, arg_names: Sequence[str]
 ) -> tuple[Parameter, ...]:
-    """What of the arguments the machine code wants; constants were compiled in."""
+    """The arguments that the machine code reads at a launch: those that were not compiled in."""
     tensors = iter(metadata.tensordesc_meta or ())
     parameters: list[Parameter] = []
 

@@ -31,14 +31,16 @@ class Kernel(ctypes.Structure):
 
     @classmethod
     def of(cls, driver: Driver, node: int) -> Kernel:
-        """What a node launches. The driver owns what ``parameters`` points to."""
+        """The launch of a graph's node. The driver owns the memory that ``parameters`` points
+        to.
+        """
         made = cls()
         driver.call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(made))
         return made
 
 
 def nodes(driver: Driver, graph: int) -> Iterator[tuple[int, int]]:
-    """Each node and its kind."""
+    """Each node of the graph with its kind, such as a kernel launch or a copy."""
     count = ctypes.c_size_t()
     driver.call("cuGraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
     found = (ctypes.c_void_p * count.value)()

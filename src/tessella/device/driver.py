@@ -93,7 +93,9 @@ class Driver:
         return {made.handle.value or 0 for made in list(self._functions.values())}
 
     def _parameter_bytes(self, handle: ctypes.c_void_p) -> tuple[int, ...]:
-        """What a launch reads from the host's memory, in the machine code's own words."""
+        """The sizes of the parameters that a launch reads from the host's memory, as the cubin
+        lists them.
+        """
         sizes: list[int] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         self._require("cuFuncGetParamInfo")

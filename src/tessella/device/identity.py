@@ -24,7 +24,7 @@ class _Unknown(Exception):
 
 
 def arguments(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    """All arguments of a decorated function in its order, constants among them."""
+    """All arguments of a kernel in the order of its signature, constants among them."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | dict(named)
     return [given.get(p.name, p.default) for p in kernel.params]
 
@@ -53,7 +53,7 @@ def key(kernel: Any, args: Sequence[Any], named: Mapping[str, Any], target: str)
 
 
 def _argument(value: Any) -> str:
-    """What of an argument is compiled in, the rest being handed over at the launch."""
+    """The part of an argument that is compiled into the kernel; the launch passes the rest."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {value.data_ptr() % ALIGNMENT == 0}"
     if value is None or isinstance(value, bool | float):
@@ -97,7 +97,7 @@ _sources: dict[int, tuple[Any, str]] = {}  # by identity: to hash such a functio
 
 
 def name(kernel: Any) -> str:
-    """What people call a kernel."""
+    """The kernel's name as a person would say it."""
     while not isinstance(kernel.fn, types.FunctionType):  # it tunes itself
         kernel = kernel.fn
     return f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"

@@ -145,7 +145,7 @@ def _launch_stored(
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict[str, Any]) -> Any:
-    """Let Triton compile it, unless it did before, and start it."""
+    """Start a kernel through Triton, which compiles it first if it has not before."""
     from triton.errors import TritonError
 
     try:
@@ -215,7 +215,7 @@ def compiling(target: str = "sm_90") -> Iterator[list[Launched]]:
 
 
 class _AbsentGpu:
-    """As much of a Triton driver as compiling asks for."""
+    """A stand-in for Triton's driver, with the parts that compiling asks for."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -236,7 +236,9 @@ class _AbsentGpu:
 
 @functools.lru_cache(maxsize=256)
 def resource_usage(cubin: bytes, function: str) -> dict[str, int]:
-    """What one function of a cubin takes: ``REG``, ``STACK``, ``SHARED`` (with the system's)."""
+    """The resources of one function of a cubin: ``REG``, ``STACK``, ``SHARED`` (the system's
+    included).
+    """
     text = _cuobjdump(cubin, "--dump-resource-usage")
     line = re.search(rf"Function {re.escape(function)}:\s*(.*)", text)
     assert line is not None, f"cuobjdump says nothing of {function}"

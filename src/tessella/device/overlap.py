@@ -3,8 +3,9 @@
 About a microsecond of a launch then costs nothing: at batch 1, most layers take five.
 
 A kernel lets the next one start when its own wait is over, so that at most two are on the GPU at
-once. What is launched so and does not wait for all that it reads is wrong then: see
-``graph_edges``.
+once. Where kernels did so before their wait, ResNet-50's plan for one image gave NaN, or was off by
+0.186 of the largest value, and was no faster (267.6 µs on an H200, now 267.9). What is launched so
+and does not wait for all that it reads is wrong: see ``graph_edges``.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ class Binder:
         return {**weights, **inputs, **buffer_metas(self.bucket)}
 
     def steps(self) -> Iterator[BoundStep]:
-        """Each step with its kernel, checked and bound to its constants and its place."""
+        """Each step of the program with its kernel, checked and bound to its constants and its
+        memory.
+        """
         for step, ends in zip(self.bucket.steps, self._dying(), strict=True):
             yield self._bind(step, ends)
 
@@ -148,7 +150,9 @@ class Binder:
         )
 
     def _place(self, step: Step, row: catalog.Kernel) -> torch.Tensor | None:
-        """Where the step's kernel writes its result; None if it makes a tensor itself."""
+        """The buffer into which a step's kernel writes; None if the kernel makes a tensor
+        itself.
+        """
         outputs = [self._buffers[n] for n in step.outputs]
         own = [b for b in outputs if b.offset is not None or (b.slice and not row.views)]
         out = self.arena.view(own[0], self._buffers) if own else None
@@ -182,7 +186,9 @@ def _row(step: Step) -> catalog.Kernel | None:
 
 
 def buffer_metas(bucket: Bucket) -> dict[str, TensorMeta]:
-    """What each buffer of a bucket is, slices with the strides of what they are slices of."""
+    """The description of each buffer of a bucket; a slice has the strides of the buffer it lies
+    in.
+    """
     metas = {
         b.name: TensorMeta(shape=b.shape, dtype=b.dtype, format=b.format)
         for b in bucket.buffers
@@ -220,7 +226,7 @@ def _require_shapes(step: Step, problem: Problem) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """The message of an error, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 

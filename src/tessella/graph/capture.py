@@ -179,7 +179,9 @@ _ADVICE = re.compile(
 
 
 def _relevant(error: Exception) -> str:
-    """What torch's message says is wrong, without traces and advice about torch."""
+    """The part of torch's message that says what is wrong, without traces and advice about
+    torch.
+    """
     message = re.sub(r"L\['\w+'\]\.size\(\)\[0\]", "the batch", str(error))
     lines = [_ADVICE.split(line)[0].strip(" -") for line in message.splitlines()]
     return f"{type(error).__name__}: " + " · ".join([line for line in lines if line][:3])[:500]

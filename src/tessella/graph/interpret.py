@@ -67,7 +67,7 @@ def interpret(
 def _computed(
     node: Node, tensors: Sequence[torch.Tensor | None], attrs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """What a node makes. Shapes were checked before; element types and indices are torch's."""
+    """The results of a node. Shapes were checked before; torch decides about types and indices."""
     try:
         return operation(node.op).call(tensors, attrs)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:

@@ -51,7 +51,9 @@ class Epilogue(Generic[T]):
         residual: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
     ) -> Epilogue[torch.Tensor]:
-        """The same numbers with these tensors; a residual that ``beta`` forbids to read is None."""
+        """This epilogue with other tensors; a residual that a ``beta`` of 0 forbids to read
+        becomes None.
+        """
         return Epilogue(
             bias=bias,
             residual=None if self.beta == 0 else residual,
@@ -63,7 +65,7 @@ class Epilogue(Generic[T]):
         )
 
     def without(self, *fields: str) -> Epilogue[T]:
-        """What is left to do where a library has done some fields' part."""
+        """The epilogue that is left after a library has done the part of some fields."""
         defaults = Epilogue[T]()
         return replace(self, **{field: getattr(defaults, field) for field in fields})
 

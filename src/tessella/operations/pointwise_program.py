@@ -55,7 +55,7 @@ class Instruction:
         return value
 
     def data(self) -> tuple[Any, ...]:
-        """As it stands in a node's attribute."""
+        """The instruction as the plain tuple that stands in a node's attribute."""
         return (self.op, self.reads, dict(self.attrs))
 
 

@@ -146,7 +146,9 @@ class Problem(NamedOperands[TensorMeta]):
     def operands(
         self, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """All operands by position: the constants, and the other inputs in order."""
+        """All operands by position, joined from the constants and from the other inputs in their
+        order.
+        """
         rest = iter(inputs)
         return [
             constants[i] if i in constants else None if meta is None else next(rest)

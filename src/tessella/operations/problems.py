@@ -338,7 +338,7 @@ DEFAULT = {**NUMBERS, "fast_accumulation": False}
 
 
 def _given(epilogue: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the defaults: equal problems have equal attributes, hence equal keys."""
+    """The attributes that differ from the defaults, so that equal problems have equal keys."""
     if unknown := set(epilogue) - set(DEFAULT):
         raise UsageError(
             "unknown argument of a product", seen=sorted(unknown), fix=f"use {', '.join(DEFAULT)}"
@@ -435,7 +435,7 @@ def attention(
 
 
 def _trimmed(*inputs: Extra) -> tuple[Extra, ...]:
-    """Without the optional ones at the end that are left out."""
+    """The inputs without the optional ones at the end that are left out."""
     found = list(inputs)
     while found[-1] is None:
         found.pop()

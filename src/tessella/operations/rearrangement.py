@@ -149,7 +149,7 @@ def moves(problem: Rearranged) -> Moves:
 
 
 def _strides(meta: TensorMeta, sizes: Sequence[int]) -> list[int]:
-    """From one place of each part to the next, in elements."""
+    """The distance in elements from one place of each part to its next place."""
     strides = [0] * len(sizes)
     for axis, step in zip(cut(meta.shape, sizes), meta.dense_strides, strict=True):
         for position in reversed(axis):
@@ -159,7 +159,9 @@ def _strides(meta: TensorMeta, sizes: Sequence[int]) -> list[int]:
 
 
 def _joined(moves: Moves) -> Moves:
-    """With every two parts as one that lie together on both sides, and turn together or not."""
+    """The rearrangement with neighbouring parts joined where they lie and roll together on both
+    sides.
+    """
     parts = moves.parts
     for outer, (p, q) in enumerate(pairwise(parts)):
         followers = {a: b for t in moves.turns for a, b in pairwise(t.parts)}

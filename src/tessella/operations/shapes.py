@@ -81,7 +81,7 @@ def _sizes(values: Any, count: int, least: int) -> list[int] | None:
 
 
 def _same(x: Any, *numbers: Any, **named: Any) -> Tensor | None:
-    """One tensor in, one like it out."""
+    """The rule of operations that make one tensor like the one that they read."""
     if _floats(x) and _plain(*numbers, *named.values()):
         return _empty(x, x.shape)
     return None
@@ -99,7 +99,7 @@ def _both(x: Any, y: Any, **named: Any) -> Tensor | None:
 
 
 def broadcast(first: Shape, *others: Shape) -> tuple[int, ...] | None:
-    """What shapes broadcast to, or None. (torch's own imports sympy.)"""
+    """The shape that shapes broadcast to, or None. (torch's own function imports sympy.)"""
     found = tuple(first)
     for other in others:
         if (both := _broadcast(found, other)) is None:
@@ -141,7 +141,7 @@ def _convolution(axes: int) -> Callable[..., Tensor | None]:
 def _window(
     x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil: Any
 ) -> Tensor | None:
-    """What a window of two axes makes of [N, C, H, W]."""
+    """The shape of a result whose windows of two axes move over [N, C, H, W]."""
     size, edges = _sizes(kernel_size, 2, 1), _sizes(padding, 2, 0)
     steps, spread = _sizes(stride, 2, 1), _sizes(dilation, 2, 1)
     if size is None or edges is None or steps is None or spread is None:
@@ -251,7 +251,7 @@ def _reduction(x: Any, dim: Any, keepdim: Any = False, dtype: Any = None) -> Ten
 
 
 def _along(x: Any, dim: Any = None, dtype: Any = None) -> Tensor | None:
-    """One tensor in, one like it out, computed along an axis."""
+    """The rule of operations along an axis that make one tensor like the one that they read."""
     known = _floats(x) and dtype is None and _axes(x, [dim]) is not None
     return _empty(x, x.shape) if known else None
 

@@ -123,7 +123,7 @@ class TensorMeta:
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
-    """What a tensor is; a format only if its strides say so."""
+    """The description of a tensor; its memory format is named only if its strides have one."""
     format: Format = "strided"
     if tensor.is_contiguous():
         format = "contiguous"

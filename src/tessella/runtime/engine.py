@@ -288,7 +288,9 @@ class Engine:
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def _turn(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Where a call runs: on a GPU behind the call before, and what made its inputs there."""
+        """The stream of a call: on a GPU it waits for the call before and for the work that made
+        the inputs.
+        """
         if self._turns is None:
             return nullcontext()
         on_gpu = any(t.is_cuda for t in tensors)
@@ -457,7 +459,7 @@ def _require_memory(nbytes: int, device: torch.device) -> None:
 
 
 def _repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """As many rows as asked for, from the first on, again and again."""
+    """A tensor of so many rows: the given ones from the first on, repeated as often as needed."""
     return tensor[torch.arange(rows, device=tensor.device) % len(tensor)]
 
 

@@ -17,7 +17,8 @@ from tessella.operations.tensor_meta import TensorMeta
 
 
 class GraphedBucket:
-    """A bucket as a CUDA graph. An input is read where its caller has it, or copied before.
+    """A bucket as a CUDA graph. An input is read where its caller has it, or copied before: the
+    77 MB of 128 images take 36 µs on an H200 by their bytes alone.
 
     Args:
         pool: the memory pool that all graphs of an engine share; they are replayed one at a time.

@@ -90,7 +90,7 @@ def _overwritten(
 
 @dataclass
 class _Arena:
-    """What lives where, step by step."""
+    """The values that lie at each place of the arena, step by step."""
 
     batch: int
     live: list[Place] = field(default_factory=list)  # sorted, apart from each other

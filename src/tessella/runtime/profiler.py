@@ -100,12 +100,12 @@ class Profile:
 
     @property
     def sum_us(self) -> float:
-        """All steps, each measured by itself."""
+        """The sum of all steps' times, each step measured by itself."""
         return sum(s.time_us for s in self.steps)
 
     @property
     def least_us(self) -> float:
-        """What the machine's limits allow, step by step."""
+        """The sum of the least times that the machine's limits allow for each step."""
         return sum(s.least_us for s in self.steps)
 
     @property

@@ -13,7 +13,7 @@ POISON = 77  # what a kernel leaves unwritten must show
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory behind a buffer, the gaps of a slice included."""
+    """All of the memory from a buffer's first byte to its last, the gaps of a slice included."""
     size = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.as_strided((size,), (1,), 0)
 

@@ -158,7 +158,9 @@ class _Compilers:
                 self._end()
 
     def _end(self) -> None:
-        """Let all open futures end: nobody knows what would have come of them."""
+        """End all open futures without a result, after the processes that worked on them are
+        gone.
+        """
         for future in self._futures:
             if not future.done():
                 future.set_result(False)
@@ -284,7 +286,9 @@ class _Workers:
 
 
 def _work(wire: Connection) -> None:
-    """What a worker does until nobody asks any more: requests in, what they launch out."""
+    """The loop of a worker: it reads requests and answers with their launches until its input
+    ends.
+    """
     while True:
         try:
             request = wire.recv()
@@ -302,7 +306,7 @@ def _cores() -> int:
 
 
 def compile_one(request: dict[str, Any]) -> CompiledKernels:
-    """What one configuration launches, found by calling it on tensors without memory."""
+    """The launches of one configuration, found by calling it on tensors without memory."""
     # torch's way to nvrtc warns that there is no GPU, which is meant
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     problem = from_plain(Problem, request["problem"], where="a request to compile")

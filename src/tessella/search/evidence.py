@@ -104,7 +104,7 @@ class Evidence:
 
 
 def _behind(trial: Trial, best_us: float) -> float | None:
-    """How many times the best a kernel took; None if it was refused."""
+    """The ratio of a kernel's time to the best kernel's; None if the kernel was refused."""
     if trial.behind is not None:
         return trial.behind
     return None if trial.time_us is None or trial.refused else trial.time_us / max(best_us, 1e-3)

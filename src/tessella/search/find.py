@@ -351,7 +351,7 @@ class Search:
         ]
 
     def _prepared(self, candidates: Sequence[Candidate]) -> dict[str, _Runnable | Tried]:
-        """Each candidate compiled, run once and checked, by a name."""
+        """The candidates that could be compiled, run once and checked, by name."""
         if self._device.type == "cuda":
             self._compile([one for one in candidates if one[0].source in OWN])
         return {f"{row.id} {config}": self._prepare(row, config) for row, config in candidates}

@@ -277,7 +277,7 @@ def timing_cache(folder: Path | None = None) -> TimingCache:
 
 
 def target_of(tensor: Tensor) -> str:
-    """Where kernels for a tensor run."""
+    """The target on which kernels for a tensor run."""
     return (gpu_target(tensor.device) or "cpu") if tensor.is_cuda else "cpu"
 
 

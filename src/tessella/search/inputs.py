@@ -10,7 +10,7 @@ import torch
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta, memory_format
 
-POOL = 1_000_003
+POOL = 1_000_003  # numbers that are drawn; a prime
 
 
 def sample_inputs(

@@ -195,7 +195,7 @@ def _with_named(
 
 
 def _device(op: str, operands: Sequence[Any]) -> torch.device:
-    """Where the operands are, after a check that they are tensors on one device."""
+    """The device of the operands, after a check that they are tensors on one device."""
     tensors = all(isinstance(t, torch.Tensor | None) for t in operands)
     if not tensors or len(operands) < 2 or any(t is None for t in operands[:2]):
         raise UsageError(

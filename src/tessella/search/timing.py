@@ -160,7 +160,7 @@ def _rounds(samplers: Mapping[str, Sampler], budget_s: float) -> dict[str, Timin
 
 
 def _first(timings: Mapping[str, Timing]) -> list[str]:
-    """Those that may be the fastest, by their times."""
+    """The names of the candidates that may be the fastest, by their times."""
     best = min(timings.values(), key=lambda timing: timing.time_us)
     limit_us = RIVAL * best.time_us + (best.spread_us or 0.0)
     return [n for n, t in timings.items() if t.time_us - (t.spread_us or 0.0) <= limit_us]

@@ -38,7 +38,7 @@ class Point:
 
     @property
     def costs(self) -> tuple[float, float, float, float]:
-        """What is to be small: points lost, answers changed, time, bytes."""
+        """The costs, of which less is better: points lost, answers changed, time, bytes."""
         return self.receipt.loss, self.receipt.flipped, self.time_us, self.nbytes
 
     @property
@@ -116,7 +116,7 @@ class Front:
         return "\n".join([*lines, *self.notes()])
 
     def notes(self) -> list[str]:
-        """What a reader of the table must know besides."""
+        """Notes under the table, on how its numbers were found and how far they can be trusted."""
         receipt = self.points[self.chosen].receipt
         notes = [
             f"* the fastest that loses at most {self.budget:g} points of {receipt.metric} on "

@@ -52,14 +52,16 @@ class Labelled:
             yield self.read(self.places[start : start + size])
 
     def spread(self, count: int) -> Labelled:
-        """``count`` of them at even distances."""
+        """So many of the samples, at even distances."""
         count = min(count, len(self))
         return replace(
             self, places=tuple(self.places[i * len(self) // count] for i in range(count))
         )
 
     def parted(self) -> tuple[Labelled, Labelled]:
-        """Samples to judge by, and others to calibrate with, the same ones every time."""
+        """The samples to judge by, and those to calibrate with; the division is the same every
+        time.
+        """
         count = min(CALIBRATION, len(self) // CALIBRATION_SHARE)
         if not count:
             raise UsageError(

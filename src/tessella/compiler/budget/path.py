@@ -71,7 +71,7 @@ def _hull(unit: Unit, options: Mapping[str, tuple[float, float]]) -> list[Move]:
 
 
 def mix_of(moves: Sequence[Move]) -> dict[str, str]:
-    """Where these moves lead."""
+    """The mix of precisions that these moves result in."""
     mix: dict[str, str] = {}
     for move in moves:
         mix |= move.unit.mix(move.precision)

@@ -64,7 +64,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuner:
-    """What all choices of a plan share.
+    """The settings and measurements that all choices of a plan share.
 
     Attributes:
         constants: by name, on the target's device.

@@ -7,5 +7,5 @@ from tessella.graph.graph import Graph
 
 
 def apply(graph: Graph) -> int:
-    """Drop them; returns how many nodes went."""
+    """Drop nodes whose results nobody reads; returns how many were dropped."""
     return drop_unused(graph)

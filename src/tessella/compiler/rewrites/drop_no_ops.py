@@ -21,7 +21,7 @@ _SAMPLES = [
 
 
 def apply(graph: Graph) -> int:
-    """Drop them; returns how many. One that makes an output of the graph stays, for its name."""
+    """Drop operations that change nothing; returns how many. A graph's output keeps its name."""
     dropped = 0
     for node in list(graph.nodes):
         if _takes_all(node, graph):

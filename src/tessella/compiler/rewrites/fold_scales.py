@@ -57,7 +57,9 @@ def _layer(graph: Graph, node: Node, value: Value) -> tuple[Node, int] | None:
 
 
 def _factor(constant: torch.Tensor, node: Node, axis: int) -> torch.Tensor | None:
-    """A number for each place on the axis, or one for all; None if others differ too."""
+    """The constant as one number for each place on the axis, or one for all; None if it varies
+    along other axes.
+    """
     rank = len(node.output.shape)
     if constant.ndim > rank or not constant.is_floating_point():
         return None

@@ -31,7 +31,9 @@ ATTENTION = "scaled_dot_product_attention"
 
 
 def apply(graph: Graph, target: str) -> int:
-    """Let such layers round; returns how many do now."""
+    """Move quantization into the layers before it; returns how many layers quantize their result
+    now.
+    """
     fused = 0
     for node in [n for n in graph.nodes if n.op in (*LAYERS, ATTENTION)]:
         between, rounds = _until_rounded(graph, node)
@@ -97,7 +99,9 @@ def _reads(node: Node, scheme: Scheme) -> bool:
 
 
 def _has_kernel(graph: Graph, node: Node, rounding: Node, target: str) -> bool:
-    """Whether it pays: quantized layers have no other kernels; no 16-bit kernel may be lost."""
+    """Whether a layer that quantizes has kernels, and, if it had 16 bits, loses none of those it
+    had.
+    """
     if node.op == ATTENTION or is_plain_sixteen_bit(node):
         return loses_none(node, rounding, target, graph.constants)
     return has_kernel(rounding, target, graph.constants)

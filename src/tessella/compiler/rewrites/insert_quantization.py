@@ -18,7 +18,7 @@ from tessella.graph.graph import Graph, Node, Value
 
 
 def apply(graph: Graph, kinds: Mapping[str, str], calibration: Calibration) -> int:
-    """Round what the layers read; returns how many there are.
+    """Insert the quantization of what the layers read; returns how many layers there are.
 
     Args:
         kinds: ``int8`` or ``fp8`` by the name of a layer's result.

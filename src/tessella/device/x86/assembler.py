@@ -76,7 +76,7 @@ AVX2 = InstructionSet(name="avx2", vector_bytes=32, vectors=16)  # with FMA
 
 @dataclass(frozen=True, kw_only=True)
 class At:
-    """What lies in memory at a register's address and ``distance`` bytes further."""
+    """An operand in memory, ``distance`` bytes behind the address that a register holds."""
 
     base: str
     distance: int = 0
@@ -109,7 +109,7 @@ class Assembler:
         self._jumps: list[tuple[int, str]] = []
 
     def code(self) -> bytes:
-        """What was written, with its jumps filled in."""
+        """The machine code that was written, with the distances of its jumps filled in."""
         code = bytearray(self._code)
         for end, label in self._jumps:
             struct.pack_into("<i", code, end - 4, self._labels[label] - end)
@@ -126,7 +126,7 @@ class Assembler:
         self._jumps.append((len(self._code), label))
 
     def jump_if(self, condition: str, label: str) -> None:
-        """Of the comparison, subtraction or addition just before."""
+        """Jump if the comparison, subtraction or addition just before had this outcome."""
         self._emit(condition, bytes((0x0F, CONDITIONS[condition])) + bytes(4))
         self._jumps.append((len(self._code), label))
 
@@ -246,7 +246,7 @@ class Assembler:
         self._copy(text, 0x7F, source, to, mask=mask)
 
     def _copy(self, text: str, opcode: int, reg: int, place: At, **masked: Any) -> None:
-        """From memory or to it, by bytes, as masks of AVX-512 want."""
+        """Copy a vector from memory or to it, by bytes, since masks of AVX-512 count bytes here."""
         name, prefix = ("vmovdqu8", XF2) if self._wide else ("vmovdqu", XF3)
         self._vector(f"{name} {text}", prefix, M0F, opcode, reg, 0, place, **masked)
 
@@ -268,7 +268,7 @@ class Assembler:
         self._vector(text, NONE, M0F, 0x28, to, 0, source, mask=mask)
 
     def vector(self, name: str, to: int, one: int, other: int | At) -> None:
-        """One of ``VECTOR``."""
+        """Write the instruction of this name in ``VECTOR``."""
         if name in ONLY_AVX512:
             self._require_avx512()
         registers = self._name
@@ -277,7 +277,7 @@ class Assembler:
         self._vector(text, *VECTOR[name], to, one, other)
 
     def shift_left(self, to: int, source: int, bits: int) -> None:
-        """Each 32 bits for themselves."""
+        """Shift each 32 bits of a vector by themselves."""
         text = f"vpslld {self._name}{to},{self._name}{source},{bits:#x}"
         self._vector(text, X66, M0F, 0x72, 6, to, source)
         self._code.append(bits)
@@ -305,7 +305,9 @@ class Assembler:
         self._code.append(ORDERED)
 
     def unordered(self, to: int, one: int, other: int) -> None:
-        """All bits of AVX2's lanes in which one of the two is a NaN, no bit of the others."""
+        """Set all bits of the lanes in which one of the two numbers is a NaN, and clear the others
+        (AVX2).
+        """
         assert not self._wide, "AVX-512 compares into a mask"
         text = f"vcmpunordps ymm{to},ymm{one},ymm{other}"
         self._vector(text, NONE, M0F, 0xC2, to, one, other)

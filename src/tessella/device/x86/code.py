@@ -102,7 +102,7 @@ class Table:
 
 
 def given(number: int) -> At:
-    """Where a number lies that ``run`` was given, from 0."""
+    """The place in memory of a number that ``run`` was given, counted from 0."""
     return At(base="rdi", distance=(_FIRST + number) * NUMBER)
 
 

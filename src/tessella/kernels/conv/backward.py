@@ -24,7 +24,7 @@ WINDOW = ("stride", "padding", "dilation")
 
 
 class Window(NamedTuple):
-    """How the filter moves, (rows, columns) each; constants of the compiler."""
+    """The filter's movement, each as (rows, columns); constants of the compiler."""
 
     TAPS: tuple[int, int]
     STRIDE: tuple[int, int]

@@ -194,7 +194,7 @@ def zeros(like, COUNT: tl.constexpr):
 
 @triton.jit
 def floats(values):
-    """Each as float32."""
+    """The numbers of a tuple, each converted to float32."""
     numbers = ()
     for i in tl.static_range(len(values)):
         numbers = numbers + (values[i].to(tl.float32),)  # noqa: RUF005
@@ -203,7 +203,7 @@ def floats(values):
 
 @triton.jit
 def load_taps(at, WINDOW: tl.constexpr, TAP: tl.constexpr):
-    """The whole filter."""
+    """Load all taps of the filter."""
     T: tl.constexpr = WINDOW[0][0]
     R: tl.constexpr = WINDOW[0][1]
     S: tl.constexpr = WINDOW[0][2]
@@ -232,7 +232,7 @@ def load_group(at, d, h, v, size, steps, DEPTH: tl.constexpr, WINDOW: tl.constex
 @triton.jit
 def load_row(at, d, h, v, size, steps, t: tl.constexpr, row: tl.constexpr, DEPTH: tl.constexpr,
              WINDOW: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """What COLUMNS of the output read of a row of the input, from column v on.
+    """Load the places of an input row that COLUMNS of the output read, from column v on.
 
     Zero beside the image, whose ``size`` is (height, width).
     """
@@ -335,17 +335,17 @@ def read(columns, window):
 
 @triton.constexpr_function
 def places(columns, window):
-    """How many they are."""
+    """The number of places that a run of output pixels reads."""
     return len(read(columns, window))
 
 
 @triton.constexpr_function
 def place(i, columns, window):
-    """One of them."""
+    """The i-th place that a run of output pixels reads."""
     return read(columns, window)[i]
 
 
 @triton.constexpr_function
 def rank(j, s, columns, window):
-    """Which of them pixel j reads under tap s."""
+    """The number of the place that pixel j of the run reads under tap s."""
     return read(columns, window).index(j * window[1][2] + s * window[2][2])

@@ -72,7 +72,7 @@ def _value(values, NUMBERS: tl.constexpr, I: tl.constexpr):
 
 @triton.jit
 def _offsets(rows, SIZES: tl.constexpr, STRIDES: tl.constexpr):
-    """Where rows begin, in elements."""
+    """The offset at which each row begins, in elements."""
     rest = rows
     offsets = rows * 0
     for i in tl.static_range(len(SIZES)):

@@ -125,7 +125,9 @@ def _reads(walked: Walk) -> list[tuple[int, ...]]:
 
 
 def _rows_of_columns(axes: Axes, isa: InstructionSet) -> Axes:
-    """The same walk with at least two axes; long rows are cut into equal ones where that goes."""
+    """The walk with at least two axes, for which long rows are cut into equal ones where
+    possible.
+    """
     *rows, columns = axes.sizes
     widths = range(min(BLOCK_NUMBERS, columns) // isa.lanes * isa.lanes, 0, -isa.lanes)
     width = next((w for w in widths if columns % w == 0), columns)

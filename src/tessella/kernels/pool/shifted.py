@@ -37,7 +37,7 @@ IMAGE, RESULT, *SCRATCH = range(4)
 
 @dataclass(frozen=True, kw_only=True)
 class _Maximum:
-    """One step: the maximum of views of tensors, or a copy of a single view."""
+    """One operation of a call: the maximum of views of tensors, or a copy of a single view."""
 
     made: tuple[int, View]
     read: tuple[tuple[int, View], ...]

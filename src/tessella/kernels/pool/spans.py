@@ -151,7 +151,7 @@ def _without(whole: range, done: list[range]) -> Iterator[range]:
 
 
 def _joined(ranges: list[range]) -> list[range]:
-    """The same places as ranges in order and apart."""
+    """The same places as ranges that are sorted and do not overlap."""
     made: list[range] = []
     for one in sorted(ranges, key=lambda r: r.start):
         if made and one.start <= made[-1].stop:

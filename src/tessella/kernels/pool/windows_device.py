@@ -154,7 +154,7 @@ def _before(
     pointers, n, c, h, w, there, columns_in,
     FIRST: tl.constexpr, STRIDES: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """What is pooled at one tap of every window, in float32."""
+    """The pixels at one tap of every window, in float32, after the steps before the pooling."""
     COUNT: tl.constexpr = FIRST.COUNT
     values = ()
     for i in tl.static_range(COUNT):

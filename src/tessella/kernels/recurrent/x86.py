@@ -118,7 +118,9 @@ def _packed(weight: Tensor, gates: int, lanes: int) -> Tensor:
 def _biases(
     problem: Problem, by_input: list[Tensor | None], by_state: list[Tensor | None]
 ) -> tuple[Tensor | None, Tensor]:
-    """What is added to the product of all inputs [D·G·H], and to GRU's new state [D, H]."""
+    """The biases that are added to the product of all inputs [D·G·H] and to GRU's new state [D,
+    H].
+    """
     whole = problem["weight_hh"].shape
     ways, units = whole[0], whole[2]
     new = torch.zeros(ways, units)
@@ -314,7 +316,7 @@ class _Layer:
                     a.vector("vaddps", to, to, self._sum(sample, gate, chain))
 
     def _product(self, a: Assembler, k: int) -> None:
-        """One number of each sample's h, times its weights."""
+        """Add the products of one number of each sample's state h with that number's weights."""
         size = self.isa.vector_bytes
         at = [At(base="r13", distance=(k * self.gates + g) * size) for g in range(self.gates)]
         weights_at, spread = _registers(self.isa, self.gates)

@@ -50,13 +50,13 @@ def linear_of(problem: Problem) -> Problem:
 
 
 def _rows_of(meta: TensorMeta) -> TensorMeta:
-    """Pixels as rows."""
+    """The pixels of an image as rows of a matrix."""
     n, channels, *spatial = meta.shape
     return replace(meta, shape=(n * math.prod(spatial), channels), format="contiguous")
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """A view [pixels, C] of an image, [K, C] of a weight; a vector as it is."""
+    """The view [pixels, C] of an image or [K, C] of a weight; a vector stays as it is."""
     if tensor.dim() != 4:
         return tensor
     return tensor.permute(0, 2, 3, 1).reshape(-1, tensor.shape[1])

@@ -53,7 +53,9 @@ class Part:
     def binder(
         self, constants: Mapping[int, torch.Tensor]
     ) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
-        """From the whole problem's operands to this part's; another stands in for ``y``."""
+        """A function from the whole problem's operands to this part's; any tensor stands in for
+        ``y``.
+        """
         own = {i: constants[r] for i, r in enumerate(self.reads) if r in constants}
         bound = self.lowered.binder(own)
         return lambda given: bound([given[r if r < len(given) else 0] for r in self.reads])
@@ -86,7 +88,9 @@ class PooledProgram:
     def binder(
         self, constants: Mapping[int, torch.Tensor]
     ) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
-        """From the problem's operands to the kernels': before, after, the first again to eight."""
+        """A function from the problem's operands to the kernel's eight: before, after, then the
+        first again.
+        """
         first, then = self.before.binder(constants), self.after.binder(constants)
 
         def tensors(given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -141,7 +145,7 @@ def in_parts(problem: Problem) -> PooledProgram:
 
 
 class _Parts:
-    """Instructions of a program as programs of their own."""
+    """Makes programs of their own of parts of a program's instructions."""
 
     def __init__(
         self, problem: Problem, program: Sequence[Instruction], metas: Sequence[TensorMeta]

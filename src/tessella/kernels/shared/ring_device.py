@@ -7,7 +7,7 @@ from tessella.device.hopper import gl, gluon
 
 @gluon.constexpr_function
 def several(count, shape):
-    """The shape of so many tiles."""
+    """The shape of a buffer of so many tiles."""
     return [count, *shape]
 
 
@@ -31,6 +31,6 @@ def stage_before(stage, STAGES: gl.constexpr):
 
 @gluon.jit
 def skip(stage, phase, count, STAGES: gl.constexpr):
-    """So many stages further on."""
+    """The stage so many places further on in the ring, and its parity."""
     position = stage + count
     return position % STAGES, (phase + position // STAGES) & 1

@@ -1,7 +1,8 @@
 """Where an element of a rearranged tensor comes from: what the GPU's kernels compute of its place.
 
-Sizes are read from memory, so that one compilation serves all shapes of a kind; a division by one
-is a product and a shift, whose factors come with it.
+Sizes are read from memory, so that one compilation serves all shapes of a kind (of a tuple of
+numbers Triton compiles each 1 in, even where it is told not to); a division by one is a product and
+a shift, whose factors come with it.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, pieces: int
 
 
 def _of_pieces(moves: Moves, vector: int) -> Moves:
-    """With so many elements as one in the last part."""
+    """The rearrangement of pieces of so many neighbouring elements of the last part."""
     *parts, last = moves.parts
     if last.size > vector:
         parts.append(Part(size=last.size // vector, read=vector, write=vector))

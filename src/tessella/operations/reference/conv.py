@@ -253,7 +253,7 @@ def _products_of_both(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
 
 
 def _products_of_gradient(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
-    """As many as the convolution itself has."""
+    """The number of products of a gradient, which is that of the convolution itself."""
     weight = shapes.get("weight", result)
     return 2 * math.prod(shapes["grad"]) * math.prod(weight[1:])
 

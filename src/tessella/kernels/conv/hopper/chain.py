@@ -52,7 +52,8 @@ PIECE = 64  # channels of the result that are finished at a time
 SHARED_BYTES = HOPPER.shared_bytes_of_block() - 2048  # what barriers and the compiler take
 MOST_SLOTS = 8
 MAX_CONFIGS, OF_GROUPS = 8, 4  # in all, and of as many groups
-# channels of a chunk and of the result that a group's registers hold the sums of
+# channels of a chunk and of the result that a group's registers hold the sums of; a third group has
+# work while the other two wait: INT8, 2,048 images, 64 → 256 → 64 at 56² 1,328 → 1,221 µs (H200)
 MOST_CHANNELS = {1: 512, 2: 512, 3: 192}
 
 

@@ -2,8 +2,12 @@
 
 A tile of output channels reads the input channels of those groups that it has a part of, and no
 others; where a weight would join two groups it is zero. 64 output channels in groups of four are 16
-times as many products as count, and tensor cores make them while the tile's pixels arrive. An input
+times as many products as count, and tensor cores make them while the tile's pixels arrive: 128
+channels in 32 groups at 56 × 56, 128 images, take 75.6 µs on an H200, cuDNN's kernel 162. An input
 that is not finite makes NaN in other groups of its tile, too.
+
+What a tile reads begins at a multiple of 16 bytes, as bulk copies must: 20 channels a group, read
+from byte 40 on, stopped an H200 with an illegal instruction.
 """
 
 from __future__ import annotations
