@@ -124,3 +124,18 @@ def test_snippets_are_parts_of_files_that_tests_run(path: Path) -> None:
 def test_words_that_are_being_renamed_are_not_taught(path: Path) -> None:
     words = set(re.findall(r"[a-z]+", path.read_text().lower()))
     assert words.isdisjoint(RENAMED), words & set(RENAMED)
+
+
+@pytest.mark.parametrize("folder", ["src", "benchmarks", "examples", "docs"])
+def test_private_words_are_gone(folder: str) -> None:
+    """The log keeps those of its days, and the glossary says what they meant."""
+    kept = {"log.md", "glossary.md"}
+    paths = (p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cu", ".cuh", ".md"))
+    used = {
+        f"{relative(path)}: {word}"
+        for path in paths
+        if path.name not in kept
+        for word in re.findall(r"[a-z]+", path.read_text().lower())
+        if word in ("auction", "auctions", "bid", "bids", "workshop", "desk")
+    }
+    assert not used

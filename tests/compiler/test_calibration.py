@@ -181,8 +181,8 @@ def test_errors_and_corrections_are_those_of_float64(
 
 def test_a_weights_scale_is_each_channels_own() -> None:
     weight = torch.tensor([[1.0, -2.0], [0.0, 0.0], [0.5, 0.25]])
-    codes, scale = rounded_weight(weight, "int8", 127)
-    assert codes.tolist() == [[64, -127], [0, 0], [127, 64]]
+    quantized, scale = rounded_weight(weight, "int8", 127)
+    assert quantized.tolist() == [[64, -127], [0, 0], [127, 64]]
     torch.testing.assert_close(scale, torch.tensor([2 / 127, 1.0, 0.5 / 127]))
 
 

@@ -75,7 +75,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_a_layer_whose_values_do_not_fit_its_scale_is_named(kind: str) -> None:
-    """Calibrated with images a thousand times smaller: its codes are cut, and the answers wrong."""
+    """Calibrated with images a thousand times smaller: values saturate, answers are wrong."""
     module = loud(1.0)
     graph = graph_of(module, IMAGE, DimRange(min=1, opt=2, max=2))
     generator = torch.Generator().manual_seed(0)

@@ -19,10 +19,10 @@ from tests.support.networks import plan
 from tests.support.problems.attentions import (
     BY_WINDOW,
     CASES,
-    CODES,
     COMPILED,
     HOPPER,
     IN_A_WINDOW,
+    QUANTIZED,
     TOLERANCE,
     WINDOWS,
     Case,
@@ -68,9 +68,9 @@ LARGE_CODES = {
 LARGE |= LARGE_CODES
 
 
-@pytest.mark.parametrize("name", [*CASES, *CODES, *LARGE])
+@pytest.mark.parametrize("name", [*CASES, *QUANTIZED, *LARGE])
 def test_portable_agrees_with_float64(name: str) -> None:
-    case = {**CASES, **CODES, **LARGE}[name]
+    case = {**CASES, **QUANTIZED, **LARGE}[name]
     for config in flash.configs(draw(case, "cuda")[0]):
         run(flash, case, "cuda", config)
 

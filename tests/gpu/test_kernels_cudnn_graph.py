@@ -30,16 +30,16 @@ def test_int8_is_exact_in_every_plan(shape: tuple[int, ...], residual: bool) -> 
     n, c, h, w, k, taps, stride = shape
     torch.manual_seed(0)
 
-    def codes(*shape: int) -> torch.Tensor:
+    def quantized(*shape: int) -> torch.Tensor:
         made = torch.randint(-8, 9, shape, dtype=torch.int8, device="cuda")
         return made.contiguous(memory_format=torch.channels_last)
 
-    x, weight = codes(n, c, h, w), codes(k, c, taps, taps)
+    x, weight = quantized(n, c, h, w), quantized(k, c, taps, taps)
     size = (h - 1) // stride + 1
     # powers of two: each way of adding gives the same float32
     scale = 2.0 ** torch.randint(-7, -3, (k,), device="cuda").float()
     bias = torch.randint(-16, 17, (k,), device="cuda").float() / 2
-    added = codes(n, k, size, size) if residual else None
+    added = quantized(n, k, size, size) if residual else None
     tensors = (x, weight, bias, added, scale)
     problem = problems.conv(
         *(None if t is None else meta_of(t) for t in tensors),

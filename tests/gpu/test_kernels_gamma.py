@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
 ]
 
-CODES: dict[str, Any] = {
+QUANTIZED: dict[str, Any] = {
     "int8": {"dtype": "int8", "out": "int8", "scale": True, "bias": "float32", "gamma": 0.02},
     "fp8": {
         "dtype": "float8_e4m3fn", "out": "float8_e4m3fn", "scale": True, "bias": "float32",
@@ -39,12 +39,12 @@ PRODUCTS = ("wgmma.sm90", "skinny.sm90", "skinny", "tiled", "fma.sm90")
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu"])
-@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("by", PRODUCTS)
 def test_products(by: str, kind: str, activation: str) -> None:
     row = catalog.kernel(f"linear.{by}")
     m = 40 if by.startswith("skinny") else 1100
-    case = products.Case(m=m, n=528, k=2064, activation=activation, **CODES[kind])
+    case = products.Case(m=m, n=528, k=2064, activation=activation, **QUANTIZED[kind])
     problem, *_ = products.draw(case)
     if (reason := row.refusal(problem)) is not None:
         pytest.skip(reason)
@@ -60,7 +60,9 @@ def test_products(by: str, kind: str, activation: str) -> None:
 @pytest.mark.parametrize("id", ["linear.sparse.sm90", "linear.cusparselt"])
 def test_sparse_products(id: str) -> None:
     row = catalog.kernel(id)
-    case = products.Case(m=304, n=544, k=480, activation="gelu", sparsity=TWO_FOUR, **CODES["int8"])
+    case = products.Case(
+        m=304, n=544, k=480, activation="gelu", sparsity=TWO_FOUR, **QUANTIZED["int8"]
+    )
     problem = replace(products.draw(case)[0], constant=(1,))
     assert row.refusal(problem) is None
     for config in row.configs(problem)[:5]:

@@ -28,7 +28,7 @@ SHAPES: dict[str, Problem] = {
     "many rounds": problem_of(12288, 1024, 1024, "codes", "norm", dtype=FP8),
     "sixteen tiles a row": problem_of(3000, 2048, 512, "norm", "sum"),
 }
-# of the largest value; codes in steps
+# of the largest value; quantized values in steps
 TOLERANCE = {"float16": 3e-3, "bfloat16": 2e-2, "int8": 0.52, FP8: 0.08}
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tessella.operations.problem import Problem
-from tests.support.problems import codes as codes
 from tests.support.problems import pools as pools
 from tests.support.problems import programs as programs
+from tests.support.problems import quantized as quantized
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -70,6 +70,6 @@ def test_global_means(asked: Problem) -> None:
 
 @pytest.mark.parametrize("kernel", ["quantize.tiled", "quantize.generated"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("scale", codes.SCALES)
+@pytest.mark.parametrize("scale", quantized.SCALES)
 def test_every_code(kernel: str, dtype: str, scale: float) -> None:
-    codes.every_code(kernel, dtype, scale, GPU)
+    quantized.every_quantized_value(kernel, dtype, scale, GPU)

@@ -28,11 +28,11 @@ from tests.support.kernels.compile_only import compile_all
 from tests.support.problems.attentions import (
     BY_WINDOW,
     CASES,
-    CODES,
     COMPILED,
     HOPPER,
     IN_A_WINDOW,
     LARGE,
+    QUANTIZED,
     WINDOWS,
     Case,
     draw,
@@ -115,9 +115,9 @@ def test_portable_takes_any_type_and_width(case: Case) -> None:
     run(flash, case)
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_portable_writes_codes(name: str) -> None:
-    run(flash, CODES[name], config=TILE)
+    run(flash, QUANTIZED[name], config=TILE)
 
 
 def test_portable_codes_of_any_width() -> None:
@@ -126,7 +126,7 @@ def test_portable_codes_of_any_width() -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_the_reference_rounds_what_torch_makes(dtype: str) -> None:
-    """More than codes hold saturates; without a type nothing is rounded."""
+    """More than quantized values hold saturates; without a type nothing is rounded."""
     problem, inputs = draw(Case(gamma=800.0, out=dtype))
     stored = getattr(torch, dtype)
     (made,) = operation(problem.op).call([t.double() for t in inputs], problem.attrs)
@@ -398,8 +398,8 @@ def test_a_factor_of_1_and_the_own_type_are_no_other_problem() -> None:
     (q, k, v), plain = problem().inputs, problem()
     assert problems.attention(q, k, v, gamma=1, out_dtype="float16").key == plain.key
     assert set(plain.attrs) == {"is_causal", "scale", "enable_gqa"}
-    codes = problems.attention(q, k, v, gamma=2, out_dtype="int8")
-    assert codes.output == replace(plain.output, dtype="int8")
+    quantized = problems.attention(q, k, v, gamma=2, out_dtype="int8")
+    assert quantized.output == replace(plain.output, dtype="int8")
     with pytest.raises(UsageError, match="above zero"):
         problems.attention(q, k, v, gamma=0.0)
 

@@ -31,12 +31,12 @@ from tests.support.problems.programs import (
     X,
     agrees,
     alone,
-    codes,
     gate,
     image,
     meta,
     norm_relu,
     problem,
+    quantized,
     run,
     tensors,
 )
@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Problem, str]] = {
         problem(
             [X, meta()], ("quantize", (0, 1), {"axis": 0, "dtype": "float8_e4m3fn"}),
             ("dequantize", (2, 1), {"axis": 0, "dtype": "float32"}), constant=(1,),
-        ), "fp8 codes",
+        ), "fp8 values that are read",
     ),
     "integers out": (problem([X], ("to", (0,), {"dtype": "int32"})), "makes floating"),
     "statistics that are computed": (norm_relu(), "constants"),
@@ -245,22 +245,22 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             [meta(64, 4096, dtype="float16")], ("softmax", (0,), {"dim": -1, "dtype": None})
         ),
         "a norm by hand": CASES["a norm by hand"],
-        "codes": codes("float16", format=LAST),
-        "a norm and its codes": problem(
+        "quantized": quantized("float16", format=LAST),
+        "a norm, and it quantized": problem(
             [tokens, w, w, meta()],
             ("layer_norm", (0, 1, 2), {"normalized_shape": (768,), "eps": 1e-5}),
             ("quantize", (4, 3), {"axis": 0, "dtype": "float8_e4m3fn"}),
             results=(5, 4),
             constant=(1, 2, 3),
         ),
-        "codes alone": Problem(
+        "quantized alone": Problem(
             op="quantize",
             inputs=(tokens, meta()),
             outputs=(meta(64, 768, dtype="float8_e4m3fn"),),
             attrs={"axis": 0, "dtype": "float8_e4m3fn"},
             constant=(1,),
         ),
-        "numbers of codes": Problem(
+        "numbers of quantized values": Problem(
             op="dequantize",
             inputs=(meta(64, 768, dtype="float8_e4m3fn"), meta()),
             outputs=(tokens,),
@@ -298,7 +298,7 @@ def test_every_operation_of_programs_has_rows() -> None:
 
 
 def test_exact_answers_of_a_program_that_casts_stay_float64() -> None:
-    """A plan of codes casts to its 16-bit type, and a norm follows with 16-bit weights."""
+    """A quantized plan casts to its 16-bit type, and a norm follows with 16-bit weights."""
     meta = functools.partial(TensorMeta, dtype="float16")
     problem = Problem(
         op="pointwise",

@@ -138,5 +138,5 @@ def test_what_it_leaves_to_others(isa: InstructionSet) -> None:
     assert row.refusal(problem(ADD_RELU, x, image(1, 16, 3, 3, format="contiguous"))) == (
         "numbers of a row lie apart"
     )
-    halves = replace(x, dtype="bfloat16")
-    assert row.refusal(problem(ADD_RELU, halves, halves)) == "float32 throughout"
+    sixteen_bit = replace(x, dtype="bfloat16")
+    assert row.refusal(problem(ADD_RELU, sixteen_bit, sixteen_bit)) == "float32 throughout"

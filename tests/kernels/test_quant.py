@@ -11,7 +11,7 @@ from tessella.kernels.shared import onednn
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta, meta_of
-from tests.support.problems.codes import SCALES, every_code, like
+from tests.support.problems.quantized import SCALES, every_quantized_value, like
 
 pytestmark = [
     pytest.mark.instructions,
@@ -43,7 +43,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return made
 
 
-def codes(*shape: int, seed: int = 0) -> torch.Tensor:
+def quantized(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
 
@@ -95,7 +95,7 @@ def test_quantize_to_fp8_saturates(kernel: str, dtype: str) -> None:
     right = exact.to(torch.float8_e4m3fn).float()
     if kernel in ("quantize.tiled", "quantize.generated"):
         # the interpreter's cast is wrong below the least normal number, for ties, and where
-        # rounding carries into the exponent; on a GPU all codes are compared
+        # rounding carries into the exponent; on a GPU all quantized values are compared
         ties = exact.frexp()[0] * 16 % 1 == 0.5
         carried = (right.frexp()[0].abs() == 0.5) & (right != exact)
         known = ~ties & ~carried & (right.abs() >= 2.0**-6)
@@ -107,14 +107,14 @@ def test_quantize_to_fp8_saturates(kernel: str, dtype: str) -> None:
 @pytest.mark.parametrize("kernel", ["quantize.tiled", "quantize.generated"])
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_code(kernel: str, scale: float) -> None:
-    every_code(kernel, "int8", scale, CPU)
+    every_quantized_value(kernel, "int8", scale, CPU)
 
 
 @pytest.mark.parametrize("kernel", DEQUANTIZE)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("small", ["int8", "float8_e4m3fn"])
 def test_dequantize(kernel: str, dtype: str, small: str) -> None:
-    q = codes(300).clamp(-127).to(getattr(torch, small))
+    q = quantized(300).clamp(-127).to(getattr(torch, small))
     scale = torch.tensor(0.037)
     constants = {1: scale} | ({2: torch.tensor(-5, dtype=torch.int8)} if small == "int8" else {})
     problem = Problem(
@@ -135,9 +135,9 @@ def test_dequantize(kernel: str, dtype: str, small: str) -> None:
 @pytest.mark.parametrize("op", ["quantize", "dequantize"])
 def test_a_scale_for_each_channel(op: str, kernel: str) -> None:
     x, scale = numbers(4, 6, 5), torch.rand(6) + 0.1
-    zero = codes(6, seed=1)
+    zero = quantized(6, seed=1)
     attrs = {"axis": 1, "dtype": "int8" if op == "quantize" else "float32"}
-    x = x if op == "quantize" else codes(4, 6, 5)
+    x = x if op == "quantize" else quantized(4, 6, 5)
     problem = Problem(
         op=op,
         inputs=(meta_of(x), meta_of(scale), meta_of(zero)),
@@ -157,7 +157,7 @@ def test_a_scale_for_each_channel(op: str, kernel: str) -> None:
 def test_a_slice_is_rounded_where_it_lies(op: str) -> None:
     """One part of what several layers made at once: its rows lie apart."""
     small, floating = "int8", "float32"
-    source = numbers(3, 7, 48) if op == "quantize" else codes(3, 7, 48)
+    source = numbers(3, 7, 48) if op == "quantize" else quantized(3, 7, 48)
     part = source[..., 16:32]
     read = meta_of(source).part(2, 16)
     scale = torch.tensor(0.5)
@@ -189,8 +189,8 @@ def test_a_slice_is_rounded_where_it_lies(op: str) -> None:
     ],
 )
 def test_max_pool_of_codes(dtype: str, kernel, stride, padding, dilation, ceil: bool) -> None:
-    x = codes(2, 20, 7, 9).to(getattr(torch, dtype)).contiguous(memory_format=CHANNELS_LAST)
-    x[0, :, :3, :3] = -128  # a window of the least codes only
+    x = quantized(2, 20, 7, 9).to(getattr(torch, dtype)).contiguous(memory_format=CHANNELS_LAST)
+    x[0, :, :3, :3] = -128  # a window of the least quantized values only
     attrs = {
         "kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation,
         "ceil_mode": ceil,
@@ -206,22 +206,25 @@ def test_max_pool_of_codes(dtype: str, kernel, stride, padding, dilation, ceil: 
 
 
 def layer(op: str, dtype: str, activation: str | None, residual: bool, groups: int = 1):
-    """A layer on random codes, its operands, and the exact result before it is stored."""
+    """A layer of random quantized values, its operands, and the exact result before storing."""
     if op == "conv2d":
-        x, w = codes(2, 12, 9, 7).contiguous(memory_format=CHANNELS_LAST), codes(8, 12, 3, 3)
+        x, w = (
+            quantized(2, 12, 9, 7).contiguous(memory_format=CHANNELS_LAST),
+            quantized(8, 12, 3, 3),
+        )
         w = w[:, : 12 // groups].contiguous()
         window = {"stride": (2, 1), "padding": (1, 1), "dilation": (1, 1), "groups": groups}
         product = F.conv2d(x.double(), w.double(), None, **window)
         shape, format = (-1, 1, 1), "channels_last"
     else:
-        x, w, window = codes(2, 5, 12), codes(8, 12), {}
+        x, w, window = quantized(2, 5, 12), quantized(8, 12), {}
         product = x.double() @ w.double().T
         shape, format = (-1,), "contiguous"
     scale, bias = torch.rand(8) * 0.01, torch.randn(8) * 5
     exact = product * scale.double().view(shape) + bias.double().view(shape)
     added = None
     if residual:
-        added = codes(*exact.shape, seed=3).to(getattr(torch, dtype))
+        added = quantized(*exact.shape, seed=3).to(getattr(torch, dtype))
         added = added.contiguous(memory_format=CHANNELS_LAST) if op == "conv2d" else added
         exact = exact + 0.7 * added.double()
     if activation:
@@ -255,7 +258,7 @@ def test_onednn_int8_is_exact(
     split: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On every processor; with weights as halves, as those want it whose 16-bit sums saturate."""
+    """On every processor; with weights as sums of two, for those whose 16-bit sums saturate."""
     if split:
         monkeypatch.setattr(onednn, "saturates", lambda: True)
     problem, constants, inputs, exact = layer(op, dtype, activation, residual)

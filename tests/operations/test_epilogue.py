@@ -121,21 +121,21 @@ def test_what_gamma_may_not_be(gamma: Any, dtype: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "halves"),
+    ("changes", "sixteen_bit"),
     [
         ({}, True), ({"gamma": 2.0**14}, True), ({"gamma": 2.0**15}, False),
         ({"gamma": 2.0**-7}, True), ({"gamma": 2.0**-8}, False), ({"activation": "silu"}, False),
         ({"dtype": "int8"}, False), ({"dtype": "float16"}, False),
     ],
 )  # fmt: skip
-def test_what_float16_is_enough_for(changes: dict[str, Any], halves: bool) -> None:
+def test_what_float16_is_enough_for(changes: dict[str, Any], sixteen_bit: bool) -> None:
     """Its largest number times gamma saturates e4m3, and gamma is one of its own."""
     settings = {"gamma": 1.0, "activation": "gelu", "dtype": "float8_e4m3fn", **changes}
     x, weight = (TensorMeta(shape=(16, 16), dtype="float8_e4m3fn") for _ in range(2))
     out = settings.pop("dtype")
     problem = problems.linear(x, weight, out_dtype=out, **settings)
-    assert in_sixteen_bits(problem) == halves
-    if halves:
+    assert in_sixteen_bits(problem) == sixteen_bit
+    if sixteen_bit:
         assert 65504 * settings["gamma"] >= 448
         assert float(torch.tensor(settings["gamma"]).half()) == settings["gamma"]
 

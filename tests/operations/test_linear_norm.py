@@ -43,21 +43,21 @@ ROUNDS = ("quantize", (4, 3), {"axis": 0, "dtype": FP8})
 
 
 def norm_of(
-    results: tuple[str, ...] = ("norm",), dtype: str = "float16", codes: str = FP8
+    results: tuple[str, ...] = ("norm",), dtype: str = "float16", quantized: str = FP8
 ) -> Problem:
-    """What reads the sum: a layer_norm, or a program with the rounding to codes."""
+    """What reads the sum: a layer_norm, or a program with the rounding to quantized values."""
     value, vector = meta(dtype, 3, 5, N), meta(dtype, N)
     if results == ("norm",):
         return Problem(
             op="layer_norm", inputs=(value, vector, vector), outputs=(value,),
             attrs={"normalized_shape": (N,), "eps": EPS}, constant=(1, 2),
         )  # fmt: skip
-    rounds = (*ROUNDS[:2], {**ROUNDS[2], "dtype": codes})
+    rounds = (*ROUNDS[:2], {**ROUNDS[2], "dtype": quantized})
     numbers = {"norm": 4, "codes": 5}
     return Problem(
         op="pointwise",
         inputs=(value, vector, vector, meta("float32")),
-        outputs=tuple(replace(value, dtype=codes) if r == "codes" else value for r in results),
+        outputs=tuple(replace(value, dtype=quantized) if r == "codes" else value for r in results),
         attrs={"program": (NORM, rounds), "results": tuple(numbers[r] for r in results)},
         constant=(1, 2, 3),
     )
@@ -80,9 +80,9 @@ def test_one_problem_of_two(results: tuple[str, ...], keep: bool) -> None:
     assert made.inputs == (*first.inputs, *vectors)
     assert made.outputs == (*second.outputs, *[first.output] * keep)
     assert made.constant == (1, 2, 4, 5, 6, *[7] * coded)
-    codes = {"code_dtype": FP8} if coded else {}
+    quantized = {"code_dtype": FP8} if coded else {}
     kept = {"eps": EPS, "results": (*results, *["sum"] * keep)}
-    assert made.attrs == {**first.attrs, **kept, **codes}
+    assert made.attrs == {**first.attrs, **kept, **quantized}
 
 
 def test_what_is_left_out_stays_so() -> None:
@@ -116,7 +116,7 @@ def with_program(*program: Any, results: tuple[int, ...] = (5,)) -> Problem:
 
 OVER_TWO = {"normalized_shape": (5, N), "eps": EPS}
 HALF, INT8 = meta("float16", N), {"axis": 0, "dtype": "int8"}
-CODES = norm_of(("codes",))
+QUANTIZED = norm_of(("codes",))
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ CODES = norm_of(("codes",))
         (first_of(), with_program(NORM, ("quantize", (0, 3), ROUNDS[2])), "only layer_norm"),
         (first_of(), with_program(NORM, ("quantize", (4, 3, 3), INT8)), "zero point"),
         (first_of(), with_program(NORM, ("quantize", (4, 1), ROUNDS[2])), "one constant scale"),
-        (first_of(), replace(CODES, constant=(1, 2)), "one constant scale"),
+        (first_of(), replace(QUANTIZED, constant=(1, 2)), "one constant scale"),
         (
             first_of(),
             with_program(NORM, ("quantize", (4, 3), {"axis": 0, "dtype": "float8_e5m2"})),
-            "codes of float8_e4m3fn or int8",
+            "quantized values of float8_e4m3fn or int8",
         ),
         (first_of(), with_program(("layer_norm", (0, 1), NORM[2]), ROUNDS), "a weight and a bias"),
     ],
@@ -162,7 +162,7 @@ def constants_of(problem: Problem) -> dict[int, torch.Tensor]:
     return {i: t.to(getattr(torch, problem.inputs[i].dtype)) for i, t in made.items()}
 
 
-@pytest.mark.parametrize("codes", [FP8, "int8"])
+@pytest.mark.parametrize("quantized", [FP8, "int8"])
 @pytest.mark.parametrize(
     ("dtype", "out", "more"),
     [
@@ -173,9 +173,9 @@ def constants_of(problem: Problem) -> dict[int, torch.Tensor]:
     ],
 )
 def test_means_what_torch_computes_in_float64(
-    dtype: str, out: str, more: dict[str, Any], codes: str
+    dtype: str, out: str, more: dict[str, Any], quantized: str
 ) -> None:
-    first, second = first_of(dtype, out, **more), norm_of(("codes", "norm"), out, codes)
+    first, second = first_of(dtype, out, **more), norm_of(("codes", "norm"), out, quantized)
     problem = problems.linear_norm(first, second, keep=True)
     constants, inputs = constants_of(problem), sample_inputs(problem, CPU)
     found = exact_answers(problem, constants, inputs)
@@ -187,7 +187,7 @@ def test_means_what_torch_computes_in_float64(
     total = ACTIVATIONS[more["activation"]](total) if "activation" in more else total
     total = total * more.get("gamma", 1.0)
     norm = F.layer_norm(total, (N,), by, plus, EPS)
-    if codes == "int8":
+    if quantized == "int8":
         stored = (norm / step).round().clamp(-128, 127)
     else:
         stored = (norm / step).clamp(-448, 448).to(torch.float8_e4m3fn).double()

@@ -308,7 +308,7 @@ def test_a_kernel_that_fails_leaves_two_steps(
 
 
 class Stem(nn.Module):
-    """A network's beginning: 64 channels from three, pooled, and a layer that may read codes."""
+    """A network's beginning: 64 channels from three, pooled, and a layer that may be quantized."""
 
     def __init__(self, pool: nn.Module) -> None:
         super().__init__()

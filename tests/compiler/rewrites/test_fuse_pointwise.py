@@ -182,8 +182,8 @@ def test_networks_stay_what_they_are(name: str) -> None:
     assert len(graph.nodes) - len(fused(graph).nodes) == gone
 
 
-def test_codes_between_layers_are_fused() -> None:
-    """Where a file says what is rounded: what is done to codes reads codes and writes them."""
+def test_quantized_values_between_layers_are_fused() -> None:
+    """Where a file rounds, steps between its layers read and write quantized values."""
 
     def near(x: torch.Tensor, scale: float) -> torch.Tensor:
         code = scale, 0, -128, 127, torch.int8

@@ -1,4 +1,4 @@
-"""Layers with a GELU or the like write int8 and fp8 codes, where a kernel of the target can."""
+"""Layers with a GELU or the like write int8 and fp8, where a kernel of the target can."""
 
 from __future__ import annotations
 
@@ -135,10 +135,10 @@ def by_hand(
     (node,) = graph.nodes
     (x,) = graph.inputs
     x.dtype = "int8"
-    codes = torch.randint(-9, 9, (32, 32), dtype=torch.int8)
+    quantized = torch.randint(-9, 9, (32, 32), dtype=torch.int8)
     factor = graph.add_constant("factor", torch.rand(32))
     residual = Value("before", "float32", x.shape) if also == "sum" else None
-    node.inputs = (x, graph.add_constant("codes", codes), node.inputs[2], residual, factor)
+    node.inputs = (x, graph.add_constant("quantized", quantized), node.inputs[2], residual, factor)
     node.attrs |= {"activation": "gelu", "dtype": "float32"}
     numbers = graph.add_constant("scale", torch.tensor(scale))
     zeros = graph.add_constant("zero", torch.tensor(zero, dtype=torch.int8)) if zero else None
@@ -184,7 +184,7 @@ def test_what_stays_a_step(changes: dict[str, object], fused: int) -> None:
 
 
 class Stem(nn.Module):
-    """A network's beginning: too few channels for int8, a pooling, then a layer on codes."""
+    """A network's beginning: too few channels for int8, a pooling, then a quantized layer."""
 
     def __init__(
         self, pool: nn.Module, act: nn.Module, channels: int = 3, wide: int = 16, groups: int = 1
@@ -247,7 +247,7 @@ def test_the_first_layer_writes_what_a_pooling_leaves_to_round(
 def test_the_first_layer_stays_the_libraries_where_no_kernel_is_written_for_the_gpu(
     target: str,
 ) -> None:
-    """They write no codes, and nobody has measured a portable kernel beside them there."""
+    """They write neither int8 nor fp8: nobody has measured a portable kernel beside them there."""
     graph = graph_of(Stem(POOLS["resnet"], nn.ReLU()), 3, 26, 22)
     _, made = stages(graph, "int8", calibrated(graph, 3, 26, 22), target)
     assert ops(made)[:4] == ["to", "conv2d", "pointwise", "conv2d"]
@@ -438,6 +438,6 @@ def test_attention_stays_where_no_kernel_writes_codes(target: str) -> None:
     found = calibrated(graph, 5, 64)
     rounded, made = stages(graph, "int8", found, "cpu")
     assert not rescaled(made)
-    _, halves = stages(graph, "int8", found, "sm_90")
-    assert rescaled(halves)
+    _, narrow = stages(graph, "int8", found, "sm_90")
+    assert rescaled(narrow)
     assert fuse_requantization.apply(rounded.copy(), target) == 0

@@ -237,7 +237,7 @@ def test_readers_of_channels_get_no_copy_of_their_part() -> None:
 
 
 class Heads(nn.Module):
-    """Attention whose queries, keys and values are layers on codes, one of them without a bias."""
+    """Attention whose queries, keys and values are quantized layers, one of them without a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Heads(nn.Module):
 
 
 class Branches(nn.Module):
-    """An inception block on codes: each branch's codes have a scale of their own."""
+    """A quantized inception block, each of whose branches has a scale of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -188,7 +188,7 @@ def float_onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_onnx_roundings_are_kept(
     float_onnx: Path, tmp_path: Path, activations: QuantType, per_channel: bool
 ) -> None:
-    path = tmp_path / "codes.onnx"
+    path = tmp_path / "quantized.onnx"
     symmetric = {"ActivationSymmetric": activations == QuantType.QInt8, "WeightSymmetric": True}
     quantize_static(
         str(float_onnx), str(path), Reader(), quant_format=QuantFormat.QDQ,
@@ -229,13 +229,15 @@ class Residual(nn.Module):
 def integers_by_hand(module: Residual, calibration: compiler.Calibration, x: torch.Tensor):
     """The network in float64 on integers, written out."""
 
-    def layer(at: nn.Module, codes: torch.Tensor, step: float, name: str, **window) -> torch.Tensor:
+    def layer(
+        at: nn.Module, quantized: torch.Tensor, step: float, name: str, **window
+    ) -> torch.Tensor:
         weight = at.weight.detach()
         steps = (weight.flatten(1).abs().amax(1).double() / calibration.weight_limit).float()
         line = (-1, *[1] * (weight.dim() - 1))
         whole = (weight / steps.view(line)).round().double()
         bias = at.bias.detach().double() + calibration.corrections["int8"][name].double()
-        product = F.conv2d(codes, whole, **window) if weight.dim() == 4 else codes @ whole.T
+        product = F.conv2d(quantized, whole, **window) if weight.dim() == 4 else quantized @ whole.T
         line = (-1, 1, 1) if weight.dim() == 4 else (-1,)
         return product * (steps.double() * step).view(line) + bias.view(line)
 

@@ -308,12 +308,12 @@ COMPILED = {
     "stem int8": ("direct.sm90", replace(STEM, dtype="int8", scale=True)),
     "stem tf32": ("direct.sm90", replace(STEM, dtype="float32", math="tf32")),
     "stem factor": ("direct.sm90", replace(STEM, activation="silu", gamma=3.0)),
-    "stem codes": ("direct.sm90", replace(STEM, out="int8", bias="float16", gamma=3.0)),
-    "stem codes bfloat16": (
+    "stem quantized": ("direct.sm90", replace(STEM, out="int8", bias="float16", gamma=3.0)),
+    "stem quantized bfloat16": (
         "direct.sm90",
         replace(STEM, dtype="bfloat16", out="int8", bias="bfloat16", gamma=3.0),
     ),
-    "stem codes fp8": ("direct.sm90", replace(STEM, out="float8_e4m3fn", gamma=3.0)),
+    "stem quantized fp8": ("direct.sm90", replace(STEM, out="float8_e4m3fn", gamma=3.0)),
     "stem argument": ("direct.sm90", replace(STEM, constant=False)),
 }
 
@@ -381,8 +381,8 @@ def test_nothing_spills(compiled: dict[str, list[dict[str, Any]]]) -> None:
         ("implicit_gemm fp8", "QGMMA", 2),
         ("stem float16", "HGMMA", 11),  # 7 runs of three granules, two a product
         ("stem float16", "UTMASTG", 1),
-        ("stem codes", "HGMMA", 11),
-        ("stem codes", "UTMASTG", 1),
+        ("stem quantized", "HGMMA", 11),
+        ("stem quantized", "UTMASTG", 1),
         ("stem int8", "IGMMA", 7),
         ("stem tf32", "HGMMA", 21),
     ],

@@ -28,7 +28,7 @@ def text_of(function: Any) -> str:
     return text
 
 
-HALVES = {
+SIXTEEN_BIT = {
     "max.f16x2": np.fmax,
     "max.NaN.f16x2": np.maximum,
     "fma.rn.f16x2": lambda a, b, c: a * b + c,
@@ -64,7 +64,7 @@ def ptx(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             made = np.stack([low, high], -1).view(np.uint32)[..., 0]
         elif op.endswith("f16x2"):
             wide = [np.broadcast_to(value(n), registers["$1"].shape).copy() for n in sources]
-            made = HALVES[op](*(w.view(np.float16).astype(np.float64) for w in wide))
+            made = SIXTEEN_BIT[op](*(w.view(np.float16).astype(np.float64) for w in wide))
             made = made.astype(np.float16).view(np.uint32)
         elif op == "prmt.b32":
             a, b, selector = map(value, sources)

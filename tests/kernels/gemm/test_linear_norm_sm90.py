@@ -62,12 +62,12 @@ PLAYED = {
     "norm": problem_of(300, 256, 128, "norm"),
     "norm and sum": problem_of(520, 256, 64, "norm", "sum", beta=0.5),
     "without a residual": problem_of(200, 128, 128, "norm", residual=False, activation="relu"),
-    "codes": problem_of(390, 256, 128, "codes", "norm", dtype="int8", codes="int8"),
+    "codes": problem_of(390, 256, 128, "codes", "norm", dtype="int8", quantized="int8"),
     "three tiles a row": problem_of(
         300, 384, 72, "norm", "sum", alpha=2.0, gamma=0.25, activation="gelu", vectors="float32"
     ),
     "six, and axes before": problem_of(50, 768, 40, "norm", lead=(3,)),
-    "codes and sum": problem_of(300, 512, 128, "codes", "sum", dtype="int8", codes="int8"),
+    "codes and sum": problem_of(300, 512, 128, "codes", "sum", dtype="int8", quantized="int8"),
 }
 
 
@@ -187,7 +187,7 @@ def test_compiles_for_hopper(case: str) -> None:
         ({"n": 192}, "multiple of 128"),
         ({"n": 4096}, "up to 2048"),
         ({"dtype": "float32", "half": "float32"}, "16-bit"),
-        ({"results": ("codes",), "residual": False}, "codes alone"),
+        ({"results": ("codes",), "residual": False}, "quantized values alone"),
         ({"half": "float32"}, "16-bit numbers"),
     ],
 )

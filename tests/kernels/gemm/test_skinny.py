@@ -111,7 +111,7 @@ def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         "half": Case(m=64, n=256, k=2048, residual="float16"),
         "wide": Case(m=64, n=256, k=2048, out="float32", bias="float16"),
         "int8": Case(m=64, n=256, k=2048, dtype="int8", out="int8", scale=True, bias="float32"),
-        "codes": Case(m=64, n=256, k=2048, out="int8", activation="gelu", gamma=3.0),
+        "quantized": Case(m=64, n=256, k=2048, out="int8", activation="gelu", gamma=3.0),
         "fp8": Case(m=64, n=256, k=2048, dtype="float8_e4m3fn", out="bfloat16"),
     }
     for (kind, case), module in itertools.product(kinds.items(), (skinny, skinny_sm90)):

@@ -134,14 +134,16 @@ def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         "gelu": Case(**plain, bias="float16", activation="gelu"),
         "odd": Case(m=100, n=99, k=98, dtype="bfloat16", residual="bfloat16"),
         "int8": Case(**plain, dtype="int8", out="int8", scale=True, bias="float32"),
-        "codes": Case(**plain, dtype="int8", out="int8", scale=True, activation="gelu", gamma=3.0),
+        "quantized": Case(
+            **plain, dtype="int8", out="int8", scale=True, activation="gelu", gamma=3.0
+        ),
         "fp8": Case(**plain, dtype="float8_e4m3fn", out="bfloat16"),
         "fast": Case(**plain, dtype="float8_e4m3fn", out="bfloat16", fast_accumulation=True),
     }
     for kind, case in kinds.items():
         problem, inputs, out = draw(case)
         for config in tiled.configs(problem)[
-            : 2 if kind in ("gelu", "tf32", "fast", "codes") else None
+            : 2 if kind in ("gelu", "tf32", "fast", "quantized") else None
         ]:
             call = tiled.bind(problem, {}, **config)
             tile = f"{kind} {config['tile_m']}"
@@ -163,7 +165,7 @@ def test_nothing_spills(compiled: dict[str, list[dict[str, Any]]]) -> None:
 
 UNITS = {
     "ieee": "FFMA", "tf32": "HGMMA", "half": "HGMMA", "gelu": "HGMMA", "odd": "HGMMA",
-    "int8": "IGMMA", "codes": "IGMMA", "fp8": "QGMMA", "fast": "QGMMA",
+    "int8": "IGMMA", "quantized": "IGMMA", "fp8": "QGMMA", "fast": "QGMMA",
 }  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def test_refuses(changes: dict[str, Any], reason: str) -> None:
 
 
 SMALL = Case(m=88, n=200, k=200)
-CODES = replace(SMALL, dtype="int8", n=208, k=208, out="int8")
+QUANTIZED = replace(SMALL, dtype="int8", n=208, k=208, out="int8")
 PLAYED = {
     "whole tiles": (SMALL, {}),
     "every transpose": (replace(SMALL, op="matmul", transpose_a=True, transpose_b=True), {}),
@@ -105,21 +105,21 @@ PLAYED = {
         {"split_k": 2, "whole_waves": 1},
     ),
     "int8, a factor": (
-        replace(CODES, scale=True, residual="int8", activation="relu", gamma=0.25),
+        replace(QUANTIZED, scale=True, residual="int8", activation="relu", gamma=0.25),
         {"buffers": 1},
     ),
     "one buffer": (replace(SMALL, residual="float16"), {"buffers": 1}),
     "int8": (replace(SMALL, dtype="int8", n=208, k=208, out="int32"), {}),
     "int8, rows of B spread": (
-        replace(CODES, n=192, k=272, scale=True, bias="float32", residual="int8"),
+        replace(QUANTIZED, n=192, k=272, scale=True, bias="float32", residual="int8"),
         {"buffers": 1},
     ),
     "int8, small sums": (
-        replace(CODES, n=192, scale=True, bias="float32", activation="relu", gamma=0.25),
+        replace(QUANTIZED, n=192, scale=True, bias="float32", activation="relu", gamma=0.25),
         {"buffers": 1},
     ),
     "int8, rows spread, no clamp": (
-        replace(CODES, n=320, scale=True, bias="float32", activation="hardsigmoid", gamma=40.0),
+        replace(QUANTIZED, n=320, scale=True, bias="float32", activation="hardsigmoid", gamma=40.0),
         {"buffers": 1},
     ),
     "split": (replace(SMALL, bias="float32"), {"split_k": 2, "whole_waves": 1}),

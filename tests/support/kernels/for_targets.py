@@ -86,7 +86,7 @@ def problems() -> dict[str, Problem]:
             [tokens, tokens], ("add", (0, 1), SUM), ("mul", (2, 1), {"scalar": None}),
             results=(2, 3),
         ),
-        "codes": Problem(
+        "quantized": Problem(
             op="quantize", inputs=(tokens, meta()), outputs=(meta(64, 768, dtype="int8"),),
             attrs={"axis": 0, "dtype": "int8"}, constant=(1,),
         ),

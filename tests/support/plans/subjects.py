@@ -63,7 +63,7 @@ class Tiny(nn.Module):
 
 
 class Small(nn.Module):
-    """What int8 has: layers on codes, a residual with a factor of its own, codes pooled."""
+    """What int8 has: quantized layers, a residual with a factor of its own, a pooling of int8."""
 
     def __init__(self) -> None:
         super().__init__()

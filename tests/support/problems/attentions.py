@@ -14,7 +14,7 @@ from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import Format, meta_of
 
 TOLERANCE = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.5e-2}
-# what rounding to codes adds: a part of the number, and half of the smallest step
+# what rounding to quantized values adds: a part of the number, and half of the smallest step
 ROUNDING = {"int8": (0.0, 0.5), "float8_e4m3fn": (2.0**-4, 2.0**-10)}
 MOST = {"int8": (-128.0, 127.0), "float8_e4m3fn": (-448.0, 448.0)}
 
@@ -109,7 +109,7 @@ def _mask(case: Case, generator: torch.Generator, device: str) -> torch.Tensor:
 
 
 def exact(problem: Problem, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """The answer in float64, by torch; of codes, what is rounded to them."""
+    """The answer in float64, by torch; of quantized values, what is rounded to them."""
     q, k, v, mask = (*(t if t.dtype == torch.bool else t.double() for t in inputs), None)[:4]
     if mask is not None and mask.dim() == 4 and 1 < len(mask) < len(q):
         mask = torch.cat([mask] * (len(q) // len(mask)))  # one for every few windows
@@ -165,18 +165,18 @@ BY_WINDOW = {
 
 IN_A_WINDOW = {name: case for name, case in CASES.items() if max(case.queries, case.keys) <= 64}
 
-CODES = {
-    "codes": Case(width=32, gamma=50.0, out="int8"),
-    "codes, many saturate": Case(width=32, gamma=300.0, out="int8"),
-    "codes, contiguous": Case(width=32, gamma=60.0, out="int8", format="contiguous"),
-    "codes, one wide head": Case(heads=1, width=32, value_width=48, gamma=40.0, out="int8"),
-    "codes, all hidden": Case(
+QUANTIZED = {
+    "quantized": Case(width=32, gamma=50.0, out="int8"),
+    "quantized, many saturate": Case(width=32, gamma=300.0, out="int8"),
+    "quantized, contiguous": Case(width=32, gamma=60.0, out="int8", format="contiguous"),
+    "quantized, one wide head": Case(heads=1, width=32, value_width=48, gamma=40.0, out="int8"),
+    "quantized, all hidden": Case(
         width=32, mask=(2, 1, 1, 45), mask_dtype="float16", gamma=50.0, out="int8"
     ),
-    "codes, causal": Case(
+    "quantized, causal": Case(
         n=1, queries=150, keys=150, width=32, causal=True, gamma=50.0, out="int8"
     ),
-    "codes without a factor": Case(width=32, scale=9.0, out="int8"),
+    "quantized without a factor": Case(width=32, scale=9.0, out="int8"),
     "a factor": Case(gamma=0.25),
 }
 HOPPER = {
@@ -203,8 +203,8 @@ HOPPER = {
     "many tiles, nothing hidden": Case(
         n=1, queries=130, keys=330, mask=(1, 1, 1, 330), mask_dtype="float32", hidden="none"
     ),
-    **CODES,
-    "many tiles, codes": Case(n=1, queries=300, keys=450, width=32, gamma=150.0, out="int8"),
+    **QUANTIZED,
+    "many tiles, quantized": Case(n=1, queries=300, keys=450, width=32, gamma=150.0, out="int8"),
 }
 
 LARGE = Case(n=16, heads=9, queries=300, keys=384, width=64)
@@ -230,5 +230,5 @@ WINDOWS = {
     "swin": WINDOW,
     "one mask": replace(WINDOW, mask=(1, 3, 49, 49)),
     "no mask": replace(WINDOW, mask=None, dtype="bfloat16", width=64),
-    "codes": replace(WINDOW, gamma=50.0, out="int8"),
+    "quantized": replace(WINDOW, gamma=50.0, out="int8"),
 }

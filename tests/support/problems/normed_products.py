@@ -26,7 +26,7 @@ def problem_of(
     *results: str,
     dtype: str = "float16",
     half: str = "float16",
-    codes: str = FP8,
+    quantized: str = FP8,
     residual: bool = True,
     bias: bool = True,
     vectors: str | None = None,
@@ -34,7 +34,7 @@ def problem_of(
     **attrs: Any,
 ) -> Problem:
     """As ``problems.linear_norm`` makes it; ``vectors``: the type of the norm's."""
-    of_results = {"norm": half, "sum": half, "codes": codes}
+    of_results = {"norm": half, "sum": half, "codes": quantized}
     scaled = dtype != half
     attrs |= {"eps": EPS, "results": results}
     if scaled:
@@ -64,7 +64,7 @@ CASES: dict[str, Problem] = {
     "ViT": problem_of(1000, 768, 768, "norm", "sum"),
     "ViT fp8": problem_of(1000, 768, 768, "codes", "sum", dtype=FP8),
     "alone": problem_of(1000, 128, 256, "norm", half="bfloat16", dtype="bfloat16", residual=False),
-    "int8": problem_of(1000, 512, 256, "codes", "norm", dtype="int8", codes="int8"),
+    "int8": problem_of(1000, 512, 256, "codes", "norm", dtype="int8", quantized="int8"),
 }
 
 
@@ -89,7 +89,7 @@ def operands_of(problem: Problem, seed: int) -> list[torch.Tensor | None]:
 
 
 def exact(problem: Problem, operands: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """All results in float64; codes limited, but not rounded."""
+    """All results in float64; quantized values limited, but not rounded."""
     x, w, bias, residual, scale, weight, offset, quantum = (
         None if t is None else t.double() for t in operands
     )
@@ -105,11 +105,11 @@ def exact(problem: Problem, operands: list[torch.Tensor | None]) -> dict[str, to
     activation = problem.attr("activation")
     y = problem.attr("gamma") * (ACTIVATIONS[activation](y) if activation else y)
     made = F.layer_norm(y, y.shape[-1:], weight, offset, EPS)
-    codes = made if quantum is None else made / quantum
+    quantized = made if quantum is None else made / quantum
     if "codes" in problem.attrs["results"]:
         of_codes = problem.outputs[problem.attrs["results"].index("codes")].dtype
-        codes = codes.clamp(-128, 127) if of_codes == "int8" else codes.clamp(-448, 448)
-    return {"sum": y, "norm": made, "codes": codes}
+        quantized = quantized.clamp(-128, 127) if of_codes == "int8" else quantized.clamp(-448, 448)
+    return {"sum": y, "norm": made, "codes": quantized}
 
 
 def results(made: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -142,15 +142,15 @@ def chains(format: Format = "channels_last", dtype: str = "float32") -> dict[str
             [x, vector(20, 1, 1)], ("avg_pool2d", (0,), mean((3, 3), (1, 1))),
             ("add", (2, 1), {"scalar": None, "alpha": 1}), ("relu", (3,), {}), constant=(1,),
         ),
-        "codes after max": make(
+        "quantized after max": make(
             [x, one], ("max_pool2d", (0,), maximum()), ("quantize", (2, 1), small), constant=(1,)
         ),
-        "mean of codes": make(
+        "mean of quantized values": make(
             [image(dtype="int8", format=format), one, vector(20, dtype="int8")],
             ("dequantize", (0, 1, 2), back), ("avg_pool2d", (3,), mean((3, 3), (1, 1))),
             ("quantize", (4, 1), small), constant=(1, 2),
         ),
-        "max of codes": make(
+        "max of quantized values": make(
             [image(dtype="int8", format=format), one], ("max_pool2d", (0,), maximum()),
             ("dequantize", (2, 1), back), constant=(1,),
         ),
@@ -189,7 +189,7 @@ def numbers(asked: Problem, device: torch.device = CPU) -> list[torch.Tensor]:
 
 
 def chain_agrees(asked: Problem, device: torch.device = CPU, algorithm: str = "windows") -> None:
-    """The first configuration gives float64's answer; codes may be one off where a tie is near."""
+    """The first configuration gives float64's answer; int8 may be one off where a tie is near."""
     row = catalog.kernel(f"pointwise.{algorithm}")
     assert row.refusal(asked) is None
     inputs = numbers(asked, device)
@@ -225,7 +225,7 @@ def global_means(dtype: str = "float32") -> dict[str, Problem]:
     make = functools.partial(chained, format="channels_last")
     small: dict[str, Any] = {"axis": 1, "dtype": "int8"}
     return {
-        "codes": chains(dtype=dtype)["a global mean"],
+        "quantized": chains(dtype=dtype)["a global mean"],
         "the end of DenseNet": make(
             [x, *[vector(20)] * 4], ("batch_norm", (0, 1, 2, 3, 4), {"eps": 1e-5}),
             ("relu", (5,), {}), ("adaptive_avg_pool2d", (6,), ONE), constant=(1, 2, 3, 4),
@@ -238,7 +238,7 @@ def global_means(dtype: str = "float32") -> dict[str, Problem]:
         "a cast": make(
             [x], ("adaptive_avg_pool2d", (0,), ONE), ("to", (1,), {"dtype": "float16"})
         ),
-        "of codes": make(
+        "of quantized values": make(
             [image(dtype="int8"), vector()], ("dequantize", (0, 1), {"axis": 1, "dtype": dtype}),
             ("adaptive_avg_pool2d", (2,), ONE), constant=(1,),
         ),
@@ -270,18 +270,18 @@ COLUMNS: dict[str, Problem] = {
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """ResNet's pools, which ``test_pointwise`` compiles for a GPU that is not there."""
-    for name in ("a transition of DenseNet", "codes after max", "bias after mean"):
+    for name in ("a transition of DenseNet", "quantized after max", "bias after mean"):
         asked = chains(dtype="float16")[name]
         yield name, functools.partial(_launch_chain, "windows", asked)
-    codes = image(dtype="float8_e4m3fn")
+    quantized = image(dtype="float8_e4m3fn")
     back = ("dequantize", (0, 1), {"axis": 0, "dtype": "float16"})
     small = {"axis": 0, "dtype": "float8_e4m3fn"}
     make = functools.partial(chained, constant=(1,), format="channels_last")
     fp8 = make(
-        [codes, vector()], back, ("max_pool2d", (2,), maximum()), ("quantize", (3, 1), small)
+        [quantized, vector()], back, ("max_pool2d", (2,), maximum()), ("quantize", (3, 1), small)
     )
     yield "max fp8", functools.partial(_launch_chain, "windows", fp8)
-    fp8 = make([codes, vector()], back, ("adaptive_avg_pool2d", (2,), ONE))
+    fp8 = make([quantized, vector()], back, ("adaptive_avg_pool2d", (2,), ONE))
     yield "global mean fp8", functools.partial(_launch_chain, "columns", fp8)
     for name, asked in global_means("float16").items():
         yield f"global mean: {name}", functools.partial(_launch_chain, "columns", asked)

@@ -92,7 +92,7 @@ def agrees(asked: Problem, inputs: Sequence[torch.Tensor] | None = None) -> None
             assert told.matches(one)
             if exact.numel():
                 deviates = (one.double() - exact).abs().max()
-                if told.dtype == "int8":  # codes: a tie may fall either way
+                if told.dtype == "int8":  # quantized values: a tie may fall either way
                     assert deviates <= 1
                     assert (one == exact).double().mean() > 0.9
                 else:
@@ -130,10 +130,10 @@ def add_norm(dtype: str, columns: int = 33) -> Problem:
     return problem([x, x, w, w], *steps, results=(5, 4), constant=(2, 3))
 
 
-def codes(
+def quantized(
     dtype: str, scale: Shape = (), zero: Shape | None = None, format: Format = "contiguous"
 ) -> Problem:
-    """relu(dequantize(int8) + x) as int8: what lies between two layers on codes."""
+    """relu(dequantize(int8) + x) as int8: what lies between two layers on quantized values."""
     x, y = image(dtype="int8", format=format), image(dtype=dtype, format=format)
     zeros = [] if zero is None else [meta(*zero, dtype="int8")]
     reads = (2, 3) if zeros else (2,)
@@ -159,20 +159,24 @@ CASES: dict[str, Problem] = {
     "an empty batch": norm_relu(n=0),
     "one number": problem([meta()], ("exp", (0,), {}), ("neg", (1,), {})),
     "flat, of odd size": problem([meta(1031)], ("silu", (0,), {}), ("mul", (1, 0), PAIR)),
-    **{f"codes {d} {f}": codes(d, format=f) for d in TOLERANCES for f in ("contiguous", LAST)},
-    "codes, a scale a channel": codes("float32", (24,), format=LAST),
-    "codes, a zero point": codes("float32", (1,), (1,)),
-    "codes, a zero a channel": codes("float16", (), (24,), format=LAST),
-    "codes of a row": problem(
+    **{
+        f"quantized {d} {f}": quantized(d, format=f)
+        for d in TOLERANCES
+        for f in ("contiguous", LAST)
+    },
+    "quantized, a scale a channel": quantized("float32", (24,), format=LAST),
+    "quantized, a zero point": quantized("float32", (1,), (1,)),
+    "quantized, a zero a channel": quantized("float16", (), (24,), format=LAST),
+    "quantized of a row": problem(
         [meta(3, 40), meta(40), meta()],
         ("layer_norm", (0, 1, None), {"normalized_shape": (40,), "eps": 1e-5}),
         ("quantize", (3, 2), {"axis": 0, "dtype": "int8"}), constant=(1, 2),
     ),
-    "a number and its codes": problem(
+    "a number, and it quantized": problem(
         [X, meta()], ("tanh", (0,), {}), ("quantize", (2, 1), {"axis": 0, "dtype": "int8"}),
         results=(3, 2), constant=(1,),
     ),
-    "a norm and its codes": problem(
+    "a norm, and it quantized": problem(
         [meta(3, 40, dtype="float16"), *[meta(40, dtype="float16")] * 2, meta()],
         ("layer_norm", (0, 1, 2), {"normalized_shape": (40,), "eps": 1e-5}),
         ("quantize", (4, 3), {"axis": 0, "dtype": "int8"}), results=(5, 4), constant=(1, 2, 3),

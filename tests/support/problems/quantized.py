@@ -1,4 +1,4 @@
-"""Every code of a type, quantized by a kernel and by hand."""
+"""All numbers of float16, quantized by a kernel and by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def like(tensor: torch.Tensor, dtype: str) -> TensorMeta:
 SCALES = (0.5, 0.037, 3e-5, 0.125 - 2.0**-27)  # the last one's quotients are hardest to round
 
 
-def every_code(kernel: str, dtype: str, scale: float, device: torch.device) -> None:
+def every_quantized_value(kernel: str, dtype: str, scale: float, device: torch.device) -> None:
     """All numbers of float16: ties, what is out of range, and infinities among them."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     x, step = x[~x.isnan()].to(device), torch.tensor(scale, device=device)
