@@ -4,6 +4,7 @@ In the order in which data flows; ``help(tessella.train)`` and so on says more:
 
     data        import images into a dataset: ``data.images``
     train       a network on a dataset: a run, with its checkpoints
+    sweep       many trainings that look for the best settings
     calibrate   what int8 and fp8 need to know of a network's values
     compile     a checkpoint, a torch module or an ONNX file: a plan, tuned for one device
     pareto      the fastest plan for each loss of accuracy that a budget allows
@@ -30,7 +31,17 @@ from tessella.core.version import VERSION
 
 if TYPE_CHECKING:
     from tessella import data, kernels
-    from tessella.api import calibrate, compile, export, load, pareto, serve, train, verify
+    from tessella.api import (
+        calibrate,
+        compile,
+        export,
+        load,
+        pareto,
+        serve,
+        sweep,
+        train,
+        verify,
+    )
 
 __version__ = VERSION
 limit_libraries()
@@ -45,11 +56,12 @@ __all__ = [
     "load",
     "pareto",
     "serve",
+    "sweep",
     "train",
     "verify",
 ]
 
-_API = ("calibrate", "compile", "export", "load", "pareto", "serve", "train", "verify")
+_API = ("calibrate", "compile", "export", "load", "pareto", "serve", "sweep", "train", "verify")
 
 
 def __getattr__(name: str) -> Any:

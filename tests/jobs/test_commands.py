@@ -13,7 +13,7 @@ from tessella.api import training
 from tessella.artifacts.build import BuildRequest
 from tessella.artifacts.defaults import completed
 from tessella.artifacts.run import Augment, Recipe, Solver
-from tessella.artifacts.settings import spelled_out
+from tessella.artifacts.settings import recipe_from, spelled_out
 from tessella.cli import train
 from tessella.core.errors import UsageError
 from tessella.core.policies import Policy
@@ -106,7 +106,7 @@ def test_what_has_no_option_goes_into_a_recipe_that_reads_back(recipe, monkeypat
     monkeypatch.setattr(api, "train", take)
     with pytest.raises(typer.Exit):
         train.train(**told)
-    assert completed(training.recipe_from(given), spelled_out(given)) == recipe
+    assert completed(recipe_from(given), spelled_out(given)) == recipe
 
 
 def test_sweep():

@@ -115,7 +115,7 @@ def test_a_workers_error_reaches_the_parent(
     run, _ = begin(recipe(dataset), tmp_path / "run", resume=False)
     monkeypatch.setattr(worker, "train_run", fail)
     assert work(run.path) == code
-    error = parallel._failure(run.path, 1)
+    error = parallel.failure_of(run.path, 1)
     assert type(error) is expected
     assert str(raised).removesuffix(".") in str(error)
     # what fails because of it does not hide it
@@ -126,7 +126,7 @@ def test_a_workers_error_reaches_the_parent(
 
 def test_a_worker_that_ends_without_a_word(tmp_path):
     (tmp_path / "workers.log").write_text("line\n" * 100 + "the last words\n")
-    error = parallel._failure(tmp_path, -9)
+    error = parallel.failure_of(tmp_path, -9)
     assert "exit code -9" in str(error)
     assert "the last words" in str(error)
     assert str(error).count("line") < 30

@@ -1,4 +1,4 @@
-"""What a person calls: train, compile, verify, load, serve. One file for each kind of verb.
+"""What a person calls: train, sweep, compile, verify, load, serve. One file for each kind of verb.
 
 ``sources`` and ``samples`` open what the verbs are given: networks, and data in any form. A verb's
 file is imported when the verb is first used: who trains waits for no compiler and no server.
@@ -30,16 +30,18 @@ if TYPE_CHECKING:
     from tessella.api.samples import CalibrationData, JudgingData
     from tessella.api.serving import serve
     from tessella.api.sources import Batch, batch_range, open_checkpoint
-    from tessella.api.training import recipe_from, train
+    from tessella.api.sweeping import sweep
+    from tessella.api.training import train
     from tessella.api.verifying import Flip, Verification, evaluate_split, verify
     from tessella.artifacts.plan import load_plan
+    from tessella.artifacts.settings import recipe_from
 
 __all__ = [
     "Answering", "Batch", "CalibrationData", "Flip", "JudgingData", "Model", "Verification",
     "answer", "answer_each", "batch_range", "build", "calibrate", "classify", "compile",
     "eager_predictor", "engine_predictor", "evaluate_split", "explain", "export", "load",
     "load_plan", "name_of", "open_checkpoint", "open_model", "pareto", "pictures", "plain_answer",
-    "predictor", "recipe_from", "serve", "task_of", "train", "verify",
+    "predictor", "recipe_from", "serve", "sweep", "task_of", "train", "verify",
 ]  # fmt: skip
 
 _PLACES = {
@@ -53,9 +55,11 @@ _PLACES = {
     "api.samples": ("CalibrationData", "JudgingData"),
     "api.serving": ("serve",),
     "api.sources": ("Batch", "batch_range", "open_checkpoint"),
-    "api.training": ("recipe_from", "train"),
+    "api.sweeping": ("sweep",),
+    "api.training": ("train",),
     "api.verifying": ("Flip", "Verification", "evaluate_split", "verify"),
     "artifacts.plan": ("load_plan",),
+    "artifacts.settings": ("recipe_from",),
 }  # fmt: skip
 
 

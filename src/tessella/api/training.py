@@ -9,11 +9,10 @@ from typing import Any
 
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.defaults import completed, describe_defaults
-from tessella.artifacts.run import Recipe, Run
-from tessella.artifacts.settings import spelled_out
-from tessella.core.errors import ArtifactError, UsageError
+from tessella.artifacts.run import Run
+from tessella.artifacts.settings import recipe_from, spelled_out
 from tessella.core.events import Emit, phase
-from tessella.core.record import from_plain, to_plain
+from tessella.core.record import to_plain
 from tessella.core.reporter import reported
 from tessella.training import loop
 
@@ -78,17 +77,3 @@ def _merged(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
         if isinstance(value, dict) and isinstance(settings.get(name), dict)
     }
     return {**settings, **over, **nested}
-
-
-def recipe_from(settings: Mapping[str, Any]) -> Recipe:
-    """A recipe from keyword settings; nested records may be given as dicts."""
-    plain = spelled_out(settings)
-    for name in ("epochs", "val_interval", "snapshot_interval", "label_smoothing"):
-        if isinstance(plain.get(name), int):
-            plain[name] = float(plain[name])
-    try:
-        return from_plain(Recipe, plain, where="recipe")
-    except ArtifactError as error:
-        if isinstance(error.__cause__, UsageError):  # a record's own words are the clearest
-            raise error.__cause__ from None
-        raise UsageError(error.wrong, seen=error.seen, fix="correct the setting") from error

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from tessella.artifacts.run import Augment, Recipe, Solver
-from tessella.core.errors import UsageError
+from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.policies import Policy
-from tessella.core.record import to_plain
+from tessella.core.record import from_plain, to_plain
 
 FIELDS = tuple(f.name for f in fields(Recipe))
 NESTED = {
@@ -51,6 +53,57 @@ def spelled_out(settings: Mapping[str, Any]) -> dict[str, Any]:
                 fix="; ".join(_meant(name, group) for name in unknown),
             )
     return out
+
+
+def recipe_from(settings: Mapping[str, Any]) -> Recipe:
+    """A recipe from keyword settings; nested records may be given as dicts."""
+    plain = spelled_out(settings)
+    try:
+        return from_plain(Recipe, plain, where="recipe")
+    except ArtifactError as error:
+        if isinstance(error.__cause__, UsageError):  # a record's own words are the clearest
+            raise error.__cause__ from None
+        raise UsageError(error.wrong, seen=error.seen, fix="correct the setting") from error
+
+
+def path_of(name: str) -> str:
+    """A setting's place in a recipe: ``solver.lr`` of ``lr`` and of ``solver.lr``.
+
+    Raises:
+        UsageError: a recipe has no such setting.
+    """
+    short = {"lr": "solver.lr", **{group: f"{group}.name" for group in ("solver", "policy")}}
+    path = short.get(name, name)
+    group, dot, inner = path.partition(".")
+    if not (dot and inner and group == "network_options"):
+        spelled_out({group: {inner: None}} if dot else {path: None})
+        if group in NESTED and not dot:
+            raise UsageError(
+                f"{group} is a record of several settings",
+                seen=name,
+                fix=f"name one of them, such as {group}.{NESTED[group][0]}",
+            )
+    return path
+
+
+def hint_of(path: str) -> Any:
+    """The type of the setting at ``path``, without None where it may be None; Any if unknown."""
+    kind: Any = Recipe
+    for name in path.split("."):
+        if not hasattr(kind, "__dataclass_fields__"):
+            return Any
+        kind = typing.get_type_hints(kind)[name]
+        if typing.get_origin(kind) in (typing.Union, types.UnionType):
+            kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    return kind
+
+
+def with_value(settings: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Spelled-out settings with another value at ``path``."""
+    group, dot, inner = path.partition(".")
+    if not dot:
+        return {**settings, path: value}
+    return {**settings, group: {**(settings.get(group) or {}), inner: value}}
 
 
 def _meant(name: str, group: str) -> str:

@@ -148,11 +148,11 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
     finally:
         process.communicate()  # closes the pipe, and waits
     if process.returncode != 0:
-        raise _failure(out, process.returncode)
+        raise failure_of(out, process.returncode)
 
 
-def _failure(out: Path, code: int) -> TessellaError:
-    """The error of the first worker that failed."""
+def failure_of(out: Path, code: int) -> TessellaError:
+    """The error of the first worker that failed in the run of a folder."""
     path = out / ERROR_FILE
     if path.exists():
         plain = json.loads(path.read_bytes())

@@ -1,4 +1,7 @@
-"""``python -m tessella.training.worker``: a process that torchrun starts (see ``parallel``)."""
+"""``python -m tessella.training.worker``: a process that torchrun starts (see ``parallel``).
+
+With ``--recipe`` it is a trial of a sweep instead, and trains that recipe on its own.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import threading
 import traceback
 from pathlib import Path
 
-from tessella.artifacts.run import Run
+from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import TessellaError, TrainError
 from tessella.core.events import silent
-from tessella.training.loop import train_run
+from tessella.core.record import from_plain, parse_json
+from tessella.training.loop import train, train_run
 from tessella.training.parallel import ERROR_FILE, LOG_FILE, joined
 
 
@@ -21,9 +25,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="a training process; started by tessella train")
     parser.add_argument("out", type=Path)
     parser.add_argument("--resumed", action="store_true")
+    parser.add_argument("--recipe", type=Path)
     arguments = parser.parse_args()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
+        if arguments.recipe is not None:
+            plain = parse_json(arguments.recipe.read_bytes(), where=str(arguments.recipe))
+            train(from_plain(Recipe, plain, where="recipe"), arguments.out, resume=True)
+            return 0
         with joined() as world:
             train_run(Run(arguments.out), world, resumed=arguments.resumed, emit=silent)
     except TessellaError as error:
