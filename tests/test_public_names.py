@@ -20,7 +20,10 @@ from tessella.artifacts.plan import Plan
 from tessella.core.preprocess import encode
 from tessella.core.spec import TensorSpec
 
-VERBS = ("calibrate", "compile", "export", "load", "pareto", "serve", "sweep", "train", "verify")
+VERBS = (
+    "calibrate", "compile", "evaluate", "export", "load", "pareto", "serve", "sweep", "train",
+    "verify",
+)  # fmt: skip
 
 
 def test_dir_lists_the_public_names_and_no_others() -> None:

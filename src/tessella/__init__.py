@@ -5,6 +5,7 @@ In the order in which data flows; ``help(tessella.train)`` and so on says more:
     data        import images into a dataset: ``data.images``
     train       a network on a dataset: a run, with its checkpoints
     sweep       many trainings that look for the best settings
+    evaluate    a model on images that nothing was chosen by, with intervals
     calibrate   what int8 and fp8 need to know of a network's values
     compile     a checkpoint, a torch module or an ONNX file: a plan, tuned for one device
     pareto      the fastest plan for each loss of accuracy that a budget allows
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tessella.api import (
         calibrate,
         compile,
+        evaluate,
         export,
         load,
         pareto,
@@ -51,6 +53,7 @@ __all__ = [
     "calibrate",
     "compile",
     "data",
+    "evaluate",
     "export",
     "kernels",
     "load",
@@ -61,7 +64,10 @@ __all__ = [
     "verify",
 ]
 
-_API = ("calibrate", "compile", "export", "load", "pareto", "serve", "sweep", "train", "verify")
+_API = (
+    "calibrate", "compile", "evaluate", "export", "load", "pareto", "serve", "sweep", "train",
+    "verify",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -13,13 +13,25 @@ import pytest
 import typer
 
 from tessella.cli import compile as compile_verb
-from tessella.cli import data, diff, main, profile, run, serve, show, sweep, train, verify
+from tessella.cli import data, diff, evaluate, main, profile, run, serve, show, sweep, train, verify
 
 
 def context(argv: Sequence[str]) -> typer.Context:
     """What a verb gets: its options are in ``params``."""
     app = typer.Typer()
-    for module in (compile_verb, data, diff, profile, run, serve, show, sweep, train, verify):
+    for module in (
+        compile_verb,
+        data,
+        diff,
+        evaluate,
+        profile,
+        run,
+        serve,
+        show,
+        sweep,
+        train,
+        verify,
+    ):
         module.register(app)
     command: Any = typer.main.get_command(app)
     verb, rest = "", [a.replace("{job}/", "") for a in argv]

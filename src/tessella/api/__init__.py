@@ -1,4 +1,4 @@
-"""What a person calls: train, sweep, compile, verify, load, serve. One file for each kind of verb.
+"""What a person calls: train, evaluate, compile, load, serve, …: a file for each kind of verb.
 
 ``sources`` and ``samples`` open what the verbs are given: networks, and data in any form. A verb's
 file is imported when the verb is first used: who trains waits for no compiler and no server.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tessella.api.answering import Answering
     from tessella.api.compiling import build, calibrate, compile, explain, export, pareto
+    from tessella.api.evaluating import Judgement, evaluate
     from tessella.api.loading import load
     from tessella.api.predicting import (
         Model,
@@ -37,16 +38,18 @@ if TYPE_CHECKING:
     from tessella.artifacts.settings import recipe_from
 
 __all__ = [
-    "Answering", "Batch", "CalibrationData", "Flip", "JudgingData", "Model", "Verification",
-    "answer", "answer_each", "batch_range", "build", "calibrate", "classify", "compile",
-    "eager_predictor", "engine_predictor", "evaluate_split", "explain", "export", "load",
-    "load_plan", "name_of", "open_checkpoint", "open_model", "pareto", "pictures", "plain_answer",
-    "predictor", "recipe_from", "serve", "sweep", "task_of", "train", "verify",
+    "Answering", "Batch", "CalibrationData", "Flip", "Judgement", "JudgingData", "Model",
+    "Verification", "answer", "answer_each", "batch_range", "build", "calibrate", "classify",
+    "compile", "eager_predictor", "engine_predictor", "evaluate", "evaluate_split", "explain",
+    "export", "load", "load_plan", "name_of", "open_checkpoint", "open_model", "pareto",
+    "pictures", "plain_answer", "predictor", "recipe_from", "serve", "sweep", "task_of",
+    "train", "verify",
 ]  # fmt: skip
 
 _PLACES = {
     "api.answering": ("Answering",),
     "api.compiling": ("build", "calibrate", "compile", "explain", "export", "pareto"),
+    "api.evaluating": ("Judgement", "evaluate"),
     "api.loading": ("load",),
     "api.predicting": (
         "Model", "answer", "answer_each", "classify", "eager_predictor", "engine_predictor",

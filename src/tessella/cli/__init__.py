@@ -21,6 +21,7 @@ VERBS: dict[str, str] = {
     "data": "Import images into a dataset: check, resize, split, count.",
     "train": "Train a network on a dataset.",
     "sweep": "Train many times to find the best settings.",
+    "evaluate": "Measure a model on the test split: intervals, calibration, comparison, errors.",
     "compile": "Turn a checkpoint or an ONNX file into a plan: fused, tuned, one file.",
     "export": "Write a checkpoint as ONNX, for other engines.",
     "verify": "Compare a plan with its checkpoint, sample by sample.",

@@ -211,6 +211,10 @@ class Metrics(Protocol):
         """The report of a whole split."""
         ...
 
+    def losses(self, rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
+        """How wrong the answer of each image is, [N]: the worst have the most."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Query:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tessella.core.record import to_plain
@@ -89,6 +90,14 @@ def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluat
     return measured(rows_NR, targets.labels_N, labels)
 
 
+def losses(rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
+    """The cross entropy of each image."""
+    assert isinstance(targets, Labels)
+    logits, truth = torch.from_numpy(rows_NR).double(), torch.from_numpy(targets.labels_N.copy())
+    each_N: npt.NDArray[np.float64] = F.cross_entropy(logits, truth, reduction="none").numpy()
+    return each_N
+
+
 def measured(
     scores_NK: Rows, truth_N: npt.NDArray[np.int64], labels: tuple[str, ...]
 ) -> Evaluation:
@@ -115,7 +124,7 @@ def measured(
 
 def _mean_loss(scores_NK: Rows, truth_N: npt.NDArray[np.int64]) -> float:
     logits, truth = torch.from_numpy(scores_NK).double(), torch.from_numpy(truth_N.copy())
-    return float(torch.nn.functional.cross_entropy(logits, truth))
+    return float(F.cross_entropy(logits, truth))
 
 
 def _class_reports(

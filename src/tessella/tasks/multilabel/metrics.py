@@ -114,6 +114,14 @@ def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluat
     )
 
 
+def losses(rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
+    """The mean binary cross entropy of each image."""
+    hot_NK = targets.batch(np.arange(len(rows_NR)))
+    logits = rows_NR.astype(np.float64)
+    each_N: npt.NDArray[np.float64] = (np.logaddexp(0.0, logits) - logits * hot_NK).mean(axis=1)
+    return each_N
+
+
 def _mean(values: list[float]) -> float:
     return float(np.mean(values)) if values else 0.0
 

@@ -92,6 +92,20 @@ def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluat
     )
 
 
+def losses(rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
+    """The mean over an image's known numbers of squared error / variance on the split."""
+    assert isinstance(targets, Values)
+    truth_NK = np.asarray(targets.values_NK, np.float64)
+    known_NK = ~np.isnan(truth_NK)
+    count_K = np.maximum(known_NK.sum(axis=0), 1)
+    mean_K = np.where(known_NK, truth_NK, 0.0).sum(axis=0) / count_K
+    variance_K = (np.where(known_NK, truth_NK - mean_K, 0.0) ** 2).sum(axis=0) / count_K
+    squares_NK = np.where(known_NK, rows_NR - truth_NK, 0.0) ** 2
+    scaled_NK = squares_NK / np.where(variance_K > 0, variance_K, 1.0)
+    each_N: npt.NDArray[np.float64] = scaled_NK.sum(axis=1) / np.maximum(known_NK.sum(axis=1), 1)
+    return each_N
+
+
 def _of_number(
     answers_N: npt.NDArray[np.float64], truth_N: npt.NDArray[np.float64], label: str
 ) -> NumberReport:

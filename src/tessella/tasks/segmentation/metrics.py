@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -111,3 +112,8 @@ def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluat
         loss=float(rows_NR[:, -1].mean(dtype=np.float64)),
         classes=reports,
     )
+
+
+def losses(rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
+    """The mean cross entropy of each image's pixels."""
+    return rows_NR[:, -1].astype(np.float64)

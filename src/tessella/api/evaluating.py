@@ -1,0 +1,386 @@
+"""evaluate: what a model is worth on images that nothing was chosen by, and how sure that is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tessella.api.predicting import Model, name_of, open_model, predictor, task_of
+from tessella.api.samples import Data, split_of
+from tessella.api.sources import open_checkpoint
+from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.dataset import Dataset, Split
+from tessella.artifacts.files import write_atomic
+from tessella.artifacts.run import Run
+from tessella.core.errors import ArtifactError, UsageError
+from tessella.core.events import Emit, progress, silent, warning
+from tessella.core.preprocess import decode, encode
+from tessella.core.record import to_plain
+from tessella.core.task import CLASSIFICATION, TaskRecord
+from tessella.tasks import Report, Task, targets_of
+from tessella.training.confidence import (
+    Bin,
+    Curve,
+    Measure,
+    bootstrapped,
+    calibration,
+    curve_of,
+    exact_share,
+    fitted_temperature,
+    mcnemar,
+    softmax,
+)
+from tessella.training.evaluate import measure, predict_split
+
+LEVEL, RESAMPLES, ERRORS, BATCH = 0.95, 1000, 20, 64
+MACRO = ("macro_precision", "macro_recall", "macro_f1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """An image with a large loss.
+
+    Attributes:
+        index: its number in the split.
+        said: what the model answers; empty where that is a picture itself.
+        wrong: whether the answer is not the truth; None where a task knows no right and wrong.
+    """
+
+    index: int
+    path: str
+    truth: str
+    said: str
+    loss: float
+    wrong: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Whether probabilities are what they say: of images with 0.8, 80 % should be right.
+
+    Attributes:
+        error: the expected calibration error; 0 is perfect.
+        temperature: what scores are to be divided by, fitted on the validation split; None
+            without one, or where that split itself is measured.
+        scaled_error: the error then, on the split that is measured.
+        bins: what ``error`` is the mean over.
+    """
+
+    error: float
+    temperature: float | None
+    scaled_error: float | None
+    bins: tuple[Bin, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two models on the same images.
+
+    Attributes:
+        other: the model that was compared with.
+        difference: of the score, the first model's minus the other's, with its interval from
+            images drawn anew in pairs.
+        only_this, only_other: images that one alone has right (classification).
+        p_value: McNemar's exact test of these: the probability of so uneven a split by chance.
+    """
+
+    other: str
+    other_value: float
+    difference: Measure
+    only_this: int | None = None
+    only_other: int | None = None
+    p_value: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A model on a split.
+
+    Attributes:
+        score: the task's measure, such as ``accuracy``.
+        measures: by name, each with its interval at ``level``: of an accuracy exact, of others
+            from images drawn anew.
+        report: all that the task measures: the confusion matrix and figures of each class.
+        curves: precision and recall by threshold of each class (classification).
+        mistakes: images by their loss, the largest first.
+    """
+
+    model: str
+    split: str
+    task: str
+    count: int
+    score: str
+    level: float
+    measures: dict[str, Measure]
+    report: Report = field(repr=False)
+    calibration: Calibration | None = None
+    curves: tuple[Curve, ...] = field(default=(), repr=False)
+    mistakes: tuple[Mistake, ...] = field(default=(), repr=False)
+    comparison: Comparison | None = None
+
+    @property
+    def value(self) -> Measure:
+        """The score with its interval."""
+        return self.measures[self.score]
+
+    def to_json(self) -> dict[str, Any]:
+        """The judgement, ready for ``json.dumps``."""
+        plain = {k: to_plain(v) for k, v in vars(self).items() if k != "report"}
+        return {**plain, "report": self.report.to_json()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answered:
+    """A model's answers on a split."""
+
+    rows_NR: npt.NDArray[np.float32]
+    report: Report
+
+
+def evaluate(
+    model: Model | Run | str | Path,
+    data: Data,
+    *,
+    split: str = "test",
+    against: Model | Run | str | Path | None = None,
+    errors: int = ERRORS,
+    level: float = LEVEL,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    trust_code: bool = False,
+    emit: Emit = silent,
+) -> Judgement:
+    """Measure a model on a split that neither training nor any choice has seen.
+
+    Args:
+        model: a checkpoint, a run (its best), a plan, or a path of one.
+        data: the dataset, or its folder; its test split was made at import (``test=0.1``).
+        against: a second model, compared on the same images by paired tests.
+        errors: how many of the images with the largest losses to list.
+        level: of the intervals, 0 to 1.
+        resamples: how often images are drawn anew for those that are not exact.
+        seed: decides these draws.
+
+    Raises:
+        UsageError: the dataset has no such split.
+        DataError: its task or classes are others than the model's.
+    """
+    if not 0 < level < 1 or resamples < 1 or errors < 0:
+        raise UsageError(
+            "level is between 0 and 1, resamples at least 1 and errors not negative",
+            seen=f"level={level}, resamples={resamples}, errors={errors}",
+        )
+    opened = _opened(model)
+    task, record = task_of(opened)
+    labels = predictor(opened, trust_code=trust_code)[2]
+    samples = split_of(data, split, labels, record)
+    _warn(opened, data, split, emit)
+    own = _answered(opened, samples, trust_code, emit)
+    truth = targets_of(samples)
+    single = task.name == CLASSIFICATION.name
+    drawn = _Drawn(samples, task, labels, level, resamples, seed, emit)
+    measures = drawn.measures(own)
+    curves: tuple[Curve, ...] = ()
+    calibrated = None
+    if single:
+        probabilities_NK = softmax(own.rows_NR)
+        curves = tuple(
+            curve_of(label, probabilities_NK[:, k], samples.labels == k)
+            for k, label in enumerate(labels)
+        )
+        calibrated = _calibrated(opened, own, samples, data, trust_code, emit)
+    comparison = None
+    if against is not None:
+        rival = _opened(against)
+        if predictor(rival, trust_code=trust_code)[2] != labels or task_of(rival)[0] != task:
+            raise ArtifactError(
+                "the two models answer other questions",
+                seen=f"{name_of(opened)} and {name_of(rival)}",
+                fix="compare models of the same task and classes",
+            )
+        comparison = drawn.compared(own, _answered(rival, samples, trust_code, emit), rival)
+    losses_N = task.metrics.losses(own.rows_NR, truth)
+    worst = np.argsort(-losses_N, kind="stable")[:errors]
+    return Judgement(
+        model=name_of(opened),
+        split=samples.name,
+        task=task.name,
+        count=len(samples),
+        score=task.score,
+        level=level,
+        measures=measures,
+        report=own.report,
+        calibration=calibrated,
+        curves=curves,
+        mistakes=tuple(
+            _mistake(int(i), losses_N, own, samples, (task, record), labels) for i in worst
+        ),
+        comparison=comparison,
+    )
+
+
+def save_mistakes(judgement: Judgement, data: Data, folder: str | Path) -> Path:
+    """The pictures of a judgement's mistakes as PNG files, named by rank, truth and answer."""
+    samples = data if isinstance(data, Split) else _dataset(data).split(judgement.split)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    record = None if isinstance(data, Split) else _dataset(data).preprocess
+    for rank, mistake in enumerate(judgement.mistakes, start=1):
+        content = samples[mistake.index].content
+        if record is not None:  # stored as pixels, perhaps, which no viewer opens
+            content = encode(decode(content, record, name=mistake.path))
+        words = (f"{rank:03d}", mistake.truth, *(("as", mistake.said) if mistake.said else ()))
+        name = re.sub(r"[^\w.-]+", "-", "-".join(words))[:150].strip("-.")
+        write_atomic(folder / f"{name}.png", bytes(content))
+    return folder
+
+
+def _opened(model: Model | Run | str | Path) -> Model:
+    if isinstance(model, str | Path):
+        return open_model(model)
+    return open_checkpoint(model) if isinstance(model, Run) else model
+
+
+def _dataset(data: Dataset | str | Path) -> Dataset:
+    return data if isinstance(data, Dataset) else Dataset(data)
+
+
+def _warn(model: Model, data: Data, split: str, emit: Emit) -> None:
+    if split != "test":
+        emit(warning(f"the network was chosen by its {split} split: measured there it flatters"))
+    if not isinstance(model, Checkpoint) or isinstance(data, Split):
+        return
+    trained_on, here = model.info.dataset_hash, _dataset(data).info.content_hash
+    if trained_on and trained_on != here:
+        emit(
+            warning(
+                "the network was trained on another dataset: if the two share images, this "
+                "flatters (tessella data doctor finds copies within one)"
+            )
+        )
+
+
+def _answered(model: Model, samples: Split, trust_code: bool, emit: Emit) -> _Answered:
+    predict, record, labels = predictor(model, trust_code=trust_code)
+    rows_NR = predict_split(
+        lambda batch: predict(batch.images), samples, record, len(labels), batch_size=BATCH,
+        emit=emit,
+    )  # fmt: skip
+    return _Answered(rows_NR=rows_NR, report=measure(rows_NR, samples, labels))
+
+
+def _calibrated(
+    model: Model, own: _Answered, samples: Split, data: Data, trust_code: bool, emit: Emit
+) -> Calibration:
+    error, bins = calibration(softmax(own.rows_NR), samples.labels)
+    dataset = None if isinstance(data, Split) else _dataset(data)
+    temperature = scaled = None
+    if dataset is not None and samples.name != "val" and "val" in dataset.info.splits:
+        fitted_on = _answered(model, dataset.val, trust_code, emit)
+        temperature = fitted_temperature(fitted_on.rows_NR, dataset.val.labels)
+        scaled = calibration(softmax(own.rows_NR / temperature), samples.labels)[0]
+    return Calibration(error=error, temperature=temperature, scaled_error=scaled, bins=bins)
+
+
+def _mistake(
+    index: int, losses_N: npt.NDArray[np.float64], own: _Answered, samples: Split,
+    asked: tuple[Task, TaskRecord], labels: tuple[str, ...],
+) -> Mistake:  # fmt: skip
+    task, record = asked
+    example = samples[index]
+    truth = task.answers.truth(example.label, labels)
+    said = "" if task.head.DENSE else task.answers.said(own.rows_NR[index], labels, record)
+    return Mistake(
+        index=index,
+        path=example.path,
+        truth=truth,
+        said=said,
+        loss=float(losses_N[index]),
+        wrong=said != truth if task.name == CLASSIFICATION.name else None,
+    )
+
+
+class _Drawn:
+    """Measures over images that are drawn anew."""
+
+    def __init__(
+        self, samples: Split, task: Task, labels: tuple[str, ...], level: float, resamples: int,
+        seed: int, emit: Emit,
+    ) -> None:  # fmt: skip
+        self._samples, self._task, self._labels = samples, task, labels
+        self._level, self._resamples, self._seed, self._emit = level, resamples, seed, emit
+
+    def measures(self, own: _Answered) -> dict[str, Measure]:
+        """Every measure with its interval."""
+        if self._task.name != CLASSIFICATION.name:
+            names = tuple(own.report.values)
+            found = self._interval(lambda chosen: self._values(own, chosen))
+            return dict(zip(names, found, strict=True))
+        truth_N, said_N = self._samples.labels, own.rows_NR.argmax(axis=1)
+        losses_N = self._task.metrics.losses(own.rows_NR, targets_of(self._samples))
+        right = int((said_N == truth_N).sum())
+        found = self._interval(
+            lambda n: np.array([losses_N[n].mean(), *self._macro(truth_N[n], said_N[n])])
+        )
+        accuracy = exact_share(right, len(truth_N), self._level)
+        return {"accuracy": accuracy, **dict(zip(("loss", *MACRO), found, strict=True))}
+
+    def compared(self, own: _Answered, other: _Answered, rival: Model) -> Comparison:
+        """The two models on the same images."""
+        score = self._task.score
+        if self._task.name != CLASSIFICATION.name:
+            place = tuple(own.report.values).index(score)
+            (difference,) = self._interval(
+                lambda n: (self._values(own, n) - self._values(other, n))[place : place + 1]
+            )
+            return Comparison(
+                other=name_of(rival), other_value=other.report.values[score], difference=difference
+            )
+        right_2N = [a.rows_NR.argmax(axis=1) == self._samples.labels for a in (own, other)]
+        gain_N = right_2N[0].astype(np.float64) - right_2N[1]
+        (difference,) = self._interval(lambda n: np.array([gain_N[n].mean()]))
+        one, two, p = mcnemar(*right_2N)
+        return Comparison(
+            other=name_of(rival),
+            other_value=float(right_2N[1].mean()),
+            difference=difference,
+            only_this=one,
+            only_other=two,
+            p_value=p,
+        )
+
+    def _interval(self, measured: Any) -> list[Measure]:
+        def told(done: int) -> None:
+            if done % 100 == 0 or done == self._resamples:
+                self._emit(progress("draw anew", done, self._resamples))
+
+        return bootstrapped(
+            measured, len(self._samples), level=self._level, resamples=self._resamples,
+            seed=self._seed, told=told,
+        )  # fmt: skip
+
+    def _values(self, answered: _Answered, chosen: npt.NDArray[np.int64]) -> Any:
+        """All measures of a task's report over images of these numbers."""
+        column = self._samples.column.take(chosen)
+        targets = self._task.examples.targets(column, len(self._labels))
+        report = self._task.metrics.measure(answered.rows_NR[chosen], targets, self._labels)
+        return np.array(list(report.values.values()))
+
+    def _macro(self, truth_N: npt.NDArray[np.int64], said_N: npt.NDArray[np.int64]) -> list[float]:
+        """Means over the classes of the split of precision, recall and F1, as scikit-learn's."""
+        classes = len(self._labels)
+        pairs = np.bincount(truth_N * classes + said_N, minlength=classes**2)
+        confusion_KK = pairs.reshape(classes, classes)
+        hits, said, support = confusion_KK.diagonal(), confusion_KK.sum(0), confusion_KK.sum(1)
+        there = (said + support) > 0
+        each = (
+            hits / np.maximum(said, 1),
+            hits / np.maximum(support, 1),
+            2 * hits / np.maximum(said + support, 1),
+        )
+        return [float(values[there].mean()) for values in each]

@@ -1,0 +1,110 @@
+"""``tessella evaluate``: a model on the test split, with how sure the numbers are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.text import Text
+from typer import Argument, Option
+
+from tessella import api
+from tessella.api.evaluating import Calibration, Comparison, Judgement, save_mistakes
+from tessella.artifacts.files import write_atomic
+from tessella.cli.output import Events, Json, grid, output
+from tessella.core.record import canonical_json
+from tessella.training.confidence import Measure
+
+SHOWN = 10
+CHANCE = 0.05  # a difference with a larger p is told as one that may be chance
+
+
+def register(app: typer.Typer) -> None:
+    app.command("evaluate")(evaluate)
+
+
+def evaluate(
+    model: Annotated[
+        Path, Argument(help="A checkpoint, a run (its best), a plan, or an ONNX file.")
+    ],
+    data: Annotated[Path, Option(help="Folder of the dataset.")],
+    split: Annotated[str, Option(help="test, val or train.")] = "test",
+    against: Annotated[Path | None, Option(help="Compare with this model, image by image.")] = None,
+    errors: Annotated[int, Option(help="Images with the largest losses to list.", min=0)] = 20,
+    pictures: Annotated[Path | None, Option(help="Write these images here, as PNG.")] = None,
+    level: Annotated[float, Option(help="Of the intervals.")] = 0.95,
+    out: Annotated[Path | None, Option(help="Write all of it here, as JSON.")] = None,
+    trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
+    json: Json = False,
+    events: Events = None,
+) -> None:
+    """Measure a model on images that nothing was chosen by: intervals, calibration, errors.
+
+    Example: tessella evaluate runs/flowers --data datasets/flowers --against runs/before
+
+    The test split is made at import (--test 0.1); training, sweeps, calibration and budgets leave
+    it alone.
+    """
+    with output(json_only=json, events=events) as out_:
+        found = api.evaluate(
+            model,
+            data,
+            split=split,
+            against=against,
+            errors=errors,
+            level=level,
+            trust_code=trust_code,
+            emit=out_.emit,
+        )
+        plain = found.to_json()
+        if out is not None:
+            write_atomic(out, canonical_json(plain).encode())
+        if pictures is not None:
+            save_mistakes(found, data, pictures)
+        out_.result(plain, _shown(found))
+
+
+def _shown(found: Judgement) -> Group:
+    value = found.value
+    title = f"{found.score} {_interval(value)} on {found.count:,} images of {found.split}"
+    rows = [(name, m.value, m.low, m.high) for name, m in found.measures.items()]
+    ends = f"{found.level:.0%}"
+    parts: list[Group | Text] = [
+        grid(("measure", "value", f"{ends} from", "to"), rows, title=title),
+        grid(*found.report.table()),
+    ]
+    if found.calibration is not None:
+        parts.append(Text(_calibration(found.calibration)))
+    if found.comparison is not None:
+        parts.append(Text(_comparison(found.comparison)))
+    worst = [(m.path, m.truth, m.said, m.loss) for m in found.mistakes[:SHOWN]]
+    if worst:
+        parts.append(grid(("largest losses", "truth", "answer", "loss"), worst))
+    return Group(*parts)
+
+
+def _interval(measure: Measure) -> str:
+    return f"{measure.value:.4f} ({measure.low:.4f} to {measure.high:.4f})"
+
+
+def _calibration(found: Calibration) -> str:
+    said = f"calibration error {found.error:.4f}"
+    if found.temperature is None or found.scaled_error is None:
+        return said
+    return (
+        f"{said}; {found.scaled_error:.4f} with scores divided by {found.temperature:.3g}, "
+        "which the validation split says"
+    )
+
+
+def _comparison(found: Comparison) -> str:
+    said = f"{found.other}: {found.other_value:.4f}; difference {_interval(found.difference)}"
+    if found.p_value is None:
+        return said
+    chance = ": may be chance" if found.p_value > CHANCE else ""
+    return (
+        f"{said}; right alone {found.only_this} and {found.only_other}, "
+        f"McNemar's p {found.p_value:.3g}{chance}"
+    )
