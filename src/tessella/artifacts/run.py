@@ -54,6 +54,9 @@ class Augment:
         scale: zoom by a factor from 1 − scale to 1 + scale.
         noise: standard deviation of added Gaussian noise, as a fraction of full scale.
         color: strength of random brightness, contrast and saturation, 0 to 1.
+        mixup: blend each image and its label with another's, by a share from Beta(mixup, mixup);
+            0.2 is usual.
+        cutmix: put a window of another image into each, and blend the labels likewise; 1 is usual.
     """
 
     flip: bool = False
@@ -62,6 +65,8 @@ class Augment:
     scale: float = 0.0
     noise: float = 0.0
     color: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
 
     def __post_init__(self) -> None:
         if not (0 <= self.rotation <= 180 and 0 <= self.scale < 1):
@@ -71,6 +76,10 @@ class Augment:
             )
         if not (0 <= self.noise <= 1 and 0 <= self.color <= 1):
             raise UsageError("noise and color are 0 to 1", seen=f"{self.noise}, {self.color}")
+        if min(self.mixup, self.cutmix) < 0:
+            raise UsageError(
+                "mixup and cutmix are not negative", seen=f"{self.mixup}, {self.cutmix}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +103,17 @@ class Recipe:
         sparsity: ``2:4``: the two smallest of each four weights that ``init`` gives become zero,
             and stay so. The same training once more brings a checkpoint's accuracy back.
         init: ``random``, ``pretrained`` (the network's library, online) or a checkpoint's path.
+        freeze: how many of the first stages keep the weights that ``init`` gives; −1: all but the
+            head. A stage is a block, or a layer outside of any.
+        probe_epochs: so many epochs the head learns alone, before all that is not frozen does.
+        layer_decay: the rate of each stage as a factor of the next one's, for fine-tuning; 0.65 to
+            0.9 are usual, 1 is the same rate everywhere.
+        ema: validate and save an average of the weights, of which each step keeps this share; 0.999
+            is usual, 0 is none.
+        accumulate: cut each batch into so many parts, whose gradients are added up: less memory.
+            Batch norms then see the parts.
+        recompute: compute a block's inner values again in the backward pass instead of keeping
+            them: less memory, a third more computing, the same numbers.
         workers: threads that load images in each process; 0: none beside the one that trains. By
             default as many as cores where a GPU computes, else none.
     """
@@ -117,6 +137,12 @@ class Recipe:
     class_weights: Literal["none", "balanced"] = "none"
     sparsity: Literal["none", "2:4"] = "none"
     init: str = "random"
+    freeze: int = 0
+    probe_epochs: float = 0.0
+    layer_decay: float = 1.0
+    ema: float = 0.0
+    accumulate: int = 1
+    recompute: bool = False
     workers: int | None = None
     network_options: dict[str, str | int | float | bool | None] | None = None
 
@@ -128,6 +154,7 @@ class Recipe:
             "val_interval": self.val_interval,
             "snapshot_interval": self.snapshot_interval,
             "keep_last": self.keep_last,
+            "accumulate": self.accumulate,
         }
         for name, value in positive.items():
             if value <= 0:
@@ -138,10 +165,38 @@ class Recipe:
                 seen=f"batch_size={self.batch_size}, gpus={self.gpus}",
                 fix=f"use batch_size={math.ceil(self.batch_size / self.gpus) * self.gpus}",
             )
+        if self.batch_size % (self.gpus * self.accumulate):
+            parts = self.gpus * self.accumulate
+            raise UsageError(
+                "the batch size must be a multiple of GPUs times parts",
+                seen=f"batch_size={self.batch_size}, gpus={self.gpus}, "
+                f"accumulate={self.accumulate}",
+                fix=f"use batch_size={math.ceil(self.batch_size / parts) * parts}",
+            )
+        self._check_tuning()
         if not 0 <= self.label_smoothing < 1:
             raise UsageError("label_smoothing is 0 to 1", seen=self.label_smoothing)
         if self.patience is not None and self.patience < 1:
             raise UsageError("patience counts validations, at least 1", seen=self.patience)
+
+    def _check_tuning(self) -> None:
+        if (self.freeze or self.probe_epochs) and self.init == "random":
+            raise UsageError(
+                "only weights that have learned something can be frozen",
+                seen=f"freeze={self.freeze}, probe_epochs={self.probe_epochs:g}, init='random'",
+                fix="give init='pretrained' or the path of a checkpoint",
+            )
+        if not 0 <= self.probe_epochs < self.epochs:
+            raise UsageError(
+                "probe_epochs is a part of epochs",
+                seen=f"{self.probe_epochs:g} of {self.epochs:g}",
+                fix="for a head that learns alone to the end use freeze=-1",
+            )
+        if not (0 < self.layer_decay <= 1 and 0 <= self.ema < 1):
+            raise UsageError(
+                "layer_decay is above 0 to 1, ema 0 to below 1",
+                seen=f"layer_decay={self.layer_decay}, ema={self.ema}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,9 @@ SYNONYMS = {
     "weights": "init", "pretrained": "init", "early_stopping": "patience", "amp": "precision",
     "dtype": "precision", "num_workers": "workers", "devices": "gpus", "smoothing":
     "label_smoothing", "hflip": "flip", "num_epochs": "epochs", "warmup_epochs": "warmup",
+    "ema_decay": "ema", "layerwise_decay": "layer_decay", "freeze_layers": "freeze",
+    "accumulation_steps": "accumulate", "gradient_accumulation_steps": "accumulate",
+    "gradient_checkpointing": "recompute",
 }  # fmt: skip
 
 

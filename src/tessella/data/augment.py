@@ -15,7 +15,7 @@ from tessella.core.preprocess import Preprocess, full_scale
 from tessella.tasks import Moves, turn
 
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601
-ORDER_STREAM, IMAGE_STREAM = 0, 1
+ORDER_STREAM, IMAGE_STREAM, MIX_STREAM = 0, 1, 2
 
 
 def generator(seed: int, epoch: int, stream: int, index: int = 0) -> np.random.Generator:

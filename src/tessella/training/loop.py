@@ -202,7 +202,7 @@ class Training:
         }
         state.loss_sum, state.accuracy_sum, state.loss_count = 0.0, 0.0, 0
         if self._validates:
-            self._world.share_buffers(self._trainer.module)
+            self._world.share_buffers(self._trainer.evaluated)
             rows_NR = predict_split(
                 self._trainer.predict,
                 self._dataset.val,
@@ -266,13 +266,19 @@ class Training:
     def _save(self) -> Path:
         info, step = self._run.info, self._state.step
         trainer = self._trainer
-        tensors, values = pack(trainer.module, trainer.optimizer, trainer.mixed, self._state)
+        tensors, values = pack(
+            trainer.module,
+            trainer.optimizer,
+            trainer.mixed,
+            self._state,
+            average=trainer.average,
+        )
         return save_checkpoint(
             self._run.path / "checkpoints" / f"step-{step:08d}",
             network=info.network,
             preprocess=info.preprocess,
             labels=info.labels,
-            weights=trainer.module.state_dict(),
+            weights=trainer.evaluated.state_dict(),
             metrics=self._measured,
             position=Position(step=step, epoch=self._schedule.epoch_at(step)),
             precision=self._recipe.precision,

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,12 @@ class World:
         return nn.parallel.DistributedDataParallel(
             module, device_ids=ids, gradient_as_bucket_view=True
         )
+
+    def alone_for_now(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+        """Within it a backward pass adds up this process's gradients, which are not averaged."""
+        if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+            return wrapped.no_sync()
+        return nullcontext()
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of ``values`` over all processes."""

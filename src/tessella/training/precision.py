@@ -16,6 +16,11 @@ from tessella.artifacts.run import Precision
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def width_of(precision: Precision) -> torch.dtype:
+    """The element type of most values in a forward pass."""
+    return _AUTOCAST.get(precision, torch.float32)
+
+
 @contextmanager
 def arithmetic(precision: Precision) -> Iterator[None]:
     """Set torch's process-wide arithmetic for a training, and restore it afterwards.
@@ -54,6 +59,14 @@ class MixedPrecision:
 
     def update(self, loss: Tensor, optimizer: optim.Optimizer) -> None:
         """One backward pass of ``loss`` and one step of ``optimizer``."""
+        self.backward(loss)
+        self.step(optimizer)
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of a loss, whose gradients join those that are there."""
         torch.autograd.backward(self.scaler.scale(loss))
+
+    def step(self, optimizer: optim.Optimizer) -> None:
+        """One step of ``optimizer`` by the gradients that are there."""
         self.scaler.step(optimizer)
         self.scaler.update()

@@ -31,7 +31,7 @@ def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
     """
     if recipe.gpus > 1:
         check_devices(recipe.gpus)
-    info = _describe(recipe)
+    info = describe_run(recipe)
     if (out / "run.json").exists():
         run = Run(out)
         sweep_unfinished(out / "checkpoints")
@@ -53,7 +53,8 @@ def _remove(out: Path) -> None:
         shutil.rmtree(out / name, ignore_errors=True)
 
 
-def _describe(recipe: Recipe) -> RunInfo:
+def describe_run(recipe: Recipe) -> RunInfo:
+    """The record of a recipe's run, as ``run.json`` will have it."""
     dataset = Dataset(recipe.dataset)
     _check_splits(dataset, recipe)
     channels, height, width = dataset.preprocess.input_shape
@@ -99,6 +100,12 @@ def _check_splits(dataset: Dataset, recipe: Recipe) -> None:
             f"{task.name} has no classes to balance",
             seen="class_weights='balanced'",
             fix="leave class_weights out",
+        )
+    if task.head.DENSE and (recipe.augment.mixup or recipe.augment.cutmix):
+        raise UsageError(
+            f"images of {task.name} cannot be mixed: each pixel has a class of its own",
+            seen=f"mixup={recipe.augment.mixup}, cutmix={recipe.augment.cutmix}",
+            fix="leave mixup and cutmix out",
         )
     if validates(dataset):
         targets_of(dataset.val)

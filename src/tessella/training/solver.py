@@ -10,6 +10,7 @@ from torch import nn, optim
 
 from tessella.artifacts.run import Solver
 from tessella.core.errors import TrainError, UsageError
+from tessella.nn.zoo import stages
 
 # What ``Solver.momentum`` means to each: the velocity's decay, Adam's first beta, AdaDelta's rho
 # (as in Caffe). AdaGrad has nothing of the kind. A fused optimizer is one kernel over all weights,
@@ -27,12 +28,17 @@ _OPTIMIZERS: dict[str, Callable[[Any, Solver, bool], optim.Optimizer]] = {
 }
 
 
-def optimizer_for(module: nn.Module, solver: Solver) -> optim.Optimizer:
+def optimizer_for(
+    module: nn.Module, solver: Solver, *, layer_decay: float = 1.0
+) -> optim.Optimizer:
     """The optimizer over the parameters of ``module`` that require a gradient.
 
     Weight decay applies to weights only: biases and the scales and shifts of normalizations (every
     parameter of one dimension) have none. In ``adamw`` it is decoupled, elsewhere it joins the
     gradient.
+
+    Args:
+        layer_decay: the rate of each stage as a factor of the next one's; the head's is whole.
 
     Raises:
         UsageError: ``nesterov`` without momentum.
@@ -49,12 +55,15 @@ def optimizer_for(module: nn.Module, solver: Solver) -> optim.Optimizer:
             seen=type(module).__name__,
             fix="use a network with weights whose requires_grad is on",
         )
+    factor = _factors(module, layer_decay)
     groups = [
         {
-            "params": [p for p in parameters if p.ndim > 1],
-            "weight_decay": solver.weight_decay,
-        },
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+            "params": [p for p in parameters if factor[p] == own and (p.ndim > 1) is decays],
+            "weight_decay": solver.weight_decay if decays else 0.0,
+            "factor": own,
+        }
+        for own in dict.fromkeys(factor.values())
+        for decays in (True, False)
     ]
     fused = all(p.is_cuda for p in parameters)
     optimizer = _OPTIMIZERS[solver.name]([g for g in groups if g["params"]], solver, fused)
@@ -66,10 +75,22 @@ def optimizer_for(module: nn.Module, solver: Solver) -> optim.Optimizer:
     return optimizer
 
 
+def _factors(module: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:
+    """The learning rate of each parameter as a factor of the recipe's."""
+    if layer_decay == 1.0:
+        return dict.fromkeys(module.parameters(), 1.0)
+    parts, own = stages(module), dict(module.named_parameters(remove_duplicate=False))
+    return {
+        own[name]: layer_decay ** (len(parts) - 1 - number)
+        for number, stage in enumerate(parts)
+        for name in stage.parameters
+    }
+
+
 def set_rate(optimizer: optim.Optimizer, rate: float, momentum: float) -> None:
     """Use this learning rate and this momentum (see ``_OPTIMIZERS``) from the next step on."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["factor"]
         if "betas" in group:
             group["betas"] = (momentum, group["betas"][1])
         for name in ("momentum", "rho"):

@@ -20,7 +20,10 @@ from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.run import Run
 from tessella.core.errors import CorruptArtifact
 from tessella.core.record import from_plain, to_plain
+from tessella.training.averaging import Average
 from tessella.training.precision import MixedPrecision
+
+LAST = "raw"  # weights as the last step left them, where the checkpoint's are an average
 
 
 @dataclass(kw_only=True)
@@ -63,13 +66,22 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 
 
 def pack(
-    module: nn.Module, optimizer: optim.Optimizer, mixed: MixedPrecision, state: TrainState
+    module: nn.Module,
+    optimizer: optim.Optimizer,
+    mixed: MixedPrecision,
+    state: TrainState,
+    *,
+    average: Average | None,
 ) -> tuple[dict[str, Tensor], bytes]:
     """``state_tensors`` and ``state_values`` of ``save_checkpoint``.
 
     A value of the optimizer is called ``PARAMETER/NAME``, as in ``conv1.weight/momentum_buffer``.
+    The module's own weights are among them, as ``NAME/raw``, where the checkpoint's are those of
+    ``average``.
     """
     tensors: dict[str, Tensor] = {}
+    if average is not None:
+        tensors |= {f"{name}/{LAST}": value for name, value in module.state_dict().items()}
     scalars: dict[str, int | float | bool | None] = {}
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -82,16 +94,25 @@ def pack(
 
 
 def unpack(
-    checkpoint: Checkpoint, module: nn.Module, optimizer: optim.Optimizer, mixed: MixedPrecision
+    checkpoint: Checkpoint,
+    module: nn.Module,
+    optimizer: optim.Optimizer,
+    mixed: MixedPrecision,
+    *,
+    average: Average | None,
 ) -> TrainState:
-    """Restore module, optimizer and scaler from a checkpoint.
+    """Restore module, average, optimizer and scaler from a checkpoint.
 
     Raises:
         CorruptArtifact: the checkpoint holds no training state, or one of another network.
     """
     tensors, plain = checkpoint.training_state()
     saved = from_plain(_Saved, plain, where=str(checkpoint.path / "training_state"))
+    last = {name: tensors.pop(name) for name in list(tensors) if name.endswith(f"/{LAST}")}
     module.load_state_dict(checkpoint.weights())
+    if average is not None:
+        average.module.load_state_dict(checkpoint.weights())
+        _load_last(module, last, checkpoint.path)
     name_of = {parameter: name for name, parameter in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     index_of = {name_of[p]: index for index, p in enumerate(parameters)}
@@ -114,6 +135,17 @@ def unpack(
     if mixed.scaler.is_enabled():
         mixed.scaler.load_state_dict(saved.scaler)
     return saved.standing
+
+
+def _load_last(module: nn.Module, last: dict[str, Tensor], path: Path) -> None:
+    weights = {name.removesuffix(f"/{LAST}"): value for name, value in last.items()}
+    if weights.keys() != module.state_dict().keys():
+        raise CorruptArtifact(
+            "the training state has not the weights of the last step",
+            seen=f"{len(weights)} of {len(module.state_dict())} in {path}",
+            fix="resume from a checkpoint of this run",
+        )
+    module.load_state_dict(weights)
 
 
 def prune(run: Run, *, keep_last: int) -> None:

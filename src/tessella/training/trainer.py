@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import SplitInfo
 from tessella.artifacts.run import RunInfo
 from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
-from tessella.data.loading import Batch, in_torch
+from tessella.data.loading import Batch, in_torch, steps_per_epoch
 from tessella.nn import convert, zoo
 from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
-from tessella.training.feed import Feed
+from tessella.training.averaging import Average
+from tessella.training.feed import Fed, Feed
+from tessella.training.freezing import Freezing
 from tessella.training.memory import largest_that_runs, out_of_memory
+from tessella.training.mixing import drawn_mix, mixed
 from tessella.training.parallel import World
 from tessella.training.precision import MixedPrecision
+from tessella.training.recomputing import recompute_blocks
 from tessella.training.solver import optimizer_for, set_rate
 from tessella.training.state import TrainState, seed_step, unpack
 
@@ -37,6 +44,7 @@ class Trainer:
         state: progress of the checkpoint ``start``, or of a new training.
         kept: weights that ``init`` did not set, with the reason (``zoo.init_from``).
         feed: brings batches to the device.
+        average: of the weights, where the recipe asks for one.
         numbers: of the task's record, as the checkpoint ``start`` or the run has them.
     """
 
@@ -65,8 +73,13 @@ class Trainer:
         self.module = module.to(world.device).to(memory_format=layout)
         if recipe.sparsity == "2:4" and start is None:
             sparsity.prune(self.module)
-        self._parallel = world.wrap(self.module)
-        self.optimizer = optimizer_for(self.module, recipe.solver)
+        in_epoch = steps_per_epoch(trained.count, recipe.batch_size)
+        self._freezing = Freezing(self.module, recipe, in_epoch)
+        self.average = Average(self.module, recipe.ema) if recipe.ema else None
+        if recipe.recompute:  # behind the average, whose copies would call this module's blocks
+            recompute_blocks(self.module)
+        self._parallel: nn.Module = self.module
+        self.optimizer = optimizer_for(self.module, recipe.solver, layer_decay=recipe.layer_decay)
         if recipe.sparsity == "2:4":
             sparsity.keep_zeros(self.module, self.optimizer)
         self.mixed = MixedPrecision(recipe.precision, world.device)
@@ -80,7 +93,14 @@ class Trainer:
         )
         self.state = TrainState()
         if start is not None:
-            self.state = unpack(start, self.module, self.optimizer, self.mixed)
+            self.state = unpack(
+                start, self.module, self.optimizer, self.mixed, average=self.average
+            )
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The module that is validated and saved: the average, or the one that is trained."""
+        return self.module if self.average is None else self.average.module
 
     def step(
         self, images: Tensor, labels: Any, *, done: int, rate: float, momentum: float
@@ -96,8 +116,12 @@ class Trainer:
         """
         seed_step(self._info.recipe.seed, done, self._world.rank, self._world.device)
         set_rate(self.optimizer, rate, momentum)
+        self._thaw(done)
         try:
-            return self._update(images, labels)
+            measured = self._update(images, labels, done)
+            if self.average is not None:
+                self.average.update(self.module, done)
+            return measured
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -107,26 +131,71 @@ class Trainer:
 
     def predict(self, batch: Batch) -> Tensor:
         """The answers float32 [N, …] to a batch's images, in evaluation mode."""
-        self.module.eval()
+        module = self.evaluated.eval()
         with torch.inference_mode(), self.mixed.autocast():
-            outputs: Tensor = self.module(self.feed(batch).images).float()
+            outputs: Tensor = module(self.feed(batch).images).float()
             answers = self._task.head.finish(outputs, self._info.task.numbers)
-        self.module.train()
+        self._freezing.train()
         return answers
 
-    def _update(self, images: Tensor, labels: Any) -> Tensor:
+    def blank(self, count: int) -> Fed:
+        """A batch of black images on the device."""
+        record, classes = self._info.preprocess, len(self._info.labels)
+        dtype = torch.uint8 if record.depth == 8 else torch.uint16
+        labels = self._task.examples.blank(count, classes, record.pixel_shape[:2])
+        return self.feed(
+            Batch(
+                pixels=torch.zeros(count, *record.pixel_shape, dtype=dtype),
+                record=record,
+                labels=in_torch(labels),
+                indices=torch.arange(count),
+            )
+        )
+
+    def _thaw(self, done: int) -> None:
+        """Let those stages learn that do in the step after ``done`` finished ones."""
+        if self._freezing.apply(done):
+            self._parallel = self.module  # the old wrapper lets go before there is a new one
+            self._parallel = self._world.wrap(self.module)
+
+    def _update(self, images: Tensor, labels: Any, done: int) -> Tensor:
+        recipe = self._info.recipe
+        others, share = None, 1.0
+        mix = drawn_mix(recipe.augment, seed=recipe.seed, step=done)
+        if mix is not None:
+            images, share = mixed(images, mix)
+            others = labels.roll(1, 0)
         self.optimizer.zero_grad()
-        with self.mixed.autocast():
-            outputs = self._parallel(images)
+        count = len(images)
+        ends = [count * n // recipe.accumulate for n in range(recipe.accumulate + 1)]
+        parts = [slice(a, b) for a, b in pairwise(ends) if b > a]
+        measured = []
+        for part in parts:
+            last = part is parts[-1]
+            with nullcontext() if last else self._world.alone_for_now(self._parallel):
+                with self.mixed.autocast():
+                    outputs = self._parallel(images[part])
+                loss, measure = self._measured(outputs, labels[part])
+                if others is not None:
+                    other = self._measured(outputs, others[part])
+                    loss = share * loss + (1 - share) * other[0]
+                    measure = share * measure + (1 - share) * other[1]
+                weight = (part.stop - part.start) / count
+                self.mixed.backward(loss if len(parts) == 1 else loss * weight)
+            measured.append(torch.stack([loss.detach(), measure]) * weight)
+        self.mixed.step(self.optimizer)
+        return measured[0] if len(parts) == 1 else torch.stack(measured).sum(0)
+
+    def _measured(self, outputs: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
+        """The loss, and what the task measures at a step."""
         loss = self._task.loss.loss(outputs, labels, self._loss)
-        self.mixed.update(loss, self.optimizer)
-        measure = self._task.loss.step_measure(outputs.detach(), labels, self._loss.numbers)
-        return torch.stack([loss.detach(), measure])
+        return loss, self._task.loss.step_measure(outputs.detach(), labels, self._loss.numbers)
 
     def _out_of_memory(self, seen: str, failed: int) -> OutOfMemory:
         """The error with a batch size that fits, tried out after this trainer is freed."""
         world, info = self._world, self._info
-        del self.module, self._parallel, self.optimizer
+        del self.module, self._parallel, self.optimizer, self._freezing
+        self.average = None
         fits = largest_that_runs(self._trial, failed)
         return out_of_memory(
             seen,
@@ -139,15 +208,6 @@ class Trainer:
         """One step of a new single-process trainer with ``batch`` images."""
         alone = World(device=self._world.device)
         trainer = Trainer(self._info, self._trained, alone)
-        record, classes = self._info.preprocess, len(self._info.labels)
-        dtype = torch.uint8 if record.depth == 8 else torch.uint16
-        blank = self._task.examples.blank(batch, classes, record.pixel_shape[:2])
-        fed = trainer.feed(
-            Batch(
-                pixels=torch.zeros(batch, *record.pixel_shape, dtype=dtype),
-                record=record,
-                labels=in_torch(blank),
-                indices=torch.arange(batch),
-            )
-        )
-        trainer._update(fed.images, fed.labels)
+        fed = trainer.blank(batch)
+        trainer._thaw(sys.maxsize)  # all that will ever learn
+        trainer._update(fed.images, fed.labels, 0)
