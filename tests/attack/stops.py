@@ -48,7 +48,7 @@ def _source() -> Path:
     """A folder of pictures; it goes with the process that made it."""
     folder = tempfile.TemporaryDirectory()
     _kept.append(folder)
-    return write_folder_of(Path(folder.name), {"a": 30, "b": 30})
+    return write_folder_of(Path(folder.name), {"a": 45, "b": 45})
 
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []
@@ -70,7 +70,7 @@ def _import(folder: Path) -> None:
 def _check_import(folder: Path) -> None:
     if (folder / "made").exists():
         made = Dataset(folder / "made")
-        assert sum(len(made.split(name)) for name in made.info.splits) == 60
+        assert sum(len(made.split(name)) for name in made.info.splits) == 90
         assert made.info.content_hash == _right_hash()
 
 
@@ -204,7 +204,9 @@ def _full(name: str, rng: random.Random) -> str:
             told = _in_child(work, inside, None)
             if told and not told.startswith("refused"):
                 return f"raised {told}"
-            left = sorted(p.name for p in inside.iterdir() if p.name.endswith((".tmp", ".old")))
+            left = sorted(
+                p.name for p in inside.iterdir() if p.name.endswith((".tmp", ".old", ".import"))
+            )
             if left:
                 return f"left {left}"
             enlarged()

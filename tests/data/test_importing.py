@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import datasets
@@ -26,7 +27,6 @@ from tessella.core.headers import bits_of
 from tessella.core.preprocess import decode
 from tessella.data import importing, reading
 from tessella.data.importing import ImportSettings, import_images
-from tessella.data.reading import read_all
 from tests.support.pictures.encoded import png
 from tests.support.pictures.folders import write_folder_of, write_picture
 from tests.support.pictures.hostile import peak_bytes, scans_of, tiff_of
@@ -127,6 +127,85 @@ def test_bad_files_are_listed_and_skipped(tmp_path: Path) -> None:
     assert not any(str(tmp_path) in reason for reason in reasons.values())
 
 
+KILLED = """
+import os, signal, sys
+from tessella.data.importing import ImportSettings, import_images
+
+def emit(event):
+    if event.kind == "progress" and event.values["done"] >= int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+import_images(sys.argv[1], sys.argv[2], ImportSettings(size=8, holdout=0.25), emit=emit)
+"""
+
+
+def test_a_killed_import_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the parts that were joined, whose bytes are compared with their hashes first."""
+    source = write_folder_of(tmp_path / "s", {"a": 150, "b": 90})
+    (source / "a" / "bad.png").write_bytes(b"no image")
+    whole = import_images(source, tmp_path / "whole", SMALL)
+    for far in (1, 100):  # twice
+        command = [sys.executable, "-c", KILLED, source, tmp_path / "out", str(far)]
+        assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    events: list[Event] = []
+    monkeypatch.setattr(importing, "PROGRESS_SECONDS", 0.0)
+    again = import_images(source, tmp_path / "out", SMALL, emit=events.append)
+    (behind,) = (e.text for e in events if "goes on behind" in e.text)
+    assert 100 <= int(behind.split()[3]) < 241
+    told = [replace(d.info, created="") for d in (whole, again)]
+    assert told[0] == told[1]
+    assert rows(whole) == rows(again)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "s", "whole"]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pictures, and what an import that was killed left of them."""
+    folder = tmp_path_factory.mktemp("killed")
+    source = write_folder_of(folder / "s", {"a": 60, "b": 60})
+    command = [sys.executable, "-c", KILLED, source, folder / "out", "60"]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    return folder
+
+
+@pytest.mark.parametrize("what", ["a byte", "a line", "a file", "settings"])
+def test_what_is_left_of_an_import_is_not_trusted(tmp_path: Path, killed: Path, what: str) -> None:
+    left = tmp_path / ".out.import"
+    shutil.copytree(killed / ".out.import", left)
+    shard, journal = left / "train-00000.arrow", left / "journal.jsonl"
+    if what == "a byte":
+        content = bytearray(shard.read_bytes())
+        content[content.index(b"IDAT") + 10] ^= 1
+        shard.write_bytes(content)
+    elif what == "a line":
+        journal.write_text(journal.read_text().replace('"sha256": "', '"sha256": "00', 1))
+    elif what == "a file":
+        shard.unlink()
+    settings = replace(SMALL, channels=1) if what == "settings" else SMALL
+    events: list[Event] = []
+    again = import_images(killed / "s", tmp_path / "out", settings, emit=events.append)
+    assert not any("goes on behind" in e.text for e in events)
+    for split in (again.train, again.val):
+        for example in split:
+            pixels = decode(example.content, again.preprocess)
+            with Image.open(killed / "s" / example.path) as theirs:
+                assert what == "settings" or np.array_equal(pixels, np.asarray(theirs))
+    assert sum(again.info.total_counts) == 120
+
+
+def test_one_import_into_a_folder_at_a_time(tmp_path: Path) -> None:
+    source = write_folder_of(tmp_path / "s", {"a": 40, "b": 40})
+
+    def again(event: Event) -> None:
+        if event.kind == "progress":
+            with pytest.raises(UsageError, match="another process imports"):
+                import_images(source, tmp_path / "out", SMALL)
+
+    import_images(source, tmp_path / "out", SMALL, emit=again)
+    assert Dataset(tmp_path / "out").info.splits["train"].count == 60
+
+
 @pytest.mark.parametrize("few", [1, 64], ids=["by processes", "by threads"])
 def test_hostile_files_are_listed_with_their_reasons(
     few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -134,7 +213,7 @@ def test_hostile_files_are_listed_with_their_reasons(
     """Each would take the import down, in memory or for minutes; the others are imported."""
     monkeypatch.setattr(reading, "FEW", few)
     budget = Budget(pixels=1 << 26, nbytes=128 << 20, seconds=1.0)
-    monkeypatch.setattr(importing, "read_all", partial(read_all, budget=budget))
+    monkeypatch.setattr(reading, "BUDGET", budget)
     source = write_folder_of(tmp_path / "s", {"a": 3, "b": 3})
     hostile = {
         "nothing.tif": (tiff_of(0, 2_000_000_000), "no pixels"),

@@ -130,23 +130,31 @@ def write_atomic(path: Path, content: bytes) -> None:
         _sync_folder(path.parent)
 
 
-def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
+def write_folder(
+    path: Path, fill: Callable[[Path], None], *, unfinished: Path | None = None
+) -> None:
     """Make a folder: ``fill`` writes a temporary one, which is synced to disk, then renamed.
 
     An existing folder of that name is replaced only when the new one is complete, and put back if
     that fails.
+
+    Args:
+        unfinished: use this folder, which may be there already, and leave it when interrupted:
+            ``fill`` goes on in it the next time.
     """
-    temporary, retired = _beside(path, "tmp"), _beside(path, "old")
+    temporary, retired = unfinished or _beside(path, "tmp"), _beside(path, "old")
     with _write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        if unfinished is None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(exist_ok=unfinished is not None)
         try:
             fill(temporary)
             _sync_tree(temporary)
             _swap(temporary, path, retired)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+        except BaseException as error:
+            if unfinished is None or not isinstance(error, KeyboardInterrupt):
+                shutil.rmtree(temporary, ignore_errors=True)
             raise
         _sync_folder(path.parent)
         shutil.rmtree(retired, ignore_errors=True)

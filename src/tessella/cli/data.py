@@ -74,7 +74,8 @@ def import_(
 
     Example: tessella data import flowers/ --out datasets/flowers --size 256 --crop 224
     """
-    with output(json_only=json, events=events) as out_:
+    stopped = "stopped: of many files, the same command goes on where it stopped"
+    with output(json_only=json, events=events, stopped=stopped) as out_:
         settings = ImportSettings(
             name=name,
             task=task,

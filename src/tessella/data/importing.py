@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,13 +30,16 @@ from tessella.core.events import Emit, phase, progress, silent, warning
 from tessella.core.preprocess import Preprocess, ResizeMode, Store, full_scale
 from tessella.core.record import digest
 from tessella.core.reporter import reported
+from tessella.data import reading
 from tessella.data.duplicates import Duplicates
 from tessella.data.listing import SPLIT_NAMES, Listing, fingerprint, list_images
 from tessella.data.moments import Moments
 from tessella.data.notes import notes_on
-from tessella.data.reading import Picture, read_all
+from tessella.data.parts import write_parts
+from tessella.data.reading import Facts, Picture, read_all
 from tessella.data.sources import read_labels
 from tessella.data.splitting import TRAIN
+from tessella.data.unfinished import Unfinished, folder_of
 from tessella.tasks import Task, column_of, named
 
 MAX_SKIPPED = 1000
@@ -60,7 +64,7 @@ class ImportSettings:
         store: ``png``, or ``pixels``: about twice as large, and a training reads them without
             decoding. Equal pixels either way.
         name: of the dataset; the source's if None.
-        workers: threads that read images; one a core if None. The dataset does not depend on it.
+        workers: processes that read images; one a core if None. The dataset does not depend on it.
     """
 
     size: int | tuple[int, int] = 256
@@ -122,7 +126,8 @@ def import_images(
 ) -> Dataset:
     """Make a dataset of a folder (class = subfolder) or of a text list (lines ``path label``).
 
-    Bad files are listed in the dataset's ``info.skipped``. Notes are emitted as warnings, too.
+    Bad files are listed in the dataset's ``info.skipped``. Notes are emitted as warnings, too. An
+    import of many files that was killed goes on when it is called again with the same settings.
 
     Args:
         out: the dataset's folder, which must not exist yet.
@@ -235,6 +240,15 @@ class _Tally:
         if len(self.skipped) < MAX_SKIPPED:
             self.skipped.append(file)
 
+    def add(self, facts: Facts, path: str, split: int, number: int, depth: int) -> None:
+        """A picture of a dataset that stores so many bits; ``number``: its source's."""
+        self.duplicates.add(facts.digest, split, number)
+        self.deeper += facts.bits > depth
+        if facts.enlarged > ENLARGED:
+            self.enlarged.append(path)
+        if split == TRAIN:
+            self.moments.add(facts.count, facts.sums, facts.squares)
+
 
 def _import_listing(
     source: Path, out: Path, settings: ImportSettings, listing: Listing, emit: Emit
@@ -249,13 +263,27 @@ def _import_listing(
             for split, name in SPLIT_NAMES.items()
             if (listing.splits == split).any()
         }
-        tally = _write_pictures(writers, listing, settings, emit)
+        try:
+            if unfinished is None:
+                tally = _write_pictures(writers, listing, settings, emit)
+            else:
+                tally = _write_parts(unfinished, writers, listing, settings, emit)
+        except BaseException:
+            for writer in writers.values():
+                writer.abandon()
+            raise
         splits = {SPLIT_NAMES[split]: writer.close() for split, writer in writers.items()}
         _check_enough(splits, listing, tally, task)
         hashes = {SPLIT_NAMES[split]: w.row_hashes.hexdigest() for split, w in writers.items()}
         write_info(folder, _describe(source, settings, listing, splits, hashes, tally))
 
-    write_folder(out, fill)
+    unfinished: Unfinished | None = None
+    if len(listing.sources) <= reading.FEW:
+        write_folder(out, fill)
+    else:
+        known_by = fingerprint(listing, _settings_hash(settings))
+        with Unfinished(folder_of(out), known_by) as unfinished:
+            write_folder(out, fill, unfinished=unfinished.folder)
     dataset = Dataset(out)
     for note in dataset.info.notes:
         emit(warning(note))
@@ -265,34 +293,90 @@ def _import_listing(
 def _write_pictures(
     writers: dict[int, SplitWriter], listing: Listing, settings: ImportSettings, emit: Emit
 ) -> _Tally:
-    tally = _Tally(moments=Moments(settings.channels))
-    for file in listing.skipped:
-        tally.skip(file)
-    total, reported = len(listing.sources), 0.0
-    workers = settings.workers or len(os.sched_getaffinity(0))
-    stored = named(settings.task).examples.stored
+    """Few files, read by threads of this process."""
+    tally, told = _begun(listing, settings), _Told(len(listing.sources), emit)
     pictures = read_all(
-        listing.sources, settings.record(), workers=workers, store=settings.store, stored=stored
+        listing.sources,
+        settings.record(),
+        workers=_workers(settings),
+        store=settings.store,
+        stored=named(settings.task).examples.stored,
     )
     for number, picture in enumerate(pictures):
         source, split = listing.sources[number], int(listing.splits[number])
         if isinstance(picture, Picture):
-            writers[split].add(
-                Example(content=picture.content, label=picture.label, path=source.path),
-                picture.sha256,
-            )
-            tally.duplicates.add(picture.digest, split, number)
-            tally.deeper += picture.bits > settings.depth
-            if picture.enlarged > ENLARGED:
-                tally.enlarged.append(source.path)
-            if split == TRAIN:
-                tally.moments.add(picture.count, picture.sums, picture.squares)
+            example = Example(content=picture.content, label=picture.label, path=source.path)
+            writers[split].add(example, picture.facts.sha256)
+            tally.add(picture.facts, source.path, split, number, settings.depth)
         else:
             tally.skip(picture)
-        if time.monotonic() - reported > PROGRESS_SECONDS or number + 1 == total:
-            reported = time.monotonic()
-            emit(progress("import", number + 1, total))
+        told(number + 1)
     return tally
+
+
+def _write_parts(
+    unfinished: Unfinished, writers: dict[int, SplitWriter], listing: Listing,
+    settings: ImportSettings, emit: Emit,
+) -> _Tally:  # fmt: skip
+    """Many files, read and written by processes; behind the parts that are there already."""
+    tally, told = _begun(listing, settings), _Told(len(listing.sources), emit)
+    splits, examples = listing.splits.tolist(), named(settings.task).examples
+    number = 0
+
+    def count(outcomes: Sequence[Facts | SkippedFile]) -> None:
+        nonlocal number
+        for outcome in outcomes:
+            if isinstance(outcome, SkippedFile):
+                tally.skip(outcome)
+            else:
+                path = listing.sources[number].path
+                tally.add(outcome, path, splits[number], number, settings.depth)
+            number += 1
+        told(number)
+
+    done = unfinished.go_on(writers, splits)
+    for outcomes in done:
+        count(outcomes)
+    if done:
+        emit(phase("import", f"goes on behind {number:,} images"))
+    for part in write_parts(
+        listing.sources,
+        splits,
+        settings.record(),
+        stored=examples.stored,
+        column=examples.column(),
+        folder=unfinished.folder,
+        workers=_workers(settings),
+        store=settings.store,
+        done=len(done),
+    ):
+        unfinished.append(part, writers, splits[number : number + len(part.outcomes)])
+        count(part.outcomes)
+    unfinished.remove()
+    return tally
+
+
+def _begun(listing: Listing, settings: ImportSettings) -> _Tally:
+    tally = _Tally(moments=Moments(settings.channels))
+    for file in listing.skipped:
+        tally.skip(file)
+    return tally
+
+
+def _workers(settings: ImportSettings) -> int:
+    return settings.workers or len(os.sched_getaffinity(0))
+
+
+class _Told:
+    """Tells the progress, but not too often."""
+
+    def __init__(self, total: int, emit: Emit) -> None:
+        self._total, self._emit, self._last = total, emit, 0.0
+
+    def __call__(self, done: int) -> None:
+        if time.monotonic() - self._last > PROGRESS_SECONDS or done == self._total:
+            self._last = time.monotonic()
+            self._emit(progress("import", done, self._total))
 
 
 def _check_enough(
