@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessella.data.splitting import TEST, TRAIN, VAL, hold_out
+from tessella.data.importing import ImportSettings, import_images
+from tessella.data.splitting import TEST, TRAIN, VAL, hold_out, hold_out_groups
+from tests.support.pictures.folders import write_picture
 
 
 @given(
@@ -50,3 +54,40 @@ def test_many_tiny_classes_still_hold_out_the_fraction() -> None:
     labels = np.repeat(np.arange(100), 3)
     splits = hold_out(labels, val=0.1, test=0.0, seed=0)
     assert (splits == VAL).sum() == 30
+
+
+def test_groups_stay_together_and_the_shares_are_kept() -> None:
+    """Sixty patients with one to nine pictures each, of three classes that are not even."""
+    rng = np.random.default_rng(0)
+    groups = [f"p{n}" for n in range(60) for _ in range(int(rng.integers(1, 10)))]
+    labels = rng.choice(3, len(groups), p=[0.6, 0.3, 0.1])
+    splits = hold_out_groups(labels, groups, val=0.2, test=0.1, seed=3)
+    of = {name: {s for g, s in zip(groups, splits.tolist()) if g == name} for name in groups}
+    assert all(len(found) == 1 for found in of.values())
+    for label in range(3):
+        shares = np.bincount(splits[labels == label], minlength=3) / (labels == label).sum()
+        assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.08)
+    again = hold_out_groups(labels, groups, val=0.2, test=0.1, seed=3)
+    other = hold_out_groups(labels, groups, val=0.2, test=0.1, seed=4)
+    assert np.array_equal(splits, again)
+    assert not np.array_equal(splits, other)
+    assert not (hold_out_groups(labels, groups, val=0.2, test=0.0, seed=0) == TEST).any()
+
+
+def test_a_table_s_groups_are_kept(tmp_path: Path) -> None:
+    """The column is no label; a picture without a group is one of its own."""
+    lines = ["path,label,Group"]
+    for n in range(40):
+        write_picture(tmp_path / f"{n}.png", n)
+        lines.append(f"{n}.png,{'ab'[n % 2]},{'' if n < 4 else n // 4}")
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    settings = ImportSettings(size=8, holdout=0.2, test=0.2)
+    dataset = import_images(tmp_path / "t.csv", tmp_path / "out", settings)
+    assert dataset.classes == ("a", "b")
+    where: dict[int, set[str]] = {}
+    for name in ("train", "val", "test"):
+        assert len(dataset.split(name)) >= 4
+        for example in dataset.split(name):
+            number = int(example.path.removesuffix(".png"))
+            where.setdefault(number // 4 if number >= 4 else -number, set()).add(name)
+    assert all(len(names) == 1 for names in where.values())

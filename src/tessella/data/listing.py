@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
 from tessella.data.sources import find
-from tessella.data.splitting import TEST, TRAIN, VAL, hold_out
+from tessella.data.splitting import TEST, TRAIN, VAL, hold_out, hold_out_groups
 from tessella.tasks import Found, Request, Source, Task
 
 HELD_OUT = {"val": VAL, "test": TEST}
@@ -71,7 +71,11 @@ def list_images(
     decided = any(s.split in HELD_OUT for s in found.sources)  # by the annotations
     fractions = [0.0 if decided or isinstance(part, Path) else part for part in (val, test)]
     of_class = task.examples.strata([s.label for s in found.sources])
-    splits = hold_out(of_class, val=fractions[0], test=fractions[1], seed=seed)
+    if found.groups:
+        groups = [found.groups.get(s.path, f"/{s.path}") for s in found.sources]
+        splits = hold_out_groups(of_class, groups, val=fractions[0], test=fractions[1], seed=seed)
+    else:
+        splits = hold_out(of_class, val=fractions[0], test=fractions[1], seed=seed)
     if decided:
         splits = np.array([HELD_OUT.get(s.split, TRAIN) for s in found.sources], np.int8)
     sources, skipped, notes = list(found.sources), list(found.skipped), list(found.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,38 @@ def hold_out(
         splits[order[:first]] = VAL
         splits[order[first:second]] = TEST
     return splits
+
+
+def hold_out_groups(
+    labels: npt.NDArray[np.int64],
+    groups: Sequence[str],
+    *,
+    val: float,
+    test: float,
+    seed: int,
+) -> npt.NDArray[np.int8]:
+    """As ``hold_out``, but images of one group (a patient, a scene) stay in one split.
+
+    Groups come one after another, those first whose classes are least even, by chance among equals;
+    each goes where the classes' shares then are nearest to those asked for.
+    """
+    names, group_N = np.unique(np.asarray(groups), return_inverse=True)
+    classes = int(labels.max()) + 1 if len(labels) else 0
+    counts_GK = np.zeros((len(names), classes), np.int64)
+    np.add.at(counts_GK, (group_N, labels), 1)
+    shares_S = np.array([1 - val - test, val, test])
+    total_K = counts_GK.sum(axis=0)
+    missing_SK = shares_S[:, None] * total_K
+    order = _generator(seed, 0).permutation(len(names))
+    order = order[np.argsort(-counts_GK[order].std(axis=1), kind="stable")]
+    split_G = np.full(len(names), TRAIN, np.int8)
+    for group in order.tolist():
+        # the square of what is missing falls by 2·missing·count − count² where the group goes
+        gain_SK = (2 * missing_SK - counts_GK[group]) * counts_GK[group]
+        gain_S = np.where(shares_S > 0, (gain_SK / np.maximum(total_K, 1) ** 2).sum(1), -np.inf)
+        split_G[group] = int(gain_S.argmax())
+        missing_SK[split_G[group]] -= counts_GK[group]
+    return split_G[group_N]
 
 
 def _generator(seed: int, label: int) -> np.random.Generator:

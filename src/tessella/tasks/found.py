@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,17 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The images of a source, in an order independent of the file system."""
+    """The images of a source, in an order independent of the file system.
+
+    Attributes:
+        groups: by path: pictures of one group stay in one split; others are each their own.
+    """
 
     classes: tuple[str, ...]
     sources: tuple[Source, ...]
     skipped: tuple[SkippedFile, ...] = ()
     notes: tuple[str, ...] = ()
+    groups: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Tables of labels: CSV, TSV and Parquet files with a row for each picture.
 
 One column has the pictures' paths: the one that is called path, file, filename or image, else the
-first. A cell is text until a task reads it. The file may be a stranger's: its size, its columns and
-the length of a cell are bounded, and a path that leads out of the folder is refused.
+first. A column ``group`` beside others says which pictures a holdout must not tear apart. A cell is
+text until a task reads it. The file may be a stranger's: its size, its columns and the length of a
+cell are bounded, and a path that leads out of the folder is refused.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import pyarrow.parquet
 from tessella.annotations.files import inside
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
+from tessella.tasks.found import Found, Source
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
 PATH_NAMES = ("path", "file", "filename", "image", "file_name", "image_path", "filepath")
+GROUP = "group"
 MAX_BYTES = 2 << 30
 MAX_COLUMNS = 1 << 14
 MAX_ROWS = 10_000_000
@@ -49,12 +52,14 @@ class Table:
         files: path to open, one a row.
         paths: name in the dataset, one a row.
         columns: the other columns by name, one a row; an empty cell is the empty text.
+        groups: of the column ``group``, by path: pictures of one stay in one split.
         skipped: rows whose path leads out of the folder.
     """
 
     files: tuple[str, ...]
     paths: tuple[str, ...]
     columns: dict[str, pa.Array]
+    groups: dict[str, str]
     skipped: tuple[SkippedFile, ...] = ()
     where: Path
 
@@ -102,6 +107,20 @@ class Table:
                 )
             values[row] = number
         return values
+
+    def found(
+        self,
+        classes: Sequence[str],
+        sources: Sequence[Source],
+        skipped: Sequence[SkippedFile],
+    ) -> Found:
+        """What a task has found in the table."""
+        return Found(
+            classes=tuple(classes),
+            sources=tuple(sources),
+            skipped=tuple(skipped),
+            groups=self.groups,
+        )
 
 
 def number_in(text: str) -> float | None:
@@ -160,10 +179,16 @@ def _placed(data: pa.Table, key: str, source: Path, root: Path) -> Table:
     if skipped:
         data = data.take(pa.array(kept, pa.int64()))
     columns = {n: data.column(n).combine_chunks() for n in data.column_names if n != key}
+    groups: dict[str, str] = {}
+    grouped = next((n for n in columns if n.strip().lower() == GROUP), None)
+    if grouped is not None and len(columns) > 1:
+        cells = (text.strip() for text in columns.pop(grouped).to_pylist())
+        groups = {path: cell for path, cell in zip(paths, cells, strict=True) if cell}
     return Table(
         files=tuple(files),
         paths=tuple(paths),
         columns=columns,
+        groups=groups,
         skipped=tuple(skipped),
         where=source,
     )

@@ -40,7 +40,7 @@ def find(request: Request) -> Found:
                 fix="correct the row, or name the class among the labels",
             )
         sources.append(Source(table.files[row], table.paths[row], index[name]))
-    return Found(classes=tuple(classes), sources=tuple(sources), skipped=tuple(skipped))
+    return table.found(classes, sources, skipped)
 
 
 def stored(target: int, file: str, record: Preprocess) -> int:

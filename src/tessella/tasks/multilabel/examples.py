@@ -71,7 +71,7 @@ def _in_table(request: Request) -> Found:
         Source(file, path, tuple(np.flatnonzero(hot_K).tolist()))
         for file, path, hot_K in zip(table.files, table.paths, hot_NK, strict=True)
     )
-    return Found(classes=classes, sources=sources, skipped=table.skipped)
+    return table.found(classes, sources, table.skipped)
 
 
 def _yes(table: tables.Table, name: str) -> npt.NDArray[np.bool_]:
@@ -105,7 +105,7 @@ def _in_one_column(request: Request, table: tables.Table) -> Found:
             skipped.append(SkippedFile(path=path, reason=reason))
             continue
         sources.append(Source(file, path, tuple(sorted({index[name] for name in names}))))
-    return Found(classes=tuple(classes), sources=tuple(sources), skipped=tuple(skipped))
+    return table.found(classes, sources, skipped)
 
 
 def _in_annotations(request: Request) -> Found:

@@ -44,7 +44,7 @@ def find(request: Request) -> Found:
             skipped.append(SkippedFile(path=path, reason="the table has no number"))
             continue
         sources.append(Source(file, path, tuple(values.tolist())))
-    return Found(classes=tuple(names), sources=tuple(sources), skipped=tuple(skipped))
+    return table.found(names, sources, skipped)
 
 
 def _in_folders(request: Request) -> Found:
