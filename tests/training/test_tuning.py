@@ -19,6 +19,7 @@ from tessella.core.errors import TrainError, UsageError
 from tessella.data.loading import batches
 from tessella.nn import zoo
 from tessella.training.evaluate import evaluate
+from tessella.training.growing import share_of_side
 from tessella.training.loop import train
 from tessella.training.mixing import Mix, drawn_mix, mixed
 from tessella.training.state import seed_step
@@ -177,6 +178,39 @@ def test_parts_of_a_batch_add_up(settings, start, tmp_path):
         replace(settings, accumulate=3)
 
 
+# A network that pools at its end, and so takes images of any size.
+POOLED = NETWORK.replace("8 * 5 * 5", "8").replace(
+    "self.block(self.stem(x)).flatten(1)", "self.block(self.stem(x)).mean((2, 3))"
+)
+
+
+def test_images_grow(dataset, tmp_path):
+    """Twelve pixels, from six on: whole in the last quarter."""
+    source = tmp_path / "pooled.py"
+    source.write_text(POOLED)
+    settings = recipe(dataset, network=f"{source}:Net", epochs=1.0)
+    start = train(settings, tmp_path / "start")
+    grows = replace(settings, epochs=2.0, init=str(start.latest().path), grow_from=0.5)
+    hand, sides = ByHand(grows, start), []
+
+    def loss(number, images, labels):
+        sides.append(round(12 * share_of_side(0.5, number / STEPS)))
+        small = F.interpolate(images, (sides[-1],) * 2, mode="bilinear", antialias=True)
+        return F.cross_entropy(hand.module(small), labels)
+
+    hand.loss = loss
+    found = losses(train(grows, tmp_path / "run"))
+    assert found == pytest.approx([hand.step(n) for n in range(STEPS)], rel=1e-5)
+    assert sides[0] == 6
+    assert sides == sorted(sides)
+    assert sides[-2:] == [12, 12]
+
+
+def test_a_network_of_one_size_cannot_begin_small(settings, tmp_path):
+    with pytest.raises(UsageError, match="does not take smaller images"):
+        train(replace(settings, grow_from=0.6), tmp_path / "run")
+
+
 def test_what_is_computed_again_is_the_same(settings, tmp_path):
     plain = train(settings, tmp_path / "plain")
     again = train(replace(settings, recompute=True), tmp_path / "again")
@@ -288,7 +322,7 @@ def test_what_cannot_be_tuned_is_said(dataset, settings, tmp_path):
         recipe(dataset, freeze=1)
     with pytest.raises(UsageError, match=r"a part of epochs.*freeze=-1"):
         replace(settings, probe_epochs=2.0)
-    with pytest.raises(UsageError, match="layer_decay is above 0"):
+    with pytest.raises(UsageError, match="layer_decay and grow_from are above 0"):
         replace(settings, layer_decay=0.0)
     with pytest.raises(UsageError, match=r"no stage of the network would learn.*at most 2"):
         train(replace(settings, freeze=3), tmp_path / "run")

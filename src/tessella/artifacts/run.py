@@ -110,6 +110,8 @@ class Recipe:
             0.9 are usual, 1 is the same rate everywhere.
         ema: validate and save an average of the weights, of which each step keeps this share; 0.999
             is usual, 0 is none.
+        grow_from: begin with images of this share of their side, which grow in five steps and are
+            whole for the last quarter; 0.5 to 0.75 are usual, 1 is whole images from the start.
         accumulate: cut each batch into so many parts, whose gradients are added up: less memory.
             Batch norms then see the parts.
         recompute: compute a block's inner values again in the backward pass instead of keeping
@@ -141,6 +143,7 @@ class Recipe:
     probe_epochs: float = 0.0
     layer_decay: float = 1.0
     ema: float = 0.0
+    grow_from: float = 1.0
     accumulate: int = 1
     recompute: bool = False
     workers: int | None = None
@@ -192,10 +195,10 @@ class Recipe:
                 seen=f"{self.probe_epochs:g} of {self.epochs:g}",
                 fix="for a head that learns alone to the end use freeze=-1",
             )
-        if not (0 < self.layer_decay <= 1 and 0 <= self.ema < 1):
+        if not (0 < self.layer_decay <= 1 and 0 < self.grow_from <= 1 and 0 <= self.ema < 1):
             raise UsageError(
-                "layer_decay is above 0 to 1, ema 0 to below 1",
-                seen=f"layer_decay={self.layer_decay}, ema={self.ema}",
+                "layer_decay and grow_from are above 0 to 1, ema 0 to below 1",
+                seen=f"layer_decay={self.layer_decay}, grow_from={self.grow_from}, ema={self.ema}",
             )
 
 

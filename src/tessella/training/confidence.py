@@ -76,7 +76,7 @@ def mcnemar(right_N: Bools, other_N: Bools) -> tuple[int, int, float]:
     return one, other, float(p)
 
 
-def softmax(scores_NK: npt.NDArray[np.floating]) -> Floats:  # type: ignore[type-arg]
+def softmax(scores_NK: npt.NDArray[np.floating]) -> Floats:
     """Probabilities N×K in float64."""
     shifted = scores_NK.astype(np.float64) - scores_NK.max(axis=1, keepdims=True)
     powers = np.exp(shifted)

@@ -107,6 +107,12 @@ def _check_splits(dataset: Dataset, recipe: Recipe) -> None:
             seen=f"mixup={recipe.augment.mixup}, cutmix={recipe.augment.cutmix}",
             fix="leave mixup and cutmix out",
         )
+    if task.head.DENSE and recipe.grow_from < 1:
+        raise UsageError(
+            f"images of {task.name} cannot grow: each pixel has a class of its own",
+            seen=f"grow_from={recipe.grow_from}",
+            fix="leave grow_from out",
+        )
     if validates(dataset):
         targets_of(dataset.val)
     elif recipe.patience is not None:

@@ -63,7 +63,7 @@ def _counted_already(norms: list[_BatchNorm]) -> Iterator[None]:
     """Batch norms that leave their running statistics as they are."""
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None  # type: ignore[assignment]
+        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:

@@ -22,11 +22,13 @@ from tessella.training import sparsity
 from tessella.training.averaging import Average
 from tessella.training.feed import Fed, Feed
 from tessella.training.freezing import Freezing
+from tessella.training.growing import require_any_size, resized, share_of_side
 from tessella.training.memory import largest_that_runs, out_of_memory
 from tessella.training.mixing import drawn_mix, mixed
 from tessella.training.parallel import World
 from tessella.training.precision import MixedPrecision
 from tessella.training.recomputing import recompute_blocks
+from tessella.training.schedule import Schedule
 from tessella.training.solver import optimizer_for, set_rate
 from tessella.training.state import TrainState, seed_step, unpack
 
@@ -74,6 +76,9 @@ class Trainer:
         if recipe.sparsity == "2:4" and start is None:
             sparsity.prune(self.module)
         in_epoch = steps_per_epoch(trained.count, recipe.batch_size)
+        self._steps = Schedule(recipe=recipe, steps_per_epoch=in_epoch).total
+        if recipe.grow_from < 1:
+            require_any_size(self.module, info.preprocess.input_shape, recipe.grow_from)
         self._freezing = Freezing(self.module, recipe, in_epoch)
         self.average = Average(self.module, recipe.ema) if recipe.ema else None
         if recipe.recompute:  # behind the average, whose copies would call this module's blocks
@@ -160,6 +165,8 @@ class Trainer:
 
     def _update(self, images: Tensor, labels: Any, done: int) -> Tensor:
         recipe = self._info.recipe
+        progress = done / self._steps
+        images = resized(images, share_of_side(recipe.grow_from, progress))
         others, share = None, 1.0
         mix = drawn_mix(recipe.augment, seed=recipe.seed, step=done)
         if mix is not None:
@@ -210,4 +217,4 @@ class Trainer:
         trainer = Trainer(self._info, self._trained, alone)
         fed = trainer.blank(batch)
         trainer._thaw(sys.maxsize)  # all that will ever learn
-        trainer._update(fed.images, fed.labels, 0)
+        trainer._update(fed.images, fed.labels, sys.maxsize)
