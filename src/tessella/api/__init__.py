@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tessella.api.serving import serve
     from tessella.api.sources import Batch, batch_range, open_checkpoint
     from tessella.api.sweeping import sweep
-    from tessella.api.training import train
+    from tessella.api.training import forecast, train
     from tessella.api.verifying import Flip, Verification, evaluate_split, verify
     from tessella.artifacts.plan import load_plan
     from tessella.artifacts.settings import recipe_from
@@ -41,9 +41,9 @@ __all__ = [
     "Answering", "Batch", "CalibrationData", "Flip", "Judgement", "JudgingData", "Model",
     "Verification", "answer", "answer_each", "batch_range", "build", "calibrate", "classify",
     "compile", "eager_predictor", "engine_predictor", "evaluate", "evaluate_split", "explain",
-    "export", "load", "load_plan", "name_of", "open_checkpoint", "open_model", "pareto",
-    "pictures", "plain_answer", "predictor", "recipe_from", "serve", "sweep", "task_of",
-    "train", "verify",
+    "export", "forecast", "load", "load_plan", "name_of", "open_checkpoint", "open_model",
+    "pareto", "pictures", "plain_answer", "predictor", "recipe_from", "serve", "sweep",
+    "task_of", "train", "verify",
 ]  # fmt: skip
 
 _PLACES = {
@@ -59,7 +59,7 @@ _PLACES = {
     "api.serving": ("serve",),
     "api.sources": ("Batch", "batch_range", "open_checkpoint"),
     "api.sweeping": ("sweep",),
-    "api.training": ("train",),
+    "api.training": ("forecast", "train"),
     "api.verifying": ("Flip", "Verification", "evaluate_split", "verify"),
     "artifacts.plan": ("load_plan",),
     "artifacts.settings": ("recipe_from",),

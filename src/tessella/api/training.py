@@ -1,4 +1,4 @@
-"""train: a recipe from keyword settings, and the loop."""
+"""train and forecast: a recipe from keyword settings, and what is made of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.defaults import completed, describe_defaults
-from tessella.artifacts.run import Run
+from tessella.artifacts.run import Recipe, Run
 from tessella.artifacts.settings import recipe_from, spelled_out
 from tessella.core.events import Emit, phase
 from tessella.core.record import to_plain
 from tessella.core.reporter import reported
+from tessella.training import forecast as forecasting
 from tessella.training import loop
+from tessella.training.forecast import Forecast
+
+AUTO = "auto"
 
 
 def train(
@@ -35,38 +39,63 @@ def train(
         resume: go on where the run in ``out`` stopped; the loss curve is that of an unbroken run.
         emit: told what happens; by default bars show it on a terminal and in a notebook.
         settings: fields of ``Recipe`` (epochs, batch_size, solver, precision, backend, gpus, …),
-            and as on the command line ``lr`` and the name of a solver or policy alone. What is
-            left out of ``solver``, ``policy``, ``augment`` and ``label_smoothing`` is the default
-            for this network (``artifacts.defaults``), or when resuming as it was.
+            and as on the command line ``lr`` and the name of a solver or policy alone;
+            ``batch_size="auto"`` is the largest one that fits. What is left out of ``solver``,
+            ``policy``, ``augment`` and ``label_smoothing`` is the default for this network
+            (``artifacts.defaults``), or when resuming as it was.
 
     Returns:
         The run; ``run.best("val/accuracy")`` is its best checkpoint.
     """
     with reported(emit) as told:
-        return _train(network, dataset, out, resume, told, settings)
+        there = Path(out) if resume and out is not None else None
+        recipe = _recipe(network, dataset, settings, there=there, emit=told)
+        if out is None:
+            stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+            out = Path("runs") / f"{network.replace('/', '-')}-{stamp}"
+        return loop.train(recipe, Path(out), resume=resume, emit=told)
 
 
-def _train(
+def forecast(
+    network: str, dataset: Dataset | str | Path, *, emit: Emit | None = None, **settings: Any
+) -> Forecast:
+    """What a training will be like here: memory, time, and every setting with its defaults.
+
+    Args:
+        settings: as of ``train``.
+    """
+    with reported(emit) as told:
+        return forecasting.forecast(_recipe(network, dataset, settings, there=None, emit=told))
+
+
+def _recipe(
     network: str,
     dataset: Dataset | str | Path,
-    out: str | Path | None,
-    resume: bool,
-    emit: Emit,
     settings: Mapping[str, Any],
-) -> Run:
+    *,
+    there: Path | None,
+    emit: Emit,
+) -> Recipe:
+    """The recipe of settings; what they leave out is as in the run ``there``, or a default."""
     folder = dataset.path if isinstance(dataset, Dataset) else Path(dataset)
     given = {"network": network, "dataset": str(folder), **spelled_out(settings)}
-    going_on = resume and out is not None and (Path(out) / "run.json").exists()
-    if going_on and out is not None:  # what is not said stays as it was, whatever is default by now
-        recipe = recipe_from(_merged(to_plain(Run(out).recipe), given))
-    else:
-        recipe = completed(recipe_from(given), given)
-        if line := describe_defaults(recipe, given):
-            emit(phase("recipe", line))
-    if out is None:
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        out = Path("runs") / f"{network.replace('/', '-')}-{stamp}"
-    return loop.train(recipe, Path(out), resume=resume, emit=emit)
+    going_on = there is not None and (there / "run.json").exists()
+    if given.get("batch_size") == AUTO:
+        del given["batch_size"]
+        if not going_on:
+            given["batch_size"] = _fitting(given)
+            emit(phase("batch", f"{given['batch_size']} images a step"))
+    if going_on and there is not None:  # what is not said stays, whatever is default by now
+        return recipe_from(_merged(to_plain(Run(there).recipe), given))
+    recipe = completed(recipe_from(given), given)
+    if line := describe_defaults(recipe, given):
+        emit(phase("recipe", line))
+    return recipe
+
+
+def _fitting(given: Mapping[str, Any]) -> int:
+    unit = given.get("gpus", 1) * given.get("accumulate", 1)
+    return forecasting.fitting_batch(recipe_from({**given, "batch_size": unit}))
 
 
 def _merged(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,16 @@ from typer import Argument, Option
 
 from tessella import api
 from tessella.artifacts.settings import spelled_out
-from tessella.cli.output import Events, Json, output
+from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.core.errors import ArtifactError, UsageError
-from tessella.core.record import parse_json
+from tessella.core.record import parse_json, to_plain
+from tessella.training.forecast import Forecast
+
+
+def _batch(text: str) -> int | str:
+    if text == "auto" or text.isdigit():
+        return text if text == "auto" else int(text)
+    raise typer.BadParameter("a number of images, or auto")
 
 
 def register(app: typer.Typer) -> None:
@@ -22,9 +29,11 @@ def register(app: typer.Typer) -> None:
 def train(
     network: Annotated[str, Argument(help="resnet50, timm/NAME, file.py:Class or net.prototxt.")],
     dataset: Annotated[Path, Argument(help="Folder of the dataset.")],
-    out: Annotated[Path, Option(help="Folder of the run.")],
+    out: Annotated[Path | None, Option(help="Folder of the run.")] = None,
     epochs: Annotated[float | None, Option(help="Passes over the training images.")] = None,
-    batch_size: Annotated[int | None, Option(help="Images a step.")] = None,
+    batch_size: Annotated[
+        str | None, Option(help="Images a step; auto: the most that fit.", parser=_batch)
+    ] = None,
     solver: Annotated[
         str | None,
         Option(help="sgd, nesterov, adagrad, adadelta, adam, adamw or rmsprop."),
@@ -48,6 +57,9 @@ def train(
         Option(help="Any setting of a recipe, as JSON or a file of it; options here win over it."),
     ] = None,
     resume: Annotated[bool, Option(help="Go on with the run in --out, exactly.")] = False,
+    explain: Annotated[
+        bool, Option("--explain", help="Do not train: tell memory, time and every setting.")
+    ] = False,
     json: Json = False,
     events: Events = None,
 ) -> None:
@@ -56,8 +68,9 @@ def train(
     Example: tessella train resnet50 datasets/flowers --out runs/flowers --epochs 30
 
     A recipe file (--recipe) holds any other setting: {"augment": {"flip": true}, "patience": 5,
-    "class_weights": "balanced", "init": "pretrained", "val_interval": 0.5}. To prune a trained
-    network and train it again: {"sparsity": "2:4", "init": "runs/a/checkpoints/step-00001000"}
+    "class_weights": "balanced", "init": "pretrained", "val_interval": 0.5}. To fine-tune: {"init":
+    "pretrained", "probe_epochs": 2, "layer_decay": 0.8, "ema": 0.99}. To prune a trained network
+    and train it again: {"sparsity": "2:4", "init": "runs/a/checkpoints/step-00001000"}
     """
     stopped = "stopped: the same command with --resume goes on where it stopped"
     with output(json_only=json, events=events, stopped=stopped) as out_:
@@ -76,6 +89,11 @@ def train(
         for name, value in (("solver", {"name": solver}), ("policy", {"name": policy})):
             if value["name"] is not None:
                 settings[name] = {**settings.get(name, {}), **value}
+        if explain:
+            _explain(out_, api.forecast(emit=out_.emit, **settings))
+            return
+        if out is None:
+            raise UsageError("a run needs a folder", fix="say where: --out runs/NAME")
         run = api.train(out=out, resume=resume, emit=out_.emit, **settings)
         best = api.open_checkpoint(run)
         plain = {
@@ -86,6 +104,49 @@ def train(
         }
         metrics = "  ".join(f"{k} {v:.4g}" for k, v in best.info.metrics.items())
         out_.result(plain, f"best checkpoint: {best.path}\n{metrics}")
+
+
+def _explain(out_: Output, found: Forecast) -> None:
+    memory, recipe = found.memory, found.recipe
+    plain = {k: to_plain(v) for k, v in vars(found).items()}
+    plain["memory"] = {**plain["memory"], "total": memory.total}
+    plain["total_s"] = found.total_s
+    frozen = found.parameters - found.trained
+    total = "not known before it runs" if memory.total is None else _bytes(memory.total)
+    kept = "?" if memory.kept is None else _bytes(memory.kept)
+    rows = [
+        ("images, and steps an epoch", f"{found.images:,}, {found.steps_per_epoch:,}"),
+        ("parameters", f"{found.parameters:,} in {found.stages} stages, {frozen:,} frozen"),
+        ("memory of a step", f"{total}; {_bytes(found.free)} free on {found.device}"),
+        ("  weights, gradients, solver", ", ".join(
+            _bytes(n) for n in (memory.weights + memory.average, memory.gradients, memory.solver)
+        )),
+        ("  kept for the backward pass", kept),
+        ("a step", f"{1e3 * found.step_s:.3g} ms, loading its images {1e3 * found.load_s:.3g} ms"),
+        ("an epoch", f"{_duration(found.epoch_s)}, {recipe.epochs:g} of them "
+                     f"{_duration(found.total_s)}, without validation"),
+        *((name, str(value)) for name, value in _flat(to_plain(recipe)).items()),
+    ]  # fmt: skip
+    out_.result(plain, grid(("", ""), rows, title=f"{recipe.network} on {recipe.dataset}"))
+
+
+def _flat(plain: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's settings by path, but for those that are off."""
+    flat: dict[str, Any] = {}
+    for name, value in plain.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        flat |= {f"{name}.{key}".strip("."): v for key, v in inner}
+    return {name: v for name, v in flat.items() if v not in (None, False, 0, "none", {})}
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
 
 
 def read_recipe(given: str) -> dict[str, Any]:
@@ -105,7 +166,8 @@ def read_recipe(given: str) -> dict[str, Any]:
                 "a recipe is a JSON object", seen=type(plain).__name__, fix='write {"epochs": 30}'
             )
         plain = spelled_out(plain)
-        api.recipe_from({"network": "lenet", "dataset": ".", **plain})
+        known = {k: v for k, v in plain.items() if (k, v) != ("batch_size", "auto")}
+        api.recipe_from({"network": "lenet", "dataset": ".", **known})
     except UsageError as error:
         raise UsageError(f"{path}: {error.wrong}", seen=error.seen, fix=error.fix) from error
     except ArtifactError as error:  # a person wrote this file: it is an argument, not an artifact

@@ -1,0 +1,256 @@
+"""Before a training: the memory that it will take, the time of an epoch, and a batch that fits.
+
+Memory is computed from shapes alone, without computing a step. Time is measured: a few steps with
+blank images, and a few images loaded.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn, optim
+from torch.func import functional_call
+
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Precision, Recipe, RunInfo
+from tessella.core.memory import free_bytes
+from tessella.data.loading import batches, steps_per_epoch
+from tessella.nn import zoo
+from tessella.training.feed import loading_threads
+from tessella.training.memory import largest_that_runs
+from tessella.training.parallel import World, alone
+from tessella.training.precision import arithmetic, width_of
+from tessella.training.prepare import describe_run
+from tessella.training.schedule import Schedule
+from tessella.training.trainer import Trainer
+
+WARM, TIMED = 2, 5  # steps
+LATE = 1 << 40
+LOADED = 128  # images
+MOST_BATCH = {"cpu": 64, "cuda": 512}  # of ``auto``: beyond, an image gains little
+LEAST_STEPS = 16  # an epoch, of ``auto``: with fewer a network learns little in it
+ROOM = 0.8  # of the free memory, on a CPU, whose other processes want some, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes that a step of one process holds when its backward pass begins, and its gradients.
+
+    Attributes:
+        kept: values that the backward pass needs, None where shapes alone do not tell.
+    """
+
+    weights: int
+    gradients: int
+    solver: int
+    average: int
+    kept: int | None
+
+    @property
+    def total(self) -> int | None:
+        """All of it, without the workspace of libraries; None where a part is not known."""
+        if self.kept is None:
+            return None
+        return self.weights + self.gradients + self.solver + self.average + self.kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a training will be like.
+
+    Attributes:
+        recipe: with all defaults filled in.
+        parameters, trained: numbers of all, and of those that are not frozen for good.
+        stages: what ``freeze`` and ``layer_decay`` count.
+        step_s, load_s: seconds of a step's computing, and of loading its images.
+        epoch_s: of an epoch without its validation: computing and loading together, or where a GPU
+            computes while threads load, the longer of both.
+        free: bytes that the device has free.
+    """
+
+    recipe: Recipe
+    device: str
+    images: int
+    steps_per_epoch: int
+    steps: int
+    parameters: int
+    trained: int
+    stages: int
+    memory: Memory
+    free: int
+    step_s: float
+    load_s: float
+    epoch_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.epoch_s * self.recipe.epochs
+
+
+def forecast(recipe: Recipe) -> Forecast:
+    """The forecast of a recipe on this machine, by a few steps of one of its processes.
+
+    Raises:
+        OutOfMemory: a step does not fit; with a batch size that does.
+    """
+    info, dataset, world = describe_run(recipe), Dataset(recipe.dataset), alone()
+    part = recipe.batch_size // recipe.gpus
+    with arithmetic(recipe.precision):
+        free = free_bytes(world.device)
+        trainer = Trainer(info, dataset.train.info, world)
+        memory = memory_of(trainer.module, trainer.optimizer, recipe, info)
+        step_s = _time_step(trainer, part)
+        load_s = _time_loading(dataset, info, recipe, world) * part
+    in_epoch = steps_per_epoch(len(dataset.train), recipe.batch_size)
+    overlaps = world.device.type == "cuda"
+    each = max(step_s, load_s) if overlaps else step_s + load_s
+    sizes = [(p.numel(), p.requires_grad) for p in trainer.module.parameters()]
+    return Forecast(
+        recipe=recipe,
+        device=str(world.device),
+        images=len(dataset.train),
+        steps_per_epoch=in_epoch,
+        steps=Schedule(recipe=recipe, steps_per_epoch=in_epoch).total,
+        parameters=sum(count for count, _ in sizes),
+        trained=sum(count for count, learns in sizes if learns),
+        stages=len(zoo.stages(trainer.module)),
+        memory=memory,
+        free=free,
+        step_s=step_s,
+        load_s=load_s,
+        epoch_s=each * in_epoch,
+    )
+
+
+def memory_of(
+    module: nn.Module, optimizer: optim.Optimizer, recipe: Recipe, info: RunInfo
+) -> Memory:
+    """The memory of one process's step."""
+    weights = sum(_nbytes(t) for t in (*module.parameters(), *module.buffers()))
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = sum(map(_nbytes, trained))
+    part = recipe.batch_size // recipe.gpus // recipe.accumulate
+    shape = (max(part, 1), *info.preprocess.input_shape)
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        solver=gradients * _STATES[recipe.solver.name],
+        average=weights if recipe.ema else 0,
+        kept=kept_bytes(module, shape, recipe.precision),
+    )
+
+
+# Tensors of a weight's size that torch's optimizers keep, with momentum.
+_STATES = {
+    "sgd": 1, "nesterov": 1, "adagrad": 1, "adadelta": 2, "adam": 2, "adamw": 2, "rmsprop": 2
+}  # fmt: skip
+
+
+def kept_bytes(module: nn.Module, shape: tuple[int, ...], precision: Precision) -> int | None:
+    """Bytes that a forward pass keeps for the backward pass, its input among them.
+
+    The pass runs on tensors that have shapes alone. With autocast all values are taken to be of 16
+    bits, which norms' statistics and the loss are not.
+
+    Returns:
+        None where an operator of the network does not work without numbers.
+    """
+    dtype = width_of(precision)
+
+    def bare(value: Tensor) -> Tensor:
+        kind = dtype if value.is_floating_point() else value.dtype
+        made = torch.empty(value.shape, dtype=kind, device="meta")
+        return made.requires_grad_(value.requires_grad)
+
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    state = {name: bare(value) for name, value in own.items()}
+    known = {value.untyped_storage()._cdata for value in state.values()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(value: Tensor) -> Tensor:
+        place = value.untyped_storage()._cdata
+        if place not in known:
+            kept[place] = value  # held: its place is not given to another
+        return value
+
+    image = torch.empty(shape, dtype=dtype, device="meta")
+    was = module.training
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            outputs = functional_call(module.train(), state, (image,))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+    finally:
+        module.train(was)
+    kept.setdefault(image.untyped_storage()._cdata, image)
+    logits = sum(_nbytes(t) for t in (outputs,) if isinstance(t, Tensor))
+    return sum(t.untyped_storage().nbytes() for t in kept.values()) + logits
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _time_step(trainer: Trainer, images: int) -> float:
+    fed = trainer.blank(images)
+    times = []
+    for number in range(WARM + TIMED):
+        began = time.perf_counter()
+        done = LATE + number  # all that will ever learn does
+        trainer.step(fed.images, fed.labels, done=done, rate=0.0, momentum=0.9).tolist()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[WARM:])
+
+
+def _time_loading(dataset: Dataset, info: RunInfo, recipe: Recipe, world: World) -> float:
+    """Seconds for an image, when many are loaded at once."""
+    split, workers = dataset.train, loading_threads(recipe.workers, world)
+    size = min(recipe.batch_size // recipe.gpus, len(split))
+    stream = batches(
+        split,
+        info.preprocess,
+        batch_size=size,
+        augment=recipe.augment,
+        training=True,
+        workers=workers,
+        for_gpu=world.device.type == "cuda",
+    )
+    next(stream)  # opens the shards, and decodes a small split at once
+    began, loaded = time.perf_counter(), 0
+    for batch in stream:
+        loaded += len(batch.indices)
+        if loaded >= LOADED:
+            break
+    return (time.perf_counter() - began) / loaded if loaded else 0.0
+
+
+def fitting_batch(recipe: Recipe) -> int:
+    """The largest batch size whose parts are a power of two and fit in the memory.
+
+    On a GPU steps are tried, on a CPU memory is computed. A small set gets batches of which an
+    epoch has some.
+
+    Args:
+        recipe: with any batch size.
+    """
+    world, dataset = alone(), Dataset(recipe.dataset)
+    unit = recipe.gpus * recipe.accumulate
+    most = min(MOST_BATCH[world.device.type], len(dataset.train) // LEAST_STEPS // unit)
+    largest = 1 << (max(most, 1).bit_length() - 1)
+
+    def tried(part: int) -> None:
+        one = replace(recipe, batch_size=part * unit)
+        info = describe_run(one)
+        trainer = Trainer(info, dataset.train.info, world)
+        if world.device.type == "cuda":
+            _time_step(trainer, part * recipe.accumulate)
+            return
+        total = memory_of(trainer.module, trainer.optimizer, one, info).total
+        if total is not None and total > ROOM * free_bytes(world.device):
+            raise MemoryError(f"{total:,} bytes")
+
+    with arithmetic(recipe.precision):
+        return unit * (largest_that_runs(tried, 2 * largest) or 1)

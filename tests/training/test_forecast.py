@@ -1,0 +1,118 @@
+"""What is told of a training before it starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tessella import api
+from tessella.artifacts.run import Run
+from tessella.core.errors import UsageError
+from tessella.nn import zoo
+from tessella.training import forecast as forecasting
+from tessella.training.forecast import fitting_batch, forecast, kept_bytes
+from tests.support.cli import in_process
+from tests.support.training import recipe, write_dataset
+
+
+def really_kept(module: nn.Module, images: torch.Tensor) -> int:
+    """Bytes of the tensors that torch saves in a real forward pass, and of the outputs."""
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    kept = {images.untyped_storage().data_ptr(): images}
+
+    def keep(value):
+        if value.untyped_storage().data_ptr() not in own:
+            kept[value.untyped_storage().data_ptr()] = value
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        outputs = module(images)
+    return sum(t.untyped_storage().nbytes() for t in kept.values()) + outputs.nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "rel"),
+    [
+        ("lenet", 1e-3),
+        ("resnet18", 1e-3),
+        ("timm/vit_tiny_patch16_224", 0.1),  # which kernel of attention runs, shapes do not tell
+    ],
+)
+def test_kept_values_are_those_that_torch_keeps(name, rel):
+    size = (28, 28) if name == "lenet" else (64, 64)
+    options = {"patch_size": 8} if "vit" in name else None
+    record = zoo.network(name, classes=5, size=size, options=options)
+    module = zoo.build(record)
+    shape = (4, record.channels, *size)
+    found = kept_bytes(module, shape, "fp32")
+    assert found == pytest.approx(really_kept(module, torch.randn(shape)), rel=rel)
+    assert kept_bytes(module, (8, *shape[1:]), "fp32") == pytest.approx(2 * found, rel=0.02)
+    assert kept_bytes(module, shape, "bf16") < 0.65 * found
+    assert not any(p.is_meta for p in module.parameters())
+
+
+def test_what_needs_numbers_is_not_known():
+    class Counting(nn.Module):
+        def forward(self, x):
+            return x[: int(x.sum().item() > 0) + 1]
+
+    assert kept_bytes(Counting(), (4, 2), "fp32") is None
+
+
+def test_a_forecast_adds_up(dataset, tmp_path):
+    found = forecast(recipe(dataset, epochs=3.0, ema=0.9))
+    module = zoo.build(zoo.network("lenet", classes=3, channels=1, size=12))
+    weights = 4 * sum(p.numel() for p in module.parameters())
+    memory = found.memory
+    assert (memory.weights, memory.gradients, memory.solver) == (weights,) * 3
+    assert (memory.average, found.steps_per_epoch, found.steps) == (weights, 4, 12)
+    assert memory.total == 4 * weights + memory.kept
+    assert found.parameters == found.trained == weights // 4
+    assert found.epoch_s == pytest.approx(4 * (found.step_s + found.load_s))
+    assert found.total_s == pytest.approx(3 * found.epoch_s)
+    start = api.train("lenet", dataset, out=tmp_path / "run", epochs=1, batch_size=20).latest()
+    tuned = forecast(recipe(dataset, init=str(start.path), freeze=2))
+    assert tuned.trained < tuned.parameters
+    assert tuned.memory.gradients == 4 * tuned.trained
+
+
+def test_a_batch_that_fits(tmp_path, monkeypatch):
+    """At most 64 images on a CPU, 16 steps an epoch, and the memory that is there."""
+    data = write_dataset(tmp_path / "data", train=700, val=3)
+    assert fitting_batch(recipe(data)) == 32
+    assert fitting_batch(recipe(data, accumulate=2)) == 2 * 16
+    needs = forecasting.forecast(recipe(data, batch_size=8)).memory.total
+    monkeypatch.setattr(forecasting, "free_bytes", lambda device: int(needs / 0.79))
+    assert fitting_batch(recipe(data)) == 8
+    run = api.train("lenet", data, out=tmp_path / "run", epochs=0.1, batch_size="auto")
+    assert run.recipe.batch_size == 8
+    monkeypatch.undo()
+    again = api.train(
+        "lenet", data, out=tmp_path / "run", epochs=0.2, batch_size="auto", resume=True
+    )
+    assert again.recipe.batch_size == 8
+
+
+def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):
+    tessella = in_process(monkeypatch, capsys)
+    told = tessella("train", "lenet", dataset, "--explain", "--batch-size", "10", "--epochs", "2")
+    assert told.code == 0
+    for words in ("memory of a step", "an epoch", "solver.lr", "4 stages", "label_smoothing"):
+        assert words in told.out
+    plain = tessella("train", "lenet", dataset, "--explain", "--batch-size", "auto", "--json").json
+    assert plain["recipe"]["batch_size"] == 2
+    assert plain["memory"]["total"] > plain["memory"]["weights"]
+    assert not any(tmp_path.iterdir())
+    assert "a run needs a folder" in tessella("train", "lenet", dataset).err
+    assert "or auto" in tessella("train", "lenet", dataset, "--batch-size", "many").err
+    settings = '{"batch_size": "auto"}'
+    told = tessella("train", "lenet", dataset, "--recipe", settings, "--out", tmp_path / "run",
+                    "--epochs", "0.1")  # fmt: skip
+    assert told.code == 0
+    assert Run(tmp_path / "run").recipe.batch_size == 2
+
+
+def test_a_batch_size_that_is_no_number(dataset, tmp_path):
+    with pytest.raises(UsageError, match="not an integer"):
+        api.train("lenet", dataset, out=tmp_path / "run", batch_size="large")
