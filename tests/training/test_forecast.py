@@ -12,6 +12,8 @@ from tessella.core.errors import UsageError
 from tessella.nn import zoo
 from tessella.training import forecast as forecasting
 from tessella.training.forecast import fitting_batch, forecast, kept_bytes
+from tessella.training.loop import train
+from tessella.training.recomputing import recompute_blocks
 from tests.support.cli import in_process
 from tests.support.training import recipe, write_dataset
 
@@ -75,6 +77,45 @@ def test_a_forecast_adds_up(dataset, tmp_path):
     tuned = forecast(recipe(dataset, init=str(start.path), freeze=2))
     assert tuned.trained < tuned.parameters
     assert tuned.memory.gradients == 4 * tuned.trained
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_run_says_what_a_step_takes(dataset, tmp_path, recompute):
+    """Less where blocks are computed again, and nothing where shapes do not tell."""
+    settings = recipe(dataset, network="resnet18", epochs=0.25, recompute=recompute)
+    told = []
+    run = train(settings, tmp_path / "run", emit=told.append)
+    text = next(e.text for e in told if e.name == "train")
+    module = zoo.build(run.info.network)
+    if recompute:
+        recompute_blocks(module)
+    kept = really_kept(module, torch.randn(10, 1, 12, 12))
+    weights = 4 * sum(p.numel() for p in module.parameters())
+    statistics = sum(b.nbytes for b in module.buffers())
+    total = 3 * weights + statistics + kept
+    assert text == f"resnet18, 1 steps of about {total / 1e6:.3g} MB"
+
+
+WANTS_NUMBERS = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, classes, channels, height, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(channels * height * width, classes)
+        assert self.linear.weight.abs().max().item() > 0
+
+    def forward(self, x):
+        return self.linear(x.flatten(1))
+"""
+
+
+def test_a_network_that_wants_numbers_trains_without(dataset, tmp_path):
+    (tmp_path / "net.py").write_text(WANTS_NUMBERS)
+    told = []
+    settings = recipe(dataset, network=f"{tmp_path / 'net.py'}:Net", epochs=0.25)
+    train(settings, tmp_path / "run", emit=told.append)
+    assert next(e.text for e in told if e.name == "train").endswith("Net, 1 steps")
 
 
 def test_a_batch_that_fits(tmp_path, monkeypatch):

@@ -16,14 +16,17 @@ from torch.func import functional_call
 
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Precision, Recipe, RunInfo
+from tessella.core.errors import TessellaError
 from tessella.core.memory import free_bytes
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import zoo
 from tessella.training.feed import loading_threads
+from tessella.training.freezing import Freezing
 from tessella.training.memory import largest_that_runs
 from tessella.training.parallel import World, alone
 from tessella.training.precision import arithmetic, width_of
 from tessella.training.prepare import describe_run
+from tessella.training.recomputing import recompute_blocks
 from tessella.training.schedule import Schedule
 from tessella.training.trainer import Trainer
 
@@ -141,6 +144,20 @@ def memory_of(
         average=weights if recipe.ema else 0,
         kept=kept_bytes(module, shape, recipe.precision),
     )
+
+
+def expected_memory(info: RunInfo, optimizer: optim.Optimizer) -> Memory | None:
+    """The memory of a run's step, from a network without numbers of its own; None: not known."""
+    recipe = info.recipe
+    try:
+        with torch.device("meta"):
+            module = zoo.build(info.network)
+            Freezing(module, recipe, 0)
+            if recipe.recompute:
+                recompute_blocks(module)
+            return memory_of(module, optimizer, recipe, info)
+    except (TessellaError, RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None  # a network of a user's, which wants numbers when it is made
 
 
 # Tensors of a weight's size that torch's optimizers keep, with momentum.

@@ -25,12 +25,14 @@ from tessella.core.events import (
     silent,
     warning,
 )
+from tessella.core.memory import free_bytes
 from tessella.core.task import CLASSIFICATION
 from tessella.data.loading import Batch, batches, steps_per_epoch
 from tessella.tasks import of
 from tessella.training.diagnosis import diagnosis
 from tessella.training.evaluate import measure, predict_split
 from tessella.training.feed import Fed, loading_threads
+from tessella.training.forecast import expected_memory
 from tessella.training.journal import Journal
 from tessella.training.meter import Meter
 from tessella.training.parallel import World, alone, launch
@@ -291,7 +293,7 @@ class Training:
     def _open(self) -> None:
         """Emit the start of the training, and warnings that a person should see before it."""
         emit, recipe = self._journal, self._recipe
-        emit(phase("train", f"{recipe.network}, {self._schedule.total} steps"))
+        emit(phase("train", f"{recipe.network}, {self._schedule.total} steps{self._memory()}"))
         emit(progress("train", self._state.step, self._schedule.total))
         if kept := self._trainer.kept:
             text = f"{len(kept)} weights start at random: they do not fit those of {recipe.init}"
@@ -303,6 +305,21 @@ class Training:
             emit(warning("the dataset has no validation split: no accuracy, no best checkpoint"))
         if recipe.precision == "fp16" and self._world.device.type == "cpu":
             emit(warning("fp16 on a CPU is emulated and slow: bf16 or fp32 train faster here"))
+
+    def _memory(self) -> str:
+        """What a step will take, as far as shapes tell."""
+        memory = expected_memory(self._run.info, self._trainer.optimizer)
+        if memory is None or memory.total is None:
+            return ""
+        device, more = self._world.device, memory.total - memory.weights - memory.average
+        if device.type == "cuda" and more > (free := free_bytes(device)):
+            self._journal(
+                warning(
+                    f"a step takes about {more / 1e9:.3g} GB more, and {free / 1e9:.3g} are free "
+                    "on the GPU: batch_size='auto' takes what fits, recompute less"
+                )
+            )
+        return f" of about {memory.total / 1e6:.3g} MB"
 
     def _close(self) -> None:
         state, total = self._state, self._schedule.total
