@@ -3,7 +3,7 @@
 A part is a few dozen files; which ones decides the listing alone, so a dataset is the same for any
 number of processes. A process writes a part's images itself: this one only joins the files, within
 the file system, and keeps the account. Threads of one interpreter read 424 JPEGs a second on 16
-cores, and processes that sent their pictures here 1,700 to 2,300.
+cores. Of processes that sent their pictures here each of 256 × 256 cost this one 0.7 to 0.9 ms.
 """
 
 from __future__ import annotations
