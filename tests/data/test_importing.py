@@ -129,7 +129,10 @@ def test_bad_files_are_listed_and_skipped(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
+from tessella.data import importing
 from tessella.data.importing import ImportSettings, import_images
+
+importing.PROGRESS_SECONDS = 0  # told after each part
 
 def emit(event):
     if event.kind == "progress" and event.values["done"] >= int(sys.argv[3]):

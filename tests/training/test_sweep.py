@@ -6,6 +6,7 @@ import builtins
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import time
@@ -17,10 +18,12 @@ import pytest
 from tessella.api.sweeping import sweep
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run
+from tessella.artifacts.settings import recipe_from
 from tessella.artifacts.sweep import axis_of, folder_of
+from tessella.cli.train import read_recipe
 from tessella.core.errors import ArtifactError, DataError, UsageError
 from tessella.training import sweep as sweeping
-from tests.support.cli import in_process
+from tests.support.cli import context, in_process
 from tests.support.training import write_dataset
 
 # A trial whose score rises with lr, validated four times; batch 16 fails, 15 waits to be ended.
@@ -196,10 +199,14 @@ def test_the_command_line_shows_the_table(dataset, tmp_path, pretended, monkeypa
              "--vary", "batch_size=8", "--sampler", "grid", "--pruner", "none")  # fmt: skip
     told = tessella(*given)
     assert told.code == 0
-    for words in ("complete", "solver.lr", "importance: solver.lr 100%", "best.json"):
+    for words in ("complete", "solver.lr", "importance: solver.lr 100%", "the best one again"):
         assert words in told.out
     assert "trial 0: val/accuracy 0.84" in told.err
     plain = tessella(*given, "--resume", "--json").json
+    trained = context(shlex.split(plain["command"])[1:]).params
+    assert trained["network"] == "lenet"
+    recipe = recipe_from({"network": "lenet", "dataset": ".", **read_recipe(trained["recipe"])})
+    assert (recipe.solver.lr, recipe.batch_size) == (0.9, 8)
     assert plain["best"]["values"] == {"solver.lr": 0.9, "batch_size": 8}
     assert len(plain["trials"]) == 4
     assert "an equals sign" in tessella(*given[:5], "--vary", "lr").err

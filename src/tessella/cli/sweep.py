@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -76,15 +77,19 @@ def sweep(
             **settings,
         )
         best = found.best
+        chosen = str(best.values.get("network", network))
+        words = ("tessella", "train", chosen, str(dataset), "--recipe")
+        command = shlex.join((*words, str(found.path / "best.json"), "--out", "runs/best"))
         plain = {
             "sweep": str(found.path),
             "score": found.score,
             "best": to_plain(best),
             "recipe": str(found.path / "best.json"),
+            "command": command,
             "trials": to_plain(found.trials),
             "importance": dict(found.importance),
         }
-        out_.result(plain, _shown(found))
+        out_.result(plain, _shown(found, command))
 
 
 def _axis(text: str) -> tuple[str, str]:
@@ -98,7 +103,7 @@ def _axis(text: str) -> tuple[str, str]:
     return name.strip(), values
 
 
-def _shown(found: Sweep) -> Group:
+def _shown(found: Sweep, command: str) -> Group:
     names = tuple(dict.fromkeys(name for trial in found.trials for name in trial.values))
     rows = [
         (
@@ -115,5 +120,5 @@ def _shown(found: Sweep) -> Group:
     if found.importance:
         said = ", ".join(f"{name} {share:.0%}" for name, share in found.importance.items())
         parts.append(Text(f"importance: {said}"))
-    parts.append(Text(f"best recipe: {found.path / 'best.json'}"))
+    parts.append(Text(f"the best one again: {command}"))
     return Group(*parts)
