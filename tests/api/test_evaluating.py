@@ -120,6 +120,16 @@ def test_two_models_are_compared_image_by_image(stripes, better, worse):
     assert (itself.difference.low, itself.difference.high, itself.p_value) == (0, 0, 1)
 
 
+def test_a_plan_is_measured_as_its_checkpoint_is(stripes, worse, tmp_path):
+    ts.compile(worse, batch=(1, 8, 64), target="reference").save(tmp_path / "net.plan")
+    found = ts.evaluate(tmp_path / "net.plan", stripes, against=worse, resamples=10)
+    beside = found.comparison
+    assert (beside.difference.value, beside.only_this, beside.only_other) == (0, 0, 0)
+    mine = ts.evaluate(worse, stripes, resamples=10)
+    assert found.measures["loss"].value == pytest.approx(mine.measures["loss"].value, rel=1e-4)
+    assert [m.path for m in found.mistakes[:3]] == [m.path for m in mine.mistakes[:3]]
+
+
 def test_nothing_but_evaluate_touches_the_test_split(stripes, worse, tmp_path):
     """Its shards are gone: training and calibrating do not miss them."""
     bare = tmp_path / "bare"

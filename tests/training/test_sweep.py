@@ -66,6 +66,7 @@ def pretended(tmp_path, monkeypatch):
     command = lambda out: [sys.executable, "-S", str(program), str(out)]  # noqa: E731
     monkeypatch.setattr(sweeping, "command_of", command)
     monkeypatch.setattr(sweeping, "visible_gpus", lambda: ())
+    monkeypatch.setattr(sweeping, "_POLL_S", 0.01)
     return program
 
 
