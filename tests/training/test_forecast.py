@@ -7,13 +7,18 @@ import torch
 from torch import nn
 
 from tessella import api
-from tessella.artifacts.run import Run
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Augment, Run
 from tessella.core.errors import UsageError
 from tessella.nn import zoo
 from tessella.training import forecast as forecasting
 from tessella.training.forecast import fitting_batch, forecast, kept_bytes
 from tessella.training.loop import train
+from tessella.training.memory import largest_that_runs
+from tessella.training.parallel import alone
+from tessella.training.prepare import describe_run
 from tessella.training.recomputing import recompute_blocks
+from tessella.training.trainer import Trainer
 from tests.support.cli import in_process
 from tests.support.training import recipe, write_dataset
 
@@ -133,6 +138,25 @@ def test_a_batch_that_fits(tmp_path, monkeypatch):
         "lenet", data, out=tmp_path / "run", epochs=0.2, batch_size="auto", resume=True
     )
     assert again.recipe.batch_size == 8
+
+
+def test_a_step_is_tried_as_a_gpu_would(dataset, monkeypatch):
+    """What does not fit comes out as torch says it, so that half of it is tried next."""
+    forward = nn.Conv2d.forward
+
+    def cramped(self, x):
+        if len(x) > 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Conv2d, "forward", cramped)
+    info = describe_run(recipe(dataset, augment=Augment(mixup=0.2), ema=0.9))
+    trained = Dataset(dataset).train.info
+
+    def tried(images: int) -> None:
+        Trainer(info, trained, alone()).try_step(images)
+
+    assert largest_that_runs(tried, 16) == 2
 
 
 def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):

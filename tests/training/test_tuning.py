@@ -184,13 +184,19 @@ POOLED = NETWORK.replace("8 * 5 * 5", "8").replace(
 )
 
 
-def test_images_grow(dataset, tmp_path):
-    """Twelve pixels, from six on: whole in the last quarter."""
-    source = tmp_path / "pooled.py"
+@pytest.fixture(scope="module")
+def pooled(dataset, tmp_path_factory) -> tuple[Recipe, Run]:
+    folder = tmp_path_factory.mktemp("pooled")
+    source = folder / "pooled.py"
     source.write_text(POOLED)
     settings = recipe(dataset, network=f"{source}:Net", epochs=1.0)
-    start = train(settings, tmp_path / "start")
-    grows = replace(settings, epochs=2.0, init=str(start.latest().path), grow_from=0.5)
+    start = train(settings, folder / "start")
+    return replace(settings, epochs=2.0, init=str(start.latest().path), grow_from=0.5), start
+
+
+def test_images_grow(pooled, tmp_path):
+    """Twelve pixels, from six on: whole in the last quarter."""
+    grows, start = pooled
     hand, sides = ByHand(grows, start), []
 
     def loss(number, images, labels):
@@ -288,10 +294,10 @@ def test_a_mix_takes_pixels_of_the_neighbour():
 # --- all of it, resumed ---------------------------------------------------------------------------
 
 
-def test_all_of_it_resumes_bit_for_bit(settings, tmp_path):
+def test_all_of_it_resumes_bit_for_bit(pooled, tmp_path):
     """Stopped in the probe, and behind it."""
     everything = replace(
-        settings,
+        pooled[0],
         freeze=1,
         probe_epochs=0.75,
         layer_decay=0.7,

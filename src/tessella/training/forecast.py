@@ -263,7 +263,8 @@ def fitting_batch(recipe: Recipe) -> int:
         info = describe_run(one)
         trainer = Trainer(info, dataset.train.info, world)
         if world.device.type == "cuda":
-            _time_step(trainer, part * recipe.accumulate)
+            for _ in range(WARM):  # the second has the solver's state beside the values kept
+                trainer.try_step(part * recipe.accumulate)
             return
         total = memory_of(trainer.module, trainer.optimizer, one, info).total
         if total is not None and total > ROOM * free_bytes(world.device):

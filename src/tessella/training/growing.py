@@ -27,7 +27,9 @@ def resized(images: Tensor, share: float) -> Tensor:
     if share == 1:
         return images
     size = [max(1, round(side * share)) for side in images.shape[-2:]]
-    return F.interpolate(images, size, mode="bilinear", antialias=True)
+    small = F.interpolate(images, size, mode="bilinear", antialias=True)
+    on_end = images.is_contiguous(memory_format=torch.channels_last)  # the layout of a GPU's
+    return small.contiguous(memory_format=torch.channels_last) if on_end else small
 
 
 def require_any_size(module: nn.Module, shape: tuple[int, ...], grow_from: float) -> None:

@@ -143,6 +143,15 @@ class Trainer:
         self._freezing.train()
         return answers
 
+    def try_step(self, count: int) -> None:
+        """One step with blank images of full size, in which all learns that ever will.
+
+        What torch raises comes out as it is: nothing is tried again.
+        """
+        fed = self.blank(count)
+        self._thaw(sys.maxsize)
+        self._update(fed.images, fed.labels, sys.maxsize)
+
     def blank(self, count: int) -> Fed:
         """A batch of black images on the device."""
         record, classes = self._info.preprocess, len(self._info.labels)
@@ -214,7 +223,4 @@ class Trainer:
     def _trial(self, batch: int) -> None:
         """One step of a new single-process trainer with ``batch`` images."""
         alone = World(device=self._world.device)
-        trainer = Trainer(self._info, self._trained, alone)
-        fed = trainer.blank(batch)
-        trainer._thaw(sys.maxsize)  # all that will ever learn
-        trainer._update(fed.images, fed.labels, sys.maxsize)
+        Trainer(self._info, self._trained, alone).try_step(batch)
