@@ -158,3 +158,34 @@ def test_missing_numbers_count_nothing_and_units_come_back():
     assert outputs.grad[1, 1] == 0  # right
     finished = NUMBERS.head.finish(torch.tensor([[1.0, -1.0]]), numbers)
     assert finished[0].tolist() == pytest.approx([3 + np.std([1, 3, 5]), 100.0])
+
+
+@pytest.mark.parametrize("task", ["classification", "multilabel", "regression", "segmentation"])
+def test_the_losses_of_images_are_torchs_and_their_mean_is_the_reports(task):
+    """Of a segmentation they are the last of the rows, whose mean the report gives."""
+    rng, part = np.random.default_rng(0), named(task)
+    rows = rng.normal(size=(30, 4)).astype(np.float32)
+    kinds = {
+        "classification": rng.integers(0, 4, 30).tolist(),
+        "multilabel": [np.flatnonzero(r).tolist() for r in rng.random((30, 4)) < 0.4],
+        "regression": rng.normal(size=(30, 4)).tolist(),
+        "segmentation": [{"mask": b"", "classes": []}] * 30,
+    }
+    column = pa.chunked_array([pa.array(kinds[task], part.examples.column())])
+    targets = part.examples.targets(column, 4)
+    if task == "segmentation":
+        rows = np.concatenate([np.ones((30, 12)), rng.random((30, 1))], 1).astype(np.float32)
+    found = part.metrics.losses(rows, targets)
+    labels = ("a", "b", "c", "d")
+    report = part.metrics.measure(rows, targets, labels)
+    assert found.shape == (30,)
+    assert found.mean() == pytest.approx(report.values["loss"], rel=1e-6)
+    scores = torch.from_numpy(rows).double()
+    functional = torch.nn.functional
+    if task == "classification":
+        theirs = functional.cross_entropy(scores, torch.tensor(kinds[task]), reduction="none")
+        np.testing.assert_allclose(found, theirs, rtol=1e-6)
+    if task == "multilabel":
+        hot = torch.from_numpy(targets.batch(np.arange(30))).double()
+        theirs = functional.binary_cross_entropy_with_logits(scores, hot, reduction="none")
+        np.testing.assert_allclose(found, theirs.mean(1), rtol=1e-6)

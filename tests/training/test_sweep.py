@@ -70,6 +70,12 @@ def pretended(tmp_path, monkeypatch):
     return program
 
 
+def running(program) -> list[psutil.Process]:
+    """The trials that run."""
+    processes = psutil.process_iter(["cmdline"])
+    return [p for p in processes if str(program) in " ".join(p.info["cmdline"] or [])]
+
+
 def test_finds_the_best_and_ends_those_that_fall_behind(dataset, tmp_path, pretended):
     told = []
     found = sweep(
@@ -146,9 +152,7 @@ def test_a_sweep_that_was_killed_goes_on(dataset, tmp_path, pretended, kill):
     """The trial at hand goes on too, under its number; its process ended with its parent."""
     out = tmp_path / "s"
     kill(dataset, out, pretended)
-    waiting = [p for p in psutil.process_iter(["cmdline"])
-               if str(pretended) in " ".join(p.info["cmdline"] or [])]  # fmt: skip
-    _, alive = psutil.wait_procs(waiting, timeout=20)
+    _, alive = psutil.wait_procs(running(pretended), timeout=20)
     assert not alive
     settings = {"vary": {"batch_size": [8, 15, 4]}, "sampler": "grid", "pruner": "none"}
     with pytest.raises(UsageError, match="already holds a sweep"):
@@ -160,6 +164,20 @@ def test_a_sweep_that_was_killed_goes_on(dataset, tmp_path, pretended, kill):
     assert ended == [(n, "complete", 4) for n in range(3)]
     starts = [(out / f"trial-{n:04d}" / "started").read_text() for n in range(3)]
     assert starts == ["x", "xx", "x"]
+
+
+def test_an_interrupted_sweep_leaves_no_process_and_goes_on(dataset, tmp_path, pretended):
+    settings = {"vary": {"lr": [0.1, 0.2, 0.3, 0.4]}, "sampler": "grid", "pruner": "none"}
+
+    def interrupt(event):
+        if event.name.startswith("trial"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep("lenet", dataset, out=tmp_path / "s", parallel=2, emit=interrupt, **settings)
+    assert not running(pretended)
+    found = sweep("lenet", dataset, out=tmp_path / "s", parallel=2, resume=True, **settings)
+    assert sorted((t.number, t.state) for t in found.trials) == [(n, "complete") for n in range(4)]
 
 
 def test_a_sweep_may_get_more_trials(dataset, tmp_path, pretended):
