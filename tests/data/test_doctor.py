@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageEnhance
+from PIL import Image, ImageDraw, ImageEnhance
 from sklearn.datasets import load_digits
 
 from benchmarks.pictures import glyph
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import UsageError
 from tessella.data import examine, images, leave_out
+from tessella.data.doctor import Examination, Finding
 
 Change = Callable[[Image.Image], Image.Image]
 
@@ -163,3 +164,66 @@ def test_a_dataset_without_images_or_training_is_examined_or_refused(tmp_path: P
     path.write_text(json.dumps(plain))
     with pytest.raises(UsageError, match="no images"):
         examine(Dataset(tmp_path / "data"))
+
+
+def test_shapes_among_strokes_are_copies_only_if_their_strokes_are_too(tmp_path: Path) -> None:
+    """Discs of one size in nearly one place: their looks are those of copies, not their details."""
+    source = tmp_path / "s"
+    changes = [
+        change for name, change in CHANGES.items() if name != "cropped"
+    ]  # moves all there is
+    for i in range(60):
+        rng = np.random.default_rng(i)
+        picture = Image.new("RGB", (96, 96), tuple(rng.integers(200, 255, 3)))
+        draw = ImageDraw.Draw(picture)
+        for x, y, dx, dy in rng.integers((0, 0, -30, -30), (96, 96, 30, 30), (6, 4)):
+            draw.line((x, y, x + dx, y + dy), fill=tuple(rng.integers(120, 230, 3)), width=2)
+        x, y = rng.uniform(46, 50, 2)
+        draw.ellipse((x - 25, y - 25, x + 25, y + 25), fill=(20 + 180 * (i % 2), 20, 60))
+        folder = source / "ab"[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        picture.save(folder / f"{i}.png")
+        if i < len(changes):
+            changes[i](picture).save(folder / f"{i} copy.png")
+    dataset = images(source, size=64, holdout=0.0, out=tmp_path / "dataset")
+    found = {f.kind: f.groups for f in examine(dataset).findings}
+    copies = {(f"train:{'ab'[i % 2]}/{i} copy.png", f"train:{'ab'[i % 2]}/{i}.png")
+              for i in range(len(changes))}  # fmt: skip
+    assert {tuple(sorted(group)) for group in found["copies"]} == copies
+    assert set(found) == {"copies"}
+
+
+def test_tiny_classes_and_odd_sizes_are_listed_and_left_out(tmp_path: Path) -> None:
+    source = tmp_path / "s"
+    for i in range(70):
+        name = "few" if i < 5 else "many" if i < 40 else "more"
+        rng = np.random.default_rng(i)
+        pixels = rng.integers(0, 255, (24, 32, 3) if i % 2 else (32, 24, 3)).astype(np.uint8)
+        (source / name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(source / name / f"{i}.png")
+    for name, size in {"banner": (320, 20), "icon": (6, 6), "poster": (200, 160)}.items():
+        pixels = np.random.default_rng(size[0]).integers(0, 255, (*size, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(source / "more" / f"{name}.png")
+    dataset = images(source, size=16, holdout=0.2, out=tmp_path / "dataset")
+    odd = {place.partition("/")[2]: sides for place, sides in dataset.info.odd_sizes}
+    assert odd == {"banner.png": "320×20", "icon.png": "6×6", "poster.png": "200×160"}
+    found = examine(dataset)
+    groups = {f.kind: f.groups for f in found.findings}
+    assert len(groups["sizes"]) == 3
+    (few,) = groups["tiny"]
+    assert len(few) == 5
+    clean = leave_out(dataset, found.left_out(("tiny", "sizes")), tmp_path / "clean")
+    assert clean.classes == ("many", "more")
+    assert {f.kind for f in examine(clean).findings} == set()
+    assert clean.info.odd_sizes == ()
+    assert clean.info.splits["train"].class_counts == (28, 25)
+    for split in ("train", "val"):
+        for example in clean.split(split):
+            assert example.path.startswith(clean.classes[example.label])
+
+
+def test_a_leak_between_validation_and_test_is_left_out_of_validation() -> None:
+    group = ("val:a/1.png", "test:a/1.png")
+    finding = Finding(kind="leaks", text="", groups=(group, ("train:a/2.png", "val:a/2.png")))
+    gone = Examination(images=4, findings=(finding,)).left_out(("leaks",))
+    assert gone == {"val:a/1.png", "train:a/2.png"}

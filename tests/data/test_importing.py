@@ -25,7 +25,7 @@ from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Event
 from tessella.core.headers import bits_of
 from tessella.core.preprocess import decode
-from tessella.data import importing, reading
+from tessella.data import images, importing, reading
 from tessella.data.importing import ImportSettings, import_images
 from tests.support.pictures.encoded import png
 from tests.support.pictures.folders import write_folder_of, write_picture
@@ -493,3 +493,44 @@ def test_progress_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.Monke
     import_images(source, tmp_path / "out", SMALL, emit=events.append)
     done = [e.values["done"] for e in events if e.kind == "progress"]
     assert done == list(range(1, 11))
+
+
+def test_the_folders_train_and_val_are_splits(tmp_path: Path) -> None:
+    """As many datasets come; not a classification of "train" and "val"."""
+    for part, count in {"Train": 20, "valid": 4}.items():
+        for i in range(count):
+            folder = tmp_path / "flowers" / part / ("rose", "tulip")[i % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            pixels = np.random.default_rng(i + 100 * count).integers(0, 255, (8, 8, 3))
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+    dataset = images(tmp_path / "flowers", size=8, out=tmp_path / "out")
+    assert dataset.classes == ("rose", "tulip")
+    assert {n: s.count for n, s in dataset.info.splits.items()} == {"train": 20, "val": 4}
+    assert any("splits, not classes: Train/ (train), valid/ (val)" in n for n in dataset.info.notes)
+    assert dataset.info.name == "flowers"
+    again = images(tmp_path / "flowers", size=8, out=tmp_path / "out")
+    assert again.info == dataset.info
+    (tmp_path / "flowers" / "daisy").mkdir()  # another folder: then they are classes
+    other = images(tmp_path / "flowers", size=8, out=tmp_path / "classes")
+    assert other.classes == ("Train", "valid")
+    part = images(
+        tmp_path / "flowers" / "Train", size=8, val_folder=str(tmp_path / "flowers" / "valid"),
+        out=tmp_path / "part",
+    )  # fmt: skip
+    assert part.info.name == "flowers"
+    assert part.info.settings["val_folder"] == str(tmp_path / "flowers" / "valid")
+
+
+def test_equal_pictures_in_a_class_and_in_two_are_told(tmp_path: Path) -> None:
+    for i in range(66):
+        name = "a" if i < 41 else "b" if i < 60 else "c"
+        (tmp_path / "s" / name).mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(i).integers(0, 255, (8, 8, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "s" / name / f"{i}.png")
+    for source, copy in {"a/1": "a/one", "a/2": "b/two", "a/3": "c/three"}.items():
+        shutil.copy(tmp_path / "s" / f"{source}.png", tmp_path / "s" / f"{copy}.png")
+    notes = " | ".join(images(tmp_path / "s", size=8, holdout=0.0, out=tmp_path / "o").info.notes)
+    assert "2 images with an equal one in another class" in notes
+    assert "1 image twice or more in one class" in notes
+    assert "fewer than 20 training images have: 'c 7'" in notes
+    assert "'a' has 42 training images, 'c' has 7" in notes

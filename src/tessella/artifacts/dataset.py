@@ -16,7 +16,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,9 +71,14 @@ class DatasetInfo:
         skipped_count: how many there were in all.
         duplicates: pairs of ``split:path`` with equal pixels in different splits (the first 1,000).
         duplicate_count: how many there were in all.
+        odd_sizes: ``split:path`` and sides (height×width) of files whose pictures have another size
+            or shape than most (the first 1,000).
+        odd_size_count: how many there were in all.
         notes: what a person should know: class imbalance, tiny classes.
         import_hash: SHA-256 over the import's settings and what it found: paths, sizes, times.
         task: what a network learns from the dataset.
+        settings: how it was split, as options of the import: holdout, test, val_folder,
+            test_folder, seed; empty of a dataset that was made in another way.
     """
 
     name: str
@@ -87,9 +92,12 @@ class DatasetInfo:
     skipped_count: int = 0
     duplicates: tuple[tuple[str, str], ...] = ()
     duplicate_count: int = 0
+    odd_sizes: tuple[tuple[str, str], ...] = ()
+    odd_size_count: int = 0
     notes: tuple[str, ...] = ()
     import_hash: str = ""
     task: TaskRecord = CLASSIFICATION
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.task.check(self.classes)

@@ -110,7 +110,7 @@ def doctor(
     json: Json = False,
     events: Events = None,
 ) -> None:
-    """Find copies, leaks between splits, contradictions and lopsided classes.
+    """Find copies, leaks between splits, contradictions, odd sizes and lopsided classes.
 
     A fix writes a new dataset and leaves the old one as it is.
 
@@ -181,6 +181,8 @@ def _listed(found: Examination, groups: int) -> list[Text]:
     """The first groups of each finding, an image a line."""
     lines = []
     for finding in found.findings:
+        if finding.kind == "tiny":  # its text names the classes: no need for each of their images
+            continue
         shown = finding.groups[:groups]
         lines += [Text(f"{finding.kind}: " + "\n  = ".join(group)) for group in shown]
         if len(finding.groups) > groups > 0:

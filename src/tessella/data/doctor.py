@@ -15,7 +15,7 @@ the glyphs. A copy of noise that JPEG has smoothed is not.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from tessella.artifacts.dataset import (
     Dataset,
+    DatasetInfo,
     Example,
     SplitWriter,
     content_hash,
@@ -39,22 +40,29 @@ from tessella.artifacts.files import write_folder
 from tessella.core.errors import UsageError
 from tessella.core.events import Emit, phase, progress, silent
 from tessella.core.preprocess import decode, full_scale
-from tessella.data.same_picture import Plane, is_same, plane
+from tessella.core.task import CLASSIFICATION
+from tessella.data.notes import IMBALANCE, TINY
+from tessella.data.same_picture import Small, is_same, small
 from tessella.tasks import Task, column_of, of
 
-Kind = Literal["conflicts", "leaks", "copies", "imbalance", "tiny", "blank"]
-FIXES: tuple[Kind, ...] = ("conflicts", "leaks", "copies", "blank")  # by leaving images out
+Kind = Literal["conflicts", "leaks", "copies", "imbalance", "tiny", "sizes", "blank"]
+FIXES: tuple[Kind, ...] = (
+    "conflicts",
+    "leaks",
+    "copies",
+    "tiny",
+    "sizes",
+    "blank",
+)  # by leaving images out
 
 SIDE = 16
 ALIKE = 0.92  # correlation of two looks, at least
-NEARER = 0.2  # of the distance to the eighth nearest, at most
+NEARER = 0.6  # of the distance to the eighth nearest, at most
 NEIGHBOURS = 8
 BLOCK = 1024  # looks that are compared with all others at a time
-PLANES = 10_000  # of pictures that are compared closely, kept: 9 KB each
+SMALL = 10_000  # of pictures that are compared closely, kept: 9 KB each
 MOST_LOOKS = 200_000  # beyond, only equal pixels are found: the time grows with the square
 FLAT = 2.0  # standard deviation of a blank image, of 255
-TINY = 20  # training images that a class should have
-IMBALANCE = 3  # times as many images in the largest class as in the smallest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,20 +89,22 @@ class Examination:
     def left_out(self, kinds: Collection[Kind]) -> frozenset[str]:
         """The images that would have to go so that these kinds of findings are gone.
 
-        Of a contradiction all images, since nobody knows which class is right; of a leak those in
-        training, so that results stay comparable; of copies all but the first.
+        Of a contradiction all images, since nobody knows which class is right; of a leak all but
+        those in the last of its splits, so that results stay comparable while training loses; of
+        copies all but the first; of tiny classes and unusual sizes all.
         """
         out: set[str] = set()
         for finding in self.findings:
             if finding.kind not in kinds:
                 continue
             for group in finding.groups:
-                if finding.kind in ("conflicts", "blank"):
-                    out.update(group)
-                elif finding.kind == "leaks":
-                    out.update(place for place in group if place.startswith("train:"))
-                else:
+                if finding.kind == "copies":
                     out.update(group[1:])
+                elif finding.kind == "leaks":
+                    last = max(map(_order, group))
+                    out.update(place for place in group if _order(place) < last)
+                else:
+                    out.update(group)
         return frozenset(out)
 
 
@@ -108,6 +118,11 @@ class _Looks:
     digests: list[bytes]
     looks: npt.NDArray[np.float32]
     blank: list[int]
+
+
+def _order(place: str) -> int:
+    """Whether an image is for training, validation or testing: 0, 1 or 2."""
+    return ("train", "val", "test").index(place.partition(":")[0])
 
 
 def examine(dataset: Dataset, *, workers: int = 1, emit: Emit = silent) -> Examination:
@@ -126,8 +141,14 @@ def examine(dataset: Dataset, *, workers: int = 1, emit: Emit = silent) -> Exami
     groups = _groups(seen, dataset)
     findings = [
         *_findings_of_groups(seen, groups, of(dataset.info.task)),
-        *_findings_of_classes(dataset),
+        *_findings_of_classes(dataset, seen),
     ]
+    if odd := dataset.info.odd_sizes:
+        count = dataset.info.odd_size_count
+        text = f"{_images(odd, count)} of an unusual size or shape: resized, they look different"
+        findings.append(
+            Finding(kind="sizes", text=text, groups=tuple((place,) for place, _ in odd))
+        )
     if seen.blank:
         places = tuple((seen.places[i],) for i in seen.blank)
         findings.append(Finding(kind="blank", text=f"{_images(places)} blank", groups=places))
@@ -136,6 +157,8 @@ def examine(dataset: Dataset, *, workers: int = 1, emit: Emit = silent) -> Exami
 
 def leave_out(dataset: Dataset, places: Collection[str], out: str | Path) -> Dataset:
     """A new dataset without some images; the old one stays as it is.
+
+    A class that has no training image any more is none: its other images go, too.
 
     Args:
         places: images as ``split:path``.
@@ -147,26 +170,34 @@ def leave_out(dataset: Dataset, places: Collection[str], out: str | Path) -> Dat
     if out.exists():
         raise UsageError("the folder is there already", seen=out, fix="choose another --out")
     info = dataset.info
+    classes = _classes_left(dataset, places)
+    number = {info.classes.index(name): k for k, name in enumerate(classes)}
 
     def fill(folder: Path) -> None:
         splits, hashes = {}, {}
         for name in info.splits:
             kept = [e for e in dataset.split(name) if f"{name}:{e.path}" not in places]
+            if len(classes) < len(info.classes):
+                kept = [replace(e, label=number[e.label]) for e in kept if e.label in number]
             if not kept and name == "train":
                 raise UsageError("no image would be left to train on", seen=dataset.path)
             if kept:
-                writer = SplitWriter(folder, name, column_of(of(info.task), info.classes))
+                writer = SplitWriter(folder, name, column_of(of(info.task), classes))
                 for example in kept:
                     writer.add(example)
                 splits[name], hashes[name] = writer.close(), writer.row_hashes.hexdigest()
         note = f"the doctor left out {len(places):,} images of {dataset.path.name}"
         made = replace(
             info,
+            classes=classes,
             splits=splits,
             content_hash=content_hash(hashes),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             duplicates=(),
             duplicate_count=0,
+            odd_sizes=tuple(odd for odd in info.odd_sizes if odd[0] not in places),
+            odd_size_count=max(0, info.odd_size_count - _odd_among(info, places)),
+            settings={},
             notes=(*info.notes, note),
             import_hash="",
         )
@@ -174,6 +205,20 @@ def leave_out(dataset: Dataset, places: Collection[str], out: str | Path) -> Dat
 
     write_folder(out, fill)
     return Dataset(out)
+
+
+def _odd_among(info: DatasetInfo, places: Collection[str]) -> int:
+    return sum(place in places for place, _ in info.odd_sizes)
+
+
+def _classes_left(dataset: Dataset, places: Collection[str]) -> tuple[str, ...]:
+    """The classes that training still has; of other tasks than classification all."""
+    info = dataset.info
+    if info.task != CLASSIFICATION or "train" not in info.splits:
+        return info.classes
+    had = info.splits["train"].class_counts
+    left = Counter(e.label for e in dataset.split("train") if f"train:{e.path}" not in places)
+    return tuple(name for k, name in enumerate(info.classes) if left[k] or not had[k])
 
 
 def _looks(dataset: Dataset, workers: int, emit: Emit) -> _Looks:
@@ -226,12 +271,12 @@ def _groups(seen: _Looks, dataset: Dataset) -> list[list[int]]:
     """Images that are equal or nearly so, together; each group in order."""
     parent = list(range(len(seen.places)))
 
-    @lru_cache(PLANES)
-    def plane_of(i: int) -> Plane:
+    @lru_cache(SMALL)
+    def small_of(i: int) -> Small:
         split, number = seen.splits[i], i - seen.splits.index(seen.splits[i])
         example, record = dataset.split(split)[number], dataset.preprocess
         pixels = decode(example.content, record, name=example.path)
-        return plane(pixels, full_scale(record.depth))
+        return small(pixels, full_scale(record.depth))
 
     def root(i: int) -> int:
         while parent[i] != i:
@@ -243,7 +288,7 @@ def _groups(seen: _Looks, dataset: Dataset) -> list[list[int]]:
     for i, digest in enumerate(seen.digests):
         parent[root(i)] = root(first.setdefault(digest, i))
     for i, j in _alike(seen.looks):
-        if root(i) != root(j) and is_same(plane_of(i), plane_of(j)):
+        if root(i) != root(j) and is_same(small_of(i), small_of(j)):
             parent[root(i)] = root(j)
     groups: dict[int, list[int]] = defaultdict(list)
     for i in range(len(parent)):
@@ -290,7 +335,7 @@ def _findings_of_groups(
             yield Finding(kind=kind, text=text, groups=tuple(alike))
 
 
-def _findings_of_classes(dataset: Dataset) -> Iterator[Finding]:
+def _findings_of_classes(dataset: Dataset, seen: _Looks) -> Iterator[Finding]:
     if "train" not in dataset.info.splits:
         return
     counts = dict(zip(dataset.classes, dataset.info.splits["train"].class_counts, strict=True))
@@ -299,15 +344,22 @@ def _findings_of_classes(dataset: Dataset) -> Iterator[Finding]:
     if classes and counts[most] >= IMBALANCE * max(1, counts[few]):
         text = (
             f"{most!r} has {counts[most]:,} training images, {few!r} has {counts[few]:,}:"
-            " class_weights='balanced' evens it out"
+            " class_weights='balanced' in the recipe evens it out"
         )
         yield Finding(kind="imbalance", text=text)
-    if small := [name for name, count in counts.items() if count < TINY]:
-        names = ", ".join(f"{name!r} {counts[name]}" for name in small[:10])
-        more = ", …" if len(small) > 10 else ""
-        yield Finding(kind="tiny", text=f"fewer than {TINY} training images have: {names}{more}")
+    if small_ones := [name for name, count in counts.items() if count < TINY]:
+        names = ", ".join(f"{name!r} {counts[name]}" for name in small_ones[:10])
+        more = ", …" if len(small_ones) > 10 else ""
+        text = f"fewer than {TINY} training images have: {names}{more}"
+        classified = dataset.info.task == CLASSIFICATION
+        numbers = [dataset.classes.index(name) for name in small_ones] if classified else []
+        groups = tuple(
+            tuple(p for p, label in zip(seen.places, seen.labels, strict=True) if label == number)
+            for number in numbers
+        )
+        yield Finding(kind="tiny", text=text, groups=tuple(filter(None, groups)))
 
 
-def _images(groups: Sequence[Sequence[str]]) -> str:
-    count = sum(map(len, groups))
+def _images(groups: Sequence[Sequence[str]], count: int | None = None) -> str:
+    count = sum(map(len, groups)) if count is None else count
     return f"{count:,} images are" if count != 1 else "1 image is"

@@ -35,12 +35,14 @@ from tessella.data.duplicates import Duplicates
 from tessella.data.listing import SPLIT_NAMES, Listing, fingerprint, list_images
 from tessella.data.moments import Moments
 from tessella.data.notes import notes_on
+from tessella.data.odd_sizes import MAX_ODD, OddSizes
 from tessella.data.parts import write_parts
 from tessella.data.reading import Facts, Picture, read_all
 from tessella.data.sources import read_labels
+from tessella.data.split_folders import SPLIT_FOLDERS, split_folders, told_of
 from tessella.data.splitting import TRAIN
 from tessella.data.unfinished import Unfinished, folder_of
-from tessella.tasks import Task, column_of, named
+from tessella.tasks import Source, Task, column_of, named
 
 MAX_SKIPPED = 1000
 PROGRESS_SECONDS = 0.1
@@ -189,8 +191,20 @@ def _refuse_existing(out: Path) -> None:
 
 
 def _list(source: Path, settings: ImportSettings) -> Listing:
-    labels = settings.labels
+    """The files of the import; the folders train, val and test of a source are its splits."""
     val, test = settings.val_folder, settings.test_folder
+    by_folder = settings.task == "classification" and val is None and test is None
+    if by_folder and (parts := split_folders(source)):
+        val, test = parts.get("val"), parts.get("test")
+        listing = _listed(parts["train"], settings, val, test)
+        return replace(listing, notes=(*listing.notes, told_of(parts)))
+    return _listed(source, settings, val, test)
+
+
+def _listed(
+    source: Path, settings: ImportSettings, val: str | Path | None, test: str | Path | None
+) -> Listing:
+    labels = settings.labels
     return list_images(
         source,
         task=named(settings.task),
@@ -213,7 +227,12 @@ def _settings_hash(settings: ImportSettings) -> str:
 
 
 def _name(source: Path, settings: ImportSettings) -> str:
-    return settings.name or source.resolve().stem or "images"
+    if settings.name:
+        return settings.name
+    there = source.resolve()
+    if there.name.lower() in SPLIT_FOLDERS["train"]:  # flowers/train holds flowers
+        there = there.parent
+    return (there.name if there.is_dir() else there.stem) or "images"
 
 
 def _file_name(name: str) -> str:
@@ -232,6 +251,7 @@ class _Tally:
     duplicates: Duplicates = field(default_factory=Duplicates)
     skipped: list[SkippedFile] = field(default_factory=list)
     skipped_count: int = 0
+    odd_sizes: OddSizes = field(default_factory=OddSizes)
     deeper: int = 0
     enlarged: list[str] = field(default_factory=list)
 
@@ -240,12 +260,15 @@ class _Tally:
         if len(self.skipped) < MAX_SKIPPED:
             self.skipped.append(file)
 
-    def add(self, facts: Facts, path: str, split: int, number: int, depth: int) -> None:
+    def add(self, facts: Facts, source: Source, split: int, number: int, depth: int) -> None:
         """A picture of a dataset that stores so many bits; ``number``: its source's."""
-        self.duplicates.add(facts.digest, split, number)
+        of_class = source.label if isinstance(source.label, int) else None
+        self.duplicates.add(facts.digest, split, number, of_class)
+        if facts.sides is not None:
+            self.odd_sizes.add(number, facts.sides)
         self.deeper += facts.bits > depth
         if facts.enlarged > ENLARGED:
-            self.enlarged.append(path)
+            self.enlarged.append(source.path)
         if split == TRAIN:
             self.moments.add(facts.count, facts.sums, facts.squares)
 
@@ -307,7 +330,7 @@ def _write_pictures(
         if isinstance(picture, Picture):
             example = Example(content=picture.content, label=picture.label, path=source.path)
             writers[split].add(example, picture.facts.sha256)
-            tally.add(picture.facts, source.path, split, number, settings.depth)
+            tally.add(picture.facts, source, split, number, settings.depth)
         else:
             tally.skip(picture)
         told(number + 1)
@@ -329,8 +352,8 @@ def _write_parts(
             if isinstance(outcome, SkippedFile):
                 tally.skip(outcome)
             else:
-                path = listing.sources[number].path
-                tally.add(outcome, path, splits[number], number, settings.depth)
+                source = listing.sources[number]
+                tally.add(outcome, source, splits[number], number, settings.depth)
             number += 1
         told(number)
 
@@ -418,30 +441,49 @@ def _describe(
     def place(number: int) -> str:
         return f"{SPLIT_NAMES[int(listing.splits[number])]}:{listing.sources[number].path}"
 
+    odd = [(n, f"{height}×{width}") for n, (height, width) in tally.odd_sizes.found()]
     return DatasetInfo(
         name=_name(source, settings),
         classes=listing.classes,
         # A constant channel has nothing to scale by.
         preprocess=replace(settings.record(), mean=mean, std=tuple(s or 1.0 for s in std)),
         splits=splits,
-        source=os.fsencode(source).decode("utf-8", "backslashreplace"),
+        source=_stored_path(source),
         content_hash=content_hash(hashes),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         skipped=tuple(tally.skipped),
         skipped_count=tally.skipped_count,
         duplicates=tuple((place(a), place(b)) for a, b in tally.duplicates.pairs),
         duplicate_count=tally.duplicates.count,
+        odd_sizes=tuple((place(number), sides) for number, sides in odd[:MAX_ODD]),
+        odd_size_count=len(odd),
         notes=notes_on(
             listing.classes,
             splits,
             names=named(settings.task).examples.NAMES,
             std=std,
             skipped=tally.skipped_count,
-            duplicates=tally.duplicates.count,
+            duplicates=tally.duplicates,
+            odd_sizes=[f"{listing.sources[number].path} {sides}" for number, sides in odd],
             deeper=tally.deeper,
             enlarged=tally.enlarged,
             already=listing.notes,
         ),
         task=named(settings.task).record(),
         import_hash=fingerprint(listing, _settings_hash(settings)),
+        settings=_split_by(settings),
     )
+
+
+def _split_by(settings: ImportSettings) -> dict[str, Any]:
+    """The settings that decide the splits, as strict JSON, for those who make it once more."""
+    val, test = settings.val_folder, settings.test_folder
+    return {
+        **({"holdout": settings.holdout} if val is None else {"val_folder": _stored_path(val)}),
+        **({"test": settings.test} if test is None else {"test_folder": _stored_path(test)}),
+        "seed": settings.seed,
+    }
+
+
+def _stored_path(path: str | Path) -> str:
+    return os.fsencode(path).decode("utf-8", "backslashreplace")

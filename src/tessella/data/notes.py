@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from tessella.artifacts.dataset import SplitInfo
 from tessella.core.count import counted
+from tessella.data.duplicates import Duplicates
 
-IMBALANCE = 10  # times as many images in the largest class as in the smallest: worth a note
+IMBALANCE = 3  # times as many images in the largest class as in the smallest: worth a note
+TINY = 20  # training images that a class should have
 NAMES_SHOWN = 10
 
 
@@ -16,7 +18,8 @@ def notes_on(
     names: str,
     std: tuple[float, ...],
     skipped: int,
-    duplicates: int,
+    duplicates: Duplicates,
+    odd_sizes: list[str],
     deeper: int,
     enlarged: list[str],
     already: tuple[str, ...],
@@ -26,7 +29,9 @@ def notes_on(
     Args:
         names: what ``classes`` are for the dataset's task: ``NAMES`` of its examples.
         std: the measured standard deviation of each channel.
-        skipped, duplicates: how many files are bad, and how many images lie in two splits.
+        skipped: how many files are bad.
+        duplicates: the images that are equal.
+        odd_sizes: the files whose pictures have another size than most.
         deeper: how many files have more bits than are stored.
         enlarged: the files whose pictures are much smaller than they are stored.
         already: notes of the listing, which go last.
@@ -45,11 +50,18 @@ def notes_on(
     if names == "classes" and few and most >= IMBALANCE * few:
         notes.append(
             f"class imbalance: {classes[counts.index(most)]!r} has {most:,} training images, "
-            f"{classes[counts.index(few)]!r} has {few:,}; class_weights='balanced' evens it out"
+            f"{classes[counts.index(few)]!r} has {few:,}; class_weights='balanced' in the recipe "
+            "evens it out"
         )
-    if duplicates:
-        twice = counted(duplicates, "image")
-        notes.append(f"{twice} in two splits, pixel for pixel: results flatter")
+    if names == "classes":
+        tiny = [(name, n) for name, n in zip(classes, counts, strict=True) if 0 < n < TINY]
+        if tiny and len(tiny) < len(classes):  # of a toy all are: no news
+            few_of = _some([f"{name} {n}" for name, n in tiny])
+            notes.append(f"fewer than {TINY} training images have: {few_of}")
+    notes += _of_duplicates(duplicates)
+    if odd_sizes:
+        odd = counted(len(odd_sizes), "picture")
+        notes.append(f"{odd} of an unusual size or shape: {_some(odd_sizes)}")
     notes += [f"channel {c} has the same value everywhere" for c, s in enumerate(std) if s == 0]
     if deeper:
         notes.append(
@@ -62,6 +74,15 @@ def notes_on(
         cannot = "it cannot be used" if skipped == 1 else "they cannot be used"
         notes.append(f"{counted(skipped, 'file')} skipped: {cannot}")
     return (*notes, *already)
+
+
+def _of_duplicates(found: Duplicates) -> list[str]:
+    told = [
+        (found.contradictions, "with an equal one in another class: a network cannot learn both"),
+        (found.count, "in two splits, pixel for pixel: results flatter"),
+        (found.copies, "twice or more in one class, pixel for pixel"),
+    ]
+    return [f"{counted(count, 'image')} {what}" for count, what in told if count]
 
 
 def _some(names: list[str]) -> str:

@@ -46,6 +46,7 @@ class Facts:
         count, sums, squares: see ``moments.sums_of``.
         bits: of a sample in the file, as far as its header tells.
         enlarged: by what factor, at most of both sides; 1 where the header does not tell.
+        sides: height and width of the picture in the file, where the header tells them.
     """
 
     sha256: bytes
@@ -55,6 +56,7 @@ class Facts:
     squares: list[int]
     bits: int = 8
     enlarged: float = 1.0
+    sides: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "sha256": self.sha256.hex(), "digest": self.digest.hex()}
@@ -70,6 +72,7 @@ def facts_in(plain: dict[str, Any]) -> Facts:
         squares=list(map(int, plain["squares"])),
         bits=int(plain["bits"]),
         enlarged=float(plain["enlarged"]),
+        sides=None if plain["sides"] is None else (plain["sides"][0], plain["sides"][1]),
     )
 
 
@@ -154,7 +157,7 @@ def read(file: str | os.PathLike[str], path: str, decode: Decode, store: Store) 
     shape = f"{pixels.dtype}{pixels.shape}".encode()
     digest = hashlib.blake2b(pixels.tobytes(), digest_size=16, key=shape).digest()
     count, sums, squares = sums_of(pixels)
-    stored = encode(pixels, store)
+    stored, sides = encode(pixels, store), sides_of(content)
     return Picture(
         content=stored,
         facts=Facts(
@@ -164,13 +167,13 @@ def read(file: str | os.PathLike[str], path: str, decode: Decode, store: Store) 
             sums=sums,
             squares=squares,
             bits=bits_of(content),
-            enlarged=_enlarged(content, pixels),
+            enlarged=_enlarged(sides, pixels),
+            sides=sides,
         ),
     )
 
 
-def _enlarged(content: bytes, pixels: Pixels) -> float:
-    sides = sides_of(content)
+def _enlarged(sides: tuple[int, int] | None, pixels: Pixels) -> float:
     if sides is None or min(sides) < 1:
         return 1.0
     # either may be the height: EXIF may turn a picture
