@@ -174,12 +174,12 @@ def test_shapes_among_strokes_are_copies_only_if_their_strokes_are_too(tmp_path:
     ]  # moves all there is
     for i in range(60):
         rng = np.random.default_rng(i)
-        picture = Image.new("RGB", (96, 96), tuple(rng.integers(200, 255, 3)))
+        picture = Image.new("RGB", (96, 96), tuple(rng.integers(120, 200, 3)))
         draw = ImageDraw.Draw(picture)
-        for x, y, dx, dy in rng.integers((0, 0, -30, -30), (96, 96, 30, 30), (6, 4)):
-            draw.line((x, y, x + dx, y + dy), fill=tuple(rng.integers(120, 230, 3)), width=2)
         x, y = rng.uniform(46, 50, 2)
         draw.ellipse((x - 25, y - 25, x + 25, y + 25), fill=(20 + 180 * (i % 2), 20, 60))
+        for x, y, dx, dy in rng.integers((0, 0, -30, -30), (96, 96, 30, 30), (8, 4)):
+            draw.line((x, y, x + dx, y + dy), fill=tuple(rng.integers(40, 220, 3)), width=2)
         folder = source / "ab"[i % 2]
         folder.mkdir(parents=True, exist_ok=True)
         picture.save(folder / f"{i}.png")
