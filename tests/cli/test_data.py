@@ -30,6 +30,6 @@ def test_the_doctor_lists_and_fixes(tessella: Tessella, blobs: Path, tmp_path: P
     trained = tessella("train", "lenet", folder, "--out", tmp_path / "run")
     assert f"tessella data import {folder} --out" in trained.err
     refused = tessella(
-        "data", "doctor", tmp_path / "data", "--fix", "tiny", "--out", tmp_path / "x"
+        "data", "doctor", tmp_path / "data", "--fix", "imbalance", "--out", tmp_path / "x"
     )
     assert "cannot be fixed by leaving images out" in refused.err

@@ -180,7 +180,9 @@ def leave_out(dataset: Dataset, places: Collection[str], out: str | Path) -> Dat
             if len(classes) < len(info.classes):
                 kept = [replace(e, label=number[e.label]) for e in kept if e.label in number]
             if not kept and name == "train":
-                raise UsageError("no image would be left to train on", seen=dataset.path)
+                raise UsageError(
+                    "no image would be left to train on", seen=dataset.path, fix="leave out less"
+                )
             if kept:
                 writer = SplitWriter(folder, name, column_of(of(info.task), classes))
                 for example in kept:

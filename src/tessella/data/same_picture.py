@@ -108,4 +108,4 @@ def _details(of: Plane) -> Plane:
 
 def _of_blocks(values: Plane) -> Plane:
     side = (SIDE - 2 * MARGIN) // BLOCKS
-    return values.reshape(BLOCKS, side, BLOCKS, side).mean((1, 3))
+    return np.asarray(values.reshape(BLOCKS, side, BLOCKS, side).mean((1, 3)), np.float32)

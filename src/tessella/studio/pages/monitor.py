@@ -376,7 +376,7 @@ def _numbers(feed: Feed, task: TaskRecord) -> list[tuple[str, str]]:
     for name in sorted(feed.points, key=lambda n: ("/" not in n, n)):
         value = feed.latest(name)
         if value is not None:
-            shown = parts.score(name, value)
+            shown = f"{100 * value:.2g} %" if name == "data_wait" else parts.score(name, value)
             out.append((_NAMES.get(name, name.replace("/", " ").replace("_", " ")), shown))
     return out
 
