@@ -18,6 +18,9 @@ def serve(
     folder: str | Path | None = None,
     compiled: bool = True,
     acceptors: int = 0,
+    grpc_port: int | None = None,
+    tls: tuple[str | Path, str | Path] | None = None,
+    shared_memory: bool = False,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans over HTTP (Open Inference Protocol) until the process is told to stop.
@@ -31,6 +34,9 @@ def serve(
         compiled: as for ``load``.
         acceptors: processes that take HTTP, beside one that runs the engines; 0 is one process for
             all.
+        grpc_port: where gRPC listens, too; needs the extra ``tessella[grpc]``.
+        tls: files of a certificate and its key (PEM), for HTTP and gRPC.
+        shared_memory: clients on this host may put tensors into shared memory of this user.
         ready: called with the server's URL when it takes requests.
     """
     server.serve(
@@ -42,5 +48,11 @@ def serve(
         folder=None if folder is None else Path(folder),
         compiled=compiled,
         acceptors=acceptors,
+        doors=server.Doors(
+            grpc_port=grpc_port,
+            tls_cert=str(Path(tls[0]).absolute()) if tls else None,
+            tls_key=str(Path(tls[1]).absolute()) if tls else None,
+            shared_memory=shared_memory,
+        ),
         ready=ready,
     )

@@ -37,12 +37,22 @@ def serve(
     acceptors: Annotated[
         int, Option(help="Processes that take HTTP, beside the engine's; 0 is one for all.")
     ] = 0,
+    grpc_port: Annotated[
+        int | None, Option(help="Port for gRPC (pip install 'tessella[grpc]'); none without.")
+    ] = None,
+    tls_cert: Annotated[Path | None, Option(help="Certificate (PEM), with --tls-key.")] = None,
+    tls_key: Annotated[Path | None, Option(help="Key of the certificate (PEM).")] = None,
+    shared_memory: Annotated[
+        bool, Option("--shared-memory", help="Take tensors in this user's shared memory.")
+    ] = False,
     events: Events = None,
 ) -> None:
     """Serve plans (Open Inference Protocol: /v2/models/NAME/infer), with /metrics.
 
     Example: tessella serve flowers=flowers.plan --port 8000
     """
+    if (tls_cert is None) != (tls_key is None):
+        raise UsageError("TLS needs a certificate and its key", fix="give --tls-cert and --tls-key")
     with output(events=events) as out:
         api.serve(
             parse_models(models),
@@ -53,6 +63,9 @@ def serve(
             folder=folder,
             compiled=not recompile,
             acceptors=acceptors,
+            grpc_port=grpc_port,
+            tls=(tls_cert, tls_key) if tls_cert and tls_key else None,
+            shared_memory=shared_memory,
             ready=lambda url: out.emit(phase("serving", url)),
         )
 

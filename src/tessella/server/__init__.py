@@ -1,7 +1,8 @@
-"""Open Inference Protocol over HTTP on a repository of plans."""
+"""Open Inference Protocol over HTTP and gRPC on a repository of plans."""
 
+from tessella.server.doors import Doors
 from tessella.server.limits import Limits
 from tessella.server.repository import Repository
 from tessella.server.serve import Server, serve
 
-__all__ = ["Limits", "Repository", "Server", "serve"]
+__all__ = ["Doors", "Limits", "Repository", "Server", "serve"]

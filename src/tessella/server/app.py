@@ -34,6 +34,7 @@ from tessella.server.guard import Guard, require_method, require_once
 from tessella.server.images import MAX_THREADS, ImageDecoder, files_of_form
 from tessella.server.limits import Limits
 from tessella.server.protocol import (
+    NO_REGIONS,
     InferRequest,
     Signature,
     build_infer,
@@ -43,6 +44,7 @@ from tessella.server.protocol import (
     parse_timeout,
 )
 from tessella.server.repository import MODEL_VERSION
+from tessella.server.shared_memory import Regions
 from tessella.server.statistics import Stages, Statistics
 from tessella.server.tensors import require_finite
 from tessella.tasks import Query, verbs
@@ -95,6 +97,7 @@ class App:
     Args:
         rest: an ASGI application of all that is not inference; bodies come to it whole.
         decoders: threads that decode pictures.
+        regions: the shared memory in which clients may put tensors.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class App:
         *,
         rest: Callable[[Scope, Receive, Send], Awaitable[None]],
         decoders: int = MAX_THREADS,
+        regions: Regions = NO_REGIONS,
     ) -> None:
         self._models = models
         self._guard = guard
@@ -112,6 +116,7 @@ class App:
         self._bodies = BodyReader(limits)
         self._images = ImageDecoder(limits.image, threads=decoders)
         self._rest = rest
+        self._regions = regions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -139,6 +144,7 @@ class App:
             else:
                 await self._models.close()
                 self._images.close()
+                self._regions.close()
             await send({"type": f"{message['type']}.complete"})
             if message["type"] == "lifespan.shutdown":
                 return
@@ -193,10 +199,17 @@ class App:
             watch.lap("receive")
             with self._models.get(name, version) as model, watch.on(model):
                 header_length = headers.get(b"inference-header-content-length")
-                request = parse_infer(body, header_length, model.signature, self._limits)
+                request = parse_infer(
+                    body, header_length, model.signature, self._limits, self._regions
+                )
                 outputs = await self._run(model, request, watch)
                 response = build_infer(
-                    request, outputs, model.signature, name=model.name, version=MODEL_VERSION
+                    request,
+                    outputs,
+                    model.signature,
+                    name=model.name,
+                    version=MODEL_VERSION,
+                    regions=self._regions,
                 )
                 watch.lap("answer")
         timing = (b"server-timing", watch.stages.header())

@@ -10,7 +10,9 @@ from tessella.server.descriptions import model_config, model_metadata, server_me
 from tessella.server.guard import require_method
 from tessella.server.management import management
 from tessella.server.metrics import Metrics
+from tessella.server.protocol import NO_REGIONS
 from tessella.server.repository import MODEL_VERSION, Model, Repository
+from tessella.server.shared_memory import Regions
 from tessella.server.welcome import front_page, models, routes_page
 
 Describe = Callable[[], dict[str, object] | Answer]
@@ -21,12 +23,15 @@ class Describing:
 
     Args:
         token: whether clients send one.
+        regions: the shared memory that clients may register.
     """
 
-    def __init__(self, repository: Repository, *, token: bool) -> None:
+    def __init__(
+        self, repository: Repository, *, token: bool, regions: Regions = NO_REGIONS
+    ) -> None:
         self._repository = repository
         self._token = token
-        self._management = management(repository, Metrics(repository))
+        self._management = management(repository, Metrics(repository), regions)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = dict(scope["headers"])

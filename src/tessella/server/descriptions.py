@@ -13,7 +13,7 @@ from tessella.server.repository import MODEL_VERSION, Model
 PLATFORM = "tessella_plan"
 EXTENSIONS = (
     "binary_tensor_data", "classification", "model_configuration", "model_repository",
-    "model_repository(unload_dependents)", "statistics",
+    "model_repository(unload_dependents)", "statistics", "system_shared_memory",
 )  # fmt: skip
 
 

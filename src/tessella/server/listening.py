@@ -12,6 +12,8 @@ import uvicorn
 from tessella.core.errors import UsageError
 from tessella.server.app import App
 from tessella.server.connection import connection_with
+from tessella.server.doors import HTTP_ONLY, Doors
+from tessella.server.grpc_front import GrpcFront
 from tessella.server.limits import Limits
 
 GRACE_S = 30
@@ -20,20 +22,34 @@ BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on a socket of ours; calls ``on_ready`` with the URL when it takes requests."""
+    """uvicorn on a socket of ours; calls ``on_ready`` with the URL when it takes requests.
 
-    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+    Args:
+        beside: answers gRPC in the same event loop.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, listener: socket.socket, beside: GrpcFront | None = None
+    ) -> None:
         super().__init__(config)
         self.listener = listener
         self.on_ready: Callable[[str], None] = lambda url: None
-        self.url = url_of(listener)
+        self.url = url_of(listener, tls=config.is_ssl)
+        self.beside = beside
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self.beside is not None:
+            await self.beside.start()
         self.on_ready(self.url)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.beside is not None:
+            await self.beside.stop(GRACE_S)
+        await super().shutdown(sockets)
 
-def configured(app: App, limits: Limits) -> uvicorn.Config:
+
+def configured(app: App, limits: Limits, doors: Doors = HTTP_ONLY) -> uvicorn.Config:
     """How every process of ours that takes HTTP is set up."""
     return uvicorn.Config(
         app,
@@ -47,6 +63,8 @@ def configured(app: App, limits: Limits) -> uvicorn.Config:
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
+        ssl_certfile=doors.tls_cert,
+        ssl_keyfile=doors.tls_key,
     )
 
 
@@ -83,12 +101,29 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def reserve(host: str, port: int) -> socket.socket:
+    """A socket that keeps a port for those of this user that share it, and takes no connection.
+
+    Raises:
+        UsageError: the address cannot be listened on.
+    """
+    bind(host, port).close()  # taken by another? That would share it, too
+    return bind(host, port, shared=True)
+
+
+def address_of(listener: socket.socket) -> str:
+    """Its ``host:port``."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     """Where clients reach it."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def keep_what_is_loaded() -> None:

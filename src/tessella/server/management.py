@@ -15,10 +15,11 @@ from tessella.server.answers import error_answer
 from tessella.server.metrics import Metrics
 from tessella.server.protocol import parse_object
 from tessella.server.repository import Repository
+from tessella.server.shared_memory import Regions
 from tessella.server.welcome import INFERENCE_ROUTES
 
 
-def management(repository: Repository, metrics: Metrics) -> FastAPI:
+def management(repository: Repository, metrics: Metrics, regions: Regions) -> FastAPI:
     """The FastAPI application behind the inference routes."""
     # FastAPI's own /docs page loads its scripts from a CDN; ours is in ``welcome``.
     app = FastAPI(title="Tessella", version=VERSION, docs_url=None, redoc_url=None)
@@ -48,6 +49,8 @@ def management(repository: Repository, metrics: Metrics) -> FastAPI:
         await repository.unload(name)
         return {}
 
+    _shared_memory(app, regions)
+
     @app.get("/metrics", summary="Metrics in Prometheus' text format")
     async def metrics_text() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -68,6 +71,28 @@ def management(repository: Repository, metrics: Metrics) -> FastAPI:
 
     app.openapi = lambda: _description(app)  # type: ignore[method-assign]
     return app
+
+
+def _shared_memory(app: FastAPI, regions: Regions) -> None:
+    """The routes of the shared-memory extension."""
+    root = "/v2/systemsharedmemory"
+
+    @app.get(f"{root}/status", summary="The registered regions of shared memory")
+    @app.get(f"{root}/region/{{name}}/status", summary="A region of shared memory")
+    async def status(name: str | None = None) -> list[dict[str, Any]]:
+        return regions.status(name)
+
+    @app.post(f"{root}/region/{{name}}/register", summary="Register a region of shared memory")
+    async def register(name: str, request: Request) -> dict[str, Any]:
+        asked = await _document(request)
+        regions.register(name, asked.get("key"), asked.get("offset", 0), asked.get("byte_size"))
+        return {}
+
+    @app.post(f"{root}/unregister", summary="Forget all regions of shared memory")
+    @app.post(f"{root}/region/{{name}}/unregister", summary="Forget a region of shared memory")
+    async def unregister(name: str | None = None) -> dict[str, Any]:
+        regions.unregister(name)
+        return {}
 
 
 async def _document(request: Request) -> dict[str, Any]:

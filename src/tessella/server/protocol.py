@@ -22,7 +22,8 @@ from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.server.batcher import DEFAULT_PRIORITY, PRIORITIES
 from tessella.server.classification import ranked
 from tessella.server.images import as_encoded_images
-from tessella.server.limits import Limits
+from tessella.server.limits import DEFAULT_LIMITS, Limits
+from tessella.server.shared_memory import Place, Regions
 from tessella.server.tensors import (
     from_binary,
     from_json,
@@ -92,11 +93,14 @@ def signature(
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedOutput:
-    """An output as the client wants it; ``classification`` is the number of best classes."""
+    """An output as the client wants it; ``classification`` is the number of best classes, ``place``
+    where in shared memory it goes.
+    """
 
     name: str
     binary: bool
     classification: int | None = None
+    place: Place | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +125,20 @@ class InferRequest:
 # --- requests -----------------------------------------------------------------------------------
 
 
+NO_REGIONS = Regions(None, DEFAULT_LIMITS)
+
+
 def parse_infer(
-    body: bytes | bytearray, header_length: bytes | None, model: Signature, limits: Limits
+    body: bytes | bytearray,
+    header_length: bytes | None,
+    model: Signature,
+    limits: Limits,
+    regions: Regions = NO_REGIONS,
 ) -> InferRequest:
     """The request in a body.
 
     Args:
+        regions: the shared memory in which tensors may lie.
         header_length: value of ``Inference-Header-Content-Length``; None means that all is JSON, 0
             that all is the one input's raw tensor.
 
@@ -158,8 +170,9 @@ def parse_infer(
     request_id = document.get("id")
     if request_id is not None and not isinstance(request_id, str):
         raise InputError("the request's id is not a string", seen=repr(request_id)[:60])
-    outputs = _parse_outputs(document, parameters, model)
-    arrays, images = _parse_inputs(document, memoryview(body)[json_bytes:], model, limits)
+    outputs = _parse_outputs(document, parameters, model, regions)
+    tensors = memoryview(body)[json_bytes:]
+    arrays, images = _parse_inputs(document, tensors, model, limits, regions)
     request = InferRequest(
         id=request_id,
         outputs=outputs,
@@ -290,7 +303,7 @@ def _list_of_objects(holder: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _parse_outputs(
-    document: dict[str, Any], parameters: dict[str, Any], model: Signature
+    document: dict[str, Any], parameters: dict[str, Any], model: Signature, regions: Regions
 ) -> tuple[RequestedOutput, ...]:
     binary = _flag(parameters, "binary_data_output", False)
     asked = _list_of_objects(document, "outputs")
@@ -304,7 +317,6 @@ def _parse_outputs(
                 f"the model has no output {name[:80]!r}", fix=f"ask for {', '.join(model.outputs)}"
             )
         own = _object(entry, "parameters", f"output {name!r}")
-        _refuse_shared_memory(own)
         count = own.get("classification")
         if count is not None and (type(count) is not int or count < 0):
             raise InputError(
@@ -314,8 +326,9 @@ def _parse_outputs(
         outputs.append(
             RequestedOutput(
                 name=name,
-                binary=_flag(own, "binary_data", binary),
+                binary=_flag(own, "binary_data", binary) or "shared_memory_region" in own,
                 classification=count or None,  # 0 is how some clients say "no"
+                place=regions.place(own, f"output {name!r}"),
             )
         )
     return tuple(outputs)
@@ -328,15 +341,12 @@ def _flag(parameters: dict[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def _refuse_shared_memory(parameters: dict[str, Any]) -> None:
-    if "shared_memory_region" in parameters:
-        raise ServeError(
-            "shared memory is not supported", status=501, fix="send and ask for binary data"
-        )
-
-
 def _parse_inputs(
-    document: dict[str, Any], binary: memoryview, model: Signature, limits: Limits
+    document: dict[str, Any],
+    binary: memoryview,
+    model: Signature,
+    limits: Limits,
+    regions: Regions,
 ) -> tuple[dict[str, np.ndarray], dict[str, list[bytes]]]:
     arrays: dict[str, np.ndarray] = {}
     images: dict[str, list[bytes]] = {}
@@ -351,9 +361,11 @@ def _parse_inputs(
     for entry in entries:
         name = entry["name"]
         parameters = _object(entry, "parameters", f"input {name!r}")
-        _refuse_shared_memory(parameters)
         content = None
-        if "binary_data_size" in parameters:
+        if place := regions.place(parameters, f"input {name!r}"):
+            _refuse_two_sources(entry, parameters)
+            content = regions.read(place)
+        elif "binary_data_size" in parameters:
             content = _binary_part(entry, parameters["binary_data_size"], binary[position:])
             position += len(content)
         value = _parse_tensor(entry, content, model, limits)
@@ -369,6 +381,14 @@ def _parse_inputs(
         )
     _check_batch(arrays, images)
     return arrays, images
+
+
+def _refuse_two_sources(entry: dict[str, Any], parameters: dict[str, Any]) -> None:
+    if "data" in entry or "binary_data_size" in parameters:
+        raise InputError(
+            f"input {entry['name']!r} is in shared memory and in the body",
+            fix="send it once",
+        )
 
 
 def _binary_part(entry: dict[str, Any], nbytes: Any, rest: memoryview) -> memoryview:
@@ -486,13 +506,24 @@ def build_infer(
     *,
     name: str,
     version: str,
+    regions: Regions = NO_REGIONS,
 ) -> InferResponse:
-    """The response in the form that the request wants: JSON, or JSON and binary tensors."""
+    """The response in the form that the request wants: JSON, JSON and binary tensors, or tensors
+    in shared memory.
+    """
     entries, parts = [], []
     # What a network makes of a client's numbers is the client's: NaN, 0 as a divisor, 1e30.
     status = 422 if request.arrays else 500
     for requested in request.outputs:
         entry, part = _build_output(requested, outputs[requested.name], model, status)
+        if (place := requested.place) is not None and part is not None:
+            regions.write(place, part)
+            entry["parameters"] = {
+                "shared_memory_region": place.region,
+                "shared_memory_offset": place.offset,
+                "shared_memory_byte_size": len(part),
+            }
+            part = None
         entries.append(entry)
         if part is not None:
             parts.append(part)
@@ -503,7 +534,7 @@ def build_infer(
         document["parameters"] = {"labels": model.labels}
     document["outputs"] = entries
     text = _COMPACT.encode(document).encode()
-    any_binary = any(o.binary for o in request.outputs)
+    any_binary = any(o.binary and o.place is None for o in request.outputs)
     return InferResponse(
         body=b"".join([text, *parts]) if parts else text,
         json_bytes=len(text) if any_binary else None,

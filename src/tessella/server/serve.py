@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import signal
+import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -13,10 +15,20 @@ from tessella.core.errors import UsageError
 from tessella.runtime import load_tried
 from tessella.server.app import App
 from tessella.server.describing import Describing
+from tessella.server.doors import HTTP_ONLY, Doors
+from tessella.server.grpc_front import GrpcFront, require_grpc
 from tessella.server.guard import Guard
 from tessella.server.limits import DEFAULT_LIMITS, Limits
-from tessella.server.listening import HttpServer, bind, configured, keep_what_is_loaded
+from tessella.server.listening import (
+    HttpServer,
+    address_of,
+    bind,
+    configured,
+    keep_what_is_loaded,
+    reserve,
+)
 from tessella.server.repository import Repository
+from tessella.server.shared_memory import Regions
 from tessella.server.supervisor import Settings, serve_in_processes
 
 MOST_ACCEPTORS = 64  # each has memory for the largest request
@@ -32,6 +44,7 @@ def serve(
     folder: Path | None = None,
     compiled: bool = True,
     acceptors: int = 0,
+    doors: Doors = HTTP_ONLY,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans until SIGTERM or SIGINT; then finish the requests at hand and return.
@@ -45,6 +58,7 @@ def serve(
         compiled: run the machine code that plans for a GPU carry, else compile it from our sources.
         acceptors: processes that take HTTP, beside one that runs the engines; 0 is one process for
             all, which needs the least memory.
+        doors: gRPC, TLS and shared memory.
         ready: called once with the server's URL when it takes requests.
 
     Raises:
@@ -57,6 +71,7 @@ def serve(
             seen=acceptors,
             fix="use as many as there are cores beside the engine's",
         )
+    doors.check()
     if acceptors:
         settings = Settings(
             models={name: str(Path(path).absolute()) for name, path in models.items()},
@@ -67,6 +82,7 @@ def serve(
             folder=None if folder is None else str(folder.absolute()),
             compiled=compiled,
             acceptors=acceptors,
+            doors=doors,
         )
         serve_in_processes(settings, ready)
         return
@@ -76,21 +92,24 @@ def serve(
         max_delay_us=max_delay_us,
         open_engine=functools.partial(load_tried, compiled=compiled),
     )
-    server = _prepare(repository, host=host, port=port, token=token, limits=DEFAULT_LIMITS)
-    keep_what_is_loaded()
-    if ready is not None:
-        server.on_ready = ready
+    settled = _prepared(
+        repository, host=host, port=port, token=token, limits=DEFAULT_LIMITS, doors=doors
+    )
+    with settled as server:
+        keep_what_is_loaded()
+        if ready is not None:
+            server.on_ready = ready
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        server.should_exit = True
+        def stop(number: int, frame: FrameType | None) -> None:
+            server.should_exit = True
 
-    # uvicorn has handlers of its own while it runs and then raises the signal again: it ends here.
-    earlier = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        server.run(sockets=[server.listener])
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+        # uvicorn has handlers of its own while it runs, then raises the signal again: it ends here.
+        earlier = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            server.run(sockets=[server.listener])
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
 
 
 class Server:
@@ -111,10 +130,15 @@ class Server:
         token: str | None = None,
         max_delay_us: int = 0,
         limits: Limits = DEFAULT_LIMITS,
+        doors: Doors = HTTP_ONLY,
     ) -> None:
         if not isinstance(models, Repository):
             models = Repository(models, max_delay_us=max_delay_us, limits=limits)
-        self._server = _prepare(models, host=host, port=port, token=token, limits=limits)
+        doors.check()
+        self._settled = ExitStack()
+        self._server = self._settled.enter_context(
+            _prepared(models, host=host, port=port, token=token, limits=limits, doors=doors)
+        )
         self._server.on_ready = lambda url: self._started.set()
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -124,6 +148,12 @@ class Server:
     def url(self) -> str:
         """Where it listens, for example ``http://127.0.0.1:8000``."""
         return self._server.url
+
+    @property
+    def grpc_address(self) -> str | None:
+        """Where gRPC listens, for example ``127.0.0.1:8001``, if it does."""
+        beside = self._server.beside
+        return None if beside is None else beside.address
 
     def __enter__(self) -> Server:
         self._thread.start()
@@ -141,6 +171,7 @@ class Server:
         """Stop listening, finish the requests at hand, close the engines."""
         self._server.should_exit = True
         self._thread.join()
+        self._settled.close()
         if self._failure is not None and error is None:
             raise self._failure
 
@@ -153,16 +184,40 @@ class Server:
             self._started.set()
 
 
-def _prepare(
-    repository: Repository, *, host: str, port: int, token: str | None, limits: Limits
-) -> HttpServer:
-    """Check the settings, take the port and load the models: all that can fail before the start."""
+@contextmanager
+def _prepared(
+    repository: Repository,
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    limits: Limits,
+    doors: Doors,
+) -> Iterator[HttpServer]:
+    """Check the settings, take the ports and load the models: all that can fail before the start.
+    What a server needs to the end is given back after the block.
+    """
     guard = Guard(host=host, token=token)
-    listener = bind(host, port)
-    try:
-        repository.load_all()
-    except BaseException:
-        listener.close()
-        raise
-    rest = Describing(repository, token=guard.has_token)
-    return HttpServer(configured(App(repository, guard, limits, rest=rest), limits), listener)
+    with ExitStack() as kept:
+        folder = None
+        if doors.shared_memory:
+            made = tempfile.TemporaryDirectory(prefix="tessella-regions-")
+            folder = Path(kept.enter_context(made))
+        regions = Regions(folder, limits)
+        reserved = None
+        if doors.grpc_port is not None:
+            require_grpc()
+            reserved = kept.enter_context(reserve(host, doors.grpc_port))
+        listener = bind(host, port)
+        try:
+            repository.load_all()
+        except BaseException:
+            listener.close()
+            raise
+        rest = Describing(repository, token=guard.has_token, regions=regions)
+        app = App(repository, guard, limits, rest=rest, regions=regions)
+        front = None
+        if reserved is not None:
+            where = address_of(reserved)
+            front = GrpcFront(app, where, doors, limits, token=guard.has_token)
+        yield HttpServer(configured(app, limits, doors), listener, front)

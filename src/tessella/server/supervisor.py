@@ -35,17 +35,22 @@ from tessella.server import engine_process
 from tessella.server.acceptor import Link
 from tessella.server.app import App
 from tessella.server.describing import Describing
+from tessella.server.doors import HTTP_ONLY, Doors
+from tessella.server.grpc_front import GrpcFront, require_grpc
 from tessella.server.guard import Guard
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.listening import (
     GRACE_S,
     HttpServer,
+    address_of,
     bind,
     configured,
     keep_what_is_loaded,
+    reserve,
     url_of,
 )
 from tessella.server.repository import Repository
+from tessella.server.shared_memory import Regions
 
 log = logging.getLogger(__name__)
 Ready = Callable[[], None]
@@ -71,6 +76,7 @@ class Settings:
     folder: str | None
     compiled: bool
     acceptors: int
+    doors: Doors = HTTP_ONLY
     sockets: str = ""
 
 
@@ -167,11 +173,18 @@ class _Watching:
         """Raise ``TessellaError`` for all that can be wrong with the settings."""
         settings = self._settings
         self._guard = Guard(host=settings.host, token=settings.token)
-        bind(settings.host, settings.port).close()  # taken by another? That would share it, too
-        # Reserves the port and takes no connection, as it does not listen.
-        self._reserved = bind(settings.host, settings.port, shared=True)
+        self._reserved = reserve(settings.host, settings.port)
         self._port: int = self._reserved.getsockname()[1]
-        self.url = url_of(self._reserved)
+        self.url = url_of(self._reserved, tls=settings.doors.tls_cert is not None)
+        self._grpc: socket.socket | None = None
+        if settings.doors.grpc_port is not None:
+            require_grpc()
+            self._grpc = reserve(settings.host, settings.doors.grpc_port)
+        folder = None
+        if settings.doors.shared_memory:
+            folder = Path(settings.sockets) / "regions"
+            folder.mkdir(mode=0o700)
+        self._regions = Regions(folder, self._limits)
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._door.bind(f"{settings.sockets}/engine")
         self._door.listen(64)
@@ -242,7 +255,7 @@ class _Watching:
             open_engine=functools.partial(load_tried, compiled=settings.compiled),
             threads=False,
         )
-        rest = Describing(repository, token=self._guard.has_token)
+        rest = Describing(repository, token=self._guard.has_token, regions=self._regions)
         app = App(repository, self._guard, self._limits, rest=rest)
         engine_process.run(repository, app, self._door, ready)
 
@@ -251,8 +264,19 @@ class _Watching:
         nbytes = max(self._limits.held_bytes, 2 * self._limits.body_bytes)
         link = Link(f"{self._settings.sockets}/engine", order=(nbytes - 1).bit_length())
         decoders = max(1, len(os.sched_getaffinity(0)) // self._settings.acceptors)
-        app = App(link, self._guard, self._limits, rest=link.answer, decoders=decoders)
-        server = HttpServer(configured(app, self._limits), listener)
+        app = App(
+            link,
+            self._guard,
+            self._limits,
+            rest=link.answer,
+            decoders=decoders,
+            regions=self._regions,
+        )
+        doors, front = self._settings.doors, None
+        if self._grpc is not None:
+            where = address_of(self._grpc)
+            front = GrpcFront(app, where, doors, self._limits, token=self._guard.has_token)
+        server = HttpServer(configured(app, self._limits, doors), listener, front)
         server.on_ready = lambda url: ready()
         server.run(sockets=[listener])
 

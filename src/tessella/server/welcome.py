@@ -41,6 +41,11 @@ MANAGEMENT_ROUTES = (
     ("post", "/v2/repository/index", "All models, their state and why"),
     ("post", "/v2/repository/models/{name}/load", "Load a model, or load it again"),
     ("post", "/v2/repository/models/{name}/unload", "Take a model out of service"),
+    ("get", "/v2/systemsharedmemory/status", "The registered regions of shared memory"),
+    ("get", "/v2/systemsharedmemory/region/{name}/status", "A region of shared memory"),
+    ("post", "/v2/systemsharedmemory/region/{name}/register", "Register a region"),
+    ("post", "/v2/systemsharedmemory/region/{name}/unregister", "Forget a region"),
+    ("post", "/v2/systemsharedmemory/unregister", "Forget all regions"),
     ("get", "/metrics", "Metrics in Prometheus' text format"),
 )
 _PARAMETERS = (

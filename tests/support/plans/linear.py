@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tessella.artifacts.plan import Manifest, Plan
 from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.core.device import fingerprint
 from tessella.core.spec import DimRange, TensorSpec
-from tessella.server import serve
+from tessella.server import Doors, serve
 from tests.support.engines import LABELS, RECORD, WEIGHT
 
 
@@ -81,5 +82,6 @@ if __name__ == "__main__":  # a server to send signals to; prints its URL
         folder=Path(sys.argv[1]).parent,
         port=0,
         acceptors=int(sys.argv[2]),
+        doors=Doors(**json.loads(sys.argv[3])) if len(sys.argv) > 3 else Doors(),
         ready=lambda url: print(url, flush=True),
     )

@@ -1,0 +1,178 @@
+"""Between gRPC's messages and the bodies of the same requests over HTTP.
+
+Every request of gRPC is answered by the routes of HTTP: one core, one set of checks and limits.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError
+
+from tessella.core.dtype import BY_WIRE
+from tessella.core.errors import InputError
+from tessella.core.open_inference import MESSAGES, ModelInferResponse
+from tessella.server.tensors import strings_to_binary
+
+_COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+# The field of ``contents`` in which the elements of a datatype come.
+_CONTENTS = {
+    "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents",
+    "INT32": "int_contents", "INT64": "int64_contents", "UINT8": "uint_contents",
+    "UINT16": "uint_contents", "UINT32": "uint_contents", "UINT64": "uint64_contents",
+    "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
+}  # fmt: skip
+
+
+def parsed(message: Any, content: bytes) -> Any:
+    """A message of this class.
+
+    Raises:
+        InputError: the bytes are none.
+    """
+    try:
+        return message.FromString(content)
+    except DecodeError as error:
+        raise InputError(
+            f"the request is no {message.DESCRIPTOR.name}", seen=f"{len(content):,} bytes"
+        ) from error
+
+
+def infer_body(message: Any, remaining_us: int | None) -> tuple[int, bytes]:
+    """The length of the JSON, and a body for ``/infer``.
+
+    Args:
+        message: a ``ModelInferRequest``.
+        remaining_us: until the deadline of the call.
+
+    Raises:
+        InputError: tensors that are given twice, or not as their datatype wants it.
+    """
+    raw = message.raw_input_contents
+    inputs: list[dict[str, Any]] = []
+    parts: list[bytes] = []
+    for tensor in message.inputs:
+        entry = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        parameters = _plain(tensor.parameters)
+        if "shared_memory_region" not in parameters:
+            part = _content(tensor, raw, len(parts))
+            parameters["binary_data_size"] = len(part)
+            parts.append(part)
+        inputs.append(entry | {"parameters": parameters})
+    if raw and len(raw) != len(parts):
+        raise InputError(
+            "raw_input_contents are not one for each input",
+            seen=f"{len(raw)} for {len(parts)}",
+            fix="append the bytes of each input that is not in shared memory, in their order",
+        )
+    parameters = _plain(message.parameters) | {"binary_data_output": True}
+    document: dict[str, Any] = {"parameters": parameters, "inputs": inputs}
+    if message.outputs:
+        document["outputs"] = [
+            {"name": o.name, "parameters": _plain(o.parameters)} for o in message.outputs
+        ]
+    if message.id:
+        document["id"] = message.id
+    if remaining_us is not None:
+        asked = parameters.get("timeout") or remaining_us
+        parameters["timeout"] = min(asked, remaining_us) if type(asked) is int else asked
+        # Heads without an id are remembered, and each of these is another.
+        document.setdefault("id", "")
+    text = _COMPACT.encode(document).encode()
+    return len(text), b"".join([text, *parts])
+
+
+def _content(tensor: Any, raw: Any, position: int) -> bytes:
+    """The bytes of a tensor, from ``raw_input_contents`` or from its own ``contents``."""
+    if raw and tensor.HasField("contents"):
+        raise InputError(
+            f"input {tensor.name!r} is given twice",
+            seen="raw_input_contents and contents",
+            fix="send one of them",
+        )
+    if raw:
+        if position >= len(raw):
+            raise InputError(f"raw_input_contents end before input {tensor.name!r}")
+        part: bytes = raw[position]
+        return part
+    kind = tensor.datatype
+    if kind not in _CONTENTS:
+        raise InputError(
+            f"input {tensor.name!r} cannot come in contents",
+            seen=repr(kind)[:40],
+            fix="send it in raw_input_contents",
+        )
+    values = getattr(tensor.contents, _CONTENTS[kind])
+    if sum(len(given) for _, given in tensor.contents.ListFields()) != len(values):
+        raise InputError(
+            f"input {tensor.name!r} has contents of another datatype",
+            fix=f"send {kind} in {_CONTENTS[kind]}",
+        )
+    if kind == "BYTES":
+        return strings_to_binary(list(values))
+    element = np.dtype(BY_WIRE[kind].numpy)
+    wide = np.array(values, element if element.itemsize > 2 else None)
+    if element.itemsize <= 2 and element.kind != "b" and wide.size:
+        least, most = np.iinfo(element).min, np.iinfo(element).max
+        if wide.min() < least or wide.max() > most:
+            raise InputError(f"input {tensor.name!r} holds a number that {kind} cannot hold")
+    return wide.astype(element.newbyteorder("<")).tobytes()
+
+
+def infer_response(body: bytes, json_bytes: int | None) -> Any:
+    """The answer of ``/infer`` as a ``ModelInferResponse``."""
+    document = json.loads(body[:json_bytes])
+    message = ModelInferResponse(
+        model_name=document["model_name"],
+        model_version=document["model_version"],
+        id=document.get("id", ""),
+    )
+    start = json_bytes or 0
+    for entry in document["outputs"]:
+        tensor = message.outputs.add(
+            name=entry["name"], datatype=entry["datatype"], shape=entry["shape"]
+        )
+        parameters = entry.get("parameters", {})
+        nbytes = parameters.pop("binary_data_size", None)
+        _fill(tensor.parameters, parameters)
+        # One for each output, as clients count them; empty where the tensor is in shared memory.
+        message.raw_output_contents.append(body[start : start + (nbytes or 0)])
+        start += nbytes or 0
+    labels = document.get("parameters", {}).get("labels", [])
+    if labels:
+        message.parameters["labels"].string_param = json.dumps(labels)
+    return message
+
+
+def _plain(parameters: Any) -> dict[str, Any]:
+    """The parameters of a message as those of JSON."""
+    return {
+        name: getattr(value, kind)
+        for name, value in parameters.items()
+        if (kind := value.WhichOneof("parameter_choice"))
+    }
+
+
+def _fill(parameters: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        field = "int64_param" if type(value) is int else "string_param"
+        setattr(parameters[name], field, value)
+
+
+# grpc.health.v1's HealthCheckResponse: field 1 is 1 for SERVING, 2 for NOT_SERVING.
+HEALTH = {True: b"\x08\x01", False: b"\x08\x02"}
+
+
+def change_body(message: Any) -> bytes:
+    """The body of a request that loads or unloads a model."""
+    names = dict.fromkeys(message.parameters, "")
+    return _COMPACT.encode({"parameters": names}).encode()
+
+
+def answered(name: str, document: dict[str, Any]) -> Any:
+    """A message of this name that says what an answer over HTTP says."""
+    return json_format.ParseDict(document, MESSAGES[name](), ignore_unknown_fields=True)

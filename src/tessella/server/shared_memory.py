@@ -1,0 +1,350 @@
+"""System shared memory of clients on this host: tensors that are named instead of sent.
+
+A client registers an object of POSIX shared memory under a name, and requests then say where in it
+a tensor lies. The objects are read and written with calls that report what is not there, never
+mapped: a mapping of an object that its owner makes shorter would kill the server (SIGBUS), and a
+copy cannot change while it is checked. Registrations are files in a folder of the server, so that
+all its processes know them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from tessella.core.errors import InputError, ServeError
+from tessella.server.limits import Limits
+
+OBJECTS = "/dev/shm"  # where Linux shows the objects of POSIX shared memory
+PREFIX = "tessella"  # only objects that are named like this may be registered
+MOST_REGIONS = 256
+_KEY = re.compile(rf"/?({PREFIX}[A-Za-z0-9._-]{{0,200}})")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a request says that a tensor lies: in a region, from a byte on, so many bytes."""
+
+    region: str
+    offset: int
+    byte_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A registration; ``device`` and ``inode`` say which object the key meant then."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+    device: int
+    inode: int
+
+
+class Regions:
+    """The registered regions of a server.
+
+    Args:
+        folder: for the registrations; only this user can look into it. None: there is no shared
+            memory, and all that asks for it is refused.
+        objects: the folder of the system's shared memory.
+    """
+
+    def __init__(self, folder: Path | None, limits: Limits, *, objects: str = OBJECTS) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._objects = objects
+        self._open: dict[str, _Opened] = {}
+        self._held_bytes = 0
+
+    # --- registering ------------------------------------------------------------------------------
+
+    def register(self, name: str, key: Any, offset: Any, byte_size: Any) -> None:
+        """Let requests name a part of an object of shared memory.
+
+        Raises:
+            InputError: a name, key, offset or size that cannot be.
+            ServeError: 403 an object of another user, 404 none, 409 the name is taken, 429 too many
+                regions, 501 the server takes no shared memory.
+        """
+        folder = self._require_folder()
+        if not _NAME.fullmatch(name):
+            raise InputError(
+                "this cannot be the name of a region",
+                seen=repr(name)[:140],
+                fix="use 1 to 128 letters, digits, dashes and underscores",
+            )
+        if not isinstance(key, str) or not (known := _KEY.fullmatch(key)):
+            raise InputError(
+                "this cannot be the key of a region",
+                seen=repr(key)[:140],
+                fix=f"name the shared memory /{PREFIX}… of letters, digits, dots and dashes",
+            )
+        if not _is_size(offset) or not _is_size(byte_size) or not byte_size:
+            raise InputError(
+                "offset and byte_size of a region are numbers of bytes",
+                seen=f"{offset!r:.40}, {byte_size!r:.40}",
+                fix="send whole numbers, byte_size above 0",
+            )
+        if len(list(folder.iterdir())) >= MOST_REGIONS:
+            raise ServeError(
+                "too many regions are registered",
+                status=429,
+                seen=MOST_REGIONS,
+                fix="unregister some, or use one region for several tensors",
+            )
+        descriptor = self._open_object(known[1])
+        try:
+            found = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        if offset + byte_size > found.st_size:
+            raise InputError(
+                "the region is larger than its shared memory",
+                seen=f"{offset:,} + {byte_size:,} bytes of {found.st_size:,}",
+                fix="register what there is",
+            )
+        region = Region(
+            name=name, key=key, offset=offset, byte_size=byte_size,
+            device=found.st_dev, inode=found.st_ino,
+        )  # fmt: skip
+        complete = folder / ".new"  # no region can have this name
+        complete.write_text(json.dumps(asdict(region)))
+        try:
+            (folder / name).hardlink_to(complete)
+        except FileExistsError:
+            raise ServeError(
+                f"region {name!r} is registered already",
+                status=409,
+                fix="unregister it first, or choose another name",
+            ) from None
+        finally:
+            complete.unlink()
+
+    def unregister(self, name: str | None = None) -> None:
+        """Forget a region, or all; one that is not there is forgotten already."""
+        folder = self._require_folder()
+        for path in list(folder.iterdir()):
+            if name in (None, path.name):
+                path.unlink(missing_ok=True)
+        for known in list(self._open):
+            if name in (None, known):
+                os.close(self._open.pop(known)[2])
+
+    def status(self, name: str | None = None) -> list[dict[str, Any]]:
+        """The regions as the protocol tells them.
+
+        Raises:
+            ServeError: 404, none of this name.
+        """
+        folder = self._require_folder()
+        told = [_read(path) for path in sorted(folder.iterdir()) if name in (None, path.name)]
+        if name is not None and not told:
+            raise _unknown(name)
+        return [
+            {"name": r.name, "key": r.key, "offset": r.offset, "byte_size": r.byte_size}
+            for r in told
+        ]
+
+    def close(self) -> None:
+        """Close the objects; the registrations go with their folder."""
+        for _, _, descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    # --- tensors ----------------------------------------------------------------------------------
+
+    def place(self, parameters: dict[str, Any], what: str) -> Place | None:
+        """Where the parameters of a tensor say that it lies, if they do.
+
+        Raises:
+            InputError: they cannot say that.
+        """
+        if "shared_memory_region" not in parameters:
+            return None
+        self._require_folder()
+        region = parameters["shared_memory_region"]
+        offset = parameters.get("shared_memory_offset", 0)
+        byte_size = parameters.get("shared_memory_byte_size")
+        if not isinstance(region, str) or not _is_size(offset) or not _is_size(byte_size):
+            raise InputError(
+                f"the place in shared memory of {what} is none",
+                seen=f"{region!r:.60}, {offset!r:.40}, {byte_size!r:.40}",
+                fix="send shared_memory_region, _offset and _byte_size: a name and two numbers",
+            )
+        return Place(region=region, offset=offset, byte_size=byte_size)
+
+    def read(self, place: Place) -> memoryview:
+        """A copy of the bytes at a place.
+
+        Raises:
+            InputError: the region has no such bytes. ServeError: 404 no such region, 413 larger
+                than a body may be, 503 too many bytes are read at once.
+        """
+        descriptor, start = self._find(place)
+        nbytes = place.byte_size
+        if nbytes > self._limits.body_bytes:
+            raise ServeError(
+                f"a tensor is larger than {self._limits.body_bytes:,} bytes",
+                status=413,
+                seen=f"{nbytes:,} bytes in shared memory",
+                fix="send fewer samples in one request",
+            )
+        if self._held_bytes + nbytes > self._limits.held_bytes:
+            raise ServeError(
+                "the server holds as many request bytes as it may",
+                status=503,
+                seen=f"{self._held_bytes:,} of {self._limits.held_bytes:,} bytes",
+                fix="try again in a moment, or send smaller batches",
+            )
+        content = np.empty(nbytes, np.uint8)
+        self._held_bytes += nbytes
+        weakref.finalize(content, self._release, nbytes)
+        view, done = content.data, 0
+        while done < nbytes:
+            got = os.preadv(descriptor, [view[done:]], start + done)
+            if not got:
+                raise _shorter(place)
+            done += got
+        return view
+
+    def write(self, place: Place, content: bytes) -> None:
+        """Put an output where its request wants it.
+
+        Raises:
+            InputError: it does not fit. ServeError: 404 no such region, 507 no memory is left.
+        """
+        descriptor, start = self._find(place)
+        if len(content) > place.byte_size:
+            raise InputError(
+                "an output does not fit its place in shared memory",
+                seen=f"{len(content):,} bytes, room for {place.byte_size:,}",
+                fix="name a larger place",
+            )
+        if start + len(content) > os.fstat(descriptor).st_size:
+            raise _shorter(place)
+        view, done = memoryview(content), 0
+        try:
+            while done < len(content):
+                done += os.pwritev(descriptor, [view[done:]], start + done)
+        except OSError as error:
+            raise ServeError(
+                "an output cannot be written into shared memory", status=507, seen=error.strerror
+            ) from error
+
+    def _release(self, nbytes: int) -> None:
+        self._held_bytes -= nbytes
+
+    def _find(self, place: Place) -> tuple[int, int]:
+        """The descriptor of the region's object, and the first byte of the place in it."""
+        if not _NAME.fullmatch(place.region):
+            raise _unknown(place.region)
+        path = self._require_folder() / place.region
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            raise _unknown(place.region) from None
+        registered = found.st_ino, found.st_mtime_ns
+        known = self._open.get(place.region)
+        if known is None or known[0] != registered:
+            known = self._reopen(path, registered)
+        _, region, descriptor = known
+        if place.offset + place.byte_size > region.byte_size:
+            raise InputError(
+                f"region {place.region!r} has no such bytes",
+                seen=f"{place.offset:,} + {place.byte_size:,} bytes of {region.byte_size:,}",
+                fix="stay within the region as it was registered",
+            )
+        return descriptor, region.offset + place.offset
+
+    def _reopen(self, path: Path, registered: tuple[int, int]) -> _Opened:
+        if earlier := self._open.pop(path.name, None):
+            os.close(earlier[2])
+        try:
+            region = _read(path)
+        except FileNotFoundError:
+            raise _unknown(path.name) from None
+        for name in [n for n in self._open if not (path.parent / n).exists()]:
+            os.close(self._open.pop(name)[2])  # unregistered in another process
+        descriptor = self._open_object(region.key.removeprefix("/"))
+        found = os.fstat(descriptor)
+        if (found.st_dev, found.st_ino) != (region.device, region.inode):
+            os.close(descriptor)
+            raise ServeError(
+                f"the shared memory of region {path.name!r} was replaced",
+                status=409,
+                fix="register it again",
+            )
+        self._open[path.name] = registered, region, descriptor
+        return self._open[path.name]
+
+    def _open_object(self, name: str) -> int:
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            descriptor = os.open(f"{self._objects}/{name}", flags)
+        except FileNotFoundError as error:
+            raise ServeError(
+                "there is no such shared memory",
+                status=404,
+                seen=name,
+                fix="make it on the server's host before it is registered",
+            ) from error
+        except OSError as error:
+            raise _foreign(name) from error
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            os.close(descriptor)
+            raise _foreign(name)
+        return descriptor
+
+    def _require_folder(self) -> Path:
+        if self._folder is None:
+            raise ServeError(
+                "this server takes no shared memory",
+                status=501,
+                fix="start it with --shared-memory, or send and ask for binary data",
+            )
+        return self._folder
+
+
+_Opened = tuple[tuple[int, int], Region, int]  # its registration's file, the object's descriptor
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 1 << 48
+
+
+def _read(path: Path) -> Region:
+    return Region(**json.loads(path.read_text()))
+
+
+def _unknown(name: str) -> ServeError:
+    return ServeError(
+        "there is no such region", status=404, seen=repr(name)[:140], fix="register it first"
+    )
+
+
+def _foreign(name: str) -> ServeError:
+    return ServeError(
+        "this shared memory is not this server's user's",
+        status=403,
+        seen=name,
+        fix="make it as the user that the server runs as",
+    )
+
+
+def _shorter(place: Place) -> InputError:
+    return InputError(
+        f"the shared memory of region {place.region!r} has become shorter",
+        fix="register it again, as it is now",
+    )

@@ -1,0 +1,114 @@
+"""TLS, gRPC and shared memory on a server of one process and of several."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from tessella.core.errors import UsageError
+from tessella.server import Doors, Server
+from tessella.server.listening import bind
+from tests.support.engines import expected_scores, repository
+from tests.support.plans.linear import linear_plan
+
+ROOT = Path(__file__).parents[2]
+IMAGES = np.random.default_rng(1).normal(size=(2, 3, 8, 8)).astype(np.float32)
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A certificate for localhost that signs itself, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert,
+         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key
+
+
+def free_port() -> int:
+    with bind("127.0.0.1", 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(params=[0, 2])
+def served(
+    request: pytest.FixtureRequest, tmp_path: Path, certificate: tuple[str, str]
+) -> Iterator[tuple[str, int]]:
+    """A server's URL and the port of its gRPC, with and without acceptors."""
+    plan = linear_plan().save(tmp_path / "flowers.plan")
+    port = free_port()
+    cert, key = certificate
+    doors = {"grpc_port": port, "tls_cert": cert, "tls_key": key, "shared_memory": True}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.plans.linear", str(plan), str(request.param),
+         json.dumps(doors)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip(), port
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0, err
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_all_doors_at_once(served: tuple[str, int], certificate: tuple[str, str]) -> None:
+    url, port = served
+    trusted = ssl.create_default_context(cafile=certificate[0])
+    url = url.replace("127.0.0.1", "localhost")
+    assert url.startswith("https://localhost:")
+    name = f"tessella_test_{secrets.token_hex(8)}"
+    memory = SharedMemory(name, create=True, size=4096)
+    try:
+        memory.buf[: IMAGES.nbytes] = IMAGES.tobytes()
+        with httpx.Client(base_url=url, verify=trusted, timeout=20) as http:
+            asked = {"key": f"/{name}", "offset": 0, "byte_size": 4096}
+            register = "/v2/systemsharedmemory/region/r/register"
+            http.post(register, json=asked).raise_for_status()
+        for _ in range(4):  # several connections: each acceptor knows the region
+            with triton.InferenceServerClient(
+                f"localhost:{port}", ssl=True, root_certificates=certificate[0]
+            ) as client:
+                assert list(client.get_system_shared_memory_status().regions) == ["r"]
+                tensor = triton.InferInput("image", list(IMAGES.shape), "FP32")
+                tensor.set_shared_memory("r", IMAGES.nbytes)
+                scores = client.infer("flowers", [tensor]).as_numpy("scores")
+                np.testing.assert_allclose(scores, expected_scores(IMAGES), rtol=1e-3, atol=1e-3)
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def test_settings_that_cannot_be(tmp_path: Path, certificate: tuple[str, str]) -> None:
+    cert, _ = certificate
+    with pytest.raises(UsageError, match="a certificate and its key"):
+        Doors(tls_cert=cert)
+    for key in (str(tmp_path / "nothing.pem"), cert):
+        with pytest.raises(UsageError, match="cannot be used"):
+            Server(repository({}), doors=Doors(tls_cert=cert, tls_key=key))
+    with bind("127.0.0.1", 0) as other:
+        other.listen()
+        taken = Doors(grpc_port=other.getsockname()[1])
+        with pytest.raises(UsageError, match="0 takes a free one"):
+            Server(repository({}), doors=taken)
