@@ -1,0 +1,156 @@
+"""The load generator, against tritonclient's own timing and a server that stalls."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.http
+import typer
+from PIL import Image
+from typer.testing import CliRunner
+
+import tessella.cli.load
+from tessella import loadtest
+from tessella.core.errors import InputError, ServeError, UsageError
+from tessella.server import Doors, Server
+from tests.support.engines import Pair, Scores, repository
+
+TOKEN = "a token of a test, long enough"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Scores:
+    return Scores()
+
+
+@pytest.fixture(scope="module")
+def server(engine: Scores) -> Iterator[Server]:
+    models = repository({"flowers": engine, "pair": Pair()})
+    with Server(models, token=TOKEN, doors=Doors(grpc_port=0)) as running:
+        yield running
+
+
+@pytest.fixture
+def target(server: Server) -> loadtest.Target:
+    return loadtest.Target(url=server.url, model="flowers", token=TOKEN)
+
+
+@pytest.mark.parametrize("model", ["flowers", "pair"])
+@pytest.mark.parametrize("kind", ["binary", "json", "image", "grpc"])
+def test_every_body_is_answered(server: Server, kind, model: str, tmp_path: Path) -> None:
+    if kind == "image" and model == "pair":
+        return
+    picture = tmp_path / "a.png"
+    Image.new("RGB", (9, 9)).save(picture)
+    grpc = server.grpc_address if kind == "grpc" else None
+    target = loadtest.Target(url=server.url, model=model, token=TOKEN, grpc=grpc)
+    body = loadtest.body_for(target, kind, batch=2, picture=picture)
+    outcome = loadtest.generate(target, body, loadtest.closed(2, 0.2))
+    assert outcome.latencies_s
+    assert outcome.failures == {}
+
+
+def test_latencies_are_those_that_tritonclient_sees(
+    target: loadtest.Target, engine: Scores
+) -> None:
+    """One client, an engine of 30 ms: both medians within a few milliseconds."""
+    engine.delay_s = 0.03
+    try:
+        body = loadtest.body_for(target, "binary")
+        ours = loadtest.generate(target, body, loadtest.closed(1, 0.6))
+        seen = []
+        with tritonclient.http.InferenceServerClient(target.url.removeprefix("http://")) as client:
+            tensor = tritonclient.http.InferInput("image", [1, 3, 8, 8], "FP32")
+            tensor.set_data_from_numpy(np.zeros((1, 3, 8, 8), np.float32))
+            for _ in range(15):
+                since = time.perf_counter()
+                client.infer("flowers", [tensor], headers=target.headers)
+                seen.append(time.perf_counter() - since)
+    finally:
+        engine.delay_s = 0.0
+    assert ours.percentile(50) >= 0.03
+    assert ours.percentile(50) == pytest.approx(statistics.median(seen), rel=0.5)
+
+
+def test_a_stall_is_charged_to_all_who_would_have_come(
+    target: loadtest.Target, engine: Scores
+) -> None:
+    """Every answer takes 50 ms on one connection, where 50 a second are to come: the wait grows
+    with every request, though each answer by itself takes 50 ms.
+    """
+    engine.delay_s = 0.05
+    try:
+        body = loadtest.body_for(target, "binary")
+        schedule = loadtest.poisson(50, 0.6, clients=1)
+        outcome = loadtest.generate(target, body, schedule)
+    finally:
+        engine.delay_s = 0.0
+    assert schedule.times_s is not None
+    count = len(schedule.times_s)
+    assert len(outcome.latencies_s) == count
+    # The last one was to be sent at its time, and could not before all others had their 50 ms.
+    least = 0.05 * count - schedule.times_s[-1]
+    assert outcome.latencies_s[-1] >= least > 0.3
+    assert outcome.lateness(100) >= least - 0.05 - 1e-3
+    assert outcome.goodput(0.1) < outcome.rate
+
+
+def test_poisson_times_are_independent_of_answers_and_seeded() -> None:
+    one, same, other = (loadtest.poisson(1000, 10, clients=1, seed=s).times_s for s in (1, 1, 2))
+    assert one == same != other
+    assert one is not None
+    gaps = np.diff(one)
+    assert len(one) == pytest.approx(10_000, rel=0.05)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05), "as of an exponential distribution"
+
+
+def test_traces(tmp_path: Path, target: loadtest.Target) -> None:
+    path = tmp_path / "trace"
+    path.write_text('0.0\n{"at_s": 0.05}\n0.05\n')
+    schedule = loadtest.trace(path, clients=2)
+    assert schedule.times_s == (0.0, 0.05, 0.05)
+    body = loadtest.body_for(target, "binary")
+    assert len(loadtest.generate(target, body, schedule).latencies_s) == 3
+    for text in ("", "x", "1\n0", "nan", "-1", "{}", "[1]"):
+        path.write_text(text)
+        with pytest.raises(InputError):
+            loadtest.trace(path, clients=1)
+
+
+def test_failures_are_counted_and_never_latencies(target: loadtest.Target) -> None:
+    body = loadtest.body_for(target, "binary").replace(TOKEN.encode(), b"x" * len(TOKEN))
+    outcome = loadtest.generate(target, body, loadtest.closed(1, 0.1))
+    assert outcome.latencies_s == []
+    assert set(outcome.failures) == {"401"}
+    assert np.isnan(outcome.percentile(50))
+    nobody = loadtest.Target(url="http://127.0.0.1:9", model="flowers")
+    with pytest.raises(ServeError, match="cannot be reached"):
+        loadtest.generate(nobody, body, loadtest.closed(1, 0.1))
+    for rate in (0, -1, float("nan"), 1e9):
+        with pytest.raises(UsageError):
+            loadtest.poisson(rate, 1, clients=1)
+
+
+def test_the_command(target: loadtest.Target, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    app = typer.Typer()
+    tessella.cli.load.register(app)
+    asked = ["flowers", "--url", target.url, "--token-file", str(token), "--rate", "100"]
+    ran = CliRunner().invoke(app, [*asked, "--seconds", "0.3", "--slo-ms", "1000"])
+    assert ran.exit_code == 0, ran.output
+    assert "goodput" in ran.output
+    ran = CliRunner().invoke(app, ["flowers", "--body", "grpc"])
+    assert ran.exit_code != 0
+
+
+def test_it_needs_no_torch() -> None:
+    script = "import sys, tessella.loadtest; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
