@@ -22,7 +22,7 @@ from tessella.core.spec import TensorSpec
 
 VERBS = (
     "calibrate", "compile", "evaluate", "export", "load", "pareto", "serve", "sweep", "train",
-    "verify",
+    "tune", "verify",
 )  # fmt: skip
 
 

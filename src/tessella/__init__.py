@@ -9,6 +9,7 @@ In the order in which data flows; ``help(tessella.train)`` and so on says more:
     calibrate   what int8 and fp8 need to know of a network's values
     compile     a checkpoint, a torch module or an ONNX file: a plan, tuned for one device
     pareto      the fastest plan for each loss of accuracy that a budget allows
+    tune        a plan again, on the machine that it shall run on
     export      a checkpoint as an ONNX file
     verify      a plan beside its checkpoint, sample by sample
     load        a plan, ready to run: an engine, called with arrays or tensors
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         serve,
         sweep,
         train,
+        tune,
         verify,
     )
 
@@ -61,12 +63,13 @@ __all__ = [
     "serve",
     "sweep",
     "train",
+    "tune",
     "verify",
 ]
 
 _API = (
     "calibrate", "compile", "evaluate", "export", "load", "pareto", "serve", "sweep", "train",
-    "verify",
+    "tune", "verify",
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ PLAIN = BuildRequest(source="runs/a b")
 REQUESTS = (
     PLAIN,
     BuildRequest(source="a'\"$(y)", out="-o 'p'.plan", batch=(7,), target="sm_90", trust_code=True),
+    BuildRequest(source="lenet", target="sm_89", untuned=True),
     BuildRequest(
         source="my nets/n.py:make", precision="int8", calibration="-d s", calibration_split="test",
         calibration_samples=9, calibration_method="entropy", lock="a b.plan", imports=("m.k",),

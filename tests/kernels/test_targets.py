@@ -49,8 +49,8 @@ writes their products with `mma.sync`, on `sm_90` with `wgmma`, on `sm_100` with
 FP8 are the libraries'. Plans for `sm_100` and `sm_120` carry no machine code: its second form is
 not checked yet, so kernels are compiled where such a plan is loaded.
 
-`tessella compile` measures, so it needs the target's GPU: there is no plan for a machine that is
-not here.
+`tessella compile` measures, so it needs the target's GPU. For one that is not here, `--untuned`
+lets a cost model choose, and `tessella tune` measures there: see [plans](plans.md).
 
 ## Kernels
 

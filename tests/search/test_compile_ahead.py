@@ -118,10 +118,12 @@ def test_what_crashed_the_compiler_is_refused_and_not_compiled_here(
     class Crashing:
         has_ended = False
 
-        def ask(self, requests: list[str]) -> list[compilers.Future[bool]]:
-            made: list[compilers.Future[bool]] = [compilers.Future() for _ in requests]
+        def ask(self, requests: list[str]) -> list[compilers.Future[compilers.Answered]]:
+            made: list[compilers.Future[compilers.Answered]] = [
+                compilers.Future() for _ in requests
+            ]
             for number, future in enumerate(made):
-                future.set_result(number > 0)
+                future.set_result(compilers.Answered(None, number > 0))
             return made
 
     monkeypatch.setattr(compilers, "_running", [Crashing()])

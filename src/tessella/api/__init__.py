@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tessella.api.sources import Batch, batch_range, open_checkpoint
     from tessella.api.sweeping import sweep
     from tessella.api.training import forecast, train
+    from tessella.api.tuning import tune
     from tessella.api.verifying import Flip, Verification, evaluate_split, verify
     from tessella.artifacts.plan import load_plan
     from tessella.artifacts.settings import recipe_from
@@ -43,7 +44,7 @@ __all__ = [
     "compile", "eager_predictor", "engine_predictor", "evaluate", "evaluate_split", "explain",
     "export", "forecast", "load", "load_plan", "name_of", "open_checkpoint", "open_model",
     "pareto", "pictures", "plain_answer", "predictor", "recipe_from", "serve", "sweep",
-    "task_of", "train", "verify",
+    "task_of", "train", "tune", "verify",
 ]  # fmt: skip
 
 _PLACES = {
@@ -60,6 +61,7 @@ _PLACES = {
     "api.sources": ("Batch", "batch_range", "open_checkpoint"),
     "api.sweeping": ("sweep",),
     "api.training": ("forecast", "train"),
+    "api.tuning": ("tune",),
     "api.verifying": ("Flip", "Verification", "evaluate_split", "verify"),
     "artifacts.plan": ("load_plan",),
     "artifacts.settings": ("recipe_from",),

@@ -26,6 +26,7 @@ from tessella.artifacts.build import BuildRequest, is_network
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_atomic
 from tessella.artifacts.plan import Plan, read_back
+from tessella.core.architectures import is_gpu
 from tessella.core.device import default_target
 from tessella.core.dtype import plain_precision
 from tessella.core.errors import CompileError, TessellaError, UsageError
@@ -55,6 +56,7 @@ def compile(
     cache: str | Path | None = None,
     lock: Plan | str | Path | None = None,
     time_limit_s: float | None = None,
+    untuned: bool = False,
     trust_code: bool = False,
     emit: Emit | None = None,
 ) -> Plan:
@@ -83,6 +85,8 @@ def compile(
             chose also says which layer gets which precision.
         time_limit_s: how long to measure at most. A build that needs longer raises
             ``BuildStopped``; the next one with the same ``cache`` goes on there.
+        untuned: measure nothing: a cost model chooses each kernel. So ``target`` may be a GPU that
+            this machine does not have; there, ``tune`` measures.
         trust_code: let a checkpoint of a user's own Python network run the code that it brings.
         emit: told what happens; by default bars show it on a terminal and in a notebook.
     """
@@ -189,14 +193,16 @@ def _compile(call: CompileCall, emit: Emit) -> Plan:
         batch=request.span,
         precision=request.precision,
         precisions=request.precisions,
-        calibration=_calibration(network, calibration, target, sorted(kinds), emit),
+        calibration=_calibration(
+            network, calibration, target, sorted(kinds), emit, untuned=request.untuned
+        ),
         input=request.input,
         samples=arguments.get("samples"),
         about=network.about(call.rebuild()),
         measuring=_measuring(call),
         emit=emit,
     )
-    plan = call.with_imports(_finished(plan, emit))
+    plan = call.with_imports(finished(plan, emit))
     return plan if chosen is None else locks.as_judged(plan, chosen)
 
 
@@ -230,7 +236,7 @@ def _search(call: CompileCall, emit: Emit) -> compiler.Front:
         feed=partial(_as_pixels, record=record)
         if request.input == "uint8" and record
         else lambda batch: batch,
-        finish=lambda plan: call.with_imports(_finished(plan, emit)),
+        finish=lambda plan: call.with_imports(finished(plan, emit)),
         budget=arguments["budget"],
         metric=arguments.get("metric", compiler.budget.top1),
         least=request.precision,
@@ -261,6 +267,7 @@ def _measuring(call: CompileCall) -> compiler.Measuring:
         cache=None if request.cache is None else Path(request.cache),
         lock=None if lock is None else locks.lines_of(lock),
         time_limit_s=request.time_limit_s,
+        untuned=request.untuned,
     )
 
 
@@ -354,14 +361,15 @@ def _calibration(
     target: str,
     kinds: Sequence[str],
     emit: Emit,
+    untuned: bool = False,
 ) -> compiler.Calibration | None:
     if data is None:
         return None
     emit(phase("calibrate", f"scales for {' and '.join(kinds) or 'the check'}"))
-    return calibrated(network, data, target, kinds=kinds)
+    return calibrated(network, data, target, on="cpu" if untuned else None, kinds=kinds)
 
 
-def _finished(plan: Plan, emit: Emit) -> Plan:
+def finished(plan: Plan, emit: Emit) -> Plan:
     """The plan with its kernels' machine code, once it was read and loaded as its file will be.
 
     Raises:
@@ -369,6 +377,8 @@ def _finished(plan: Plan, emit: Emit) -> Plan:
     """
     try:
         read_back(plan)
+        if plan.manifest.untuned and is_gpu(plan.manifest.fingerprint.target):
+            return plan  # whose GPU need not be here: it is tested where it is first loaded
         plan, left_out = runtime.add_kernels(plan)
         runtime.load(plan).close()
     except TessellaError as error:

@@ -23,9 +23,18 @@ JudgingData = compiler.Labelled | Data
 
 
 def calibrated(
-    network: Opened, data: CalibrationData, target: str, **settings: Any
+    network: Opened,
+    data: CalibrationData,
+    target: str,
+    *,
+    on: str | None = None,
+    **settings: Any,
 ) -> compiler.Calibration:
-    """The calibration that ``data`` is, or one that is computed from it on the target's device."""
+    """The calibration that ``data`` is, or one that is computed from it on the target's device.
+
+    Args:
+        on: another target on whose device it is computed, where the plan's is not here.
+    """
     if isinstance(data, compiler.Calibration):
         return data
     if isinstance(data, str | Path) and Path(data).is_file():
@@ -46,7 +55,7 @@ def calibrated(
                 seen=", ".join(map(repr, inputs)),
                 fix="give preprocess=, or batches of inputs by name",
             )
-        device = torch_device(target)
+        device = torch_device(on or target)
         data = of_split(data, record, inputs[0].name, device=device, count=count)
     return compiler.calibrate(network.graph, data, target=target, **settings)
 

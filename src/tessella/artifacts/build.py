@@ -29,6 +29,7 @@ NETWORKS = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "r
 ALWAYS_WRITTEN = ("target", "precision", "batch")  # even where they have their default
 # Fields that say how a build runs and where its results go; they do not change the plan.
 NOT_REBUILT = ("out", "cache", "lock", "time_limit_s", "chart", "front")
+NOT_MEASURED = ("cache", "lock", "time_limit_s", "budget")  # what belongs to a measurement
 
 
 def option(help: str, *spellings: str, default: Any = None) -> Any:
@@ -100,6 +101,10 @@ class BuildRequest:
     time_limit_s: float | None = option(
         "Seconds to measure; the next build with this cache goes on.", "--time-limit"
     )
+    untuned: bool = option(
+        "Measure nothing: a cost model chooses, for a machine that is not here. See tune.",
+        default=False,
+    )
     trust_code: bool = option("Run the Python that a checkpoint brings.", default=False)
     imports: tuple[str, ...] = option(  # stands before the verb
         "Import a module first: it defines kernels of your own.", default=()
@@ -128,6 +133,19 @@ class BuildRequest:
             raise UsageError("a time limit is seconds, more than 0", seen=self.time_limit_s)
         self._require_budget()
         self._require_calibration()
+        if self.untuned:
+            self._refuse_measuring()
+
+    def _refuse_measuring(self) -> None:
+        """Refuse what an untuned plan cannot have, as nothing is measured."""
+        if given := [n for n in NOT_MEASURED if getattr(self, n) is not None]:
+            raise UsageError(
+                "a plan that is untuned measures nothing",
+                seen=", ".join(map(option_name, given)),
+                fix="leave it out, or --untuned",
+            )
+        if self.target == "reference":
+            raise UsageError("the target reference is never tuned", fix="leave out --untuned")
 
     def _require_budget(self) -> None:
         """Check the fields that a budget needs, and refuse those that a budget replaces."""
@@ -238,7 +256,7 @@ class BuildRequest:
         Args:
             objects: settings that only Python knows (``samples``, ``metric``).
         """
-        beside: dict[str, Any] = dict.fromkeys(NOT_REBUILT)
+        beside: dict[str, Any] = {**dict.fromkeys(NOT_REBUILT), "untuned": False}
         again = replace(self, **beside)
         texts = (self.source, self.calibration or "", self.data or "", *self.imports)
         if objects or any(map(in_memory, texts)):

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 VERSION = 3
 MAX_JSON_BYTES = 64 << 20
 MANIFEST = "manifest.json"
+UNTUNED = (
+    "untuned: nothing was measured, a cost model chose the kernels; on the machine itself, "
+    "tessella tune PLAN measures them"
+)
 NOISY_SHARE = 0.1  # of the steps' time: a plan of which so much was disturbed is called noisy
 
 
@@ -57,6 +61,7 @@ class Candidate:
         workspace_bytes: scratch memory of the kernel.
         program_us: time of the whole program with this kernel, where that settled a close call.
         noisy: other work on the machine disturbed the measurement.
+        estimate_us: what the cost model says, in a plan where nothing was measured.
     """
 
     batch: int
@@ -69,6 +74,7 @@ class Candidate:
     workspace_bytes: int = 0
     program_us: float | None = None
     noisy: bool = False
+    estimate_us: float | None = None
 
     def is_close_to(self, other: Candidate) -> bool:
         """Whether the spreads of two times overlap, so that either may be the faster."""
@@ -93,6 +99,8 @@ class Manifest:
         receipt: the accuracy that these precisions cost, where it was measured.
         weights_sha256: the hash of the file of weights of the checkpoint that it was made from.
         task: what the outputs mean, together with ``labels``.
+        untuned: no kernel was measured, or run: the cost model chose for a machine that was not
+            there. ``tessella tune`` measures.
     """
 
     fingerprint: Fingerprint
@@ -114,6 +122,7 @@ class Manifest:
     receipt: Receipt | None = None
     weights_sha256: str | None = None
     task: TaskRecord = CLASSIFICATION
+    untuned: bool = False
 
     def __post_init__(self) -> None:
         self.task.check(self.labels)
@@ -554,6 +563,8 @@ def table(plan: Outline) -> str:
             "sizes, was measured while other work disturbed it (~ above); compile again on a quiet "
             "one, with another --cache if there was one"
         )
+    if manifest.untuned:
+        closing.append(UNTUNED)
     if manifest.precisions:
         layers = ", ".join(f"{name} {kind}" for name, kind in manifest.precisions.items())
         closing.append(f"layers in another precision: {layers}")
@@ -577,7 +588,7 @@ def _title(plan: Outline) -> str:
     device = manifest.fingerprint
     return (
         f"plan of {manifest.built_from} for {device.target} ({device.name}), {manifest.precision},"
-        f" batches {', '.join(str(b.batch) for b in buckets)}"
+        f" batches {', '.join(str(b.batch) for b in buckets)}{', untuned' * manifest.untuned}"
     )
 
 

@@ -23,6 +23,7 @@ VERBS: dict[str, str] = {
     "sweep": "Train many times to find the best settings.",
     "evaluate": "Measure a model on the test split: intervals, calibration, comparison, errors.",
     "compile": "Turn a checkpoint or an ONNX file into a plan: fused, tuned, one file.",
+    "tune": "Measure a plan's kernels on this machine, and choose them again.",
     "export": "Write a checkpoint as ONNX, for other engines.",
     "verify": "Compare a plan with its checkpoint, sample by sample.",
     "run": "Classify images, or evaluate a whole split, with a checkpoint or a plan.",

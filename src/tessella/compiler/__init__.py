@@ -7,11 +7,12 @@ from tessella.compiler.calibration import DTYPES as KINDS
 from tessella.compiler.calibration import METHOD, Calibration, load_calibration
 from tessella.compiler.explanation import PassRecord, explain
 from tessella.compiler.pipeline import calibrate, compile_graph, layers
+from tessella.compiler.retune import retune
 from tessella.compiler.settings import About, Measuring
 from tessella.compiler.slow_precisions import warnings_for
 
 __all__ = [
     "KINDS", "METHOD", "About", "Calibration", "Front", "Input", "Labelled", "Measuring",
     "PassRecord", "budget", "calibrate", "compile_graph", "explain", "layers", "load_calibration",
-    "warnings_for",
+    "retune", "warnings_for",
 ]  # fmt: skip

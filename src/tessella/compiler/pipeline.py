@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from tessella.artifacts.build import Input
-from tessella.artifacts.plan import Candidate, Manifest, Plan
+from tessella.artifacts.plan import UNTUNED, Manifest, Plan
 from tessella.artifacts.program import Bucket, Program
 from tessella.compiler import calibration as calibrating
 from tessella.compiler import precision as precision_of
 from tessella.compiler import verify
+from tessella.compiler.absent import compile_kernels
+from tessella.compiler.buckets import Check, built, imports, outwards
 from tessella.compiler.calibration import Calibration
-from tessella.compiler.choices import choose_kernels, plan_memory
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.choices.variants import fastest, with_siblings
-from tessella.compiler.passes import Request, narrows, of_stage, run, steps
+from tessella.compiler.passes import Request, narrows, run, steps
 from tessella.compiler.precision import most_harmed
-from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.compiler.settings import About, Measuring
 from tessella.compiler.stopping import stopping
 from tessella.compiler.verify import Expected
-from tessella.core.architectures import has
-from tessella.core.device import fingerprint, torch_device
+from tessella.core.architectures import has, is_gpu
+from tessella.core.device import described, fingerprint, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.errors import CompileError, UsageError
 from tessella.core.events import Emit, phase, silent, warning
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.core.version import VERSION
-from tessella.device.ahead_of_time import kernel_cache, using_kernels
+from tessella.device.ahead_of_time import Collected, kernel_cache, using_kernels
+from tessella.device.machine import aimed_at
 from tessella.execution.host_memory import keep_freed_memory
 from tessella.graph.graph import Dim, Graph, Value
 from tessella.graph.sample import in_its_size, one_sample
 from tessella.graph.show import text
 from tessella.graph.value import fixed
-from tessella.operations import user_operators as registry
 from tessella.search.allowance import Allowance
 from tessella.search.interruptions import cpu_use, others_cores
 from tessella.search.tuning import Lock
-
-WRONG_KERNELS = 8  # that one batch size may turn out to have before the build is given up
 
 
 def compile_graph(
@@ -62,7 +61,9 @@ def compile_graph(
 
     Args:
         graph: as captured; it is not changed.
-        target: ``cpu``, a GPU's (``sm_90``) or ``reference``.
+        target: ``cpu``, a GPU's (``sm_90``) or ``reference``. The GPU must be here, unless nothing
+            is to be measured (``measuring.untuned``): then the network is checked as it is
+            interpreted on the CPU, and the plan's own self-test runs where it is first loaded.
         batch: the plan gets a program for its sizes and the powers of two between them. For a batch
             of 1, a graph without a batch axis gets one: an axis of 1 before each input and output.
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
@@ -93,63 +94,60 @@ def compile_graph(
         preprocess=about.preprocess,
     )
     graph = run(graph, request, until="input")
-    device, began = fingerprint(target), cpu_use()
+    here = is_here(target, measuring)
+    judge, began = target if here else "cpu", cpu_use()  # where the network is interpreted
+    device = torch_device(judge)
     emit(phase("optimize", f"{len(graph.nodes)} operations"))
     if samples is None and calibration is not None:
         samples = calibration.samples_for(graph)
-    answers = verify.expected(graph, batch.min, batch.max, samples, target=target)
+    answers = verify.expected(graph, batch.min, batch.max, samples, target=judge)
     exact = optimized(graph, emit)
-    request, rounded, answers = _rounded(exact, request.assigned(exact), answers, emit)
+    request, rounded, answers = _rounded(exact, request.assigned(exact), answers, judge, emit)
     assignment = request.decided
     snr_db = {} if calibration is None else calibration.snr_of(exact, assignment.kinds)
     loosest = assignment.loosest
     lowered = run(rounded, request, after="lower", until="narrow")
     if narrows(request):
-        answers = verify.narrowed(answers, lowered, target=target)
+        answers = verify.narrowed(answers, lowered, target=judge)
     lowered = run(lowered, request, after="narrow", until="mark")
-    variants = [lowered, *(fused for fused, _ in with_siblings(lowered, target))]
+    siblings = () if measuring.untuned else with_siblings(lowered, target)
+    variants = [lowered, *(fused for fused, _ in siblings)]
     constants = {v.name: t for graph in variants for v, t in graph.constants.items()}
     trials = Lock(measuring.cache, lines=measuring.lock)
     tuner = Tuner(
         target=target,
         math="tf32" if precision == "tf32" and has(target, "tf32_mma") else "ieee",
-        constants={name: t.to(torch_device(target)) for name, t in constants.items()},
+        constants={name: t.to(device) for name, t in constants.items()},
         cache=trials,
         budget_s=measuring.budget_s,
         allowance=Allowance(measuring.time_limit_s),
+        measures=not measuring.untuned,
     )
-    if torch_device(target).type == "cpu":
+    if device.type == "cpu":
         keep_freed_memory()  # as where the plan will run: a library's large results cost less then
     with (
         stopping(measuring.cache, tuner.allowance) as progress,
         using_kernels(kernel_cache(target)),
+        aimed_at(target),
     ):
         lowered, formats = fastest(variants, batch.opt, precision, tuner, emit)
-        buckets, tuning = [], []
+        if not here:
+            verify.check_interpreted(lowered, answers.least(batch.min), loosest)
+        buckets, tuning, compiled = [], [], Collected(target)
         for size in outwards(bucket_sizes(batch), batch.opt):
             progress.begin(size)
-            emit(phase("tune", f"batch {size}"))
             concrete = lowered.at_batch(size)
-            choices = _chosen(concrete, formats, tuner, emit, size)
-            for left in reversed(range(WRONG_KERNELS)):
-                bucket = plan_memory.apply(concrete, choices, size)
-                try:
-                    verify.check(
-                        choices, bucket, concrete, rounded, answers.at(size), tuner, loosest
-                    )
-                    break
-                except verify.WrongKernel as wrong:
-                    if not left or wrong.choice.kernel == "reference":
-                        raise
-                    emit(phase("verify", f"{wrong.wrong}, {wrong.seen}: the next best is taken"))
-                    tuner.refuse(wrong.choice, wrong.reason)
-                    choices = _chosen(concrete, formats, tuner, emit, size)
+            check = _run_check(concrete, rounded, answers.at(size), tuner, loosest)
+            if not here:
+                check = partial(compile_kernels, target=target, made=compiled)
+            bucket, candidates = built(concrete, formats, size, tuner, emit, check)
             buckets.append(bucket)
-            tuning += _candidates(choices, size)
+            tuning += candidates
     buckets.sort(key=lambda bucket: bucket.batch)
     tuning.sort(key=lambda candidate: candidate.batch)
+    machine = fingerprint(target) if here else described(target)
     manifest = Manifest(
-        fingerprint=device,
+        fingerprint=machine,
         inputs=tuple(_spec(v, batch) for v in graph.inputs),
         outputs=tuple(_spec(v, batch) for v in graph.outputs),
         precision=precision,
@@ -160,13 +158,14 @@ def compile_graph(
         accuracy=dict(about.accuracy),
         weights_sha256=about.weights_sha256,
         built_from=about.built_from,
-        built_with={"tessella": VERSION, **device.libraries},
+        built_with={"tessella": VERSION, **machine.libraries},
         rebuild=about.rebuild,
         tolerance=answers.tolerance(loosest),
         members={},
-        imports=_imports(buckets),
+        imports=imports(buckets),
         precisions={**assignment.fallen, **(precisions or {})},
         snr_db=snr_db,
+        untuned=measuring.untuned,
     )
     program = Program(
         inputs=tuple(v.name for v in graph.inputs),
@@ -183,10 +182,29 @@ def compile_graph(
         tuning=tuple(tuning),
         graph=text(lowered),
         lock=trials.used,
+        compiled=compiled.compiled,
     )
+    if measuring.untuned:
+        emit(warning(UNTUNED))
     if plan.is_noisy and measuring.lock is None:
         emit(warning(_busy(plan, others_cores(began, cpu_use()))))
     return plan
+
+
+def is_here(target: str, measuring: Measuring) -> bool:
+    """Whether a build runs what it chooses: an untuned one for a GPU asks no GPU for anything."""
+    return not (measuring.untuned and is_gpu(target))
+
+
+def _run_check(
+    graph: Graph, rounded: Graph, answers: Expected, tuner: Tuner, precision: str
+) -> Check:
+    """A check that runs a bucket and compares it with the network."""
+
+    def check(choices: Sequence[Choice], bucket: Bucket) -> None:
+        verify.check(choices, bucket, graph, rounded, answers, tuner, precision)
+
+    return check
 
 
 def _busy(plan: Plan, cores: float) -> str:
@@ -199,7 +217,7 @@ def _busy(plan: Plan, cores: float) -> str:
 
 
 def _rounded(
-    exact: Graph, request: Request, answers: Expected, emit: Emit
+    exact: Graph, request: Request, answers: Expected, judge: str, emit: Emit
 ) -> tuple[Request, Graph, Expected]:
     """The graph with its roundings, and what it answers.
 
@@ -220,7 +238,7 @@ def _rounded(
                 answers,
                 graph,
                 emit,
-                target=assignment.target,
+                target=judge,
                 alike=not assignment.pruned,
                 snr_db=None if calibration is None else calibration.snr_of(exact, assignment.kinds),
             )
@@ -236,14 +254,6 @@ def _rounded(
                 raise
             assignment = assignment.without(fallen)
             emit(phase("rounding", f"computed in {assignment.rest} instead: {', '.join(fallen)}"))
-
-
-def _chosen(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, batch: int) -> list[Choice]:
-    """A kernel for each step of a graph with concrete shapes, by the passes for a batch size."""
-    choices = choose_kernels.apply(graph, formats, tuner, emit, f"batch {batch}")
-    for step in of_stage("choose"):
-        choices = step.apply(graph, choices, tuner, emit)
-    return choices
 
 
 def optimized(graph: Graph, emit: Emit = silent) -> Graph:
@@ -270,42 +280,6 @@ def bucket_sizes(batch: DimRange) -> list[int]:
     """The smallest, the usual and the largest batch, and the powers of two between."""
     powers = {1 << i for i in range(batch.max.bit_length()) if batch.min <= 1 << i <= batch.max}
     return sorted(powers | {batch.min, batch.opt, batch.max})
-
-
-def outwards(sizes: Sequence[int], usual: int) -> list[int]:
-    """Batch sizes in the order of their searches: each beside one that is done.
-
-    >>> outwards([1, 2, 4, 8, 16], 4)
-    [4, 8, 16, 2, 1]
-    """
-    return [s for s in sizes if s >= usual] + [s for s in reversed(sizes) if s < usual]
-
-
-def _candidates(choices: list[Choice], batch: int) -> list[Candidate]:
-    """``tuning.jsonl``: every trial of every step."""
-    return [
-        Candidate(
-            batch=batch,
-            step=choice.node.outputs[0].name,
-            kernel=trial.kernel,
-            chosen=trial is choice.trials[0],
-            time_us=trial.time_us,
-            spread_us=trial.spread_us,
-            refused=trial.refused,
-            workspace_bytes=trial.workspace_bytes,
-            program_us=choice.raced_us.get(trial.kernel),
-            noisy=trial.noisy,
-        )
-        for choice in choices
-        for trial in choice.trials
-    ]
-
-
-def _imports(buckets: Sequence[Bucket]) -> dict[str, str]:
-    """What of a user's own the steps run, and the modules that define it."""
-    steps = [step for bucket in buckets for step in bucket.steps]
-    names = {step.attrs["target"] if step.op == "user" else step.kernel for step in steps}
-    return {name: module for name in sorted(names) if (module := registry.module(name))}
 
 
 def require_precision(precision: str) -> None:

@@ -43,9 +43,11 @@ class Measuring:
             measured, and the plan has the same bytes.
         budget_s: about how long to measure the kernels of one step.
         time_limit_s: how long to measure in all, from the first look at a kernel on.
+        untuned: nothing is measured, the cost model chooses: for a machine that is not here.
     """
 
     cache: Path | None = None
     lock: str | None = None
     budget_s: float = 0.02
     time_limit_s: float | None = None
+    untuned: bool = False

@@ -337,6 +337,29 @@ def check(
     )
 
 
+def check_interpreted(graph: Graph, answers: Expected, precision: str) -> None:
+    """Compare a compiled graph with the right answers by the meaning of its steps, on the CPU.
+
+    For a machine that is not here: no kernel runs, so what the passes made of the network is
+    checked, and nothing else.
+
+    Raises:
+        CompileError: an output is out of tolerance.
+    """
+    made = _interpreted(graph, answers.inputs, "cpu")
+    wrong = [
+        f"output {v.name!r}: {reason}"
+        for v in graph.outputs
+        if (reason := _deviation(made[v.name], answers.outputs[v.name], answers, precision))
+    ]
+    if wrong:
+        raise CompileError(
+            f"the plan would not compute what the network computes ({precision})",
+            seen="; ".join(wrong),
+            fix="give some layers another precision (--layer NAME=fp32), or all of them",
+        )
+
+
 class WrongKernel(CompileError):
     """A kernel that does not compute its operation on the numbers of this network.
 

@@ -29,6 +29,26 @@ _HOPPER: frozenset[Feature] = _BLACKWELL | {"wgmma"}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The most that one GPU does a second, by NVIDIA's data sheet: no GPU reaches all of it.
+
+    Products are dense and add up in 32 bits. Who has no tensor cores for a type multiplies it as
+    float32.
+
+    Attributes:
+        memory_gb: 10⁹ bytes read or written.
+        float32, tf32, float16, int8, fp8: 10¹² operations (a multiply-add is two) of products.
+    """
+
+    memory_gb: float
+    float32: float
+    tf32: float = 0.0
+    float16: float = 0.0
+    int8: float = 0.0
+    fp8: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The limits of one multiprocessor, and the units in which they are handed out.
 
@@ -37,9 +57,11 @@ class Architecture:
         has: what machine code of ours may use.
         multiprocessors: of the largest GPU that was sold with this architecture.
         shared_bytes: of one multiprocessor.
+        rates: of the first of its chips, by which a plan is estimated for a GPU that is not here.
     """
 
     chips: str
+    rates: Rates
     has: frozenset[Feature] = frozenset()
     multiprocessors: int
     warps: int = 64
@@ -60,6 +82,7 @@ class Architecture:
 ARCHITECTURES = {
     "sm_70": Architecture(
         chips="V100",
+        rates=Rates(memory_gb=900, float32=15.7, float16=125),
         multiprocessors=80,
         shared_bytes=96 << 10,
         shared_unit=256,
@@ -67,6 +90,7 @@ ARCHITECTURES = {
     ),
     "sm_75": Architecture(
         chips="T4, RTX 20",
+        rates=Rates(memory_gb=320, float32=8.1, float16=65, int8=130),
         multiprocessors=72,
         warps=32,
         blocks=16,
@@ -75,10 +99,15 @@ ARCHITECTURES = {
         reserved_shared_bytes=0,
     ),
     "sm_80": Architecture(
-        chips="A100, A30", has=_AMPERE, multiprocessors=108, shared_bytes=164 << 10
+        chips="A100, A30",
+        rates=Rates(memory_gb=1555, float32=19.5, tf32=156, float16=312, int8=624),
+        has=_AMPERE,
+        multiprocessors=108,
+        shared_bytes=164 << 10,
     ),
     "sm_86": Architecture(
         chips="A10, RTX 30",
+        rates=Rates(memory_gb=600, float32=31.2, tf32=62.5, float16=125, int8=250),
         has=_AMPERE,
         multiprocessors=84,
         warps=48,
@@ -87,6 +116,7 @@ ARCHITECTURES = {
     ),
     "sm_89": Architecture(
         chips="L4, L40, RTX 40",
+        rates=Rates(memory_gb=300, float32=30.3, tf32=60, float16=121, int8=242, fp8=242),
         has=_ADA,
         multiprocessors=142,
         warps=48,
@@ -94,13 +124,22 @@ ARCHITECTURES = {
         shared_bytes=100 << 10,
     ),
     "sm_90": Architecture(
-        chips="H100, H200", has=_HOPPER, multiprocessors=132, shared_bytes=228 << 10
+        chips="H100, H200",
+        rates=Rates(memory_gb=3350, float32=67, tf32=495, float16=989, int8=1979, fp8=1979),
+        has=_HOPPER,
+        multiprocessors=132,
+        shared_bytes=228 << 10,
     ),
     "sm_100": Architecture(
-        chips="B100, B200", has=_BLACKWELL, multiprocessors=148, shared_bytes=228 << 10
+        chips="B100, B200",
+        rates=Rates(memory_gb=8000, float32=75, tf32=1100, float16=2250, int8=4500, fp8=4500),
+        has=_BLACKWELL,
+        multiprocessors=148,
+        shared_bytes=228 << 10,
     ),
     "sm_120": Architecture(
         chips="RTX 50, RTX PRO 6000",
+        rates=Rates(memory_gb=1792, float32=105, tf32=105, float16=210, int8=838, fp8=419),
         has=_BLACKWELL,
         multiprocessors=188,
         warps=48,

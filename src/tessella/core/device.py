@@ -63,18 +63,23 @@ class Fingerprint:
         Args:
             rebuild: the command that built the plan; the message has it with this machine's target.
         """
+        self.require_target(rebuild=rebuild)
+        self.require_same(fingerprint(self.target), rebuild=rebuild)
+
+    def require_target(self, *, rebuild: str) -> None:
+        """Raise ``WrongDevice`` unless this machine is one of the plan's target: any CPU is one."""
         if is_gpu(self.target):
             name, target = _gpu_here()
             if target != self.target:
                 raise self._wrong(name, target or "cpu", rebuild)
-        self.require_same(fingerprint(self.target), rebuild=rebuild)
 
     def _wrong(self, seen: str, target: str, rebuild: str) -> WrongDevice:
         again = re.sub(rf"(--target[ =]|target=['\"]){self.target}\b", rf"\g<1>{target}", rebuild)
+        tunable = "; or measure its kernels here: tessella tune PLAN" * (self.target == target)
         return WrongDevice(
             f"the plan was built for {self.target} ({self.name}, {self.arch})",
             seen=seen,
-            fix=f"rebuild it here: {again}",
+            fix=f"rebuild it here: {again}{tunable}",
         )
 
 
@@ -125,7 +130,8 @@ def torch_device(target: str) -> torch.device:
             raise WrongDevice(
                 f"target {target} needs its GPU ({chips})",
                 seen=name,
-                fix=f"use target='{here or 'cpu'}', or a machine with such a GPU",
+                fix=f"use target='{here or 'cpu'}', or a machine with such a GPU; without one, "
+                "compile --untuned (untuned=True) measures nothing",
             )
         return torch.device("cuda")
     raise UsageError(
@@ -159,6 +165,21 @@ def fingerprint(target: str) -> Fingerprint:
         units=len(os.sched_getaffinity(0)),
         memory_bytes=0,
         libraries=libraries,
+    )
+
+
+def described(target: str) -> Fingerprint:
+    """What a plan says of a GPU that is not here: its kind, and nothing that was read from one."""
+    import torch
+
+    kind = ARCHITECTURES[target]
+    return Fingerprint(
+        target=target,
+        arch=target,
+        name=f"any {kind.chips}",
+        units=kind.multiprocessors,
+        memory_bytes=0,
+        libraries={"torch": torch.__version__.split("+")[0]},
     )
 
 

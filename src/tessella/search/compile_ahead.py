@@ -46,6 +46,19 @@ LONGEST_S = 300.0  # a compiler that takes longer is said to have crashed
 META = torch.device("meta")
 
 
+@dataclass(frozen=True)
+class Answered:
+    """What came of a request.
+
+    Attributes:
+        made: what it launches; None where it does not compile.
+        crashed: whether compiling it crashed a compiling process.
+    """
+
+    made: CompiledKernels | None
+    crashed: bool = False
+
+
 class Compiling:
     """Requests that somebody has made, and that may not be compiled yet.
 
@@ -53,7 +66,7 @@ class Compiling:
         left: requests that no other process was given.
     """
 
-    def __init__(self, asked: Sequence[Future[bool]], left: Sequence[Request] = ()) -> None:
+    def __init__(self, asked: Sequence[Future[Answered]], left: Sequence[Request] = ()) -> None:
         self._asked = asked
         self.left = left
 
@@ -76,12 +89,28 @@ def compile_ahead(requests: Collection[Request], target: str) -> Compiling:
     with _lock:
         fresh = [line for line in known if line not in _asked]
         if len(fresh) >= FEW or (fresh and _running):
-            if not _running or _running[-1].has_ended:
-                _running.append(_Compilers())
-            _asked.update(zip(fresh, _running[-1].ask(fresh), strict=True))
+            _ask(fresh)
         left = [one for one in requests if not _is_known_there(one[1])]
         left += [one for line, one in known.items() if line not in _asked]
         return Compiling([_asked[line] for line in known if line in _asked], left)
+
+
+def compile_absent(requests: Sequence[Request], target: str) -> list[CompiledKernels | None]:
+    """What these requests launch on a GPU that need not be here; None for one that does not
+    compile.
+    """
+    lines = [_as_line(one, target) for one in requests]
+    with _lock:
+        _ask([line for line in dict.fromkeys(lines) if line not in _asked])
+        asked = [_asked[line] for line in lines]
+    return [one.result().made for one in asked]
+
+
+def _ask(lines: Sequence[str]) -> None:
+    """Hand requests to the compiling process; inside ``_lock``."""
+    if not _running or _running[-1].has_ended:
+        _running.append(_Compilers())
+    _asked.update(zip(lines, _running[-1].ask(lines), strict=True))
 
 
 def crashed(request: Request, target: str) -> bool:
@@ -89,7 +118,7 @@ def crashed(request: Request, target: str) -> bool:
     if not _asked:
         return False
     asked = _asked.get(_as_line(request, target))
-    return asked is not None and asked.done() and asked.result()
+    return asked is not None and asked.done() and asked.result().crashed
 
 
 def _as_line(request: Request, target: str) -> str:
@@ -103,7 +132,7 @@ def _is_known_there(row: Kernel) -> bool:
     return row.id in catalog.BY_ID and row.source == "tessella"
 
 
-_asked: dict[str, Future[bool]] = {}  # by this process; whether it crashed
+_asked: dict[str, Future[Answered]] = {}  # by this process
 _lock = threading.Lock()
 
 
@@ -123,13 +152,13 @@ class _Compilers:
         assert self._process.stdout is not None
         self._requests, self._answers = self._process.stdin, self._process.stdout
         self._lock = threading.Lock()  # of what follows
-        self._futures: list[Future[bool]] = []  # by the request's number
+        self._futures: list[Future[Answered]] = []  # by the request's number
         self.has_ended = False
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def ask(self, requests: Sequence[str]) -> list[Future[bool]]:
+    def ask(self, requests: Sequence[str]) -> list[Future[Answered]]:
         """Compile these; each future ends when it is done, or when the process dies."""
-        made: list[Future[bool]] = [Future() for _ in requests]
+        made: list[Future[Answered]] = [Future() for _ in requests]
         with self._lock:
             first = len(self._futures)
             self._futures += made
@@ -149,7 +178,7 @@ class _Compilers:
                 store = kernel_cache(target)
                 if store is not None and made is not None:
                     store.add(made)
-                self._futures[number].set_result(crashed)
+                self._futures[number].set_result(Answered(made, crashed))
         except (EOFError, ValueError, pickle.UnpicklingError):
             pass  # it has ended, perhaps in the middle of an answer
         finally:  # whatever came of it, nobody waits any longer
@@ -163,7 +192,7 @@ class _Compilers:
         """
         for future in self._futures:
             if not future.done():
-                future.set_result(False)
+                future.set_result(Answered(CompiledKernels()))
 
 
 _running: list[_Compilers] = []

@@ -71,6 +71,7 @@ class Trial:
         tried: every configuration, in the order in which the kernel proposes them, if several.
         refused: why it did not take part.
         noisy: other work disturbed the measurement.
+        estimate_us: what the cost model says, where nothing was measured (``search.estimate``).
         behind: how many times the fastest's time it takes at least, as problems of this kind have
             shown; it was not run then, and is refused.
     """
@@ -85,6 +86,7 @@ class Trial:
     refused: str | None = None
     noisy: bool = False
     behind: float | None = None
+    estimate_us: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from tessella.kernels.epilogue.sixteen_bit import LEAST_GAMMA, MOST_GAMMA
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.allowance import Allowance
+from tessella.search.estimate import estimated
 from tessella.search.evidence import Candidate, Evidence
 from tessella.search.find import SearchOptions, find
 from tessella.search.prefetch import Prefetch
@@ -72,6 +73,9 @@ class Tuner:
         allowance: of time, for all that is measured.
         evidence: what the searches have shown so far, for those of other batch sizes.
         raced: the kernel that a program was faster with, by the kind of the problem and the two.
+        measures: whether kernels are timed; else the cost model chooses, for a machine that may not
+            be this one.
+        refused: by problem and kernel, what was found wrong where nothing is measured.
     """
 
     target: str
@@ -82,6 +86,8 @@ class Tuner:
     allowance: Allowance = field(default_factory=Allowance)
     evidence: Evidence = field(default_factory=Evidence)
     raced: dict[tuple[str, ...], str] = field(default_factory=dict)
+    measures: bool = True
+    refused: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def options(self) -> SearchOptions:
@@ -98,6 +104,9 @@ class Tuner:
         row = kernel(choice.kernel)
         trial = Trial(kernel=row.id, refused=reason)
         key = as_measured(choice.problem).key
+        if not self.measures:
+            self.refused.setdefault(key, {})[row.id] = reason
+            return
         self.cache.put(fingerprint(self.target).hash, key, row.version, trial)
 
 
@@ -108,20 +117,23 @@ def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -
     slices = views(graph, formats)
     problems = problems_of(graph, formats, tuner.math, slices)
     measured = [as_measured(problem) for problem in problems]
-    prefetch = Prefetch(
-        {
-            problem.key: (problem, constants_of(node, problem, tuner.constants))
-            for node, problem in zip(graph.nodes, measured, strict=True)
-        },
-        target=tuner.target,
-        cache=tuner.cache,
-        options=tuner.options,
-        evidence=tuner.evidence,
-    )
+    prefetch = None
+    if tuner.measures:
+        prefetch = Prefetch(
+            {
+                problem.key: (problem, constants_of(node, problem, tuner.constants))
+                for node, problem in zip(graph.nodes, measured, strict=True)
+            },
+            target=tuner.target,
+            cache=tuner.cache,
+            options=tuner.options,
+            evidence=tuner.evidence,
+        )
     for done, (node, problem) in enumerate(zip(graph.nodes, problems, strict=True)):
         key = measured[done].key
         if key not in known:
-            known[key] = trials(node, problem, tuner, prefetch.candidates(key))
+            candidates = None if prefetch is None else prefetch.candidates(key)
+            known[key] = trials(node, problem, tuner, candidates)
         made = {v.name: slices[v.name] for v in node.outputs if v.name in slices}
         choices.append(Choice(node=node, problem=problem, trials=known[key], slices=made))
         emit(progress(name, done + 1, len(graph.nodes)))
@@ -156,6 +168,14 @@ def trials(
         candidates: what ``Prefetch`` found worth running.
         options: others than the tuner's.
     """
+    if not tuner.measures:
+        problem = as_measured(problem)
+        return estimated(
+            problem,
+            target=tuner.target,
+            max_workspace_bytes=WORKSPACE_BYTES,
+            refused=tuner.refused.get(problem.key, {}),
+        )
     return find(
         as_measured(problem),
         constants_of(node, problem, tuner.constants),

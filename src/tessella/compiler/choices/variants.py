@@ -75,7 +75,7 @@ def with_layout(graph: Graph, layout: Layout) -> tuple[Graph, Formats]:
 def _fastest_layout(graph: Graph, opt: int, precision: str, tuner: Tuner, emit: Emit) -> Layout:
     """The layout that is fastest at the usual batch size, all steps together."""
     layouts = layouts_to_try(graph, precision, tuner.target)
-    if len(layouts) == 1:
+    if len(layouts) == 1 or not tuner.measures:
         return layouts[0]
     costs = []
     for layout in layouts:
