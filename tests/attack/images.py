@@ -68,7 +68,7 @@ def outcome(content: bytes, record: Preprocess | None) -> str:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of damaged tags
-                told.append(decode(content, record, name="picture").tobytes())
+                told.append(decode(content, record, name="picture").pixels.tobytes())
         except DataError as error:
             told.append(str(error))
     if len(set(told)) > 1:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         answer,
         answer_each,
         classify,
+        drawn,
         eager_predictor,
         engine_predictor,
         name_of,
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Answering", "Batch", "CalibrationData", "Flip", "Judgement", "JudgingData", "Model",
     "Verification", "answer", "answer_each", "batch_range", "build", "calibrate", "classify",
-    "compile", "eager_predictor", "engine_predictor", "evaluate", "evaluate_split", "explain",
-    "export", "forecast", "load", "load_plan", "name_of", "open_checkpoint", "open_model",
-    "pareto", "pictures", "plain_answer", "predictor", "recipe_from", "serve", "sweep",
-    "task_of", "train", "tune", "verify",
+    "compile", "drawn", "eager_predictor", "engine_predictor", "evaluate", "evaluate_split",
+    "explain", "export", "forecast", "load", "load_plan", "name_of", "open_checkpoint",
+    "open_model", "pareto", "pictures", "plain_answer", "predictor", "recipe_from", "serve",
+    "sweep", "task_of", "train", "tune", "verify",
 ]  # fmt: skip
 
 _PLACES = {
@@ -53,8 +54,9 @@ _PLACES = {
     "api.evaluating": ("Judgement", "evaluate"),
     "api.loading": ("load",),
     "api.predicting": (
-        "Model", "answer", "answer_each", "classify", "eager_predictor", "engine_predictor",
-        "name_of", "open_model", "pictures", "plain_answer", "predictor", "task_of",
+        "Model", "answer", "answer_each", "classify", "drawn", "eager_predictor",
+        "engine_predictor", "name_of", "open_model", "pictures", "plain_answer", "predictor",
+        "task_of",
     ),
     "api.samples": ("CalibrationData", "JudgingData"),
     "api.serving": ("serve",),

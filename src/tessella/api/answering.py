@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tessella.api.predicting import Model, plain_answer, predictor, task_of
+from tessella.api.predicting import Model, plain_answer, predictor, seen, task_of
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.core.errors import UsageError
 from tessella.device.float32_math import float32_math
 from tessella.nn import inspect, zoo
-from tessella.tasks import Query
+from tessella.tasks import Query, View
 from tessella.tasks.finished import finished
 
 
@@ -40,8 +40,10 @@ class Answering:
 
     def answer(self, image: Path, *, top: int | None = None) -> dict[str, Any]:
         """The answer to an image file, as ``tessella run --json`` has it."""
-        outputs = self._predict(self._pixels(image)).float().numpy()
-        told = self._task.answers.answer(outputs, self._labels, self._about, Query(top=top))
+        pixels, view = self._seen(image)
+        outputs = self._predict(pixels).float().numpy()
+        query = Query(top=top, views=(view,))
+        told = self._task.answers.answer(outputs, self._labels, self._about, query)
         return plain_answer(self._task, told[0])
 
     def layers(self, image: Path, folder: Path) -> None:
@@ -51,14 +53,15 @@ class Answering:
                 "only a checkpoint has layers to look into",
                 fix="ask the checkpoint that this was made of",
             )
-        inspect.write_views(self._module, self._pixels(image), folder, weights=self._weights)
+        inspect.write_views(self._module, self._seen(image)[0], folder, weights=self._weights)
 
     def _eager(self, images: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(), float32_math("ieee"):
             scores: torch.Tensor = self._finished(images)
         return scores
 
-    def _pixels(self, image: Path) -> torch.Tensor:
+    def _seen(self, image: Path) -> tuple[torch.Tensor, View]:
         if not image.is_file():
             raise UsageError("there is no image here", seen=image)
-        return torch.from_numpy(self._record(image.read_bytes(), name=image.name)[None])
+        pixels, view = seen(image.read_bytes(), self._record, name=image.name)
+        return torch.from_numpy(pixels[None]), view

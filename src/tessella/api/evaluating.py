@@ -294,7 +294,8 @@ def _mistake(
     task, record = asked
     example = samples[index]
     truth = task.answers.truth(example.label, labels)
-    said = "" if task.head.DENSE else task.answers.said(own.rows_NR[index], labels, record)
+    of_picture = task.head.ANSWERS == "picture"  # other tasks' rows are counts, or chosen boxes
+    said = task.answers.said(own.rows_NR[index], labels, record) if of_picture else ""
     return Mistake(
         index=index,
         path=example.path,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tessella.api.loading import load
@@ -14,13 +17,21 @@ from tessella.api.sources import open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import ArtifactError, DataError, InputError, TessellaError, UsageError
-from tessella.core.preprocess import Preprocess, denormalize
+from tessella.core.pictures import Pixels, read_pixels
+from tessella.core.preprocess import (
+    Preprocess,
+    centre_crop,
+    denormalize,
+    fitted_and_size,
+    in_rgb,
+    normalize,
+)
 from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.data.sources import is_image
 from tessella.device.float32_math import float32_math
 from tessella.nn import zoo
 from tessella.runtime.engine import Engine
-from tessella.tasks import Query, Task, of
+from tessella.tasks import Query, Task, View, of
 from tessella.tasks.finished import finished
 
 Model = Checkpoint | Engine | OnnxNetwork
@@ -175,13 +186,25 @@ def answer_each(
     task, about = task_of(model)
     for path in map(Path, images):
         try:
-            pixels = record(_content(path), name=path.name)
+            pixels, view = seen(_content(path), record, name=path.name)
         except (DataError, InputError) as error:
             yield path, error
             continue
         outputs = predict(torch.from_numpy(pixels[None])).float().numpy()
-        (told,) = task.answers.answer(outputs, labels, about, query or Query())
+        asked = replace(query or Query(), views=(view,))
+        (told,) = task.answers.answer(outputs, labels, about, asked)
         yield path, told
+
+
+def seen(content: bytes, record: Preprocess, *, name: str) -> tuple[npt.NDArray[np.float32], View]:
+    """An image file as the network's input, CHW; and where the network saw the picture.
+
+    Raises:
+        DataError: the bytes are not an image that can be decoded.
+    """
+    fitted, (height, width) = fitted_and_size(content, record, name=name)
+    pixels = normalize(centre_crop(fitted, record), record)
+    return pixels, View(height=height, width=width, record=record)
 
 
 def _content(path: Path) -> bytes:
@@ -198,6 +221,17 @@ def plain_answer(task: Task, answer: Any) -> dict[str, Any]:
     if task.name == CLASSIFICATION.name:
         return {"top": [{"label": a["label"], "score": a["probability"]} for a in answer]}
     return {"answer": answer}
+
+
+def drawn(model: Model, image: str | Path, answer: Any) -> Pixels | None:
+    """An image file, HWC RGB of 8 bits, with its answer drawn; None where there is nothing to draw.
+
+    Raises:
+        DataError: the file is no image, or not there.
+    """
+    task, _ = task_of(model)
+    path = Path(image)
+    return task.answers.drawn(in_rgb(read_pixels(_content(path), name=path.name)), answer)
 
 
 def classify(

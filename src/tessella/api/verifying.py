@@ -105,7 +105,8 @@ def verify(
             )
         for kept, outputs in zip(rows, answers, strict=True):
             kept.append(task.metrics.rows(outputs, batch.labels, len(labels)))
-        largest = max(largest, float((answers[0] - answers[1]).abs().max()))
+        apart = task.head.aligned(answers[1], answers[0]) - answers[0]
+        largest = max(largest, float(apart.abs().max()))
         arrays = [a.numpy() for a in answers]
         same = task.answers.same(arrays[0], arrays[1], checkpoint.info.task).tolist()
         for place in (i for i, alike in enumerate(same) if not alike):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from safetensors import SafetensorError
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 VERSION = 1
 WEIGHTS = "model.safetensors"
 
+Answering = Literal["picture", "pixels", "boxes"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
@@ -47,6 +49,8 @@ class Network:
         source: the text of the user's own file (Python or prototxt), so that the checkpoint is
             whole.
         dense: the outputs are for each pixel, [N, classes, height, width], not for a picture.
+        boxes: the outputs are P boxes, [N, P, 4 + classes]: x0 y0 x1 y1 in fractions of the input,
+            and a probability of each class, 0 where another box says the same.
     """
 
     name: str
@@ -57,6 +61,12 @@ class Network:
     options: dict[str, str | int | float | bool | None]
     source: str | None = None
     dense: bool = False
+    boxes: bool = False
+
+    @property
+    def answers(self) -> Answering:
+        """What the outputs are for."""
+        return "boxes" if self.boxes else "pixels" if self.dense else "picture"
 
 
 @dataclass(frozen=True, kw_only=True)

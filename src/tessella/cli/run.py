@@ -12,6 +12,7 @@ from tessella import api
 from tessella.artifacts.files import require_place, write_atomic
 from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.core.errors import TessellaError, UsageError
+from tessella.core.preprocess import encode
 from tessella.core.record import canonical_json
 from tessella.tasks import Query
 
@@ -34,6 +35,10 @@ def run(
     ] = None,
     threshold: Annotated[
         float | None, Option(help="The least probability that counts.", min=0.0, max=1.0)
+    ] = None,
+    draw: Annotated[
+        Path | None,
+        Option(help="Write the picture with its answer drawn; of several, into this folder."),
     ] = None,
     out: Annotated[Path | None, Option(help="Write the evaluation here, as JSON.")] = None,
     trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
@@ -58,13 +63,18 @@ def run(
         opened = api.open_model(model, compiled=not recompile)
         if images:
             query = Query(top=top, threshold=threshold)
-            _answer(out_, opened, api.pictures(images), query, trust_code)
+            _answer(out_, opened, api.pictures(images), query, draw, trust_code)
         elif data is not None:
             _evaluate(out_, opened, data, split, out, trust_code)
 
 
 def _answer(
-    out_: Output, model: api.Model, images: list[Path], query: Query, trust_code: bool
+    out_: Output,
+    model: api.Model,
+    images: list[Path],
+    query: Query,
+    draw: Path | None,
+    trust_code: bool,
 ) -> None:
     """The rows of each image's answer. A file that is no image has its error instead, and the exit
     code is the first error's.
@@ -80,6 +90,11 @@ def _answer(
             plain.append({"image": str(path), **told.to_json()})
             continue
         plain.append({"image": str(path), **api.plain_answer(task, told)})
+        if draw is not None:
+            several = len(images) > 1
+            _draw(
+                model, path, told, draw / f"{len(plain):04d}-{path.stem}.png" if several else draw
+            )
         for rank, line in enumerate(task.answers.lines(told)):
             rows.append(((path.name if names_differ else path) if rank == 0 else "", *line))
     out_.result({"images": plain}, grid(("image", *task.answers.HEADER), rows) if rows else None)
@@ -87,6 +102,18 @@ def _answer(
         out_.note(f"error: {error}")
     if failed:
         raise typer.Exit(failed[0].exit_code)
+
+
+def _draw(model: api.Model, image: Path, told: Any, out: Path) -> None:
+    made = api.drawn(model, image, told)
+    if made is None:
+        raise UsageError(
+            "this model's answers cannot be drawn",
+            seen=api.task_of(model)[0].title,
+            fix="leave out --draw; boxes and masks can be",
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, encode(made))
 
 
 def _evaluate(

@@ -41,6 +41,7 @@ from tessella.graph.value import fixed
 from tessella.search.allowance import Allowance
 from tessella.search.interruptions import cpu_use, others_cores
 from tessella.search.tuning import Lock
+from tessella.tasks.finished import alignment
 
 
 def compile_graph(
@@ -100,7 +101,9 @@ def compile_graph(
     emit(phase("optimize", f"{len(graph.nodes)} operations"))
     if samples is None and calibration is not None:
         samples = calibration.samples_for(graph)
-    answers = verify.expected(graph, batch.min, batch.max, samples, target=judge)
+    answers = verify.expected(
+        graph, batch.min, batch.max, samples, target=judge, align=alignment(about.task)
+    )
     exact = optimized(graph, emit)
     request, rounded, answers = _rounded(exact, request.assigned(exact), answers, judge, emit)
     assignment = request.decided

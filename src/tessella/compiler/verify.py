@@ -23,6 +23,7 @@ from tessella.graph.graph import Dim, Graph
 from tessella.graph.interpret import interpret
 from tessella.graph.value import shape_at
 from tessella.search.inspection import deviates, exact_answers
+from tessella.tasks.finished import Align, as_it_is
 
 Tensors = dict[str, torch.Tensor]
 
@@ -63,6 +64,7 @@ class Expected:
         narrow: the error of torch's own operators in the plan's element types; 0 if not asked.
         own: the precision that the network itself has, by the narrowest type that it computes in.
         is_rounded: whether the answers are those of a network rounded to int8 or fp8.
+        align: brings an output into the order of the right one, where rows are sorted by a score.
     """
 
     inputs: Tensors
@@ -71,6 +73,7 @@ class Expected:
     narrow: float = 0.0
     own: str = "fp32"
     is_rounded: bool = False
+    align: Align = as_it_is
 
     def at(self, batch: int) -> Expected:
         """The same samples, repeated or cut to another batch size."""
@@ -116,10 +119,12 @@ def expected(
     samples: Mapping[str, torch.Tensor] | None = None,
     *,
     target: str,
+    align: Align = as_it_is,
 ) -> Expected:
     """The check's samples and answers.
 
     Args:
+        align: as in ``Expected``.
         target: where the network is interpreted: 128 images through a ResNet-50 in float64 take
             two processor cores 22 s.
         samples: inputs by name, for networks that random ones do not fit; as many as there are.
@@ -149,9 +154,10 @@ def expected(
             )
     single = _interpreted(graph, inputs, target)
     if batch > 1:
-        _require_independent_samples(graph, inputs, outputs, single, target)
-    noise = _noise(graph, inputs, outputs, single, target)
-    return Expected(inputs=inputs, outputs=outputs, noise=noise, own=_own_precision(graph))
+        _require_independent_samples(graph, inputs, outputs, single, target, align)
+    noise = _noise(graph, inputs, outputs, single, target, align)
+    own = _own_precision(graph)
+    return Expected(inputs=inputs, outputs=outputs, noise=noise, own=own, align=align)
 
 
 def _own_precision(graph: Graph) -> str:
@@ -159,16 +165,22 @@ def _own_precision(graph: Graph) -> str:
     return "bf16" if "bfloat16" in types else "fp16" if "float16" in types else "fp32"
 
 
-def _noise(graph: Graph, inputs: Tensors, outputs: Tensors, single: Tensors, target: str) -> float:
+def _noise(
+    graph: Graph, inputs: Tensors, outputs: Tensors, single: Tensors, target: str, align: Align
+) -> float:
     """How far float32 alone (``single``) is from the answers, in the worse of two orders of sums.
 
     Where it is exact enough in the one, the other is not asked: that could only be more lenient.
     """
-    noise = max(_error(single[name], answer) for name, answer in outputs.items())
+    noise = max(_errors(single, outputs, align))
     if noise < NO_NOISE:
         return noise
     other = _interpreted(graph, _channels_last(inputs), target)
-    return max(noise, *(_error(other[name], answer) for name, answer in outputs.items()))
+    return max(noise, *_errors(other, outputs, align))
+
+
+def _errors(made: Tensors, right: Tensors, align: Align) -> list[float]:
+    return [_error(align(name, made[name], answer), answer) for name, answer in right.items()]
 
 
 def _interpreted(
@@ -204,6 +216,7 @@ def rounded(
     outputs = _answers(graph, answers.inputs, target)
     for name, answer in outputs.items():
         right = answers.outputs[name]
+        answer = answers.align(name, answer, right)
         cosine, snr = _cosine(answer, right), _snr_db(answer, right)
         emit(phase("rounding", f"output {name}: {snr:.1f} dB, cosine {cosine:.4f}"))
         if alike and not cosine >= LEAST_COSINE:
@@ -215,7 +228,7 @@ def rounded(
                 " precision (--layer NAME=fp32, precisions={NAME: 'fp32'})",
             )
     single = _interpreted(graph, answers.inputs, target)
-    noise = _noise(graph, answers.inputs, outputs, single, target)
+    noise = _noise(graph, answers.inputs, outputs, single, target, answers.align)
     return replace(answers, outputs=outputs, noise=noise, is_rounded=True)
 
 
@@ -230,8 +243,7 @@ def narrowed(answers: Expected, graph: Graph, *, target: str) -> Expected:
     hundredth in float16 whoever computes it. Where torch makes NaN or infinity, it is no measure.
     """
     made = _interpreted(graph, answers.inputs, target)
-    errors = [_error(made[name], answer) for name, answer in answers.outputs.items()]
-    narrow = max(errors, default=0.0)
+    narrow = max(_errors(made, answers.outputs, answers.align), default=0.0)
     return replace(answers, narrow=narrow if math.isfinite(narrow) else 0.0)
 
 
@@ -265,7 +277,12 @@ def _answers(graph: Graph, inputs: Tensors, target: str) -> Tensors:
 
 
 def _require_independent_samples(
-    graph: Graph, inputs: Tensors, outputs: Tensors, single: Tensors, target: str
+    graph: Graph,
+    inputs: Tensors,
+    outputs: Tensors,
+    single: Tensors,
+    target: str,
+    align: Align,
 ) -> None:
     """Engines pad and split batches, which is right only if samples do not see each other.
 
@@ -273,8 +290,8 @@ def _require_independent_samples(
     as long.
     """
     others = {n: torch.cat([t[:1], torch.zeros_like(t[1:])]) for n, t in inputs.items()}
-    if _changed_answers(_interpreted(graph, others, target), single):
-        changed = _changed_answers(_answers(graph, others, target), outputs)
+    if _changed_answers(_interpreted(graph, others, target), single, align):
+        changed = _changed_answers(_answers(graph, others, target), outputs, align)
         if changed:
             raise CompileError(
                 "the network's answer for one sample depends on the others in its batch",
@@ -283,13 +300,13 @@ def _require_independent_samples(
             )
 
 
-def _changed_answers(made: Tensors, before: Tensors) -> list[str]:
+def _changed_answers(made: Tensors, before: Tensors, align: Align) -> list[str]:
     """The outputs whose first sample is another one, or that have other rows."""
     return [
         name
         for name, answer in before.items()
         if made[name].shape[:1] != answer.shape[:1]
-        or not _error(made[name][:1], answer[:1]) <= INDEPENDENT
+        or not _error(align(name, made[name][:1], answer[:1]), answer[:1]) <= INDEPENDENT
     ]
 
 
@@ -321,7 +338,7 @@ def check(
     wrong = [
         f"output {v.name!r}: {reason}"
         for v, made in zip(graph.outputs, outputs, strict=True)
-        if (reason := _deviation(made, answers.outputs[v.name], answers, precision))
+        if (reason := _deviation(v.name, made, answers.outputs[v.name], answers, precision))
     ]
     if not wrong:
         return
@@ -350,7 +367,7 @@ def check_interpreted(graph: Graph, answers: Expected, precision: str) -> None:
     wrong = [
         f"output {v.name!r}: {reason}"
         for v in graph.outputs
-        if (reason := _deviation(made[v.name], answers.outputs[v.name], answers, precision))
+        if (reason := _deviation(v.name, made[v.name], answers.outputs[v.name], answers, precision))
     ]
     if wrong:
         raise CompileError(
@@ -427,7 +444,8 @@ def _first_wrong_step(
     for choice in choices:
         for value in choice.node.outputs:
             if value.name in right:
-                reason = _deviation(made[value.name], right[value.name], answers, precision)
+                pair = made[value.name], right[value.name]
+                reason = _deviation(value.name, *pair, answers, precision)
                 if reason:
                     layer = f" ({choice.node.layer})" if choice.node.layer else ""
                     return f"First wrong step: {value.name} by {choice.kernel}{layer}: {reason}"
@@ -435,7 +453,7 @@ def _first_wrong_step(
 
 
 def _deviation(
-    made: torch.Tensor, right: torch.Tensor, answers: Expected, precision: str
+    name: str, made: torch.Tensor, right: torch.Tensor, answers: Expected, precision: str
 ) -> str | None:
     """Why ``made`` is out of tolerance, or None."""
     tolerance, least_cosine = answers.tolerance(precision), answers.least_cosine(precision)
@@ -443,6 +461,7 @@ def _deviation(
         return f"shape {tuple(made.shape)} instead of {tuple(right.shape)}"
     if torch.isfinite(right).all() and not torch.isfinite(made).all():
         return f"NaN or infinity: {precision} cannot hold its values"
+    made = answers.align(name, made, right)
     error = _error(made, right)
     if not error <= tolerance:
         return f"error {error:.2e} of the largest value, allowed {tolerance:.1e}"

@@ -15,15 +15,27 @@ import json
 import math
 import signal
 import threading
+from typing import NamedTuple
 
 import numpy as np
 
 from tessella.core.confined import DEFAULT_BUDGET, Budget, Confined, Order, serve
 from tessella.core.errors import DataError
 from tessella.core.headers import is_plain
-from tessella.core.pictures import MAX_SAMPLES, Pixels, out_of_memory, read_pixels
-from tessella.core.preprocess import Preprocess, fitted, to_depth
+from tessella.core.pictures import MAX_PIXELS, MAX_SAMPLES, Pixels, out_of_memory, read_pixels
+from tessella.core.preprocess import Preprocess, fitted_and_size, to_depth
 from tessella.core.record import canonical_json, from_plain
+
+
+class Decoded(NamedTuple):
+    """A picture, HWC: as a dataset with a record stores it, or in its own size at 8 bits.
+
+    Attributes:
+        size: the picture's own height and width.
+    """
+
+    pixels: Pixels
+    size: tuple[int, int]
 
 
 class Decoder:
@@ -41,25 +53,24 @@ class Decoder:
         self._is_closed = False
 
     def __call__(self, content: bytes, record: Preprocess | None, *, name: str) -> Pixels:
-        """The picture, HWC: as a dataset with ``record`` stores it, or in its own size at 8 bits.
+        """The pixels of ``Decoded``.
 
         Raises:
             DataError: not an image that can be decoded, or not within the budget.
         """
-        if is_plain(content, record):
-            return self.decode_here(content, record, name=name)
-        return self.decode_apart(content, record, name=name)
+        decode = self.decode_here if is_plain(content, record) else self.decode_apart
+        return decode(content, record, name=name).pixels
 
-    def decode_here(self, content: bytes, record: Preprocess | None, *, name: str) -> Pixels:
+    def decode_here(self, content: bytes, record: Preprocess | None, *, name: str) -> Decoded:
         """Decode in the calling thread, which is safe for a file that ``is_plain``."""
         return _decode(content, record, name, self.budget.pixels)
 
-    def decode_apart(self, content: bytes, record: Preprocess | None, *, name: str) -> Pixels:
+    def decode_apart(self, content: bytes, record: Preprocess | None, *, name: str) -> Decoded:
         """Decode in a process with the budget's limits."""
         with self._slots:
             process = self._take()
             try:
-                pixels = _decode_in(process, content, record, name)
+                decoded = _decode_in(process, content, record, name)
             except DataError as error:  # told by a process that lives on
                 self._give_back(process)
                 raise error
@@ -69,7 +80,7 @@ class Decoder:
                     raise why_it_ended(process, self.budget, name, len(content)) from error
                 raise
             self._give_back(process)
-        return pixels
+        return decoded
 
     def close(self) -> None:
         """End the idle processes now, and every busy process when its picture is decoded."""
@@ -95,11 +106,12 @@ class Decoder:
         process.end()
 
 
-def _decode(content: bytes, record: Preprocess | None, name: str, most_pixels: int) -> Pixels:
+def _decode(content: bytes, record: Preprocess | None, name: str, most_pixels: int) -> Decoded:
     if record is not None:
-        return fitted(content, record, name=name, most_pixels=most_pixels)
+        return Decoded(*fitted_and_size(content, record, name=name, most_pixels=most_pixels))
     try:
-        return to_depth(read_pixels(content, name=name, most_pixels=most_pixels), 8)
+        pixels = to_depth(read_pixels(content, name=name, most_pixels=most_pixels), 8)
+        return Decoded(pixels, (pixels.shape[0], pixels.shape[1]))
     except MemoryError as error:
         raise out_of_memory(name, content) from error
 
@@ -121,7 +133,7 @@ def why_it_ended(process: Confined, budget: Budget, name: str, nbytes: int) -> D
     )
 
 
-def _decode_in(process: Confined, content: bytes, record: Preprocess | None, name: str) -> Pixels:
+def _decode_in(process: Confined, content: bytes, record: Preprocess | None, name: str) -> Decoded:
     """Decode in a process.
 
     Raises:
@@ -136,7 +148,10 @@ def _decode_in(process: Confined, content: bytes, record: Preprocess | None, nam
         raise EOFError("no pixels")  # it decodes foreign bytes: not even it is believed
     out = np.empty(reply["shape"], reply["dtype"])
     process.connection.recv_bytes_into(out.data.cast("B"))
-    return out
+    height, width = map(int, reply["size"])
+    if not (height > 0 and width > 0 and height * width <= MAX_PIXELS):
+        raise EOFError("no size")
+    return Decoded(out, (height, width))
 
 
 _text_of = functools.lru_cache(maxsize=64)(canonical_json)
@@ -157,10 +172,12 @@ def main() -> None:
 def _answer(order: Order, content: bytes, budget: Budget) -> tuple[Order, memoryview | None]:
     try:
         record = None if order["record"] is None else record_of(order["record"])
-        pixels = np.ascontiguousarray(_decode(content, record, order["name"], budget.pixels))
+        decoded, size = _decode(content, record, order["name"], budget.pixels)
+        pixels = np.ascontiguousarray(decoded)
     except DataError as error:
         return told(error, order["name"], budget), None
-    return {"shape": pixels.shape, "dtype": str(pixels.dtype)}, pixels.data.cast("B")
+    told_of = {"shape": pixels.shape, "dtype": str(pixels.dtype), "size": size}
+    return told_of, pixels.data.cast("B")
 
 
 def told(error: DataError, name: str, budget: Budget) -> Order:

@@ -156,8 +156,16 @@ def fitted(
     Raises:
         DataError: the bytes are not an image of at most ``most_pixels`` that can be decoded.
     """
+    return fitted_and_size(content, record, name=name, most_pixels=most_pixels)[0]
+
+
+def fitted_and_size(
+    content: bytes, record: Preprocess, *, name: str = "image", most_pixels: int = MAX_PIXELS
+) -> tuple[Pixels, tuple[int, int]]:
+    """As ``fitted``; and the picture's own height and width, upright as its EXIF tag says."""
     try:
-        return fit(decode(content, record, name=name, most_pixels=most_pixels), record)
+        pixels = decode(content, record, name=name, most_pixels=most_pixels)
+        return fit(pixels, record), (pixels.shape[0], pixels.shape[1])
     except MemoryError as error:
         raise out_of_memory(name, content) from error
 
@@ -205,6 +213,12 @@ def to_depth(pixels: Pixels, depth: int) -> Pixels:
     if depth == 16 and pixels.dtype == np.uint8:
         return pixels.astype(np.uint16) * np.uint16(257)
     return pixels
+
+
+def in_rgb(pixels: Pixels) -> Pixels:
+    """The pixels, HWC, in three channels of 8 bits, to be looked at: of many channels the first."""
+    pixels = to_depth(pixels, 8)
+    return pixels[:, :, :3] if pixels.shape[2] >= 3 else np.repeat(pixels[:, :, :1], 3, axis=2)
 
 
 def _luma(pixels: Pixels) -> npt.NDArray[np.uint32]:

@@ -36,6 +36,7 @@ from tessella.runtime import lifetimes
 from tessella.runtime.cover import covers
 from tessella.runtime.graphs import GraphedBucket
 from tessella.runtime.streams import Turns
+from tessella.tasks.finished import alignment
 
 Array = np.ndarray | torch.Tensor
 Fits = tuple[str, torch.Size, torch.dtype]  # an input's name, shape and element type
@@ -380,6 +381,7 @@ class Engine:
             if (tensor.shape, tensor.dtype) != (right.shape, right.dtype):
                 kinds = " and ".join(f"{t.dtype} {tuple(t.shape)}" for t in (tensor, right))
                 raise self._fails(f"output {name!r} is not the recorded one", kinds)
+            tensor = alignment(self.manifest.task)(name, tensor, right)
             error = _error(tensor.double(), right.double())
             if not error <= self.manifest.tolerance:
                 raise self._fails(

@@ -17,6 +17,7 @@ from urllib.parse import parse_qs
 import numpy as np
 
 from tessella.core.errors import InputError, ServeError, TessellaError
+from tessella.core.preprocess import encode
 from tessella.core.spec import TensorSpec
 from tessella.server.answers import (
     JSON,
@@ -47,7 +48,7 @@ from tessella.server.repository import MODEL_VERSION
 from tessella.server.shared_memory import Regions
 from tessella.server.statistics import Stages, Statistics
 from tessella.server.tensors import require_finite
-from tessella.tasks import Query, verbs
+from tessella.tasks import Query, View, verbs
 
 MANAGEMENT_BODY_BYTES = 1 << 20
 LONG_ANSWER = 1 << 20  # bytes of scores that are put into words in a thread
@@ -202,7 +203,7 @@ class App:
                 request = parse_infer(
                     body, header_length, model.signature, self._limits, self._regions
                 )
-                outputs = await self._run(model, request, watch)
+                outputs, _ = await self._run(model, request, watch)
                 response = build_infer(
                     request,
                     outputs,
@@ -227,14 +228,16 @@ class App:
 
     async def _run(
         self, model: ServedModel, request: InferRequest, watch: _Watch
-    ) -> dict[str, np.ndarray]:
-        arrays = request.arrays
+    ) -> tuple[dict[str, np.ndarray], tuple[View, ...]]:
+        """The outputs; and where the model saw each picture that came as a file."""
+        arrays, views = request.arrays, tuple[View, ...]()
         for name, files in request.images.items():
             record = model.signature.preprocess
             assert record is not None, "only a plan with a record has an image input"
             pixels = model.signature.inputs[name].dtype == "uint8"
-            made = await self._images.decode(files, record, name=name, pixels=pixels)
+            made, sizes = await self._images.decode(files, record, name=name, pixels=pixels)
             arrays = arrays | {name: made}
+            views = tuple(View(height=h, width=w, record=record) for h, w in sizes)
         watch.lap("decode")
         outputs = await model.batcher.infer(
             arrays,
@@ -243,7 +246,7 @@ class App:
             stages=watch.stages,
         )
         watch.lap("queue")
-        return outputs
+        return outputs, views
 
     async def _tell(
         self,
@@ -270,20 +273,37 @@ class App:
                     priority=parse_priority(_whole(query, "priority") or 0),
                     images={spec.name: files},
                 )
-                outputs = await self._run(model, request, watch)
+                outputs, views = await self._run(model, request, watch)
                 first, scores = next(iter(outputs.items()))
                 require_finite(scores, name=first)
                 known = model.signature
-                asked = scores, known.labels, known.task, _query(query)
+                asked = scores, known.labels, known.task, replace(_query(query), views=views)
                 if scores.nbytes > LONG_ANSWER:  # masks: others should not wait for them
                     predictions = await asyncio.to_thread(known.answers.answer, *asked)
                 else:
                     predictions = known.answers.answer(*asked)
                 watch.lap("answer")
+                if "draw" in query:
+                    return await self._drawn(files, predictions, known)
         answer = json_answer(
             {"model_name": model.name, "model_version": MODEL_VERSION, "predictions": predictions}
         )
         return replace(answer, headers=(JSON, (b"server-timing", watch.stages.header())))
+
+    async def _drawn(self, files: list[bytes], predictions: list[Any], known: Signature) -> Answer:
+        """The picture of a request as PNG, with its answer drawn: for ``?draw``."""
+        if len(files) != 1:
+            raise InputError("only one picture can be drawn", seen=len(files), fix="send one")
+        pixels = await self._images.in_rgb(files[0], name="the picture")
+        made = await asyncio.to_thread(known.answers.drawn, pixels, predictions[0])
+        if made is None:
+            raise InputError(
+                "the answers of this model cannot be drawn",
+                seen=known.task.name,
+                fix="leave out draw",
+            )
+        body = await asyncio.to_thread(encode, made)
+        return Answer(body=body, headers=((b"content-type", b"image/png"),))
 
     async def _pass_on(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         """Let the rest answer, with a body that has been read within limits."""

@@ -18,7 +18,8 @@ from tessella.core.confined import Budget
 from tessella.core.decoding import Decoder
 from tessella.core.errors import InputError
 from tessella.core.headers import is_plain
-from tessella.core.preprocess import Preprocess, centre_crop, normalize
+from tessella.core.pictures import Pixels
+from tessella.core.preprocess import Preprocess, centre_crop, in_rgb, normalize
 from tessella.server.tensors import flatten
 
 MAX_THREADS = 8  # decoding competes with the engine for the same cores
@@ -58,8 +59,8 @@ class ImageDecoder:
 
     async def decode(
         self, files: list[bytes], record: Preprocess, *, name: str, pixels: bool = False
-    ) -> np.ndarray:
-        """The network's input [n, channels, height, width], float32.
+    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """The network's input [n, channels, height, width], float32; and each picture's own size.
 
         Args:
             pixels: [n, height, width, channels], uint8, for a plan that scales them itself.
@@ -73,23 +74,35 @@ class ImageDecoder:
             for file, title in zip(files, titles, strict=True)
         ]
         try:
-            return np.stack(await asyncio.gather(*map(asyncio.wrap_future, pending)))
+            made = await asyncio.gather(*map(asyncio.wrap_future, pending))
         except BaseException:
             for future in pending:
                 future.cancel()
             raise
+        return np.stack([seen for seen, _ in made]), [size for _, size in made]
 
     def _submit(
         self, file: bytes, record: Preprocess, title: str, pixels: bool
-    ) -> Future[np.ndarray]:
+    ) -> Future[tuple[np.ndarray, tuple[int, int]]]:
         plain = is_plain(file, record)
         decode = self._decoder.decode_here if plain else self._decoder.decode_apart
 
-        def prepare() -> np.ndarray:
-            seen = centre_crop(decode(file, record, name=title), record)
-            return seen if pixels else normalize(seen, record)
+        def prepare() -> tuple[np.ndarray, tuple[int, int]]:
+            fitted, size = decode(file, record, name=title)
+            seen = centre_crop(fitted, record)
+            return seen if pixels else normalize(seen, record), size
 
         return (self._plain if plain else self._costly).submit(prepare)
+
+    async def in_rgb(self, file: bytes, *, name: str) -> Pixels:
+        """A picture in its own size, HWC RGB of 8 bits.
+
+        Raises:
+            DataError: as ``decode``.
+        """
+        pool = self._plain if is_plain(file) else self._costly
+        decoded = pool.submit(self._decoder, file, None, name=name)
+        return in_rgb(await asyncio.wrap_future(decoded))
 
     def close(self) -> None:
         for pool in (self._plain, self._costly):

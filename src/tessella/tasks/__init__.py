@@ -11,8 +11,9 @@ from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Moves, still, turn
 from tessella.tasks.targets import column_of, targets_of
 from tessella.tasks.task import LossSettings, Query, Report, Targets, Task
+from tessella.tasks.view import View
 
 __all__ = [
     "Found", "LossSettings", "Moves", "Query", "Report", "Request", "Source", "Targets", "Task",
-    "column_of", "named", "names", "of", "still", "targets_of", "turn", "verbs",
+    "View",    "column_of", "named", "names", "of", "still", "targets_of", "turn", "verbs",
 ]  # fmt: skip

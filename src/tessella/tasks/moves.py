@@ -1,4 +1,4 @@
-"""How augmentation moved the pixels of a picture, so that masks can follow."""
+"""How augmentation moved the pixels of a picture, so that masks and boxes can follow."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tessella.core.preprocess import Preprocess
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,49 @@ class Moves:
         mask = mask[self.top : self.top + self.height, self.left : self.left + self.width]
         mask = mask[:, ::-1] if self.mirror else mask
         return np.ascontiguousarray(mask[::-1] if self.flip else mask)
+
+    def boxes(
+        self, boxes_N4: Floats, size: tuple[int, int]
+    ) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """Boxes x0 y0 x1 y1 moved with their picture of a height and width; they may lie outside.
+
+        A box that is turned becomes the box around it, as torchvision's ``v2.RandomAffine`` has it.
+        A border that is mirrored outwards shows things again: these are boxes of their own.
+
+        Returns:
+            The boxes [M, 4] in pixels of what the network sees, and of which box each was made.
+        """
+        boxes, made_of = boxes_N4, np.arange(len(boxes_N4))
+        if self.angle or self.zoom != 1.0:
+            boxes, made_of = _mirrored_outwards(boxes_N4, size)
+            matrix = turn(*size, self.angle, self.zoom)
+            # OpenCV's pixels have their centres at whole numbers, boxes theirs at halves
+            corners = boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2) - 0.5
+            corners = corners @ matrix[:, :2].T + matrix[:, 2] + 0.5
+            boxes = np.concatenate([corners.min(axis=1), corners.max(axis=1)], axis=1)
+        boxes = boxes - [self.left, self.top, self.left, self.top]
+        if self.mirror:
+            boxes[:, [0, 2]] = self.width - boxes[:, [2, 0]]
+        if self.flip:
+            boxes[:, [1, 3]] = self.height - boxes[:, [3, 1]]
+        return boxes, made_of
+
+
+def _mirrored_outwards(
+    boxes_N4: Floats, size: tuple[int, int]
+) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Boxes, and those that a picture shows again in the mirrors at its four edges and corners."""
+    height, width = size
+    copies = []
+    for x in (None, 0.0, 2.0 * width):
+        for y in (None, 0.0, 2.0 * height):
+            copy = boxes_N4.copy()
+            if x is not None:
+                copy[:, [0, 2]] = x - copy[:, [2, 0]]
+            if y is not None:
+                copy[:, [1, 3]] = y - copy[:, [3, 1]]
+            copies.append(copy)
+    return np.concatenate(copies), np.tile(np.arange(len(boxes_N4)), len(copies))
 
 
 def turn(height: int, width: int, angle: float, zoom: float) -> npt.NDArray[np.float64]:

@@ -17,10 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tessella.artifacts.checkpoint import Answering
+from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess
 from tessella.core.task import TaskRecord
 from tessella.tasks.found import Found, Request
 from tessella.tasks.moves import Moves
+from tessella.tasks.view import View
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,8 +119,9 @@ class Head(Protocol):
     """``head.py``: what comes out of the network, and how a plan finishes it."""
 
     OUTPUT: str  # the name of a plan's output
-    DENSE: bool  # whether the network answers for each pixel, [N, K, H, W], or for a picture
+    ANSWERS: Answering  # what a network's outputs are for: ``artifacts.checkpoint.Network``
     FINISHES: bool  # whether ``finish`` changes anything
+    TAUGHT: bool  # whether a network in training takes the targets, too, and answers its own loss
 
     def width(self, classes: int) -> int:
         """The number of outputs of the network for K classes."""
@@ -129,6 +133,13 @@ class Head(Protocol):
 
     def finish(self, outputs: Tensor, numbers: Numbers) -> Tensor:
         """The network's outputs [B, …] as a plan answers them."""
+        ...
+
+    def aligned(self, made: Tensor, right: Tensor) -> Tensor:
+        """Finished outputs [B, …] in the order of others, so that their numbers can be compared.
+
+        Where ``finish`` sorts, the last bit of a score moves a whole row.
+        """
         ...
 
 
@@ -160,7 +171,10 @@ class Loss(Protocol):
         ...
 
     def loss(self, outputs: Tensor, targets: Any, settings: LossSettings) -> Tensor:
-        """The mean loss over the images of a batch, in float32."""
+        """The mean loss over the images of a batch, in float32.
+
+        ``outputs`` are [loss, measure] where the head says that the network is taught.
+        """
         ...
 
     def step_measure(self, outputs: Tensor, targets: Any, numbers: Numbers) -> Tensor:
@@ -223,10 +237,13 @@ class Query:
     Attributes:
         top: how many classes at most, the best first; None: as the task has it.
         threshold: the least probability that counts; None: those of the record.
+        views: where the network saw each picture, for answers in a picture's own pixels; empty:
+            answers are in fractions of what it saw.
     """
 
     top: int | None = None
     threshold: float | None = None
+    views: tuple[View, ...] = ()
 
 
 class Answers(Protocol):
@@ -258,6 +275,13 @@ class Answers(Protocol):
 
     def truth(self, target: Any, labels: tuple[str, ...]) -> str:
         """One image's target in a few words."""
+        ...
+
+    def drawn(self, picture: Pixels, answer: Any) -> Pixels | None:
+        """A picture, HWC RGB of 8 bits, with its answer drawn; None: the task has nothing to draw.
+
+        ``answer`` is one of those that ``answer`` gives for the picture's view.
+        """
         ...
 
 

@@ -65,7 +65,7 @@ def describe_run(recipe: Recipe) -> RunInfo:
         channels=channels,
         size=(height, width),
         options=recipe.network_options,
-        dense=task.head.DENSE,
+        answers=task.head.ANSWERS,
     )
     return RunInfo(
         recipe=recipe,
@@ -101,13 +101,13 @@ def _check_splits(dataset: Dataset, recipe: Recipe) -> None:
             seen="class_weights='balanced'",
             fix="leave class_weights out",
         )
-    if task.head.DENSE and (recipe.augment.mixup or recipe.augment.cutmix):
+    if task.head.ANSWERS != "picture" and (recipe.augment.mixup or recipe.augment.cutmix):
         raise UsageError(
-            f"images of {task.name} cannot be mixed: each pixel has a class of its own",
+            f"images of {task.name} cannot be mixed: their targets belong to places",
             seen=f"mixup={recipe.augment.mixup}, cutmix={recipe.augment.cutmix}",
             fix="leave mixup and cutmix out",
         )
-    if task.head.DENSE and recipe.grow_from < 1:
+    if task.head.ANSWERS == "pixels" and recipe.grow_from < 1:
         raise UsageError(
             f"images of {task.name} cannot grow: each pixel has a class of its own",
             seen=f"grow_from={recipe.grow_from}",

@@ -190,7 +190,8 @@ class Trainer:
             last = part is parts[-1]
             with nullcontext() if last else self._world.alone_for_now(self._parallel):
                 with self.mixed.autocast():
-                    outputs = self._parallel(images[part])
+                    taught = (labels[part],) if self._task.head.TAUGHT else ()
+                    outputs = self._parallel(images[part], *taught)
                 loss, measure = self._measured(outputs, labels[part])
                 if others is not None:
                     other = self._measured(outputs, others[part])

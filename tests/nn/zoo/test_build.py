@@ -196,13 +196,15 @@ def test_a_lenet_needs_neither_torchvision_nor_timm():
 def test_networks_for_pixels_keep_the_size(name):
     smallest = zoo.describe(name).smallest_size
     for channels, height, width in ((3, smallest, smallest), (1, smallest + 5, smallest + 14)):
-        record = zoo.network(name, classes=4, channels=channels, size=(height, width), dense=True)
+        record = zoo.network(
+            name, classes=4, channels=channels, size=(height, width), answers="pixels"
+        )
         module = zoo.build(record).eval()
         assert module(torch.zeros(2, channels, height, width)).shape == (2, 4, height, width)
     with pytest.raises(UsageError, match="asks for the picture"):
         zoo.network(name, classes=4)
     with pytest.raises(UsageError, match="too small"):
-        zoo.network(name, classes=4, size=smallest - 1, dense=True)
+        zoo.network(name, classes=4, size=smallest - 1, answers="pixels")
 
 
 def test_a_network_of_one_s_own_for_pixels(tmp_path):
@@ -215,7 +217,7 @@ class Pixels(nn.Conv2d):
 """
     (tmp_path / "own.py").write_text(text)
     name = f"{tmp_path / 'own.py'}:Pixels"
-    record = zoo.network(name, classes=4, channels=1, size=(6, 8), dense=True)
+    record = zoo.network(name, classes=4, channels=1, size=(6, 8), answers="pixels")
     assert zoo.build(record)(torch.zeros(1, 1, 6, 8)).shape == (1, 4, 6, 8)
     with pytest.raises(UsageError, match=r"logits of shape \[N, 4\]"):
         zoo.build(zoo.network(name, classes=4, channels=1, size=(6, 8)))

@@ -50,10 +50,10 @@ def test_published_weights_of_networks_for_pixels(cache, name):
     make = torchvision.models.get_model
     reference = make(name, weights=None, weights_backbone=None, num_classes=21).eval()
     publish(cache, name, reference.state_dict())
-    record = zoo.network(name, classes=21, size=48, dense=True)
+    record = zoo.network(name, classes=21, size=48, answers="pixels")
     x = torch.randn(1, 3, 48, 48)
     assert torch.equal(zoo.build(record, pretrained=True).eval()(x), reference(x)["out"])
-    record = zoo.network(name, classes=4, size=48, dense=True)
+    record = zoo.network(name, classes=4, size=48, answers="pixels")
     own = zoo.build(record, pretrained=True).network.state_dict()
     kept = [k for k, v in reference.state_dict().items() if torch.equal(v, own[k])]
     assert {k.split(".")[0] for k in set(own) - set(kept)} == {"classifier"}

@@ -9,16 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from tessella.artifacts.checkpoint import Network
+from tessella.artifacts.checkpoint import Answering, Network
 from tessella.core.errors import UsageError
 from tessella.nn import prototxt
+from tessella.nn.zoo import centernet, standard, timm_network, user_module
 from tessella.nn.zoo import dense as pixelwise
-from tessella.nn.zoo import standard, timm_network, user_module
-from tessella.nn.zoo.catalog import DENSE, STANDARD, describe
+from tessella.nn.zoo.catalog import ANSWERING, BOXES, DENSE, STANDARD, describe
 from tessella.nn.zoo.lenet import LeNet
 
 TIMM = "timm/"
+_ANSWERS: dict[str, Answering] = {"dense": "pixels", "boxes": "boxes"}  # by kind
+_FOR = {"picture": "for a picture", "pixels": "for each pixel", "boxes": "for boxes"}
 CLASSES = 1000  # of a network that nobody trained
+CLASSES_OF_BOXES = 80  # of one that answers with boxes
 Scalar = str | int | float | bool | None
 
 
@@ -29,7 +32,7 @@ def network(
     channels: int | None = None,
     size: int | tuple[int, int] | None = None,
     options: dict[str, Scalar] | None = None,
-    dense: bool = False,
+    answers: Answering = "picture",
 ) -> Network:
     """The record of a network; missing arguments take the network's usual values.
 
@@ -40,7 +43,7 @@ def network(
         channels: channels of the input.
         size: height and width of the input in pixels, or one number for both.
         options: further keyword arguments of the network.
-        dense: the outputs are wanted for each pixel, ``[N, classes, height, width]``.
+        answers: what the outputs are wanted for: see ``artifacts.checkpoint.Network``.
 
     Raises:
         UsageError: an unknown name, one that answers the other way, a file that cannot be read, or
@@ -57,7 +60,8 @@ def network(
         width=width,
         options=dict(options or {}),
         source=source,
-        dense=dense,
+        dense=answers == "pixels",
+        boxes=answers == "boxes",
     )
     _check(record)
     return record
@@ -66,7 +70,8 @@ def network(
 def build(network: Network, *, pretrained: bool = False, trust_code: bool = False) -> nn.Module:
     """The module of a record, in training mode: ``[N, channels, height, width]`` to logits.
 
-    Logits are ``[N, classes]``, or those of each pixel where the record is ``dense``. The weights
+    Logits are ``[N, classes]``, or those of each pixel where the record is ``dense``; with
+    ``boxes`` it answers with boxes, and with its loss where it is given targets, too. The weights
     are drawn from torch's default generator, so ``torch.manual_seed`` decides them.
 
     Args:
@@ -89,6 +94,8 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
     if kind == "dense":
         options = network.options
         return pixelwise.build(network.name, **sizes, options=options, pretrained=pretrained)
+    if kind == "boxes":
+        return centernet.build(**sizes, options=network.options, pretrained=pretrained)
     if kind == "standard":
         options = network.options
         return standard.build(network.name, **sizes, options=options, pretrained=pretrained)
@@ -120,8 +127,9 @@ def untrained(
     """
     shape = shape if shape and len(shape) == 3 and all(isinstance(n, int) for n in shape) else None
     channels, size = (None, None) if shape is None else (shape[0], shape[1:])
-    dense = _kind(name) == "dense"
-    record = network(name, classes=CLASSES, channels=channels, size=size, dense=dense)
+    answers = _ANSWERS.get(_kind(name), "picture")
+    classes = CLASSES_OF_BOXES if answers == "boxes" else CLASSES
+    record = network(name, classes=classes, channels=channels, size=size, answers=answers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = user_module.call(record) if _kind(name) == "python" else build(record)
@@ -135,6 +143,8 @@ def _kind(name: str) -> str:
         return "standard"
     if name in DENSE:
         return "dense"
+    if name in BOXES:
+        return "boxes"
     if name.startswith(TIMM):
         return "timm"
     if name.endswith(".prototxt"):
@@ -146,7 +156,8 @@ def _kind(name: str) -> str:
 
 def _unknown(name: str) -> UsageError:
     others = timm_network.names()
-    known = [*STANDARD, *DENSE, *(TIMM + n for n in others)]
+    ours = [*STANDARD, *DENSE, *BOXES]
+    known = [*ours, *(TIMM + n for n in others)]
     near = [TIMM + name] if name in others else []
     near += difflib.get_close_matches(name.lower().replace("-", ""), known, n=4, cutoff=0.7)
     return UsageError(
@@ -154,8 +165,7 @@ def _unknown(name: str) -> UsageError:
         seen=name,
         fix=f"use {' or '.join(list(dict.fromkeys(near))[:4])}"
         if near
-        else f"use one of {', '.join(STANDARD)}, {', '.join(DENSE)}, timm/NAME, file.py:Class or "
-        "net.prototxt",
+        else f"use one of {', '.join(ours)}, timm/NAME, file.py:Class or net.prototxt",
     )
 
 
@@ -194,15 +204,14 @@ def _check(network: Network) -> None:
             f"size={network.height}×{network.width}",
         )
     kind = _kind(network.name)
-    if network.dense != (kind == "dense") and kind != "python":
+    own = _ANSWERS.get(kind, "picture")
+    if network.answers != own and kind != "python":
         raise UsageError(
-            "this network answers for a picture, and the task asks for each pixel"
-            if network.dense
-            else "this network answers for each pixel, and the task asks for the picture",
+            f"this network answers {_FOR[own]}, and the task asks {_FOR[network.answers]}",
             seen=network.name,
-            fix=f"use {', '.join(DENSE if network.dense else STANDARD)}, or a network of your own",
+            fix=f"use {', '.join(ANSWERING[network.answers])}, or a network of your own",
         )
-    if kind in ("lenet", "standard", "dense"):
+    if kind in ("lenet", "standard", "dense", "boxes"):
         _check_standard(network)
     elif kind == "prototxt" and network.options:
         raise UsageError(
@@ -243,11 +252,18 @@ def _check_output(module: nn.Module, network: Network) -> None:
         ) from error
     module.train(training)
     shape = list(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
-    pixels = [network.height, network.width] if network.dense else []
-    if shape != [1, network.classes, *pixels]:
-        wanted = ", ".join(map(str, ["N", network.classes, *pixels]))
+    fix = "return one number a class, without softmax"
+    if network.boxes:
+        places = y.shape[1] if isinstance(y, torch.Tensor) and y.dim() == 3 else "P"
+        tail: list[Any] = [places, 4 + network.classes]
+        fix = "return x0 y0 x1 y1 in fractions of the input and a probability a class for each box"
+    else:
+        tail = [network.classes, *([network.height, network.width] if network.dense else [])]
+    if shape != [1, *tail]:
+        wanted = ", ".join(map(str, ["N", *tail]))
         raise UsageError(
-            f"{network.name} does not return logits of shape [{wanted}]",
+            f"{network.name} does not return {'boxes' if network.boxes else 'logits'} of shape "
+            f"[{wanted}]",
             seen=f"{shape} for an input of shape {list(x.shape)}",
-            fix="return one number a class, without softmax",
+            fix=fix,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tessella.artifacts.checkpoint import Answering
 from tessella.core.errors import UsageError
 
 
@@ -125,6 +126,24 @@ DENSE: dict[str, Description] = {
     ),
 }
 
+# Networks that answer with boxes.
+BOXES: dict[str, Description] = {
+    "centernet": Description(
+        title="CenterNet",
+        year=2019,
+        paper="Zhou et al., Objects as points, arXiv:1904.07850",
+        size=512,
+        channels=3,
+        smallest_size=32,
+        options=("backbone", "width"),
+    ),
+}
+
+# The networks by what their outputs are for.
+ANSWERING: dict[Answering, dict[str, Description]] = {
+    "picture": STANDARD, "pixels": DENSE, "boxes": BOXES
+}  # fmt: skip
+
 
 def names() -> tuple[str, ...]:
     """The standard networks, small to large."""
@@ -133,7 +152,7 @@ def names() -> tuple[str, ...]:
 
 def describe(name: str) -> Description:
     """The description of a standard network; raises ``UsageError`` with the known names."""
-    known = {**STANDARD, **DENSE}
+    known = {**STANDARD, **DENSE, **BOXES}
     if name not in known:
         raise UsageError(
             "only the standard networks have a description",

@@ -82,11 +82,7 @@ def build(
                 raise
             module = timm.create_model(name, **arguments)  # convolutional: takes any size
     except (OSError, httpx.HTTPError) as error:
-        raise UsageError(
-            f"the pretrained weights of timm/{name} could not be fetched",
-            seen=_first_line(error),
-            fix="go online once (the file is cached), or start from random weights or a checkpoint",
-        ) from error
+        raise _unfetched(name, error) from error
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise UsageError(
             f"timm cannot build {name} like this",
@@ -94,6 +90,45 @@ def build(
             fix="change the input size or the options",
         ) from error
     return module
+
+
+def pyramid(
+    name: str, *, channels: int, pretrained: bool
+) -> tuple[nn.Module, list[tuple[int, int]]]:
+    """A network of timm without its head, which returns the features of every size it has.
+
+    Returns:
+        The module, and of each of its results, fine to coarse, how many times smaller than the
+        picture it is, and its channels.
+
+    Raises:
+        UsageError: an unknown name, one without such features, or weights that cannot be fetched.
+    """
+    import timm
+
+    require_known(name)
+    try:
+        module = timm.create_model(
+            name, features_only=True, in_chans=channels, pretrained=pretrained
+        )
+    except (OSError, httpx.HTTPError) as error:
+        raise _unfetched(name, error) from error
+    except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError) as error:
+        raise UsageError(
+            f"timm/{name} cannot be a backbone",
+            seen=_first_line(error),
+            fix="take a convolutional one, such as resnet18 or mobilenetv3_large_100",
+        ) from error
+    info = module.feature_info
+    return module, list(zip(info.reduction(), info.channels(), strict=True))
+
+
+def _unfetched(name: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"the pretrained weights of timm/{name} could not be fetched",
+        seen=_first_line(error),
+        fix="go online once (the file is cached), or start from random weights or a checkpoint",
+    )
 
 
 def _first_line(error: Exception) -> str:

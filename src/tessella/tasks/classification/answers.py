@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
 from tessella.tasks.task import Outputs, Query
 
@@ -52,3 +53,7 @@ def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
 
 def truth(target: int, labels: tuple[str, ...]) -> str:
     return labels[target]
+
+
+def drawn(picture: Pixels, answer: Any) -> None:
+    return None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
 from tessella.tasks.regression.examples import scale
 from tessella.tasks.task import Outputs, Query
@@ -50,3 +51,7 @@ def truth(target: Sequence[float | None], labels: tuple[str, ...]) -> str:
     """The numbers by name. A missing one is NaN, in a stranger's dataset perhaps nothing."""
     known = ("unknown" if v is None or math.isnan(v) else f"{v:.6g}" for v in target)
     return ", ".join(f"{name} {text}" for name, text in zip(labels, known, strict=True))
+
+
+def drawn(picture: Pixels, answer: Any) -> None:
+    return None

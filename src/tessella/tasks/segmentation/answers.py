@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessella.annotations import rle
+from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
 from tessella.tasks.segmentation.examples import IGNORED, decoded
 from tessella.tasks.task import Outputs, Query
@@ -69,3 +70,7 @@ def _described(mask: npt.NDArray[Any], labels: tuple[str, ...]) -> str:
     pixels = np.bincount(mask[mask != IGNORED], minlength=len(labels))
     order = [k for k in np.argsort(-pixels, kind="stable").tolist() if pixels[k]][:SHOWN]
     return ", ".join(f"{labels[k]} {100 * pixels[k] / mask.size:.0f} %" for k in order)
+
+
+def drawn(picture: Pixels, answer: Any) -> None:
+    return None

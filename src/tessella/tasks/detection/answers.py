@@ -1,0 +1,130 @@
+"""The things in a picture, the surest first, each with its box in the picture's own pixels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+
+from tessella.core.pictures import Pixels
+from tessella.core.task import TaskRecord
+from tessella.tasks.detection.examples import overlap
+from tessella.tasks.task import Outputs, Query
+
+VERB = "detect"
+HEADER: tuple[str, ...] = ("class", "score", "x0", "y0", "x1", "y1")
+USUAL = 0.3  # the least score that counts, where nothing was measured on a validation split
+ALIKE, CLOSE = 0.9, 0.02  # overlap and score: two boxes with so much, and so little, say the same
+SHOWN = 6
+COLORS = (
+    (230, 25, 75), (60, 180, 75), (0, 130, 200), (245, 130, 48), (145, 30, 180), (0, 160, 160),
+    (240, 50, 230), (128, 128, 0), (170, 110, 40), (0, 0, 160),
+)  # fmt: skip
+
+
+def thresholds(record: TaskRecord, classes: int) -> npt.NDArray[np.float64]:
+    """The least score of each class that counts."""
+    known = record.numbers.get("threshold", ())
+    return np.array(known) if len(known) == classes else np.full(classes, USUAL)
+
+
+def _told(
+    output: Outputs, least_K: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Row, class and score of the boxes of [D, 4 + K] that reach their threshold, best first."""
+    scores_DK = output[:, 4:].astype(np.float64)
+    rows, classes = np.nonzero((scores_DK >= least_K) & (scores_DK > 0))
+    scores = scores_DK[rows, classes]
+    order = np.argsort(-scores, kind="stable")
+    return rows[order], classes[order], scores[order]
+
+
+def answer(
+    outputs: Outputs, labels: tuple[str, ...], record: TaskRecord, query: Query
+) -> list[Any]:
+    """Of boxes [B, D, 4 + K] those at or above their thresholds.
+
+    A box is x0, y0, x1, y1 in the pixels of the picture that ``query.views`` tells of.
+    """
+    classes = outputs.shape[2] - 4
+    named = len(labels) == classes
+    least_K = thresholds(record, classes)
+    if query.threshold is not None:
+        least_K = np.full(classes, query.threshold)
+    answers = []
+    for number, output in enumerate(outputs):
+        rows, kinds, scores = _told(output, least_K)
+        boxes = output[rows, :4].astype(np.float64)
+        if query.views:
+            boxes = query.views[number].in_picture(boxes)
+        told = zip(kinds.tolist(), scores.tolist(), boxes.tolist(), strict=True)
+        answers.append(
+            [
+                {"index": k, "label": labels[k] if named else None, "score": score, "box": box}
+                for k, score, box in list(told)[: query.top]
+            ]
+        )
+    return answers
+
+
+def lines(answer: Any) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        (str(a["label"]), f"{100 * a['score']:.1f} %", *(f"{v:.1f}" for v in a["box"]))
+        for a in answer
+    ]
+    return rows or [("(none)", "", "", "", "", "")]
+
+
+def same(one: Outputs, other: Outputs, record: TaskRecord) -> npt.NDArray[np.bool_]:
+    """Whether every box that one tells has one of its class, place and score in the other.
+
+    A box within ``CLOSE`` of its threshold may be missing.
+    """
+    pairs = list(zip(one, other, strict=True))
+    return np.array([_has(a, b, record) and _has(b, a, record) for a, b in pairs], bool)
+
+
+def _has(one: Outputs, other: Outputs, record: TaskRecord) -> bool:
+    least_K = thresholds(record, one.shape[1] - 4)
+    rows, classes, scores = _told(one, least_K + CLOSE)
+    others, their, theirs = _told(other, least_K - CLOSE)
+    alike = overlap(one[rows, :4].astype(np.float64), other[others, :4].astype(np.float64)) >= ALIKE
+    alike &= (classes[:, None] == their) & (abs(scores[:, None] - theirs) <= CLOSE)
+    return bool(alike.any(axis=1).all())
+
+
+def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    _, classes, scores = _told(output, thresholds(record, len(labels)))
+    told = [f"{labels[k]} {s:.2f}" for k, s in zip(classes.tolist(), scores.tolist(), strict=True)]
+    more = [f"{len(told) - SHOWN} more"] if len(told) > SHOWN else []
+    return ", ".join(told[:SHOWN] + more) or "(none)"
+
+
+def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:
+    counts = Counter(target["labels"]).most_common()
+    told = [labels[k] if n == 1 else f"{n} × {labels[k]}" for k, n in counts]
+    more = [f"{len(told) - SHOWN} classes more"] if len(told) > SHOWN else []
+    return ", ".join(told[:SHOWN] + more) or "(none)"
+
+
+def drawn(picture: Pixels, answer: Any) -> Pixels:
+    """The picture with a frame around each thing, and its class and score above."""
+    made = np.ascontiguousarray(picture)
+    made = made.copy() if made is picture else made
+    thick = max(1, round(min(made.shape[:2]) / 200))
+    size = max(0.35, min(made.shape[:2]) / 900)
+    for a in reversed(answer):  # the surest last, over the others
+        x0, y0, x1, y1 = (round(v) for v in a["box"])
+        color = COLORS[a["index"] % len(COLORS)]
+        cv2.rectangle(made, (x0, y0), (max(x0, x1 - 1), max(y0, y1 - 1)), color, thick)
+        name = f"{a['index'] if a['label'] is None else a['label']} {a['score']:.2f}"
+        (wide, high), low = cv2.getTextSize(name, cv2.FONT_HERSHEY_SIMPLEX, size, thick)
+        y = y0 - low if y0 - low - high >= 0 else min(y0 + high + low, made.shape[0] - low)
+        x = max(0, min(x0, made.shape[1] - wide))
+        cv2.rectangle(made, (x, y - high - 1), (x + wide, y + low), color, cv2.FILLED)
+        at, white = (x, y), (255, 255, 255)
+        cv2.putText(made, name, at, cv2.FONT_HERSHEY_SIMPLEX, size, white, thick, cv2.LINE_AA)
+    return made

@@ -1,0 +1,63 @@
+"""The best boxes of a picture, each with a score for every class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from tessella.artifacts.checkpoint import Answering
+from tessella.tasks.task import Numbers
+
+OUTPUT = "boxes"
+ANSWERS: Answering = "boxes"
+FINISHES = True
+TAUGHT = True
+MOST = 100  # boxes of a picture, as COCO counts them
+OTHERS = 5  # of them may be others where scores, or what suppresses boxes, are a tie
+TIE = 0.02  # of the score of the last box that is told: below, the order is one of rounding
+ANOTHER = 0.02  # in fractions of the input: boxes that differ by more are not the same
+
+
+def width(classes: int) -> int:
+    return classes
+
+
+def shape(classes: int, size: Sequence[int]) -> tuple[int, ...]:
+    return (MOST, 4 + classes)
+
+
+def finish(outputs: Tensor, numbers: Numbers) -> Tensor:
+    """The ``MOST`` boxes of [B, P, 4 + K] with the highest scores, in their order."""
+    places = outputs.shape[1]
+    if places < MOST:
+        outputs = F.pad(outputs, (0, 0, 0, MOST - places))
+    order = outputs[..., 4:].amax(2).topk(MOST).indices
+    return outputs.gather(1, order[:, :, None].expand(-1, -1, outputs.shape[2]))
+
+
+def aligned(made: Tensor, right: Tensor) -> Tensor:
+    """The boxes of ``made`` beside those of ``right`` that are most like them.
+
+    A few boxes may be others: where the next score is a tie with the last, or two boxes of which
+    one suppresses the other.
+    """
+    if right.dim() != 3 or made.shape != right.shape or right.shape[1] != MOST:
+        return made  # those of somebody else's plan
+    out = right.clone().to(made)
+    for one, wanted, into in zip(made.detach().cpu().double(), right.cpu().double(), out):
+        if not (one.isfinite().all() and wanted.isfinite().all()):
+            into.copy_(one)
+            continue
+        cost = torch.cdist(one, wanted, p=torch.inf)
+        rows, columns = map(torch.from_numpy, linear_sum_assignment(cost.numpy()))
+        score = wanted[:, 4:].amax(1)
+        apart = cost[rows, columns] > ANOTHER
+        tied = score[columns] <= score.min() + TIE * score.max()
+        if int((apart & ~tied).sum()) <= OTHERS:
+            rows, columns = rows[~apart], columns[~apart]
+        into[columns.to(out.device)] = one[rows].to(out)
+    return out
