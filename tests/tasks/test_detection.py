@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import onnxruntime as ort
 import pyarrow as pa
 import pytest
 import torch
@@ -98,6 +99,12 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
     )
     np.testing.assert_array_equal(one, other)
     assert (one != np.asarray(Image.open(file))).any()
+    api.export(run, tmp_path / "net.onnx")
+    pixels = torch.from_numpy(api.open_checkpoint(run).info.preprocess(file.read_bytes())[None])
+    session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    (made,) = session.run(None, {session.get_inputs()[0].name: pixels.numpy()})
+    eager = api.eager_predictor(checkpoint)(pixels)
+    assert (TASK.head.aligned(torch.from_numpy(made), eager) - eager).abs().max() < 1e-4
     assert "AP at 0.5" in tessella("run", plan, "--data", dataset.path).out
 
 

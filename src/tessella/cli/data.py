@@ -44,7 +44,10 @@ def import_(
     ],
     out: Annotated[Path, Option(help="Folder of the dataset.")],
     task: Annotated[
-        str, Option(help="What to learn: classification, multilabel, regression or segmentation.")
+        str,
+        Option(
+            help="What to learn: classification, detection, multilabel, regression or segmentation."
+        ),
     ] = "classification",
     name: Annotated[str | None, Option(help="Name; the source's if not given.")] = None,
     size: Annotated[str, Option(help="Height x width to store, or one number.")] = "256",

@@ -102,6 +102,13 @@ def _gather(w: Writer, node: Node) -> None:
     w.add("GatherElements", [x.name, index.name], out=node.output.name, axis=axis)
 
 
+def _top_k(w: Writer, node: Node) -> None:
+    x, count, *more = _arguments(node)
+    axis, largest, in_order = _or_defaults(more, -1, True, True)
+    settings = {"axis": axis, "largest": int(largest), "sorted": int(in_order)}
+    w.add("TopK", [x.name, w.ints(count)], out=[v.name for v in node.outputs], **settings)
+
+
 def _repeat(w: Writer, node: Node) -> None:
     x, counts = _arguments(node)
     made = x.name
@@ -236,6 +243,7 @@ FALLBACKS: dict[str, Export] = {
     "aten::index_select": _index_select,
     "aten::index.Tensor": _index,
     "aten::gather": _gather,
+    "aten::topk": _top_k,
     "aten::repeat": _repeat,
     "aten::cumsum": _cumsum,
     "aten::argmax": _arg("ArgMax"),

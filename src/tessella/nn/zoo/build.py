@@ -19,7 +19,7 @@ from tessella.nn.zoo.lenet import LeNet
 
 TIMM = "timm/"
 _ANSWERS: dict[str, Answering] = {"dense": "pixels", "boxes": "boxes"}  # by kind
-_FOR = {"picture": "for a picture", "pixels": "for each pixel", "boxes": "for boxes"}
+_FOR = {"picture": "for the picture", "pixels": "for each pixel", "boxes": "for boxes"}
 CLASSES = 1000  # of a network that nobody trained
 CLASSES_OF_BOXES = 80  # of one that answers with boxes
 Scalar = str | int | float | bool | None

@@ -85,7 +85,7 @@ class CenterNet(nn.Module):
         far = sides.float().flatten(2).transpose(1, 2).clamp(max=MOST_LOG).exp() * (2 * STRIDE)
         y = (torch.arange(rows, device=sides.device) + 0.5) * STRIDE
         x = (torch.arange(columns, device=sides.device) + 0.5) * STRIDE
-        place = torch.stack([x.repeat(rows), y.repeat_interleave(columns)], 1)
+        place = _places(x, y)
         scale = torch.tensor([width, height], dtype=far.dtype, device=far.device)
         return torch.cat([(place - far[..., :2]) / scale, (place + far[..., 2:]) / scale], 2)
 
@@ -142,7 +142,13 @@ def _grid(rows: int, columns: int, device: torch.device) -> Tensor:
     """The middle of each place in fractions of the map, [P, 2], x first."""
     y = (torch.arange(rows, device=device) + 0.5) / rows
     x = (torch.arange(columns, device=device) + 0.5) / columns
-    return torch.stack([x.repeat(rows), y.repeat_interleave(columns)], 1)
+    return _places(x, y)
+
+
+def _places(x: Tensor, y: Tensor) -> Tensor:
+    """Every pair of an x and a y, row by row, [P, 2]."""
+    shape = (len(y), len(x))
+    return torch.stack([x[None].expand(shape), y[:, None].expand(shape)], 2).reshape(-1, 2)
 
 
 def _bells(boxes_M4: Tensor, grid_P2: Tensor, size: tuple[int, int]) -> Tensor:
