@@ -97,6 +97,13 @@ def _list(context: Context, found: list[Found[Dataset]], here: str) -> None:
 # --- a new dataset ---------------------------------------------------------------------
 
 
+# of a dataset's description, which anybody may have written
+_SPLIT: dict[str, tuple[type, ...]] = {
+    "holdout": (int, float), "test": (int, float), "seed": (int,),
+    "val_folder": (str,), "test_folder": (str,),
+}  # fmt: skip
+
+
 @dataclass
 class _Settings:
     """The form's values, written here as the user types."""
@@ -113,13 +120,20 @@ class _Settings:
     test: float | None = 0.0
     seed: int | None = 0
     store: Store = "png"
+    task: str = "classification"
+    val_folder: str | None = None
+    test_folder: str | None = None
 
     @classmethod
     def of(cls, dataset: Dataset) -> _Settings:
-        """The settings that made a dataset, as far as its description tells."""
+        """The settings that made a dataset; an old one's description has its shares alone."""
         info, record = dataset.info, dataset.preprocess
         total = sum(s.count for s in info.splits.values()) or 1
         share = {n: round(s.count / total, 3) for n, s in info.splits.items()}
+        split = {"holdout": share.get("val", 0.0), "test": share.get("test", 0.0)}
+        if info.settings:
+            known = ((name, info.settings.get(name)) for name in _SPLIT)
+            split = {name: value for name, value in known if isinstance(value, _SPLIT[name])}
         return cls(
             source=info.source,
             name=f"{info.name}-2",
@@ -128,8 +142,8 @@ class _Settings:
             depth=record.depth,
             resize=record.resize,
             crop=_written(*record.crop) if record.crop else "",
-            holdout=share.get("val", 0.0),
-            test=share.get("test", 0.0),
+            task=info.task.name,
+            **split,
         )
 
     def spec(self, source: str, out: str) -> JobSpec:
@@ -151,7 +165,10 @@ class _Settings:
             holdout=float(self.holdout or 0.0),
             test=float(self.test or 0.0),
             seed=int(self.seed or 0),
+            val_folder=self.val_folder,
+            test_folder=self.test_folder,
             store=self.store,
+            task=self.task,
         )
 
 
@@ -454,8 +471,9 @@ class _Dataset:
         else:
             again = _Settings.of(self._dataset)
             again.name = self._dataset.info.name
-            text("p", "As far as its description tells; the seed of its split is not in it."
-                 ).classes("muted small")  # fmt: skip
+            if not self._dataset.info.settings:
+                text("p", "As far as its description tells; the seed of its split is not in it."
+                     ).classes("muted small")  # fmt: skip
             parts.Command(commands.shown(again.spec(again.source, out)))
 
     def _controls(self) -> None:
