@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -223,3 +225,35 @@ def test_without_the_flag_there_is_no_shared_memory(tmp_path: Path) -> None:
             ),
         ):
             assert (answer.status_code, "--shared-memory" in answer.text) == (501, True)
+
+
+REGISTER = """
+import sys
+from pathlib import Path
+from tessella.server.limits import Limits
+from tessella.server.shared_memory import Regions
+folder, key, first = sys.argv[1:]
+regions = Regions(Path(folder), Limits())
+print("ready", flush=True)
+input()
+for n in range(int(first), int(first) + 100):
+    regions.register(f"r{n}", key, n, n + 1)
+"""
+
+
+def test_processes_that_register_at_once(memory: SharedMemory, key: str, tmp_path: Path) -> None:
+    """Acceptors share the folder: none may name what another is just writing."""
+    command = [sys.executable, "-c", REGISTER, str(tmp_path), key]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([*command, first], **pipes) for first in ("0", "100")]
+    assert [process.stdout.readline() for process in started] == ["ready\n"] * 2
+    for process in started:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in started:
+        process.communicate(timeout=60)
+    assert [process.returncode for process in started] == [0, 0]
+    told = Regions(tmp_path, Limits()).status()
+    assert sorted((r["name"], r["offset"], r["byte_size"]) for r in told) == sorted(
+        (f"r{n}", n, n + 1) for n in range(200)
+    )

@@ -9,6 +9,7 @@ all its processes know them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -96,7 +97,7 @@ class Regions:
                 seen=f"{offset!r:.40}, {byte_size!r:.40}",
                 fix="send whole numbers, byte_size above 0",
             )
-        if len(list(folder.iterdir())) >= MOST_REGIONS:
+        if len(_registered(folder)) >= MOST_REGIONS:
             raise ServeError(
                 "too many regions are registered",
                 status=429,
@@ -118,7 +119,7 @@ class Regions:
             name=name, key=key, offset=offset, byte_size=byte_size,
             device=found.st_dev, inode=found.st_ino,
         )  # fmt: skip
-        complete = folder / ".new"  # no region can have this name
+        complete = folder / f".{os.getpid()}"  # of this process, and no region can have the name
         complete.write_text(json.dumps(asdict(region)))
         try:
             (folder / name).hardlink_to(complete)
@@ -134,7 +135,7 @@ class Regions:
     def unregister(self, name: str | None = None) -> None:
         """Forget a region, or all; one that is not there is forgotten already."""
         folder = self._require_folder()
-        for path in list(folder.iterdir()):
+        for path in _registered(folder):
             if name in (None, path.name):
                 path.unlink(missing_ok=True)
         for known in list(self._open):
@@ -148,7 +149,10 @@ class Regions:
             ServeError: 404, none of this name.
         """
         folder = self._require_folder()
-        told = [_read(path) for path in sorted(folder.iterdir()) if name in (None, path.name)]
+        told: list[Region] = []
+        for path in _registered(folder):
+            with contextlib.suppress(FileNotFoundError):  # another process forgets it just now
+                told += [_read(path)] if name in (None, path.name) else []
         if name is not None and not told:
             raise _unknown(name)
         return [
@@ -322,6 +326,11 @@ _Opened = tuple[tuple[int, int], Region, int]  # its registration's file, the ob
 
 def _is_size(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 48
+
+
+def _registered(folder: Path) -> list[Path]:
+    """The registrations' files; those that a process is writing begin with a dot."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def _read(path: Path) -> Region:
