@@ -205,7 +205,7 @@ def test_loading_measures_and_compiles_nothing(
 
     for place, name in (
         (timing, "measure"),
-        (search, "race"),
+        (search, "time_interleaved"),
         (search, "find"),
         (torch, "compile"),
     ):

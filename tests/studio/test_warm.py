@@ -97,7 +97,7 @@ def test_processes_are_few_and_end_when_nobody_asks(checkpoint, tmp_path):
         *found, refused = await asked
         assert all(answer == found[0] for answer in found)
         assert isinstance(refused, NoAnswer)
-        assert "no checkpoint here" in str(refused)
+        assert "no model here" in str(refused)
         assert len(answers.pids()) <= MOST_PROCESSES
         last = list(answers._open)[-1]
         os.kill(answers.pids()[-1], 9)  # memory ran out, say

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import cv2
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +33,8 @@ class Moves:
 
     def mask(self, mask: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """A mask [H, W] moved with its picture; every pixel keeps a class that was there."""
+        import cv2
+
         if self.angle or self.zoom != 1.0:
             height, width = mask.shape
             turned = cv2.warpAffine(
@@ -91,6 +92,8 @@ def _mirrored_outwards(
 
 def turn(height: int, width: int, angle: float, zoom: float) -> npt.NDArray[np.float64]:
     """The matrix [2, 3] of a rotation by ``angle`` degrees and a zoom about the centre."""
+    import cv2
+
     matrix = cv2.getRotationMatrix2D(((width - 1) / 2, (height - 1) / 2), angle, zoom)
     return np.asarray(matrix, np.float64)
 

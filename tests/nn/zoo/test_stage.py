@@ -30,7 +30,7 @@ def built(name: str, **more) -> nn.Module:
     ],
 )  # fmt: skip
 def test_stages_of_networks(name, count, first, head):
-    module = built(name, **({"dense": True, "size": 32} if name == "unet" else {}))
+    module = built(name, **({"answers": "pixels", "size": 32} if name == "unet" else {}))
     parts = stages(module)
     names = [name for stage in parts for name in stage.parameters]
     assert sorted(names) == sorted(n for n, _ in module.named_parameters())

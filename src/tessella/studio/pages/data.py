@@ -130,7 +130,7 @@ class _Settings:
         info, record = dataset.info, dataset.preprocess
         total = sum(s.count for s in info.splits.values()) or 1
         share = {n: round(s.count / total, 3) for n, s in info.splits.items()}
-        split = {"holdout": share.get("val", 0.0), "test": share.get("test", 0.0)}
+        split: dict[str, Any] = {"holdout": share.get("val", 0.0), "test": share.get("test", 0.0)}
         if info.settings:
             known = ((name, info.settings.get(name)) for name in _SPLIT)
             split = {name: value for name, value in known if isinstance(value, _SPLIT[name])}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import cv2
 import numpy as np
 import numpy.typing as npt
 
@@ -112,6 +111,8 @@ def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:
 
 def drawn(picture: Pixels, answer: Any) -> Pixels:
     """The picture with a frame around each thing, and its class and score above."""
+    import cv2
+
     made = np.ascontiguousarray(picture)
     made = made.copy() if made is picture else made
     thick = max(1, round(min(made.shape[:2]) / 200))
