@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -223,3 +224,18 @@ def test_memory_that_runs_cannot_be_written() -> None:
     else:
         pytest.fail("not found")
     assert len(memory) == 1
+
+
+def test_threads_are_those_of_torch() -> None:
+    """scikit-learn brings an OpenMP of its own; loaded later, it lies before torch's."""
+    code_ = (
+        "import torch, ctypes, sklearn.datasets\n"
+        "from pathlib import Path\n"
+        "from tessella.device.x86 import code\n"
+        "ours = ctypes.cast(code._parallel(), ctypes.c_void_p).value\n"
+        "lines = [l.split() for l in Path('/proc/self/maps').read_text().splitlines()]\n"
+        "inside = lambda l: int(l[0].split('-')[0], 16) <= ours < int(l[0].split('-')[1], 16)\n"
+        "print(next(l[-1] for l in lines if inside(l)))"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code_], text=True)
+    assert Path(said.strip()).is_relative_to(Path(torch.__file__).parent)
