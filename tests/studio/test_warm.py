@@ -1,6 +1,7 @@
 """Open networks that answer: beside a fresh command, bounded in number, ended when idle."""
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -31,6 +32,15 @@ def checkpoint(tmp_path_factory):
     )  # fmt: skip
     (path.parent / "picture").write_bytes(encode(digits()[0][0]))
     return path
+
+
+@contextlib.asynccontextmanager
+async def ended(answers: Answers):
+    """Processes that end with the test, also with one that fails: what pytest tells is readable."""
+    try:
+        yield answers
+    finally:
+        await answers.close()
 
 
 def reference(checkpoint) -> torch.Tensor:
@@ -80,39 +90,50 @@ def test_one_process_answers_all_and_a_failure_is_no_end(checkpoint, tmp_path):
     assert took_s < 1.0  # a fresh process takes 4 s
 
 
-def test_processes_are_few_and_end_when_nobody_asks(checkpoint, tmp_path):
+def test_processes_are_few_and_a_killed_one_is_told(checkpoint, tmp_path):
     """Several people at once, one with what cannot be opened, and a process that is killed."""
     picture = {"image": str(checkpoint.parent / "picture")}
     opened = [Opened(path=checkpoint, stamp=stamp) for stamp in range(MOST_PROCESSES + 1)]
     missing = Opened(path=tmp_path / "none", stamp=0)
+    pids: set[int] = set()
 
     async def story():
-        answers = Answers(tmp_path, idle_s=6)  # a busy machine takes seconds between two questions
-        asked = asyncio.gather(
-            *(answers.ask(o, picture) for o in (*opened, missing)), return_exceptions=True
-        )
-        while len(answers.pids()) < len(opened):
-            await asyncio.sleep(0.01)
-        pids = answers.pids()
-        *found, refused = await asked
-        assert all(answer == found[0] for answer in found)
-        assert isinstance(refused, NoAnswer)
-        assert "no model here" in str(refused)
-        assert len(answers.pids()) <= MOST_PROCESSES
-        last = list(answers._open)[-1]
-        os.kill(answers.pids()[-1], 9)  # memory ran out, say
-        with pytest.raises(NoAnswer, match="ended"):
-            await answers.ask(last, picture)
-        assert await answers.ask(last, picture) == found[0]
-        pids += answers.pids()
-        end = time.monotonic() + 40
-        while answers.pids() and time.monotonic() < end:
-            await asyncio.sleep(0.1)
-        assert not answers.pids()
-        await answers.close()
-        return pids
+        async with ended(Answers(tmp_path)) as answers:
+            asked = asyncio.gather(
+                *(answers.ask(o, picture) for o in (*opened, missing)), return_exceptions=True
+            )
+            while not asked.done():
+                pids.update(answers.pids())
+                await asyncio.sleep(0.01)
+            *found, refused = await asked
+            assert all(answer == found[0] for answer in found)
+            assert isinstance(refused, NoAnswer)
+            assert "no model here" in str(refused)
+            assert 1 <= len(answers.pids()) <= MOST_PROCESSES
+            last = list(answers._open)[-1]
+            os.kill(answers.pids()[-1], 9)  # memory ran out, say
+            with pytest.raises(NoAnswer, match="ended"):
+                await answers.ask(last, picture)
+            assert await answers.ask(last, picture) == found[0]
+            pids.update(answers.pids())
 
-    assert not [pid for pid in set(asyncio.run(story())) if psutil.pid_exists(pid)]
+    asyncio.run(story())
+    assert len(pids) > len(opened)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_a_process_that_nobody_asks_ends(checkpoint, tmp_path):
+    opened = Opened(path=checkpoint, stamp=0)
+
+    async def story():
+        async with ended(Answers(tmp_path, idle_s=0.1)) as answers:
+            await answers.ask(opened, {"image": str(checkpoint.parent / "picture")})
+            end = time.monotonic() + 60
+            while answers.pids() and time.monotonic() < end:
+                await asyncio.sleep(0.1)
+            assert not answers.pids()
+
+    asyncio.run(story())
 
 
 def test_a_person_can_ask_in_a_terminal(checkpoint):
