@@ -93,6 +93,8 @@ class Recipe:
         batch_size: images a step, over all processes together.
         backend: whose convolutions and linear layers run: torch's, or for each shape the fastest of
             our catalog. A checkpoint does not depend on it.
+        fuse: batch norms, sums and activations in one pass, and a step on one GPU as a CUDA graph.
+            By default on a GPU; numbers differ from torch's by rounding.
         gpus: processes, each on a GPU of its own (on the CPU: each with a share of the cores).
         val_interval, snapshot_interval: epochs between validations and checkpoints; may be
             fractions.
@@ -129,6 +131,7 @@ class Recipe:
     augment: Augment = field(default_factory=Augment)
     precision: Precision = "fp32"
     backend: Backend = "torch"
+    fuse: bool | None = None
     gpus: int = 1
     seed: int = 0
     val_interval: float = 1.0
@@ -188,6 +191,12 @@ class Recipe:
                 "only weights that have learned something can be frozen",
                 seen=f"freeze={self.freeze}, probe_epochs={self.probe_epochs:g}, init='random'",
                 fix="give init='pretrained' or the path of a checkpoint",
+            )
+        if self.fuse and (self.backend != "torch" or self.recompute):
+            raise UsageError(
+                "norms are fused in torch's steps that keep all values",
+                seen=f"fuse=True, backend={self.backend!r}, recompute={self.recompute}",
+                fix="leave fuse out, or backend and recompute",
             )
         if not 0 <= self.probe_epochs < self.epochs:
             raise UsageError(

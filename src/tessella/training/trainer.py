@@ -17,14 +17,16 @@ from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
 from tessella.data.loading import Batch, in_torch, steps_per_epoch
 from tessella.nn import convert, zoo
+from tessella.nn.fused import fused
 from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
 from tessella.training.averaging import Average
+from tessella.training.captured import Captured, captures, fuses
 from tessella.training.feed import Fed, Feed
 from tessella.training.freezing import Freezing
 from tessella.training.growing import require_any_size, resized, share_of_side
 from tessella.training.memory import largest_that_runs, out_of_memory
-from tessella.training.mixing import drawn_mix, mixed
+from tessella.training.mixing import Mix, drawn_mix, mixed
 from tessella.training.parallel import World
 from tessella.training.precision import MixedPrecision
 from tessella.training.recomputing import recompute_blocks
@@ -83,7 +85,9 @@ class Trainer:
         self.average = Average(self.module, recipe.ema) if recipe.ema else None
         if recipe.recompute:  # behind the average, whose copies would call this module's blocks
             recompute_blocks(self.module)
-        self._parallel: nn.Module = self.module
+        self._called = fused(self.module) if fuses(recipe, world.device) else self.module
+        self._parallel: nn.Module = self._called
+        self._captured: Captured | None = None
         self.optimizer = optimizer_for(self.module, recipe.solver, layer_decay=recipe.layer_decay)
         if recipe.sparsity == "2:4":
             sparsity.keep_zeros(self.module, self.optimizer)
@@ -169,39 +173,63 @@ class Trainer:
     def _thaw(self, done: int) -> None:
         """Let those stages learn that do in the step after ``done`` finished ones."""
         if self._freezing.apply(done):
-            self._parallel = self.module  # the old wrapper lets go before there is a new one
-            self._parallel = self._world.wrap(self.module)
+            self._parallel = self._called  # the old wrapper lets go before there is a new one
+            self._parallel = self._world.wrap(self._called)
+            self._captured = None
+            if captures(self._info.recipe, self._world) and not self._task.head.TAUGHT:
+                self._captured = Captured(self._pass, self.module.parameters())
 
     def _update(self, images: Tensor, labels: Any, done: int) -> Tensor:
         recipe = self._info.recipe
         progress = done / self._steps
         images = resized(images, share_of_side(recipe.grow_from, progress))
-        others, share = None, 1.0
         mix = drawn_mix(recipe.augment, seed=recipe.seed, step=done)
+        if self._captured is not None and mix is None and isinstance(labels, Tensor):
+            measured = self._captured(images, labels)
+        else:
+            self.optimizer.zero_grad()
+            measured = self._in_parts(images, labels, mix)
+        self.mixed.step(self.optimizer)
+        return measured
+
+    def _in_parts(self, images: Tensor, labels: Any, mix: Mix | None) -> Tensor:
+        """Passes of a batch's parts, whose gradients are added up."""
+        others, share = None, 1.0
         if mix is not None:
             images, share = mixed(images, mix)
             others = labels.roll(1, 0)
-        self.optimizer.zero_grad()
-        count = len(images)
-        ends = [count * n // recipe.accumulate for n in range(recipe.accumulate + 1)]
+        count, accumulate = len(images), self._info.recipe.accumulate
+        ends = [count * n // accumulate for n in range(accumulate + 1)]
         parts = [slice(a, b) for a, b in pairwise(ends) if b > a]
         measured = []
         for part in parts:
-            last = part is parts[-1]
-            with nullcontext() if last else self._world.alone_for_now(self._parallel):
-                with self.mixed.autocast():
-                    taught = (labels[part],) if self._task.head.TAUGHT else ()
-                    outputs = self._parallel(images[part], *taught)
-                loss, measure = self._measured(outputs, labels[part])
-                if others is not None:
-                    other = self._measured(outputs, others[part])
-                    loss = share * loss + (1 - share) * other[0]
-                    measure = share * measure + (1 - share) * other[1]
-                weight = (part.stop - part.start) / count
-                self.mixed.backward(loss if len(parts) == 1 else loss * weight)
-            measured.append(torch.stack([loss.detach(), measure]) * weight)
-        self.mixed.step(self.optimizer)
+            weight = (part.stop - part.start) / count
+            other = None if others is None else others[part]
+            with nullcontext() if part is parts[-1] else self._world.alone_for_now(self._parallel):
+                made = self._pass(images[part], labels[part], other, share=share, weight=weight)
+            measured.append(made * weight)
         return measured[0] if len(parts) == 1 else torch.stack(measured).sum(0)
+
+    def _pass(
+        self,
+        images: Tensor,
+        labels: Any,
+        others: Any = None,
+        *,
+        share: float = 1,
+        weight: float = 1,
+    ) -> Tensor:
+        """Forward and backward: gradients join those that are there; the loss and its measure."""
+        with self.mixed.autocast():
+            taught = (labels,) if self._task.head.TAUGHT else ()
+            outputs = self._parallel(images, *taught)
+        loss, measure = self._measured(outputs, labels)
+        if others is not None:
+            other = self._measured(outputs, others)
+            loss = share * loss + (1 - share) * other[0]
+            measure = share * measure + (1 - share) * other[1]
+        self.mixed.backward(loss if weight == 1 else loss * weight)
+        return torch.stack([loss.detach(), measure])
 
     def _measured(self, outputs: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
         """The loss, and what the task measures at a step."""
@@ -211,7 +239,8 @@ class Trainer:
     def _out_of_memory(self, seen: str, failed: int) -> OutOfMemory:
         """The error with a batch size that fits, tried out after this trainer is freed."""
         world, info = self._world, self._info
-        del self.module, self._parallel, self.optimizer, self._freezing
+        del self.module, self._called, self._parallel, self._captured, self.optimizer
+        del self._freezing
         self.average = None
         fits = largest_that_runs(self._trial, failed)
         return out_of_memory(

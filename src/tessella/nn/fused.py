@@ -1,0 +1,315 @@
+"""Batch norms of any module in one pass with the sum and the activation behind them.
+
+Dynamo captures the module's forward pass as a graph of torch's functions. A batch norm in it that
+takes a batch's statistics becomes one call with what follows it alone: a sum with a residual or
+with another norm, an activation; and max pooling becomes ours. Whatever else the graph holds runs
+in torch, as does what Dynamo does not capture.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+
+from tessella.kernels.norm import batch
+from tessella.kernels.norm.batch import Activation, Norm
+from tessella.kernels.pool import trained
+
+_ACTIVATIONS: dict[Any, Activation] = {
+    F.relu: "relu", torch.relu: "relu", F.relu_: "relu", torch.relu_: "relu", "relu": "relu",
+    "relu_": "relu", F.relu6: "relu6", F.silu: "silu",
+}  # fmt: skip
+_TORCHS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x, "relu": F.relu, "relu6": F.relu6, "silu": F.silu
+}  # fmt: skip
+_MODULES = 256  # of a class that a process captures: a search's trials, say
+_BATCH_NORM = inspect.signature(F.batch_norm)
+_MAX_POOL = inspect.signature(F.max_pool2d_with_indices)
+_IN_PLACE = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imod, operator.ipow, operator.imatmul, operator.setitem,
+}  # fmt: skip
+
+
+def fused(module: nn.Module) -> nn.Module:
+    """A call of ``module`` in training with its batch norms fused; the module stays as it is.
+
+    Numbers differ from torch's by rounding: 16-bit values are not rounded between a norm, a sum and
+    an activation. Tensors that are not of channels_last, or lie where Triton does not run, are
+    normalized by torch.
+    """
+    settings = torch._dynamo.config  # torch imports it when it is asked for
+    settings.recompile_limit = max(settings.recompile_limit, _MODULES)
+    return cast(nn.Module, torch.compile(module, backend=_backend, dynamic=False))
+
+
+def interruptions() -> int:
+    """How often Dynamo could not go on capturing in this process, and let Python run instead."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def _backend(graph: fx.GraphModule, examples: Iterable[Any]) -> Callable[..., Any]:
+    fuse(graph)
+    return graph.forward
+
+
+def fuse(graph: fx.GraphModule) -> int:
+    """Fuse the batch norms of a captured forward pass, in place; into how many calls."""
+    nodes = graph.graph
+    made, gone = [], set()
+    for node in list(nodes.nodes):
+        if node in gone:
+            continue  # it went with another norm
+        if (found := _norm_of(node)) is not None:
+            call, chain = _fuse_at(nodes, node, found)
+            made.append(call)
+            gone.update(chain)
+        elif node.target is F.max_pool2d:
+            _pool_at(nodes, node)
+    for node in made:
+        _split_branches(nodes, node)
+    _count_batches_at_once(nodes)
+    graph.recompile()
+    return len(made)
+
+
+class _Found(NamedTuple):
+    """What a batch norm of a graph is given; nodes, but for the last two."""
+
+    input: Any
+    weight: Any
+    bias: Any
+    running_mean: Any
+    running_var: Any
+    momentum: float
+    eps: float
+
+
+def _norm_of(node: fx.Node) -> _Found | None:
+    """A batch norm with a batch's statistics whose input nobody else reads or changes."""
+    if node.op != "call_function" or node.target is not F.batch_norm:
+        return None
+    given = _BATCH_NORM.bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    named = given.arguments
+    takes_statistics = named.pop("training") is True and isinstance(named["momentum"], float)
+    if not takes_statistics or None in (named["weight"], named["bias"]):
+        return None
+    return _Found(**named) if len(named["input"].users) == 1 else None
+
+
+def _fuse_at(graph: fx.Graph, norm: fx.Node, found: _Found) -> tuple[fx.Node, list[fx.Node]]:
+    """One call for a batch norm and what follows it alone, and the nodes that it replaces."""
+    chain, second, residual, activation = [norm], None, None, None
+    follower = _only_user(norm)
+    other = None if follower is None else _added(follower, norm)
+    if follower is not None and other is not None:
+        behind = _only_user(follower)
+        name = None if behind is None else _activation(behind, follower)
+        if behind is None or name in (None, "relu"):
+            chain.append(follower)
+            residual, second = other, _norm_of(other) if len(other.users) == 1 else None
+            if second is not None:
+                chain.insert(0, other)
+                residual = None
+    if (follower := _only_user(chain[-1])) is not None:
+        activation = _activation(follower, chain[-1])
+        chain += [follower] if activation is not None else []
+    with graph.inserting_before(chain[-1]):
+        norms = [found, second] if second is not None else [found]
+        made = graph.call_function(normed, ([tuple(n) for n in norms], residual, activation, False))
+    chain[-1].replace_all_uses_with(made)
+    for node in reversed(chain):
+        graph.erase_node(node)
+    return made, chain
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _activation(node: fx.Node, of: fx.Node) -> Activation:
+    return _ACTIVATIONS.get(node.target) if node.args[:1] == (of,) else None
+
+
+def _added(node: fx.Node, norm: fx.Node) -> fx.Node | None:
+    """What a node adds to a norm's result, if that is all that it does."""
+    in_place = node.target in (operator.iadd, "add_")
+    if node.kwargs or not (in_place or node.target in (operator.add, torch.add, "add")):
+        return None
+    first, second = (*node.args, None)[:2]
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or first is second:
+        return None
+    if in_place and first is not norm:
+        return None
+    other = second if first is norm else first
+    return None if any(_changes(user, other) for user in other.users) else other
+
+
+def _changes(node: fx.Node, given: fx.Node) -> bool:
+    """Whether a node may write into what it is given."""
+    if given not in node.args[:1]:
+        return False
+    if node.target in _IN_PLACE or node.kwargs.get("inplace"):
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.endswith("_")
+
+
+def _pool_at(graph: fx.Graph, node: fx.Node) -> None:
+    """Our max pooling in the place of torch's."""
+    given = _MAX_POOL.bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    named = given.arguments
+    if named.pop("return_indices") or named.pop("ceil_mode"):
+        return
+    with graph.inserting_before(node):
+        made = graph.call_function(pooled, kwargs=dict(named))
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def _split_branches(graph: fx.Graph, made: fx.Node) -> None:
+    """Where a result goes two ways, its gradients arrive apart and are added on the way back."""
+    users = list(made.users)
+    readers = {torch.conv2d, F.adaptive_avg_pool2d, pooled, torch._C._nn.linear, normed}
+    if len(users) < 2 or not all(user.target in readers for user in users):
+        return
+    made.args = (*made.args[:-1], True)
+    with graph.inserting_after(made):
+        one, other = (graph.call_function(operator.getitem, (made, place)) for place in (0, 1))
+    users[0].replace_input_with(made, one)
+    for user in users[1:]:
+        user.replace_input_with(made, other)
+
+
+def _count_batches_at_once(graph: fx.Graph) -> None:
+    """One call for all norms' counts of batches, each of which is a launch."""
+    counts = [
+        node for node in graph.nodes
+        if node.target == "add_" and node.args[1:] == (1,) and not node.users
+        and node.args[0].op == "placeholder"
+    ]  # fmt: skip
+    if len(counts) < 2:
+        return
+    with graph.inserting_before(counts[0]):
+        graph.call_function(torch._foreach_add_, ([node.args[0] for node in counts], 1))
+    for node in counts:
+        graph.erase_node(node)
+
+
+# --- what a graph calls -----------------------------------------------------------------------
+
+
+def normed(
+    given: Sequence[Sequence[Any]],
+    residual: Tensor | None,
+    activation: Activation,
+    twice: bool,
+) -> Any:
+    """``activation(sum of batch norms + residual)`` by the statistics of a batch, with gradients.
+
+    Args:
+        given: one norm or two, each as in ``_Found``.
+        twice: return the result two times, so that its gradients come from two sides.
+    """
+    found = [_Found(*norm) for norm in given]
+    x = found[0].input
+    alike = [norm.input for norm in found] + ([] if residual is None else [residual])
+    ours = all(batch.runs(t) and t.shape == x.shape and t.dtype == x.dtype for t in alike) and all(
+        norm.weight.dtype == norm.bias.dtype == torch.float32 for norm in found
+    )
+    if ours:
+        how = [(n.running_mean, n.running_var, n.momentum, n.eps) for n in found]
+        tensors = [t for n in found for t in (n.input, n.weight, n.bias)]
+        made = _Normed.apply(how, activation, twice, residual, *tensors)
+        return made if twice else made[0]
+    parts = [
+        F.batch_norm(
+            n.input, n.running_mean, n.running_var, n.weight, n.bias, True, n.momentum, n.eps
+        )
+        for n in found
+    ]
+    parts += [] if residual is None else [residual]
+    y = _TORCHS[activation](functools.reduce(torch.add, parts))
+    return (y, y) if twice else y
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: list[tuple[Any, ...]],
+        activation: Activation,
+        twice: bool,
+        residual: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        norms = [
+            Norm(*triple, (mean, variance) if mean is not None else None, momentum, eps)
+            for triple, (mean, variance, momentum, eps) in zip(_triples(tensors), how, strict=True)
+        ]
+        y, found, bits = batch.normalize(norms, residual=residual, activation=activation)
+        ctx.set_materialize_grads(False)
+        ctx.activation, ctx.joins, ctx.count = activation, residual is not None, len(norms)
+        ctx.save_for_backward(bits, *tensors, *(t for statistics in found for t in statistics))
+        return (y, y.view_as(y)) if twice else (y,)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        given = [
+            g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None
+        ]
+        if not given:
+            nothing: list[Any] = [None] * (4 + 3 * ctx.count)
+            return tuple(nothing)
+        bits, *saved = ctx.saved_tensors
+        tensors, numbers = saved[: 3 * ctx.count], saved[3 * ctx.count :]
+        norms = [Norm(*triple) for triple in _triples(tensors)]
+        found = [batch.Statistics(*numbers[2 * n : 2 * n + 2]) for n in range(ctx.count)]
+        made, joined = batch.backward(
+            given, norms, found, bits, residual=ctx.joins, activation=ctx.activation
+        )
+        returned: tuple[Any, ...] = (None, None, None, joined, *(t for one in made for t in one))
+        return returned
+
+
+def _triples(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Each norm's input, weight and bias."""
+    return list(zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True))
+
+
+def pooled(
+    input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1
+) -> Tensor:
+    """Max pooling of [N, C, H, W] with gradients; ours where the tensor is of channels_last."""
+    window = trained.Window.of(kernel_size, stride, padding, dilation)
+    if window is None or not trained.runs(input, window):
+        return F.max_pool2d(input, kernel_size, stride, padding, dilation)
+    made: Tensor = _Pooled.apply(input, window)
+    return made
+
+
+class _Pooled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: trained.Window) -> Tensor:
+        y, places = trained.max_pool(x, window)
+        ctx.save_for_backward(places)
+        ctx.window, ctx.shape = window, x.shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        return trained.max_pool_backward(gradient, places, ctx.shape, ctx.window), None

@@ -1,0 +1,110 @@
+"""A forward and backward pass as one CUDA graph: a step costs the host one launch.
+
+A ResNet-50's step is some 900 launches, 45 to 60 ms of a slow core beside 40 ms of the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from tessella.artifacts.run import Recipe
+from tessella.core.errors import TrainError
+from tessella.core.memory import is_out_of_memory
+from tessella.nn.fused import interruptions
+from tessella.training.parallel import World
+
+WARM = 3  # steps of a shape before its graph: libraries choose algorithms, and Dynamo captures
+
+
+def fuses(recipe: Recipe, device: torch.device) -> bool:
+    """Whether a training's batch norms are fused: as its recipe says, by default on a GPU."""
+    if recipe.fuse is not None:
+        return recipe.fuse
+    return device.type == "cuda" and recipe.backend == "torch" and not recipe.recompute
+
+
+def captures(recipe: Recipe, world: World) -> bool:
+    """Whether a training's passes may become a graph: where one pass is a whole step's."""
+    alone = world.size == 1 and recipe.accumulate == 1
+    return alone and world.device.type == "cuda" and fuses(recipe, world.device)
+
+
+class Captured:
+    """Runs passes of images and targets, from some steps of the same shape on as a graph.
+
+    A network that asks the GPU for a number in the middle cannot be one: Dynamo, which captures it
+    first, breaks there.
+
+    Args:
+        work: the pass: from images and targets to what is measured; leaves gradients in parameters.
+        parameters: whose gradients the pass makes.
+
+    Attributes:
+        refused: why there is no graph, once that is known.
+    """
+
+    def __init__(
+        self, work: Callable[[Tensor, Tensor], Tensor], parameters: Iterable[nn.Parameter]
+    ) -> None:
+        self._work = work
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._shape: tuple[object, ...] | None = None
+        self._seen = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.refused: str | None = None
+
+    def __call__(self, images: Tensor, targets: Tensor) -> Tensor:
+        """One pass; its gradients replace those of the one before."""
+        shape = (images.shape, images.dtype, targets.shape, targets.dtype)
+        if shape != self._shape and self.refused is None:
+            if self._graph is not None and images.shape[0] < self._images.shape[0]:
+                return self._eagerly(images, targets)  # the last batch of an epoch
+            self._shape, self._seen, self._graph = shape, 0, None
+        self._seen += 1
+        if self._graph is None and (self._seen <= WARM or self.refused is not None):
+            before = interruptions()
+            measured = self._eagerly(images, targets)
+            if interruptions() > before:
+                self.refused = "the network is not one graph of tensor operations"
+            return measured
+        if self._graph is None:
+            self._graph = self._capture(images, targets)
+        self._images.copy_(images)
+        self._targets.copy_(targets)
+        self._graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._measured.clone()
+
+    def _eagerly(self, images: Tensor, targets: Tensor) -> Tensor:
+        for parameter in self._parameters:
+            parameter.grad = None
+        return self._work(images, targets)
+
+    def _capture(self, images: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
+        """Record the pass; nothing of it is computed yet.
+
+        Raises:
+            TrainError: it cannot be recorded. Torch's random numbers are not to be had afterwards.
+        """
+        self._images, self._targets = torch.empty_like(images), torch.empty_like(targets)
+        for parameter in self._parameters:
+            parameter.grad = None  # the graph makes gradients of its own
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # other threads may pin memory meanwhile
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._measured = self._work(self._images, self._targets)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise TrainError(
+                "a step could not be recorded as a CUDA graph",
+                seen=str(error).splitlines()[0][:200],
+                fix="train with fuse=False",
+            ) from error
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        return graph

@@ -1,0 +1,131 @@
+"""Fused and captured steps beside torch's on a GPU."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models.resnet import Bottleneck
+
+from tessella.nn.fused import fused
+from tessella.training.captured import WARM, Captured
+from tessella.training.loop import train
+from tessella.training.precision import arithmetic
+from tests.support.training import losses, recipe, write_dataset
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    beside = nn.Sequential(nn.Conv2d(64, 256, 1), nn.BatchNorm2d(256))
+    net = nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
+        Bottleneck(64, 64, downsample=beside), Bottleneck(256, 64),
+        nn.Conv2d(256, 24, 1), nn.BatchNorm2d(24), nn.SiLU(), nn.Dropout(0.2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 5),
+    )  # fmt: skip
+    return net.cuda().to(memory_format=torch.channels_last).train()
+
+
+def images(count: int) -> Tensor:
+    made = torch.randn(count, 3, 40, 36, device="cuda")
+    return made.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's, in a backward pass
+@pytest.mark.parametrize(("dtype", "bound"), [(None, 1e-5), (torch.float16, 4e-3)], ids=str)
+def test_gradients_beside_float64(dtype, bound):
+    """No further from float64 than torch's own step is, with a margin."""
+    net = network()
+    net[9].p = 0.0
+    nets = {"double": copy.deepcopy(net).double(), "torch": copy.deepcopy(net), "ours": net}
+    calls = {**nets, "ours": fused(net)}
+    x, cotangent = images(6), torch.randn(6, 5, device="cuda")
+    with arithmetic("fp32"):
+        for name, call in calls.items():
+            given = x.double() if name == "double" else x
+            enabled = dtype is not None and name != "double"
+            with torch.autocast("cuda", dtype=dtype or torch.float16, enabled=enabled):
+                made = call(given)
+            made.backward(cotangent.to(made.dtype))
+
+    def off(name: str) -> list[float]:
+        pairs = zip(nets[name].parameters(), nets["double"].parameters(), strict=True)
+        return [float((p.grad - q.grad).norm() / q.grad.norm().clamp_min(1e-3)) for p, q in pairs]
+
+    for ours, theirs in zip(off("ours"), off("torch"), strict=True):
+        assert ours < 2 * theirs + bound
+
+
+def test_a_captured_pass_is_the_pass():
+    """Small batches in between, another shape, dropout by torch's generator: the same numbers."""
+    nets = [network() for _ in range(2)]
+    counts = [6] * (WARM + 2) + [3] + [6] * 2 + [8] * (WARM + 2)
+    found: list[list[Tensor]] = []
+    for net, captures in zip(nets, (False, True), strict=True):
+        call = fused(net)
+
+        def work(x: Tensor, labels: Tensor, call: nn.Module = call) -> Tensor:
+            loss = F.cross_entropy(call(x), labels)
+            loss.backward()
+            return loss.detach()
+
+        captured = Captured(work, net.parameters())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        found.append([])
+        torch.manual_seed(7)
+        batches = [(images(count), torch.arange(count, device="cuda") % 5) for count in counts]
+        for step, (x, labels) in enumerate(batches):
+            torch.manual_seed(step)
+            if captures:
+                found[-1].append(captured(x, labels))
+            else:
+                optimizer.zero_grad()
+                found[-1].append(work(x, labels))
+            optimizer.step()
+        if captures:
+            assert captured.refused is None
+            assert captured._graph is not None
+    torch.testing.assert_close(*map(torch.stack, found), rtol=1e-4, atol=1e-5)
+
+
+class Asks(nn.Module):
+    """Waits for the GPU, which a graph cannot."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if float(x.detach().amax()) > 0 else x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's, where it goes on
+def test_what_cannot_be_captured_runs():
+    net = nn.Sequential(network(), Asks(), nn.Dropout(0.1))
+    call = fused(net)
+
+    def work(x: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(call(x), labels)
+        loss.backward()
+        return loss.detach()
+
+    captured = Captured(work, net.parameters())
+    labels = torch.arange(6, device="cuda") % 5
+    for _ in range(WARM + 3):
+        assert captured(images(6), labels).isfinite()
+    assert "not one graph" in captured.refused
+    assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize(("precision", "rel"), [("fp32", 2e-2), ("bf16", 0.25)])
+def test_a_training_has_torchs_curve(tmp_path, precision, rel):
+    dataset: Path = write_dataset(tmp_path / "stripes", train=40, val=18)
+    how = {"network": "resnet18", "precision": precision, "epochs": 3, "batch_size": 12}
+    curves = [
+        losses(train(recipe(dataset, fuse=fuse, **how), tmp_path / f"{fuse}"))
+        for fuse in (False, True)
+    ]
+    assert curves[1][:3] == pytest.approx(curves[0][:3], rel=rel)
+    assert all(loss == loss for loss in curves[1])

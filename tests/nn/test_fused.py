@@ -1,0 +1,173 @@
+"""Fused networks beside the same in float64: what is fused, what is not, and the gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torchvision.models.resnet import Bottleneck
+
+from tessella.nn import fused as module_of
+from tessella.nn.fused import fused, normed
+
+
+class Net(nn.Module):
+    """Two convolutions, two norms, and what a case makes of them."""
+
+    def __init__(self, how: Callable[..., Tensor], *, channels: int = 16, affine: bool = True):
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 1)
+        self.norm = nn.BatchNorm2d(channels, affine=affine)
+        self.other = nn.BatchNorm2d(channels)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.how(self, x, self.second(x)).mean((2, 3))
+
+
+def in_place(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    made = net.norm(y)
+    made += x
+    return F.relu_(made)
+
+
+def changed_behind(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """The residual is written into before the sum is read by the activation."""
+    residual = net.second(x)
+    made = net.norm(y) + residual
+    residual.mul_(2)
+    return F.relu(made) + residual
+
+
+# how, and the calls: how many norms each has, whether it has a residual, and its activation
+CASES = {
+    "relu": (lambda n, x, y: F.relu(n.norm(y)), [(1, False, "relu")]),
+    "relu6": (lambda n, x, y: F.relu6(n.norm(y)), [(1, False, "relu6")]),
+    "silu": (lambda n, x, y: F.silu(n.norm(y), inplace=True), [(1, False, "silu")]),
+    "residual": (lambda n, x, y: (x + n.norm(y)).relu(), [(1, True, "relu")]),
+    "residual alone": (lambda n, x, y: n.norm(y) + x, [(1, True, None)]),
+    "in place": (in_place, [(1, True, "relu")]),
+    "two": (lambda n, x, y: F.relu(n.norm(y) + n.other(n.second(x))), [(2, False, "relu")]),
+    "gelu": (lambda n, x, y: F.gelu(n.norm(y)), [(1, False, None)]),
+    "silu of a sum": (lambda n, x, y: F.silu(n.norm(y) + x), [(1, False, None)]),
+    "used twice": (lambda n, x, y: F.relu(n.norm(x)) + y, []),
+    "norm read twice": (lambda n, x, y: F.relu(z := n.norm(y)) + z, [(1, False, None)]),
+    "changed behind": (changed_behind, [(1, False, None)]),
+    "into the residual": (lambda n, x, y: F.relu(n.second(x).add_(n.norm(y))), [(1, False, None)]),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[int, bool, str | None]]:
+    """Of each call that a graph got: norms, whether there is a residual, and the activation."""
+    seen: list[tuple[int, bool, str | None]] = []
+    fuse = module_of.fuse
+
+    def spy(graph: fx.GraphModule) -> int:
+        count = fuse(graph)
+        found = [node for node in graph.graph.nodes if node.target is normed]
+        seen.extend((len(n.args[0]), n.args[1] is not None, n.args[2]) for n in found)
+        assert len(found) == count
+        return count
+
+    monkeypatch.setattr(module_of, "fuse", spy)
+    return seen
+
+
+def prepared(net: nn.Module) -> nn.Module:
+    """With affine numbers that matter, in channels_last."""
+    torch.manual_seed(1)
+    for part in net.modules():
+        if isinstance(part, nn.BatchNorm2d) and part.affine:
+            nn.init.uniform_(part.weight, 0.5, 1.5)
+            nn.init.normal_(part.bias)
+    return net.to(memory_format=torch.channels_last).train()
+
+
+def agree(net: nn.Module, x: Tensor, rel: float = 2e-5) -> None:
+    """Results, gradients and buffers of a fused call equal those in float64."""
+    reference = copy.deepcopy(net).double()
+    x = x.contiguous(memory_format=torch.channels_last)
+    call = fused(net)
+    for _ in range(2):
+        found, expected = call(x), reference(x.double())
+        assert (found - expected).norm() < rel * expected.norm()
+        cotangent = torch.sin(torch.arange(found.numel())).view(found.shape)
+        found.backward(cotangent)
+        expected.backward(cotangent.double())
+    pairs = [
+        (name, one, other)
+        for (name, one), other in zip(net.named_parameters(), reference.parameters(), strict=True)
+        if other.grad is not None
+    ]
+    largest = max(float(other.grad.norm()) for _, _, other in pairs)
+    for name, one, other in pairs:
+        off = (one.grad - other.grad).norm()
+        assert off < rel * other.grad.norm() + 1e-6 * largest, name
+    for one, other in zip(net.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_follows_a_norm_is_fused_where_it_may_be(case, calls):
+    how, expected = CASES[case]
+    agree(prepared(Net(how)), torch.randn(4, 3, 6, 5))
+    assert calls == expected
+
+
+@pytest.mark.parametrize("what", ["no affine", "odd channels", "evaluation"])
+def test_what_is_not_ours_runs_in_torch(what, calls):
+    net = prepared(Net(CASES["residual"][0], channels=12, affine=what != "no affine"))
+    if what == "evaluation":
+        net.norm.eval()
+    agree(net, torch.randn(4, 3, 6, 5))
+    assert len(calls) == (what == "odd channels")  # asked again when it is called
+
+
+def test_a_residual_network(calls):
+    """Gradients of branches arrive apart; pooling is ours; counts of batches are right."""
+    beside = nn.Sequential(nn.Conv2d(16, 32, 1), nn.BatchNorm2d(32))
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
+        Bottleneck(16, 8, downsample=beside), Bottleneck(32, 8),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5),
+    )  # fmt: skip
+    agree(prepared(net), torch.randn(4, 3, 14, 14), rel=1e-4)
+    assert calls == [(1, False, "relu")] * 3 + [(2, False, "relu")] + [
+        (1, False, "relu"), (1, False, "relu"), (1, True, "relu")
+    ]  # fmt: skip
+
+
+def test_without_gradients():
+    net = prepared(Net(CASES["residual"][0]))
+    x = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(copy.deepcopy(net))(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+class Asks(nn.Module):
+    """Wants a number from the device in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.norm(x)
+        return made * 2 if float(made.detach().amax()) > 0 else made
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's, where it goes on
+def test_an_interruption_counts():
+    x = torch.randn(2, 3, 4, 4)
+    before = module_of.interruptions()
+    fused(prepared(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU())))(x)
+    assert module_of.interruptions() == before
+    fused(prepared(Asks()))(x)
+    assert module_of.interruptions() > before
