@@ -20,6 +20,7 @@ from tessella.core.policies import Policy
 from tessella.core.preprocess import Preprocess
 from tessella.jobs import commands
 from tests.support.cli import context
+from tests.support.training import write_dataset
 
 RECIPE = Recipe(network="lenet", dataset="data/my digits")
 
@@ -64,12 +65,14 @@ def test_train_shows_its_settings():
 @pytest.mark.parametrize("network", ["lenet", "timm/vit_tiny_patch16_224"])
 @pytest.mark.parametrize("solver", ["adamw", "sgd"])
 @pytest.mark.parametrize("policy", ["onecycle", "step"])
-def test_the_options_alone_make_the_same_recipe(monkeypatch, network, solver, policy):
+def test_the_options_alone_make_the_same_recipe(monkeypatch, tmp_path, network, solver, policy):
     """What the studio shows as a command without a recipe file is what the studio starts."""
     by_hand = {"solver": {"name": solver}, "policy": {"name": policy}}
+    dataset = write_dataset(tmp_path / "my stripes", train=3)
     chosen = replace(
-        RECIPE, network=network, solver=Solver(name=solver), policy=Policy(name=policy)
-    )
+        RECIPE, network=network, dataset=str(dataset), solver=Solver(name=solver),
+        policy=Policy(name=policy),
+    )  # fmt: skip
     recipe = completed(chosen, by_hand)
     spec = commands.train(recipe, "runs/one")
     assert spec.files == {}

@@ -63,7 +63,7 @@ def test_two_processes_give_the_curve_of_one_even_when_killed(dataset, tmp_path,
 
     told = []
     two = train(recipe(dataset, gpus=2, init=start, **SETTINGS), out, resume=True, emit=told.append)
-    assert told[0].text.startswith("gpus=2, but no GPU is here") != torch.cuda.is_available()
+    assert told[0].text.startswith("gpus=2 with all GPUs hidden") != torch.cuda.is_available()
     assert (next(e.name for e in told if e.kind == "phase"), told[-1].kind) == ("resume", "result")
     assert [e.to_json() for e in told] == [e.to_json() for e in two.events()[-len(told) :]]
     one = train(recipe(dataset, init=start, **SETTINGS), tmp_path / "one")
@@ -79,6 +79,18 @@ def test_too_few_gpus(monkeypatch):
     parallel.check_devices(2)
     with pytest.raises(UsageError, match=r"too few GPUs.*gpus=4, 2 here.*use gpus=2"):
         parallel.check_devices(4)
+
+
+def test_processes_share_a_cpu_where_gpus_are_hidden_on_purpose(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    parallel.check_devices(2)  # the fixture of this folder hides them
+    for visible in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        for name, value in visible.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UsageError, match=r"gpus=2, 0 here.*set CUDA_VISIBLE_DEVICES= "):
+            parallel.check_devices(2)
+        parallel.check_devices(1)
 
 
 # --- a worker, in this process --------------------------------------------------------------------

@@ -28,7 +28,7 @@ from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit
 from tessella.core.record import to_plain
 from tessella.core.reporter import reported
-from tessella.training.prepare import validates
+from tessella.training.prepare import check, smooths, validates
 from tessella.training.study import require_optuna
 from tessella.training.sweep import Search
 
@@ -85,11 +85,13 @@ def sweep(
             fix="import again with holdout=0.1",
         )
 
+    smoothed = smooths(dataset.path)
+
     def recipe_of(values: Mapping[str, Scalar]) -> Recipe:
         given = base
         for path, value in values.items():
             given = with_value(given, path, value)
-        return completed(recipe_from(given), given)
+        return completed(recipe_from(given), given, smoothed=smoothed)
 
     usual = to_plain(recipe_of({}))
     info = SweepInfo(
@@ -123,10 +125,10 @@ def _grid_size(axes: tuple[Axis, ...]) -> int:
 
 
 def _try_ends(axes: tuple[Axis, ...], recipe_of: Any) -> None:
-    """Build a recipe of each end of each axis: what cannot work is told before anything starts."""
+    """Check a recipe of each end of each axis: what cannot work is told before anything starts."""
     for axis in axes:
         for value in axis.ends:
-            recipe_of({axis.path: value})
+            check(recipe_of({axis.path: value}))
 
 
 def _at(plain: Mapping[str, Any], path: str) -> Scalar:

@@ -17,6 +17,7 @@ from tessella.core.reporter import reported
 from tessella.training import forecast as forecasting
 from tessella.training import loop
 from tessella.training.forecast import Forecast
+from tessella.training.prepare import check, smooths
 
 AUTO = "auto"
 
@@ -87,7 +88,9 @@ def _recipe(
             emit(phase("batch", f"{given['batch_size']} images a step"))
     if going_on and there is not None:  # what is not said stays, whatever is default by now
         return recipe_from(_merged(to_plain(Run(there).recipe), given))
-    recipe = completed(recipe_from(given), given)
+    recipe = recipe_from(given)
+    recipe = completed(recipe, given, smoothed=smooths(recipe.dataset))
+    check(recipe)
     if line := describe_defaults(recipe, given):
         emit(phase("recipe", line))
     return recipe

@@ -125,10 +125,11 @@ def defaults(
     )
 
 
-def completed(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
+def completed(recipe: Recipe, given: Mapping[str, Any], *, smoothed: bool = True) -> Recipe:
     """The recipe with defaults in place of the fields that its user has not set.
 
     Args:
+        smoothed: whether the task of the dataset smooths its targets.
         given: the user's settings, by field of ``Recipe``; a record of ``GROUPS`` may be a mapping
             of some of its fields.
     """
@@ -142,7 +143,7 @@ def completed(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
     )
     groups: dict[str, Any] = {}
     if "label_smoothing" not in given:
-        groups["label_smoothing"] = usual.label_smoothing
+        groups["label_smoothing"] = usual.label_smoothing if smoothed else 0.0
     for name, by_hand in set_by_hand.items():
         own = getattr(recipe, name)
         groups[name] = replace(getattr(usual, name), **{key: getattr(own, key) for key in by_hand})
@@ -167,7 +168,7 @@ def describe_defaults(recipe: Recipe, given: Mapping[str, Any]) -> str | None:
         said.append(f"weight decay {solver.weight_decay:g}")
     if not {"name", "warmup"} <= set(by_hand["policy"]):
         said.append(f"{policy.name} after {100 * policy.warmup:g} % warm-up")
-    if "label_smoothing" not in given:
+    if "label_smoothing" not in given and recipe.label_smoothing:
         said.append(f"label smoothing {recipe.label_smoothing:g}")
     changes = {name: value for name, value in vars(recipe.augment).items() if value}
     if changes and "augment" not in given:

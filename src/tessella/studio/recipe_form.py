@@ -118,10 +118,13 @@ class RecipeForm:
                     self._add(setting, label[0].upper() + label[1:], start)
         self._show_policy()
 
-    def recipe(self, *, network: str, dataset: str, init: str = "random") -> Recipe:
+    def recipe(
+        self, *, network: str, dataset: str, smoothed: bool = True, init: str = "random"
+    ) -> Recipe:
         """The recipe that the form describes, checked; untouched fields have their defaults.
 
         Args:
+            smoothed: see ``artifacts.defaults.completed``.
             init: as in ``Recipe``, unless the form has another than ``random``.
 
         Raises:
@@ -137,7 +140,8 @@ class RecipeForm:
         if plain.get("init", "random") == "random":
             plain["init"] = init
         try:
-            return completed(from_plain(Recipe, plain, where="recipe"), plain)
+            recipe = from_plain(Recipe, plain, where="recipe")
+            return completed(recipe, plain, smoothed=smoothed)
         except ArtifactError as error:
             raise UsageError(error.wrong, seen=error.seen, fix="correct the setting") from error
 

@@ -57,6 +57,7 @@ class Examples(Protocol):
     """
 
     NAMES: str  # what a dataset's names are: classes, of which there can be too few, or numbers
+    SMOOTHED: bool  # whether the loss smooths its targets: ``LossSettings.smoothing``
 
     def find(self, request: Request) -> Found:
         """The images of a source with their targets, checked.

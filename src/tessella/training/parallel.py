@@ -29,6 +29,7 @@ from tessella.core.events import Emit, EventLog, read_events, warning
 
 ERROR_FILE = "error.json"
 LOG_FILE = "workers.log"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.1
 _LAST_WORDS = 20  # lines of the workers' log that an unexplained end is reported with
 
@@ -105,14 +106,22 @@ def joined() -> Iterator[World]:
 
 
 def check_devices(processes: int) -> None:
-    """Raise ``UsageError`` where there are GPUs, but too few for one a process."""
-    count = torch.cuda.device_count()
-    if torch.cuda.is_available() and count < processes:
-        raise UsageError(
-            "there are too few GPUs for this recipe",
-            seen=f"gpus={processes}, {count} here",
-            fix=f"use gpus={count}, or set CUDA_VISIBLE_DEVICES to more of them",
+    """Raise ``UsageError`` where there are too few GPUs for one a process.
+
+    Processes share a CPU where GPUs are hidden on purpose, by an empty ``CUDA_VISIBLE_DEVICES``.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if processes <= max(count, 1) or (not count and os.environ.get(VISIBLE) == ""):
+        return
+    fix = f"use gpus={count}, or set {VISIBLE} to more of them"
+    if not count:
+        fix = (
+            "leave gpus out to train on the CPU; where there should be a GPU, ask tessella doctor; "
+            f"for {processes} processes that share the CPU set {VISIBLE}= (to nothing)"
         )
+    raise UsageError(
+        "there are too few GPUs for this recipe", seen=f"gpus={processes}, {count} here", fix=fix
+    )
 
 
 def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
@@ -131,7 +140,7 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
         if not torch.cuda.is_available():
             cores = len(os.sched_getaffinity(0))
             environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-            told(warning(f"gpus={processes}, but no GPU is here: processes share {cores} cores"))
+            told(warning(f"gpus={processes} with all GPUs hidden: processes share {cores} cores"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     worker = ["-m", "tessella.training.worker", str(out), *(["--resumed"] if resumed else [])]
     with (out / LOG_FILE).open("ab") as log:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tessella.artifacts.checkpoint import Network
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe, Run, RunInfo, extend_run, write_run
 from tessella.core.errors import DataError, UsageError
@@ -29,8 +30,9 @@ def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
             recipe cannot work with this dataset or machine.
         DataError: the dataset cannot be trained on.
     """
-    if recipe.gpus > 1:
-        check_devices(recipe.gpus)
+    check_devices(recipe.gpus)
+    if not (resume and (out / "run.json").exists()):
+        check(recipe)
     info = describe_run(recipe)
     if (out / "run.json").exists():
         run = Run(out)
@@ -53,23 +55,51 @@ def _remove(out: Path) -> None:
         shutil.rmtree(out / name, ignore_errors=True)
 
 
+def check(recipe: Recipe) -> None:
+    """Refuse a recipe by what is known before any of the dataset's images is read.
+
+    Raises:
+        UsageError: no such network, one that does not suit the dataset, too few GPUs, or a setting
+            that the dataset's task has no use for.
+    """
+    check_devices(recipe.gpus)
+    dataset = Dataset(recipe.dataset)
+    _network(dataset, recipe)
+    task = of(dataset.info.task)
+    if recipe.label_smoothing and not task.examples.SMOOTHED:
+        raise UsageError(
+            f"the targets of {task.name} are not smoothed",
+            seen=f"label_smoothing={recipe.label_smoothing:g}",
+            fix="leave label_smoothing out",
+        )
+
+
+def smooths(dataset: str | Path) -> bool:
+    """Whether the task of a dataset smooths its targets."""
+    return of(Dataset(dataset).info.task).examples.SMOOTHED
+
+
+def _network(dataset: Dataset, recipe: Recipe) -> Network:
+    channels, height, width = dataset.preprocess.input_shape
+    head = of(dataset.info.task).head
+    return zoo.network(
+        recipe.network,
+        classes=head.width(len(dataset.classes)),
+        channels=channels,
+        size=(height, width),
+        options=recipe.network_options,
+        answers=head.ANSWERS,
+    )
+
+
 def describe_run(recipe: Recipe) -> RunInfo:
     """The record of a recipe's run, as ``run.json`` will have it."""
     dataset = Dataset(recipe.dataset)
     _check_splits(dataset, recipe)
-    channels, height, width = dataset.preprocess.input_shape
     task, classes = of(dataset.info.task), len(dataset.classes)
-    network = zoo.network(
-        recipe.network,
-        classes=task.head.width(classes),
-        channels=channels,
-        size=(height, width),
-        options=recipe.network_options,
-        answers=task.head.ANSWERS,
-    )
     return RunInfo(
         recipe=recipe,
-        network=network,
+        network=_network(dataset, recipe),
         preprocess=dataset.preprocess,
         labels=dataset.classes,
         dataset_hash=dataset.info.content_hash,

@@ -17,6 +17,7 @@ from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Moves
 
 NAMES = "classes"
+SMOOTHED = True
 
 
 def find(request: Request) -> Found:

@@ -24,6 +24,7 @@ from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Floats, Moves, still
 
 NAMES = "classes"
+SMOOTHED = False
 VISIBLE = 0.3  # of a thing's area: where less is seen, nobody could say what it is
 LEAST = 1.0  # pixels of a side that the network sees
 APART = 0.5  # intersection over union: boxes of two equal pictures with less contradict

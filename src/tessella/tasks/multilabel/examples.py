@@ -18,6 +18,7 @@ from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Moves
 
 NAMES = "classes"
+SMOOTHED = True
 Target = tuple[int, ...]
 SEPARATORS = "|;,"  # between labels in a cell
 BETWEEN = "+"  # between labels in a folder's name

@@ -21,6 +21,7 @@ from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Moves
 
 NAMES = "numbers"
+SMOOTHED = False
 Target = tuple[float, ...]
 BINS = 8  # of the first number, for the holdout
 SCALES = ("mean", "std")  # of each number, in the record of the task

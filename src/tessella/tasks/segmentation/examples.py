@@ -31,6 +31,7 @@ from tessella.tasks.moves import Moves
 Mask = npt.NDArray[np.uint8]
 
 NAMES = "classes"
+SMOOTHED = True
 IGNORED = 255
 BACKGROUND = "background"  # of annotations that name things only
 IMAGES, MASKS = ("images", "image"), ("masks", "mask", "labels", "annotations")
