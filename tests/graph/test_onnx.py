@@ -255,6 +255,57 @@ def test_nodes(
     agree(made, feeds)
 
 
+# Places inside of a [3, 4] along axis 1 (or both), by the shape of the index.
+PLACED = [
+    ("Gather", [2, 2], {"axis": 1}),
+    ("GatherElements", [3, 4], {"axis": 1}),
+    ("GatherND", [3, 1, 2], {}),
+    ("ScatterElements", [3, 4], {"axis": 1}),
+    ("ScatterElements", [3, 4], {"axis": 1, "reduction": "add"}),
+    ("ScatterND", [2, 2], {}),
+    ("ScatterND", [2, 2], {"reduction": "add"}),
+    ("ScatterND", [2, 2], {"reduction": "max"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "attrs", "dtype"),
+    [
+        (*row, dtype)
+        for row in PLACED
+        for dtype in ("int64", "int32")
+        if dtype == "int64" or not row[0].endswith("ND")  # which ONNX has for int64 alone
+    ],
+)
+def test_places_that_are_data(op: str, shape: list[int], attrs: dict[str, Any], dtype: str) -> None:
+    """Negative ones count from the end, as in ONNX Runtime; those outside are refused."""
+    names, feeds = ["x", "i"], {"x": random(3, 4)}
+    if op.startswith("Scatter"):
+        names, feeds = (
+            ["x", "i", "u"],
+            {**feeds, "u": random(*([2] if op == "ScatterND" else [3, 4]))},
+        )
+    made = model(
+        [node(op, names, ["y"], **attrs)],
+        {"x": [3, 4], "i": shape, **({"u": list(feeds["u"].shape)} if "u" in feeds else {})},
+        ["y"],
+    )
+    kind = TensorProto.INT64 if dtype == "int64" else TensorProto.INT32
+    made.graph.input[1].type.tensor_type.elem_type = kind
+    places = (np.arange(np.prod(shape)) * 5 % 7 % 3 - np.arange(np.prod(shape)) % 4).reshape(shape)
+    if op == "ScatterElements":  # each place once: what wins otherwise is not defined
+        places = np.broadcast_to(np.array([-1, 0, -3, 2]), (3, 4)).copy()
+    if op == "ScatterND":
+        places = np.array([[-1, 2], [0, -4]])
+    agree(made, {**feeds, "i": places.astype(dtype)})
+    graph = read(made.SerializeToString())
+    for outside in (4, -5, 2**31 - 1):
+        wrong = places.astype(dtype)
+        wrong.flat[-1] = outside
+        with pytest.raises(CompileError, match=r"out of (bounds|range)"):
+            interpret(graph, {n: torch.from_numpy(a) for n, a in {**feeds, "i": wrong}.items()})
+
+
 @pytest.mark.parametrize(
     ("attrs", "sizes"),
     [

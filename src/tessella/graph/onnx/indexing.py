@@ -11,17 +11,28 @@ from tessella.graph.onnx.call import Call, Result, Translator, table
 from tessella.graph.onnx.layers import static
 from tessella.graph.value import product
 
+LOOKED_UP = 1 << 16  # indices into a longer axis are computed: no table is held for them
+
 
 def _from_front(call: Call, index: Value, size: int | Dim) -> Value:
-    """Indices that may be negative, counted from the front: torch's operators want them so."""
+    """Indices that may be negative, counted from the front: torch's operators want them so.
+
+    Those that are data are looked up in 0, 1, 2, …: one outside is torch's error, as it is ONNX's.
+    """
     known = call.build.graph.constants.get(index)
     if known is not None and isinstance(size, int) and not _inside(known, size):
         raise call.wrong(
             "an index is outside of its axis", seen=f"{_outside(known, size)} of {size}"
         )
-    if index.dtype != "int64":
-        index = call.emit("to", index, dtype="int64")
-    return call.aten("remainder.Scalar", index, size)
+    if known is None and isinstance(size, int) and 0 < size <= LOOKED_UP:
+        return call.aten("index.Tensor", call.tensor(torch.arange(size)), [_wide(call, index)])
+    if known is None:
+        return _signed(call, index, size)
+    return call.aten("remainder.Scalar", _wide(call, index), size)
+
+
+def _wide(call: Call, index: Value) -> Value:
+    return index if index.dtype == "int64" else call.emit("to", index, dtype="int64")
 
 
 def _inside(index: torch.Tensor, size: int) -> bool:
@@ -40,6 +51,8 @@ def _gather(call: Call) -> Result:
     rows = call.value(1)
     if axis == 0 and len(x.shape) == 2 and x in call.build.graph.constants and index is None:
         return call.emit("embedding", rows, x)
+    if rows not in call.build.graph.constants:  # one step, which counts and refuses by itself
+        return call.aten("index.Tensor", x, [*[None] * axis, _wide(call, rows)])
     rows = _from_front(call, rows, x.shape[axis])
     flat = (product(rows.shape),)
     line = rows if len(rows.shape) == 1 else call.emit("reshape", rows, shape=flat)
@@ -128,11 +141,11 @@ def _all_inside(call: Call, depth: int) -> bool:
     return known is not None and _inside(known, depth)
 
 
-def _signed(call: Call, index: Value, depth: int) -> Value:
+def _signed(call: Call, index: Value, depth: int | Dim) -> Value:
     """Negative indices counted from the end; those outside stay outside."""
-    index = index if index.dtype == "int64" else call.emit("to", index, dtype="int64")
-    below = call.emit("to", call.aten("lt.Scalar", index, 0), dtype="int64")
-    return call.emit("add", index, call.emit("mul", below, scalar=depth), alpha=1)
+    index = _wide(call, index)
+    below = call.aten("lt.Scalar", index, 0)
+    return call.aten("where.self", below, call.aten("add.Scalar", index, depth), index)
 
 
 def _top_k(call: Call) -> Result:

@@ -4,6 +4,9 @@ A client chooses the numbers, so none may stop a server. An integer quotient or 
 is 0, as in NumPy (torch raises on a CPU, and one client's zero, or the zeros that fill a batch up,
 would fail the others' requests); the least integer divided by −1 is itself, as it wraps, where the
 processor stops with SIGFPE. Floating point needs no guard: its operators are called as they are.
+
+An index outside of its axis is torch's error on a CPU. A GPU cannot refuse in the middle of a
+graph: it would end the process, so there such an index counts on from the other end.
 """
 
 from __future__ import annotations
@@ -65,7 +68,29 @@ def _deformed(
     return operator(x, weight, offset.nan_to_num(nan=torch.inf), *rest, **named)
 
 
+def _along(
+    operator: torch._ops.OpOverload, x: Any, dim: int, index: Any, *rest: Any, **named: Any
+) -> Any:
+    """Elements read or written at places along one axis."""
+    if index.is_cuda and x.dim() and x.shape[dim]:
+        index = index.remainder(x.shape[dim])
+    return operator(x, dim, index, *rest, **named)
+
+
+def _at(
+    operator: torch._ops.OpOverload, x: Any, indices: Sequence[Any], *rest: Any, **named: Any
+) -> Any:
+    """Elements read or written at places along the first axes; masks take axes of their own."""
+    whole = all(i is None or i.dtype not in (torch.bool, torch.uint8) for i in indices)
+    if x.is_cuda and whole and x.numel():
+        indices = [i if i is None else i.remainder(n) for i, n in zip(indices, x.shape)]
+    return operator(x, indices, *rest, **named)
+
+
+_ALONG = ("index_select", "gather", "scatter", "scatter_add", "scatter_reduce")
 _GUARDS: dict[str, Callable[..., Any]] = {
+    **{f"aten::{name}": _along for name in _ALONG},
+    **dict.fromkeys(("aten::index", "aten::index_put"), _at),
     **dict.fromkeys((*QUOTIENTS, *REMAINDERS), _divided),
     "torchvision::deform_conv2d": _deformed,
 }
