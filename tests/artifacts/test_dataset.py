@@ -11,16 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tessella.artifacts import dataset as module
-from tessella.artifacts.dataset import (
-    Dataset,
-    DatasetInfo,
-    Example,
-    Split,
-    SplitWriter,
-    write_info,
-)
+from tessella.artifacts import dataset as datasets
+from tessella.artifacts import shards as module
+from tessella.artifacts.dataset import Dataset, DatasetInfo, Split, write_info
 from tessella.artifacts.files import member, write_folder
+from tessella.artifacts.shards import Example, SplitWriter
 from tessella.core.errors import (
     ArtifactError,
     CorruptArtifact,
@@ -221,7 +216,7 @@ def test_stored_bytes_are_read_into_memory(way: str, tmp_path: Path, monkeypatch
     """From the shard's file, wherever its batches lie; where that cannot be, from the mapping."""
     monkeypatch.setattr(module, "ROWS_PER_BATCH", 7)
     if way == "too many files":
-        monkeypatch.setattr(module, "MOST_FILES", 0)
+        monkeypatch.setattr(datasets, "MOST_FILES", 0)
     rows = [bytes([i]) * (1000 + i) for i in range(40)]
     writer = SplitWriter(tmp_path, "train", column_of(named("classification"), ("a", "b")))
     for number, content in enumerate(rows):

@@ -9,15 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tessella.artifacts import dataset as module
-from tessella.artifacts.dataset import (
-    Example,
-    Split,
-    SplitWriter,
-    record_batch,
-    target_array,
-    write_batch,
-)
+from tessella.artifacts import shards as module
+from tessella.artifacts.dataset import Split
+from tessella.artifacts.shards import Example, SplitWriter, record_batch, target_array, write_batch
 from tessella.tasks import column_of, named
 
 ROWS = [

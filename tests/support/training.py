@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tessella.artifacts.dataset import DatasetInfo, Example, SplitWriter, write_info
+from tessella.artifacts.dataset import DatasetInfo, write_info
 from tessella.artifacts.run import Metric, Recipe, Run, Solver
+from tessella.artifacts.shards import Example, SplitWriter
 from tessella.core.preprocess import Preprocess, encode
 from tessella.tasks import column_of, named
 

@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from tessella import api
-from tessella.artifacts.dataset import Dataset, Split, SplitWriter
+from tessella.artifacts.dataset import Dataset, Split
+from tessella.artifacts.shards import SplitWriter
 from tessella.core.errors import (
     CompileError,
     CorruptArtifact,

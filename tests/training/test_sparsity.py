@@ -11,8 +11,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from tessella.artifacts.dataset import DatasetInfo, Example, SplitWriter, write_info
+from tessella.artifacts.dataset import DatasetInfo, write_info
 from tessella.artifacts.run import Recipe, Run, Solver
+from tessella.artifacts.shards import Example, SplitWriter
 from tessella.core.errors import TrainError
 from tessella.core.policies import Policy
 from tessella.core.preprocess import Preprocess, encode

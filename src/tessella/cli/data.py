@@ -24,6 +24,7 @@ from tessella.core.preprocess import Store
 from tessella.core.record import to_plain
 from tessella.data.doctor import FIXES, Examination, Kind, examine, leave_out
 from tessella.data.importing import ImportSettings, import_images
+from tessella.data.unfinished import discard, left_of
 
 
 def register(app: typer.Typer) -> None:
@@ -33,6 +34,7 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
     )
     group.command("import")(import_)
+    group.command("discard")(discard_)
     group.command("doctor")(doctor)
     group.command("annotations")(check_annotations)
     app.add_typer(group, name="data")
@@ -77,8 +79,7 @@ def import_(
 
     Example: tessella data import flowers/ --out datasets/flowers --size 256 --crop 224
     """
-    stopped = "stopped: of many files, the same command goes on where it stopped"
-    with output(json_only=json, events=events, stopped=stopped) as out_:
+    with output(json_only=json, events=events, stopped=lambda: _stopped(out)) as out_:
         settings = ImportSettings(
             name=name,
             task=task,
@@ -101,6 +102,27 @@ def import_(
         shown = dataset_table(dataset, with_notes=False)
         out_.note(f"copies, leaks and contradictions: tessella data doctor {shlex.quote(str(out))}")
         out_.result({"dataset": str(out), **to_plain(dataset.info)}, shown)
+
+
+def _stopped(out: Path) -> str:
+    nbytes = left_of(out)
+    if nbytes is None:
+        return "stopped: nothing was kept"
+    again = f"{nbytes / 1e6:,.0f} MB of it are kept, and the same command goes on there"
+    return f"stopped: {again}; tessella data discard {shlex.quote(str(out))} removes them"
+
+
+def discard_(
+    out: Annotated[Path, Argument(help="The folder that the import was to make.")],
+    json: Json = False,
+) -> None:
+    """Remove what an import that was stopped left: the hidden folder .NAME.import beside NAME.
+
+    Example: tessella data discard datasets/flowers
+    """
+    with output(json_only=json) as out_:
+        nbytes = discard(out)
+        out_.result({"removed_bytes": nbytes}, f"removed {nbytes / 1e6:,.1f} MB")
 
 
 def doctor(

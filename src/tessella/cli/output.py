@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,12 +92,15 @@ def _small(value: object) -> bool:
 
 @contextmanager
 def output(
-    *, json_only: bool = False, events: Path | None = None, stopped: str = "stopped"
+    *,
+    json_only: bool = False,
+    events: Path | None = None,
+    stopped: str | Callable[[], str] = "stopped",
 ) -> Iterator[Output]:
     """The frame of a verb: an error that we raise becomes one line and an exit code.
 
     Args:
-        stopped: what a person reads after Ctrl-C.
+        stopped: what a person reads after Ctrl-C, or a function that says it then.
     """
     out = _open(json_only, events)
     try:
@@ -106,7 +109,7 @@ def output(
         out.failed(error)
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt:
-        out.note(stopped)
+        out.note(stopped if isinstance(stopped, str) else stopped())
         raise typer.Exit(130) from None
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away, as `head` does

@@ -28,15 +28,9 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-from tessella.artifacts.dataset import (
-    Dataset,
-    DatasetInfo,
-    Example,
-    SplitWriter,
-    content_hash,
-    write_info,
-)
+from tessella.artifacts.dataset import Dataset, DatasetInfo, content_hash, write_info
 from tessella.artifacts.files import write_folder
+from tessella.artifacts.shards import Example, SplitWriter
 from tessella.core.errors import UsageError
 from tessella.core.events import Emit, phase, progress, silent
 from tessella.core.preprocess import decode, full_scale

@@ -17,14 +17,13 @@ from typing import Any, get_args
 from tessella.artifacts.dataset import (
     Dataset,
     DatasetInfo,
-    Example,
     SkippedFile,
-    SplitInfo,
-    SplitWriter,
     content_hash,
+    unfinished_of,
     write_info,
 )
 from tessella.artifacts.files import require_place, write_folder
+from tessella.artifacts.shards import Example, SplitInfo, SplitWriter
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit, phase, progress, silent, warning
 from tessella.core.preprocess import Preprocess, ResizeMode, Store, full_scale
@@ -41,7 +40,7 @@ from tessella.data.reading import Facts, Picture, read_all
 from tessella.data.sources import read_labels
 from tessella.data.split_folders import SPLIT_FOLDERS, split_folders, told_of
 from tessella.data.splitting import TRAIN
-from tessella.data.unfinished import Unfinished, folder_of
+from tessella.data.unfinished import Unfinished, discard, left_of
 from tessella.tasks import Source, Task, column_of, named
 
 MAX_SKIPPED = 1000
@@ -302,10 +301,12 @@ def _import_listing(
 
     unfinished: Unfinished | None = None
     if len(listing.sources) <= reading.FEW:
+        if left_of(out) is not None:  # of another import: so few are never left half done
+            discard(out)
         write_folder(out, fill)
     else:
         known_by = fingerprint(listing, _settings_hash(settings))
-        with Unfinished(folder_of(out), known_by) as unfinished:
+        with Unfinished(unfinished_of(out), known_by) as unfinished:
             write_folder(out, fill, unfinished=unfinished.folder)
     dataset = Dataset(out)
     for note in dataset.info.notes:
@@ -357,6 +358,9 @@ def _write_parts(
             number += 1
         told(number)
 
+    if unfinished.is_of_another:
+        emit(phase("import", "other files or settings than those of the import that stopped here: "
+                   "begins anew"))  # fmt: skip
     done = unfinished.go_on(writers, splits)
     for outcomes in done:
         count(outcomes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tessella.artifacts.dataset import SplitInfo
+from tessella.artifacts.shards import SplitInfo
 from tessella.core.count import counted
 from tessella.data.duplicates import Duplicates
 

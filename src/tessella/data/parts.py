@@ -9,11 +9,9 @@ cores. Of processes that sent their pictures here each of 256 × 256 cost this o
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -21,13 +19,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from tessella.artifacts.dataset import SkippedFile, target_array
+from tessella.artifacts.dataset import SkippedFile
+from tessella.artifacts.shards import target_array
 from tessella.core.confined import Budget, Confined, Order
 from tessella.core.decoding import why_it_ended
 from tessella.core.errors import DataError
 from tessella.core.preprocess import Preprocess, Store
 from tessella.core.record import canonical_json
 from tessella.data import reading
+from tessella.data.in_order import in_order
 from tessella.data.reading import Facts, Stored, facts_in, skipped
 from tessella.tasks import Source
 
@@ -85,36 +85,23 @@ def write_parts(
         OSError: a part cannot be written.
     """
     size = part_size(len(sources), record)
-    starts = iter(list(enumerate(range(0, len(sources), size)))[done:])
+    starts = list(enumerate(range(0, len(sources), size)))[done:]
     workers = min(workers, -(-len(sources) // reading.FEW))
-    pending: deque[Future[Part]] = deque()
     readers = _Readers(record, store, column, folder)
-    with (
-        contextlib.closing(readers),
-        ThreadPoolExecutor(workers, thread_name_prefix="import") as pool,
-    ):
 
-        def make(number: int, first: int) -> Part:
-            chosen = sources[first : first + size]
-            labels: list[Any] = []
-            for source in chosen:
-                try:
-                    labels.append(stored(source.label, source.file, record))
-                except DataError as error:
-                    labels.append(skipped(source.path, error))
-            return readers.read(number, chosen, list(splits[first : first + size]), labels)
+    def make(start: tuple[int, int]) -> Part:
+        number, first = start
+        chosen = sources[first : first + size]
+        labels: list[Any] = []
+        for source in chosen:
+            try:
+                labels.append(stored(source.label, source.file, record))
+            except DataError as error:
+                labels.append(skipped(source.path, error))
+        return readers.read(number, chosen, list(splits[first : first + size]), labels)
 
-        def submit(count: int) -> None:
-            for number, first in itertools.islice(starts, count):
-                pending.append(pool.submit(make, number, first))
-
-        try:
-            submit(2 * workers)
-            while pending:
-                yield pending.popleft().result()
-                submit(1)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    with closing(readers), closing(in_order(make, starts, workers=workers, ahead=2)) as parts:
+        yield from parts
 
 
 class _Readers:

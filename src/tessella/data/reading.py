@@ -7,14 +7,11 @@ and a script needs no ``__main__`` guard.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
 import os
 import stat
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +22,7 @@ from tessella.core.errors import DataError
 from tessella.core.headers import bits_of, sides_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess, Store, encode
+from tessella.data.in_order import in_order
 from tessella.data.moments import sums_of
 from tessella.tasks import Source
 
@@ -106,36 +104,22 @@ def read_all(
     Args:
         store: how ``encode`` stores them.
     """
-    pending: deque[Future[Read]] = deque()
-    waiting = iter(sources)
-    with (
-        contextlib.closing(Decoder(BUDGET, processes=workers)) as decoder,
-        ThreadPoolExecutor(workers, thread_name_prefix="import") as pool,
-    ):
+    decoder = Decoder(BUDGET, processes=workers)
 
-        def decode(content: bytes) -> Pixels:
-            return decoder(content, record, name="the file")
+    def decode(content: bytes) -> Pixels:
+        return decoder(content, record, name="the file")
 
-        def read_one(source: Source) -> Read:
-            made = read(source.file, source.path, decode, store)
-            if isinstance(made, SkippedFile):
-                return made
-            try:
-                return replace(made, label=stored(source.label, source.file, record))
-            except DataError as error:
-                return skipped(source.path, error)
-
-        def submit(count: int) -> None:
-            for source in itertools.islice(waiting, count):
-                pending.append(pool.submit(read_one, source))
-
+    def read_one(source: Source) -> Read:
+        made = read(source.file, source.path, decode, store)
+        if isinstance(made, SkippedFile):
+            return made
         try:
-            submit(4 * workers)
-            while pending:
-                yield pending.popleft().result()
-                submit(1)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            return replace(made, label=stored(source.label, source.file, record))
+        except DataError as error:
+            return skipped(source.path, error)
+
+    with closing(decoder), closing(in_order(read_one, sources, workers=workers, ahead=4)) as made:
+        yield from made
 
 
 def read(file: str | os.PathLike[str], path: str, decode: Decode, store: Store) -> Read:

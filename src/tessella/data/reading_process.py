@@ -8,7 +8,8 @@ import cv2  # before the limit and the first alarm
 import pyarrow as pa
 import tifffile  # noqa: F401
 
-from tessella.artifacts.dataset import SkippedFile, record_batch, target_array, write_batch
+from tessella.artifacts.dataset import SkippedFile
+from tessella.artifacts.shards import record_batch, target_array, write_batch
 from tessella.core.confined import Budget, Order, serve
 from tessella.core.decoding import record_of, told
 from tessella.core.errors import DataError

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 
 import pyarrow as pa
 
-from tessella.artifacts.dataset import SkippedFile, SplitWriter
+from tessella.artifacts.dataset import SkippedFile, unfinished_of
+from tessella.artifacts.shards import SplitWriter
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.data.listing import SPLIT_NAMES
 from tessella.data.parts import Part
@@ -28,9 +29,34 @@ Outcomes = list[Facts | SkippedFile]
 Rows = list[tuple[bytes, Any]]  # SHA-256 of the content, and target
 
 
-def folder_of(out: Path) -> Path:
-    """Where the import into a folder is kept until it is complete."""
-    return out.with_name(f".{out.name}.import")
+def left_of(out: Path) -> int | None:
+    """Bytes that a stopped import into a folder left beside it; None: there is nothing."""
+    folder = unfinished_of(out)
+    if not folder.is_dir():
+        return None
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def discard(out: str | Path) -> int:
+    """Remove what a stopped import into a folder left beside it; a dataset stays as it is.
+
+    Returns:
+        How many bytes it had.
+
+    Raises:
+        UsageError: there is nothing, or the import still runs.
+    """
+    out = Path(out)
+    nbytes = left_of(out)
+    if nbytes is None:
+        raise UsageError(
+            "no stopped import left anything here",
+            seen=f"no {unfinished_of(out)}",
+            fix="give the folder that the import was to make",
+        )
+    with Unfinished(unfinished_of(out), ""):
+        shutil.rmtree(unfinished_of(out))
+    return nbytes
 
 
 class Unfinished:
@@ -45,7 +71,7 @@ class Unfinished:
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
-        self.folder, self._fingerprint = folder, fingerprint
+        self.folder, self._heading = folder, {"fingerprint": fingerprint}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file: TextIO = (folder / JOURNAL).open("a+", encoding="utf-8")
@@ -70,6 +96,13 @@ class Unfinished:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+    @property
+    def is_of_another(self) -> bool:
+        """Whether an import of other files or settings left what is there."""
+        self._file.seek(0)
+        first = self._file.readline()
+        return first.endswith("\n") and first.strip() != json.dumps(self._heading)
 
     def go_on(self, writers: Mapping[int, SplitWriter], splits: Sequence[int]) -> list[Outcomes]:
         """Set the writers behind the parts that are there, and give what was found in these."""
@@ -110,7 +143,7 @@ class Unfinished:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._file.seek(0)
         self._file.truncate()
-        self._file.write(json.dumps({"fingerprint": self._fingerprint}) + "\n")
+        self._file.write(json.dumps(self._heading) + "\n")
         self._file.flush()
 
     def _read(self) -> list[dict[str, Any]]:
@@ -125,7 +158,7 @@ class Unfinished:
             lines = [json.loads(line) for line in content[:end].splitlines()]
         except ValueError:
             return []
-        if not lines or lines[0] != {"fingerprint": self._fingerprint}:
+        if not lines or lines[0] != self._heading:
             return []
         return lines[1:]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 
-from tessella.artifacts.dataset import Column, Split
+from tessella.artifacts.dataset import Split
+from tessella.artifacts.shards import Column
 from tessella.core.errors import DataError
 from tessella.tasks.folders import of
 from tessella.tasks.task import Targets, Task

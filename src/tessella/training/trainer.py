@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tessella.artifacts.checkpoint import Checkpoint
-from tessella.artifacts.dataset import SplitInfo
 from tessella.artifacts.run import RunInfo
+from tessella.artifacts.shards import SplitInfo
 from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
 from tessella.data.loading import Batch, in_torch, steps_per_epoch

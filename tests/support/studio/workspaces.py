@@ -12,12 +12,13 @@ import torch
 from sklearn.datasets import load_digits
 
 from tessella.artifacts.checkpoint import Checkpoint, Network, Position, save_checkpoint
-from tessella.artifacts.dataset import DatasetInfo, Example, SkippedFile, SplitWriter, write_info
+from tessella.artifacts.dataset import DatasetInfo, SkippedFile, write_info
 from tessella.artifacts.front import FrontInfo, FrontPoint, write_front
 from tessella.artifacts.plan import Candidate, Manifest, Plan
 from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.artifacts.receipt import Flip, Receipt
 from tessella.artifacts.run import Recipe, RunInfo, write_run
+from tessella.artifacts.shards import Example, SplitWriter
 from tessella.core.device import fingerprint
 from tessella.core.events import Event, EventLog, metric, phase, progress
 from tessella.core.preprocess import Preprocess, encode
