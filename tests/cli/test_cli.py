@@ -164,13 +164,14 @@ def test_the_whole_way_by_verbs(
         row["plan"]["median_ms"] > 0 < row["torch"]["median_ms"] for row in benched.json["rows"]
     )
     for noisy in (True, False):
-        timing = Timing(time_us=1500.0, spread_us=None, noisy=noisy)
+        timing = Timing(time_us=1500.0, spread_us=10.0, noisy=noisy)
         monkeypatch.setattr(bench, "latency", lambda runs, t=timing, **_: dict.fromkeys(runs, t))
         told = tessella("bench", plan, "--batch", "2")
-        assert "1.5" in told.out
-        assert ("other work disturbed these times" in told.err) == noisy
+        assert "1.50 ± 0.01" in told.out
+        assert ("1.50 ± 0.01 ~" in told.out) == noisy
+        assert ("other work disturbed the times with a ~" in told.err) == noisy
     row = tessella("bench", plan, "--batch", "2", "--json").json["rows"][0]["plan"]
-    assert (row["spread_ms"], row["noisy"]) == (None, False)
+    assert (row["spread_ms"], row["noisy"]) == (0.01, False)
 
 
 def _answers_for_all_that_is_a_picture(tessella, plan, run, blobs, folder):

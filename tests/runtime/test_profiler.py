@@ -121,13 +121,24 @@ def test_as_a_trace(measured: Profile) -> None:
 
 def test_disturbed_steps_are_marked(measured: Profile, tmp_path: Path) -> None:
     steps = [replace(step, noisy=index == 1) for index, step in enumerate(measured)]
-    busy = replace(measured, steps=tuple(steps))
+    busy = replace(measured, steps=tuple(steps), noisy=False)
     assert f"1 of {len(steps)} steps were disturbed by other work" in table(busy)
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(chrome_trace(busy)))
     assert [step.noisy for step in trace_of(path).steps] == [step.noisy for step in steps]
-    quiet = replace(measured, steps=tuple(replace(step, noisy=False) for step in steps))
+    assert not trace_of(path).noisy
+    quiet = replace(measured, steps=tuple(replace(s, noisy=False) for s in steps), noisy=False)
     assert "disturbed" not in table(quiet)
+    assert "~" not in table(quiet)
+
+
+def test_a_disturbed_program_is_marked(measured: Profile, tmp_path: Path) -> None:
+    steps = tuple(replace(step, noisy=False) for step in measured)
+    busy = replace(measured, steps=steps, noisy=True)
+    assert f"whole program {busy.total_us:,.1f} µs (disturbed by other work" in table(busy)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(chrome_trace(busy)))
+    assert trace_of(path).noisy
 
 
 def test_as_a_picture(measured: Profile) -> None:

@@ -26,6 +26,7 @@ from tessella.artifacts.program import ALIGNMENT, Program
 from tessella.artifacts.program import wrong as impossible
 from tessella.artifacts.receipt import Receipt
 from tessella.core.compiled import CompiledKernel, CompiledKernels
+from tessella.core.count import with_spread
 from tessella.core.device import Fingerprint
 from tessella.core.dtype import PRECISIONS, plain_precision
 from tessella.core.errors import ArtifactError, CorruptArtifact
@@ -577,9 +578,9 @@ def _timed(candidates: Sequence[Candidate]) -> tuple[str, str]:
     chosen = next((c for c in candidates if c.chosen), None)
     if chosen is None or chosen.time_us is None:
         return "", ""
-    spread = "" if chosen.spread_us is None else f" ± {chosen.spread_us:.1f}"
     close = [c.kernel for c in candidates if c is not chosen and c.is_close_to(chosen)]
-    return f"{chosen.time_us:.1f}{spread}{' ~' * chosen.noisy}", ", ".join(close)
+    shown = with_spread(chosen.time_us, chosen.spread_us)
+    return f"{shown}{' ~' * chosen.noisy}", ", ".join(close)
 
 
 def _title(plan: Outline) -> str:

@@ -12,6 +12,7 @@ from typer import Argument, Option
 from tessella import api
 from tessella.cli.output import Json, grid, output
 from tessella.cli.parsing import parse_sizes
+from tessella.core.count import with_spread
 from tessella.core.device import torch_device
 from tessella.nn import zoo
 from tessella.search.timing import Timing, latency
@@ -63,20 +64,22 @@ def bench(
                 for size, timings in measured
             ]
         }
-        head, rows = (
-            ["batch", "plan ms", "images/s"],
-            [_cells(size, **timings) for size, timings in measured],
-        )
+        head = ["batch", "plan ms", "images/s"]
         if module is not None:
             head += ["torch ms", "ratio"]
-        out.result(plain, grid(head, rows))
+        out.result(plain, grid(head, [_cells(size, **timings) for size, timings in measured]))
         if any(timing.noisy for _, timings in measured for timing in timings.values()):
-            out.note("warning: other work disturbed these times; --json has the spread of each")
+            out.note("warning: other work disturbed the times with a ~: measure again without it")
 
 
-def _cells(size: int, plan: Timing, torch: Timing | None = None) -> tuple[float, ...]:
-    own = size, plan.time_us / 1e3, size / (plan.time_us * 1e-6)
-    return own if torch is None else (*own, torch.time_us / 1e3, torch.time_us / plan.time_us)
+def _cells(size: int, plan: Timing, torch: Timing | None = None) -> tuple[str | float, ...]:
+    own = size, _shown(plan), size / (plan.time_us * 1e-6)
+    return own if torch is None else (*own, _shown(torch), torch.time_us / plan.time_us)
+
+
+def _shown(timing: Timing) -> str:
+    spread = None if timing.spread_us is None else timing.spread_us / 1e3
+    return f"{with_spread(timing.time_us / 1e3, spread)}{' ~' * timing.noisy}"
 
 
 def _row(timing: Timing, batch: int) -> dict[str, float | None]:

@@ -43,6 +43,7 @@ def profile(
         plain = {
             "batch": measured.batch,
             "whole_program_us": measured.total_us,
+            "noisy": measured.noisy,
             "sum_us": measured.sum_us,
             "limit_us": measured.least_us,
             "tensor_core_share": measured.tensor_core_share,

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from tessella.core.count import with_spread
 from tessella.core.spec import TensorSpec
 from tessella.device.ahead_of_time import using_kernels
 from tessella.device.float32_math import float32_math
@@ -29,6 +30,7 @@ from tessella.search.limits import Limits, limits
 from tessella.search.timing import Timing, latency, measure
 
 MIN_RUNS, MAX_RUNS = 3, 31  # of the whole program
+DISTURBED = " (disturbed by other work on the machine)"
 TENSOR_CORE_TYPES = ("float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -79,6 +81,7 @@ class Profile:
     Attributes:
         total_us: median time of the whole program, from call to finished answer, without the
             engine's copies.
+        noisy: other work on the machine disturbed the whole program's time.
         limits: what the machine can do at most, measured.
     """
 
@@ -88,6 +91,7 @@ class Profile:
     total_us: float
     limits: Limits
     steps: tuple[StepTime, ...]
+    noisy: bool = False
 
     def __iter__(self) -> Iterator[StepTime]:
         return iter(self.steps)
@@ -149,6 +153,7 @@ def profile(
         target=target,
         batch=batch,
         total_us=total.time_us,
+        noisy=total.noisy,
         limits=ceilings,
         steps=steps,
     )
@@ -258,7 +263,7 @@ def rows_of(profile: Profile) -> list[tuple[str | float | None, ...]]:
                 t.step,
                 t.kernel,
                 t.layer,
-                round(t.time_us, 1),
+                f"{with_spread(t.time_us, t.spread_us)}{' ~' * t.noisy}",
                 None if t.in_run_us is None else round(t.in_run_us, 1),
                 f"{100 * t.share:.1f}%",
                 round(t.nbytes / time_us / 1e3, 1),
@@ -274,7 +279,7 @@ def rows_of(profile: Profile) -> list[tuple[str | float | None, ...]]:
 def summary(profile: Profile) -> str:
     """The whole program in a line."""
     parts = [
-        f"whole program {profile.total_us:,.1f} µs",
+        f"whole program {profile.total_us:,.1f} µs{DISTURBED * profile.noisy}",
         f"sum of the steps {profile.sum_us:,.1f} µs",
         f"the machine's limits allow {profile.least_us:,.1f} µs",
     ]

@@ -37,6 +37,7 @@ def chrome_trace(profile: Profile) -> dict[str, Any]:
             "target": profile.target,
             "batch": profile.batch,
             "whole_program_us": profile.total_us,
+            "noisy": profile.noisy,
         },
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.count import with_spread
 from tessella.core.errors import UsageError
 from tessella.kernels import catalog
 from tessella.kernels.sparse.two_four import LAYERS, TWO_FOUR, is_two_four
@@ -307,8 +308,7 @@ def _is_close(trial: Trial, best: Trial) -> bool:
 
 
 def _time(finding: Finding) -> str:
-    spread = "" if finding.spread_us is None else f" ± {finding.spread_us:.1f}"
-    return f"{finding.time_us:.1f}{spread}"
+    return with_spread(finding.time_us or 0.0, finding.spread_us)
 
 
 def _note(finding: Finding) -> str:

@@ -47,6 +47,7 @@ class Trace:
     batch: int
     whole_us: float
     steps: list[TracedStep]
+    noisy: bool
 
 
 class Profile:
@@ -136,6 +137,7 @@ def trace_of(path: Path) -> Trace:
                 for e in read["traceEvents"]
                 if e["ph"] == "X" and e["tid"] == STEPS
             ],
+            noisy=bool(read["otherData"].get("noisy")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptArtifact(
@@ -150,7 +152,10 @@ def _show_trace(trace: Trace) -> None:
     longest = max((s.time_us for s in steps), default=1.0) or 1e-3
     parts.stats(
         [
-            (f"whole program, batch {trace.batch}", f"{trace.whole_us:,.1f} µs"),
+            (
+                f"whole program, batch {trace.batch}",
+                f"{trace.whole_us:,.1f} µs{' ~' * trace.noisy}",
+            ),
             ("its steps", f"{total:,.1f} µs"),
             ("what the machine allows", f"{limit:,.1f} µs"),
             ("reached", f"{100 * limit / total:.0f} %"),
@@ -158,9 +163,10 @@ def _show_trace(trace: Trace) -> None:
     )
     text("p", "Dark: what the machine's measured limits allow; light: the time above that."
          ).classes("muted small")  # fmt: skip
-    if noisy := sum(s.noisy for s in steps):
-        parts.note(f"Other work on the machine disturbed {noisy} of {len(steps)} steps (~ behind "
-                   "the time alone): measure again when it is quiet.")  # fmt: skip
+    if (noisy := sum(s.noisy for s in steps)) or trace.noisy:
+        whole = "the whole program and " * trace.noisy
+        parts.note(f"Other work on the machine disturbed {whole}{noisy} of {len(steps)} steps (~ "
+                   "behind their times): measure again when it is quiet.")  # fmt: skip
     columns = [
         parts.Column(title="#", classes="r"),
         parts.Column(title="layer, kernel", classes="m mid"),

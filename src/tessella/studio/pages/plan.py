@@ -14,6 +14,7 @@ from nicegui.events import ValueChangeEventArguments
 from tessella.artifacts.build import BuildRequest, is_network
 from tessella.artifacts.plan import Candidate, Outline
 from tessella.artifacts.program import Bucket
+from tessella.core.count import with_spread
 from tessella.core.errors import TessellaError
 from tessella.jobs import commands
 from tessella.jobs.job import Job
@@ -276,8 +277,9 @@ class _Plan:
                 step.layer,
                 f"{out.dtype} {'×'.join(str(d) for d in out.shape)}",
                 str(len(tried.get(step.outputs[0], ()))) if step.outputs[0] in tried else "",
-                "" if time_us is None else parts.Bar(
-                    fraction=time_us / slowest if slowest else 0.0, text=f"{time_us:,.1f} µs"),
+                "" if took is None or time_us is None else parts.Bar(
+                    fraction=time_us / slowest if slowest else 0.0,
+                    text=f"{with_spread(time_us, took.spread_us)} µs{' ~' * took.noisy}"),
             ))  # fmt: skip
         self._steps.clear()
         with self._steps:
@@ -404,8 +406,9 @@ def _rows(candidates: list[Candidate]) -> tuple[list[tuple[parts.Cell, ...]], li
     for c in ordered:
         shown: parts.Cell = ""
         if c.time_us is not None:
-            spread = "" if c.spread_us is None else f" ± {c.spread_us:.1f}"
-            shown = parts.Bar(fraction=c.time_us / slowest, text=f"{c.time_us:,.1f}{spread} µs")
+            shown = parts.Bar(
+                fraction=c.time_us / slowest, text=f"{with_spread(c.time_us, c.spread_us)} µs"
+            )
         other = "close" if chosen is not None and c.is_close_to(chosen) else "slower"
         why = c.refused or ("chosen" if c.chosen else other)
         if c.noisy:
