@@ -26,6 +26,7 @@ from tests.support.studio.browsing import (
     until,
 )
 from tests.support.studio.workspaces import HOSTILE, make_run, write_evaluation, write_trace
+from tests.support.training import write_dataset
 
 pytestmark = pytest.mark.browser
 
@@ -177,18 +178,25 @@ def overlaps(a, b):
     return across > 2 and along > 2
 
 
-def assert_readable(chromium, count):
-    """No text of a chart lies over another, is cut at an edge, or is a number's long tail."""
+def drawn_charts(chromium):
+    """All charts of the page; no text of one is cut at an edge, or is a number's long tail."""
     charts = until(lambda: (found := chromium.execute_script(DRAWN)) and all(
         c["texts"] for c in found) and found, what="charts")  # fmt: skip
     for chart in charts:
-        texts = chart["texts"]
-        for text in texts:
+        for text in chart["texts"]:
             assert text[1] > -2, text
             assert text[2] > -2, text
             assert text[3] < chart["width"] + 2, text
             assert text[4] < chart["height"] + 2, text
             assert not re.fullmatch(r"-?\d+\.\d{5,}.*", text[0]), text
+    return charts
+
+
+def assert_readable(chromium, count):
+    """No text of a chart lies over another, is cut at an edge, or is a number's long tail."""
+    charts = drawn_charts(chromium)
+    for chart in charts:
+        texts = chart["texts"]
         pairs = itertools.combinations(texts, 2)
         assert not [(a, b) for a, b in pairs if overlaps(a, b)][:3]
     assert sum(len(c["texts"]) for c in charts) >= count
@@ -215,6 +223,22 @@ def test_the_confusion_matrix_is_readable_at_1280_pixels(studio, chromium, class
     assert "0" not in drawn
     assert ("77" in drawn) == (classes < 200)
     see(chromium, f"{labels[-1]}\t{labels[0]}\t\n77")
+
+
+@pytest.mark.parametrize("classes", [8, 20])
+def test_the_names_of_classes_are_whole_at_1280_pixels(studio, chromium, classes):
+    """Eight long names have no room side by side; what differs in two of them is shown."""
+    names = tuple(f"a forest cat of Norway, number {i:02d}" for i in range(classes))
+    counts = {"train": 40, "val": 20}
+    write_dataset(studio.root / f"datasets/cats{classes}", classes=names, **counts)
+    resize(chromium, 1280, 900)
+    enter(chromium, studio, f"/data?dataset=datasets/cats{classes}")
+    see(chromium, "images in each, by split")
+    (chart,) = drawn_charts(chromium)
+    drawn = [text[0] for text in chart["texts"]]
+    assert [d for d in drawn if d.startswith("a forest")] == [
+        f"a forest ca…ber {i:02d}" for i in range(classes)
+    ]
 
 
 def test_charts_and_the_profile_are_whole_at_1280_pixels(studio, chromium):

@@ -95,10 +95,20 @@ def test_a_plan_that_is_followed_decides_the_rest(tmp_path):
 
 def test_a_point_of_a_front_says_which(tmp_path):
     point, command = tmp_path / "a.front" / "3.plan", "tessella compile r --out r.plan --budget 1"
-    assert rebuilt(point, command) == f"{command} --point 3"
-    assert rebuilt(tmp_path / "3.plan", command) == command
+    assert rebuilt(point, command, out="a.front/3.plan") == f"{command} --point 3"
     line = "tessella.compile(module)  # in Python: module is of the class Net"
-    assert rebuilt(point, line) == f"{line}; of its table the plan 3"
+    assert rebuilt(point, line, out="a.front/3.plan") == f"{line}; of its table the plan 3"
+
+
+def test_a_plans_command_writes_where_the_plan_is(tmp_path):
+    def again(command: str) -> str:
+        return rebuilt(tmp_path / "my own.plan", command, out="plans/my own.plan")
+
+    assert again("tessella compile 'my runs/r' --out r.plan --batch 1,8,32") == (
+        "tessella compile 'my runs/r' --out 'plans/my own.plan' --batch 1,8,32"
+    )
+    for other in ("tessella.compile(module)  # in Python", "tessella compile r"):
+        assert again(other) == other
 
 
 def test_a_sweep_is_every_combination_once():

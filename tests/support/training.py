@@ -20,7 +20,7 @@ PREPROCESS = Preprocess(height=SIZE, width=SIZE, channels=1, mean=(0.5,), std=(0
 def picture(label: int, generator: np.random.Generator) -> np.ndarray:
     """SIZE×SIZE×1 uint8: stripes along, across, or both, with a random phase and noise."""
     y, x = np.mgrid[:SIZE, :SIZE] + generator.integers(0, 4, 2)[:, None, None]
-    pattern = (y // 2 % 2, x // 2 % 2, (x // 2 + y // 2) % 2)[label]
+    pattern = (y // 2 % 2, x // 2 % 2, (x // 2 + y // 2) % 2)[label % 3]
     noisy = 64 + 128 * pattern + generator.normal(0, 40, (SIZE, SIZE))
     return noisy.clip(0, 255).astype(np.uint8)[:, :, None]
 

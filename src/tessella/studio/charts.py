@@ -20,6 +20,7 @@ from tessella.studio.feed import Point
 COLORS = ("#1b9a8a", "#d9822b", "#6478cf", "#c3513f", "#9a62a8", "#8a9a3b")
 _MUTED = "#87928c"
 _LINES = "rgba(128,140,134,0.18)"
+_LETTER_PX = 6.6  # of a label's font
 _FONT = 'system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif'
 
 Options = dict[str, Any]
@@ -93,15 +94,26 @@ def lines(
     }  # fmt: skip
 
 
+TURNED = 40  # degrees, where names have no room side by side
+_BARS_PX = 700.0  # of an axis of names, at 1280 px
+
+
 def bars(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]]) -> Options:
     """Stacked bars over names, a colour for each series, such as images of each class by split."""
     zoom = len(names) > 60
+    shown = [shorten(n) for n in names]
+    wide = _LETTER_PX * max(map(len, shown), default=1)
+    turned = len(names) * (wide + 8) > _BARS_PX
+    grid = _frame()["grid"]
+    if turned:  # the first name ends below its bar and begins left of the axis
+        grid["left"] += max(0, round(math.cos(math.radians(TURNED)) * wide) - 30)
     options = _frame() | {
+        "grid": grid,
         "legend": {"show": len(series) > 1, "top": 0, "right": 0, "icon": "roundRect",
                    "itemWidth": 12, "itemHeight": 8, "textStyle": {"color": _MUTED}},
-        "xAxis": _axis("category", data=[shorten(n) for n in names])
+        "xAxis": _axis("category", data=shown)
         | {"axisLabel": {"color": _MUTED, "fontSize": 11.5, "hideOverlap": True,
-                         "rotate": 0 if len(names) <= 14 else 40}},
+                         "rotate": TURNED if turned else 0}},
         "yAxis": _axis("value"),
         "series": [
             {"type": "bar", "name": name, "stack": "all", "data": list(values), "barMaxWidth": 46,
@@ -138,7 +150,7 @@ def histogram(counts: Sequence[float], edges: Sequence[float], color: str = COLO
 
 
 NUMBERED = 30  # classes: the cells of more have no room for their numbers
-_LETTER_PX = 6.6  # of a label's font
+LIGHT = 0.75  # of a row: a cell with less is light, and its number dark
 _MOST_LABELS = 34  # of an axis of 600 px
 
 
@@ -154,7 +166,7 @@ def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Options
         {
             "name": f"{labels[r]} taken for {labels[c]}: {n:,}",
             "value": [c, r, round(100 * n / share[r], 2), _brief(n)],
-            "label": {"color": "#ffffff" if n > 0.45 * share[r] else _MUTED},
+            "label": {"color": "#ffffff" if n > LIGHT * share[r] else "#1d2622"},
         }
         for r, row in enumerate(matrix)
         for c, n in enumerate(row)
@@ -178,7 +190,7 @@ def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Options
             "min": 0,
             "max": 100,
             "dimension": 2,
-            "inRange": {"color": ["rgba(27,154,138,0.10)", "rgba(27,154,138,0.55)", "#12796c"]},
+            "inRange": {"color": ["#dff0ee", "#7cc1b8", "#12796c"]},  # also on a dark page
         },
         "series": [
             {
@@ -188,7 +200,6 @@ def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Options
                     "show": numbered,
                     ":formatter": "p => p.data.value[3]",
                     "fontSize": 11 if len(labels) > 12 else 12.5,
-                    "color": _MUTED,
                 },
             }
         ],
@@ -287,7 +298,11 @@ def pareto_front(points: Sequence[FrontPoint], *, limit: float, metric: str) -> 
 
 
 def shorten(name: str, most: int = 18) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"
+    """The name, or its beginning and its end: classes may differ in either."""
+    if len(name) <= most:
+        return name
+    end = most // 3
+    return f"{name[: most - 1 - end]}…{name[-end:]}"
 
 
 def append(chart: ui.echart, additions: Sequence[tuple[int, list[Point]]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from nicegui import ui
@@ -37,12 +38,22 @@ def title_of(plan: Path) -> str:
     return f"{plan.parent.stem}-{plan.stem}" if of_front else plan.stem
 
 
-def rebuilt(plan: Path, command: str) -> str:
-    """The command that builds a plan again; a front's manifests have that of the chosen plan."""
+def rebuilt(plan: Path, command: str, *, out: str) -> str:
+    """The command that builds a plan again; a front's manifests have that of the chosen plan.
+
+    Args:
+        out: where the plan is by now.
+    """
     of_front = plan.parent.suffix == ".front" and plan.stem.isdigit()
     if of_front and not command.startswith("tessella "):  # Python: a network in memory
         return f"{command}; of its table the plan {plan.stem}"
-    return f"{command} --point {plan.stem}" if of_front else command
+    if of_front:
+        return f"{command} --point {plan.stem}"
+    words = shlex.split(command) if command.startswith("tessella ") else []
+    if "--out" not in words[:-1]:
+        return command
+    words[words.index("--out") + 1] = out
+    return shlex.join(words)
 
 
 def show_front(context: Context, path: Path) -> None:

@@ -216,7 +216,7 @@ class _Plan:
                 Service(context, plan, ref)
                 self._difference([f.ref for f in plans if f.item is not None and f.ref != ref])
         with parts.card("How to do the same"):
-            again = rebuilt(context.workspace.path(ref), plan.manifest.rebuild)
+            again = rebuilt(context.workspace.path(ref), plan.manifest.rebuild, out=ref)
             if _can_run(context, again):
                 parts.Command(again)
             else:
