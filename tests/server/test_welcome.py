@@ -116,3 +116,14 @@ def test_scores_come_with_labels_when_asked(http: httpx.Client, binary: bool) ->
         assert document.get("parameters") == ({"labels": list(LABELS)} if asked else None)
     wrong = {"inputs": [entry], "parameters": {"labels": "yes"}}
     assert http.post("/v2/models/flowers/infer", json=wrong).status_code == 400
+
+
+def test_what_is_not_there_says_where_to_look() -> None:
+    with (
+        Server(repository({"flowers": Scores()})) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        for path in ("/models", "/v2/models/roses"):
+            answer = http.get(path)
+            assert answer.status_code == 404
+            assert "GET /v2/models" in answer.json()["error"]

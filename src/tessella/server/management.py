@@ -57,8 +57,11 @@ def management(repository: Repository, metrics: Metrics, regions: Regions) -> Fa
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 404:
+            text += ". To do: GET /docs lists the routes, GET /v2/models the models."
         return JSONResponse(
-            {"error": f"{request.method} {request.url.path}: {error.detail}"},
+            {"error": text},
             error.status_code,
             headers=error.headers,
         )

@@ -307,7 +307,7 @@ def unknown_model(name: str) -> ServeError:
         "there is no such model",
         status=404,
         seen=repr(name)[:140],
-        fix="POST /v2/repository/index lists the models",
+        fix="GET /v2/models lists the loaded models, POST /v2/repository/index all",
     )
 
 
