@@ -141,6 +141,30 @@ def test_a_kernel_that_may_have_caught_up_is_run_again(searches: Searches) -> No
     assert best == "linear.aten"
 
 
+def test_of_long_calls_less_runs_where_all_threads_have_images(searches: Searches) -> None:
+    """1.2 times the best at 8 images is far behind at 16, and stays so at 32."""
+    threads = torch.get_num_threads()
+    searches.times = {name: 200.0 * time_us for name, time_us in searches.times.items()}
+    far = {"linear.mkl", "linear.aten", "linear.scratch"}
+    searches.find(linear(8 * threads))
+    for batch in (16, 32):
+        found = searches.find(linear(batch * threads))
+        # the best configuration of the scratch kernel took 1.1 times the best
+        assert searches.kernels == {"linear.onednn", "linear.scratch"}
+        assert {n for n, t in found.items() if t.behind} == far - {"linear.scratch"}
+        assert found["linear.mkl"].behind == pytest.approx(1.2)
+    few = Evidence()
+    searches.evidence, searches.cache = few, TimingCache()
+    searches.find(linear(8 * threads, features=32))
+    searches.find(linear(8 * threads, features=48))  # another layer is no such neighbour
+    assert "linear.mkl" in searches.kernels
+    if threads > 1:
+        searches.evidence, searches.cache = Evidence(), TimingCache()
+        searches.find(linear(threads - 1))
+        searches.find(linear(2 * (threads - 1)))  # threads without an image: they may change it
+        assert "linear.mkl" in searches.kernels
+
+
 def test_a_noisy_timing_leaves_more_in(searches: Searches) -> None:
     searches.times["linear.mkl"] = 18.0
     searches.noisy = {"linear.mkl"}

@@ -107,6 +107,16 @@ def test_kernels_that_are_far_behind_are_sampled_once() -> None:
     assert timing.glance({"x": lambda: [next(disturbed)]}, device=CPU) == {"x": 2.0}
 
 
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("time_us", "taken"), [(2000.0, 3), (10.0, 4)])
+def test_the_first_samples_of_long_calls_are_a_round(time_us: float, taken: int) -> None:
+    """Short ones may have found the caches cold."""
+    runs = {name: sampler(name, time_us) for name in "ab"}
+    found = timing.time_interleaved(runs, {"a": "a", "b": "b"}, device=CPU, budget_s=0.0)
+    assert found == {n: Timing(time_us=time_us, spread_us=0.0) for n in "ab"}
+    assert dict(TAKEN) == {"a": taken, "b": taken}
+
+
 @pytest.mark.parametrize(("call_us", "calls"), [(2000.0, 1), (100.0, 2)])
 def test_a_long_call_is_not_called_again_to_see_how_long_it_is(
     call_us: float, calls: int, monkeypatch: pytest.MonkeyPatch
@@ -121,6 +131,9 @@ def test_a_long_call_is_not_called_again_to_see_how_long_it_is(
     sample = timing._cpu_sampler(lambda: None)
     assert called == [1] * calls
     assert sample() == [Sample(call_us)]
+    assert len(called) == (1 if calls == 1 else 3)  # to see how long it is was a sample
+    sample()
+    assert len(called) == (2 if calls == 1 else 4)
 
 
 @pytest.mark.usefixtures("simulated")

@@ -248,7 +248,8 @@ class Search:
         if self._evidence is None or self._options.inspect:
             return [], {}
         configs = {row: self.configs(row) for row in rows}
-        return self._evidence.shortlist(self._problem, configs)
+        images = torch.get_num_threads() if self._device.type == "cpu" else None
+        return self._evidence.shortlist(self._problem, configs, images=images)
 
     def first_candidates(self, rows: list[Kernel]) -> list[Candidate]:
         """The first configuration of each kernel."""

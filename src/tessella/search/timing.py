@@ -113,7 +113,8 @@ def time_interleaved(
         far: a heat whose best takes this many times the best of all is not run to the end either.
     """
     samplers = {name: _sampler(run, device) for name, run in runs.items()}
-    once = {name: _timing(_once(sampler)) for name, sampler in samplers.items()}
+    first = {name: _once(sampler) for name, sampler in samplers.items()}
+    once = {name: _timing(samples) for name, samples in first.items()}
     best: dict[str, float] = {}
     for name, timing in once.items():
         best[heats[name]] = min(timing.time_us, best.get(heats[name], math.inf))
@@ -124,7 +125,9 @@ def time_interleaved(
         if once[name].time_us <= CLOSE[device.type] * best[heats[name]]
         and best[heats[name]] <= limit_us
     }
-    return once | _rounds(close, budget_s * min(1.0, len(close) / ENOUGH))
+    long = all(once[name].time_us >= 1e6 * LONG_S for name in close)
+    begun = {name: first[name] for name in close} if long and device.type == "cpu" else {}
+    return once | _rounds(close, budget_s * min(1.0, len(close) / ENOUGH), begun)
 
 
 def _sampler(run: Run, device: torch.device) -> Sampler:
@@ -141,10 +144,18 @@ def _once(sampler: Sampler) -> list[Sample]:
     return samples
 
 
-def _rounds(samplers: Mapping[str, Sampler], budget_s: float) -> dict[str, Timing]:
-    """Interleaved samples of all; then of those that may be the fastest, while they are noisy."""
-    samples: dict[str, list[Sample]] = {name: [] for name in samplers}
-    started, rounds = time.perf_counter(), 0
+def _rounds(
+    samplers: Mapping[str, Sampler],
+    budget_s: float,
+    begun: Mapping[str, Sequence[Sample]] | None = None,
+) -> dict[str, Timing]:
+    """Interleaved samples of all; then of those that may be the fastest, while they are noisy.
+
+    Args:
+        begun: the samples of a first round, of all or of none.
+    """
+    samples = {name: [*(begun or {}).get(name, ())] for name in samplers}
+    started, rounds = time.perf_counter(), 1 if begun else 0
     while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() - started < budget_s):
         for name, sampler in samplers.items():
             samples[name] += sampler()
@@ -215,13 +226,15 @@ def _watched(run: Run, repeats: int = 1, *, computes: bool = True) -> Sample:
 
 
 def _cpu_sampler(run: Run) -> Sampler:
-    once_s = 1e-6 * _watched(run).time_us
-    if once_s < LONG_S:  # the first call may have found its data and code outside the caches
+    first = _watched(run)
+    once_s = 1e-6 * first.time_us
+    long = [first] if once_s >= LONG_S else []
+    if not long:  # the first call may have found its data and code outside the caches
         once_s = min(once_s, 1e-6 * _watched(run).time_us)
     repeats = max(1, min(1000, math.ceil(MIN_SAMPLE_S / max(once_s, 1e-9))))
 
     def sample() -> list[Sample]:
-        return [_watched(run, repeats)]
+        return [long.pop() if long else _watched(run, repeats)]
 
     return sample
 
