@@ -15,6 +15,21 @@ def double(weight: torch.Tensor) -> torch.Tensor:
     return 2 * weight
 
 
+def test_a_weight_is_packed_once_for_all_buckets() -> None:
+    weight, packed = torch.ones(3), []
+
+    def counting(weight: torch.Tensor) -> torch.Tensor:
+        packed.append(weight)
+        return 2 * weight
+
+    for _ in range(3):
+        packing.packed(weight, ("doubled",), counting)
+    assert len(packed) == 1
+    for _ in range(2):  # which of its layouts a library takes shows only then
+        packing.packed(weight, ("blocked",), counting, layout=lambda made: made.stride())
+    assert len(packed) == 3
+
+
 def test_equal_forms_are_one_until_they_are_forgotten() -> None:
     weight = torch.ones(3)
     first = packing.packed(weight, ("doubled",), double)

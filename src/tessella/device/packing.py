@@ -23,19 +23,22 @@ def packed(
     how: tuple[Any, ...],
     pack: Callable[[torch.Tensor], torch.Tensor],
     *,
-    layout: Callable[[torch.Tensor], Hashable] = lambda packed: None,
+    layout: Callable[[torch.Tensor], Hashable] | None = None,
 ) -> torch.Tensor:
     """``pack(weight)``, or the equal one that was packed before.
 
     Args:
         how: what the packing depends on, apart from the weight.
-        layout: what tells two packed forms apart that differ in layout only.
+        layout: what tells two packed forms apart that differ in layout only: where there is such,
+            it must be packed to know.
     """
-    made = pack(weight)
     if only_compiles():  # a packing kernel has not run: what it would have made is not there
-        return made
-    forms = _packed.setdefault(weight, {})
-    return forms.setdefault((repr(how), layout(made)), made)
+        return pack(weight)
+    forms, key = _packed.setdefault(weight, {}), repr(how)
+    if layout is None and (key, None) in forms:
+        return forms[key, None]
+    made = pack(weight)
+    return forms.setdefault((key, None if layout is None else layout(made)), made)
 
 
 def with_packed(

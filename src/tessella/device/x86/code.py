@@ -6,9 +6,11 @@ import ctypes
 import functools
 import mmap
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tessella.core.errors import KernelError
@@ -93,12 +95,12 @@ class Table:
         held: what the rows have addresses of.
     """
 
-    def __init__(self, rows: Iterable[Iterable[int]], *held: object) -> None:
-        lines = [tuple(row) for row in rows]
-        numbers = [n for line in lines for n in line]
-        self.count, self._held = len(lines), held
-        self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
-        self.address = ctypes.addressof(self._numbers)
+    def __init__(
+        self, rows: npt.NDArray[np.int64] | Sequence[Sequence[int]], *held: object
+    ) -> None:
+        self.count, self._held = len(rows), held
+        self._numbers = np.ascontiguousarray(rows, np.int64)
+        self.address = self._numbers.ctypes.data
 
 
 def given(number: int) -> At:

@@ -73,7 +73,10 @@ def bind(
         has_bias=bias is not None,
         activation=problem.epilogue.activation,
     )
-    places, zeros = x86.indirection(problem, pixels), torch.zeros(problem["input"].shape[1])
+    places, zeros = (
+        x86.indirection(problem, constants[1], pixels),
+        torch.zeros(problem["input"].shape[1]),
+    )
     items = list(_items(problem, tiles, weight, bias, places))
     _require_inside(problem, tiles, items, weight, bias, places)
     table, made = code.Table(items, weight, bias, places, zeros), _machine_code(tiles)

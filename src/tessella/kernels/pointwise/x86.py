@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tessella.core.errors import CompileError, KernelError
@@ -66,7 +68,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     walked, isa = walk(problem), code.require_instructions()
     operands = walked.lowered.binder(constants)
     axes = _rows_of_columns(walked.axes, isa)
-    items = list(_items(axes))
+    items = _items(axes)
     _require_inside(problem, walked, axes, items)
     table = code.Table(items)
     program = _Program(isa=isa, walked=walked, axes=axes, constants=Constants(isa))
@@ -137,24 +139,25 @@ def _rows_of_columns(axes: Axes, isa: InstructionSet) -> Axes:
     return Axes(sizes=(*rows, columns // width, width), strides=strides)
 
 
-def _items(axes: Axes) -> Iterator[tuple[int, ...]]:
+def _items(axes: Axes) -> npt.NDArray[np.int64]:
     """What threads take one by one: where some rows begin in each tensor, in bytes; how many."""
     *outer, rows, columns = axes.sizes
     some = max(1, min(rows, BLOCK_NUMBERS // columns))
-    for place in itertools.product(*map(range, outer)):
-        for row in range(0, rows, some):
-            begins = (
-                4 * (sum(i * s for i, s in zip(place, strides)) + row * strides[-2])
-                for strides in axes.strides
-            )
-            yield (*begins, min(some, rows - row))
+    row = np.arange(0, rows, some)
+    table = np.empty((*outer, len(row), len(axes.strides) + 1), np.int64)
+    places = np.ix_(*map(np.arange, outer), row)
+    for number, strides in enumerate(axes.strides):
+        steps = strides[: len(outer) + 1]  # all but that of a row's numbers
+        table[..., number] = 4 * sum(at * step for at, step in zip(places, steps, strict=True))
+    table[..., -1] = np.minimum(some, rows - row)
+    return table.reshape(-1, len(axes.strides) + 1)
 
 
 def _require_inside(
-    problem: Problem, walked: Walk, axes: Axes, items: list[tuple[int, ...]]
+    problem: Problem, walked: Walk, axes: Axes, items: npt.NDArray[np.int64]
 ) -> None:
     """Refuse a table that leads out of a tensor, whoever wrote it."""
-    *begins, rows = torch.tensor(items).T
+    *begins, rows = torch.from_numpy(items).T
     metas = [*walked.lowered.metas(problem.given), problem.output]
     for meta, begin, strides in zip(metas, begins, axes.strides, strict=True):
         columns = (axes.columns - 1) * strides[-1] + 1

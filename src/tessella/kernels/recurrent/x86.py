@@ -72,7 +72,7 @@ def bind(problem: Problem, constants: Mapping[int, Tensor]) -> Call:
     parts = []
     for size in sorted({size for _, size in blocks}):
         begins = [begin for begin, its in blocks if its == size]
-        items = code.Table(_items(problem, packed_hh, new_bias, begins), packed_hh, new_bias)
+        items = code.Table([*_items(problem, packed_hh, new_bias, begins)], packed_hh, new_bias)
         constant = Constants(isa, "rbp")
         part = _Layer(
             isa=isa,

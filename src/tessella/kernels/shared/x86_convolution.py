@@ -20,6 +20,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tessella.core.errors import KernelError
@@ -211,8 +213,8 @@ def bind(
         has_bias=bias is not None,
         activation=problem.epilogue.activation,
     )
-    places, zeros = indirection(problem, tiles.pixels), torch.zeros(tiles.words)
-    items = list(_items(problem, tiles, weight, bias, places))
+    places, zeros = indirection(problem, constants[1], tiles.pixels), torch.zeros(tiles.words)
+    items = _items(problem, tiles, weight, bias, places)
     _require_inside(problem, tiles, items, weight, bias, places)
     table, made = code.Table(items, weight, bias, places, zeros), _machine_code(tiles)
     beside = zeros.data_ptr()
@@ -243,11 +245,19 @@ def _weight(weight: torch.Tensor, panels: Panels, depth: int) -> torch.Tensor:
     return packed(weight, ("conv2d.x86", panels, depth), pack)
 
 
-def indirection(problem: Problem, pixels: int) -> torch.Tensor:
+def indirection(problem: Problem, weight: torch.Tensor, pixels: int) -> torch.Tensor:
     """Where the pixels lie that each tile reads: distances in an image, -1 beside it.
 
-    int32 [tiles, R·S, pixels], and [R·S, rest] for what makes no whole tile, in one row.
+    int32 [tiles, R·S, pixels], and [R·S, rest] for what makes no whole tile, in one row. Batch
+    sizes share it: it goes when the weight does.
     """
+    x, y, a = problem["input"], problem.output, problem.attrs
+    moved = [tuple(a[name]) for name in ("stride", "padding", "dilation")]
+    how = (x.shape[2:], pixel_bytes(x), y.shape[2:], *moved, pixels)
+    return packed(weight, ("conv2d.x86 places", *how), lambda _: _places(problem, pixels))
+
+
+def _places(problem: Problem, pixels: int) -> torch.Tensor:
     x, (_, _, rows, columns) = problem["input"], problem.output.shape
     (_, _, height, width), pitch = x.shape, pixel_bytes(x)
     a = problem.attrs
@@ -274,12 +284,12 @@ def _items(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     places: torch.Tensor,
-) -> Iterator[tuple[int, ...]]:
+) -> npt.NDArray[np.int64]:
     """The table of the items that threads take one by one: some pixels of an image and some panels
     of the weight.
 
-    Distances of the image, the result and the residual, addresses of the weight, the bias and the
-    places, how many tiles and panels, and whether the pixels that make no whole tile follow.
+    A row: distances of the image, the result and the residual, addresses of the weight, the bias
+    and the places, how many tiles and panels, and whether pixels that make no whole tile follow.
     """
     x, y = problem["input"], problem.output
     pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * pixel_bytes(x)
@@ -290,35 +300,40 @@ def _items(
     together = max(1, min(len(weight), BLOCK_WEIGHT_BYTES // panel_bytes))
     while together > 1 and y.shape[0] * blocks * math.ceil(len(weight) / together) < FEW_ITEMS:
         together = math.ceil(together / 2)
-    for panel, some in panels.together(together):
-        column = panels.begins[panel] * tiles.size
-        for n in range(y.shape[0]):
-            for block in range(blocks):
-                begin = block * some_tiles * tiles.pixels
-                count = min(some_tiles, (pixels - begin) // tiles.pixels)
-                yield (
-                    n * image,
-                    (n * pixels + begin) * result + column,
-                    (n * pixels + begin) * (residual or 0) + column,
-                    weight.data_ptr() + panel * panel_bytes,
-                    0 if bias is None else bias.data_ptr() + panel * tiles.width * WORD,
-                    places.data_ptr() + begin * tiles.taps * places.itemsize,
-                    count,
-                    some,
-                    int(begin + count * tiles.pixels < pixels and block == blocks - 1),
-                )
+    panel, some = np.array([*panels.together(together)], np.int64).T[..., None, None]
+    column = np.array(panels.begins, np.int64)[panel] * tiles.size
+    n = np.arange(y.shape[0])[:, None]
+    begin = np.arange(blocks) * some_tiles * tiles.pixels
+    count = np.minimum(some_tiles, (pixels - begin) // tiles.pixels)
+    has_rest = begin + count * tiles.pixels < pixels
+    has_rest[:-1] = False
+    row = (
+        n * image,
+        (n * pixels + begin) * result + column,
+        (n * pixels + begin) * (residual or 0) + column,
+        weight.data_ptr() + panel * panel_bytes,
+        0 if bias is None else bias.data_ptr() + panel * tiles.width * WORD,
+        places.data_ptr() + begin * tiles.taps * places.itemsize,
+        count,
+        some,
+        has_rest,
+    )
+    table = np.empty((len(panel), len(n), blocks, len(row)), np.int64)  # panels, images, blocks
+    for number, values in enumerate(row):
+        table[..., number] = values
+    return table.reshape(-1, len(row))
 
 
 def _require_inside(
     problem: Problem,
     tiles: _Tiles,
-    items: list[tuple[int, ...]],
+    items: npt.NDArray[np.int64],
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     places: torch.Tensor,
 ) -> None:
     """Refuse a table that leads out of a tensor, whoever wrote it."""
-    image, result, residual, panel, begin, place, count, panels, rest = torch.tensor(items).T
+    image, result, residual, panel, begin, place, count, panels, rest = torch.from_numpy(items).T
     x, y, added = problem["input"], problem.output, problem.epilogue.residual
     pixels = count * tiles.pixels + rest * tiles.rest
     written = ((panels - 1) * tiles.width + tiles.panels.span) * tiles.size
