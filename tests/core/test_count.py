@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tessella.core.count import counted, with_spread
+from tessella.core.count import counted, numbered, with_spread
 
 
 def test_one_and_several() -> None:
     assert counted(1, "image") == "1 image"
     assert counted(1234, "image") == "1,234 images"
     assert counted(2, "class", "classes") == "2 classes"
+    assert numbered([4], "batch", "batches") == "batch 4"
+    assert numbered([1, 2], "batch", "batches") == "batches 1, 2"
 
 
 @pytest.mark.parametrize(

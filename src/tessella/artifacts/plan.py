@@ -26,7 +26,7 @@ from tessella.artifacts.program import ALIGNMENT, Program
 from tessella.artifacts.program import wrong as impossible
 from tessella.artifacts.receipt import Receipt
 from tessella.core.compiled import CompiledKernel, CompiledKernels
-from tessella.core.count import with_spread
+from tessella.core.count import numbered, with_spread
 from tessella.core.device import Fingerprint
 from tessella.core.dtype import PRECISIONS, plain_precision
 from tessella.core.errors import ArtifactError, CorruptArtifact
@@ -589,7 +589,8 @@ def _title(plan: Outline) -> str:
     device = manifest.fingerprint
     return (
         f"plan of {manifest.built_from} for {device.target} ({device.name}), {manifest.precision},"
-        f" batches {', '.join(str(b.batch) for b in buckets)}{', untuned' * manifest.untuned}"
+        f" {numbered([b.batch for b in buckets], 'batch', 'batches')}"
+        f"{', untuned' * manifest.untuned}"
     )
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 MOST_DECIMALS = 3  # of a microsecond: what a timing is rounded to
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """``1 image``, ``1,234 images``, ``2 classes`` (whose plural is told)."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def numbered(numbers: Sequence[int], noun: str, plural: str | None = None) -> str:
+    """``batch 4``, ``batches 1, 2, 8`` (whose plural is told)."""
+    several = noun if len(numbers) == 1 else plural or noun + "s"
+    return f"{several} {', '.join(map(str, numbers))}"
 
 
 def with_spread(value: float, spread: float | None) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from tessella.artifacts.plan import Manifest, Plan, load_plan
 from tessella.artifacts.program import Bucket, Buffer, same_computation
+from tessella.core.count import numbered
 from tessella.core.device import torch_device
 from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, InputError, UsageError
@@ -395,12 +396,12 @@ class Engine:
         return ArtifactError(f"the plan fails its self-test: {why}", seen=seen, fix=fix)
 
     def __repr__(self) -> str:
-        manifest, batches = self.manifest, ", ".join(map(str, self.buckets))
+        manifest, batches = self.manifest, numbered(self.buckets, "batch", "batches")
         shapes = " ".join(map(str, self.inputs)), " ".join(map(str, self.outputs))
         closed = "" if self._bound else ", closed"
         return (
             f"<Engine of {manifest.built_from} on {self.device}, {manifest.precision},"
-            f" batches {batches}: {shapes[0]} → {shapes[1]}{closed}>"
+            f" {batches}: {shapes[0]} → {shapes[1]}{closed}>"
         )
 
     def close(self) -> None:
