@@ -532,5 +532,5 @@ def test_equal_pictures_in_a_class_and_in_two_are_told(tmp_path: Path) -> None:
     notes = " | ".join(images(tmp_path / "s", size=8, holdout=0.0, out=tmp_path / "o").info.notes)
     assert "2 images with an equal one in another class" in notes
     assert "1 image twice or more in one class" in notes
-    assert "fewer than 20 training images have: 'c 7'" in notes
+    assert "fewer than 20 training images have: 'c' (7)" in notes
     assert "'a' has 42 training images, 'c' has 7" in notes

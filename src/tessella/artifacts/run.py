@@ -95,7 +95,8 @@ class Recipe:
             our catalog. A checkpoint does not depend on it.
         fuse: batch norms, sums and activations in one pass, and a step on one GPU as a CUDA graph.
             By default on a GPU; numbers differ from torch's by rounding.
-        gpus: processes, each on a GPU of its own (on the CPU: each with a share of the cores).
+        gpus: processes, each on a GPU of its own; with all GPUs hidden (an empty
+            CUDA_VISIBLE_DEVICES) each with a share of the cores.
         val_interval, snapshot_interval: epochs between validations and checkpoints; may be
             fractions.
         patience: stop after this many validations without a better score.

@@ -56,7 +56,7 @@ def notes_on(
     if names == "classes":
         tiny = [(name, n) for name, n in zip(classes, counts, strict=True) if 0 < n < TINY]
         if tiny and len(tiny) < len(classes):  # of a toy all are: no news
-            few_of = _some([f"{name} {n}" for name, n in tiny])
+            few_of = _listed([f"{name!r} ({n})" for name, n in tiny])
             notes.append(f"fewer than {TINY} training images have: {few_of}")
     notes += _of_duplicates(duplicates)
     if odd_sizes:
@@ -86,5 +86,9 @@ def _of_duplicates(found: Duplicates) -> list[str]:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(repr(name) for name in names[:NAMES_SHOWN]) + more
+    return _listed([repr(name) for name in names])
+
+
+def _listed(words: list[str]) -> str:
+    more = f" and {len(words) - NAMES_SHOWN:,} more" if len(words) > NAMES_SHOWN else ""
+    return ", ".join(words[:NAMES_SHOWN]) + more
